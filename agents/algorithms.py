@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,6 +110,7 @@ class EpisodesPPO(PPO):
         keep: share of the decisions that are learned from.
         imitate: instead, the best episode of each problem is imitated (self-labelling: Corsini et
             al., NeurIPS 2024).
+        without: numbers of the ``dispatch_kernels.PAIR_FEATURES`` that the network does not see.
         others: as of stable-baselines3.
     """
 
@@ -118,9 +120,10 @@ class EpisodesPPO(PPO):
         episodes: int = 16,
         keep: float = 0.3,
         imitate: bool = False,
+        without: Sequence[int] = (),
         **others: Any,
     ) -> None:
-        self.episodes, self.keep, self.imitate = episodes, keep, imitate
+        self.episodes, self.keep, self.imitate, self.without = episodes, keep, imitate, without
         self._played: list[_Noted] = []
         super().__init__(*args, **others)
 
@@ -130,6 +133,13 @@ class EpisodesPPO(PPO):
         self.n_steps = steps
         for group in self.policy.optimizer.param_groups:
             group["eps"] = 1e-8  # means over thousands of decisions have small gradients
+        if self.without:
+            net: Any = self.policy.net
+            seen = torch.ones_like(net.linear.weight[0])
+            seen[list(self.without)] = 0.0
+            for layer in (net.linear, net.pair):  # weights are 0 and stay so
+                layer.weight.data.mul_(seen)
+                layer.weight.register_hook(seen.mul)
 
     def collect_rollouts(
         self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int
@@ -199,10 +209,10 @@ class EpisodesPPO(PPO):
     def _update(self, part: list[_Noted], clip: float) -> tuple[float, ...]:
         """One step of the optimizer."""
         pairs, score, counts, taken, before, advantage = (
-            torch.from_numpy(np.concatenate(x)) for x in zip(*part, strict=True)
+            torch.from_numpy(np.concatenate(x)).to(self.device) for x in zip(*part, strict=True)
         )
         count = counts.long()
-        which = torch.repeat_interleave(torch.arange(len(count)), count)
+        which = torch.repeat_interleave(count)
         net: Any = self.policy.net
         logits = net.logits(pairs, score, which, count)
         most = logits.detach().new_full((len(count),), ILLEGAL)

@@ -50,8 +50,14 @@ class Training:
         generator: of fresh problems, or None.
         rows: the metrics, one row per update.
         stop: whether something said that it is enough.
+        checked: whether there was a check since the last update.
+        steps: of all environments.
         best_weights: of the best check, whose mean reward is ``best_greedy``.
-        greedy_s: float64 ``[P]`` seconds of the last check.
+        greedy_s: float64 ``[P]`` seconds of the last check; ``held_out_reward``: its mean reward on
+            what is held out.
+        checks, idle_checks: how many there were, and how many since one was better, or the best
+            speed-up ``best_seen`` of anything that was evaluated.
+        resumed: the checkpoint that the next rollout goes on from.
     """
 
     config: TrainConfig
@@ -64,7 +70,7 @@ class Training:
     generator: Generator | None = None
     rows: list[Row] = field(default_factory=list)
     stop: bool = False
-    checked: bool = False  # since the last update
+    checked: bool = False
     steps: int = 0
     best_greedy: float = -np.inf
     held_out_reward: float = np.nan
@@ -86,7 +92,7 @@ class Training:
         """The best placement ever evaluated of each problem."""
         rules, problems = self.env.rules, self.tasks.problems
         stats = {"evaluations": rules.num_evaluations}
-        found = [
+        solutions = [
             Solution(
                 problems.placements(i, rules.best_choices[i : i + 1])[0],
                 float(rules.best_s[i]),
@@ -95,19 +101,17 @@ class Training:
             )
             for i in range(len(problems.problems))
         ]
-        if self.config.formulation in (
-            "order_search",
-            "dispatch",
-        ):  # an order is no part of what is returned
-            found = [
+        # An order is no part of what is returned.
+        if self.config.formulation in ("order_search", "dispatch"):
+            solutions = [
                 replace(s, value_s=float(score(p, s.placement)[0]))
-                for s, p in zip(found, problems.problems, strict=True)
+                for s, p in zip(solutions, problems.problems, strict=True)
             ]
         # The environment may not know one: it splits groups, or an order was better meanwhile.
         for i, start in self.tasks.known.items():
-            if start.value_s < found[i].value_s:
-                found[i] = replace(start, stats=stats)
-        return tuple(found)
+            if start.value_s < solutions[i].value_s:
+                solutions[i] = replace(start, stats=stats)
+        return tuple(solutions)
 
     def trained(self) -> TrainedPolicy:
         """The policy of the best check."""
@@ -172,6 +176,7 @@ class Schedule(_Part):
         training = self.training
         if training.config.curriculum and training.generator is None:
             sizes = np.argsort(training.tasks.problems.num_groups, kind="stable")
+            # From the smaller quarter of them to all.
             share = min(1.0, 0.25 + 0.75 * done / training.config.curriculum)
             training.env.allowed = sizes[: max(1, round(share * len(sizes)))]
         if hasattr(training.generator, "progress"):

@@ -78,7 +78,9 @@ class DispatchNet(nn.Module):
             self.around.weight.T,
             self.out.weight[0],
         )
-        return tuple(np.ascontiguousarray(x.detach().numpy(), dtype=np.float32) for x in parts)
+        return tuple(
+            np.ascontiguousarray(x.detach().cpu().numpy(), dtype=np.float32) for x in parts
+        )
 
 
 def answer(

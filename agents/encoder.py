@@ -166,9 +166,9 @@ class Dag(nn.Module):
             for nodes, sources, targets in order:
                 y = own[nodes]
                 if len(sources):
-                    told, size = done[sources], len(nodes)
-                    mean = scatter(told, targets, dim_size=size, reduce="mean")
-                    largest = scatter(told, targets, dim_size=size, reduce="max")
+                    messages, size = done[sources], len(nodes)
+                    mean = scatter(messages, targets, dim_size=size, reduce="mean")
+                    largest = scatter(messages, targets, dim_size=size, reduce="max")
                     y = y + self.heard[k](torch.cat([mean, largest], dim=1))
                 done = done.index_copy(0, nodes, x[nodes] + torch.relu(y))
             x = done
@@ -187,12 +187,12 @@ def layer_of(encoder: str) -> type[nn.Module]:
     if encoder in LAYERS:
         return LAYERS[encoder]
     try:
-        found = find(encoder, "encoder")
+        kind = find(encoder, "encoder")
     except EnvError as error:
         raise PolicyError(str(error)) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise PolicyError(f"encoder {encoder!r} must be a class of torch.nn.Module")
-    return found
+    return kind
 
 
 class Attention(nn.Module):
@@ -291,8 +291,8 @@ class PlacementNet(nn.Module):
 
     def encode(self, store: Graphs, ids: Tensor) -> Encoded:
         """The distinct graphs int64 ``ids [U]`` of ``store``, encoded."""
-        found: Encoded = self.encoder(store, ids)
-        return found
+        encoded: Encoded = self.encoder(store, ids)
+        return encoded
 
     def evaluate(
         self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations

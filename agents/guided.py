@@ -27,6 +27,7 @@ CHOOSERS: dict[str, int] = {
     "uniform": guided_kernels.UNIFORM,
 }
 _SLICE_S = 0.01  # between two looks at the clock
+_FIRST_RATE = 400.0  # steps per second, before any was made
 
 
 class GuidedNet(nn.Module):
@@ -178,7 +179,7 @@ def anneal(
     # is looked at only where seconds are limited: otherwise the seed decides everything.
     most = max(1.0, search.num_left / (100 * rounds * per_step))
     slice_s = _SLICE_S if np.isfinite(search.seconds_left) else np.inf
-    begun, current, rate, made = search.used, -1, 400.0, 0
+    begun, current, rate, num_steps = search.used, -1, _FIRST_RATE, 0
     while search.left and search.num_left > per_step:
         progress = (search.used - begun) / max(1.0 - begun, 1e-12) * rounds
         this = min(int(progress), rounds - 1)
@@ -191,12 +192,12 @@ def anneal(
         best_s = float(state.best_cost)
         take_steps(tables, state, weights, CHOOSERS[chooser], steps, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
-        made += steps
+        num_steps += steps
         if state.best_cost < best_s:
             search.consider(state.best, steps * per_step)
         else:
             search.num_evaluations += steps * per_step
-    return made
+    return num_steps
 
 
 @loads

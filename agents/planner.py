@@ -33,6 +33,7 @@ from placement.planners.order_search import NO_NETWORK, too_few, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.search.descent import descend
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.tools.clock import loads
 
@@ -41,11 +42,11 @@ Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_s
 SAMPLES_AT_ONCE = 32
 FEW = 8  # evaluations, below which a search does not come to anything
 # Evaluations of the baseline at least, of few this share; for latency decodes are better.
-RULES, RULES_SHARE = 40, 0.6
+START, START_MOST = 24, 0.45
 # Of limited evaluations that are left after samples, for decodes that draw a part of the best anew.
-# Where these are no more than RULES they get all: moves need hundreds. Orders need fewer, and get
+# Where these are no more than ALL they get all: moves need hundreds. Orders need fewer, and get
 # all where half the operators are more.
-AGAIN = 0.5
+AGAIN, ALL = 0.5, 40
 UNTRAINED = "untrained"
 
 
@@ -79,7 +80,7 @@ class PolicyPlanner:
             orders are searched and it is less than half the operators.
         steps: environment steps of ``finetune`` or ``refine``.
         seconds, evaluations: budget in all, of which the baseline gets a quarter, and, but for
-            ``latency``, at least 40 evaluations, or 60 % of fewer; None is no limit. Without a
+            ``latency``, at least 24 evaluations, or 45 % of fewer; None is no limit. Without a
             budget the baseline runs to its end: the answer then is at most the least of all
             constructive planners and dynamic programs.
         seed: of sampling and training.
@@ -177,7 +178,7 @@ class PolicyPlanner:
         search = Search(problem, self.seconds, self.evaluations)
         share = START_SHARE
         if self.evaluations and problem.objective is not Objective.LATENCY:
-            share = max(share, min(RULES / self.evaluations, RULES_SHARE))
+            share = max(share, min(START / self.evaluations, START_MOST))
         start = search.run_start(self.baseline or "best_of", "baseline", share)
         stats: dict[str, Any] = {
             "mode": self.mode,
@@ -297,7 +298,7 @@ class PolicyPlanner:
             again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
             if kind == "order_search" and too_few(search):
                 again = 0.0
-            elif again > RULES:
+            elif again > ALL:
                 again *= AGAIN
             stats["seed_policy"] = seeds[1]
             stats |= self._decode(seeds[0], search, start.placement, wanted, again)
@@ -312,6 +313,7 @@ class PolicyPlanner:
                     weights = net.weights(store)
                 stats |= anneal_orders(search, weights, CHOOSERS[chooser], width, self.seed)
             else:
+                descend(search, self.seed)
                 stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)
         return self._answer(search, start, stats)
 

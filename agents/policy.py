@@ -11,7 +11,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import asdict
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gymnasium import spaces
@@ -23,6 +23,14 @@ from agents.encoder import NetworkConfig, Observations, PolicyError, greedy, sam
 from agents.store import Graphs, GraphStore, ObservedGraphs
 from agents.trained import Net, TrainedPolicy, make_net
 from envs.formulations import formulation_in
+
+
+class _Remembered(NamedTuple):
+    """Graphs (a store, or the key of observed ones) that one state of the network has encoded."""
+
+    version: int
+    graphs: Any
+    encoded: Any
 
 
 class PlacementPolicy(BasePolicy):
@@ -80,7 +88,7 @@ class PlacementPolicy(BasePolicy):
         self.store = store
         self.optimizer = optimizer_class(net.parameters(), lr=lr_schedule(1), **optimizer_kwargs)
         self._weights = tuple(net.parameters())  # walking the modules takes longer than a step
-        self._kept: tuple[int, Any, Any] | None = None
+        self._last: _Remembered | None = None
 
     def trained(self, **card: Any) -> TrainedPolicy:
         """What plans: ``agent.policy.trained().save("policy.safetensors")``.
@@ -115,8 +123,8 @@ class PlacementPolicy(BasePolicy):
     def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
         graphs, ids, encoded, row = self._encode(obs)
-        found: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
-        return found
+        answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
+        return answer
 
     def _encode(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
         """Each distinct graph encoded once: their numbers ``[U]``, and ``[B]`` rows among them.
@@ -132,9 +140,9 @@ class PlacementPolicy(BasePolicy):
             return store, ids, self.net.encode(store, ids), row
         ids = torch.arange(len(store), device=problem.device)
         version = self._updates()
-        if self._kept is None or self._kept[0] != version or self._kept[1] is not store:
-            self._kept = version, store, self.net.encode(store, ids)
-        return store, ids, self._kept[2], problem
+        if self._last is None or self._last.version != version or self._last.graphs is not store:
+            self._last = _Remembered(version, store, self.net.encode(store, ids))
+        return store, ids, self._last.encoded, problem
 
     def _encode_observed(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
         graphs = ObservedGraphs(obs)
@@ -142,10 +150,10 @@ class PlacementPolicy(BasePolicy):
         if torch.is_grad_enabled():
             return graphs, ids, self.net.encode(graphs, ids), graphs.row
         version = self._updates()
-        known = self._kept
-        if known is None or known[0] != version or not torch.equal(known[1], graphs.key):
-            self._kept = known = version, graphs.key, self.net.encode(graphs, ids)
-        return graphs, ids, known[2], graphs.row
+        last = self._last
+        if last is None or last.version != version or not torch.equal(last.graphs, graphs.key):
+            self._last = last = _Remembered(version, graphs.key, self.net.encode(graphs, ids))
+        return graphs, ids, last.encoded, graphs.row
 
     def _updates(self) -> int:
         return sum(p._version for p in self._weights)  # grows with every update

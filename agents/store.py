@@ -70,17 +70,17 @@ class GraphStore(Graphs):
     ) -> None:
         """``warm[i]`` int32 ``[N]`` is the placement that the policy starts from, or None."""
         starts = warm if warm is not None else [None] * len(problems)
-        found = [features(p, w) for p, w in zip(problems, starts, strict=True)]
-        count = len(found)
-        groups = max(len(f.group) for f in found)
-        devices = max(len(f.device) for f in found)
-        self.num_groups = torch.tensor([len(f.group) for f in found])
-        self.device = torch.zeros(count, devices, found[0].device.shape[1])
-        self.pair = torch.zeros(count, groups, devices, found[0].pair.shape[2])
+        facts = [features(p, w) for p, w in zip(problems, starts, strict=True)]
+        count = len(facts)
+        groups = max(len(f.group) for f in facts)
+        devices = max(len(f.device) for f in facts)
+        self.num_groups = torch.tensor([len(f.group) for f in facts])
+        self.device = torch.zeros(count, devices, facts[0].device.shape[1])
+        self.pair = torch.zeros(count, groups, devices, facts[0].pair.shape[2])
         self.legal = torch.zeros(count, groups, devices, dtype=torch.bool)
         self.real = torch.zeros(count, groups, dtype=torch.bool)
         self.warm = torch.zeros(count, groups, devices, dtype=torch.bool)
-        for i, f in enumerate(found):
+        for i, f in enumerate(facts):
             g, d = f.legal.shape
             self.device[i, :d] = torch.from_numpy(f.device)
             self.pair[i, :g, :d] = torch.from_numpy(f.pair)
@@ -89,7 +89,7 @@ class GraphStore(Graphs):
             self.real[i, :g] = True
             if f.warm[0] >= 0:
                 self.warm[i, torch.arange(g), torch.from_numpy(f.warm)] = True
-        self._graphs = [_data(f) for f in found]
+        self._graphs = [_data(f) for f in facts]
         self._batches: dict[tuple[int, ...], Batch] = {}
         self._all_waves: dict[tuple[int, ...], Waves] = {}
 
@@ -97,13 +97,13 @@ class GraphStore(Graphs):
         """The last combinations of graphs are kept."""
         from torch_geometric.data import Batch
 
-        return _kept(
+        return _cached(
             self._batches, ids, lambda: Batch.from_data_list([self._graphs[i] for i in ids])
         )
 
     def waves(self, ids: tuple[int, ...]) -> Waves:
         """Kept as the batches are."""
-        return _kept(self._all_waves, ids, lambda: _waves(self.batch(ids)))
+        return _cached(self._all_waves, ids, lambda: _waves(self.batch(ids)))
 
     def to(self, device: torch.device) -> GraphStore:
         """These graphs on another device."""
@@ -191,15 +191,15 @@ def _distinct(obs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return key, row, first
 
 
-def _kept(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+def _cached(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """``make()``, or what it made for ``key``; the last ``_KEPT`` are kept."""
-    found = known.pop(key, None)
-    if found is None:
-        found = make()
+    value = known.pop(key, None)
+    if value is None:
+        value = make()
         if len(known) >= _KEPT:
             known.pop(next(iter(known)))
-    known[key] = found
-    return found
+    known[key] = value
+    return value
 
 
 def _data(f: Features) -> Data:
@@ -224,7 +224,7 @@ def _waves(batch: Batch) -> Waves:
     """
     wave = batch.wave
     src, dst = batch.edge_index
-    found = []
+    waves = []
     for order, a, b in ((wave, src, dst), (wave.max() - wave, dst, src)):
         place = torch.zeros(len(order), dtype=torch.long, device=order.device)
         rows = []
@@ -233,5 +233,5 @@ def _waves(batch: Batch) -> Waves:
             place[nodes] = torch.arange(len(nodes), device=order.device)
             into = (order[b] == w) & (order[a] < w)
             rows.append((nodes, a[into], place[b[into]]))
-        found.append(rows)
-    return found
+        waves.append(rows)
+    return waves

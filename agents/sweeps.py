@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
@@ -290,7 +290,7 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
             speedup = 1.0 if row.workload in on_one_device(job.rows) else np.nan
         value_s = row.value_s if np.isfinite(row.value_s) else _alone_s(job.rows, row.workload)
         seeds = samples.setdefault((setting, row.planner, row.workload), {})
-        seeds.setdefault(seed, []).append((value_s, speedup, not np.isfinite(row.value_s)))
+        seeds.setdefault(seed, []).append(_Sample(value_s, speedup, not np.isfinite(row.value_s)))
     cells = {key: {s: _middle(v) for s, v in seeds.items()} for key, seeds in samples.items()}
     workloads = list(dict.fromkeys(w for _, _, w in cells))
     means = [_mean(key, list(seeds.values())) for key, seeds in cells.items()]
@@ -307,7 +307,12 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
 
 
 _Cell = tuple[str, str, str | None]  # setting, planner, workload
-_Sample = tuple[float, float, int]  # value_s, speedup, how many have no answer
+
+
+class _Sample(NamedTuple):
+    value_s: float
+    speedup: float
+    num_unanswered: int
 
 
 def _varied(jobs: Sequence[SweepJob]) -> list[str]:
@@ -326,21 +331,21 @@ def _alone_s(rows: Sequence[Row], workload: str) -> float:
 
 def _middle(samples: Sequence[_Sample]) -> _Sample:
     value_s, speedup, unanswered = np.median(np.array(samples, float), axis=0)
-    return float(value_s), float(speedup), int(np.ceil(unanswered))
+    return _Sample(float(value_s), float(speedup), int(np.ceil(unanswered)))
 
 
 def _over_workloads(samples: Sequence[_Sample]) -> _Sample:
-    value_s = np.exp(np.mean([np.log(s[0]) for s in samples]))
-    logs = [np.log(s[1]) for s in samples if not np.isnan(s[1])]
+    value_s = np.exp(np.mean([np.log(s.value_s) for s in samples]))
+    logs = [np.log(s.speedup) for s in samples if not np.isnan(s.speedup)]
     speedup = np.exp(np.mean(logs)) if logs else np.nan
-    return float(value_s), float(speedup), sum(s[2] for s in samples)
+    return _Sample(float(value_s), float(speedup), sum(s.num_unanswered for s in samples))
 
 
 def _mean(cell: _Cell, samples: Sequence[_Sample]) -> Aggregate:
     setting, planner, workload = cell
-    value_s = geometric_mean([s[0] for s in samples])
-    speedup = geometric_mean([s[1] for s in samples])
-    unanswered = sum(s[2] for s in samples)
+    value_s = geometric_mean([s.value_s for s in samples])
+    speedup = geometric_mean([s.speedup for s in samples])
+    unanswered = sum(s.num_unanswered for s in samples)
     return Aggregate(planner, setting, workload, len(samples), *value_s, *speedup, unanswered)
 
 

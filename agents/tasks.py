@@ -50,7 +50,7 @@ class Tasks:
     Attributes:
         problems: as they are placed: with operators merged into ``config.groups``.
         store: their graphs.
-        given: the warm starts, int32 ``[N]`` per problem, as they were given.
+        warm_starts: int32 ``[N]`` per problem, as they were given.
         starts: the same with whole groups, devices renamed; None: no start.
         start_s: float64 ``[P]``, inf: no start.
         known: the warm starts as they were given, with their values: no answer may be worse.
@@ -59,7 +59,7 @@ class Tasks:
 
     problems: ProblemSet
     store: GraphStore
-    given: Sequence[Placement | None]
+    warm_starts: Sequence[Placement | None]
     starts: Sequence[Placement | None]
     start_s: NDArray[np.float64]
     known: dict[int, Solution]
@@ -73,10 +73,10 @@ class Tasks:
             EnvError, PolicyError: wrong problems, references or warm starts.
         """
         problems = [grouped(p, config.groups) for p in whole] if config.groups else whole
-        given = _given(whole, problems, config, start)
+        warm_starts = _warm_starts(whole, problems, config, start)
         starts = [
             None if w is None else canonical(p, _unsplit(p, w))
-            for p, w in zip(problems, given, strict=True)
+            for p, w in zip(problems, warm_starts, strict=True)
         ]
         chosen = ProblemSet.build(problems, [1.0] * len(problems), evaluator=start.evaluator)
         start_s = np.full(len(problems), np.inf)
@@ -91,8 +91,10 @@ class Tasks:
             ]
         chosen = ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator)
         chosen = replace(chosen, reward=find(config.reward, "reward"))
-        known, evaluations = _known(whole, given, chosen, starts, start_s)
-        return cls(chosen, GraphStore(problems, starts), given, starts, start_s, known, evaluations)
+        known, evaluations = _known(whole, warm_starts, chosen, starts, start_s)
+        return cls(
+            chosen, GraphStore(problems, starts), warm_starts, starts, start_s, known, evaluations
+        )
 
     def answers(
         self, config: TrainConfig, net: Net
@@ -100,11 +102,11 @@ class Tasks:
         """One answer per problem: choices int32 ``[P, G]``, seconds ``[P]``, evaluations used."""
         ids = np.arange(len(self.problems.problems))
         if isinstance(net, DispatchNet):
-            found = [answer(net, p) for p in self.problems.problems]
+            answers = [answer(net, p) for p in self.problems.problems]
             choices = np.full((len(ids), self.problems.max_groups), -1, np.int32)
-            for row, (choice, _) in zip(choices, found, strict=True):
+            for row, (choice, _) in zip(choices, answers, strict=True):
                 row[: len(choice)] = choice
-            return choices, np.array([seconds for _, seconds in found]), len(ids)
+            return choices, np.array([seconds for _, seconds in answers]), len(ids)
         if config.kind.builds:
             choices = decode(net, self.problems, self.store, ids)
             return choices, self.problems.outcomes(ids, choices)[0], len(ids)
@@ -150,7 +152,7 @@ def moving_options(config: TrainConfig) -> dict[str, Any]:
     return {"moves": config.moves or 256, "width": config.width, "again": config.again}
 
 
-def _given(
+def _warm_starts(
     whole: Sequence[Problem], problems: Sequence[Problem], config: TrainConfig, start: Start
 ) -> list[Placement | None]:
     """The warm starts of all problems, int32 ``[N]`` each, as they are given."""
@@ -167,7 +169,7 @@ def _given(
 
 def _known(
     whole: Sequence[Problem],
-    given: Sequence[Placement | None],
+    warm_starts: Sequence[Placement | None],
     chosen: ProblemSet,
     starts: Sequence[Placement | None],
     start_s: NDArray[np.float64],
@@ -175,7 +177,7 @@ def _known(
     """The warm starts with their values, by problem, and the evaluations that these took."""
     known: dict[int, Solution] = {}
     num_split = 0
-    for i, (placement, start) in enumerate(zip(given, starts, strict=True)):
+    for i, (placement, start) in enumerate(zip(warm_starts, starts, strict=True)):
         if placement is None or start is None:
             continue
         if np.array_equal(placement, _unsplit(chosen.problems[i], placement)):

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from agents.app import (
     AppError,
+    Job,
     job,
     launch,
     make_planner,
@@ -45,14 +46,11 @@ def app(cfg: DictConfig) -> float:
 
 
 def _train(cfg: DictConfig) -> float:
-    from agents.expert import solve
     from agents.planner import PolicyPlanner
     from agents.trained import TrainedPolicy
-    from agents.training import train
     from envs.perturbation import Perturbation
     from placement.runs.compare import compare
     from placement.search.budget import Budget
-    from placement.search.coarsen import grouped
     from placement.tools.parallel import check
 
     check(cfg.parallel)
@@ -73,40 +71,14 @@ def _train(cfg: DictConfig) -> float:
     with job(cfg, "train") as run:
         problems = make_problems(run) if config.generator is None else {}
 
-        def progress(row: Row) -> None:
-            run.mirror.log(named(row), step=int(row["steps"]))
-            text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
-            run.report(text, min(1.0, row["steps"] / config.total_steps))
-
         held_out = _held_out(problems, cfg.held_out, cfg.seed)
         machines = {n: p for n, p in problems.items() if n not in held_out}
         if cfg.variants:
             names = [f"{n}/{i}" for n in machines for i in range(cfg.variants)]
             drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(machines.values()))
             machines |= dict(zip(names, drawn[len(machines) :], strict=True))
-        solutions = None
-        if cfg.warm_start == "imitation":
-            merged = config.groups  # what the policy places, so what it can imitate
-            solutions = solve(
-                {n: grouped(p, merged) if merged else p for n, p in machines.items()},
-                expert,
-                run.folder / "solutions.npz",
-                lambda name, part: run.report(f"{name}: expert", part),
-                parallel=cfg.parallel,
-            )
-        for_expert_alone = cfg.warm_start == "imitation" and config.workers == 1
-        trained = train(
-            list(machines.values()) if config.generator is None else config.generator,
-            config=config,
-            baseline=_Remembered(baseline, run.folder / "starts.npz", cfg.resume),
-            policy=policy,
-            solutions=solutions,
-            held_out=[problems[name] for name in held_out],
-            resume=cfg.resume,
-            out_dir=run.folder,
-            callback=progress,
-            parallel="serial" if for_expert_alone else cfg.parallel,
-        )
+        others = [problems[name] for name in held_out]
+        trained = _trained(run, config, machines, others, policy, baseline, expert)
         file, card = run.folder / "policy.safetensors", run.folder / "card.json"
         trained.save(file)
         write_atomic(card, json.dumps(trained.card, indent=1))
@@ -131,10 +103,59 @@ def _train(cfg: DictConfig) -> float:
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
-        save_best(run, comparison, problems, planners)
-        save_report(run)
-    show(run, comparison, "policy.safetensors, metrics.csv, compare.csv, compare.md and plans")
+        said = "policy.safetensors, metrics.csv, compare.csv, compare.md"
+        if config.generator is None:  # of drawn samples nobody runs a plan: the table says it all
+            save_best(run, comparison, problems, planners)
+            save_report(run)
+            said += ", report.html and plans"
+    show(run, comparison, said)
     return metric_s(comparison)
+
+
+def _trained(
+    run: Job,
+    config: TrainConfig,
+    machines: Mapping[str, Problem],
+    held_out: Sequence[Problem],
+    policy: TrainedPolicy | None,
+    baseline: Planner,
+    expert: Planner,
+) -> TrainedPolicy:
+    """The policy, after it has imitated the expert where the configuration says so."""
+    from agents.expert import solve
+    from agents.training import train
+    from placement.search.coarsen import grouped
+
+    cfg = run.cfg
+
+    def progress(row: Row) -> None:
+        run.mirror.log(named(row), step=int(row["steps"]))
+        text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
+        run.report(text, min(1.0, row["steps"] / config.total_steps))
+
+    solutions = None
+    if cfg.warm_start == "imitation":
+        merged = config.groups  # what the policy places, so what it can imitate
+        solutions = solve(
+            {n: grouped(p, merged) if merged else p for n, p in machines.items()},
+            expert,
+            run.folder / "solutions.npz",
+            lambda name, part: run.report(f"{name}: expert", part),
+            parallel=cfg.parallel,
+        )
+    for_expert_alone = cfg.warm_start == "imitation" and config.workers == 1
+    return train(
+        list(machines.values()) if config.generator is None else config.generator,
+        config=config,
+        baseline=_Remembered(baseline, run.folder / "starts.npz", cfg.resume),
+        policy=policy,
+        solutions=solutions,
+        held_out=held_out,
+        resume=cfg.resume,
+        out_dir=run.folder,
+        callback=progress,
+        parallel="serial" if for_expert_alone else cfg.parallel,
+    )
 
 
 # Where a row's figures are shown: what was played, what an update did, what checks found.

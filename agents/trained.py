@@ -215,10 +215,10 @@ def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 def make_net(config: NetworkConfig | None, formulation: str) -> Net:
     """A new network for a formulation."""
     try:
-        made = find(formulation_of(formulation).network, "network")
+        kind = find(formulation_of(formulation).network, "network")
     except EnvError as error:
         raise PolicyError(str(error)) from error
-    return made(config, formulation)
+    return kind(config, formulation)
 
 
 def untrained_net(config: NetworkConfig | None, formulation: str, seed: int = 0) -> Net:
@@ -274,8 +274,8 @@ def building_rules(
     """The rules of a formulation that builds placements."""
     options = {"clusters": config.clusters} if formulation == "group_place" else {}
     rules: Any = formulation_of(formulation).rules(problems, num_envs, **options)
-    found: BuildingRules = rules
-    return found
+    building: BuildingRules = rules
+    return building
 
 
 def walk(

@@ -103,15 +103,15 @@ def train(
         raise PolicyError(ONE_RUNTIME.format(several))
     generator = None
     if config.generator:
-        given = isinstance(problems, str | Sequence)
-        generator = generator_of(config.generator if given else problems)  # type: ignore[arg-type]
+        are_listed = isinstance(problems, str | Sequence)
+        generator = generator_of(config.generator if are_listed else problems)  # type: ignore[arg-type]
         problems = samples_of(config, generator)
     assert not callable(problems) and not isinstance(problems, str)
     tasks = Tasks.of(problems, config, begins)
-    kept = None
+    held_out_tasks = None
     if held_out:
         others = Start(baseline=begins.baseline, evaluator=begins.evaluator)
-        kept = Tasks.of(held_out, config, others)
+        held_out_tasks = Tasks.of(held_out, config, others)
     with one_thread():
         _seed(config.seed)
         net = make_policy(config) if policy is None else deepcopy(policy.net)
@@ -120,8 +120,8 @@ def train(
             training = Training(
                 config,
                 tasks,
-                kept,
-                _origin(config, tasks, begins, kept),
+                held_out_tasks,
+                _origin(config, tasks, begins, held_out_tasks),
                 env,
                 net,
                 None if out_dir is None else Path(out_dir),
@@ -256,8 +256,8 @@ def make_agent(
     }
     known = _arguments(kind)
     chosen = {k: v for k, v in options.items() if k in known} | dict(config.algorithm_options)
-    made: Any = kind
-    agent: OnPolicyAlgorithm = made(PlacementPolicy, env, **chosen)
+    build: Any = kind
+    agent: OnPolicyAlgorithm = build(PlacementPolicy, env, **chosen)
     if isinstance(agent, CrossEntropyPPO):
         agent.elite = config.elite
     return agent
@@ -267,9 +267,9 @@ def _arguments(kind: type) -> set[str]:
     """The arguments of a class, those that it passes on to the classes below it included."""
     known: set[str] = set()
     for base in kind.__mro__:
-        made = vars(base).get("__init__")
-        if made is not None:
-            parameters = signature(made).parameters
+        init = vars(base).get("__init__")
+        if init is not None:
+            parameters = signature(init).parameters
             known |= set(parameters)
             if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
                 break
@@ -297,24 +297,26 @@ def _config(
     return config.resolved()
 
 
-def _origin(config: TrainConfig, tasks: Tasks, start: Start, kept: Tasks | None) -> dict[str, str]:
+def _origin(
+    config: TrainConfig, tasks: Tasks, start: Start, held_out: Tasks | None
+) -> dict[str, str]:
     """What a training's values depend on, as text: a checkpoint goes on only with the same."""
 
     def ids(starts: Sequence[Placement | None]) -> list[str | None]:
         return [None if s is None else placement_id(s) for s in starts]
 
-    held = [] if kept is None else kept.problems.problems
-    given = start.reference_s
-    found = {
+    held = [] if held_out is None else held_out.problems.problems
+    reference_s = start.reference_s
+    facts = {
         "configuration": asdict(config),
         "problems": [problem_fingerprint(p) for p in tasks.problems.problems],
-        "warm starts": ids(tasks.given),
+        "warm starts": ids(tasks.warm_starts),
         # Those that follow from the problems may be measured: they differ each time.
-        "reference_s": None if given is None else [float(s) for s in given],
+        "reference_s": None if reference_s is None else [float(s) for s in reference_s],
         "held-out problems": [problem_fingerprint(p) for p in held],
-        "their warm starts": ids([] if kept is None else kept.starts),
+        "their warm starts": ids([] if held_out is None else held_out.starts),
     }
-    return {what: json.dumps(value) for what, value in found.items()}
+    return {what: json.dumps(value) for what, value in facts.items()}
 
 
 def _mean_groups(tasks: Tasks) -> float:

@@ -41,7 +41,7 @@ STUDIES = {
     "public_search": Study(
         "Public problems: how far from the best known, and from bounds?", 38, True
     ),
-    "learned_dispatch": Study("A placement in one pass: what does training add?", 107, True),
+    "learned_dispatch": Study("A placement in one pass: what does training add?", 132, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
     "learned_against": Study("Is the planner `policy` ever worse than a baseline?", 100, True),
     "learned_executed": Study("Are its placements faster for real?", 63),

@@ -154,9 +154,9 @@ class _Traffic(NamedTuple):
 def _traffic(problem: Problem) -> _Traffic:
     g = problem.graph
     src, dst = g.tensor_src[g.use_tensor], g.use_dst
-    made = src >= 0
-    tensor = g.use_tensor[made]
-    a, b = g.group[src[made]], g.group[dst[made]]
+    produced = src >= 0
+    tensor = g.use_tensor[produced]
+    a, b = g.group[src[produced]], g.group[dst[produced]]
     apart = a != b
     rows = np.unique(np.stack([tensor[apart], a[apart], b[apart]], axis=1), axis=0)
     tensor, a, b = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -323,9 +323,9 @@ def _group_level(groups: int, edges: NDArray[np.int64]) -> NDArray[np.int64]:
 def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """float64 ``[D]`` mean seconds to send, and to receive, the mean tensor."""
     devices = problem.num_devices
-    given = problem.profile.transfer_s
-    if given is not None:
-        seconds = given.mean(axis=0) if len(given) else np.zeros((devices, devices))
+    transfer_s = problem.profile.transfer_s
+    if transfer_s is not None:
+        seconds = transfer_s.mean(axis=0) if len(transfer_s) else np.zeros((devices, devices))
     else:
         sizes = problem.graph.tensor_bytes
         mean = float(sizes.mean()) if len(sizes) else 0.0

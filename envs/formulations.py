@@ -62,8 +62,8 @@ class Formulation:
     @cached_property
     def rules_of(self) -> Callable[..., Rules]:
         """The rules: ``rules_of(problems, num_envs, **options)``."""
-        found: Callable[..., Rules] = find(self.env, "environment").rules_of
-        return found
+        rules: Callable[..., Rules] = find(self.env, "environment").rules_of
+        return rules
 
     def rules(self, problems: ProblemSet, num_envs: int, **options: Any) -> Rules:
         """Rules of ``num_envs`` episodes."""
@@ -150,8 +150,8 @@ def formulation_of(name: str) -> Formulation:
     """
     if name in FORMULATIONS:
         return FORMULATIONS[name]
-    found: Formulation = find(name, "formulation")
-    return found
+    formulation: Formulation = find(name, "formulation")
+    return formulation
 
 
 def formulation_in(space: spaces.Dict) -> Formulation:

@@ -202,25 +202,25 @@ def _without_transfers(name: str, seconds: Any, edges: Edges) -> Problem:
     return Problem(graph, cluster, profile, Objective.LATENCY)
 
 
-def small_problems(count: int = 8) -> list[Problem]:
-    """What environments play where nobody says what: the same problems every time."""
+def small_problems() -> list[Problem]:
+    """What environments play where nobody says what: the same eight problems every time."""
     draw, rng = Layered(), np.random.default_rng(0)
-    return [draw(rng) for _ in range(count)]
+    return [draw(rng) for _ in range(8)]
 
 
-def generator_of(given: str | Generator) -> Generator:
+def generator_of(source: str | Generator) -> Generator:
     """A generator, or what ``package.module:name`` names: one, or a class of them.
 
     Raises:
         EnvError: it cannot be imported, or is none.
     """
-    found: Any = find(given, "generator") if isinstance(given, str) else given
-    found = found() if isinstance(found, type) else found
-    if not callable(found):
+    candidate: Any = find(source, "generator") if isinstance(source, str) else source
+    candidate = candidate() if isinstance(candidate, type) else candidate
+    if not callable(candidate):
         raise EnvError(
-            f"generator {given!r} must be a function of a numpy Generator: rng -> Problem"
+            f"generator {source!r} must be a function of a numpy Generator: rng -> Problem"
         )
-    generator: Generator = found
+    generator: Generator = candidate
     return generator
 
 

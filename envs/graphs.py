@@ -50,18 +50,18 @@ class Graphs:
     """
 
     def __init__(self, problems: Sequence[Problem], room: Sizes | None = None) -> None:
-        found = [features(p) for p in problems]
+        facts = [features(p) for p in problems]
         least = room or Sizes(1, 1, 1)
-        groups = max(least.groups, *(len(f.group) for f in found))
-        devices = max(least.devices, *(len(f.device) for f in found))
-        edges = max(least.edges, *(f.edges.shape[1] for f in found))
+        groups = max(least.groups, *(len(f.group) for f in facts))
+        devices = max(least.devices, *(len(f.device) for f in facts))
+        edges = max(least.edges, *(f.edges.shape[1] for f in facts))
         self.spaces = _spaces(groups, devices, edges)
         self._arrays: dict[str, NDArray[Any]] = {
-            key: np.zeros((len(found), *(space.shape or ())), space.dtype)
+            key: np.zeros((len(facts), *(space.shape or ())), space.dtype)
             for key, space in self.spaces.items()
         }
         self._arrays["edges"][:] = -1
-        for i, f in enumerate(found):
+        for i, f in enumerate(facts):
             g, d = f.legal.shape
             e = f.edges.shape[1]
             self._arrays["nodes"][i, :g] = f.group
@@ -143,10 +143,10 @@ class GraphObservation(gym.ObservationWrapper[dict[str, Any], Any, dict[str, Any
     def __init__(self, env: gym.Env[dict[str, Any], Any]) -> None:
         super().__init__(env)
         assert isinstance(env.observation_space, spaces.Dict)
-        kept = {k: v for k, v in env.observation_space.items() if k not in KEYS[:3]}
-        self.observation_space = spaces.Dict({**kept, "graph": graph_space()})
+        others = {k: v for k, v in env.observation_space.items() if k not in KEYS[:3]}
+        self.observation_space = spaces.Dict({**others, "graph": graph_space()})
 
     def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
         """One observation with its graph as a ``GraphInstance``."""
-        kept = {k: v for k, v in observation.items() if k not in KEYS[:3]}
-        return {**kept, "graph": to_graph(observation)}
+        others = {k: v for k, v in observation.items() if k not in KEYS[:3]}
+        return {**others, "graph": to_graph(observation)}

@@ -23,9 +23,9 @@ class GroupPlaceRules(BuildingRules):
         self._labels = min(clusters, groups) or 2  # choices of a group in the first step
         self._joins = clusters == 0
         self._order = [group_order(p) for p in problems.problems]
-        found = [heaviest_producer(p) for p in problems.problems]
-        self._producer = np.full((len(found), groups), -1, np.int64)
-        for i, row in enumerate(found):
+        producers = [heaviest_producer(p) for p in problems.problems]
+        self._producer = np.full((len(producers), groups), -1, np.int64)
+        for i, row in enumerate(producers):
             self._producer[i, : len(row)] = row
         self._cluster = np.full((num_envs, groups), -1, np.int64)
         self._width = max(self._labels, devices)
@@ -96,9 +96,9 @@ def heaviest_producer(problem: Problem) -> NDArray[np.int64]:
     position = np.empty(g.num_groups, np.int64)
     position[group_order(problem)] = np.arange(g.num_groups)
     src = g.tensor_src[g.use_tensor]
-    made = src >= 0
-    a, b = g.group[src[made]], g.group[g.use_dst[made]]
-    rows = np.unique(np.stack([a, b, g.use_tensor[made]], axis=1), axis=0)
+    produced = src >= 0
+    a, b = g.group[src[produced]], g.group[g.use_dst[produced]]
+    rows = np.unique(np.stack([a, b, g.use_tensor[produced]], axis=1), axis=0)
     rows = rows[position[rows[:, 0]] < position[rows[:, 1]]]  # a tensor counts once per group
     pairs, which = np.unique(rows[:, :2], axis=0, return_inverse=True)
     seconds = np.bincount(which.reshape(-1), problem.mean_transfer_s[rows[:, 2]], len(pairs))

@@ -170,19 +170,35 @@ Choice = NDArray[np.int32]
 
 
 class OfferingRules(Rules):
-    """Searches that offer moves at each step, of which one is chosen; choice 0 is to stay.
+    """``B`` searches, each an annealing of ``moves`` steps: moves are offered, one is chosen.
 
-    ``moves``, ``width`` and ``again`` as in ``GuidedSearchRules``.
+    Choice 0 is to stay.
+
+    Args:
+        problems: what is placed; values are predictions.
+        num_envs: ``B``.
+        starts: placement int32 ``[N]`` per problem that searches begin at; None: ``best_of``.
+        moves: steps of an episode.
+        width: ``C``, moves offered at each step.
+        again: share of the episodes that begin at the best placement met so far instead, and
+            anywhere in the cooling: that is where most of a long search happens.
 
     Raises:
-        EnvError: values do not come from the simulator, or a number is not positive.
+        EnvError: values do not come from the simulator, a number is not positive, or a problem
+            cannot be searched.
     """
 
     name: ClassVar[str]
     num_features: ClassVar[tuple[int, int]]  # of a move, and of the search
 
     def __init__(
-        self, problems: ProblemSet, num_envs: int, moves: int, width: int, again: float
+        self,
+        problems: ProblemSet,
+        num_envs: int,
+        starts: Sequence[Placement] | None = None,
+        moves: int = 256,
+        width: int = 16,
+        again: float = 0.0,
     ) -> None:
         if problems.evaluator is not score:
             raise EnvError(f"{self.name} evaluates in its own kernel: leave evaluator out")
@@ -204,6 +220,18 @@ class OfferingRules(Rules):
             }
         )
         self.action_space = spaces.Discrete(rows)
+        for problem in problems.problems:
+            if reason := self._why_not(problem):
+                raise EnvError(f"graph {problem.graph.name!r}: {reason}")
+        self._prepare(start_choices(problems, starts))
+
+    @abstractmethod
+    def _why_not(self, problem: Problem) -> str:
+        """Why a problem cannot be searched, and what to do; empty if it can."""
+
+    @abstractmethod
+    def _prepare(self, starts: list[Choice]) -> None:
+        """Make what episodes need: tables of the problems, and where they start."""
 
     @abstractmethod
     def _new_state(self, p: int) -> Any:
@@ -287,42 +315,21 @@ class OfferingRules(Rules):
 
 
 class GuidedSearchRules(OfferingRules):
-    """``B`` searches side by side, each an annealing of ``moves`` steps.
-
-    Args:
-        problems: what is placed; values are predictions.
-        num_envs: ``B``.
-        starts: placement int32 ``[N]`` per problem that searches begin at; None: ``best_of``.
-        moves: steps of an episode.
-        width: ``C``, moves offered at each step.
-        again: share of the episodes that begin at the best placement met so far instead, and
-            anywhere in the cooling: that is where most of a long search happens.
-
-    Raises:
-        EnvError: values do not come from the simulator, or nothing can move.
-    """
+    """Searches over placements: moves of groups. A problem where nothing can move is refused."""
 
     name = "GuidedSearch"
     num_features = NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
 
-    def __init__(
-        self,
-        problems: ProblemSet,
-        num_envs: int,
-        starts: Sequence[Placement] | None = None,
-        moves: int = 256,
-        width: int = 16,
-        again: float = 0.0,
-    ) -> None:
-        super().__init__(problems, num_envs, moves, width, again)
-        for problem in problems.problems:
-            if not can_move(problem):
-                raise EnvError(
-                    f"graph {problem.graph.name!r}: no operator has a choice of devices, "
-                    f"there is nothing to search; leave this problem out"
-                )
-        self._starts = start_choices(problems, starts)
-        self._tables = [tables_of(p) for p in problems.problems]
+    def _why_not(self, problem: Problem) -> str:
+        if can_move(problem):
+            return ""
+        return (
+            "no operator has a choice of devices, there is nothing to search; leave this problem "
+            "out"
+        )
+
+    def _prepare(self, starts: list[Choice]) -> None:
+        self._starts, self._tables = starts, [tables_of(p) for p in self.problems.problems]
 
     def _new_state(self, p: int) -> State:
         return state_of(self._tables[p], self.width)

@@ -29,9 +29,9 @@ def find(name: str, what: str) -> Any:
         raise EnvError(f"{what} {name!r} cannot be imported: {error}{near}") from error
 
 
-def name_of(found: Any) -> str:
+def name_of(target: Any) -> str:
     """``package.module:name`` of a function, a class, or an instance's class; a name is itself."""
-    if isinstance(found, str):
-        return found
-    named = found if hasattr(found, "__qualname__") else type(found)
+    if isinstance(target, str):
+        return target
+    named = target if hasattr(target, "__qualname__") else type(target)
     return f"{named.__module__}:{named.__qualname__}"

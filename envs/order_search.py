@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
-from envs.guided import Choice, OfferingRules, start_choices
-from envs.problems import EnvError, ProblemSet, choice_of
+from envs.guided import Choice, OfferingRules
+from envs.problems import choice_of
 from envs.rules import Rng
 from placement.planners.order_search import (
     NO_NETWORK,
@@ -20,7 +19,7 @@ from placement.planners.order_search import (
     tables_of,
     why_not,
 )
-from placement.problem import Placement
+from placement.problem import Placement, Problem
 from placement.search import order
 from placement.search.order import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
 
@@ -36,45 +35,29 @@ class OrderSearchRules(OfferingRules):
         sequence_s: float64 ``[P]`` its latency: where that is not ``best_s``, the best came from
             elsewhere, in the list scheduler's order.
 
-    Args:
-        problems: what is placed; values are predictions.
-        num_envs: ``B``.
-        starts: placement int32 ``[N]`` per problem that searches begin at, in the list
-            scheduler's order; None: ``best_of``.
-        moves, width, again: as in ``GuidedSearchRules``.
+    Args: as of ``OfferingRules``; ``starts`` are in the list scheduler's order.
 
     Raises:
-        EnvError: values do not come from the simulator, or orders of a problem cannot be
-            searched (``placement.planners.order_search.why_not``).
+        EnvError: as there (``placement.planners.order_search.why_not``).
     """
 
     name = "OrderSearch"
     num_features = NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
 
-    def __init__(
-        self,
-        problems: ProblemSet,
-        num_envs: int,
-        starts: Sequence[Placement] | None = None,
-        moves: int = 256,
-        width: int = 16,
-        again: float = 0.0,
-    ) -> None:
-        super().__init__(problems, num_envs, moves, width, again)
-        for problem in problems.problems:
-            reason = why_not(problem)
-            if reason:
-                name = problem.graph.name
-                raise EnvError(f"graph {name!r}: {reason}; leave it out, or use GuidedSearch")
-        chosen = start_choices(problems, starts)
+    def _why_not(self, problem: Problem) -> str:
+        reason = why_not(problem)
+        return f"{reason}; leave it out, or use GuidedSearch" if reason else ""
+
+    def _prepare(self, starts: list[Choice]) -> None:
+        problems = self.problems.problems
         self._starts = [
             (c[p.graph.group], sequence_of(p, c[p.graph.group]))
-            for c, p in zip(chosen, problems.problems, strict=True)
+            for c, p in zip(starts, problems, strict=True)
         ]
-        most = max(p.num_ops for p in problems.problems)
-        self.best_sequence = np.zeros((len(problems.problems), most), np.int32)
-        self.sequence_s = np.full(len(problems.problems), np.inf)
-        self._tables = [tables_of(p) for p in problems.problems]
+        most = max(p.num_ops for p in problems)
+        self.best_sequence = np.zeros((len(problems), most), np.int32)
+        self.sequence_s = np.full(len(problems), np.inf)
+        self._tables = [tables_of(p) for p in problems]
 
     def _new_state(self, p: int) -> State:
         return state_of(self.problems.problems[p], self.width)

@@ -51,7 +51,7 @@ class Perturbation:
 
     def draw(self, problem: Problem, rng: np.random.Generator) -> Problem:
         """``problem`` on one machine drawn with ``rng``."""
-        devices = _kept(problem, self.drop, rng)
+        devices = _staying(problem, self.drop, rng)
         speed = np.exp(rng.normal(0.0, self.speed, len(devices)))
         bandwidth = float(np.exp(rng.normal(0.0, self.bandwidth)))
         profile, cluster = problem.profile, problem.cluster
@@ -85,7 +85,7 @@ class Perturbation:
         )
 
 
-def _kept(problem: Problem, drop: float, rng: np.random.Generator) -> NDArray[np.int64]:
+def _staying(problem: Problem, drop: float, rng: np.random.Generator) -> NDArray[np.int64]:
     """Devices that stay, int64, ascending."""
     runs = np.isfinite(problem.group_compute_s)
     stays = np.ones(problem.num_devices, bool)

@@ -136,13 +136,16 @@ class ProblemSet:
                 else _baseline_s(p, baseline, evaluator)
                 for p in problems
             ]
-        given = np.asarray(reference_s, dtype=np.float64)
-        if given.shape != (len(problems),) or not (np.isfinite(given) & (given > 0)).all():
+        references = np.asarray(reference_s, dtype=np.float64)
+        if (
+            references.shape != (len(problems),)
+            or not (np.isfinite(references) & (references > 0)).all()
+        ):
             raise EnvError(
-                f"reference_s = {given.tolist()} must be one positive number of seconds for "
+                f"reference_s = {references.tolist()} must be one positive number of seconds for "
                 f"each of the {len(problems)} problems"
             )
-        return cls(tuple(problems), given, evaluator)
+        return cls(tuple(problems), references, evaluator)
 
     def and_more(self, problems: Sequence[Problem], baseline: Planner | None) -> ProblemSet:
         """With more problems behind these; the references of those follow from ``baseline``."""

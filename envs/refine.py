@@ -215,8 +215,8 @@ class RefineRules(Rules):
         """Seconds float64 of the placements of episodes ``rows`` now; inf: cannot run."""
         self.num_evaluations += len(rows)
         if self.problems.evaluator is score:
-            found = [self._states[b][int(self.ids[b])].cost for b in rows.tolist()]
-            cost = np.array(found, np.float64)
+            costs = [self._states[b][int(self.ids[b])].cost for b in rows.tolist()]
+            cost = np.array(costs, np.float64)
             return np.where(cost < INFEASIBLE, cost, np.inf)
         return self.problems.outcomes(self.ids[rows], self._now[rows])[0]
 

@@ -49,8 +49,8 @@ class Source:
         if several and hasattr(self.evaluator, "run"):
             made_by = "a perturbation" if self.generator is None else "a generator"
             raise EnvError(ONE_RUNTIME.format(f"{made_by} makes others"))
-        given = self.perturbation is not None or self.reference_s is not None
-        if self.generator is not None and given:
+        for_listed = self.perturbation is not None or self.reference_s is not None
+        if self.generator is not None and for_listed:
             raise EnvError("reference_s and perturbation are for given problems, not a generator")
 
     @classmethod
@@ -63,9 +63,9 @@ class Source:
     @cached_property
     def generator(self) -> Generator | None:
         """Where fresh problems come from; None: the problems are given."""
-        given = self.problems
-        if isinstance(given, str) or (callable(given) and not isinstance(given, Problem)):
-            return generator_of(given)
+        problems = self.problems
+        if isinstance(problems, str) or (callable(problems) and not isinstance(problems, Problem)):
+            return generator_of(problems)
         return None
 
     @cached_property

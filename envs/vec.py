@@ -56,9 +56,9 @@ class PlacementVecEnv(VecEnv):
         self.rules = self._episodes.rules
         self.render_mode = None
         shown = getattr(self._episodes, "graphs", None)
-        made = getattr(self._episodes, "spaces", self.rules)
-        seen = {**made.observation_space.spaces, **({} if shown is None else shown.spaces)}
-        super().__init__(self._episodes.num_envs, spaces.Dict(seen), made.action_space)
+        owner = getattr(self._episodes, "spaces", self.rules)
+        seen = {**owner.observation_space.spaces, **({} if shown is None else shown.spaces)}
+        super().__init__(self._episodes.num_envs, spaces.Dict(seen), owner.action_space)
         self._actions: NDArray[Any] = np.zeros(0)
 
     @property

@@ -87,15 +87,15 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self, actions: NDArray[Any]
     ) -> tuple[Observation, NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
         """Take actions ``[B, ...]``. Never truncated."""
-        seen, rewards, over, found = self.episodes.step(np.asarray(actions))
+        seen, rewards, over, infos = self.episodes.step(np.asarray(actions))
         info = self._info()
         if over.any():
             last = np.full(self.num_envs, None, object)
             final: dict[str, Any] = {}
             for b in np.flatnonzero(over).tolist():
-                last[b] = found[b].pop("terminal_observation")
-                kept = {what: found[b][what] for what in ("problem", "value_s")}
-                final = self._add_info(final, kept, b)
+                last[b] = infos[b].pop("terminal_observation")
+                outcome = {what: infos[b][what] for what in ("problem", "value_s")}
+                final = self._add_info(final, outcome, b)
             info |= {"final_obs": last, "_final_obs": over, "final_info": final}
             info["_final_info"] = over
         return seen, rewards.astype(np.float64), over, np.zeros(self.num_envs, bool), info

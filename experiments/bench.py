@@ -212,7 +212,6 @@ def planners() -> Iterator[Row]:
     import numba
 
     from placement.planners import load
-    from placement.planners.macro_search import SHARE
     from placement.search import macro
     from placement.search.evaluation import neighbours
     from placement.simulator.analytic import LoadMoves
@@ -239,7 +238,7 @@ def planners() -> Iterator[Row]:
             macro.anneal(moves.tables, moves.state, draws, best, np.inf, count, 0.2, 1e-3, 6)
 
         compute_s = moves.tables.compute_s
-        draws = [macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), SHARE)]
+        draws = [macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), macro.SHARE)]
         trials, single, several = medians_s(
             lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
             lambda run=anneal, w=draws[0]: run(w),  # type: ignore[misc]

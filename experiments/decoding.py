@@ -44,7 +44,7 @@ Step = Callable[[Tensor], Tensor]
 def step_of(part: Part, config: dict[str, Any], context: int) -> Step:
     """What a part of the decoder does with a token, weights and cache included."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kept = config["num_attention_heads"], config["num_key_value_heads"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = hidden // heads
 
     def weight(*dims: int) -> Tensor:
@@ -54,12 +54,12 @@ def step_of(part: Part, config: dict[str, Any], context: int) -> Step:
         rows = weight(config["vocab_size"], hidden)
         return lambda token: F.embedding(token.argmax(-1) % len(rows), rows).view(1, hidden)
     if part.kind == "attention":
-        qkv, out = weight((heads + 2 * kept) * size, hidden), weight(hidden, hidden)
-        keys, values = weight(1, kept, context, size), weight(1, kept, context, size)
+        qkv, out = weight((heads + 2 * kv_heads) * size, hidden), weight(hidden, hidden)
+        keys, values = weight(1, kv_heads, context, size), weight(1, kv_heads, context, size)
 
         def attention(x: Tensor) -> Tensor:
-            made = F.linear(F.rms_norm(x, (hidden,)), qkv).view(heads + 2 * kept, 1, size)
-            q, k, v = made.split((heads, kept, kept))
+            projected = F.linear(F.rms_norm(x, (hidden,)), qkv).view(heads + 2 * kv_heads, 1, size)
+            q, k, v = projected.split((heads, kv_heads, kv_heads))
             keys[0, :, -1:], values[0, :, -1:] = k, v  # the last token of a full context
             y = F.scaled_dot_product_attention(q[None], keys, values, enable_gqa=True)
             return x + F.linear(y.reshape(1, hidden), out)
@@ -151,9 +151,9 @@ def seconds_per_token(
     for _ in range(tokens):
         begun = time.perf_counter()
         ways[0].put(token)
-        found = ways[-1].get()
-        assert found is not None
-        token = found
+        arrived = ways[-1].get()
+        assert arrived is not None
+        token = arrived
         took.append(time.perf_counter() - begun)
     ways[0].put(None)
     for thread in threads:
@@ -179,16 +179,16 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
         steps = [step_of(part, config, context) for part in decoder.parts]
         problem = serving_problem(decoder, replace(here, devices=limited), asked)
         problem = measured(problem, steps, options.hidden)
-        found = load("layer_dp")(problem)
-        cores = [limited[d].cores for d in found.placement]
+        solution = load("layer_dp")(problem)
+        cores = [limited[d].cores for d in solution.placement]
         took, busy_s = seconds_per_token(steps, cores, options.tokens)
-        held = memory(problem, found.placement)
+        held = memory(problem, solution.placement)
         yield {
             "context": context,
-            "predicted_s": float(found.value_s),
+            "predicted_s": float(solution.value_s),
             "measured_s": float(np.median(took[options.tokens // 4 :])),
             "processor_s": busy_s,
-            "devices": len(set(found.placement.tolist())),
+            "devices": len(set(solution.placement.tolist())),
             "limit_bytes": limit,
             "needed_bytes": {name: x["needed_bytes"] for name, x in held.items()},
         }

@@ -104,13 +104,13 @@ def rows(options: Options) -> Iterator[Row]:
         problem = home(seed, model)
         for name in options.planners:
             began = time.process_time()
-            found = load(name)(problem)
+            solution = load(name)(problem)
             took = time.process_time() - began
-            held = memory(problem, found.placement).values()
+            held = memory(problem, solution.placement).values()
             over = any(x["needed_bytes"] > x["there_bytes"] for x in held)
             yield Row(
-                seed, model, problem.num_devices, name, float(found.value_s),
-                bool(over and np.isfinite(found.value_s)), took,
+                seed, model, problem.num_devices, name, float(solution.value_s),
+                bool(over and np.isfinite(solution.value_s)), took,
             )  # fmt: skip
 
 
@@ -125,8 +125,8 @@ def parts(rows: Rows, options: Options) -> dict[str, str]:
         return base[both] / mine[both]
 
     def share(own: Sequence[Row], of: float) -> float | None:
-        found = gains(own)
-        return float(np.quantile(found, of)) if len(found) else None
+        ratios = gains(own)
+        return float(np.quantile(ratios, of)) if len(ratios) else None
 
     lines = [
         (model, name, [r for r in rows if r.planner == name and r.model in (model, *every)])

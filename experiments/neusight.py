@@ -93,8 +93,8 @@ def kind_of(line: Mapping[str, str]) -> str:
         return "elementwise" if "act" in last or "gelu" in last else "product"
     if not line["op"].startswith("call"):
         return "view"
-    found = re.match(r"<(?:built-in (?:function|method)|function) (\w+)", line["target"])
-    name = found[1] if found else line["target"]
+    match = re.match(r"<(?:built-in (?:function|method)|function) (\w+)", line["target"])
+    name = match[1] if match else line["target"]
     if name in ("addmm", "linear"):
         return "product"
     if name in ("matmul", "bmm", "baddbmm"):
@@ -114,22 +114,22 @@ def operators(path: Path) -> Iterator[Operator]:
     for i, line in enumerate(lines):
         shape = _shape(line["output_shape"])
         inputs = [_shape(str(x)) for x in _value(line["input_shapes"], [])]
-        kind, made = kind_of(line), math.prod(shape)
+        kind, numbers = kind_of(line), math.prod(shape)
         flops = moved = 0.0
         if kind == "product":
             x = inputs[1] if "addmm" in line["target"] else inputs[0]
-            flops = 2.0 * made * x[-1]
-            moved = 4.0 * (made + made / shape[-1] * x[-1] + x[-1] * shape[-1])
+            flops = 2.0 * numbers * x[-1]
+            moved = 4.0 * (numbers + numbers / shape[-1] * x[-1] + x[-1] * shape[-1])
         elif kind == "batched":
             a, b = inputs[-2:]
-            flops, moved = 2.0 * made * a[-1], 4.0 * (made + math.prod(a) + math.prod(b))
+            flops, moved = 2.0 * numbers * a[-1], 4.0 * (numbers + math.prod(a) + math.prod(b))
         elif kind == "embedding":
-            moved = 8.0 * made
-        elif kind == "elementwise" and made <= 4:  # sizes, which the processor computes
+            moved = 8.0 * numbers
+        elif kind == "elementwise" and numbers <= 4:  # sizes, which the processor computes
             kind = "view"
         elif kind != "view":
-            flops = made * (5.0 if kind in ("softmax", "norm") else 1.0)
-            moved = 4.0 * (made + sum(math.prod(s) for s in inputs if math.prod(s) > 1))
+            flops = numbers * (5.0 if kind in ("softmax", "norm") else 1.0)
+            moved = 4.0 * (numbers + sum(math.prod(s) for s in inputs if math.prod(s) > 1))
         seconds = 1e-3 * float(line["fw_latency"])
         if seconds > 0:
             yield Operator(kind, flops, moved, seconds, times if i in inside else 1)
@@ -143,9 +143,9 @@ def _value(text: str, default: Any) -> Any:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    found = _value(text, ())
-    whole = isinstance(found, tuple | list) and all(isinstance(x, int) for x in found)
-    return tuple(found) if whole and found else (1,)
+    sizes = _value(text, ())
+    whole = isinstance(sizes, tuple | list) and all(isinstance(x, int) for x in sizes)
+    return tuple(sizes) if whole and sizes else (1,)
 
 
 def predicted(peak: Peak, ops: Sequence[Operator], shares: Mapping[str, Efficiency]) -> np.ndarray:
@@ -166,7 +166,7 @@ def fitted(measured: Mapping[str, Sequence[Operator]]) -> dict[str, Efficiency]:
 
 def _fit(kind: str, measured: Mapping[str, Sequence[Operator]]) -> Efficiency:
     parts = [(gpu, [op for op in ops if op.kind == kind]) for gpu, ops in measured.items()]
-    given = [(_peak(gpu), ops, np.array([op.seconds for op in ops])) for gpu, ops in parts if ops]
+    by_gpu = [(_peak(gpu), ops, np.array([op.seconds for op in ops])) for gpu, ops in parts if ops]
     if kind == "view":
         return Efficiency(1.0, 1.0)
     # Products read large weights as a copy does; that was measured of elementwise operators.
@@ -180,7 +180,7 @@ def _fit(kind: str, measured: Mapping[str, Sequence[Operator]]) -> Efficiency:
         shares = {kind: Efficiency(*values)}
         return float(np.mean([
             np.mean(np.abs(np.log(predicted(peak, ops, shares) / seconds)))
-            for peak, ops, seconds in given
+            for peak, ops, seconds in by_gpu
         ]))  # fmt: skip
 
     return Efficiency(*(round(float(x), 2) for x in min(grid, key=error)))

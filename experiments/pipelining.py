@@ -107,8 +107,8 @@ def decided(problem: Problem, planner: str) -> Placement | None:
 
 def planned(problem: Problem) -> dict[str, Placement]:
     """What each way answers, where it does."""
-    found = {way: decided(problem, name) for way, name in PLANNED.items()}
-    return {way: p for way, p in found.items() if p is not None}
+    by_way = {way: decided(problem, name) for way, name in PLANNED.items()}
+    return {way: p for way, p in by_way.items() if p is not None}
 
 
 def row(

@@ -321,8 +321,8 @@ def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
 def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def value(*names: str) -> Callable[[Case], float | None]:
         def least(case: Case) -> float | None:
-            found = case.value_s(*names)
-            return found if np.isfinite(found) else None
+            value_s = case.value_s(*names)
+            return value_s if np.isfinite(value_s) else None
 
         return least
 
@@ -344,10 +344,10 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         Column("bound", bound("replicated"), 2, 1e3),
         Column("replicas bring", gain, 2, unit="x"),
     )
-    found = [gain(c) for c in cases(rows)]
-    helped = f"{sum(x > 1.005 for x in found)} of {len(found)}"
+    gains = [gain(c) for c in cases(rows)]
+    helped = f"{sum(x > 1.005 for x in gains)} of {len(gains)}"
     wrong = mistake("Below a proved bound, which is a mistake", below_its_bound(rows, options))
-    return {"table": shown, "helped": helped, "most": max(found), "wrong": wrong}
+    return {"table": shown, "helped": helped, "most": max(gains), "wrong": wrong}
 
 
 def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:

@@ -177,11 +177,11 @@ def proved(results: Path) -> tuple[int, int]:
 def by_planner(rows: Sequence[baselines.Row]) -> dict[str, dict[str, list[float]]]:
     """Ratios to the best found, by planner and problem, best first; the worst for no answer."""
     worst = {n: max(r.ratio or 0.0 for r in mine) for n, mine in groups(rows, "problem").items()}
-    found: dict[str, dict[str, list[float]]] = {}
+    ratios_of: dict[str, dict[str, list[float]]] = {}
     for (planner, problem), mine in groups(rows, "planner", "problem").items():
         if not planner.startswith(SINGLE):
-            found.setdefault(planner, {})[problem] = [r.ratio or worst[problem] for r in mine]
-    return dict(sorted(found.items(), key=lambda item: geometric(item[1], 1).value))
+            ratios_of.setdefault(planner, {})[problem] = [r.ratio or worst[problem] for r in mine]
+    return dict(sorted(ratios_of.items(), key=lambda item: geometric(item[1], 1).value))
 
 
 def error(rows: Sequence[fidelity.Row], what: str) -> str:
@@ -197,9 +197,9 @@ def speeds(results: Path) -> str:
         KeyError: the benchmark has no such row any more.
     """
     text = (results / "bench.json").read_text(encoding="utf-8")
-    made = {(row["name"], row["note"]): row for row in json.loads(text)["rows"]}
+    by_name = {(row["name"], row["note"]): row for row in json.loads(text)["rows"]}
     return table(
-        [(called, made[key]) for key, called in SPEEDS.items()],
+        [(called, by_name[key]) for key, called in SPEEDS.items()],
         Column("what", lambda r: r[0]),
         Column(
             "value",

@@ -264,53 +264,51 @@ def by_devices(rows: Rows, options: Options) -> dict[str, str]:
 def plot_panels(
     rows: Rows,
     path: Path,
-    panel: str,
+    line: str,
     x: str,
     measures: Mapping[str, Callable[[Any], float]],
+    columns: int,
     base: int = 10,
 ) -> Path:
-    """PNG: each measure over ``x``, a column per ``panel``, a line per subject; all logarithmic.
+    """PNG: each measure over ``x``, a panel per subject, a colour per ``line``; all logarithmic.
 
-    A cross: ended by a limit. ``panel`` and ``x`` are fields of the rows.
+    A cross: ended by a limit. ``line`` and ``x`` are fields of the rows. Each measure has so many
+    ``columns`` of panels.
 
     Raises:
         PlotError: matplotlib is not installed.
         FileError: the file cannot be written.
     """
-    columns = sorted({getattr(r, panel) for r in rows})
-    names = list(dict.fromkeys(r.subject for r in rows))
-    size = (3 + 3.6 * len(columns), 0.5 + 3.7 * len(measures))
-    figure = gantt.figure_class()(figsize=size, dpi=150)
-    axes = figure.subplots(len(measures), len(columns), sharex=True, sharey="row", squeeze=False)
-    for (line, column), axis in np.ndenumerate(axes):
-        what, measure = list(measures.items())[line]
-        for k, subject in enumerate(names):
-            mine = [r for r in rows if r.subject == subject]
-            here = [r for r in mine if getattr(r, panel) == columns[column]]
-            fine = [r for r in here if r.status == "ok"]
-            ended = [r for r in here if r.status in STOPPED and line == 0]
-            turn, colour = divmod(k, len(gantt.COLOURS))
-            style = {"color": gantt.COLOURS[colour], "ls": ("-", "--", ":", "-.")[turn % 4]}
-            style |= {"marker": "os^D"[turn % 4], "ms": 4, "lw": 1.2, "label": subject}
-            axis.plot([getattr(r, x) for r in fine], [measure(r) for r in fine], **style)
-            style |= {"marker": "x", "ls": "", "ms": 6, "label": None}
-            axis.plot([getattr(r, x) for r in ended], [r.seconds for r in ended], **style)
-        axis.set_xscale("log", base=base)
-        axis.set_yscale("log")
-        axis.minorticks_off()
-        gantt.plain_axis(axis)
-        axis.grid(axis="y", color=gantt.FAINT, alpha=0.25, lw=0.6)
-        axis.tick_params(axis="y", colors=gantt.FAINT, labelsize=9)
-        if line == 0:
-            title = f"{columns[column]:,} {panel}"
-            axis.set_title(title, loc="left", fontsize=10, color=gantt.INK)
-        if line == len(measures) - 1:
-            axis.set_xlabel(x, fontsize=9, color=gantt.INK)
-        if column == 0:
-            axis.set_ylabel(what, fontsize=9, color=gantt.INK)
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.tight_layout(rect=(0, 0, 1 - 1.9 / figure.get_figwidth(), 1))
-    figure.legend(lines, labels, loc="center right", frameon=False, fontsize=8)
+    colours = dict(zip(sorted({getattr(r, line) for r in rows}), gantt.COLOURS, strict=False))
+    subjects = groups(rows, "subject")
+    lines = -(-len(subjects) // columns)
+    size = (1.8 * columns * len(measures), 0.8 + 1.3 * lines)
+    figure = gantt.figure_class()(figsize=size, dpi=130, layout="constrained")
+    parts = figure.subfigures(1, len(measures), squeeze=False)[0]
+    for part, (what, measure) in zip(parts, measures.items(), strict=True):
+        part.supxlabel(x, fontsize=9, color=gantt.INK)
+        part.supylabel(what, fontsize=9, color=gantt.INK)
+        axes = part.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+        for axis in axes[len(subjects) :]:
+            axis.remove()
+        for axis, (subject, mine) in zip(axes, subjects.items(), strict=False):
+            for which, here in groups(mine, line).items():
+                style = {"color": colours[which], "ms": 4, "lw": 1.3}
+                for states, mark in ((("ok",), "o-"), (STOPPED, "x")):
+                    some = [r for r in here if r.status in states]
+                    points = [getattr(r, x) for r in some], [measure(r) for r in some]
+                    axis.plot(*points, mark, **style, label=f"{which:,} {line}")
+            axis.set_xscale("log", base=base)
+            axis.set_yscale("log")
+            axis.minorticks_off()
+            gantt.plain_axis(axis)
+            axis.grid(axis="y", color=gantt.FAINT, alpha=0.25, lw=0.6)
+            axis.tick_params(axis="both", colors=gantt.FAINT, labelsize=7)
+            axis.set_title(subject, loc="left", fontsize=8, color=gantt.INK)
+    marks = [axes[0].plot([], [], "o-", color=c, ms=4, lw=1.3)[0] for c in colours.values()]
+    names = [f"{which:,} {line}" for which in colours]
+    how = {"loc": "outside upper center", "ncols": len(names), "frameon": False, "fontsize": 9}
+    figure.legend(marks, names, **how)
     return gantt.save_figure(figure, path)
 
 
@@ -318,17 +316,19 @@ SECONDS: dict[str, Callable[[Row], float]] = {  # a logarithmic axis begins abov
     "seconds": lambda row: max(1e-3, row.seconds or 0.0)
 }
 MIB: dict[str, Callable[[Row], float]] = {
-    "MiB above the problem": lambda row: max(1.0, (row.grown_bytes or 0) / 2**20)
+    "MiB above the problem": lambda row: (
+        np.nan if row.grown_bytes is None else max(1.0, row.grown_bytes / 2**20)
+    )
 }
 
 
 def plot_operators(rows: Rows, path: Path, options: Options) -> Path:
     rows = sorted(rows, key=lambda r: r.subject)
-    return plot_panels(rows, path, "devices", "operators", SECONDS | MIB)
+    return plot_panels(rows, path, "devices", "operators", SECONDS | MIB, 4)
 
 
 def plot_devices(rows: Rows, path: Path, options: Options) -> Path:
-    return plot_panels(rows, path, "operators", "devices", SECONDS, 2)
+    return plot_panels(rows, path, "operators", "devices", SECONDS, 3, 2)
 
 
 SIZES: dict[str, Any] = {

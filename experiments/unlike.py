@@ -53,23 +53,23 @@ def streamed(
     workload: str, problem: Problem, plans: dict[str, Placement], rounds: int, count: int
 ) -> dict[str, Floats]:
     """Seconds per item of each plan, float64 ``[rounds]``, in turns."""
-    told: dict[str, Any] = {"rounds": rounds, "count": count, "in_flight": problem.max_in_flight}
-    told |= {"plans": {way: p.tolist() for way, p in plans.items()}}
-    told |= {"priority": problem.priority.tolist()}
+    job: dict[str, Any] = {"rounds": rounds, "count": count, "in_flight": problem.max_in_flight}
+    job |= {"plans": {way: p.tolist() for way, p in plans.items()}}
+    job |= {"priority": problem.priority.tolist()}
     with tempfile.TemporaryDirectory() as folder:
-        ranks(Path(folder), replace(problem.cluster, links=()), workload, told)
+        ranks(Path(folder), replace(problem.cluster, links=()), workload, job)
         seconds = json.loads((Path(folder) / "seconds.json").read_text())
     return {way: np.array(s) for way, s in seconds.items()}
 
 
-def ranks(folder: Path, cluster: Cluster, workload: str, told: dict[str, Any]) -> None:
+def ranks(folder: Path, cluster: Cluster, workload: str, job: dict[str, Any]) -> None:
     """Two processes, of which the second is an old one, do what they are told.
 
     Raises:
         RuntimeError: one of them ended badly; with its last words.
     """
     cluster.to_yaml(folder / "cluster.yaml")
-    (folder / "job.json").write_text(json.dumps({"workload": workload, **told}))
+    (folder / "job.json").write_text(json.dumps({"workload": workload, **job}))
     switch = f'[ "$RANK" = 0 ] || export {OLD}; exec "$@"'
     command = ["sh", "-c", switch, "sh", sys.executable, "-m", "experiments.unlike", str(folder)]
     errors = [folder / f"{r}.err" for r in range(2)]

@@ -193,8 +193,8 @@ def pairs_of(links: Iterable[Link], names: Sequence[str]) -> Iterator[Ends]:
 
     for link in links:
         a, b = end(link.src), end(link.dst)
-        for text, found in ((link.src, a), (link.dst, b)):
-            if not (isinstance(found, int) or len(found)):
+        for text, matched in ((link.src, a), (link.dst, b)):
+            if not (isinstance(matched, int) or len(matched)):
                 raise ClusterError(
                     f"link {link.src} -> {link.dst}: no device {text!r}; devices are "
                     f"{short(list(names), 200)}"
@@ -224,10 +224,10 @@ def _matching(pattern: str, names: Sequence[str]) -> list[int]:
     def matches(name: str) -> bool:
         at = len(begin)
         for part in middle:
-            found = name.find(part, at)
-            if found < 0:
+            here = name.find(part, at)
+            if here < 0:
                 return False
-            at = found + len(part)
+            at = here + len(part)
         return len(name) - len(end) >= at and name.startswith(begin) and name.endswith(end)
 
     return [d for d, name in enumerate(names) if matches(name)]
@@ -293,10 +293,10 @@ class Cluster:
     @cached_property
     def joins(self) -> NDArray[np.bool_]:
         """bool ``[D, D]``: a link is declared from one device to the other."""
-        found = np.zeros((self.num_devices, self.num_devices), bool)
+        joined = np.zeros((self.num_devices, self.num_devices), bool)
         for a, b, _ in pairs_of(self.links, self.device_names):
-            found[a, b] = True
-        return found
+            joined[a, b] = True
+        return joined
 
     @cached_property
     def worker(self) -> NDArray[np.int32]:
@@ -335,10 +335,11 @@ class Cluster:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of all fields of the devices (names and watts too) and declared links."""
+        # Fields that not every version has count only where they say something.
         devices = [asdict(d) for d in self.devices]
         for device in devices:
             if device["power_source"] == "declared":
-                del device["power_source"]  # as it was before there was one
+                del device["power_source"]
             for rate in ("flops_per_s", "bytes_per_s", "call_s", "streams"):
                 if device[rate] is None:
                     del device[rate]
@@ -346,7 +347,7 @@ class Cluster:
         for link in links:
             for new in ("wake_s", "send_s", "send_s_per_byte"):
                 if not link[new]:
-                    del link[new]  # as it was before there was one
+                    del link[new]
         text = json.dumps([devices, links])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -576,12 +577,12 @@ def _cuda_devices() -> tuple[Device, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    found = []
+    devices = []
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         free = facts.total_memory
         with suppress(RuntimeError, AssertionError):  # a device that nobody may use tells nothing
             # Libraries' workspaces, kernels, and blocks that are cut badly or waited for.
             free = int(torch.cuda.mem_get_info(i)[0] * (1 - _GPU_MARGIN)) - _GPU_MARGIN_BYTES
-        found.append(Device(f"cuda:{i}", "cuda", (), 1, max(free, 1), model=facts.name))
-    return tuple(found)
+        devices.append(Device(f"cuda:{i}", "cuda", (), 1, max(free, 1), model=facts.name))
+    return tuple(devices)

@@ -68,5 +68,5 @@ def nearest(name: str, count: int = 3) -> list[str]:
         ends = ((text, known), (text.rpartition("/")[2], known.partition("/")[2]))
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ends)
 
-    found = [known for known in library() if likeness(known) >= _LIKE]
-    return sorted(found, key=likeness, reverse=True)[:count] or sorted(library())
+    alike = [known for known in library() if likeness(known) >= _LIKE]
+    return sorted(alike, key=likeness, reverse=True)[:count] or sorted(library())

@@ -149,8 +149,8 @@ class OpGraph:
         n = len(op_name)
         texts: dict[str, tuple[str, ...]] = {}
         for what, default in (("op_kind", "op"), ("op_module", ""), ("op_signature", "op")):
-            given: Any = facts.get(what)
-            texts[what] = (default,) * n if given is None else tuple(given)
+            value: Any = facts.get(what)
+            texts[what] = (default,) * n if value is None else tuple(value)
         tensor_root, group = facts.get("tensor_root"), facts.get("group")
         is_backward = facts.get("is_backward")
         src = np.asarray(tensor_src, dtype=np.int32).reshape(-1)
@@ -269,9 +269,9 @@ class OpGraph:
     @cached_property
     def gradient_tensor(self) -> Ints:
         """int32 ``[S]``: what backward operators make and nobody reads: it is added up there."""
-        made = np.append(self.is_backward, False)[self.tensor_src]
-        made[self.use_tensor] = made[self.output_tensor] = False
-        return np.flatnonzero(made).astype(np.int32)
+        is_gradient = np.append(self.is_backward, False)[self.tensor_src]
+        is_gradient[self.use_tensor] = is_gradient[self.output_tensor] = False
+        return np.flatnonzero(is_gradient).astype(np.int32)
 
     @cached_property
     def carried_op(self) -> Ints:

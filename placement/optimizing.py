@@ -29,7 +29,6 @@ from placement.tools.shown import seconds as shown
 
 if TYPE_CHECKING:
     from placement.executor.loader import InputPipeline
-    from placement.graph import OpGraph
     from placement.plan import Measured, Plan
 
 PLANNER = "best_of"
@@ -142,19 +141,8 @@ def optimize(
         phases = MAX_PHASES if goal.is_throughput else 1
         problem = Problem(graph, cluster, profile, objective=goal, max_phases=phases)
         report(f"planning with {PLANNER}", None)
-        planner = planners.load(PLANNER, seconds=seconds)
-        solution = planner(problem)
-        if not np.isfinite(solution.value_s):
-            why = solution.stats.get("infeasible", "no placement that fits and can run was found")
-            raise OptimizeError(why)
-        plan = make_plan(
-            problem,
-            solution,
-            planner=PLANNER,
-            parameters=parameters_of(planner),
-            workload=workload,
-        )
-        runner = _runner(graph, cluster, plan)
+        plan = _plan(problem, workload, PLANNER, seconds=seconds)
+        runner = _runner(problem, plan)
         with ExitStack() as on_error:
             on_error.callback(runner.close)
             for _ in plan.assignments if not graph.program.is_random else ():  # replicas take turns
@@ -167,9 +155,8 @@ def optimize(
     carried_out = "plan"
     if took_s.get("single", np.inf) <= took_s["plan"]:
         runner.close()
-        carried_out, planner = "single", planners.load("single_device")
-        plan = make_plan(problem, planner(problem), planner="single_device", workload=workload)
-        runner = _runner(graph, cluster, plan)
+        carried_out, plan = "single", _plan(problem, workload, "single_device")
+        runner = _runner(problem, plan)
     runner.plan = plan.model_copy(update={"measured": measured[carried_out]})
     runner.measured = measured
     runner.kept = carried_out
@@ -257,7 +244,19 @@ def _cluster(devices: Cluster | Sequence[str] | None) -> Cluster:
     return replace(here, devices=tuple(here.devices[here.index(name)] for name in names))
 
 
-def _runner(graph: OpGraph, cluster: Cluster, plan: Plan) -> OptimizedRunner:
+def _plan(problem: Problem, workload: str | None, name: str, **options: Any) -> Plan:
+    """Raises: OptimizeError, the planner has no answer that fits."""
+    planner = planners.load(name, **options)
+    solution = planner(problem)
+    if not np.isfinite(solution.value_s):
+        why = solution.stats.get("infeasible", "no placement that fits and can run was found")
+        raise OptimizeError(why)
+    facts: Any = {"parameters": parameters_of(planner), "workload": workload}
+    return make_plan(problem, solution, planner=name, **facts)
+
+
+def _runner(problem: Problem, plan: Plan) -> OptimizedRunner:
+    graph, cluster = problem.graph, problem.cluster
     placement = plan.placement(graph, cluster)
     return OptimizedRunner(graph, cluster, placement, **plan.run_options(graph, in_order=False))
 

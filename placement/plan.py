@@ -114,6 +114,30 @@ class GraphInfo(_Strict):
     parameters: dict[Name, tuple[Count, ...]] = {}
     backward: tuple[Count, ...] = ()
 
+    @classmethod
+    def of(
+        cls, graph: OpGraph, workload: str | None, input_spec: dict[str, Any] | None
+    ) -> GraphInfo:
+        """From a graph; ``input_spec`` that of its program if not given."""
+        program = graph.program
+        if input_spec is None and program is not None:
+            input_spec = program.input_spec
+        return cls(
+            name=graph.name,
+            fingerprint=graph.fingerprint,
+            num_ops=graph.num_ops,
+            parts=graph_parts(graph),
+            workload=workload,
+            input_spec=input_spec,
+            mode="training" if graph.is_backward.any() else "inference",
+            optimizer=None if program is None else program.optimizer,
+            modules=graph.op_module,
+            sources=_sources(graph),
+            outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
+            parameters=_readers(graph),
+            backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
+        )
+
 
 class DeviceInfo(_Strict):
     """As ``placement.cluster.Device``."""
@@ -162,15 +186,16 @@ class ClusterInfo(_Strict):
     def of(cls, problem: Problem) -> ClusterInfo:
         """From a problem: its devices, and its profile's links."""
         declared = set(problem.cluster.links)
+        unlimited = {"bandwidth_bytes_per_s": None}
         info = cls.model_construct(
             name=problem.cluster.name,
-            fingerprint="",
+            fingerprint="",  # of the cluster that is built from the rest
             devices=tuple(DeviceInfo(**asdict(d)) for d in problem.cluster.devices),
             links=tuple(
                 LinkInfo(
                     **asdict(x)
                     | {"declared": x in declared}
-                    | ({} if np.isfinite(x.bandwidth_bytes_per_s) else _UNLIMITED)
+                    | ({} if np.isfinite(x.bandwidth_bytes_per_s) else unlimited)
                 )
                 for x in problem.profile.links
             ),
@@ -183,19 +208,12 @@ class ClusterInfo(_Strict):
         Raises:
             ClusterError: the description is not a valid cluster.
         """
-        links = []
-        for link in self.links:
-            values = link.model_dump(exclude={"declared"})
-            if values["bandwidth_bytes_per_s"] is None:
-                values["bandwidth_bytes_per_s"] = float("inf")
-            if link.declared:
-                links.append(Link(**values))
-        return Cluster(
-            self.name, tuple(Device(**d.model_dump()) for d in self.devices), tuple(links)
-        )
-
-
-_UNLIMITED = {"bandwidth_bytes_per_s": None}
+        devices = tuple(Device(**d.model_dump()) for d in self.devices)
+        links = [x.model_dump(exclude={"declared"}) for x in self.links if x.declared]
+        for link in links:
+            if link["bandwidth_bytes_per_s"] is None:
+                link["bandwidth_bytes_per_s"] = float("inf")
+        return Cluster(self.name, devices, tuple(Link(**link) for link in links))
 
 
 class Stage(_Strict):
@@ -343,13 +361,9 @@ class Plan(_Strict):
         counts = {d.name: " / ".join(f"{x[d.name]:,}" for x in on) for d in self.cluster.devices}
         peak, limit = self.predicted.peak_bytes, self.limits.memory_bytes
         devices = [
-            [
-                d.name,
-                counts[d.name],
-                shown(self.predicted.busy_s.get(d.name)),
-            ]
-            + [mebibytes(x.get(d.name, 0)) for x in (peak, limit)]
-            for d in self.cluster.devices
+            [name, number, shown(self.predicted.busy_s.get(name))]
+            + [mebibytes(x.get(name, 0)) for x in (peak, limit)]
+            for name, number in counts.items()
         ]
         stages = [[s.device, s.first, s.last, f"{s.num_ops:,}"] for s in self.stages]
         title = f"Plan of {self.graph.name} by {self.planner.name}, for {self.objective}"
@@ -407,26 +421,28 @@ class Plan(_Strict):
 
     def cluster_differences(self, cluster: Cluster) -> list[str]:
         """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""
-        planned, found = self.cluster.build(), []
+        planned, differences = self.cluster.build(), []
         here = {d.name: d for d in cluster.devices}
         for device in planned.devices:
             if device.name not in here:
-                found.append(f"there is no device {device.name!r}, only {list(here)}")
+                differences.append(f"there is no device {device.name!r}, only {list(here)}")
                 continue
             for f in fields(Device):
                 was, now = getattr(device, f.name), getattr(here[device.name], f.name)
                 if f.name == "memory_bytes" and now >= _SAME_MEMORY * was:
                     continue  # what is free, or the machine has, is never quite the same
                 if was != now:
-                    found.append(f"device {device.name!r} has {f.name} {now!r}, planned {was!r}")
+                    differences.append(
+                        f"device {device.name!r} has {f.name} {now!r}, planned {was!r}"
+                    )
         added = [name for name in here if name not in planned.device_names]
         if added:
-            found.append(f"device {added[0]!r} is new")
-        if not found and planned.device_names != cluster.device_names:
-            found.append(f"devices are in the order {list(here)}")
+            differences.append(f"device {added[0]!r} is new")
+        if not differences and planned.device_names != cluster.device_names:
+            differences.append(f"devices are in the order {list(here)}")
         if set(planned.links) != set(cluster.links):
-            found.append("declared links differ")
-        return found
+            differences.append("declared links differ")
+        return differences
 
     def missing_devices(self) -> list[str]:
         """Why this machine cannot run the plan: one line per device in use that it lacks."""
@@ -537,7 +553,7 @@ class Plan(_Strict):
             **self.run_options(graph, in_order=True),
         )
 
-    def _example(self, given: Any, from_spec: Callable[[Any], Any]) -> Any:
+    def _example(self, example: Any, from_spec: Callable[[Any], Any]) -> Any:
         """Inputs to capture with, on a machine that can run the plan."""
         missing = self.missing_devices()
         if missing:
@@ -545,9 +561,9 @@ class Plan(_Strict):
                 f"this machine cannot run the plan: {'; '.join(missing)}. Plan for this machine: "
                 f"placement plan {self.graph.workload or 'MODEL'} --planner best_of --out plan.json"
             )
-        if given is None and self.graph.input_spec is None:
+        if example is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
-        return from_spec(self.graph.input_spec) if given is None else given
+        return from_spec(self.graph.input_spec) if example is None else example
 
     def run_options(self, graph: OpGraph, *, in_order: bool) -> dict[str, Any]:
         """What ``Runner`` and ``Trainer`` are to be told; ``in_order`` as for ``bind``."""
@@ -587,28 +603,29 @@ class Plan(_Strict):
 
     def inconsistencies(self) -> list[str]:
         """What contradicts itself in the file: one line each, with key and value."""
-        found = []
+        wrong = []
         devices = [d.name for d in self.cluster.devices]
         try:
             built = self.cluster.build()
         except ValueError as error:
             return [f"cluster: {error}"]
         if built.fingerprint != self.cluster.fingerprint:
-            found.append(
+            wrong.append(
                 f"cluster.fingerprint = {self.cluster.fingerprint[:12]}..., but the devices listed "
                 f"give {built.fingerprint[:12]}..."
             )
-        for key, phase in (("assignment", self.assignment), *self._named_phases()):
-            found += [
+        phases = {f"phases[{i}]": on for i, on in enumerate(self.phases)}
+        for key, phase in {"assignment": self.assignment, **phases}.items():
+            wrong += [
                 f"{key}[{op!r}] = {device!r}: no such device, there are {devices}"
                 for op, device in phase.items()
                 if device not in devices
             ]
             unknown = [op for op in phase if op not in self.assignment]
             if unknown:
-                found.append(f"{key}: no operator {_some(unknown)} in assignment")
+                wrong.append(f"{key}: no operator {_some(unknown)} in assignment")
         if (self.schema_version == 2) != bool(self.phases):
-            found.append(
+            wrong.append(
                 f"schema_version = {self.schema_version}, but there are {len(self.phases)} phases: "
                 "a plan with phases has version 2, one without has 1"
             )
@@ -617,32 +634,32 @@ class Plan(_Strict):
             ("order", self.order or ()),
             ("fallback.device", [self.fallback.device] if self.fallback else ()),
         ):
-            found += [
+            wrong += [
                 f"{key}: no device {d!r}, there are {devices}" for d in set(named) - {*devices}
             ]
         n = self.graph.num_ops
         if len(self.assignment) != n:
-            found.append(f"assignment has {len(self.assignment)} operators, graph.num_ops = {n}")
+            wrong.append(f"assignment has {len(self.assignment)} operators, graph.num_ops = {n}")
         elif sorted(self.priority) != list(range(n)):
-            found.append(f"priority must hold each of 0..{n - 1} once")
+            wrong.append(f"priority must hold each of 0..{n - 1} once")
         if self.graph.modules and len(self.graph.modules) != n:
-            found.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
+            wrong.append(f"graph.modules has {len(self.graph.modules)} paths, num_ops = {n}")
         sources = self.graph.sources
         if sources and len(sources) != n:
-            found.append(f"graph.sources is about {len(sources)} operators, num_ops = {n}")
+            wrong.append(f"graph.sources is about {len(sources)} operators, num_ops = {n}")
         for i, read in enumerate(sources):
             if max(read, default=-1) >= i:
-                found.append(f"graph.sources: operator {i} reads from operator {max(read)}")
+                wrong.append(f"graph.sources: operator {i} reads from operator {max(read)}")
         numbered = {"backward": self.graph.backward, "outputs": self.graph.outputs}
         for key, numbers in (self.graph.parameters | numbered).items():
             if max(numbers, default=0) >= n:
-                found.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
+                wrong.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         on = list(self.assignment.values())
         if self.stages != _stages(list(self.assignment), on):
-            found.append("stages do not follow from assignment")
+            wrong.append("stages do not follow from assignment")
         modules = self.graph.modules
         if len(modules) == len(on) and self.device_map != whole_modules(modules, on):
-            found.append("device_map does not follow from assignment and graph.modules")
+            wrong.append("device_map does not follow from assignment and graph.modules")
         for key, table in (
             ("predicted.busy_s", self.predicted.busy_s),
             ("predicted.peak_bytes", self.predicted.peak_bytes),
@@ -650,72 +667,69 @@ class Plan(_Strict):
             ("limits.headroom_bytes", self.limits.headroom_bytes),
         ):
             if set(table) != set(devices):
-                found.append(f"{key} is about {sorted(table)}, devices are {devices}")
-                return found
+                wrong.append(f"{key} is about {sorted(table)}, devices are {devices}")
+                return wrong
         for d in self.cluster.devices:
             peak, limit = self.predicted.peak_bytes[d.name], self.limits.memory_bytes[d.name]
             free = self.limits.headroom_bytes[d.name]
             if limit != d.memory_bytes:
-                found.append(f"limits.memory_bytes[{d.name!r}] = {limit}, it has {d.memory_bytes}")
+                wrong.append(f"limits.memory_bytes[{d.name!r}] = {limit}, it has {d.memory_bytes}")
             if peak > limit:
-                found.append(f"device {d.name!r} needs {peak} bytes, its limit is {limit}")
+                wrong.append(f"device {d.name!r} needs {peak} bytes, its limit is {limit}")
             elif free != limit - peak:
-                found.append(
+                wrong.append(
                     f"limits.headroom_bytes[{d.name!r}] = {free}, but {limit} less the peak {peak} "
                     f"is {limit - peak}"
                 )
-        return found + self._value_inconsistencies() + self._order_inconsistencies()
-
-    def _named_phases(self) -> list[tuple[str, dict[str, str]]]:
-        return [(f"phases[{i}]", on) for i, on in enumerate(self.phases)]
+        return wrong + self._value_inconsistencies() + self._order_inconsistencies()
 
     def _value_inconsistencies(self) -> list[str]:
         """Values that say the objective twice must agree, and none is below a proved bound."""
         twins = {"latency": "latency_s", "period": "period_s"}
         if not self.second_j:
             twins["energy"] = "energy_j"
-        found = []
-        for key, said in (("predicted", self.predicted), ("fallback", self.fallback)):
-            twin = twins.get(self.objective, "value_s")
-            again = getattr(said, twin, None)  # a fallback has no energy_j
-            if said is None:
+        wrong = []
+        twin = twins.get(self.objective, "value_s")
+        for key, part in (("predicted", self.predicted), ("fallback", self.fallback)):
+            if part is None:
                 continue
-            if again is not None and not isclose(said.value_s, again, rel_tol=ROUNDING):
-                found.append(f"{key}.value_s = {said.value_s}, but {key}.{twin} = {again}")
-            values = {"latency": said.latency_s, "period": said.period_s}
-            for what, value in (values | {self.objective: said.value_s}).items():
+            again = getattr(part, twin, None)  # a fallback has no energy_j
+            if again is not None and not isclose(part.value_s, again, rel_tol=ROUNDING):
+                wrong.append(f"{key}.value_s = {part.value_s}, but {key}.{twin} = {again}")
+            values = {"latency": part.latency_s, "period": part.period_s}
+            for what, value in (values | {self.objective: part.value_s}).items():
                 bound = self.lower_bound_s.get(what, 0.0)
                 if value < bound * (1 - ROUNDING):
-                    found.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
-        return found
+                    wrong.append(f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}")
+        return wrong
 
     def _order_inconsistencies(self) -> list[str]:
         if self.order is None:
             return []
-        given = sum(map(len, self.order.values()))
+        num_entries = sum(map(len, self.order.values()))
         expected = len(self.assignment) * self.num_microbatches
-        if expected > 2 * given:  # too many to name each
+        if expected > 2 * num_entries:  # too many to name each
             return [
-                f"order has {given} entries, {len(self.assignment)} operators x "
+                f"order has {num_entries} entries, {len(self.assignment)} operators x "
                 f"{self.num_microbatches} micro-batches are {expected}"
             ]
-        found, phases = [], self.assignments
+        wrong, phases = [], self.assignments
         times: Counter[tuple[str, int]] = Counter()
         for device, rows in self.order.items():
             times.update(rows)
             for op, batch in rows:
                 planned = phases[batch % len(phases)].get(op)
                 if planned != device or batch >= self.num_microbatches:
-                    found.append(
+                    wrong.append(
                         f"order[{device!r}] runs {op!r}, micro-batch {batch}: not its work"
                     )
         for op in self.assignment:
             for batch in range(self.num_microbatches):
                 if times[op, batch] != 1:
-                    found.append(
+                    wrong.append(
                         f"order runs {op!r}, micro-batch {batch}, {times[op, batch]} times"
                     )
-        return found
+        return wrong
 
 
 def make_plan(
@@ -763,27 +777,11 @@ def make_plan(
     if excess:
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
     on, *others = ([devices[d] for d in row] for row in np.atleast_2d(p))
-    if input_spec is None and graph.program is not None:
-        input_spec = graph.program.input_spec
     try:
         return Plan(
             schema_version=2 if others else 1,
             planner=PlannerInfo(name=planner, parameters=dict(parameters or {})),
-            graph=GraphInfo(
-                name=graph.name,
-                fingerprint=graph.fingerprint,
-                num_ops=graph.num_ops,
-                parts=graph_parts(graph),
-                workload=workload,
-                input_spec=input_spec,
-                mode="training" if graph.is_backward.any() else "inference",
-                optimizer=None if graph.program is None else graph.program.optimizer,
-                modules=graph.op_module,
-                sources=_sources(graph),
-                outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
-                parameters=_readers(graph),
-                backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
-            ),
+            graph=GraphInfo.of(graph, workload, input_spec),
             cluster=ClusterInfo.of(problem),
             objective=problem.objective.value,
             num_microbatches=many.num_microbatches,
@@ -1145,6 +1143,6 @@ def _explain_one(e: dict[str, Any]) -> str:
 _ALL_KEYS = sorted({key for kind in [*_Strict.__subclasses__()] for key in kind.model_fields})
 
 
-def _some(items: Sequence[str], sep: str = ", ", limit: int = 5) -> str:
-    more = len(items) - limit
-    return sep.join(items[:limit]) + (f"{sep}and {more} more" if more > 0 else "")
+def _some(items: Sequence[str], sep: str = ", ") -> str:
+    more = len(items) - 5
+    return sep.join(items[:5]) + (f"{sep}and {more} more" if more > 0 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +28,18 @@ ReadyOrder = Literal["priority", "arrival"]
 
 class ProblemError(ValueError):
     """The problem, or a placement for it, is not valid; the message has the numbers."""
+
+
+class _Links(NamedTuple):
+    """Arrays ``[D, D]`` of ordered pairs; ``copying`` of each device that streams: the seconds
+    that the host takes to begin to send parameters, and those per byte.
+    """
+
+    latency_s: Floats
+    s_per_byte: Floats
+    blocking: NDArray[np.bool_]
+    channel: NDArray[np.int32]
+    copying: dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,21 +184,12 @@ class Problem:
         """``seconds [N, D]``, where parameters are copied at least for as long as that takes."""
         if not self.cluster.streaming:
             return seconds
-        seconds, size = seconds.copy(), self.read_bytes.astype(np.float64)
-        for d, (latency_s, s_per_byte) in self._links[4].items():
+        seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
+        for d, (latency_s, s_per_byte) in self._links.copying.items():
             copied_s = np.where(size > 0, latency_s + size * s_per_byte, 0.0)
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds
-
-    @cached_property
-    def read_bytes(self) -> NDArray[np.int64]:
-        """int64 ``[N]`` bytes of the parameters that each operator reads."""
-        g = self.graph
-        op, param = np.unique(np.stack([g.param_use_op, g.param_use]), axis=1)
-        found = np.zeros(self.num_ops, np.int64)
-        np.add.at(found, op, g.param_bytes[param])
-        return found
 
     @cached_property
     def group_compute_s(self) -> Floats:
@@ -203,17 +206,17 @@ class Problem:
     @cached_property
     def link_latency_s(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links[0]
+        return self._links.latency_s
 
     @cached_property
     def link_s_per_byte(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links[1]
+        return self._links.s_per_byte
 
     @cached_property
     def link_blocking(self) -> NDArray[np.bool_]:
         """bool ``[D, D]``: the sender's worker is busy during the transfer."""
-        return self._links[2]
+        return self._links.blocking
 
     @cached_property
     def link_wake_s(self) -> Floats:
@@ -231,11 +234,11 @@ class Problem:
         return self._of_links("send_s_per_byte")
 
     def _of_links(self, what: str) -> Floats:
-        found = np.zeros((self.num_devices, self.num_devices))
+        values = np.zeros((self.num_devices, self.num_devices))
         for a, b, link in self._ends:
-            found[a, b] = getattr(link, what)
-        np.fill_diagonal(found, 0.0)
-        return self._of_workers(found)
+            values[a, b] = getattr(link, what)
+        np.fill_diagonal(values, 0.0)
+        return self._of_workers(values)
 
     def _of_workers(self, pairs: NDArray[Any]) -> NDArray[Any]:
         """``[D, D]`` between the devices that run what is placed on others."""
@@ -244,7 +247,7 @@ class Problem:
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
         """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
-        return self._links[3]
+        return self._links.channel
 
     @cached_property
     def num_channels(self) -> int:
@@ -256,10 +259,7 @@ class Problem:
         return tuple(pairs_of(self.profile.links, self.cluster.device_names))
 
     @cached_property
-    def _links(
-        self,
-    ) -> tuple[Floats, Floats, NDArray[np.bool_], NDArray[np.int32], dict[int, tuple[Any, Any]]]:
-        """What links are like, and of each device that streams how parameters come."""
+    def _links(self) -> _Links:
         d = self.num_devices
         latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
         blocking = np.zeros((d, d), bool)
@@ -274,16 +274,17 @@ class Problem:
                 channel[a, b] = own[a, b]
             else:
                 channel[a, b] = named.setdefault(link.channel, d * d + len(named))
-        for found, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
-            np.fill_diagonal(found, value)
+        for matrix, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
+            np.fill_diagonal(matrix, value)
         np.fill_diagonal(channel, own.diagonal())
         host, _ = host_of(self)
-        come = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
+        copying = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
         latency, per_byte, blocking, channel = map(
             self._of_workers, (latency, per_byte, blocking, channel)
         )
         _, dense = np.unique(channel, return_inverse=True)
-        return latency, per_byte, blocking, dense.reshape(d, d).astype(np.int32), come
+        channel = dense.reshape(d, d).astype(np.int32)
+        return _Links(latency, per_byte, blocking, channel, copying)
 
     def transfer_s(self, tensor: int, src: int, dst: int) -> float:
         """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
@@ -407,13 +408,13 @@ class Problem:
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)
         held[g.param_use, placement[..., g.param_use_op]] = True
-        found: NDArray[np.int64] = g.param_bytes @ held
+        held_bytes: NDArray[np.int64] = g.param_bytes @ held
         for d in self.cluster.streaming:
-            read = np.where(placement == d, self.read_bytes, 0)
-            found[self.worker[d]] += 2 * int(read.max(initial=0))
-            found[host_of(self)[0]] += found[d]
-            found[d] = 0
-        return found
+            read = np.where(placement == d, g.op_param_bytes, 0)
+            held_bytes[self.worker[d]] += 2 * int(read.max(initial=0))
+            held_bytes[host_of(self)[0]] += held_bytes[d]
+            held_bytes[d] = 0
+        return held_bytes
 
     def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.
@@ -559,19 +560,19 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
         ProblemError: rows of unequal length, or one that is no whole number, or larger than any.
     """
     try:
-        given = np.asarray(placements)
+        values = np.asarray(placements)
     except ValueError:
         raise ProblemError(
             "rows of a placement have unequal lengths: each has the device of every operator"
         ) from None
-    if given.dtype == np.int32:
-        return given
+    if values.dtype == np.int32:
+        return values
     with np.errstate(invalid="ignore"):  # nan and infinity are among what is refused
-        p = given.astype(np.int32)
-    wrong = p != given
+        p = values.astype(np.int32)
+    wrong = p != values
     if wrong.any():
         raise ProblemError(
-            f"a placement holds the numbers of devices, 0, 1, ...: {given[wrong][0]} is none"
+            f"a placement holds the numbers of devices, 0, 1, ...: {values[wrong][0]} is none"
         )
     return p
 

@@ -168,7 +168,7 @@ class Profile:
 
         names = cluster.device_names
         measured = {(x.src, x.dst): x for x in self.links}
-        kept = [
+        links = [
             replace(measured[pair], src=a.name, dst=b.name)
             for i, a in enumerate(cluster.devices if measured else ())
             for j, b in enumerate(cluster.devices)
@@ -182,7 +182,7 @@ class Profile:
             device_names=names,
             compute_s=compute,
             spread_s=spread,
-            links=(*kept, *cluster.links),
+            links=(*links, *cluster.links),
             loaded_s=take(self.loaded_s),
             batch_s=self.batch_s,
             transfer_s=pairs,

@@ -128,8 +128,8 @@ class Program:
         A tensor with other strides than the example's is copied: what was captured may rely on
         them (``torch.export`` leaves out what they make needless, and keeps them as constants).
         """
-        given = self._by_name(args, kwargs or {})
-        leaves, tree = pytree.tree_flatten([given[name] for name in self.input_names])
+        by_name = self._by_name(args, kwargs or {})
+        leaves, tree = pytree.tree_flatten([by_name[name] for name in self.input_names])
         if tree != self.in_tree:
             raise InputError(
                 f"inputs are nested as {tree}, but were captured as {self.in_tree}: give them as "
@@ -158,18 +158,18 @@ class Program:
         expected = ", ".join(self.input_names)
         if len(args) > len(self.arg_names):
             raise InputError(f"{len(args)} positional inputs given, expected ({expected})")
-        given = dict(zip(self.arg_names, args, strict=False))
-        twice = sorted(given.keys() & kwargs.keys())
-        given.update(kwargs)
-        missing = [name for name in self.input_names if name not in given]
-        unknown = [name for name in given if name not in self.input_names]
+        by_name = dict(zip(self.arg_names, args, strict=False))
+        twice = sorted(by_name.keys() & kwargs.keys())
+        by_name.update(kwargs)
+        missing = [name for name in self.input_names if name not in by_name]
+        unknown = [name for name in by_name if name not in self.input_names]
         for what, names in (("given twice", twice), ("missing", missing), ("unknown", unknown)):
             if names:
                 raise InputError(
                     f"input {names[0]!r} is {what}: the module was captured with ({expected}); "
                     "give these, or capture it again"
                 )
-        return given
+        return by_name
 
     def timing_inputs(self) -> list[Tensor]:
         """Copies of the example inputs, laid out alike, for a timing run.
@@ -183,14 +183,14 @@ class Program:
         return pytree.tree_unflatten(list(leaves), self.out_tree)
 
 
-def _laid_out_as(example: Tensor, given: Tensor) -> Tensor:
+def _laid_out_as(example: Tensor, tensor: Tensor) -> Tensor:
     strides = example.stride()
-    if given.stride() == strides or not given.numel():
-        return given
+    if tensor.stride() == strides or not tensor.numel():
+        return tensor
     if _overlaps(example):  # expanded or unfolded: nothing can be written there
-        return given
-    empty = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device)
-    return empty.copy_(given)
+        return tensor
+    empty = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -134,15 +134,15 @@ def replan(
     first, *others = np.atleast_2d(old)
     was[left.graph.group] = number[first]
     search = MacroSearch(start=_Starts(was), seconds=seconds, evaluations=evaluations, seed=seed)
-    found = search(left)
+    solution = search(left)
     if others and left.objective.is_throughput:
         turns = replace(left, max_phases=max(left.max_phases, len(others) + 1))
         replicas = [planner(turns) for planner in (DataParallel(), Replicated())]
         best = min(replicas, key=lambda answer: answer.value_s)
-        if best.value_s < found.value_s:
-            found = replace(found, placement=best.placement, value_s=best.value_s)
-    moved = int((number[first] != np.atleast_2d(found.placement)[0]).sum())
-    return left, replace(found, stats=found.stats | {"moved": moved})
+        if best.value_s < solution.value_s:
+            solution = replace(solution, placement=best.placement, value_s=best.value_s)
+    moved = int((number[first] != np.atleast_2d(solution.placement)[0]).sum())
+    return left, replace(solution, stats=solution.stats | {"moved": moved})
 
 
 def _index(problem: Problem, name: str) -> int:
@@ -181,8 +181,8 @@ def first_choices(problem: Problem, was: Choice) -> Choice:
     alone = np.where(able[:, fastest.argmin()], fastest.argmin(), able.argmax(axis=1))
     rows: list[Choice] = [_cut_again(problem, was), alone.astype(np.int32)]
     load = np.zeros(problem.num_devices)
-    kept = np.flatnonzero(was >= 0)
-    np.add.at(load, was[kept], seconds[kept, was[kept]])
+    placed = np.flatnonzero(was >= 0)
+    np.add.at(load, was[placed], seconds[placed, was[placed]])
     dealt, filled = was.copy(), load.copy()
     for group in lost[np.argsort(-seconds[lost].min(axis=1), kind="stable")]:
         dealt[group] = int(np.argmin(filled + seconds[group]))
@@ -218,12 +218,12 @@ def _cut_again(problem: Problem, was: Choice) -> Choice:
     total = np.vstack([np.zeros(problem.num_devices), cost.cumsum(axis=0)])  # [G + 1, D]
 
     def ends(limit_s: float) -> list[int]:
-        at, found = 0, []
+        at, cuts = 0, []
         for d in devices:
             room = total[at, d] + limit_s * (1 + 1e-12)
             at = max(at, int(np.searchsorted(total[:, d], room, "right")) - 1)
-            found.append(at)
-        return found
+            cuts.append(at)
+        return cuts
 
     low, high = 0.0, float(total[-1].max())
     for _ in range(_CUTS):

@@ -218,8 +218,8 @@ def check_workload(workload: str | Callable[[], Any]) -> None:
     same = graph.fingerprint == again.fingerprint
     _need(same, where, f"built twice it has {graph.num_ops} and {again.num_ops} operators, unlike")
     for (name, a), b in zip(module.state_dict().items(), twin.state_dict().values(), strict=True):
-        told = f"{name!r} is drawn anew every time; use placement.workloads.seeded"
-        _need(torch.equal(a, b), where, told)
+        advice = f"{name!r} is drawn anew every time; use placement.workloads.seeded"
+        _need(torch.equal(a, b), where, advice)
     cluster = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
     chosen = np.random.default_rng(0).integers(cluster.num_devices, size=graph.num_groups)
     args, kwargs = split_inputs(inputs)
@@ -275,8 +275,8 @@ def _check_solution(problem: Problem, answer: Solution, where: str) -> None:
         _need(stats[key] >= 0, where, f"stats[{key!r}] = {stats[key]}")
     if np.isinf(value):
         why = str(stats.get("infeasible", ""))
-        told = bool(re.search(r"\d", why))
-        _need(told, where, f"is worth inf, but stats['infeasible'] = {why!r} has no numbers")
+        has_numbers = bool(re.search(r"\d", why))
+        _need(has_numbers, where, f"is worth inf, but stats['infeasible'] = {why!r} has no numbers")
     else:
         _need("infeasible" not in stats, where, f"is worth {value} s and infeasible")
     if "curve" in stats:
@@ -308,7 +308,7 @@ def small_problems() -> list[Problem]:
     Equal devices, unlike devices with unsupported operators and a colocation group, memory
     that forces a split, and memory that nothing fits in; each for both objectives.
     """
-    found = []
+    problems = []
     for name, compute_s, memory_bytes, group in (
         ("equal", [[2, 2], [1, 1], [3, 3], [1, 1], [2, 2]], 10**9, None),
         ("alone", [[2], [0], [1]], 10**9, None),
@@ -342,8 +342,8 @@ def small_problems() -> list[Problem]:
         links = tuple(Link(a, b, 0.1, 100.0) for a in names for b in names if a != b)
         profile = Profile(names, seconds, np.zeros((n, d)), links)
         problem = Problem(graph, cluster, profile, num_microbatches=16, max_in_flight=2)
-        found += [problem, problem.with_objective(Objective.LATENCY)]
-    return found
+        problems += [problem, problem.with_objective(Objective.LATENCY)]
+    return problems
 
 
 def small_placements() -> list[tuple[Problem, Placement]]:
@@ -352,14 +352,14 @@ def small_placements() -> list[tuple[Problem, Placement]]:
     ``small_problems()`` on one device, scattered, and cut once; and a training step, forward
     through three devices and back again.
     """
-    found = []
+    pairs = []
     for problem in small_problems():
         group = np.arange(problem.graph.num_groups)
         for wanted in (0 * group, group % problem.num_devices, 2 * group // len(group)):
             device = np.minimum(wanted, problem.num_devices - 1)
             allowed = np.isfinite(problem.group_compute_s)  # [G, D]
             device = np.where(allowed[group, device], device, allowed.argmax(axis=1))
-            found.append((problem, device[problem.graph.group].astype(np.int32)))
+            pairs.append((problem, device[problem.graph.group].astype(np.int32)))
     graph = OpGraph.build(
         "step",
         ["f0", "f1", "f2", "b2", "w2", "b1", "w1", "b0", "w0"],  # w: gradients of weights
@@ -371,5 +371,5 @@ def small_placements() -> list[tuple[Problem, Placement]]:
     cluster = Cluster("three", tuple(Device(f"cpu:{d}") for d in range(3)))
     profile = Profile(cluster.device_names, np.ones((9, 3)), np.zeros((9, 3)))
     step = Problem(graph, cluster, profile, num_microbatches=4)
-    found.append((step, np.array([0, 1, 2, 2, 2, 1, 1, 0, 0], np.int32)))
-    return found
+    pairs.append((step, np.array([0, 1, 2, 2, 2, 1, 1, 0, 0], np.int32)))
+    return pairs

@@ -1,6 +1,6 @@
 """A constructor of orders and devices, trained and untrained, on problems that it never saw.
 
-Alone, and in the planner ``policy``.
+Alone, in the planner ``policy``, and after short trainings that each lack something.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 
 from experiments.learned import few
 from experiments.learned.problems import DRAWN, REAL, unseen
-from experiments.study import RESULTS, Option, Options, Study
+from experiments.learned.published import configured
+from experiments.study import RESULTS, Option, Options, Study, digest, say, slug
 from experiments.tables import Column, Mean, geometric, groups, read_csv, table, to_csv
 from placement.objective import Objective
 from placement.planners import load
@@ -32,7 +33,18 @@ NAME = "learned_dispatch"
 FAMILIES = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "mixture_of_experts",
             "u_net")  # fmt: skip
 RULES = ("heft", "peft", "critical_path_first", "m_etf")
-UNTRAINED, TRAINED, LINEAR, UNIFORM = "untrained", "trained", "linear, trained", "uniform"
+UNTRAINED, TRAINED, UNIFORM = "untrained", "trained", "uniform"
+# Features with ranks, longest paths, or what follows in them (``dispatch_kernels.PAIR_FEATURES``).
+AHEAD = [0, 1, 2, 4, 20, 21, 35, 37, 38, 39, 40]
+# Short trainings: what is different in the command.
+SHORT = {
+    "PPO": (),
+    "labels": ("+training.algorithm_options.imitate=true",),
+    "no look-ahead": (f"+training.algorithm_options.without={AHEAD}",),
+    # Of rates of 0.001, 0.005, 0.02 and 0.06 the best by the training's own checks.
+    "no hidden layers": ("training.network.scorer=0", "training.learning_rate=2e-2"),
+}
+TUNED = "rule, tuned"
 SAMPLES = (1, 16, 64)  # 1: one greedy decode
 SHOPS = ("mk", "edata", "rdata", "vdata", "other shops")
 # Of these every so-many-th is searched; of the drawn and real graphs all.
@@ -100,26 +112,33 @@ def problems(options: Options) -> Iterator[tuple[str, str, Problem, float | None
 
 
 class Who(NamedTuple):
-    """Who decodes: a network, and how much the rule counts."""
+    """Who decodes: a network, how much the rule counts, and its weights if they are others."""
 
     name: str
     seed: int
     net: Any
     scale: float
     digest: str  # of what was trained
+    rule: tuple[float, ...] = ()
 
 
 def decoders(options: Options) -> Iterator[Who]:
-    """Untrained and uniform ones, and the policies."""
+    """Untrained and uniform ones, the policies, and those that are trained here."""
     from agents.trained import TrainedPolicy, untrained_net
 
     new = untrained_net(None, "dispatch")
     yield Who(UNTRAINED, 0, new, 4.0, "")
     yield Who(UNIFORM, 0, new, 1e-9, "")
-    for name, files in ((TRAINED, options.policies), (LINEAR, options.linear)):
-        for seed, path in seeds(files).items():
+    files = {TRAINED: seeds(options.policies)}
+    for name in SHORT:
+        files[name] = {k: trained_short(name, k, options) for k in range(options.seeds)}
+    for name, paths in files.items():
+        for seed, path in paths.items():
             net: Any = TrainedPolicy.load(path).net
             yield Who(name, seed, net, net.config.finish_weight, _file_digest(path))
+    for seed in range(options.seeds):
+        rule = tuned(seed, options)
+        yield Who(TUNED, seed, new, 4.0, digest(rule), rule)
 
 
 def seeds(policies: Sequence[str]) -> dict[int, str]:
@@ -129,7 +148,54 @@ def seeds(policies: Sequence[str]) -> dict[int, str]:
     return {int(TrainedPolicy.load(p).card["config"]["seed"]): p for p in policies}
 
 
-def _file_digest(path: str | Path) -> str:
+def trained_short(name: str, seed: int, options: Options) -> str:
+    """The file of one of the ``SHORT`` trainings; made now, or gone on with, if it is not there."""
+    from agents.training import train
+
+    config = configured("released_dispatch", *SHORT[name])
+    config = replace(config, total_steps=options.steps, seed=seed, num_checks=5)
+    folder = options.work / f"{slug(name)}-{seed}-{digest(repr(config))[:12]}"
+    path = folder / "trained.safetensors"
+    if not path.is_file():
+        say(f"{name}, seed {seed}: training")
+        train([], config=config, baseline=load("heft"), out_dir=folder, resume=True).save(path)
+    return str(path)
+
+
+def tuned(seed: int, options: Options) -> tuple[float, ...]:
+    """Weights of the rule by differential evolution, for as many steps as a short training."""
+    from scipy.optimize import differential_evolution
+
+    from envs.dispatch import MIXED, Dispatcher, no_network
+    from envs.generators import Latency
+
+    def evolve() -> dict[str, Any]:
+        rng, draw = np.random.default_rng(seed), Latency()
+        episodes = [Dispatcher(draw(rng)) for _ in range(100)]
+        members = 4 * len(MIXED)
+        steps = members * sum(e.problem.num_ops for e in episodes)
+
+        def mean_log(weights: Any) -> float:
+            for episode in episodes:
+                episode.tables.rule[:] = weights
+                episode.construct(no_network(), 1.0)
+            values = np.array([e.value_s() for e in episodes])
+            return float(np.log(np.where(np.isfinite(values), values, 1e9)).mean())
+
+        say(f"{TUNED}, seed {seed}")
+        # Above 0 the last one says that channels are busy.
+        bounds = [(0.0, 4.0)] * (len(MIXED) - 1) + [(-1.0, 1.0)]
+        found = differential_evolution(
+            mean_log, bounds, popsize=4, maxiter=max(1, options.steps // steps - 1), x0=MIXED,
+            rng=seed, polish=False, tol=0.0,
+        )  # fmt: skip
+        return {"weights": found.x.tolist()}
+
+    row = options.finished.row(dict, [TUNED, seed, options.steps], evolve, f"{TUNED}-{seed}")
+    return tuple(row["weights"])
+
+
+def _file_digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
@@ -146,6 +212,11 @@ def searched(options: Options) -> Iterator[tuple[str, str, Problem, float | None
             yield suite, name, problem, None
 
 
+def decodes_of(who: str) -> tuple[int, ...]:
+    """How many of each problem."""
+    return SAMPLES[: 1 if who in RULES else 2 if who in (*SHORT, TUNED) else 3]
+
+
 def finished(options: Options, what: list[Any], make: Callable[[], list[float]]) -> list[float]:
     """Values of a problem that are decided by ``what``."""
     name = f"{what[0]}-{what[1]}"
@@ -155,9 +226,13 @@ def finished(options: Options, what: list[Any], make: Callable[[], list[float]])
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Of the planner, then of one decode and more."""
-    yield from planned(options)
-    yield from decoded(options)
+    """Of the planner, then of one decode and more; what is not asked for stays as it is."""
+    kept = [] if options.only is None else STUDY.read(RESULTS)
+    for part in (planned, decoded):
+        if options.only in (None, part.__name__):
+            yield from part(options)
+        else:
+            yield from (r for r in kept if (r.samples == EVALUATIONS) is (part is planned))
 
 
 def planned(options: Options) -> Iterator[Row]:
@@ -184,9 +259,10 @@ def decoded(options: Options) -> Iterator[Row]:
 
     def decodes(problem: Problem, who: Who) -> list[float]:
         """The greedy decode, then samples; chance has no greedy one."""
-        episode, weights = Dispatcher(problem), who.net.weights()
+        episode = Dispatcher(problem, who.rule) if who.rule else Dispatcher(problem)
+        weights = who.net.weights()
         values = []
-        for sample in range(SAMPLES[-1]):
+        for sample in range(decodes_of(who.name)[-1]):
             greedy = sample == 0 and who.name != UNIFORM
             episode.construct(weights, who.scale, None if greedy else sample)
             values.append(episode.value_s())
@@ -203,13 +279,8 @@ def decoded(options: Options) -> Iterator[Row]:
             yield Row(suite, name, rule, 0, 1, value, known_s)
         for who in deciding:
             values = made([suite, name, who.name, who.digest], partial(decodes, problem, who))
-            for samples in SAMPLES:
+            for samples in decodes_of(who.name):
                 yield Row(suite, name, who.name, who.seed, samples, min(values[:samples]), known_s)
-    given = {(who.name, who.seed) for who in deciding}
-    # Of trainings whose weights are no longer there the rows stay.
-    for row in STUDY.read(RESULTS):
-        if row.who in (TRAINED, LINEAR) and (row.who, row.seed) not in given:
-            yield row
 
 
 def over(rows: Sequence[Row], who: str, samples: int, base: str | None) -> dict[str, list[float]]:
@@ -248,7 +319,7 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def lines(base: str | None, who: Sequence[str]) -> list[dict[str, Any]]:
         made = []
         for name in who:
-            for samples in SAMPLES if name not in RULES else (1,):
+            for samples in decodes_of(name):
                 label = f"{name} (hand-written)" if name in RULES else name
                 row: dict[str, Any] = {"who": label, "decodes": samples}
                 for suite, mine in suites_of:
@@ -259,13 +330,17 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     known = [suite for suite, mine in suites_of if mine[0].known_s]
     every = [suite for suite, _ in suites_of]
     there = {r.who for r in decodes}
-    field = [w for w in (*RULES, UNTRAINED, UNIFORM, TRAINED, LINEAR) if w in there]
+    field = [w for w in (*RULES, UNTRAINED, UNIFORM, TRAINED) if w in there]
+    short = [w for w in (*SHORT, TUNED) if w in there]
 
     def columns(names: Sequence[str]) -> list[Column]:
         return [Column(x, x) for x in ("who", "decodes", *names)]
 
     return {
         "against": table(lines(UNTRAINED, field), *columns(every)),
+        "short": table(lines(UNTRAINED, short), *columns(every)),
+        "short_ppo": table(lines("PPO", short[1:]), *columns(every)),
+        "short_seeds": trainings(rows, TUNED),
         "gaps": table(lines(None, field), *columns(known)),
         "counts": ", ".join(f"{suite} {len(groups(mine, 'problem'))}" for suite, mine in suites_of),
         "seeds": trainings(rows, TRAINED),
@@ -319,9 +394,9 @@ def files(rows: Sequence[Row], options: Options) -> dict[str, str]:
     if options.checkpoints is None:
         return {}
     made = curve(options)
-    runs = {p.run for p in made}
-    # The line of a run whose checkpoints are no longer there stays.
-    kept = [p for p in read_csv(Point, RESULTS / name) if p.run not in runs]
+    seen = {(p.run, p.steps) for p in made}
+    # Points of checkpoints that are no longer there stay.
+    kept = [p for p in read_csv(Point, RESULTS / name) if (p.run, p.steps) not in seen]
     options.points = sorted(kept + made, key=lambda p: (p.run, p.steps, p.suite))
     return {name: to_csv(options.points)}
 
@@ -340,13 +415,15 @@ def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
         for colour, line in zip(gantt.COLOURS, groups(mine, "run").values(), strict=False):
             line = sorted(line, key=lambda p: p.steps)
             x = [p.steps / 1e6 for p in line]
-            axis.plot(x, [100 * (p.ratio - 1) for p in line], color=colour, lw=1.2)
+            y = [100 * (p.ratio - 1) for p in line]
+            axis.plot(x, y, color=colour, lw=1.2, label=f"seed {line[0].run[-1]}")
         axis.axhline(0.0, color=gantt.FAINT, lw=0.8)
         axis.set_title(suite, loc="left", fontsize=10, color=gantt.INK)
         axis.set_xlabel("million steps", fontsize=9, color=gantt.INK)
         axis.set_ylabel("% over untrained", fontsize=9, color=gantt.INK)
         gantt.plain_axis(axis)
     figure.tight_layout()
+    figure.legend(*axis.get_legend_handles_labels(), loc=(0.8, 0.15), frameon=False, fontsize=9)
     gantt.save_figure(figure, path)
 
 
@@ -361,7 +438,9 @@ STUDY = Study(
     plot=plot,
     options={
         "policies": Option([], "a trained policy, one for each seed", metavar="FILE"),
-        "linear": Option([], "one without hidden layers", metavar="FILE"),
+        "only": Option(None, "make these rows alone", choices=("planned", "decoded")),
+        "steps": Option(5_000_000, "of each short training"),
+        "seeds": Option(3, "of each of these"),
         "graphs": Option(6, "of each family"),
         "most": Option(500, "operations of a shop"),
         "checkpoints": Option(None, "folder of checkpoints, for the curve"),

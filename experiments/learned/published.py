@@ -80,7 +80,7 @@ def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[st
     """
     from agents.training import train
 
-    config = replace(_config(method), total_steps=steps, seed=seed, num_checks=4)
+    config = replace(configured(method), total_steps=steps, seed=seed, num_checks=4)
     folder = work / f"{method}-{seed}-{digest(TRAINED_ON, repr(config))[:12]}"
     path, cost = folder / "trained.safetensors", folder / "cost.json"
     if not cost.is_file():
@@ -113,13 +113,15 @@ def machines() -> list[Problem]:
 
 
 @cache
-def _config(method: str) -> Any:
-    """The method's ``TrainConfig``."""
+def configured(experiment: str, *words: str) -> Any:
+    """Its ``TrainConfig``, with other ``words`` of its command."""
     from hydra import compose, initialize_config_module
     from hydra.utils import instantiate
 
     with initialize_config_module("conf", version_base="1.3"):
-        return instantiate(compose("train", [f"experiment={method}"]).training, _convert_="all")
+        return instantiate(
+            compose("train", [f"experiment={experiment}", *words]).training, _convert_="all"
+        )
 
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
@@ -161,7 +163,7 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
                 yield Task(group, label, load(label), seed, **budget)
             for method in METHODS:
                 path, _ = train(method, seed, options.steps, options.work)
-                mode: Any = "refine" if _config(method).formulation in MOVES else "best_of_k"
+                mode: Any = "refine" if configured(method).formulation in MOVES else "best_of_k"
                 many = count if group == "evaluations" else 10**6
                 planner = PolicyPlanner(
                     str(path), mode, k=many, steps=many, baseline="single_device"

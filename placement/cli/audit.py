@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
             text = file.read(MOST_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
-    names, found, memory = _told(text, plan, args)
+    names, nodes, memory = _read(text, plan, args)
     planned = {op: names[device] for op, device in plan.assignment.items()}
-    known = {op: where for op, where in found.items() if op in planned}
+    known = {op: where for op, where in nodes.items() if op in planned}
     elsewhere = {op: [planned[op], where] for op, where in known.items() if where != planned[op]}
     answer = {
         "operators": len(planned),
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def _told(
+def _read(
     text: str, plan: Plan, args: argparse.Namespace
 ) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, float]]]:
     """The runtime's name of each device, where operators are, and MiB of each of its devices."""
@@ -124,29 +124,29 @@ def openvino_nodes(text: str, plan: Plan) -> dict[str, str]:
 
     One node of ONNX becomes several of OpenVINO, whose names begin with its own.
     """
-    found: dict[str, set[str]] = {}
+    devices_of: dict[str, set[str]] = {}
     for name, device in _AFFINITY.findall(text):
         op = name if name in plan.assignment else name.rpartition("/")[0]
-        found.setdefault(op, set()).add(device)
-    return {op: "+".join(sorted(devices)) for op, devices in found.items()}
+        devices_of.setdefault(op, set()).add(device)
+    return {op: "+".join(sorted(devices)) for op, devices in devices_of.items()}
 
 
 def onnxruntime_nodes(text: str, plan: Plan) -> dict[str, str]:
     """Node -> execution provider, from the lines below ``Node(s) placed on [...]``."""
-    found: dict[str, str] = {}
+    provider_of: dict[str, str] = {}
     provider = None
     for line in text.splitlines():
         begun = _PLACED.search(line)
         node = _NODE.match(line)
         if begun and begun[1] == "All nodes":  # it does not list them then
-            found |= dict.fromkeys(plan.assignment, begun[2])
+            provider_of |= dict.fromkeys(plan.assignment, begun[2])
         elif begun:
             provider = begun[2]
         elif node and provider is not None:
-            found[node[2]] = provider
+            provider_of[node[2]] = provider
         else:
             provider = None
-    return found
+    return provider_of
 
 
 def last_load(text: str) -> str:
@@ -204,8 +204,8 @@ def _plain(buffer: str) -> str:
 
 def llama_cpp_buffers(text: str) -> dict[str, dict[str, float]]:
     """Device -> MiB of model, KV and compute buffers, as the log sums them up."""
-    found: dict[str, dict[str, float]] = {}
+    buffers: dict[str, dict[str, float]] = {}
     for name, what, size in _BUFFER.findall(text):
-        sizes = found.setdefault(_plain(name), {})
+        sizes = buffers.setdefault(_plain(name), {})
         sizes[what] = sizes.get(what, 0.0) + float(size)
-    return found
+    return buffers

@@ -235,10 +235,10 @@ def kept_in() -> Path | None:
     return kernel_folder()
 
 
-def _timed_loops(rounds: int = 150) -> list[float]:
-    """Seconds of ``rounds`` equal pieces of work of about a millisecond each."""
+def _timed_loops() -> list[float]:
+    """Seconds of 150 equal pieces of work of about a millisecond each."""
     times = []
-    for _ in range(rounds):
+    for _ in range(150):
         began = time.perf_counter()
         sum(range(20_000))
         times.append(time.perf_counter() - began)

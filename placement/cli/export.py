@@ -209,32 +209,19 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     Raises:
         UsageError: a model was named, but its profile is not there.
     """
-    from placement import workloads
-    from placement.cli.replan import cached_profile, decided, problem_in_file
-    from placement.problem import Problem
-    from placement.profile import Profile
+    from placement.cli.replan import NotMeasured, problem_of
+    from placement.cli.show import shipped
 
-    model = args.model
-    if model is None and plan.graph.workload in workloads.names():
-        model = plan.graph.workload
-    if model is None:
-        if args.profile:
-            raise cli.UsageError("--profile is about a model: name it with --model")
+    named = args.model or args.profile
+    if not (named or shipped(plan)):
         return None
-    if cli.is_file(model):
-        return problem_in_file(plan, args, model)
-    with cli.progress() as report:
-        graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
-    cluster = plan.cluster.build()
-    path = Path(args.profile) if args.profile else cached_profile(graph, cluster)
-    if not path.exists():
-        if args.model or args.profile:
-            raise cli.UsageError(
-                f"{path}: no such profile; measure first: placement profile {model}"
-            )
+    try:
+        with cli.progress() as report:
+            return problem_of(plan, args, report)
+    except NotMeasured:
+        if named:
+            raise
         return None
-    profile = Profile.load(path).for_cluster(cluster)
-    return Problem(graph, cluster, profile, **decided(plan))
 
 
 def _write(exported: Exported, path_given: str, *, read: Sequence[str | None]) -> list[str]:

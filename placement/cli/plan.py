@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
         measured = None
         if args.measurements is not None and isfinite(solution.value_s):
             solution, measured = _measured(args, problem, solution, report)
-        found = solution
+        planned = solution
         if scheduler is not None and isfinite(solution.value_s):
             report(f"ordering with {args.scheduler}", None)
             solution = _ordered(args, scheduler, problem, solution)
@@ -178,9 +178,9 @@ def run(args: argparse.Namespace) -> int:
         return cli.NO
     if args.measurements is not None:
         _say_measured(solution)
-    elif found.stats.get("best_value_s", found.value_s) < found.value_s:
-        _say_kept(found)
-    _say_network(args, problem, found)
+    elif planned.stats.get("best_value_s", planned.value_s) < planned.value_s:
+        _say_kept(planned)
+    _say_network(args, problem, planned)
     if args.out or not args.json:
         _show_and_save(args, planner, problem, solution, measured)
     if args.trace:
@@ -272,17 +272,17 @@ def _measured(
     from placement.runs.trials import Trials
 
     trials = Trials(problem, Executor(problem), measurements=args.measurements, path=args.trials)
-    found = search_measured(trials, solution.placement, seed=args.seed or 0, progress=report)
-    runs = trials.samples.of(found.placement)
+    fastest = search_measured(trials, solution.placement, seed=args.seed or 0, progress=report)
+    runs = trials.samples.of(fastest.placement)
     # The number that is said and compared: without drift, which a median of few runs has.
-    spread = Spread(median_s=found.stats["measured_s"], iqr_s=Spread.of(runs).iqr_s)
+    spread = Spread(median_s=fastest.stats["measured_s"], iqr_s=Spread.of(runs).iqr_s)
     measured = Measured(
         **{f"{problem.objective}_s": spread},
         n=len(runs),
         when=now(),
         machine=platform.node()[:200],
     )
-    return replace(found, lower_bound_s=solution.lower_bound_s), measured
+    return replace(fastest, lower_bound_s=solution.lower_bound_s), measured
 
 
 def _say_measured(solution: Solution) -> None:
@@ -484,11 +484,11 @@ def _check_settings(args: argparse.Namespace) -> None:
         raise cli.UsageError(f"--second-j {args.second_j}: joules must be a number of at least 0")
 
 
-def _dims(given: list[str] | None) -> dict[str, int] | None:
-    if given is None:
+def _dims(words: list[str] | None) -> dict[str, int] | None:
+    if words is None:
         return None
     dims = {}
-    for text in given:
+    for text in words:
         name, _, size = text.rpartition("=")
         if not name or not size.isdecimal():
             raise cli.UsageError(f"--dim {text}: give a name and a size, as in --dim batch=1")
@@ -512,9 +512,9 @@ def _answer(
 
     feasible = isfinite(solution.value_s)
     devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
-    told = ["measured_s", "measured_single_s", "measurements", "network"]
-    told += ["replicated_period_s", "stages", "turns"]
-    measured = {key: solution.stats[key] for key in told if key in solution.stats}
+    names = ["measured_s", "measured_single_s", "measurements", "network"]
+    names += ["replicated_period_s", "stages", "turns"]
+    measured = {key: solution.stats[key] for key in names if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None
     return {

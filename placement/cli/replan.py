@@ -123,11 +123,16 @@ def run(args: argparse.Namespace) -> int:
     return cli.OK
 
 
+class NotMeasured(cli.UsageError):
+    """There is no profile of what was planned."""
+
+
 def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem that ``plan`` decided, on the plan's devices.
 
     Raises:
-        UsageError: nobody says what was planned, or it was not measured.
+        UsageError: nobody says what was planned.
+        NotMeasured: there is no profile of it.
     """
     from placement.cli.show import shipped
     from placement.problem import Problem
@@ -149,9 +154,10 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
     if profile is None:
         path = cached_profile(graph, cluster)
         if not path.exists():
-            raise cli.UsageError(
+            raise NotMeasured(
                 f"no profile of {spec} with the plan's devices in the cache ({path}): name one "
-                "with --profile, or a problem file with --model (placement import)"
+                "with --profile, or a problem file with --model (placement import), or measure: "
+                f"placement profile {spec}"
             )
         profile = Profile.load(path)
     return Problem(graph, cluster, profile.for_cluster(cluster), **decided(plan))

@@ -52,14 +52,14 @@ def is_served(args: argparse.Namespace) -> bool:
 
     if cli.looks_like_file(args.workload) and is_decoder(args.workload):
         return True
-    given = [f"--{name}" for name in _ONLY if getattr(args, name) is not None]
+    options = [f"--{name}" for name in _ONLY if getattr(args, name) is not None]
     if args.objective in list(Phase):
-        given.append(f"--objective {args.objective}")
-    if given and cli.is_file(args.workload):
+        options.append(f"--objective {args.objective}")
+    if options and cli.is_file(args.workload):
         load_decoder(args.workload)  # says why it is none
-    if given:
+    if options:
         raise cli.UsageError(
-            f"{', '.join(given)} is for language models without weights, a config.json or a GGUF "
+            f"{', '.join(options)} is for language models without weights, a config.json or a GGUF "
             f"file; {args.workload!r} is none"
         )
     return False
@@ -123,14 +123,14 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
     from placement.costs import efficiency
     from placement.costs.serving import largest_context, memory, terms
 
-    found: dict[str, Any] = {"memory": memory(problem, solution.placement)}
+    facts: dict[str, Any] = {"memory": memory(problem, solution.placement)}
     decoder, serving = asked(args)
     if not isfinite(solution.value_s):
         largest = largest_context(decoder, problem.cluster, serving, fits)
-        return found | {"largest_context": largest}
+        return facts | {"largest_context": largest}
     parts = terms(decoder, problem.cluster, serving, solution.placement)
     weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
-    return found | {**parts, "weights": weights, "spread": efficiency.ERROR}
+    return facts | {**parts, "weights": weights, "spread": efficiency.ERROR}
 
 
 def why_not(args: argparse.Namespace, problem: Problem) -> str:
@@ -139,11 +139,11 @@ def why_not(args: argparse.Namespace, problem: Problem) -> str:
 
     decoder, serving = asked(args)
     graph, held = problem.graph, problem.profile.provenance
-    kept = int(graph.param_bytes[held["kv_cache"]].sum())
+    cache_bytes = int(graph.param_bytes[held["kv_cache"]].sum())
     total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
     needs = (
         f"a context of {serving.context} tokens x {serving.batch} needs {total} bytes (of which "
-        f"{kept} are cache), the devices have {there} together"
+        f"{cache_bytes} are cache), the devices have {there} together"
     )
     if fits(problem):
         return f"{needs}; another planner finds a split that fits: --planner layer_dp"
@@ -176,9 +176,9 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     ]
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
     decoder, serving = asked(args)
-    found = terms(decoder, problem.cluster, serving, solution.placement)
+    seconds = terms(decoder, problem.cluster, serving, solution.placement)
     cli.put(
-        f"decode: {serving.batch / found['decode_s']:.1f} tokens/s at a context of "
-        f"{serving.context}; prefill: {found['prefill_s']:.2f} s for {serving.batch} x "
+        f"decode: {serving.batch / seconds['decode_s']:.1f} tokens/s at a context of "
+        f"{serving.context}; prefill: {seconds['prefill_s']:.2f} s for {serving.batch} x "
         f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
     )

@@ -55,6 +55,7 @@ ERROR = 0.16
 _ALL = Efficiency(1.0, 1.0)
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm")
 _MOST = 0.95  # of a peak, whatever the watts
+_WATTS = 10.0  # of a TFLOP/s, with which devices reach what was fitted
 
 
 def kind_of(kind: str, op_class: int) -> str:
@@ -79,7 +80,7 @@ class Peak:
     flops_per_s: float
     bytes_per_s: float
     call_s: float
-    watts: float = 10.0
+    watts: float = _WATTS
     is_reached: bool = False
 
     @classmethod
@@ -104,7 +105,7 @@ class Peak:
                 "bytes_per_s and call_s in the cluster file, or like: VENDOR/MODEL, a device of "
                 f"the library, e.g. {', '.join(near[:3])}"
             )
-        watts = 10.0 if known is None else known.busy_w / known.peak("fp32") * 1e12
+        watts = _WATTS if known is None else known.busy_w / known.peak("fp32") * 1e12
         return cls(flops * device.speed, moved * device.speed, call / device.speed, watts)
 
     def seconds(
@@ -116,7 +117,7 @@ class Peak:
     ) -> Floats:
         """Of operators of a kind of ``FITTED`` with so many operations, and bytes moved."""
         share = share or (_ALL if self.is_reached else FITTED[kind])
-        compute = share.compute * (self.watts / 10.0) ** share.power
+        compute = share.compute * (self.watts / _WATTS) ** share.power
         compute = compute if self.is_reached else min(compute, _MOST)
         return share.calls * self.call_s + np.maximum(
             np.asarray(flops) / (compute * self.flops_per_s),

@@ -225,9 +225,7 @@ def trials(hosts: Sequence[str]) -> dict[str, tuple[Pair, Pair]]:
     return chosen
 
 
-def shared_channels(
-    hosts: Sequence[str], slowdown: Mapping[str, float], shared: float = SHARED
-) -> dict[Pair, str]:
+def shared_channels(hosts: Sequence[str], slowdown: Mapping[str, float]) -> dict[Pair, str]:
     """Which channel carries the messages of each ordered pair of ranks; others have their own.
 
     Messages that leave a host share a channel unless two were as fast as one; both directions
@@ -237,10 +235,10 @@ def shared_channels(
     name = {host: f"{host}:out" for host in dict.fromkeys(hosts)}
     for what, factor in slowdown.items():
         a, both_ways, b = what.partition(" <> ")
-        if both_ways and factor >= shared:
+        if both_ways and factor >= SHARED:
             old, new = name[b], name[a]
             name = {host: new if used == old else used for host, used in name.items()}
-    alone = {host for host in name if slowdown.get(f"{host}:out", shared) < shared}
+    alone = {host for host in name if slowdown.get(f"{host}:out", SHARED) < SHARED}
     return {
         (a, b): name[hosts[a]]
         for a, b in permutations(range(len(hosts)), 2)

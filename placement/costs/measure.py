@@ -48,7 +48,7 @@ from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
-from placement.timeline import steady_period
+from placement.timeline import Timeline, steady_period
 from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
@@ -57,22 +57,25 @@ Way = frozenset[tuple[str, str]]  # pairs of devices, by name
 Ways = Mapping[Way, tuple[float, float]]  # of each a factor of transfers, and seconds of sending
 Costs = tuple[Any, ...]  # as ``scaled`` takes them
 
-_LINK_BYTES = (2**12, 2**16, 2**20, 2**23)
+_LINK_BYTES = (2**12, 2**16, 2**20, 2**23)  # of tensors over links
 _LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
 _STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
-_CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # of operators, at most
-_CALIBRATION_RUNS, _CALIBRATION_S = (3, 8), 0.05  # alone and in a pipeline; many of short ones
-_CALIBRATION_MOST, _CALIBRATION_SIMULATED = 32, 64  # times as many; micro-batches
+# Calibration: which placements run, how long, and which costs are tried (see ``calibrated``).
+_CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # at most a share of the operators
+_CALIBRATION_RUNS = (3, 8)  # micro-batches one by one, and in a pipeline
+_CALIBRATION_S, _CALIBRATION_MOST = 0.05, 32  # of shorter ones more, until they take so long
+_CALIBRATION_SIMULATED = 64  # micro-batches at most when costs are tried
 _CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
-_CALIBRATION_SEED = 20
-_CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away to be believed
-_CALIBRATION_PRIOR_S = 4e-5  # of sending, what a factor of e is of the others
-_CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)
-_CALIBRATION_BETWEEN = (2**0.5, 2**0.25)  # then in longer pipelines
-_CALIBRATION_WAY_S = (0.0, 2e-5, 5e-5, 1e-4, 2e-4)  # more of sending, of one kind of link; its
-_CALIBRATION_WAY_PRIOR_S = 2e-4  # launching thread is asked for more than a queue
+_CALIBRATION_SEED = 20  # of the places of the cuts
+_CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of transfers, of waking, of busy neighbours
+_CALIBRATION_BETWEEN = (2**0.5, 2**0.25)  # steps between these, the finer one last
+_CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)  # of handing over a tensor
+_CALIBRATION_WAY_S = (0.0, 2e-5, 5e-5, 1e-4, 2e-4)  # more, of one way between kinds of devices
+# A cost is believed where it takes away more of the error than it strays from what was measured:
+_CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away
+_CALIBRATION_PRIOR_S = 4e-5  # of sending, as much as a factor of e; of one way, whose launching
+_CALIBRATION_WAY_PRIOR_S = 2e-4  # thread is asked for more than a queue
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
@@ -242,10 +245,35 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
     short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, _CALIBRATION_MOST))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
-    simulated = min(many, _CALIBRATION_SIMULATED)
     problem = Problem(graph, cluster, profile, num_microbatches=many)
-    executor = Executor(problem)
-    singles = np.repeat(np.arange(cluster.num_devices, dtype=np.int32)[:, None], graph.num_ops, 1)
+    ran, measured, whole_s = _ran(problem, alone)
+    if not ran:
+        return profile
+    times = whole_s / profile.compute_s.sum(axis=0)
+    times = np.where(np.isfinite(times), times, 1.0)
+    meanwhile = replace(problem, profile=at_speed(profile, times))
+    costs, missed = _fitted(meanwhile, ran, measured)
+    names = ("transfers", "waking", "neighbours", "sending_s")
+    facts = {
+        "calibration": dict(zip(names, costs, strict=False)),
+        "ways": [[*sorted(way)[0], *own] for way, own in costs[-1].items()],
+        "alone": times.tolist(),
+        # What all placements have in common does not make one look better than another.
+        "error": float(np.abs(missed - np.median(missed, axis=0)).mean()),
+    }
+    undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
+    return replace(scaled(undisturbed, *costs), provenance=profile.provenance | facts)
+
+
+def _ran(problem: Problem, alone: int) -> tuple[list[NDArray[np.int32]], Floats, Floats]:
+    """Placements that fit, what they took, and single devices: the faster of the rounds.
+
+    Returns float64 ``[P, 2]`` latency, of runs of ``alone`` micro-batches one by one, and period
+    of each of the ``P`` placements; and float64 ``[D]`` seconds of all operators on each device,
+    nan where they do not fit, or cannot run.
+    """
+    executor, n = Executor(problem), problem.num_ops
+    singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], n, 1)
     replicas = [singles] if problem.stays(singles[None])[0] else []
     placements = [*_from_few_cuts_to_many(problem), *replicas]
     rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
@@ -259,42 +287,45 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         except (torch.OutOfMemoryError, ProblemError):
             row[i] = np.nan
 
-    def latency_s(placement: NDArray[np.int32]) -> float:
-        spans = executor.run(placement, num_microbatches=alone, max_in_flight=1).span_s
-        return float(np.median(spans))
-
-    def busy_s(placement: NDArray[np.int32]) -> float:
-        """Of operators alone: to a GPU inputs take a way, which is not its speed."""
-        line = executor.run(placement, num_microbatches=alone, max_in_flight=1)
-        return float(np.median((line.end_s - line.start_s).sum(axis=1)))
+    def one_by_one(placement: NDArray[np.int32]) -> Timeline:
+        return executor.run(placement, num_microbatches=alone, max_in_flight=1)
 
     for r in range(_CALIBRATION_ROUNDS):
         for d, p in enumerate(singles):
             with room(whole[r], d):
-                whole[r, d] = busy_s(p)
+                # Of operators alone: to a GPU inputs take a way, which is not its speed.
+                line = one_by_one(p)
+                whole[r, d] = np.median((line.end_s - line.start_s).sum(axis=1))
         for i, p in enumerate(placements):
             with room(rounds[r], i):
                 # Turns of unlike devices have no one latency.
-                rounds[r, i] = period_s = executor.run(p).period_s
-                rounds[r, i, 0] = latency_s(p) if p.ndim == 1 else period_s
+                rounds[r, i] = executor.run(p).period_s
+                if p.ndim == 1:
+                    rounds[r, i, 0] = np.median(one_by_one(p).span_s)
     fits = np.isfinite(rounds).all(axis=(0, 2))
-    if not fits.any():
-        return profile
     ran = [placements[i] for i in np.flatnonzero(fits)]
-    measured = rounds.min(axis=0)[fits]
-    batches = [np.stack(some) for k in (1, 2) if (some := [p for p in ran if p.ndim == k])]
-    times = whole.min(axis=0) / profile.compute_s.sum(axis=0)
-    times = np.where(np.isfinite(times), times, 1.0)
-    meanwhile = at_speed(profile, times)
+    return ran, rounds.min(axis=0)[fits], whole.min(axis=0)
+
+
+def _fitted(
+    problem: Problem, placements: list[NDArray[np.int32]], measured: Floats
+) -> tuple[Costs, Floats]:
+    """The costs with which the ``measured`` float64 ``[P, 2]`` are predicted best.
+
+    And float64 ``[P, 2]`` by how much they are missed then, as logarithms of ratios.
+    """
+    simulated = min(problem.num_microbatches, _CALIBRATION_SIMULATED)
+    by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
+    batches = [np.stack(alike) for alike in by_ndim if alike]
 
     def missed(costs: Costs, num_microbatches: int) -> Floats:
-        guess = replace(problem, profile=scaled(meanwhile, *costs))
-        guess = replace(guess, num_microbatches=num_microbatches)
-        said = []
+        profile = scaled(problem.profile, *costs)
+        guess = replace(problem, profile=profile, num_microbatches=num_microbatches)
+        predicted = []
         for batch in batches:
             v = evaluate(guess, batch)
-            said.append((v.latency_s if batch.ndim == 2 else v.period_s, v.period_s))
-        return np.log(np.concatenate(said, axis=1).T / measured)
+            predicted.append((v.latency_s if batch.ndim == 2 else v.period_s, v.period_s))
+        return np.log(np.concatenate(predicted, axis=1).T / measured)
 
     def error(costs: Costs, num_microbatches: int) -> float:
         # What makes no clear difference stays as it was measured.
@@ -308,28 +339,18 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     every: Iterator[Costs] = itertools.product(
         *[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S, [{}]
     )
-    chosen = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
+    best = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
     for factor in _CALIBRATION_BETWEEN:
-        steps = [sorted({c / factor, c, c * factor}) for c in chosen[:-1]]
+        steps = [sorted({c / factor, c, c * factor}) for c in best[:-1]]
         between: Iterator[Costs] = itertools.product(*steps, [{}])
-        chosen = min(between, key=lambda costs: error(costs, simulated))
+        best = min(between, key=lambda costs: error(costs, simulated))
     factors = sorted({round(c * 2**x, 4) for x in (-0.5, 0, 0.5) for c in _CALIBRATION_FACTORS})
-    for way in 2 * _ways(cluster):  # what one has in excess of its own another may lack
-        chosen = (1.0, *chosen[1:3], 0.0, chosen[-1])
+    for way in 2 * _ways(problem.cluster):  # what one has in excess of its own another may lack
+        best = (1.0, *best[1:3], 0.0, best[-1])
         own = itertools.product(factors, _CALIBRATION_WAY_S)
-        some = [(*chosen[:-1], {**chosen[-1], way: costs}) for costs in own]
-        chosen = min(some, key=lambda costs: error(costs, simulated))
-    names = ("transfers", "waking", "neighbours", "sending_s")
-    # What all placements have in common does not make one look better than another.
-    left = missed(chosen, simulated)
-    facts = {
-        "calibration": dict(zip(names, chosen, strict=False)),
-        "ways": [[*sorted(way)[0], *own] for way, own in chosen[-1].items()],
-        "alone": times.tolist(),
-        "error": float(np.abs(left - np.median(left, axis=0)).mean()),
-    }
-    undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
-    return replace(scaled(undisturbed, *chosen), provenance=profile.provenance | facts)
+        some = [(*best[:-1], {**best[-1], way: costs}) for costs in own]
+        best = min(some, key=lambda costs: error(costs, simulated))
+    return best, missed(best, simulated)
 
 
 def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
@@ -357,10 +378,10 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
 
 def _ways(cluster: Cluster) -> list[Way]:
     """Pairs of devices by kinds of both; none where all are of one kind."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    by_kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
-        found.setdefault((a.kind, b.kind), []).append((a.name, b.name))
-    return [frozenset(pairs) for pairs in found.values()] if len(found) > 1 else []
+        by_kinds.setdefault((a.kind, b.kind), []).append((a.name, b.name))
+    return [frozenset(pairs) for pairs in by_kinds.values()] if len(by_kinds) > 1 else []
 
 
 def scaled(

@@ -145,21 +145,21 @@ def peaks(decoder: Decoder, cluster: Cluster) -> list[Peak]:
     Raises:
         RatesError: a device is not here, and nothing is stated of it.
     """
-    found = []
+    by_device = []
     by_name = {d.name: d for d in cluster.devices}
     for device in cluster.devices:
         source = by_name.get(device.measured_as, device)
         if source is not device:
             source = replace(source, speed=source.speed * device.speed)
         try:
-            found.append(Peak.of(source, decoder.dtype))
+            by_device.append(Peak.of(source, decoder.dtype))
         except RatesError:
             if device.like is not None or not is_here(device):
                 raise
             rates = calibrate(device)
             own = (rates.flops_per_s, rates.bytes_per_s, rates.call_s)
-            found.append(Peak(*own, is_reached=True))
-    return found
+            by_device.append(Peak(*own, is_reached=True))
+    return by_device
 
 
 def part_seconds(part: Part, decoder: Decoder, serving: Serving, peak: Peak) -> float:
@@ -220,8 +220,8 @@ def _graph(decoder: Decoder, serving: Serving) -> tuple[OpGraph, dict[str, Any]]
         for name, size in part.weights.items():
             use(op, name, size)
         if part.kv_bytes:
-            kept = serving.context if part.window is None else min(serving.context, part.window)
-            use(op, f"{part.name} cache", serving.batch * kept * part.kv_bytes, _KEPT)
+            length = serving.context if part.window is None else min(serving.context, part.window)
+            use(op, f"{part.name} cache", serving.batch * length * part.kv_bytes, _KEPT)
             use(op, "mask", 2 * serving.rows * serving.context, _BUFFER)
         if part.kind == "head":
             use(op, "logits", 4 * serving.batch * decoder.vocabulary, _BUFFER)
@@ -267,9 +267,9 @@ def _transfers(graph: OpGraph, decoder: Decoder, cluster: Cluster, serving: Serv
     fixed = pairs.link_latency_s + pairs.link_send_s
     per_byte = pairs.link_s_per_byte + pairs.link_send_s_per_byte
     hidden = times * fixed + moved * per_byte
-    found = np.broadcast_to(hidden, (graph.num_tensors, count, count)).copy()
-    found[0] = times * fixed + moved * 4 / (2.0 * decoder.hidden) * per_byte  # numbers of tokens
-    return found
+    seconds = np.broadcast_to(hidden, (graph.num_tensors, count, count)).copy()
+    seconds[0] = times * fixed + moved * 4 / (2.0 * decoder.hidden) * per_byte  # numbers of tokens
+    return seconds
 
 
 def memory(problem: Problem, placement: Placement) -> dict[str, dict[str, int]]:
@@ -278,12 +278,12 @@ def memory(problem: Problem, placement: Placement) -> dict[str, dict[str, int]]:
     there = np.zeros((len(graph.param_bytes), problem.num_devices), bool)
     there[graph.param_use, placement[graph.param_use_op]] = True
     by_device = graph.param_bytes[:, None] * there
-    kept, buffers = (by_device[held[what]].sum(axis=0) for what in (_KEPT, _BUFFER))
+    cache, buffers = (by_device[held[what]].sum(axis=0) for what in (_KEPT, _BUFFER))
     needed = by_device.sum(axis=0)
     return {
         device.name: {
-            "weights_bytes": int(needed[d] - kept[d] - buffers[d]),
-            "kv_cache_bytes": int(kept[d]),
+            "weights_bytes": int(needed[d] - cache[d] - buffers[d]),
+            "kv_cache_bytes": int(cache[d]),
             "buffers_bytes": int(buffers[d]),
             "needed_bytes": int(needed[d]),
             "there_bytes": device.memory_bytes,
@@ -318,9 +318,9 @@ def terms(
     """``prefill_s`` and ``decode_s`` of a placement, whatever it was planned for."""
     from placement.simulator import simulate
 
-    found = {}
+    seconds = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
         one = replace(serving, phase=phase, prompt=serving.tokens)
         problem = serving_problem(decoder, cluster, one)
-        found[f"{phase}_s"] = float(simulate(problem, placement).latency_s)
-    return found
+        seconds[f"{phase}_s"] = float(simulate(problem, placement).latency_s)
+    return seconds

@@ -186,7 +186,7 @@ def _half(graph: OpGraph, ops: list[int]) -> int:
     """Where to cut: about as much memory before as after, and something on both sides."""
     read = np.zeros(graph.num_ops)
     np.add.at(read, graph.param_use_op, graph.param_bytes[graph.param_use])
-    made = graph.tensor_src >= 0
-    np.add.at(read, graph.tensor_src[made], graph.tensor_bytes[made])
+    produced = graph.tensor_src >= 0
+    np.add.at(read, graph.tensor_src[produced], graph.tensor_bytes[produced])
     so_far = np.cumsum(read[ops])
     return int(np.clip(np.searchsorted(so_far, so_far[-1] / 2) + 1, 1, len(ops) - 1))

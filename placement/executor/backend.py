@@ -208,7 +208,7 @@ class CudaBackend:
         Waking up from the wait for an event takes a while, and not always the same: of some tries
         the shortest counts.
         """
-        shortest, found = 2**62, None
+        shortest, moment = 2**62, None
         for _ in range(_CLOCK_TRIES):
             event = torch.cuda.Event(enable_timing=True)
             before = time.perf_counter_ns()
@@ -216,9 +216,9 @@ class CudaBackend:
             event.synchronize()
             took = time.perf_counter_ns() - before
             if took < shortest:
-                shortest, found = took, (event, before + took // 2)
-        assert found is not None
-        return found
+                shortest, moment = took, (event, before + took // 2)
+        assert moment is not None
+        return moment
 
     def _compare_clocks(self) -> None:
         """How much faster the host's clock goes than the device's, since the worker began."""
@@ -302,10 +302,10 @@ class CudaBackend:
         since_ms = self._base.elapsed_time(mark)
         if since_ms > FAR_MS and time.perf_counter_ns() - self._compared_ns > _DRIFT_MS * 1e6:
             self._compare_clocks()
-        found = self._base_ns + round(since_ms * 1e6 * self._rate)
+        now_ns = self._base_ns + round(since_ms * 1e6 * self._rate)
         if since_ms > FAR_MS:
-            self._base, self._base_ns = mark, found
-        return found
+            self._base, self._base_ns = mark, now_ns
+        return now_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,15 +91,15 @@ def pin(cluster: Cluster) -> None:
 
 def _by_rank(cluster: Cluster) -> tuple[int, dict[int, list[Device]]]:
     """This rank, and the devices of each; none if ``join``, or the runner, is to say why not."""
-    found: dict[int, list[Device]] = {}
+    devices: dict[int, list[Device]] = {}
     try:
         rank = int(os.environ["RANK"])
         ranks = ranks_of(cluster, int(os.environ["WORLD_SIZE"]))
     except (KeyError, ValueError):
-        return -1, found
+        return -1, devices
     for device, r in zip(cluster.devices, ranks, strict=True):
-        found.setdefault(r, []).append(device)
-    return rank, found
+        devices.setdefault(r, []).append(device)
+    return rank, devices
 
 
 def direct(cluster: Cluster) -> Direct | None:
@@ -108,11 +108,11 @@ def direct(cluster: Cluster) -> Direct | None:
     None: there are no two such ranks, or no NCCL. All others' tensors go through host memory.
     """
     rank, devices = _by_rank(cluster)
-    found = tuple(r for r, ds in devices.items() if [d.kind for d in ds] == ["cuda"])
-    if len(found) < 2 or not dist.is_nccl_available():
+    gpu_ranks = tuple(r for r, ds in devices.items() if [d.kind for d in ds] == ["cuda"])
+    if len(gpu_ranks) < 2 or not dist.is_nccl_available():
         return None
-    name = devices[rank][0].name.rpartition("/")[2] if rank in found else "cpu"
-    return Direct("nccl", found, torch.device(name))
+    name = devices[rank][0].name.rpartition("/")[2] if rank in gpu_ranks else "cpu"
+    return Direct("nccl", gpu_ranks, torch.device(name))
 
 
 class Remote:
@@ -232,7 +232,7 @@ class DistributedRunner(Runner):
         self.on_param: Callable[[int, int, Tensor], None] = lambda what, q, value: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._own = [d for d in range(cluster.num_devices) if self.rank_of[d] == world.rank]
-        self._given: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._arriving: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = False
 
@@ -242,12 +242,12 @@ class DistributedRunner(Runner):
 
         graph = self.graph
         here = np.isin(np.atleast_2d(self.placement)[:, graph.param_use_op], self._own)
-        found = {
+        params = {
             p for p in graph.param_use[here.any(axis=0)].tolist() if p < len(self._program.params)
         }
         if self.world.rank == 0:
-            found |= {x.index for x in self._program.output_leaves if isinstance(x, Param)}
-        return sorted(found)
+            params |= {x.index for x in self._program.output_leaves if isinstance(x, Param)}
+        return sorted(params)
 
     # --- how the parts of a Runner are made ------------------------------------------------------
 
@@ -284,10 +284,10 @@ class DistributedRunner(Runner):
         if kind == TENSOR:
             workers[device].inbox.put((batch, tensor, value, source, sent_ns))
         elif kind == INPUT:
-            self._given.setdefault((batch, device), {})[tensor] = value
+            self._arriving.setdefault((batch, device), {})[tensor] = value
         elif kind == ADMIT:
-            given = self._given.pop((batch, device), {})
-            workers[device].inbox.put((batch, -1, given, -1, None))
+            inputs = self._arriving.pop((batch, device), {})
+            workers[device].inbox.put((batch, -1, inputs, -1, None))
         elif kind == RESULT:
             self._results.put((batch, tensor, value))
         elif kind == DONE:
@@ -342,13 +342,13 @@ class DistributedRunner(Runner):
 
     def answers(self) -> dict[int, Any]:
         """One answer of every other rank, by rank."""
-        found: dict[int, Any] = {}
-        while len(found) < len(self.world.others):
+        by_rank: dict[int, Any] = {}
+        while len(by_rank) < len(self.world.others):
             message = self._answers.get()
             if isinstance(message, Failure):
                 self._raise(message)
-            rank, found[rank] = message
-        return found
+            rank, by_rank[rank] = message
+        return by_rank
 
     def collect(self, first: int = 0) -> None:
         """Bring what the others have recorded since micro-batch ``first`` here, on this clock.
@@ -370,10 +370,10 @@ class DistributedRunner(Runner):
                     offset_ns[r] = (sent + received) // 2 - theirs
             self.clock_error_s = max(self.clock_error_s, best * 0.5e-9)
         self.tell("marks", first)
-        found = {d: rows for answer in self.answers().values() for d, rows in answer.items()}
+        records = {d: rows for answer in self.answers().values() for d, rows in answer.items()}
         for peer in self._peers:
             peer.offset_ns = offset_ns[peer.rank]
-            peer.slices, peer.arrivals = found[peer.device]
+            peer.slices, peer.arrivals = records[peer.device]
 
     def stop(self) -> None:
         """End the run on every rank."""
@@ -410,7 +410,7 @@ class DistributedRunner(Runner):
 
     def _marks(self, first: int) -> dict[int, Any]:
         """What the devices of this rank have recorded, on its clock."""
-        found = {}
+        marks = {}
         for d in self._own:
             worker = self.workers[d]
             clock = worker.backend.resolve_ns
@@ -422,8 +422,8 @@ class DistributedRunner(Runner):
                     row[3] = self.workers[row[2]].backend.resolve_ns(row[3])
                 row[4] = clock(row[4])
             rows, came = rows[rows[:, 0] >= first], came[came[:, 0] >= first]
-            found[d] = rows.astype(np.int64).ravel(), came.astype(np.int64).ravel()
-        return found
+            marks[d] = rows.astype(np.int64).ravel(), came.astype(np.int64).ravel()
+        return marks
 
 
 class DistributedTrainer(Trainer):
@@ -445,8 +445,8 @@ class DistributedTrainer(Trainer):
         super().__init__(graph, cluster, placement, optimizer, make_runner=make, **options)
         self.runner: DistributedRunner
         self.world, rank_of = world, self.runner.rank_of
-        given = {id(x) for group in optimizer.param_groups for x in group["params"]}
-        self._has_any = {q for q in self._home if id(self._program.params[q]) in given}
+        trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        self._has_any = {q for q in self._home if id(self._program.params[q]) in trained}
         if not self._has_any:
             raise RunnerError(
                 "the optimizer has none of the parameters that were captured: make it from the "
@@ -503,8 +503,8 @@ class DistributedTrainer(Trainer):
         self.runner.answers()
 
     def _apply(self, count: int, settings: list[dict[str, Any]]) -> None:
-        for group, given in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(given)
+        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(values)
         self._num_added = count
         super().update()
         for q, ranks in self._spread_to.items():
@@ -553,10 +553,10 @@ class DistributedTrainer(Trainer):
     def gradients(self) -> dict[str, Tensor]:
         """As ``Trainer.gradients``, of all ranks."""
         self.runner.tell("gradients", max(self._num_added, 1))
-        found = super().gradients()
+        gradients = super().gradients()
         for answer in self.runner.answers().values():
-            found |= answer
-        return found
+            gradients |= answer
+        return gradients
 
     def _sums(self, count: int) -> dict[str, Tensor]:
         self._num_added = count
@@ -605,11 +605,11 @@ class DistributedTrainer(Trainer):
         for q, (value, state) in self._state().items():
             name = self._program.param_names[q]
             tensors[f"value/{name}"] = value.contiguous()
-            for key, kept in state.items():
-                if isinstance(kept, Tensor):
-                    tensors[f"state/{key}/{name}"] = kept.cpu().contiguous()
+            for key, entry in state.items():
+                if isinstance(entry, Tensor):
+                    tensors[f"state/{key}/{name}"] = entry.cpu().contiguous()
                 else:
-                    plain[f"state/{key}/{name}"] = kept
+                    plain[f"state/{key}/{name}"] = entry
         mine = f"-rank{self.world.rank}.safetensors"
         name = f"step{step}{mine}"
         write_atomic(Path(folder) / name, save(tensors, {"plain": json.dumps(plain)}))
@@ -679,8 +679,8 @@ def _complete(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / MARKER
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {"step": int(found["step"]), "files": [str(name) for name in found["files"]]}
+        marker = json.loads(path.read_text(encoding="utf-8"))
+        return {"step": int(marker["step"]), "files": [str(name) for name in marker["files"]]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -429,8 +429,8 @@ class World:
                 passed, before = min(now - before, 2 * interval), now
                 self._store.set(f"beat/{self.rank}", str(beat))
                 if self._suspicion is not None:
-                    told = self._store.compare_set("fault", "", json.dumps(self._suspicion))
-                    return self._conclude(json.loads(told))
+                    suspicion = self._store.compare_set("fault", "", json.dumps(self._suspicion))
+                    return self._conclude(json.loads(suspicion))
                 if self._store.check(["fault"]):
                     return self._conclude(json.loads(self._store.get("fault")))
                 for r in self.others:

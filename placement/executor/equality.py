@@ -38,8 +38,8 @@ class Tolerance:
     @classmethod
     def of(cls, tensors: Iterable[Any], cluster: Cluster) -> Tolerance:
         """For the coarsest floating dtype of ``tensors``, and TF32 where a GPU may use it."""
-        found = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
-        dtype = max(found or {torch.float32}, key=lambda d: TOLERANCES.get(d, OTHER))
+        dtypes = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
+        dtype = max(dtypes or {torch.float32}, key=lambda d: TOLERANCES.get(d, OTHER))
         name = str(dtype).removeprefix("torch.")
         chosen = cls(TOLERANCES.get(dtype, OTHER), name)
         on_gpu = any(d.kind == "cuda" for d in cluster.devices)
@@ -53,19 +53,19 @@ def tf32_is_allowed() -> bool:
     return torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
 
 
-def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """By how much ``found`` differs, relative to ``expected`` or, if larger, ``scale``.
+def error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """By how much ``actual`` differs, relative to ``expected`` or, if larger, ``scale``.
 
     The norm of the difference over the norm; or a tenth of the largest difference of an element,
     over its size plus the typical size, if that is more. inf: of another shape, not a number or
     infinite in other places, or integers that are not the same.
     """
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
     if not expected.is_floating_point() and not expected.is_complex():
-        return 0.0 if torch.equal(found.cpu(), expected.cpu()) else float("inf")
+        return 0.0 if torch.equal(actual.cpu(), expected.cpu()) else float("inf")
     exact = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = (x.detach().cpu().to(exact).flatten() for x in (found, expected))
+    a, b = (x.detach().cpu().to(exact).flatten() for x in (actual, expected))
     finite = torch.isfinite(b)
     alike = torch.where(finite, torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
     if not alike.all():
@@ -79,9 +79,9 @@ def error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     return max(whole, float((apart / (typical + b.abs())).max()) / _ONE)
 
 
-def difference(found: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -> str:
+def difference(actual: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -> str:
     """Which of the tensors is not as expected, and by how much; empty if all are."""
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         if isinstance(b, Tensor) and (off := error(a, b)) > tolerance.relative:
             return said(f"output {i}", off, tolerance)
     return ""
@@ -105,12 +105,12 @@ def module_difference(
     """
     with torch.no_grad():
         expected = pytree.tree_leaves(module(*args, **kwargs))
-    found = pytree.tree_leaves(run(*args, **kwargs))
+    actual = pytree.tree_leaves(run(*args, **kwargs))
     state = [*module.parameters(), *module.buffers()]
     tolerance = Tolerance.of([*state, *expected], cluster)
-    wrong = difference(found, expected, tolerance)
+    wrong = difference(actual, expected, tolerance)
     close = Tolerance(_MAYBE_ROUNDING * tolerance.relative, "")
-    if not wrong or difference(found, expected, close):
+    if not wrong or difference(actual, expected, close):
         return wrong
     if sum(x.nbytes for x in state) > _LARGEST_COPY:
         return wrong
@@ -124,5 +124,5 @@ def module_difference(
             exactly = pytree.tree_leaves(copy.deepcopy(module).double()(*a, **k))
     except Exception:  # e.g. a dtype is written down in it: then its own precision has to do
         return wrong
-    still = difference(found, exactly, tolerance)
+    still = difference(actual, exactly, tolerance)
     return still and f"{still}, in float64 too"

@@ -173,9 +173,10 @@ def measured_timeline(
                     (tensor, batch - first, source, here, left - zero, clock(received) - zero)
                 )
     assert not np.isnan(end).any(), "every operator ran"
-    moved.sort(key=lambda row: row[4])
-    transfers = np.array([row[:4] for row in moved], np.int32).reshape(-1, 4)
-    sent_s = np.array([row[4] for row in moved], np.float64) * 1e-9
+    in_order = sorted(moved, key=lambda row: row[4])  # by when they were sent
+    table = np.reshape(np.array(in_order, np.float64), (-1, 6))
+    transfers = table[:, :4].astype(np.int32)
+    sent_s, received_s = table[:, 4] * 1e-9, table[:, 5] * 1e-9
     peak = None
     if storages is not None:
         admitted_s = (admitted - zero) * 1e-9
@@ -197,7 +198,7 @@ def measured_timeline(
         end_s=end,
         transfers=transfers,
         transfer_start_s=sent_s,
-        transfer_end_s=np.array([row[5] for row in moved]) * 1e-9,
+        transfer_end_s=received_s,
         peak_bytes=peak,
         measured=True,
         power=problem.power,

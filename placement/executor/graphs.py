@@ -108,16 +108,16 @@ class _Replayed:
         if self._inputs:
             torch._foreach_copy_(self._inputs, [env[t] for t in self._reads])
         self._graph.replay()
-        for t, made in zip(self._makes, self._outputs, strict=True):
-            env[t] = made.clone()
+        for t, output in zip(self._makes, self._outputs, strict=True):
+            env[t] = output.clone()
         return None
 
     def _capture(self, env: list[Any]) -> None:
-        graphs, given = self._graphs, [env[t] for t in self._reads]
-        if not all(isinstance(x, Tensor) and x.is_cuda for x in given):
+        graphs, inputs = self._graphs, [env[t] for t in self._reads]
+        if not all(isinstance(x, Tensor) and x.is_cuda for x in inputs):
             graphs.eager[self._first] = "it reads what is not in the memory of the GPU"
             return
-        self._inputs = [x.clone() for x in given]
+        self._inputs = [x.clone() for x in inputs]
         if graphs.pool is None:
             graphs.pool = torch.cuda.graph_pool_handle()
         own: list[Any] = [None] * len(env)

@@ -31,6 +31,9 @@ from placement.executor.backend import set_own_num_threads
 PREFETCH_BYTES = 2**28
 MAX_WORKERS = 16
 WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
+_STARVED = 0.05  # of the time, that devices wait for items before workers are added
+_SPARE = 1.1  # so many times the workers that would just do
+_WORTH = 1.05  # times the rate before, or added workers are taken away
 SWITCH_S = 1e-5  # how long a thread may keep the interpreter that another one asks for
 
 
@@ -88,12 +91,12 @@ class Tuning:
         step_s = max(seen.busy_s, 0.01 * seen.elapsed_s) / seen.num_items
         workers, before = self.workers, None
         pause, next_pause = max(self.pause - 1, 0), self.next_pause
-        if self.before is not None and rate < 1.05 * self.before[1]:
+        if self.before is not None and rate < _WORTH * self.before[1]:
             workers, pause, next_pause = self.before[0], next_pause, 2 * next_pause
-        starved = min(seen.waited_s, seen.elapsed_s - seen.busy_s) > 0.05 * seen.elapsed_s
+        starved = min(seen.waited_s, seen.elapsed_s - seen.busy_s) > _STARVED * seen.elapsed_s
         if starved and pause == 0 and workers < max_workers:
             before = (workers, rate)
-            workers = max(workers + 1, math.ceil(1.1 * seen.load_s / step_s))
+            workers = max(workers + 1, math.ceil(_SPARE * seen.load_s / step_s))
         room = max(1, memory_bytes // max(seen.item_bytes, 1))
         workers = min(workers, max_workers, room)
         # What is ready must last for as long as the slowest item may take.
@@ -228,7 +231,7 @@ class InputPipeline(Iterator[Any]):
         self._loaded: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._ready: dict[int, _Loaded] = {}
         self._ready_bytes = 0
-        self._given = 0  # items handed out
+        self._num_taken = 0  # items handed out
         self._permitted = 0  # items that threads have loaded or may load
         self._num_slow = 0  # of the last items loaded in the calling thread
         self._threads: list[threading.Thread] = []
@@ -254,7 +257,7 @@ class InputPipeline(Iterator[Any]):
                 raise RuntimeError("the loader raised StopIteration") from item.error
             raise item.error
         self.span_ns = (item.start_ns, item.end_ns)
-        self._given += 1
+        self._num_taken += 1
         if self._threads:
             self._observe(item)
             self._direct()
@@ -295,21 +298,21 @@ class InputPipeline(Iterator[Any]):
 
     def _next_loaded(self) -> _Loaded:
         if not self._threads:
-            self._permitted = self._given
+            self._permitted = self._num_taken
             self._direct()
             self._open_window()
-        while not self._loaded.empty() or self._given not in self._ready:
+        while not self._loaded.empty() or self._num_taken not in self._ready:
             item = self._loaded.get()
             self._ready[item.index] = item
             self._ready_bytes += item.num_bytes
         self.peak_bytes = max(self.peak_bytes, self._ready_bytes)
-        item = self._ready.pop(self._given)
+        item = self._ready.pop(self._num_taken)
         self._ready_bytes -= item.num_bytes
         return item
 
     def _direct(self) -> None:
         """Give permits, start and end threads as ``tuning`` says."""
-        for _ in range(self._permitted, self._given + self.tuning.ahead):
+        for _ in range(self._permitted, self._num_taken + self.tuning.ahead):
             self._permits.put(True)
             self._permitted += 1
         for _ in range(self.tuning.workers, self._num_working):

@@ -37,18 +37,18 @@ class Storages:
     @classmethod
     def of(cls, program: Program, inputs: Sequence[Tensor]) -> Storages:
         """From one run in the calling thread that keeps every tensor, so that no two share one."""
-        made = [t for step in program.steps for t in step.outputs]
-        kept: list[Any] = [None] * (max((*program.input_tensors, *made)) + 1)
+        outputs = [t for step in program.steps for t in step.outputs]
+        values: list[Any] = [None] * (max((*program.input_tensors, *outputs)) + 1)
         device = next((x.device for x in program.params), torch.device("cpu"))
         for t, value in zip(program.input_tensors, inputs, strict=True):
-            kept[t] = value.to(device)
+            values[t] = value.to(device)
         params = dict(enumerate(program.params))
         runs = [(op,) for op in range(len(program.steps))]
         silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
         calls = compile_runs(silent, runs, None, params, {}, device).calls
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for call in calls.values():
-                call(kept, lambda: True)
+                call(values, lambda: True)
         number: dict[int, int] = {}
         num_bytes: list[int] = []
 
@@ -60,7 +60,7 @@ class Storages:
             return number[key]
 
         of_param = np.array([storage(x) for x in program.params], np.int64)
-        of_tensor = np.array([storage(x) for x in kept], np.int64)
+        of_tensor = np.array([storage(x) for x in values], np.int64)
         of_tensor[np.isin(of_tensor, of_param)] = -1
         return cls(of_tensor, of_param, np.array(num_bytes, np.int64))
 
@@ -74,9 +74,9 @@ class Storages:
         real = use < known
         held = np.zeros((len(self.num_bytes), num_devices), bool)
         held[self.of_param[use[real]], at[:, real]] = True
-        kept = np.zeros((len(graph.param_bytes) - known, num_devices), bool)
-        kept[use[~real] - known, at[:, ~real]] = True
-        return self.num_bytes @ held + graph.param_bytes[known:] @ kept
+        others = np.zeros((len(graph.param_bytes) - known, num_devices), bool)
+        others[use[~real] - known, at[:, ~real]] = True
+        return self.num_bytes @ held + graph.param_bytes[known:] @ others
 
 
 def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
@@ -95,12 +95,12 @@ def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
     for t, value in zip(program.input_tensors, program.timing_inputs(), strict=True):
         held[t] = value.to(device)
     left = np.diff(graph.use_ptr)
-    found = np.zeros(graph.num_ops, np.int64)
+    workspace = np.zeros(graph.num_ops, np.int64)
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         for op, call in calls.items():
             torch.cuda.reset_peak_memory_stats(device)
             call(held, lambda: True)
-            found[op] = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(
+            workspace[op] = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(
                 device
             )
             for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]].tolist():
@@ -110,7 +110,7 @@ def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
             for t in program.steps[op].outputs:
                 if not left[t]:
                     held[t] = None
-    return found
+    return workspace
 
 
 def peak_bytes(
@@ -141,13 +141,13 @@ def peak_bytes(
     users, read = graph.use_dst, graph.use_tensor
     for b in range(m):
         np.maximum.at(until[b], (read, on[b, users]), end_s[b, users])
-    made = np.flatnonzero(graph.tensor_src >= 0)
-    source = graph.tensor_src[made]
+    produced = np.flatnonzero(graph.tensor_src >= 0)
+    source = graph.tensor_src[produced]
     home = on[:, source]
-    begin[rows, made, home] = start_s[:, source]
-    until[rows, made, home] = np.maximum(until[rows, made, home], end_s[:, source])
-    given = np.flatnonzero(graph.tensor_src < 0)
-    begin[:, given] = np.where(np.isfinite(until[:, given]), admitted_s[:, None, None], np.nan)
+    begin[rows, produced, home] = start_s[:, source]
+    until[rows, produced, home] = np.maximum(until[rows, produced, home], end_s[:, source])
+    inputs = np.flatnonzero(graph.tensor_src < 0)
+    begin[:, inputs] = np.where(np.isfinite(until[:, inputs]), admitted_s[:, None, None], np.nan)
     begin[transfers[:, 1], transfers[:, 0], transfers[:, 3]] = sent_s
     outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
     until[rows, outputs, on[:, graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]

@@ -29,7 +29,7 @@ def part(
     number = {t: i for i, t in enumerate(sorted(values))}
     inputs = [values[t] for t in sorted(values)]
     params = [Param(i) for i in range(len(program.params))]
-    made: list[int] = []
+    produced: list[int] = []
     steps, sources, edges = [], [-1] * len(inputs), []
     at: dict[int, int] = {}  # of what the operators make
     for i, n in enumerate(chosen):
@@ -40,7 +40,7 @@ def part(
         at |= dict(zip(step.outputs, outputs, strict=True))
         if joined:
             number |= at
-        made += step.outputs
+        produced += step.outputs
         sources += [i] * len(outputs)
         args, kwargs = fill(step.args, refs, params), fill(step.kwargs, refs, params)  # type: ignore[arg-type]
         steps.append(Step(step.target, args, kwargs, outputs, step.multi, step.output_index))
@@ -51,7 +51,7 @@ def part(
         f"part of {graph.name}",
         [graph.op_name[n] for n in chosen],
         sources,
-        graph.tensor_bytes[[*sorted(values), *made]],
+        graph.tensor_bytes[[*sorted(values), *produced]],
         edges,
         op_kind=[graph.op_kind[n] for n in chosen],
         op_signature=[graph.op_signature[n] for n in chosen],

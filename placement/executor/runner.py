@@ -107,22 +107,10 @@ class Runner:
         self.graph = graph
         self.cluster = cluster
         placed = whole_numbers(placement)
-        phases = np.atleast_2d(placed)
-        if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
-            raise RunnerError(
-                f"placement has shape {placed.shape}, expected ({graph.num_ops},), or "
-                f"(K, {graph.num_ops}) of a periodic one"
-            )
-        unknown = np.argwhere((phases < 0) | (phases >= cluster.num_devices))
-        if len(unknown):
-            k, op = map(int, unknown[0])
-            raise RunnerError(
-                f"operator {op} ({graph.op_name[op]!r}) is on device {phases[k, op]}; devices "
-                f"are 0..{cluster.num_devices - 1}"
-            )
-        self.num_phases = len(phases)
+        self._placed = _phases(placed, graph, cluster)
+        self.num_phases = len(self._placed)
         self.placement = cluster.worker[placed]
-        self._placed, phases = phases, np.atleast_2d(self.placement)
+        phases = np.atleast_2d(self.placement)
         # An order may begin all of its micro-batches before it ends one.
         least = 1 if schedule is None else schedule.num_microbatches
         self.max_in_flight = max(max_in_flight, least)
@@ -302,13 +290,13 @@ class Runner:
                     break
                 if self._closed:  # while it was loaded
                     raise RunnerError(_CLOSED_IN_USE)
-                given = dict(zip(self._program.input_tensors, item, strict=True))
+                inputs = dict(zip(self._program.input_tensors, item, strict=True))
                 batch, self.next_batch = self.next_batch, self.next_batch + 1
                 if self._record and items is not None:
                     self.loaded_ns[batch] = items.span_ns
                 phase = batch % self.num_phases
-                pending[batch] = self._passed_on(given), set(self._active[phase])
-                self._admit(batch, given)
+                pending[batch] = self._passed_on(inputs), set(self._active[phase])
+                self._admit(batch, inputs)
             if following == self.next_batch and exhausted:
                 if failed is not None:
                     raise failed
@@ -345,14 +333,14 @@ class Runner:
                 f"{self._schedule.num_microbatches} at a time"
             )
 
-    def _admit(self, batch: int, given: dict[int, Any]) -> None:
+    def _admit(self, batch: int, inputs: dict[int, Any]) -> None:
         if self._record:
             self.admitted_ns[batch] = time.perf_counter_ns()
         phase = batch % self.num_phases
         workers = self.workers  # none any more, once another thread has closed the runner
         for d in self._fed[phase] if workers else ():
             admit = workers[d].backend.admit
-            mine = {t: admit(given[t]) for t in self._shares[phase][d].model_inputs}
+            mine = {t: admit(inputs[t]) for t in self._shares[phase][d].model_inputs}
             workers[d].inbox.put((batch, -1, mine, -1, None))
 
     def _follow_caller(self) -> None:
@@ -364,10 +352,10 @@ class Runner:
             if isinstance(worker.backend, CudaBackend):
                 worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
 
-    def _passed_on(self, given: dict[int, Any]) -> dict[int, Any]:
+    def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""
         stay = self._outputs_stay
-        return {t: given[t] if stay else given[t].cpu() for t in self._through}
+        return {t: inputs[t] if stay else inputs[t].cpu() for t in self._through}
 
     def _assemble(self, outputs: dict[int, Any]) -> Any:
         for value in outputs.values() if self._outputs_stay else ():
@@ -444,8 +432,8 @@ class Runner:
             {op for op in share.ops if on[op] != d}
             for share, on in zip(phases, self._placed, strict=True)
         ]
-        kept = {op for i, share in enumerate(phases) for op in share.ops if op not in away[i]}
-        params, gradients = self._load(d, sorted(kept), backend.torch_device)
+        resident = {op for i, share in enumerate(phases) for op in share.ops if op not in away[i]}
+        params, gradients = self._load(d, sorted(resident), backend.torch_device)
         come = self._from_host(backend, set().union(*away))
         order = None
         if self._schedule is not None:
@@ -457,9 +445,9 @@ class Runner:
             fuse = False
         marks: list[Any] | None = [] if self._record else None
         clock = None if marks is None else (marks, backend.mark)
-        made: dict[int, tuple[Share, Compiled]] = {}
+        by_share: dict[int, tuple[Share, Compiled]] = {}
         for share, some in zip(phases, away, strict=True):
-            if id(share) not in made:
+            if id(share) not in by_share:
                 streamed = {op: come[op] for op in some if op in come}
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 own = share if fuse else None
@@ -474,12 +462,12 @@ class Runner:
                     compiled = self._graphs[-1].of(
                         self._program, runs, whole, compiled, frozenset(streamed)
                     )
-                made[id(share)] = whole, compiled
+                by_share[id(share)] = whole, compiled
         worker = Worker(
             device.name,
-            [made[id(share)][0] for share in phases],
+            [by_share[id(share)][0] for share in phases],
             backend,
-            [made[id(share)][1] for share in phases],
+            [by_share[id(share)][1] for share in phases],
             self._priority,
             self._results,
             marks,
@@ -571,9 +559,10 @@ class Runner:
                 message = self._results.get()
                 if isinstance(message, Failure):
                     self._raise(message)
-                if isinstance(message[2], Exception):
-                    raise message[2]
-                left.discard(message[2])
+                _, _, device = message
+                if isinstance(device, Exception):  # what its function raised
+                    raise device
+                left.discard(device)
         except BaseException:  # what is left must not answer to a later call
             self.stop()
             raise
@@ -604,6 +593,28 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:
+    """A placement as ``[K, N]``.
+
+    Raises:
+        RunnerError: another shape, or an unknown device.
+    """
+    phases = np.atleast_2d(placed)
+    if phases.ndim != 2 or len(phases) == 0 or phases.shape[1] != graph.num_ops:
+        raise RunnerError(
+            f"placement has shape {placed.shape}, expected ({graph.num_ops},), or "
+            f"(K, {graph.num_ops}) of a periodic one"
+        )
+    unknown = np.argwhere((phases < 0) | (phases >= cluster.num_devices))
+    if len(unknown):
+        k, op = map(int, unknown[0])
+        raise RunnerError(
+            f"operator {op} ({graph.op_name[op]!r}) is on device {phases[k, op]}; devices "
+            f"are 0..{cluster.num_devices - 1}"
+        )
+    return phases
 
 
 def _check_carried(graph: OpGraph, phases: NDArray[np.int32]) -> None:

@@ -69,10 +69,10 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
         for t in read:
             if sources[t] >= 0:
                 passed[op] |= passed[sources[t]]
-    found = []
+    by_device = []
     for d in range(num_devices):
         users = [tuple(op for op in ops if place[op] == d) for ops in consumers]
-        found.append(
+        by_device.append(
             Share(
                 device=d,
                 ops=tuple(op for op in range(graph.num_ops) if place[op] == d),
@@ -100,17 +100,17 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
                 ),
             )
         )
-    return found
+    return by_device
 
 
 def carried_operators(graph: OpGraph) -> dict[int, tuple[int, ...]]:
     """Operator that writes a buffer -> operators that read it in the next micro-batch."""
-    found: dict[int, tuple[int, ...]] = {}
+    carried: dict[int, tuple[int, ...]] = {}
     for param, tensor in graph.program.new_buffers if graph.program is not None else ():
         writer = int(graph.tensor_src[tensor])
         readers = graph.param_use_op[graph.param_use == param].tolist()
-        found[writer] = tuple(dict.fromkeys((*found.get(writer, ()), *readers)))
-    return found
+        carried[writer] = tuple(dict.fromkeys((*carried.get(writer, ()), *readers)))
+    return carried
 
 
 def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
@@ -122,16 +122,16 @@ def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
     of a run wait, through others here, for the same of it (and for the same writers of buffers in
     the micro-batch before), so that none is held up that could bring on what others wait for.
     """
-    made = {t for op in share.ops for t in share.outputs[op]}
-    leaving = {t for t in made if share.peers[t] or share.results[t]}
-    here = made | set(share.model_inputs)
+    outputs = {t for op in share.ops for t in share.outputs[op]}
+    leaving = {t for t in outputs if share.peers[t] or share.results[t]}
+    here = outputs | set(share.model_inputs)
     # A bit for everything that comes back, and those of each tensor and operator.
     of_tensor = {t: 1 << i for i, t in enumerate(sorted(share.returning))}
     of_op = dict.fromkeys(share.ops, 0)
     for i, readers in enumerate(share.carried.values(), len(of_tensor)):
         for op in readers:
             of_op[op] |= 1 << i
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     closed = True
     for op in sorted(share.ops, key=priority.__getitem__):
         for t in share.inputs[op]:
@@ -139,13 +139,13 @@ def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
         of_tensor |= dict.fromkeys(share.outputs[op], of_op[op])
         if (
             closed
-            or of_op[op] != of_op[found[-1][0]]
-            or any(t not in here and t not in share.inputs[found[-1][0]] for t in share.inputs[op])
+            or of_op[op] != of_op[runs[-1][0]]
+            or any(t not in here and t not in share.inputs[runs[-1][0]] for t in share.inputs[op])
         ):
-            found.append([])
-        found[-1].append(op)
+            runs.append([])
+        runs[-1].append(op)
         closed = not leaving.isdisjoint(share.outputs[op])
-    return [tuple(run) for run in found]
+    return [tuple(run) for run in runs]
 
 
 def fused(share: Share, runs: Sequence[tuple[int, ...]]) -> Share:
@@ -299,8 +299,8 @@ def compile_runs(
             if source is not None:
                 body = [f"p = {bind(source.take)}({op})", *body, f"{bind(source.give_back)}()"]
             for tensor in step.outputs:
-                for kept, how in written.get(tensor, ()):
-                    body.append(f"{bind(kept)}.{how}({name(tensor)})")
+                for destination, how in written.get(tensor, ()):
+                    body.append(f"{bind(destination)}.{how}({name(tensor)})")
             body += dropped.get(op, ())
             if marks is not None:  # a flat list: tuples would keep the garbage collector busy
                 body += [f"marks.append({op})", "marks.append(mark())"]

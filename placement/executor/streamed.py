@@ -75,12 +75,14 @@ class Streamed:
             if slot.is_last:
                 slot.read.record(self._compute)
 
-    def own(self, made: Any) -> Any:
+    def own(self, value: Any) -> Any:
         """What an operator made, but not in a buffer: other parameters will be there."""
-        if isinstance(made, tuple | list):
-            return [self.own(x) for x in made]
+        if isinstance(value, tuple | list):
+            return [self.own(x) for x in value]
         buffers = {storage_of(slot.all) for slot in self._slots}
-        return made.clone() if isinstance(made, Tensor) and storage_of(made) in buffers else made
+        return (
+            value.clone() if isinstance(value, Tensor) and storage_of(value) in buffers else value
+        )
 
     @property
     def _compute(self) -> Any:

@@ -240,15 +240,15 @@ class Trainer:
 
     def _split_optimizer(self) -> dict[int, torch.optim.Optimizer]:
         """For every device an optimizer of the parameters whose gradients it holds."""
-        found = {}
+        optimizers = {}
         for d in set(self._home.values()):
             groups, states = [], {}
             for number, group in enumerate(self.optimizer.param_groups):
-                given = {id(x) for x in group["params"]}
+                members = {id(x) for x in group["params"]}
                 mine = []
                 for q, home in self._home.items():
                     original = self._program.params[q]
-                    if home == d and id(original) in given:
+                    if home == d and id(original) in members:
                         here = self._trained(q)
                         here.grad = self.runner.gradients[q]
                         mine.append(here)
@@ -257,14 +257,14 @@ class Trainer:
                 if mine:
                     groups.append({**group, "params": mine, "number": number})
             if groups:
-                found[d] = optimizer_like(self.optimizer, groups)
-                found[d].state.update(states)
-        if not found:
+                optimizers[d] = optimizer_like(self.optimizer, groups)
+                optimizers[d].state.update(states)
+        if not optimizers:
             raise RunnerError(
                 "the optimizer has none of the parameters that were captured: make it from the "
                 "parameters() of the captured module"
             )
-        return found
+        return optimizers
 
     def _trained(self, q: int) -> Tensor:
         """Parameter ``q`` where it is updated."""

@@ -34,9 +34,9 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
     """
     value = program.params[p].detach()
     state = state_of(value)
-    kept = _kept.get(device)
-    if kept is not None and kept[0]() is program:
-        known, copy = kept[1].get((device, p), (None, None))
+    entry = _kept.get(device)
+    if entry is not None and entry[0]() is program:
+        known, copy = entry[1].get((device, p), (None, None))
         if copy is not None and known == state:
             return state, copy
     return state, value.to(device)
@@ -83,11 +83,11 @@ def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> 
 
 def forget_others(device: torch.device, program: Program, read: set[int]) -> None:
     """Drop kept copies that are not of these parameters: their memory may be needed."""
-    kept = _kept.get(device)
-    if kept is not None:
-        is_same = kept[0]() is program
-        for key in [key for key in kept[1] if not (is_same and key[1] in read)]:
-            del kept[1][key]
+    entry = _kept.get(device)
+    if entry is not None:
+        is_same = entry[0]() is program
+        for key in [key for key in entry[1] if not (is_same and key[1] in read)]:
+            del entry[1][key]
 
 
 def keep(program: Program, copies: Copies) -> None:

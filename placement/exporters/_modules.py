@@ -179,8 +179,8 @@ class Forward:
         count: list[Counter[str]] = [Counter() for _ in labels]
         for u, device in zip(unit, self.device, strict=True):
             count[u][device] += 1
-        split = [u for u, found in enumerate(count) if len(found) > 1]
-        on = [found.most_common(1)[0][0] for found in count]
+        split = [u for u, devices in enumerate(count) if len(devices) > 1]
+        on = [devices.most_common(1)[0][0] for devices in count]
         parts = _parts(on)
         turns = [p.device for p in parts]
         round_ = list(dict.fromkeys(turns))
@@ -273,32 +273,34 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
             if part.isdecimal():
                 lists.setdefault(".".join(parts[:i]), Counter())[int(part)] += 1
     lists = {k: v for k, v in lists.items() if sorted(v) == list(range(len(v))) and len(v) > 1}
-    found = layers if layers is not None else max(lists, key=lambda k: lists[k].total(), default="")
-    if found not in lists:
+    chosen = (
+        layers if layers is not None else max(lists, key=lambda k: lists[k].total(), default="")
+    )
+    if chosen not in lists:
         raise ExportError(
             f"{forward.plan.graph.name!r} has no list of layers"
             + (f" {layers!r}" if layers is not None else "")
             + (f"; there are {_some(sorted(lists))}: layers=NAME" if lists else "")
         )
-    dots = found.count(".") + 1 if found else 0
+    dots = chosen.count(".") + 1 if chosen else 0
 
     def layer(path: str) -> int | None:
         """Number of the layer that a module is in; a list may have other modules too."""
-        part = path.split(".")[dots] if _below(path, found) and path != found else ""
+        part = path.split(".")[dots] if _below(path, chosen) and path != chosen else ""
         return int(part) if part.isdecimal() else None
 
     inside = [layer(path) for path in forward.module]
     runs = [x for x in inside if x is not None]
     if runs != sorted(runs):
-        raise ExportError(f"the layers of {found!r} do not run one after the other")
+        raise ExportError(f"the layers of {chosen!r} do not run one after the other")
     first = next(i for i, x in enumerate(inside) if x is not None)
     last = max(i for i, x in enumerate(inside) if x is not None)
-    num_layers = len(lists[found])
+    num_layers = len(lists[chosen])
     unit = [
         x + 1 if x is not None else 0 if i < first else num_layers + 1 if i > last else -1
         for i, x in enumerate(inside)
     ]
-    return found, unit, num_layers
+    return chosen, unit, num_layers
 
 
 def layer_chain(
@@ -330,14 +332,14 @@ def served_format(plan: Plan) -> str | None:
 
     Operators of layers then end in ``.attention``, ``.router``, ``.feed_forward`` or ``.experts``.
     """
-    found = plan.provenance.profile.get("format")
-    return found if found in ("config.json", "text_config", "gguf") else None
+    kind = plan.provenance.profile.get("format")
+    return kind if kind in ("config.json", "text_config", "gguf") else None
 
 
 def gpu_number(name: str) -> int | None:
     """1 of ``cuda:1``; None of any other name: names are free, and what is exported may be run."""
-    found = re.fullmatch(r"cuda:([0-9]{1,4})", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"cuda:([0-9]{1,4})", name)
+    return int(match[1]) if match else None
 
 
 def is_numbered(name: str, kind: str) -> bool:
@@ -380,9 +382,9 @@ def _nearest(count: Sequence[Counter[str]], order: Sequence[str]) -> list[str]:
     """
     cost = [0] * len(order)
     choices = []
-    for found in count:
+    for devices in count:
         back = [min(range(j + 1), key=lambda k: (cost[k], -k)) for j in range(len(order))]
-        cost = [cost[k] + found.total() - found[order[j]] for j, k in enumerate(back)]
+        cost = [cost[k] + devices.total() - devices[order[j]] for j, k in enumerate(back)]
         choices.append(back)
     j = min(range(len(order)), key=lambda k: cost[k])
     on = []
@@ -392,5 +394,5 @@ def _nearest(count: Sequence[Counter[str]], order: Sequence[str]) -> list[str]:
     return on[::-1]
 
 
-def _some(items: Sequence[str], limit: int = 6) -> str:
-    return ", ".join(items[:limit]) + (", ..." if len(items) > limit else "")
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:6]) + (", ..." if len(items) > 6 else "")

@@ -87,9 +87,11 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
         return 1
     first: Any = pipe.get_stage_module(0)
     nodes = first.graph.nodes
-    reads, given = sum(n.op == "placeholder" for n in nodes), len(args) + len(kwargs)
-    if reads < given:
-        print(f"the first stage reads {reads} of {given} inputs, and torch gives it all of them")
+    reads, num_inputs = sum(n.op == "placeholder" for n in nodes), len(args) + len(kwargs)
+    if reads < num_inputs:
+        print(
+            f"the first stage reads {reads} of {num_inputs} inputs, and torch gives it all of them"
+        )
         return 1
     for i in range(pipe.num_stages):
         send_contiguous(pipe.get_stage_module(i))

@@ -64,7 +64,7 @@ class Huggingface:
             count: dict[int, Counter[str]] = {}
             for u, name in zip(unit, merged, strict=True):
                 count.setdefault(u, Counter())[name] += 1
-            few = {u: found.most_common(1)[0][0] for u, found in count.items()}
+            few = {u: devices.most_common(1)[0][0] for u, devices in count.items()}
             device = forward.nearest(unit, few, set(merged))
             forward.require(
                 device, "a device_map", why or "a split module runs it where its inputs are"
@@ -142,18 +142,18 @@ class Hooked:
         known = owners | {path: device[ops[0]] for path, ops in self.inside.items()}
         known = {path: name for path, name in known.items() if path not in split}
         known[INPUT] = _main(device, known.values())
-        found = list(device)
+        on = list(device)
         for i, places, together in self._places(range(len(device)), split):
             meet = sorted({known.get(place, "") for place in together or places})
             if "" in meet or (together and len(meet) > 1):
                 name, path = self.forward.name[i], self.forward.module[i]
                 if "" in meet:
-                    return found, f"{name!r} of {path!r}: a module with parameters has one device"
+                    return on, f"{name!r} of {path!r}: a module with parameters has one device"
                 there = " and ".join(map(repr, meet))
-                return found, f"operator {name!r} of module {path!r} would get tensors on {there}"
+                return on, f"operator {name!r} of module {path!r} would get tensors on {there}"
             here = sorted(known[p] for p in places)
-            found[i] = device[i] if device[i] in here else here[0]
-        return found, ""
+            on[i] = device[i] if device[i] in here else here[0]
+        return on, ""
 
     def units(self) -> list[int]:
         """``[F]`` the unit of each operator: a map can say any devices for them.
@@ -213,9 +213,9 @@ class Hooked:
             ops: operators; what others make comes in as the model's inputs do.
             split: modules that are not mapped as a whole.
         """
-        given: Places = frozenset({INPUT})
+        inputs: Places = frozenset({INPUT})
         at: dict[int, Places] = {}
-        before = given
+        before = inputs
         for i in ops:
             homes = {_whole(owner, split) or owner or INPUT for owner in self.owners[i]}
             meet = [frozenset({home}) for home in homes]
@@ -224,8 +224,8 @@ class Hooked:
                 meet.append(frozenset({home}))
                 at[i] = meet[-1]
             else:
-                meet += [at.get(j, given) for j in self.forward.sources[i]]
-                at[i] = frozenset(chain(*meet)) or before | given
+                meet += [at.get(j, inputs) for j in self.forward.sources[i]]
+                at[i] = frozenset(chain(*meet)) or before | inputs
             before = at[i]
             yield i, at[i], frozenset(chain(*meet)) if len(meet) > 1 else frozenset()
 

@@ -65,9 +65,9 @@ class LlamaCpp:
         on = {k: count[i].most_common(1)[0][0] for k, i in number.items()}
         whole = [on[k] for k in key]
         if whole != list(forward.device):
-            found = {i: on[k] for k, i in number.items()}
+            placed = {i: on[k] for k, i in number.items()}
             few = [number[k] for k in key]
-            whole = forward.nearest(few, found, used - set(host[1:]))
+            whole = forward.nearest(few, placed, used - set(host[1:]))
         forward.require(whole, "-ot", "a layer is whole, and llama.cpp has one CPU device")
         text = _rules(on, num_layers, backends)
         files = {"": ",".join(text) + "\n"}
@@ -117,9 +117,9 @@ class Backends:
             node = device.partition("/")[0]
             own = [x for x in self.remote if x.startswith(f"{node}/")].index(device)
             return f"RPC{self.remote.index(device)}", f"RPC{own}[{self.endpoints[node]}]"
-        found = re.fullmatch(rf"{re.escape(kind)}:([0-9]{{1,4}})", device)
-        if kind in _PREFIX and found:
-            return f"{_PREFIX[kind]}{found[1]}", f"{_PREFIX[kind]}{found[1]}"
+        match = re.fullmatch(rf"{re.escape(kind)}:([0-9]{{1,4}})", device)
+        if kind in _PREFIX and match:
+            return f"{_PREFIX[kind]}{match[1]}", f"{_PREFIX[kind]}{match[1]}"
         raise ExportError(
             f"no buffer type of llama.cpp is known for {device[:60]!r}: devices are CPU cores "
             "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ... (likewise rocm, metal, "

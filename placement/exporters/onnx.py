@@ -46,11 +46,11 @@ class Onnx:
         # By name: the plan numbers operators topologically, the file need not.
         of = dict(zip(plan.assignment, stage, strict=True))
         for node, name in zip(model.graph.node, node_names(model.graph.node), strict=True):
-            kept = [
+            configurations = [
                 x for x in node.device_configurations if x.configuration_id != self.configuration
             ]
             del node.device_configurations[:]
-            node.device_configurations.extend(kept)
+            node.device_configurations.extend(configurations)
             if name not in of:
                 continue
             device = devices.index(plan.assignment[name])

@@ -40,9 +40,9 @@ class Onnxruntime:
         require_distinct(plan, kinds, "ONNX Runtime")
         model = read_model(plan, self.model)
         for node, device in zip(model.graph.node, node_devices(plan, model), strict=True):
-            kept = [x for x in node.metadata_props if x.key != "layer_ann"]
+            others = [x for x in node.metadata_props if x.key != "layer_ann"]
             del node.metadata_props[:]
-            node.metadata_props.extend(kept)
+            node.metadata_props.extend(others)
             if device is not None:
                 node.metadata_props.add(key="layer_ann", value=_annotation(devices, device))
         rules = [f"{_designator(d, kinds[d])}(={_annotation(devices, d)})" for d in devices]

@@ -44,44 +44,44 @@ class Openvino:
             for output in node.output
         }
         model = openvino.Core().read_model(self.model)
-        found: dict[str, str] = {}
+        affinity: dict[str, str] = {}
         for node in reversed(model.get_ordered_ops()):  # readers first
             mine = [of_tensor[x] for y in node.outputs() for x in y.get_names() if x in of_tensor]
             readers = [
-                found[x.get_node().get_friendly_name()]
+                affinity[x.get_node().get_friendly_name()]
                 for y in node.outputs()
                 for x in y.get_target_inputs()
                 if x.get_node().get_type_name() != "Result"
             ]
             if node.get_type_name() != "Result":
-                found[node.get_friendly_name()] = (mine or readers or [next(iter(label.values()))])[
-                    0
-                ]
+                affinity[node.get_friendly_name()] = (
+                    mine or readers or [next(iter(label.values()))]
+                )[0]
         for node in model.get_results():
             source = node.input_value(0).get_node().get_friendly_name()
-            found[node.get_friendly_name()] = found[source]
-        target = f"HETERO:{','.join(dict.fromkeys(found.values()))}"
+            affinity[node.get_friendly_name()] = affinity[source]
+        target = f"HETERO:{','.join(dict.fromkeys(affinity.values()))}"
         return Exported(
-            {"": json.dumps(dict(reversed(found.items())), indent=1) + "\n"},
+            {"": json.dumps(dict(reversed(affinity.items())), indent=1) + "\n"},
             f"set node.get_rt_info()['affinity'] of every node, and compile for {target}",
         )
 
     def labels(self, plan: Plan) -> dict[str, str]:
         """Name of each device in use -> what OpenVINO calls it."""
-        given = dict(text.partition("=")[::2] for text in self.devices)
+        named = dict(text.partition("=")[::2] for text in self.devices)
         kinds = {d.name: d.kind for d in plan.cluster.devices}
-        strange = set(given) - set(kinds)
+        strange = set(named) - set(kinds)
         if strange:
             raise ExportError(f"devices={','.join(self.devices)}: no device {min(strange)!r}")
         label = {}
         for name in dict.fromkeys(plan.assignment.values()):
             index = name.rpartition(":")[2]
-            if name not in given and kinds[name] not in ("cpu", "gpu", "npu"):
+            if name not in named and kinds[name] not in ("cpu", "gpu", "npu"):
                 raise ExportError(
                     f"OpenVINO knows no device {name!r} of kind {kinds[name]!r}; if it does: "
                     f"devices={name}=GPU.0"
                 )
             own = "CPU" if kinds[name] == "cpu" else kinds[name].upper()
             plain = own == "CPU" or not index.isdecimal()
-            label[name] = given.get(name) or (own if plain else f"{own}.{index}")
+            label[name] = named.get(name) or (own if plain else f"{own}.{index}")
         return label

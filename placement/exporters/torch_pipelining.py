@@ -36,12 +36,12 @@ class TorchPipelining:
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
         require_torch_devices(plan, forward.device)
-        given, leaves = _ends(forward)
-        begins = {i: x for i, x in _beginnings(forward.module).items() if given < i <= leaves}
+        last_input, leaves = _ends(forward)
+        begins = {i: x for i, x in _beginnings(forward.module).items() if last_input < i <= leaves}
         starts = [0, *sorted(begins)]
         unit = [sum(s <= i for s in starts) - 1 for i in range(len(forward.module))]
         labels = [f"what runs from {begins.get(s, '')!r} to the next module" for s in starts]
-        labels[0] += f" behind {forward.name[given]!r}, which reads an input,"
+        labels[0] += f" behind {forward.name[last_input]!r}, which reads an input,"
         labels[-1] += f" ({forward.name[leaves]!r} makes an output)"
         parts = forward.chain(
             unit, labels, "torch.distributed.pipelining", 1 if self.once else None
@@ -73,11 +73,13 @@ def _ends(forward: Forward) -> tuple[int, int]:
 
     Torch gives the inputs to the first stage, and takes the outputs of the last.
     """
-    given = max((i for i, read in enumerate(forward.sources) if -1 in read), default=0)
+    last_input = max((i for i, read in enumerate(forward.sources) if -1 in read), default=0)
     graph, last = forward.plan.graph, len(forward.number) - 1
     if graph.mode == "training":  # there the loss is the output
-        return given, last
-    return given, min((i for i, n in enumerate(forward.number) if n in graph.outputs), default=last)
+        return last_input, last
+    return last_input, min(
+        (i for i, n in enumerate(forward.number) if n in graph.outputs), default=last
+    )
 
 
 def _beginnings(modules: tuple[str, ...]) -> dict[int, str]:
@@ -89,9 +91,9 @@ def _beginnings(modules: tuple[str, ...]) -> dict[int, str]:
     for i, path in enumerate(modules):
         for above in ancestry(path)[1:]:
             where.setdefault(above, []).append(i)
-    found: dict[int, str] = {}
+    by_op: dict[int, str] = {}
     for path in sorted(where, key=lambda x: -x.count(".")):
         first, last = where[path][0], where[path][-1]
         if first > 0 and last - first + 1 == len(where[path]):
-            found.setdefault(first, path)
-    return found
+            by_op.setdefault(first, path)
+    return by_op

@@ -102,7 +102,7 @@ def load(
         FormatError: not readable, not a format we know, an option that the format does not
             take, or a mistake in the file: the message names file, field and node.
     """
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    chosen: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
         if gguf.looks_like(_begin(path)):  # which has gigabytes of weights
             raise FormatError(f"{path}: {_SERVED}")
@@ -112,8 +112,8 @@ def load(
     if content[:2] == b"\x1f\x8b":  # gzip
         content = _unpacked(content, path)
     if onnx_model.looks_like(content):
-        _check_options(given, onnx_model.Options.__annotations__, path, "ONNX files")
-        return onnx_model.read(content, str(path), objective=objective, **given)
+        _check_options(chosen, onnx_model.Options.__annotations__, path, "ONNX files")
+        return onnx_model.read(content, str(path), objective=objective, **chosen)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,8 +124,8 @@ def load(
     if text.lstrip()[0] not in "{[":
         for module, files in _TEXTS:
             if module.looks_like(text):
-                _check_options(given, module.read.__kwdefaults__, path, files)
-                return module.read(text, str(path), objective=objective, **given)
+                _check_options(chosen, module.read.__kwdefaults__, path, files)
+                return module.read(text, str(path), objective=objective, **chosen)
         raise FormatError(f"{path}: {model_file(path, content) or f'unknown format; {KNOWN}'}")
     try:
         data = parse_json(text, infinite=True)  # which each format refuses by name
@@ -134,20 +134,20 @@ def load(
     if isinstance(data, dict) and "problem_version" in data:
         from placement.importers import problem_file  # pydantic is slow to import
 
-        _check_options(given, problem_file.read.__kwdefaults__ or (), path, "problem files")
+        _check_options(chosen, problem_file.read.__kwdefaults__ or (), path, "problem files")
         return problem_file.read(text, str(path), objective=objective)
     if hf_config.looks_like(data):
         raise FormatError(f"{path}: {_SERVED}")
     for module, files in _OBJECTS:
         if module.looks_like(data):
-            _check_options(given, module.read.__kwdefaults__, path, files)
-            return module.read(data, str(path), objective=objective, **given)
+            _check_options(chosen, module.read.__kwdefaults__, path, files)
+            return module.read(data, str(path), objective=objective, **chosen)
     if isinstance(data, dict) and "assignment" in data:
         raise FormatError(
             f"{path} is a plan, not a problem: placement show, run, replan and export take plans"
         )
-    found = short(sorted(data)) if isinstance(data, dict) else type(data).__name__
-    raise FormatError(f"{path}: unknown JSON format (top level: {found}); {KNOWN}")
+    keys = short(sorted(data)) if isinstance(data, dict) else type(data).__name__
+    raise FormatError(f"{path}: unknown JSON format (top level: {keys}); {KNOWN}")
 
 
 def is_decoder(path: str | Path) -> bool:
@@ -220,14 +220,14 @@ def _unpacked(content: bytes, path: str | Path) -> bytes:
 
 
 def _check_options(
-    given: Mapping[str, Any], known: Iterable[str], path: str | Path, files: str
+    options: Mapping[str, Any], known: Iterable[str], path: str | Path, files: str
 ) -> None:
-    """Raise ``FormatError`` unless all options that are ``given`` are among those ``known``."""
+    """Raise ``FormatError`` unless all options that are ``options`` are among those ``known``."""
     taken = [k for k in known if k != "objective"]
-    wrong = [k for k in given if k not in taken]
-    if given and not taken:
+    wrong = [k for k in options if k not in taken]
+    if options and not taken:
         raise FormatError(
-            f"{path}: {', '.join(given)} cannot be set: the file itself describes its devices"
+            f"{path}: {', '.join(options)} cannot be set: the file itself describes its devices"
         )
     if wrong:
         raise FormatError(

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,21 @@ _LIKE_FIRST = {
     "Sub", "Sum", "Tanh",
 }  # fmt: skip
 _RENAMED = {"GreaterOrEqual": "Greater", "LessOrEqual": "Less"}
-# onnxruntime's own operators: the standard one that computes the same, its inputs, and the
-# input whose type the output has.
+
+
+class Standard(NamedTuple):
+    """The standard operator that computes what another does.
+
+    ``inputs``: which of the other's it takes. ``typed_as``: the input whose type the output has,
+    if it is not onnx that says it.
+    """
+
+    op_type: str
+    inputs: Sequence[int]
+    typed_as: int | None
+
+
+# onnxruntime's own operators.
 _MICROSOFT: dict[str, tuple[str, tuple[int, ...], int | None]] = {
     "BiasGelu": ("Add", (0, 1), 0),
     "DequantizeLinear": ("DequantizeLinear", (0, 1, 2), None),
@@ -71,15 +84,13 @@ _MICROSOFT: dict[str, tuple[str, tuple[int, ...], int | None]] = {
 }
 
 
-def standard(node: Any) -> tuple[str, Sequence[int], int | None] | None:
-    """The standard operator that computes what ``node`` does, and which inputs it takes.
-
-    Third: the input whose type the output has, if it is not onnx that says it. None: unknown.
-    """
+def standard(node: Any) -> Standard | None:
+    """The standard operator that computes what ``node`` does; None: unknown."""
     if node.domain == "com.microsoft":
         batched = attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0)
-        return None if batched else _MICROSOFT.get(node.op_type)
-    return node.op_type, range(len(node.input)), None
+        known = None if batched else _MICROSOFT.get(node.op_type)
+        return None if known is None else Standard(*known)
+    return Standard(node.op_type, range(len(node.input)), None)
 
 
 def graphs(graph: Any) -> Iterator[Any]:
@@ -99,8 +110,8 @@ def attribute(node: Any, name: str, default: Any) -> Any:
     """Value of an attribute, ``default`` where it is not given."""
     from onnx import helper
 
-    found = [a for a in node.attribute if a.name == name]
-    return helper.get_attribute_value(found[0]) if found else default
+    matches = [a for a in node.attribute if a.name == name]
+    return helper.get_attribute_value(matches[0]) if matches else default
 
 
 @dataclass(frozen=True)
@@ -211,9 +222,9 @@ class Scope:
 
 def _copy(message: Any) -> Any:
     """Of a protobuf message."""
-    made = type(message)()
-    made.CopyFrom(message)
-    return made
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
 
 
 def _sizes(kind: Any) -> list[int | None] | None:
@@ -319,15 +330,15 @@ class Sizes:
 
     def _settle(self, scope: Scope, name: str, kind: Any, declared: Mapping[str, Any]) -> None:
         """Keep what is known of a name: what was inferred, else ``dims``, else the file's word."""
-        told = declared.get(name)
-        said = told.tensor_type.shape.dim if told is not None else ()
-        if _sizes(kind) is None and told is not None and _sizes(told) is not None:
-            kind = _type(told.tensor_type.elem_type, [None] * len(said))
+        declaration = declared.get(name)
+        said = declaration.tensor_type.shape.dim if declaration is not None else ()
+        if _sizes(kind) is None and declaration is not None and _sizes(declaration) is not None:
+            kind = _type(declaration.tensor_type.elem_type, [None] * len(said))
         elif _sizes(kind) is None and kind is not None and f"{name}.0" in self.dims:
             rank = len(list(takewhile(lambda i: f"{name}.{i}" in self.dims, count())))
             kind = _type(kind.tensor_type.elem_type, [None] * rank)
         if kind is None:
-            kind = told
+            kind = declaration
         if kind is None:
             return
         kind = _copy(kind)
@@ -372,7 +383,7 @@ class Sizes:
         try:
             if like is None or version is None:
                 raise defs.SchemaError
-            schema = defs.get_schema(_RENAMED.get(like[0], like[0]), version, domain)
+            schema = defs.get_schema(_RENAMED.get(like.op_type, like.op_type), version, domain)
         except defs.SchemaError:
             if node.domain in ("", "ai.onnx") and node.op_type in _LIKE_FIRST:
                 return [scope.type_of(node.input[0])]
@@ -385,27 +396,29 @@ class Sizes:
             if node.op_type in _LIKE_FIRST and node.input:
                 return [scope.type_of(node.input[0])]
             return self._outputs_as_later(scope, node, where)
-        if like[2] is not None:
+        if like.typed_as is not None:
             return self._outputs_alike(scope, node, like, schema, where)
         if node.op_type == "Einsum" and not _is_equation(attribute(node, "equation", b"")):
             # onnx's rule would look for the end of such a one for ever.
             raise FormatError(f"{where}: {attribute(node, 'equation', b'')!r:.60} is no equation")
-        found = self._ask(scope, _written(node, like), schema, where)
-        if node.op_type == "Dropout" and len(found) > 1 and _sizes(found[1]) is None:
-            found[1] = found[0]  # the mask
-        if node.op_type == "STFT" and _sizes(found[0]) is not None:
-            found[0] = _type(found[0].tensor_type.elem_type, _stft(scope, node, _sizes(found[0])))
-        return found
+        outputs = self._ask(scope, _written(node, like), schema, where)
+        if node.op_type == "Dropout" and len(outputs) > 1 and _sizes(outputs[1]) is None:
+            outputs[1] = outputs[0]  # the mask
+        if node.op_type == "STFT" and _sizes(outputs[0]) is not None:
+            outputs[0] = _type(
+                outputs[0].tensor_type.elem_type, _stft(scope, node, _sizes(outputs[0]))
+            )
+        return outputs
 
     def _outputs_alike(
-        self, scope: Scope, node: Any, like: Any, schema: Any, where: str
+        self, scope: Scope, node: Any, like: Standard, schema: Any, where: str
     ) -> list[Any]:
         """By the rule of the standard operator; for which all inputs are floats."""
         from onnx import TensorProto
 
         written = _written(node, like)
         kinds: dict[str, Any] = {}
-        for name, i in zip(written.input, like[1], strict=False):
+        for name, i in zip(written.input, like.inputs, strict=False):
             sizes = _sizes(scope.type_of(node.input[i])) if node.input[i] else None
             if not name or sizes is None:
                 kinds[name] = None
@@ -414,11 +427,11 @@ class Sizes:
                 sizes[-2:] = sizes[:-3:-1]
             kinds[name] = _type(TensorProto.FLOAT, sizes)
         kinds.pop("", None)
-        found = self._ask(scope, written, schema, where, kinds)
-        like_type = scope.type_of(node.input[like[2]])
-        if found[0] is not None and like_type is not None:
-            found[0].tensor_type.elem_type = like_type.tensor_type.elem_type
-        return found
+        outputs = self._ask(scope, written, schema, where, kinds)
+        like_type = scope.type_of(node.input[like.typed_as])
+        if outputs[0] is not None and like_type is not None:
+            outputs[0].tensor_type.elem_type = like_type.tensor_type.elem_type
+        return outputs
 
     def _outputs_as_later(self, scope: Scope, node: Any, where: str) -> list[Any]:
         """By the rule of the next version that has one, its attributes written as there."""
@@ -478,7 +491,7 @@ class Sizes:
         kinds |= {x: _type(data[x].data_type, data[x].dims) for x in extra or {}}
         imports = [o for o in self.model.opset_import if o.domain != "ai.onnx"]
         try:
-            found = infer_node_outputs(schema, node, kinds, data, opset_imports=imports)
+            types = infer_node_outputs(schema, node, kinds, data, opset_imports=imports)
         except Exception as error:
             shapes = ", ".join(f"{x} {_sizes(kind)}" for x, kind in kinds.items())
             said = str(error).removeprefix("[ShapeInferenceError] ").strip()
@@ -486,12 +499,12 @@ class Sizes:
                 f"{where}: shape inference failed: {said.rstrip('.')}; inputs are "
                 f"{shapes or 'none'}{self._of_dims()}"
             ) from error
-        return [found.get(x) for x in node.output]
+        return [types.get(x) for x in node.output]
 
     def _of_dims(self) -> str:
         """What of a message says that ``dims`` may be wrong."""
-        given = ", ".join(f"{name}={size}" for name, size in self.dims.items())
-        return f"; the sizes that were set, {given}, may not suit the model" if given else ""
+        settings = ", ".join(f"{name}={size}" for name, size in self.dims.items())
+        return f"; the sizes that were set, {settings}, may not suit the model" if settings else ""
 
     def _values(self, scope: Scope, v: int, node: Any) -> dict[str, NDArray[Any]]:
         """Values of the outputs, where they follow from constants and sizes and are few."""
@@ -511,23 +524,23 @@ class Sizes:
                 return {node.output[0]: np.array(math.prod(filter(None, sizes)) * (0 not in sizes))}
             part = slice(attribute(node, "start", 0), attribute(node, "end", None))
             return {node.output[0]: np.array(sizes[part], np.int64)}
-        given = {x: scope.value(x) for x in node.input if x}
-        if node.op_type not in _ARITHMETIC or any(a is None for a in given.values()):
+        inputs = {x: scope.value(x) for x in node.input if x}
+        if node.op_type not in _ARITHMETIC or any(a is None for a in inputs.values()):
             return {}
         kinds = {x: scope.type_of(x) for x in node.output if x}
         if node.op_type not in _AT_MOST_ITS_INPUTS:
             sizes_of = [_sizes(kind) for kind in kinds.values()]
             if any(s is None or None in s or math.prod(s) > MANY for s in sizes_of):  # type: ignore[arg-type]
                 return {}
-        found = {}
-        for name, array in _computed(node, given, self.model).items():
+        outputs = {}
+        for name, array in _computed(node, inputs, self.model).items():
             sizes = _sizes(kinds[name])
             if sizes is None or len(sizes) != array.ndim:
                 continue
             if all(s in (None, n) for s, n in zip(sizes, array.shape, strict=True)):
                 scope.types[name] = _type(kinds[name].tensor_type.elem_type, array.shape)
-                found[name] = array
-        return found
+                outputs[name] = array
+        return outputs
 
     def _body(self, scope: Scope, v: int, node: Any, name: str, kinds: Sequence[Any]) -> Scope:
         """A subgraph whose inputs have these types, as yet without its nodes."""
@@ -612,9 +625,9 @@ def kind_of(node: Any) -> str:
     return f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
 
 
-def _written(node: Any, like: tuple[str, Sequence[int], int | None]) -> Any:
+def _written(node: Any, like: Standard) -> Any:
     """``node`` as the standard operator that it is like."""
-    name = _RENAMED.get(like[0], like[0])
+    name = _RENAMED.get(like.op_type, like.op_type)
     if name == node.op_type and node.domain not in ("ai.onnx", "com.microsoft"):
         return node
     written = _copy(node)
@@ -623,8 +636,10 @@ def _written(node: Any, like: tuple[str, Sequence[int], int | None]) -> Any:
         from onnx import defs
 
         schema = defs.get_schema(name)
-        inputs = [node.input[i] for i in like[1] if i < len(node.input)]
-        if like[2] is not None:  # by position: one tensor may be two inputs, of which one turned
+        inputs = [node.input[i] for i in like.inputs if i < len(node.input)]
+        if (
+            like.typed_as is not None
+        ):  # by position: one tensor may be two inputs, of which one turned
             inputs = [str(i) if x else "" for i, x in enumerate(inputs)]
         written.ClearField("input")
         written.input.extend(inputs)
@@ -679,10 +694,10 @@ def _array(tensor: Any, name: str) -> dict[str, NDArray[Any]]:
     if tensor.data_location == TensorProto.EXTERNAL or math.prod(tensor.dims) > MANY:
         return {}
     try:
-        found = numpy_helper.to_array(tensor)
+        array = numpy_helper.to_array(tensor)
     except (TypeError, ValueError):  # its size does not depend on them
         return {}
-    return {} if found.dtype.kind in "OUS" else {name: found}
+    return {} if array.dtype.kind in "OUS" else {name: array}
 
 
 def _constant(node: Any) -> dict[str, NDArray[Any]]:
@@ -697,7 +712,7 @@ def _constant(node: Any) -> dict[str, NDArray[Any]]:
     return {}
 
 
-def _computed(node: Any, given: Mapping[str, Any], model: Any) -> dict[str, NDArray[Any]]:
+def _computed(node: Any, inputs: Mapping[str, Any], model: Any) -> dict[str, NDArray[Any]]:
     """What onnx's reference computes; nothing where it cannot."""
     from onnx import helper
     from onnx.reference import ReferenceEvaluator
@@ -706,7 +721,7 @@ def _computed(node: Any, given: Mapping[str, Any], model: Any) -> dict[str, NDAr
     graph = helper.make_graph(
         [node],
         "one",
-        [helper.make_empty_tensor_value_info(x) for x in given],
+        [helper.make_empty_tensor_value_info(x) for x in inputs],
         [helper.make_empty_tensor_value_info(x) for x in names],
     )
     imports = [o for o in model.opset_import if o.domain != "ai.onnx"]
@@ -714,8 +729,8 @@ def _computed(node: Any, given: Mapping[str, Any], model: Any) -> dict[str, NDAr
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            arrays = ReferenceEvaluator(one).run(None, dict(given))
+            arrays = ReferenceEvaluator(one).run(None, dict(inputs))
     except Exception:  # whatever an operator of numpy raises: then it is not known
         return {}
-    found = {x: np.asarray(a) for x, a in zip(names, arrays, strict=False)}
-    return {x: a for x, a in found.items() if a.dtype.kind not in "OUS"}
+    values = {x: np.asarray(a) for x, a in zip(names, arrays, strict=False)}
+    return {x: a for x, a in values.items() if a.dtype.kind not in "OUS"}

@@ -35,6 +35,18 @@ def field(record: Any, name: str, where: str) -> Any:
     return record[name]
 
 
+def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
+    """The lists ``nodes`` and ``edges`` of a file.
+
+    Raises:
+        FormatError: one is absent or no list, or there are no nodes.
+    """
+    nodes, edges = field(data, "nodes", path), field(data, "edges", path)
+    if not isinstance(nodes, list) or not isinstance(edges, list) or not nodes:
+        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    return nodes, edges
+
+
 def number(value: Any, what: str, low: float = 0.0) -> float:
     """``value`` as a finite float of at least ``low``; ``what`` names file, node and field.
 
@@ -43,10 +55,10 @@ def number(value: Any, what: str, low: float = 0.0) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise FormatError(f"{what} = {short(value)} is not a number")
-    given = float(value)
-    if not (math.isfinite(given) and given >= low):
+    parsed = float(value)
+    if not (math.isfinite(parsed) and parsed >= low):
         raise FormatError(f"{what} = {short(value)} must be finite and at least {low:g}")
-    return given
+    return parsed
 
 
 def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
@@ -55,8 +67,8 @@ def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
     Raises:
         FormatError: it is none.
     """
-    given = number(value, what, low)
-    if given != int(given):
+    parsed = number(value, what, low)
+    if parsed != int(parsed):
         raise FormatError(f"{what} = {value} must be a whole number")
     if int(value) > most:  # as a float, a large one would be another
         raise FormatError(f"{what} = {short(value)} is too large: at most {most} is possible")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from placement.importers._read import (
     FormatError,
     check_table,
     field,
+    nodes_and_edges,
     number,
     problem_of,
     topological,
@@ -56,41 +57,90 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         raise FormatError(f"{path}: maxFPGAs and maxCPUs are both 0: there is no device")
     if num_acc and memory < 1:
         raise FormatError(f"{path}: maxSizePerFPGA = {memory} bytes hold nothing")
-    records, edges = field(data, "nodes", path), field(data, "edges", path)
-    if not isinstance(records, list) or not isinstance(edges, list) or not records:
-        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    records, edges = nodes_and_edges(data, path)
     check_table(path, len(records), num_acc + num_cpus)
-
     at: dict[Any, int] = {}
-    cpu_s, acc_s, size, backward, label, module = [], [], [], [], [], []
-    classes: dict[Any, int] = {}
-    for i, node in enumerate(records):
-        key = field(node, "id", f"{path}: nodes[{i}]")
+    nodes = []
+    for i, record in enumerate(records):
+        key = field(record, "id", f"{path}: nodes[{i}]")
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise FormatError(f"{path}: nodes[{i}]: id = {short(key)} must be an integer")
         where = f"{path}: node {key}"
         if key in at:
             raise FormatError(f"{where}: the id is used twice (nodes[{at[key]}] and nodes[{i}])")
         at[key] = i
-        cpu_s.append(number(field(node, "cpuLatency", where), f"{where}: cpuLatency") / 1e3)
-        on_acc = number(field(node, "fpgaLatency", where), f"{where}: fpgaLatency") / 1e3
-        supported = _flag(node, "supportedOnFpga", where)
-        if not supported and num_cpus == 0:
-            raise FormatError(f"{where}: supportedOnFpga is false, but maxCPUs is 0")
-        acc_s.append(on_acc if supported else np.inf)
-        backward.append(_flag(node, "isBackwardNode", where))
-        needs = math.ceil(number(node.get("size", 0), f"{where}: size"))
-        size.append(whole(needs, f"{where}: size"))
-        colour = node.get("colorClass")
-        if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
-            raise FormatError(f"{where}: colorClass = {short(colour)} must be an integer")
-        own = ("node", i) if colour is None else ("class", colour)
-        label.append(classes.setdefault(own, len(classes)))
-        module.append(str(node.get("name", "")))
-    if len({str(key) for key in at}) < len(at):
-        raise FormatError(f"{path}: ids differ only in being a number or a text")
-
+        nodes.append(_node(record, where, num_cpus))
     names = [str(key) for key in at]
+    if len(set(names)) < len(at):
+        raise FormatError(f"{path}: ids differ only in being a number or a text")
+    pairs, cost = _joined(edges, at, names, path)
+    order, position = topological(names, pairs, path)
+    nodes = [nodes[v] for v in order]
+    num_ops, num_devices = len(order), num_acc + num_cpus
+    is_acc = np.arange(num_devices) < num_acc
+    io_s = np.array([cost.get(v, 0.0) for v in order])[:, None] / 1e3 * is_acc
+    transfer_s = io_s[:, :, None] + io_s[:, None, :]
+    transfer_s[:, np.arange(num_devices), np.arange(num_devices)] = 0.0
+    acc_s, cpu_s = (np.array([seconds]).T for seconds in zip(*(x[:2] for x in nodes), strict=True))
+    stored = [i for i, node in enumerate(nodes) if node.num_bytes > 0]
+    classes: dict[Any, int] = {}
+    of_node = [v if node.colour is None else (node.colour,) for v, node in enumerate(nodes)]
+    graph = OpGraph.build(
+        Path(path).stem,
+        [names[v] for v in order],
+        np.arange(num_ops),
+        np.zeros(num_ops, np.int64),
+        [(position[u], position[v]) for u, v in pairs],
+        op_module=[node.module for node in nodes],
+        param_bytes=[nodes[i].num_bytes for i in stored],
+        param_uses=[(i, k) for k, i in enumerate(stored)],
+        group=[classes.setdefault(colour, len(classes)) for colour in of_node],
+        is_backward=[node.is_backward for node in nodes],
+        output_tensor=sorted(set(range(num_ops)) - {position[u] for u, _ in pairs}),
+    )
+    holds = min(int(memory), 2**63 - 1)
+    cluster = Cluster(
+        "dnn-partitioning",
+        tuple(Device(f"acc:{i}", "acc", memory_bytes=holds) for i in range(num_acc))
+        + tuple(Device(f"cpu:{i}", "cpu") for i in range(num_cpus)),
+    )
+    meant: Any = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
+    compute_s, costs = np.where(is_acc, acc_s, cpu_s), {"transfer_s": transfer_s, "io_s": io_s}
+    form = "dnn-partitioning"
+    return problem_of(path, form, graph, cluster, compute_s, meant, order=order, costs=costs)
+
+
+class _Node(NamedTuple):
+    """``acc_s`` is inf where no accelerator runs it; equal colours share a device."""
+
+    acc_s: float
+    cpu_s: float
+    is_backward: bool
+    num_bytes: int
+    colour: int | str | None
+    module: str
+
+
+def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
+    cpu_s = number(field(record, "cpuLatency", where), f"{where}: cpuLatency") / 1e3
+    acc_s = number(field(record, "fpgaLatency", where), f"{where}: fpgaLatency") / 1e3
+    if not _flag(record, "supportedOnFpga", where):
+        if num_cpus == 0:
+            raise FormatError(f"{where}: supportedOnFpga is false, but maxCPUs is 0")
+        acc_s = np.inf
+    is_backward = _flag(record, "isBackwardNode", where)
+    size = math.ceil(number(record.get("size", 0), f"{where}: size"))
+    num_bytes = whole(size, f"{where}: size")
+    colour = record.get("colorClass")
+    if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
+        raise FormatError(f"{where}: colorClass = {short(colour)} must be an integer")
+    return _Node(acc_s, cpu_s, is_backward, num_bytes, colour, str(record.get("name", "")))
+
+
+def _joined(
+    edges: list[Any], at: dict[Any, int], names: list[str], path: str
+) -> tuple[list[tuple[int, int]], dict[int, float]]:
+    """Edges as pairs of positions in the file, and what sending the output of a node costs."""
     pairs: list[tuple[int, int]] = []
     cost: dict[int, float] = {}
     for i, edge in enumerate(edges):
@@ -103,48 +153,15 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
                 )
             ends.append(at[key])
         where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
-        given = number(field(edge, "cost", where), f"{where}: cost")
-        first = cost.setdefault(ends[0], given)
-        if abs(first - given) > _COST_TOLERANCE:
+        edge_cost = number(field(edge, "cost", where), f"{where}: cost")
+        first = cost.setdefault(ends[0], edge_cost)
+        if abs(first - edge_cost) > _COST_TOLERANCE:
             raise FormatError(
-                f"{where}: cost = {given}, but another edge out of node {names[ends[0]]} has "
+                f"{where}: cost = {edge_cost}, but another edge out of node {names[ends[0]]} has "
                 f"cost = {first}; all out-edges of a node carry its one output"
             )
         pairs.append((ends[0], ends[1]))
-
-    order, position = topological(names, pairs, path)
-    num_ops, num_devices = len(order), num_acc + num_cpus
-    is_acc = np.arange(num_devices) < num_acc
-    io_s = np.array([cost.get(v, 0.0) for v in order])[:, None] / 1e3 * is_acc
-    transfer_s = io_s[:, :, None] + io_s[:, None, :]
-    transfer_s[:, np.arange(num_devices), np.arange(num_devices)] = 0.0
-    compute_s = np.where(is_acc, np.array(acc_s)[order, None], np.array(cpu_s)[order, None])
-    bytes_of = [size[v] for v in order]
-    stored = [i for i in range(num_ops) if bytes_of[i] > 0]
-    sinks = set(range(num_ops)) - {position[u] for u, _ in pairs}
-    graph = OpGraph.build(
-        Path(path).stem,
-        [names[v] for v in order],
-        np.arange(num_ops),
-        np.zeros(num_ops, np.int64),
-        [(position[u], position[v]) for u, v in pairs],
-        op_module=[module[v] for v in order],
-        param_bytes=[bytes_of[i] for i in stored],
-        param_uses=[(i, k) for k, i in enumerate(stored)],
-        group=[label[v] for v in order],
-        is_backward=[backward[v] for v in order],
-        output_tensor=sorted(sinks),
-    )
-    holds = min(int(memory), 2**63 - 1)
-    cluster = Cluster(
-        "dnn-partitioning",
-        tuple(Device(f"acc:{i}", "acc", memory_bytes=holds) for i in range(num_acc))
-        + tuple(Device(f"cpu:{i}", "cpu") for i in range(num_cpus)),
-    )
-    meant: Any = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
-    costs = {"transfer_s": transfer_s, "io_s": io_s}
-    form = "dnn-partitioning"
-    return problem_of(path, form, graph, cluster, compute_s, meant, order=order, costs=costs)
+    return pairs, cost
 
 
 def _flag(node: dict[str, Any], name: str, where: str) -> bool:

@@ -71,11 +71,11 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         raise FormatError(f"{path}: edge {outside[0]}: operators are numbered 0..{count - 1}")
     costs, kinds = [], []
     for i, row in enumerate(rows, start=5):
-        found = _ROW.match(row)
-        if not found:
+        match = _ROW.match(row)
+        if not match:
             raise FormatError(f"{path}, line {i}: {row[:60]!r} is not 'compute,transfer[,kind]'")
-        costs.append((int(found[1]), int(found[2])))
-        kinds.append(found[3] or "op")
+        costs.append((int(match[1]), int(match[2])))
+        kinds.append(match[3] or "op")
 
     names = [str(n) for n in range(count)]
     order, position = topological(names, pairs, path)

@@ -110,22 +110,22 @@ class _Bytes:
 
     def take(self, size: int) -> bytes:
         at = self.file.tell()
-        found = self.file.read(size)
-        if len(found) < size:
+        data = self.file.read(size)
+        if len(data) < size:
             raise FormatError(
                 f"{self.path}: the GGUF file is cut off within its header: {size} bytes are needed "
-                f"at byte {at}, {len(found)} are there"
+                f"at byte {at}, {len(data)} are there"
             )
-        return found
+        return data
 
     def number(self, form: str) -> Any:
         return struct.unpack(self.order + form, self.take(struct.calcsize(self.order + form)))[0]
 
     def count(self, what: str, most: int) -> int:
-        found: int = self.number("Q")
-        if found > most:
-            raise FormatError(f"{self.path}: damaged GGUF header: {found} {what}, at most {most}")
-        return found
+        total: int = self.number("Q")
+        if total > most:
+            raise FormatError(f"{self.path}: damaged GGUF header: {total} {what}, at most {most}")
+        return total
 
     def text(self) -> str:
         return self.take(self.count("bytes of a text", _MOST_TEXT)).decode("utf-8", "replace")
@@ -152,26 +152,26 @@ class _Bytes:
         return None
 
 
-def _header(given: _Bytes) -> Header:
-    path, header = given.path, Header()
-    if given.take(4) != MAGIC:
+def _header(reader: _Bytes) -> Header:
+    path, header = reader.path, Header()
+    if reader.take(4) != MAGIC:
         raise FormatError(f"{path}: not a GGUF file")
-    version = given.number("I")
+    version = reader.number("I")
     if version not in (2, 3):
         raise FormatError(f"{path}: GGUF version {version}, only 2 and 3 (little-endian) are known")
-    num_tensors = given.count("tensors", _MOST_TENSORS)
-    num_values = given.count("keys", _MOST_TENSORS)
+    num_tensors = reader.count("tensors", _MOST_TENSORS)
+    num_values = reader.count("keys", _MOST_TENSORS)
     for _ in range(num_values):
-        key = given.text()
-        header.values[key] = given.value(given.number("I"), key)
+        key = reader.text()
+        header.values[key] = reader.value(reader.number("I"), key)
     for _ in range(num_tensors):
-        name = given.text()
-        rank = given.number("I")
+        name = reader.text()
+        rank = reader.number("I")
         if rank > 8:
             raise FormatError(f"{path}: tensor {name[:60]!r} has {rank} dimensions")
-        dims = tuple(given.number("Q") for _ in range(rank))
-        kind = given.number("I")
-        given.number("Q")  # where it is
+        dims = tuple(reader.number("Q") for _ in range(rank))
+        kind = reader.number("I")
+        reader.number("Q")  # where it is
         if kind not in _BLOCKS or math.prod(dims) > MOST_SIZE:
             raise FormatError(
                 f"{path}: tensor {name[:60]!r} of type {kind} and dimensions {list(dims)[:8]}: "
@@ -210,15 +210,15 @@ class _Model:
         self.before: list[Tensor] = []
         self.behind: list[Tensor] = []
         for tensor in header.tensors:
-            found = re.match(r"blk\.(\d{1,6})\.", tensor.name)
-            if found and int(found[1]) < self.num_layers:
-                self.layers[int(found[1])].append(tensor)
+            block = re.match(r"blk\.(\d{1,6})\.", tensor.name)
+            if block and int(block[1]) < self.num_layers:
+                self.layers[int(block[1])].append(tensor)
             elif tensor.name.startswith(_BEHIND):
                 self.behind.append(tensor)
             else:
                 self.before.append(tensor)
         table = next((t for t in self.before if t.name == "token_embd.weight"), None)
-        empty = [i for i, found in enumerate(self.layers) if not found]
+        empty = [i for i, tensors in enumerate(self.layers) if not tensors]
         if (
             table is None
             or len(table.dims) != 2
@@ -232,19 +232,19 @@ class _Model:
 
     def _value(self, key: str, layer: int = 0) -> Any:
         """A number; of a list that of a layer."""
-        found = self.values.get(f"{self.name}.{key}")
-        if isinstance(found, list):
-            found = found[layer] if layer < len(found) else None
-        return found
+        value = self.values.get(f"{self.name}.{key}")
+        if isinstance(value, list):
+            value = value[layer] if layer < len(value) else None
+        return value
 
     def _number(self, key: str, low: int, most: int = 2**24, layer: int = 0) -> int:
-        found = self._value(key, layer)
-        if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= most:
+        value = self._value(key, layer)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
             raise FormatError(
-                f"{self.path}: {self.name[:60]}.{key} = {str(found)[:40]} must be a whole number "
+                f"{self.path}: {self.name[:60]}.{key} = {str(value)[:40]} must be a whole number "
                 f"from {low} to {most}: the architecture is not known, or the header is damaged"
             )
-        return found
+        return value
 
     def _optional(self, key: str, default: int, layer: int = 0) -> int:
         return default if self._value(key, layer) is None else self._number(key, 1, layer=layer)
@@ -271,9 +271,9 @@ class _Model:
         feeds = [t for t in tensors if t not in experts and ".ffn_" in t.name]
         rest = [t for t in tensors if t not in experts and t not in feeds]
 
-        def of(found: list[Tensor]) -> tuple[dict[str, int], float]:
-            work = sum(t.numel for t in found if len(t.dims) > 1)
-            return {t.name: t.size for t in found}, float(work)
+        def of(tensors: list[Tensor]) -> tuple[dict[str, int], float]:
+            work = sum(t.numel for t in tensors if len(t.dims) > 1)
+            return {t.name: t.size for t in tensors}, float(work)
 
         (kv, width), window = self._attention(i, rest), self._window(i)
         if any(".ssm_" in t.name for t in rest):
@@ -303,10 +303,10 @@ class _Model:
             rank = self._number("attention.kv_lora_rank", 1)
             rope = self._number("rope.dimension_count", 1)
             return 2 * (rank + rope), float(heads * (rank + rope / 2))
-        kept = self._optional("attention.head_count_kv", heads, i)
+        kv_heads = self._optional("attention.head_count_kv", heads, i)
         key = self._optional("attention.key_length", size)
         value = self._optional("attention.value_length", key)
-        return 2 * kept * (key + value), heads * (key + value) / 2
+        return 2 * kv_heads * (key + value), heads * (key + value) / 2
 
     def _state_bytes(self, i: int) -> int:
         """Of a sequence in a layer that is recurrent (Mamba, linear attention), 4 a number."""

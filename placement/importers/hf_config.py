@@ -116,9 +116,9 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         )
     config = _Config(data, path, FAMILIES[kind], kind)
     parts = tuple(config.parts())
-    found = "text_config" if inside else "config.json"
+    source = "text_config" if inside else "config.json"
     return Decoder(
-        name, parts, config.hidden, config.widest, config.vocabulary, config.dtype, found
+        name, parts, config.hidden, config.widest, config.vocabulary, config.dtype, source
     )
 
 
@@ -251,21 +251,21 @@ class _Config:
         return self.size("num_key_value_heads", "num_kv_heads", default=self.heads)
 
     def _dtype(self) -> str:
-        found = next((self.data[k] for k in _DTYPES if self.data.get(k) is not None), "float16")
-        name = found.removeprefix("torch.") if isinstance(found, str) else found
+        value = next((self.data[k] for k in _DTYPES if self.data.get(k) is not None), "float16")
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
         if not isinstance(name, str) or name not in _NAMES:
             raise FormatError(
-                f"{self.path}: dtype = {short(found)} is none of {', '.join(sorted(_NAMES))}"
+                f"{self.path}: dtype = {short(value)} is none of {', '.join(sorted(_NAMES))}"
             )
         return _NAMES[name]
 
     def _quantised_bits(self) -> float:
         """Of a weight of the layers' matrices, and what goes with a block of them."""
-        found = self.data.get("quantization_config")
-        if found is None:
+        settings = self.data.get("quantization_config")
+        if settings is None:
             return _BITS[self.dtype]
         where = f"{self.path}: quantization_config"
-        known = found if isinstance(found, dict) else {}
+        known = settings if isinstance(settings, dict) else {}
         method = known.get("quant_method")
         method = method if isinstance(method, str) else ""
         if method == "compressed-tensors":
@@ -281,20 +281,20 @@ class _Config:
             group = whole(default if group is None else group, f"{where}: group_size", -1, _MOST)
             return bits + (16 + bits) / group if group > 0 else float(bits)
         if method == "bitsandbytes" and known.get("load_in_4bit") is True:
-            return 4.5
+            return 4.5  # and a scale of 32 bits for each 64 numbers
         if method == "modelopt":
             method = str(known.get("quant_algo")).lower()
         if method in _QUANTISED:
             return _QUANTISED[method]
         raise FormatError(
-            f"{where} = {short(found)}: bits are known of gptq, awq, auto-round, "
+            f"{where} = {short(settings)}: bits are known of gptq, awq, auto-round, "
             f"compressed-tensors and {', '.join(_QUANTISED)}; a GGUF file says them of every tensor"
         )
 
     def _bits(self, module: str) -> float:
         """Of a weight of a module's matrix: as they all have, or those that are left alone."""
-        found = self.data.get("quantization_config")
-        method = found.get("quant_method") if isinstance(found, dict) else None
+        settings = self.data.get("quantization_config")
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
         if method == "mxfp4" and ".experts." not in module:
             return _BITS[self.dtype]  # transformers quantises experts alone
         plain = any(all(piece in module for piece in pieces) for pieces in self.left_alone)
@@ -302,10 +302,10 @@ class _Config:
 
     def _left_alone(self) -> list[list[str]]:
         """Of each pattern of modules that are not quantised what a name of one has in it."""
-        found = self.data.get("quantization_config")
-        named = [found.get(name) for name in _ALONE] if isinstance(found, dict) else []
+        settings = self.data.get("quantization_config")
+        named = [settings.get(name) for name in _ALONE] if isinstance(settings, dict) else []
         lists = [x for x in named if isinstance(x, list)]
-        patterns = [str(x).replace("language_model.", "") for found in lists for x in found]
+        patterns = [str(x).replace("language_model.", "") for names in lists for x in names]
         split = [
             [piece.strip(".\\") for piece in pattern.removeprefix("re:").split("*")]
             for pattern in patterns
@@ -417,11 +417,11 @@ class _Config:
             keeps = hidden * (rank + rope) + rank * (1 + self.heads * (nope + value))
             size = asks + keeps + self.heads * value * hidden
             return size, 0, item * (rank + rope), self.heads * (rank + rope / 2)
-        own, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = (own + 2 * kept) * self.bias("q") + hidden * self.bias("o")
+        own, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = (own + 2 * kv) * self.bias("q") + hidden * self.bias("o")
         if self.kind == "gpt_oss":
             biases += self.heads
-        return hidden * (2 * own + 2 * kept), biases, 2 * item * kept, float(own)
+        return hidden * (2 * own + 2 * kv), biases, 2 * item * kv, float(own)
 
     def _window(self, i: int) -> int | None:
         """How far back attention of layer ``i`` looks."""

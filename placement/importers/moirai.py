@@ -14,6 +14,7 @@ from placement.importers._read import (
     FormatError,
     check_table,
     field,
+    nodes_and_edges,
     number,
     problem_of,
     topological,
@@ -40,9 +41,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         FormatError: naming the file, the field and the node.
     """
     num_devices = whole(field(data, "num_devices", path), f"{path}: num_devices", 1)
-    records, edges = field(data, "nodes", path), field(data, "edges", path)
-    if not isinstance(records, list) or not isinstance(edges, list) or not records:
-        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    records, edges = nodes_and_edges(data, path)
     check_table(path, len(edges), num_devices)
     at: dict[Any, int] = {}
     times: list[list[float]] = []

@@ -82,11 +82,11 @@ def traces(paths: Sequence[Path]) -> list[list[Path]]:
     Raises:
         FormatError: see ``read``.
     """
-    found: dict[object, list[Path]] = {}
+    groups: dict[object, list[Path]] = {}
     for path in paths:
         tasks = _tasks(path.read_text(encoding="utf-8"), str(path))
-        found.setdefault(trace_of(tasks), []).append(path)
-    return list(found.values())
+        groups.setdefault(trace_of(tasks), []).append(path)
+    return list(groups.values())
 
 
 def trace_of(tasks: Tasks) -> object:

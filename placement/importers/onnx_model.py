@@ -122,12 +122,12 @@ def read(
 
 def _cluster(path: str, options: Options) -> Cluster:
     equal = {"devices": DEVICES, "bandwidth": BANDWIDTH, "memory": MEMORY}
-    given: dict[str, Any] = {k: v for k, v in options.items() if k in equal and v is not None}
+    settings: dict[str, Any] = {k: v for k, v in options.items() if k in equal and v is not None}
     cluster = options.get("cluster")
     if cluster is None:
-        return equal_devices(path, "onnx", "acc", *(equal | given).values())
-    if given:
-        raise FormatError(f"{path}: give either a cluster or {', '.join(given)}, not both")
+        return equal_devices(path, "onnx", "acc", *(equal | settings).values())
+    if settings:
+        raise FormatError(f"{path}: give either a cluster or {', '.join(settings)}, not both")
     return cluster
 
 
@@ -253,11 +253,11 @@ class _Model:
     def _initializers(self, graph: Any) -> dict[str, int]:
         """Name -> parameter; two that lie at one place of one file are one."""
         scope = Scope(graph)
-        found = {}
+        numbers = {}
         for weight in graph.initializer:
             size = scope.tensor(weight.name, f"{self.path}: initializer").bytes
             place = tuple(sorted((e.key, e.value) for e in weight.external_data))
-            found[weight.name] = self._add_param(size, place or None)
+            numbers[weight.name] = self._add_param(size, place or None)
         for sparse in graph.sparse_initializer:
             name = sparse.values.name
             where = f"{self.path}: sparse initializer"
@@ -265,8 +265,8 @@ class _Model:
                 stored(t.data_type, tuple(t.dims), name, where).bytes
                 for t in (sparse.values, sparse.indices)
             )
-            found[name] = self._add_param(size)
-        return found
+            numbers[name] = self._add_param(size)
+        return numbers
 
     def _add_param(self, size: int, place: Any = None) -> int:
         if place in self._stored:
@@ -315,15 +315,15 @@ def node_names(nodes: Any) -> list[str]:
 
 def _inputs(node: Any) -> list[str]:
     """What a node reads, the outer names that its subgraphs use included; each once."""
-    found = dict.fromkeys(filter(None, node.input))
+    names = dict.fromkeys(filter(None, node.input))
     for graph in subgraphs(node).values():
         own = {x.name for x in (*graph.input, *graph.initializer)}
         own |= {x.values.name for x in graph.sparse_initializer}
         own |= {x for inner in graph.node for x in inner.output}
         read = [x for inner in graph.node for x in _inputs(inner)]
         read += [x.name for x in graph.output]
-        found |= dict.fromkeys(x for x in read if x not in own)
-    return list(found)
+        names |= dict.fromkeys(x for x in read if x not in own)
+    return list(names)
 
 
 def _signature(node: Any, scope: Scope, where: str) -> str:
@@ -352,20 +352,20 @@ def _work(scope: Scope, v: int, where: str) -> tuple[float, float]:
     outputs = [scope.tensor(x, where) for x in known]
     if node.op_type in _SHAPE_ONLY:
         return 0.0, 0.0
-    given = [t for t in inputs if t is not None]
-    moved = sum(t.bytes for t in (*given, *outputs))
+    present = [t for t in inputs if t is not None]
+    moved = sum(t.bytes for t in (*present, *outputs))
     if node.op_type in _READ_A_PART:
-        moved += outputs[0].bytes - given[0].bytes
+        moved += outputs[0].bytes - present[0].bytes
     name, picks, _ = standard(node) or (node.op_type, range(len(inputs)), None)
     count = _OPERATIONS.get(name)
     try:
         operations = (
-            max(t.size for t in (*given, *outputs))
+            max(t.size for t in (*present, *outputs))
             if count is None
             else count(node, [inputs[i] for i in picks if i < len(inputs)], outputs)
         )
     except (IndexError, AttributeError, KeyError) as error:
-        shapes = ", ".join(map(str, given))
+        shapes = ", ".join(map(str, present))
         raise FormatError(f"{where}: inputs {shapes} are not what it takes") from error
     return float(operations), float(moved)
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placement.graph import OpGraph
 from placement.importers._read import (
@@ -55,6 +56,58 @@ def read(
     if mode not in ("inference", "training"):
         raise FormatError(f"{path}: mode = {mode!r} must be 'inference' or 'training'")
     cluster = equal_devices(path, "pipedream", "acc", devices, bandwidth, memory)
+    names, described, table, pairs, order = _nodes_and_edges(text, path)
+    kind = [words.split("(")[0].strip() or "op" for words in described]
+    n = len(names)
+    size = np.ceil(table[:, 2]).astype(np.int64)
+    params = np.ceil(table[:, 3]).astype(np.int64)
+    stored = np.flatnonzero(params)
+    seconds = table[:, 0] / 1e3
+    uses, backward = list(pairs), np.zeros(n, bool)
+    tensor_src, group = np.arange(n), np.arange(n)
+    param_uses = [(int(op), k) for k, op in enumerate(stored)]
+    if mode == "training":
+        # Backward operators follow in reverse order: that of operator v is number 2n-1-v, and
+        # its tensor, the gradient of v's *inputs*, one per operator that made an input.
+        back = 2 * n - 1 - np.arange(n)
+        names += [f"{names[v]}.backward" for v in range(n - 1, -1, -1)]
+        kind += [f"{kind[v]}.backward" for v in range(n - 1, -1, -1)]
+        described += [f"{described[v]} backward" for v in range(n - 1, -1, -1)]
+        uses += [(v, int(back[v])) for v in range(n)]
+        uses += [(n + k, int(back[u])) for k, (u, _) in enumerate(pairs)]
+        tensor_src = np.append(tensor_src, [back[v] for _, v in pairs])
+        size = np.append(size, [size[u] for u, _ in pairs])
+        seconds = np.append(seconds, table[::-1, 1] / 1e3)
+        group = np.append(group, group[::-1])
+        order = [*order, *(2 * n - 1 - v for v in order[::-1])]  # theirs follow those of the file
+        backward = np.append(backward, np.ones(n, bool))
+        param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
+    graph = OpGraph.build(
+        Path(path).stem,
+        names,
+        tensor_src.astype(np.int32),
+        size.astype(np.int64),
+        np.array(uses, np.int32).reshape(-1, 2),
+        op_kind=kind,
+        op_signature=described,
+        param_bytes=params[stored],
+        param_uses=np.array(param_uses, np.int32).reshape(-1, 2),
+        group=group,
+        is_backward=backward,
+        output_tensor=sorted(set(range(n)) - {u for u, _ in pairs}),
+    )
+    compute_s = np.repeat(seconds[:, None], devices, axis=1)
+    goal, facts = objective or "period", {"mode": mode}
+    return problem_of(path, "pipedream", graph, cluster, compute_s, goal, order=order, facts=facts)
+
+
+def _nodes_and_edges(
+    text: str, path: str
+) -> tuple[list[str], list[str], NDArray[np.float64], list[tuple[int, int]], list[int]]:
+    """In topological order: names, descriptions, float64 ``[N, 4]`` ``FIELDS``, edges, and place.
+
+    The place is that in the file.
+    """
     at: dict[str, int] = {}
     described: list[str] = []
     values: list[list[float]] = []
@@ -81,69 +134,28 @@ def read(
         for end in ends:
             if end not in at:
                 raise FormatError(f"{path}, line {i}: edge {ends[0]} -- {ends[1]}: no node {end}")
-    names = list(at)
-    pairs = sorted({(at[a], at[b]) for _, a, b in links})
+    names, pairs = list(at), sorted({(at[a], at[b]) for _, a, b in links})
     order, position = topological(names, pairs, path)
-    kind = [described[v].split("(")[0].strip() or "op" for v in order]
-    names, described = [names[v] for v in order], [described[v] for v in order]
-    table = np.array(values)[order]
-    pairs = sorted((position[a], position[b]) for a, b in pairs)
-
-    n = len(order)
-    size = np.ceil(table[:, 2]).astype(np.int64)
-    params = np.ceil(table[:, 3]).astype(np.int64)
-    stored = np.flatnonzero(params)
-    seconds = table[:, 0] / 1e3
-    uses, backward = list(pairs), np.zeros(n, bool)
-    tensor_src, group = np.arange(n), np.arange(n)
-    param_uses = [(int(op), k) for k, op in enumerate(stored)]
-    if mode == "training":
-        # Backward operators follow in reverse order: that of operator v is number 2n-1-v, and
-        # its tensor, the gradient of v's *inputs*, one per operator that made an input.
-        back = 2 * n - 1 - np.arange(n)
-        names += [f"{names[v]}.backward" for v in range(n - 1, -1, -1)]
-        kind += [f"{kind[v]}.backward" for v in range(n - 1, -1, -1)]
-        described += [f"{described[v]} backward" for v in range(n - 1, -1, -1)]
-        uses += [(v, int(back[v])) for v in range(n)]
-        uses += [(n + k, int(back[u])) for k, (u, _) in enumerate(pairs)]
-        tensor_src = np.append(tensor_src, [back[v] for _, v in pairs])
-        size = np.append(size, [size[u] for u, _ in pairs])
-        seconds = np.append(seconds, table[::-1, 1] / 1e3)
-        group = np.append(group, group[::-1])
-        order = [*order, *(2 * n - 1 - v for v in order[::-1])]  # theirs follow those of the file
-        backward = np.append(backward, np.ones(n, bool))
-        param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
-    sinks = sorted(set(range(n)) - {u for u, _ in pairs})
-    graph = OpGraph.build(
-        Path(path).stem,
-        names,
-        tensor_src.astype(np.int32),
-        size.astype(np.int64),
-        np.array(uses, np.int32).reshape(-1, 2),
-        op_kind=kind,
-        op_signature=described,
-        param_bytes=params[stored],
-        param_uses=np.array(param_uses, np.int32).reshape(-1, 2),
-        group=group,
-        is_backward=backward,
-        output_tensor=sinks,
+    return (
+        [names[v] for v in order],
+        [described[v] for v in order],
+        np.array(values)[order],
+        sorted((position[a], position[b]) for a, b in pairs),
+        order,
     )
-    compute_s = np.repeat(seconds[:, None], devices, axis=1)
-    goal, facts = objective or "period", {"mode": mode}
-    return problem_of(path, "pipedream", graph, cluster, compute_s, goal, order=order, facts=facts)
 
 
 def _fields(text: str, where: str) -> list[float]:
     """The four numbers of a node; a list ``[a; b]`` of several activations is added up."""
-    found = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    by_name = dict(part.strip().partition("=")[::2] for part in text.split(","))
     values = []
     for name in FIELDS:
-        if name not in found:
-            raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(found)}")
+        if name not in by_name:
+            raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(by_name)}")
         try:
-            numbers = [float(x) for x in found[name].strip("[]").split(";")]
+            numbers = [float(x) for x in by_name[name].strip("[]").split(";")]
         except ValueError:
-            raise FormatError(f"{where}: {name} = {found[name]!r} is not a number") from None
+            raise FormatError(f"{where}: {name} = {by_name[name]!r} is not a number") from None
         total = sum(number(x, f"{where}: {name}") for x in numbers)
         values.append(number(total, f"{where}: {name}"))
     return values

@@ -68,11 +68,11 @@ class _Strict(BaseModel):
 def _record(kind: type) -> Any:
     """A strict model with the fields and defaults of a dataclass; infinite numbers are allowed."""
     limited: dict[Any, Any] = {float: Number, float | None: Number | None, int: Whole}
-    given: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     for f in fields(kind):
         hint = get_type_hints(kind)[f.name]
-        given[f.name] = (limited.get(hint, hint), ... if f.default is MISSING else f.default)
-    return create_model(kind.__name__, __base__=_Strict, **given)
+        definitions[f.name] = (limited.get(hint, hint), ... if f.default is MISSING else f.default)
+    return create_model(kind.__name__, __base__=_Strict, **definitions)
 
 
 class ClusterRecord(_Strict):
@@ -259,10 +259,14 @@ def _document(problem: Problem) -> dict[str, Any]:
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
-            "devices": [_given(d) for d in cluster.devices],
-            "links": [_given(x) for x in cluster.links],
+            "devices": [_changed_fields(d) for d in cluster.devices],
+            "links": [_changed_fields(x) for x in cluster.links],
         },
-        **({} if profile.links == cluster.links else {"links": [_given(x) for x in profile.links]}),
+        **(
+            {}
+            if profile.links == cluster.links
+            else {"links": [_changed_fields(x) for x in profile.links]}
+        ),
         "param_bytes": g.param_bytes.tolist(),
         "outputs": g.output_tensor.tolist(),
         "operators": operators,
@@ -274,7 +278,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, default=str)
 
 
-def _given(item: Device | Link) -> dict[str, Any]:
+def _changed_fields(item: Device | Link) -> dict[str, Any]:
     """The fields that are not at their defaults."""
     values = asdict(item)
     defaults = {f.name: f.default for f in fields(item)}
@@ -347,8 +351,8 @@ def _graph(record: ProblemRecord) -> OpGraph:
     src, uses, root = [], [], []
     for t, tensor in enumerate(tensors):
         where = f"tensors[{t}]"
-        made = tensor.producer
-        src.append(-1 if made is None else op_number(made, f"{where}.producer"))
+        producer = tensor.producer
+        src.append(-1 if producer is None else op_number(producer, f"{where}.producer"))
         uses += [(t, op_number(x, f"{where}.consumers")) for x in tensor.consumers]
         shared = t if tensor.memory_of is None else tensor.memory_of
         root.append(within(shared, len(tensors), f"{where}.memory_of", "tensors"))
@@ -391,16 +395,16 @@ def _profile(record: ProblemRecord, cluster: Cluster, links: tuple[Link, ...]) -
 
     def table(name: str, default: NDArray[Any] | None, dtype: type = np.float64) -> Any:
         """``[N, D]``; None where no operator has it."""
-        given = [getattr(op, name) for op in record.operators]
-        if default is not None and all(row is None for row in given):
+        entries = [getattr(op, name) for op in record.operators]
+        if default is not None and all(row is None for row in entries):
             return None
-        for op, row in zip(record.operators, given, strict=True):
+        for op, row in zip(record.operators, entries, strict=True):
             if row is not None and len(row) != num_devices:
                 raise FormatError(
                     f"operator {op.name!r}: {name} has {len(row)} values for {num_devices} devices "
                     f"{list(cluster.device_names)}"
                 )
-        rows = [default[n] if row is None else row for n, row in enumerate(given)]  # type: ignore[index]
+        rows = [default[n] if row is None else row for n, row in enumerate(entries)]  # type: ignore[index]
         return np.array(rows, dtype)
 
     compute_s = table("compute_s", None)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -131,13 +132,13 @@ def _one_at_a_time(work: Work, end: float) -> Pattern:
     Raises:
         BlocksError: not even that, or it is not known in time.
     """
-    time_ = [b.time for b in work.blocks]
+    time_of = [b.time for b in work.blocks]
     starts = np.zeros((1, work.num_blocks), np.int64)
     now = 0
     for b, block in enumerate(work.blocks):
-        arrived = [int(starts[0, u]) + time_[u] + delay for u, delay in block.preds]
+        arrived = [int(starts[0, u]) + time_of[u] + delay for u, delay in block.preds]
         starts[0, b] = max(now, *arrived, 0)
-        now = int(starts[0, b]) + time_[b]
+        now = int(starts[0, b]) + time_of[b]
     pattern = Pattern(starts, now)
     if not work.errors(starts):
         return pattern
@@ -225,6 +226,37 @@ def _shortest(work: Work, k: int, below: int, end: float) -> tuple[Pattern | Non
     return best, bound
 
 
+def _limit_pairs(
+    model: Any, work: Work, d: int, limit: int, period: int, most: int, start: Sequence[Any]
+) -> None:
+    """Of pairs that take memory of device ``d`` and release it, only so many at a time.
+
+    ``start`` are variables of the blocks of ``k`` micro-batches. Two pairs that do not fit
+    together take turns; of which periods they are is at most ``most`` apart.
+    """
+    n, pairs = work.num_blocks, work.pairs[d]
+    # (number of the pair, when it takes memory, when it releases it, how much), by micro-batch
+    spans = [
+        [
+            (i, start[first + u], start[first + v] + work.blocks[v].time, amount)
+            for i, (u, v, amount) in enumerate(pairs)
+        ]
+        for first in range(0, len(start), n)
+    ]
+    if len(pairs) > 1:
+        by_pair = itertools.chain.from_iterable(zip(*spans, strict=True))
+        model.add(
+            sum(size * (until - begin) for _, begin, until, size in by_pair) <= limit * period
+        )
+    for one, other in itertools.combinations(itertools.chain.from_iterable(spans), 2):
+        pair, begin, until, size = one
+        other_pair, other_begin, other_until, other_size = other
+        if size + other_size > limit and pair != other_pair:
+            lag = model.new_int_var(-most, most, "")
+            model.add(other_begin - period * lag >= until)
+            model.add(other_until - period * lag <= begin + period)
+
+
 def solve(
     work: Work,
     k: int,
@@ -247,9 +279,9 @@ def solve(
     if far is None or lags is None:
         return None, False
     n, total = work.num_blocks, work.num_blocks * k
-    time_ = [work.blocks[x % n].time for x in range(total)]
+    time_of = [work.blocks[x % n].time for x in range(total)]
     delay = max((d for b in work.blocks for _, d in b.preds), default=0)
-    reach = total * (period + max(time_) + delay)
+    reach = total * (period + max(time_of) + delay)
     model = cp_model.CpModel()
     start = [
         model.new_int_var(max(-reach, int(far[0, x])), min(reach, -int(far[x, 0])), "")
@@ -262,36 +294,23 @@ def solve(
     for (x, y), (low, high) in lags.items():
         q = low if low == high else model.new_int_var(max(low, -most), min(high, most), "")
         lag_of[x, y], lag_of[y, x] = q, -1 - q
-        model.add_linear_constraint(start[y] - start[x] - period * q, time_[x], period - time_[y])
-    if work.limit is not None:
-        for d, limit in enumerate(work.limit):
-            held = [x for x in range(total) if x % n in work.on[d] and work.blocks[x % n].memory]
-            for x in held:
-                taken = work.blocks[x % n].memory
-                if taken > 0:
-                    others = [work.blocks[y % n].memory * lag_of[x, y] for y in held if y != x]
-                    model.add(taken - sum(others) <= limit)
-            if len(work.pairs[d]) > 1:
-                spans = [
-                    amount * (start[c * n + v] + time_[v] - start[c * n + u])
-                    for u, v, amount in work.pairs[d]
-                    for c in range(k)
-                ]
-                model.add(sum(spans) <= limit * period)
-            for (c, (u, v, a)), (e, (x, y, b)) in itertools.combinations(
-                itertools.product(range(k), work.pairs[d]), 2
-            ):
-                if a + b > limit and (u, v) != (x, y):
-                    q = model.new_int_var(-most, most, "")
-                    begin, until = start[e * n + x], start[e * n + y] + time_[y]
-                    model.add(begin - period * q >= start[c * n + v] + time_[v])
-                    model.add(until - period * q <= start[c * n + u] + period)
+        model.add_linear_constraint(
+            start[y] - start[x] - period * q, time_of[x], period - time_of[y]
+        )
+    for d, limit in enumerate(work.limit or ()):
+        held = [x for x in range(total) if x % n in work.on[d] and work.blocks[x % n].memory]
+        for x in held:
+            taken = work.blocks[x % n].memory
+            if taken > 0:
+                others = [work.blocks[y % n].memory * lag_of[x, y] for y in held if y != x]
+                model.add(taken - sum(others) <= limit)
+        _limit_pairs(model, work, d, limit, period, most, start)
     if shortest_flow:
         first = model.new_int_var(-reach, reach, "")
         last = model.new_int_var(-reach, 2 * reach, "")
         for x in range(total):
             model.add(start[x] >= first)
-            model.add(start[x] + time_[x] <= last)
+            model.add(start[x] + time_of[x] <= last)
         model.minimize(last - first)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -402,7 +421,7 @@ def _fixed_point(
     """
     n, total = work.num_blocks, work.num_blocks * k
     devices = [set(b.devices) for b in work.blocks]
-    time_ = [work.blocks[x % n].time for x in range(total)]
+    time_of = [work.blocks[x % n].time for x in range(total)]
     pairs = [
         (x, y)
         for x, y in itertools.combinations(range(total), 2)
@@ -412,13 +431,13 @@ def _fixed_point(
         lags = {}
         changed = False
         for x, y in pairs:
-            low = -(-(int(far[x, y]) + time_[y]) // period) - 1
-            high = (-int(far[y, x]) - time_[x]) // period
+            low = -(-(int(far[x, y]) + time_of[y]) // period) - 1
+            high = (-int(far[y, x]) - time_of[x]) // period
             if low > high:
                 return None
             lags[x, y] = low, high
             if low == high:
-                after, before = time_[x] + period * low, time_[y] - period * (low + 1)
+                after, before = time_of[x] + period * low, time_of[y] - period * (low + 1)
                 if far[x, y] < after or far[y, x] < before:
                     far[x, y], far[y, x] = max(far[x, y], after), max(far[y, x], before)
                     changed = True

@@ -40,16 +40,14 @@ class _Order:
     length: int
 
 
-def earliest(work: Work, key: Keys, eager: bool = False) -> Ints | None:
-    """int64 ``[N, n]`` starts in the order of ``key [N, n]``; None if memory ends it.
-
-    With ``eager`` the key only decides between blocks that could start first.
-    """
-    order = _arranged(work, order_kernels.table(work), key, eager)
+def earliest(work: Work, key: Keys) -> Ints | None:
+    """int64 ``[N, n]`` starts in the order of ``key [N, n]``; None if memory ends it."""
+    order = _arranged(work, order_kernels.table(work), key)
     return None if order is None else order.start
 
 
 def _arranged(work: Work, table: Ints, key: Keys, eager: bool = False) -> _Order | None:
+    """With ``eager`` the key only decides between blocks that could start first."""
     num, n = key.shape
     word, start = np.empty(num * n, np.int64), np.empty((num, n), np.int64)
     before = np.empty((num, sum(len(b.devices) for b in work.blocks)), np.int64)

@@ -122,10 +122,10 @@ def _states(problem: Problem, limit: int, search: Search) -> tuple[Bools, int | 
         coarse, label = coarsen(problem, target)
         if coarse.graph.num_groups > target:  # no more can be merged
             break
-        found = enumerate_ideals(_edges(coarse), coarse.graph.num_groups, limit - len(prefixes))
-        if found is not None:
+        ideals = enumerate_ideals(_edges(coarse), coarse.graph.num_groups, limit - len(prefixes))
+        if ideals is not None:
             task = coarse.graph.group[label[first]]
-            both = np.unique(np.concatenate([prefixes, found[:, task]]), axis=0)
+            both = np.unique(np.concatenate([prefixes, ideals[:, task]]), axis=0)
             return both[np.argsort(both.sum(axis=1), kind="stable")], coarse.graph.num_groups
     return _prefixes(problem, limit), None
 
@@ -145,7 +145,7 @@ def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bo
         after[a].append(b)
     # What may be added to each set of one size.
     layer = {0: [v for v in range(num_items) if not before[v]]}
-    found = [0]
+    ideals = [0]
     for _ in range(num_items):
         grown: dict[int, list[int]] = {}
         for ideal, free in layer.items():
@@ -154,12 +154,12 @@ def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bo
                 if larger not in grown:
                     freed = [w for w in after[v] if before[w] & ~larger == 0]
                     grown[larger] = [w for w in free if w != v] + freed
-                    if len(found) + len(grown) > limit:
+                    if len(ideals) + len(grown) > limit:
                         return None
         layer = grown
-        found += sorted(grown)
+        ideals += sorted(grown)
     width = (num_items + 7) // 8
-    data = np.frombuffer(b"".join(x.to_bytes(width, "little") for x in found), np.uint8)
+    data = np.frombuffer(b"".join(x.to_bytes(width, "little") for x in ideals), np.uint8)
     bits = np.unpackbits(data.reshape(-1, width), axis=1, count=num_items, bitorder="little")
     return bits.astype(bool)
 

@@ -50,8 +50,8 @@ class BalancedSplit:
         def plan(activations: int) -> Choice:
             nonlocal split_s
             need = held_bytes(problem, activations)
-            found = [(*_split(problem, order, need), order) for order in orders]
-            split_s, choice, _ = min(found, key=lambda f: (f[0], f[2]))
+            splits = [(*_split(problem, order, need), order) for order in orders]
+            split_s, choice, _ = min(splits, key=lambda f: (f[0], f[2]))
             return choice
 
         first_that_fits(search, plan)
@@ -63,12 +63,12 @@ def _orders(classes: NDArray[np.int32], limit: int) -> list[tuple[int, ...]]:
     own = tuple(range(len(classes)))
     if len(classes) > _MAX_ORDERED:
         return [own]
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    orders: dict[tuple[int, ...], tuple[int, ...]] = {}
     for order in itertools.permutations(own):
-        found.setdefault(tuple(classes[list(order)]), order)
-        if len(found) > limit:
+        orders.setdefault(tuple(classes[list(order)]), order)
+        if len(orders) > limit:
             return [own]
-    return list(found.values())
+    return list(orders.values())
 
 
 def _split(

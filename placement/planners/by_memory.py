@@ -40,8 +40,8 @@ class ByMemory:
         tries = [(by_size, memory), (by_size, None)] if self.way == "share" else []
         tries.append((np.argsort(is_host, kind="stable"), None))
         for order, shares in tries:
-            found = split(problem, unit, order, shares)
-            search.costs(as_choice(problem, unit, found))
+            on = split(problem, unit, order, shares)
+            search.costs(as_choice(problem, unit, on))
             if search.best_s < np.inf:
                 break
         return search.solution(num_layers=int(unit.max()) + 1)

@@ -78,9 +78,9 @@ class ContiguousDp:
                 break
             before = search.best_cost
             other = merge_blocks(problem, self.max_blocks, position)
-            found = score_splits(search, other, self.max_states, each)
+            split_stats = score_splits(search, other, self.max_states, each)
             if search.best_cost < before:
-                stats = found
+                stats = split_stats
         if search.best is None:  # every device refuses operators in the middle: no split at all
             search.costs(np.argmin(problem.group_compute_s, axis=1))
         return search.solution(
@@ -119,11 +119,11 @@ def score_splits(
         rows = [_choice(stages, block, costs.kind) for _, stages in splits[:candidates]]
         if not len(rows):
             continue
-        found = search.costs(rows)
+        tried = search.costs(rows)
         if search.best_cost < known or bottleneck_s is None:
             bottleneck_s = min(value for value, _ in slowest)
         # Whether anything fits says little: one device often does. The best split has to.
-        if not len(found) or found[0] < INFEASIBLE:
+        if not len(tried) or tried[0] < INFEASIBLE:
             break
     return {"bottleneck_s": bottleneck_s, "all_orders": all_orders}
 
@@ -155,7 +155,7 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
     size = g.tensor_bytes.tolist()
     inner = [set(g.in_tensor[a:b].tolist()) for a, b in pairwise(g.in_ptr.tolist())]
     inner = [{t for t in tensors if g.tensor_src[t] >= 0} for tensors in inner]
-    made = [g.out_tensor[a:b].tolist() for a, b in pairwise(g.out_ptr.tolist())]
+    outputs = [g.out_tensor[a:b].tolist() for a, b in pairwise(g.out_ptr.tolist())]
     users = [set(g.use_dst[a:b].tolist()) for a, b in pairwise(g.use_ptr.tolist())]
     for rule in range(count):
         factor = np.exp(0.5 * rng.standard_normal(g.num_ops)).tolist()
@@ -164,14 +164,14 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
         position = np.full(g.num_groups, -1, np.int32)
         placed = 0
 
-        def kept(n: int, left: list[int] = left, factor: list[float] = factor) -> float:
+        def growth(n: int, left: list[int] = left, factor: list[float] = factor) -> float:
             freed = sum(size[t] for t in inner[n] if left[t] == 1)
-            return factor[n] * (sum(size[t] for t in made[n]) - freed)
+            return factor[n] * (sum(size[t] for t in outputs[n]) - freed)
 
         while ready:
             k = len(ready) - 1
             if rule % 3 == 0:
-                k = min(range(max(0, k - _LOOK), k + 1), key=lambda k: kept(ready[k]))
+                k = min(range(max(0, k - _LOOK), k + 1), key=lambda k: growth(ready[k]))
             elif rule % 3 == 1:
                 k = int(rng.integers(k + 1))
             n = ready.pop(k)
@@ -181,7 +181,7 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
             for t in inner[n]:
                 left[t] -= 1
             fresh = []
-            for user in (user for t in made[n] for user in users[t]):
+            for user in (user for t in outputs[n] for user in users[t]):
                 missing[user] -= 1
                 if missing[user] == 0:
                     fresh.append(user)
@@ -243,9 +243,9 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         else problem.compute_s
     )
 
-    made, producer, both, first, last = made_and_used(g, at)
-    given = g.tensor_src[g.use_tensor] < 0  # uses of model inputs
-    inputs = np.stack([g.use_tensor[given], at[g.use_dst[given]]])
+    produced, producer, both, first, last = made_and_used(g, at)
+    is_input = g.tensor_src[g.use_tensor] < 0  # uses of model inputs
+    inputs = np.stack([g.use_tensor[is_input], at[g.use_dst[is_input]]])
     all_uses, made_at, given_at = (points(x, size) for x in (both, producer, inputs))
     host, shares_host = host_of(problem)
     kind = device_classes(problem)
@@ -270,7 +270,7 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
             received[k] += touched(given_at, from_host, size)
         block_s = _mean_transfer(problem, here, others, problem.link_blocking)
         # A tensor is sent where it is made and not everything that uses it is.
-        inside = within(first[made], last[made], block_s[made], size)
+        inside = within(first[produced], last[produced], block_s[produced], size)
         blocked[k] = touched(made_at, block_s, size) - inside
 
     roots = np.stack([g.tensor_root[both[0]], both[1]])
@@ -293,16 +293,16 @@ def made_and_used(g: OpGraph, at: Ints) -> tuple[NDArray, NDArray, NDArray, NDAr
         int ``[P]`` these tensors; ``[2, P]`` (tensor, block that makes it); ``[2, K]`` (tensor,
         block that makes or uses it); ``[T]`` the first and ``[T]`` the last of these blocks.
     """
-    made = np.flatnonzero(g.tensor_src >= 0)
+    produced = np.flatnonzero(g.tensor_src >= 0)
     inner = g.tensor_src[g.use_tensor] >= 0
-    producer = np.stack([made, at[g.tensor_src[made]]])
+    producer = np.stack([produced, at[g.tensor_src[produced]]])
     users = np.stack([g.use_tensor[inner], at[g.use_dst[inner]]])
     both = np.concatenate([producer, users], axis=1)
     first = np.full(g.num_tensors, np.iinfo(np.int64).max)
     last = np.full(g.num_tensors, -1)
     np.minimum.at(first, both[0], both[1])
     np.maximum.at(last, both[0], both[1])
-    return made, producer, both, first, last
+    return produced, producer, both, first, last
 
 
 def _mean_transfer(
@@ -407,9 +407,9 @@ def _solve(
             yield int(by[state, end]), begin, end
             state, end = int(came[state, end]), begin
 
-    found = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
-    found.sort(key=lambda s: best[s, -1])
-    return [(float(best[s, -1]), list(stages(s))[::-1]) for s in found]
+    reached = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
+    reached.sort(key=lambda s: best[s, -1])
+    return [(float(best[s, -1]), list(stages(s))[::-1]) for s in reached]
 
 
 def _choice(stages: list[Stage], block: Ints, classes: Ints) -> Choice:

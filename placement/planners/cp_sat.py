@@ -70,40 +70,40 @@ class CpSat:
                 "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
             ) from error
         search = Search(problem, self.seconds)
-        exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
+        exact.begin(search, self.start, self.contiguous, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:
             try:
                 return _latency(self, cp_model, search, exact.writing(search, _READING))
             except exact.OutOfTime:
                 bound_s = lower_bound(problem)
                 return search.solution(bound_s, status=exact.UNWRITTEN, branches=0)
-        s = exact.stages(problem, self.contiguous, search)
+        stages = exact.stages(problem, self.contiguous, search)
         unit_s = (
-            s.upper_s / _UNITS
-            if s.start is not None and s.upper_s > 0
-            else exact.largest_s(s) / _UNITS
+            stages.upper_s / _UNITS
+            if stages.start is not None and stages.upper_s > 0
+            else exact.largest_s(stages) / _UNITS
         )
         model = cp_model.CpModel()
         load = model.new_int_var(0, 2**40, "load")
         try:
             check = exact.writing(search, _READING)
-            x, kind = _stages(model, load, problem, s, unit_s, check)
+            x, kind = _stages(model, load, problem, stages, unit_s, check)
             check()
         except exact.OutOfTime:
             return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, branches=0)
         model.minimize(load)
-        if s.start is not None:
+        if stages.start is not None:
             model.add(load <= _UNITS)
-            _hint(model, x, s.start)
+            _hint(model, x, stages.start)
             for stage, row in enumerate(kind):
-                assert s.start_kind is not None
+                assert stages.start_kind is not None
                 for k, chosen in enumerate(row):
-                    model.add_hint(chosen, int(s.start_kind[stage] == k))
+                    model.add_hint(chosen, int(stages.start_kind[stage] == k))
         solver, status = _solve(self, cp_model, model, search)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             at = [next(c for c, v in row.items() if solver.value(v)) for row in x]
             chosen_kind = [next(k for k, v in enumerate(r) if solver.value(v)) for r in kind]
-            search.consider(s.choice(problem, np.array(at), chosen_kind), 1)
+            search.consider(stages.choice(problem, np.array(at), chosen_kind), 1)
         bound_s = max(0.0, solver.best_objective_bound) * unit_s * (1 - 1e-12)
         return exact.finish(
             search,
@@ -132,62 +132,66 @@ def _stages(
     model: Any,
     load: Any,
     problem: Problem,
-    s: exact.Stages,
+    stages: exact.Stages,
     unit_s: float,
     check: Callable[[], None],
 ) -> tuple[list[dict[int, Any]], list[list[Any]]]:
     """Variables: is block ``i`` on stage ``c`` (``x[i][c]``), is stage ``c`` of kind ``k``."""
-    b, num_stages = s.costs, problem.num_devices
-    rank = np.argsort(exact.by_weight(b))
+    blocks, num_stages = stages.costs, problem.num_devices
+    rank = np.argsort(exact.by_weight(blocks))
     x: list[dict[int, Any]] = []
-    for i in range(b.num_blocks):
+    for i in range(blocks.num_blocks):
         check()
         x.append(
-            {c: model.new_bool_var("") for c in range(num_stages) if s.may_run(i, int(rank[i]), c)}
+            {
+                c: model.new_bool_var("")
+                for c in range(num_stages)
+                if stages.may_run(i, int(rank[i]), c)
+            }
         )
         model.add_exactly_one(x[i].values())
     kind: list[list[Any]] = []
-    if s.kind is None:
-        kind = [[model.new_bool_var("") for _ in s.kinds] for _ in range(num_stages)]
+    if stages.kind is None:
+        kind = [[model.new_bool_var("") for _ in stages.kinds] for _ in range(num_stages)]
         for kinds in kind:
             model.add_exactly_one(kinds)
-        for k, members in enumerate(s.kinds):
+        for k, members in enumerate(stages.kinds):
             model.add(sum(kinds[k] for kinds in kind) == len(members))
         # up[i][c]: block i is on stage c or before.
-        up = [[model.new_bool_var("") for _ in range(num_stages)] for _ in range(b.num_blocks)]
+        up = [[model.new_bool_var("") for _ in range(num_stages)] for _ in range(blocks.num_blocks)]
         for i, row in enumerate(up):
             check()
             model.add(row[-1] == 1)
             for c in range(num_stages):
                 model.add(row[c] - (row[c - 1] if c else 0) == x[i][c])
-        for first, then in s.edges:
+        for first, then in stages.edges:
             check()
             for c in range(num_stages):
                 model.add_implication(up[then][c], up[first][c])
-    total_bytes = int(b.own_bytes.sum() + b.tied_bytes.sum())
+    total_bytes = int(blocks.own_bytes.sum() + blocks.tied_bytes.sum())
     for c in range(num_stages):
         paid = []
-        for t in s.paid_on(c):
+        for t in stages.paid_on(c):
             check()
             pays = model.new_bool_var("")
             paid.append((t, pays))
-            here = x[b.src[t]].get(c, 0) if b.src[t] >= 0 else 0
-            for u in b.use_dst[b.use_ptr[t] : b.use_ptr[t + 1]]:
+            here = x[blocks.src[t]].get(c, 0) if blocks.src[t] >= 0 else 0
+            for u in blocks.use_dst[blocks.use_ptr[t] : blocks.use_ptr[t + 1]]:
                 there = x[u].get(c, 0)
                 model.add(pays >= there - here)
                 model.add(pays >= here - there)
         on = [row.get(c) for row in x]
-        for k in range(len(s.kinds)) if s.kind is None else [int(s.kind[c])]:
-            d = s.kinds[k][0]
-            runs = np.isfinite(b.compute_s[:, d])
+        for k in range(len(stages.kinds)) if stages.kind is None else [int(stages.kind[c])]:
+            d = stages.kinds[k][0]
+            runs = np.isfinite(blocks.compute_s[:, d])
             used = [(i, v) for i, v in enumerate(on) if v is not None]
-            total = sum(_units(b.compute_s[i, d], unit_s) * v for i, v in used if runs[i])
-            total += sum(_units(b.io_s[t, d], unit_s) * v for t, v in paid)
+            total = sum(_units(blocks.compute_s[i, d], unit_s) * v for i, v in used if runs[i])
+            total += sum(_units(blocks.io_s[t, d], unit_s) * v for t, v in paid)
             rows = [model.add(total <= load)]
             if total_bytes > problem.memory_bytes[d]:
-                rows.append(model.add(_held(model, b, on) <= int(problem.memory_bytes[d])))
+                rows.append(model.add(_held(model, blocks, on) <= int(problem.memory_bytes[d])))
             rows += [model.add(v == 0) for i, v in used if not runs[i]]
-            if s.kind is None:
+            if stages.kind is None:
                 for row in rows:
                     row.only_enforce_if(kind[c][k])
     return x, kind
@@ -280,8 +284,8 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
             model.add_hint(variable, int(device == d))
     solver, status = _solve(planner, cp_model, model, search)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = [next(d for d, v in row.items() if solver.value(v)) for row in x]
-        search.consider(np.array(found, np.int32), 1)
+        choice = [next(d for d, v in row.items() if solver.value(v)) for row in x]
+        search.consider(np.array(choice, np.int32), 1)
     path_s = lower_bound(problem)
     bound_s = max(path_s, solver.best_objective_bound * unit_s)
     return search.solution(

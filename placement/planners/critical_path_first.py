@@ -36,8 +36,8 @@ class CriticalPathFirst:
         wanted = np.full(problem.num_ops, -1, np.int32)
         wanted[path] = device
         order = list(ready_order(problem, priority))
-        made = schedule_that_fits(search, lambda schedule: schedule.place(order, wanted=wanted))
-        return search.solution(makespan_s=made.makespan_s, critical_ops=len(path))
+        filled = schedule_that_fits(search, lambda schedule: schedule.place(order, wanted=wanted))
+        return search.solution(makespan_s=filled.makespan_s, critical_ops=len(path))
 
 
 def critical_path(problem: Problem, priority: Floats) -> list[int]:

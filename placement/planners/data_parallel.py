@@ -62,8 +62,8 @@ class DataParallel:
         assert search.best is not None, "single devices were scored"
         used, turns = np.unique(np.atleast_2d(search.best)[:, 0], return_counts=True)
         names = problem.cluster.device_names
-        told = {names[d]: int(n) for d, n in zip(used, turns, strict=True)}
-        return search.solution(turns=told)
+        by_name = {names[d]: int(n) for d, n in zip(used, turns, strict=True)}
+        return search.solution(turns=by_name)
 
 
 def check_turns(planner: str, problem: Problem) -> None:

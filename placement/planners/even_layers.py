@@ -43,8 +43,8 @@ def layer_units(problem: Problem) -> NDArray[np.int32]:
     graph = problem.graph
     first = np.full(graph.num_groups, -1)
     first[graph.group[::-1]] = np.arange(graph.num_ops)[::-1]  # operator that a group begins with
-    found = [_LAYER.match(graph.op_module[n]) for n in first]
-    names = [None if m is None else m[0] for m in found]
+    matches = [_LAYER.match(graph.op_module[n]) for n in first]
+    names = [None if m is None else m[0] for m in matches]
     if not any(names):
         return np.arange(graph.num_groups, dtype=np.int32)
     unit = np.zeros(graph.num_groups, np.int32)

@@ -95,9 +95,9 @@ class IdealDp:
         )
         reduced = _reduced(problem, True)
         dp_started = time.perf_counter()
-        first = last = self._found(problem, reduced, _FAR, left)
+        first = last = self._best(problem, reduced, _FAR, left)
         if not first.proved and (first.load_s == _FAR or not first.message):
-            last = self._found(problem, _reduced(problem, False), first.load_s, left)
+            last = self._best(problem, _reduced(problem, False), first.load_s, left)
         best = min(first, last, key=lambda found: found.load_s)
         ended = time.perf_counter()
         linear_s = min(first.linear_s, last.linear_s)
@@ -127,7 +127,7 @@ class IdealDp:
             stats["infeasible"] = why_infinite(problem.one_run, best.placement)
         return Solution(best.placement, value, bound, stats)
 
-    def _found(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Found:
+    def _best(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Best:
         """The best split of these items, if its load is below ``below_s``."""
         item, edges = reduced.item, reduced.edges
         b = blocks(problem, item)
@@ -168,7 +168,7 @@ class IdealDp:
                     proved = False
                     message = f"{left.over(self)} were over before all stages were seen"
         best = min(linear, exact, key=_load)
-        return _Found(
+        return _Best(
             load_s=best.load_s,
             placement=_placement(item, kinds, best.stages) if best.load_s < _FAR else None,
             linear_s=linear.load_s,
@@ -180,7 +180,7 @@ class IdealDp:
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Best:
     """The best split of one sort of items.
 
     Attributes:
@@ -240,10 +240,10 @@ class _Reduced:
     def without_joined(self, problem: Problem) -> Problem:
         """The same problem where operators that were ``joined`` read no parameters."""
         g = problem.graph
-        kept = ~self.joined[g.param_use_op]
+        stays = ~self.joined[g.param_use_op]
         return replace(
             problem,
-            graph=replace(g, param_use_op=g.param_use_op[kept], param_use=g.param_use[kept]),
+            graph=replace(g, param_use_op=g.param_use_op[stays], param_use=g.param_use[stays]),
         )
 
 
@@ -307,43 +307,14 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     return _Reduced(number, order, moved[item[group]], bool(moved[holders].any()))
 
 
-def _components(n: int, edges: NDArray[Any]) -> NDArray[np.intp]:
-    """Strongly connected component of each of ``n`` nodes, numbered from 0 (Tarjan)."""
-    after: list[list[int]] = [[] for _ in range(n)]
-    for a, b in edges.tolist():
-        after[a].append(b)
-    index, low, label = [-1] * n, [0] * n, [-1] * n
-    stack: list[int] = []
-    seen = found = 0
-    for root in range(n):
-        if index[root] >= 0:
-            continue
-        walk = [(root, iter(after[root]))]
-        index[root] = low[root] = seen
-        seen += 1
-        stack.append(root)
-        while walk:
-            v, rest = walk[-1]
-            w = next(rest, None)
-            if w is None:
-                walk.pop()
-                if walk:
-                    low[walk[-1][0]] = min(low[walk[-1][0]], low[v])
-                if low[v] == index[v]:
-                    while True:
-                        w = stack.pop()
-                        label[w] = found
-                        if w == v:
-                            break
-                    found += 1
-            elif index[w] < 0:
-                index[w] = low[w] = seen
-                seen += 1
-                stack.append(w)
-                walk.append((w, iter(after[w])))
-            elif label[w] < 0:
-                low[v] = min(low[v], index[w])
-    return np.array(label, np.intp)
+def _components(n: int, edges: NDArray[Any]) -> NDArray[np.int32]:
+    """Strongly connected component of each of ``n`` nodes, numbered from 0."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    table = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(n, n))
+    label: NDArray[np.int32] = connected_components(table, connection="strong")[1]
+    return label
 
 
 def _merge_trivial(
@@ -641,9 +612,9 @@ def _solve(
     )
     at = sets = 0
     while at < ideals.count and left:
-        at, met, made = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))
+        at, met, steps = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))
         sets += met
-        left.steps -= made
+        left.steps -= steps
     complete = at >= ideals.count
     state = int(value[-1].argmin())
     if not value[-1, state] < below_s:
@@ -683,6 +654,7 @@ def load_kernels() -> None:
     graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])
     zeros = np.zeros((2, 1))
     one = Problem(graph, Cluster("one", (Device("one"),)), Profile(("one",), zeros, zeros))
+    contract(one)  # SciPy too is imported outside of budgets
     b = blocks(one, np.arange(2, dtype=np.int32))
     kinds = _kinds(one, b, 2)
     ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)

@@ -62,8 +62,8 @@ class LayerDp:
             tries += [(parted, helper) for helper in range(problem.num_devices)]
         for block, helper in tries:
             for activations in (False, True):
-                found = _solve(problem, block, helper, activations, self.max_states)
-                if found is None or search.cost(found) < INFEASIBLE:
+                choice = _solve(problem, block, helper, activations, self.max_states)
+                if choice is None or search.cost(choice) < INFEASIBLE:
                     break  # the best without them, and it fits with them too
         return search.solution(all_orders=all_orders)
 
@@ -125,9 +125,9 @@ class _Stages:
         way = _ways(problem, np.arange(len(block) + 1))
         after = np.flatnonzero(np.append(True, block[1:] != block[:-1]))
         host, shares = host_of(problem)
-        given = [] if shares.all() else np.flatnonzero(graph.tensor_src < 0).tolist()
+        inputs = [] if shares.all() else np.flatnonzero(graph.tensor_src < 0).tolist()
         enter = np.array([
-            0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in given)
+            0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in inputs)
             for d in firsts.tolist()
         ])  # fmt: skip
         held = _held(problem, block, size, activations)
@@ -173,8 +173,8 @@ def _ways(problem: Problem, cuts: NDArray[np.intp]) -> Floats:
             else:
                 pairs = problem.link_latency_s + graph.tensor_bytes[t] * problem.link_s_per_byte
             way[graph.group[dst]] = np.maximum(way[graph.group[dst]], pairs)
-    for found in way:
-        np.fill_diagonal(found, 0.0)
+    for matrix in way:
+        np.fill_diagonal(matrix, 0.0)
     return way
 
 
@@ -184,10 +184,10 @@ def _held(problem: Problem, block: Ints, size: int, activations: bool) -> Floats
     params = np.stack([graph.param_use, block[graph.group[graph.param_use_op]]])
     held = touched(points(params, size), graph.param_bytes.astype(np.float64), size)
     if activations:
-        made = graph.tensor_src >= 0
+        produced = graph.tensor_src >= 0
         uses = np.stack([graph.use_tensor, block[graph.group[graph.use_dst]]])
         ends = np.stack([
-            np.flatnonzero(made), block[graph.group[graph.tensor_src[made]]]
+            np.flatnonzero(produced), block[graph.group[graph.tensor_src[produced]]]
         ])  # fmt: skip
         at = points(np.concatenate([uses, ends], axis=1), size)
         held = held + touched(at, graph.tensor_bytes.astype(np.float64), size)
@@ -299,16 +299,16 @@ class _Table:
     def entered(self, n: int) -> tuple[Floats, NDArray[np.intp]]:
         """``[U, C + 1]`` seconds until the last device of ``n`` begins, and the node before."""
         k, before = self.nodes[n]
-        found = []
+        costs = []
         for p in before:
             if p >= 0:
-                found.append(self.best[p] + self.ways[:, self.nodes[p][0], k])
+                costs.append(self.best[p] + self.ways[:, self.nodes[p][0], k])
             else:
                 start = np.full(self.best.shape[1:], np.inf)
                 start[0, 0] = self.stages.enter[k]
-                found.append(start)
-        at = np.argmin(found, axis=0)
-        return np.min(found, axis=0), np.array(before)[at]
+                costs.append(start)
+        at = np.argmin(costs, axis=0)
+        return np.min(costs, axis=0), np.array(before)[at]
 
     def ending(self, n: int, enter: Floats) -> Floats:
         """``[U, C + 1, C + 1]`` seconds where the last stage is of blocks ``[j, i)``."""
@@ -347,11 +347,11 @@ class _Table:
 def _between(way: Floats, kind: Ints) -> Floats:
     """float64 ``[C + 1, K, K]``: ways between classes, within one from a device to another."""
     count = int(kind.max()) + 1
-    found = np.full((len(way), count, count), np.inf)
+    seconds = np.full((len(way), count, count), np.inf)
     for e, k in product(range(count), repeat=2):
         ends = [
             (a, b) for a in np.flatnonzero(kind == e) for b in np.flatnonzero(kind == k) if a != b
         ]
         if ends:
-            found[:, e, k] = way[:, *ends[0]]
-    return found
+            seconds[:, e, k] = way[:, *ends[0]]
+    return seconds

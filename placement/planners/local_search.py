@@ -59,9 +59,9 @@ class LocalSearch:
                     kicked = _kicked(search, rng)
                     here.go(kicked, search.cost(kicked))
                     continue
-                found = here.trial(*propose(rng, here.choice))
-                stale = 0 if found < here.cost else stale + 1
-                if found <= here.cost:
+                cost = here.trial(*propose(rng, here.choice))
+                stale = 0 if cost < here.cost else stale + 1
+                if cost <= here.cost:
                     here.keep()
         return search.solution(restarts=restarts)
 

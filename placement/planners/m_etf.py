@@ -28,7 +28,7 @@ class MEtf:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         nobody = np.full(problem.num_ops, -1, np.int32)
-        made = schedule_that_fits(
+        filled = schedule_that_fits(
             search, lambda schedule: schedule.place_first_to_start(problem.upward_rank_s, nobody)
         )
-        return search.solution(makespan_s=made.makespan_s)
+        return search.solution(makespan_s=filled.makespan_s)

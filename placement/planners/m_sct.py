@@ -47,11 +47,11 @@ class MSct:
         favourite = favourite_children(problem, self.threshold, self.lp_seconds)
         solved = favourite is not None
         child = np.full(problem.num_ops, -1, np.int32) if favourite is None else favourite
-        made = schedule_that_fits(
+        filled = schedule_that_fits(
             search, lambda schedule: schedule.place_first_to_start(problem.upward_rank_s, child)
         )
         count = int((child >= 0).sum())
-        return search.solution(makespan_s=made.makespan_s, favourites=count, lp_solved=solved)
+        return search.solution(makespan_s=filled.makespan_s, favourites=count, lp_solved=solved)
 
 
 def favourite_children(

@@ -14,6 +14,7 @@ from placement.planners import PlannerError, check_least
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Planner, Problem, Solution
 from placement.search import macro
+from placement.search.descent import descend
 from placement.search.evaluation import (
     Choice,
     Search,
@@ -27,7 +28,6 @@ from placement.simulator.analytic_kernels import Moves, piecewise_tables
 from placement.tools.clock import loads
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
-SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # single, run, chain, growth, swap; cumulated
 # Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
 _FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.03, 1e-5, 2, 8)
 _ROUNDS = (_FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH)
@@ -54,7 +54,9 @@ class MacroSearch:
     everywhere. For ``piecewise_latency`` a kernel walks over the pieces and gives up where the
     latency is above what would be accepted; a fifth of its moves take a part of a stage, cut
     off before or behind a group, to a device next to it. Other objectives are simulated,
-    ``width`` placements at once, and annealed as they are.
+    ``width`` placements at once, and annealed as they are. Before it is annealed a period is
+    improved by its estimate, and ``max_load`` too where evaluations are limited
+    (``placement.search.descent``).
 
     The budget is divided into ``rounds`` that cool down. For ``max_load`` each starts from the
     best so far, and in most ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance
@@ -100,7 +102,8 @@ class MacroSearch:
 
 
 def _anneal(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
-    """Anneal until the budget ends."""
+    """Anneal until the budget ends, from where a descent ends."""
+    descend(search, planner.seed)
     if search.problem.objective is Objective.MAX_LOAD:
         _anneal_loads(planner, search)
     elif search.problem.objective is Objective.PIECEWISE_LATENCY:
@@ -142,7 +145,7 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     moves = LoadMoves(problem, search.best[problem.graph.group])
     body = min(planner.body or 64, problem.graph.num_groups)
     compute_s, graph = moves.tables.compute_s, neighbours(problem)
-    draws = macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
+    draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, 0.0, body)
     best = search.best.copy()
     best_s = search.best_s
     rounds = planner.rounds or 6
@@ -185,7 +188,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     members = macro.Members(ptr=ptr, op=op, device=np.empty(g.num_ops, np.int32))
     body = min(planner.body or g.num_groups, g.num_groups)
     compute_s, graph = tables.compute_s, neighbours(problem)
-    draws = macro.draws_of(compute_s, graph, planner.seed, SHARE, _CUT, body)
+    draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, _CUT, body)
     best = search.best.copy()
     best_s = search.best_s
     rounds = planner.rounds or 8
@@ -232,7 +235,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     choose = np.random.default_rng(planner.seed)
     body = min(planner.body or problem.graph.num_groups, problem.graph.num_groups)
     compute_s, graph = problem.group_compute_s, neighbours(problem)
-    draws = macro.draws_of(compute_s, graph, planner.seed, SHARE, 0.0, body)
+    draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, 0.0, body)
     width = planner.width
     here, cost, current = search.best, search.best_cost, -1
     for this, part in _cooling(search, planner.rounds or 6):

@@ -97,15 +97,15 @@ def _silent() -> Iterator[None]:
     flush = ctypes.CDLL(None).fflush if os.name == "posix" else lambda _: None
     sys.stdout.flush()
     flush(None)
-    kept = os.dup(1)
+    stdout = os.dup(1)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
         yield
     finally:
         flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _whole(weights: Any) -> NDArray[np.int64]:

@@ -51,13 +51,13 @@ class Mip:
         from scipy.sparse import csr_array
 
         search = Search(problem, self.seconds)
-        exact.begin(search, self.start, self.contiguous, min(5.0, 0.1 * self.seconds))
-        s = exact.stages(problem, self.contiguous, search)
-        known = s.start is not None and s.upper_s > 0
-        unit_s = s.upper_s if known else exact.largest_s(s)
+        exact.begin(search, self.start, self.contiguous, self.seconds)
+        stages = exact.stages(problem, self.contiguous, search)
+        known = stages.start is not None and stages.upper_s > 0
+        unit_s = stages.upper_s if known else exact.largest_s(stages)
         try:
             check = exact.writing(search, _READING)
-            rows, x, kind = _stages(problem, s, unit_s, check)
+            rows, x, kind = _stages(problem, stages, unit_s, check)
             check()
         except exact.OutOfTime:
             return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, nodes=0)
@@ -78,7 +78,9 @@ class Mip:
         )
         if answer.x is not None:
             stage = np.where(x >= 0, answer.x[x], -1.0).argmax(axis=1)
-            search.consider(s.choice(problem, stage, answer.x[kind].argmax(axis=1).tolist()), 1)
+            search.consider(
+                stages.choice(problem, stage, answer.x[kind].argmax(axis=1).tolist()), 1
+            )
         dual = answer.get("mip_dual_bound")
         dual = dual if dual is not None and np.isfinite(dual) else 0.0
         bound_s = max(0.0, dual * (1 - _TOLERANCE) - _TOLERANCE) * unit_s
@@ -121,59 +123,61 @@ class _Rows:
 
 
 def _stages(
-    problem: Problem, s: exact.Stages, unit_s: float, check: Callable[[], None]
+    problem: Problem, stages: exact.Stages, unit_s: float, check: Callable[[], None]
 ) -> tuple[_Rows, np.ndarray, np.ndarray]:
     """The program, columns ``x [I, S]`` of blocks on stages (-1: not there), ``kind [S, K]``."""
-    b, num_stages = s.costs, problem.num_devices
+    blocks, num_stages = stages.costs, problem.num_devices
     rows = _Rows()
-    rank = np.argsort(exact.by_weight(b))
-    x = np.full((b.num_blocks, num_stages), -1)
-    for i in range(b.num_blocks):
+    rank = np.argsort(exact.by_weight(blocks))
+    x = np.full((blocks.num_blocks, num_stages), -1)
+    for i in range(blocks.num_blocks):
         check()
         for c in range(num_stages):
-            if s.may_run(i, int(rank[i]), c):
+            if stages.may_run(i, int(rank[i]), c):
                 x[i, c] = rows.binary()
         rows.row(1, 1, [(column, 1.0) for column in x[i]])
-    kind = np.array([[rows.binary() for _ in s.kinds] for _ in range(num_stages)])
+    kind = np.array([[rows.binary() for _ in stages.kinds] for _ in range(num_stages)])
     for c in range(num_stages):
         rows.row(1, 1, [(column, 1.0) for column in kind[c]])
-        if s.kind is not None:
-            rows.row(1, 1, [(kind[c, s.kind[c]], 1.0)])
-    if s.kind is None:
-        for k, members in enumerate(s.kinds):
+        if stages.kind is not None:
+            rows.row(1, 1, [(kind[c, stages.kind[c]], 1.0)])
+    if stages.kind is None:
+        for k, members in enumerate(stages.kinds):
             rows.row(len(members), len(members), [(column, 1.0) for column in kind[:, k]])
-        up = np.array([[rows.binary() for _ in range(num_stages)] for _ in range(b.num_blocks)])
-        for i in range(b.num_blocks):
+        up = np.array(
+            [[rows.binary() for _ in range(num_stages)] for _ in range(blocks.num_blocks)]
+        )
+        for i in range(blocks.num_blocks):
             check()
             rows.row(1, 1, [(up[i, -1], 1.0)])
             for c in range(num_stages):
                 before = up[i, c - 1] if c else -1
                 rows.row(0, 0, [(up[i, c], 1.0), (before, -1.0), (x[i, c], -1.0)])
-        for first, then in s.edges:
+        for first, then in stages.edges:
             check()
             for c in range(num_stages):
                 rows.row(0, np.inf, [(up[first, c], 1.0), (up[then, c], -1.0)])
     for c in range(num_stages):
         paid = []
-        for t in s.paid_on(c):
+        for t in stages.paid_on(c):
             check()
             pays = rows.binary()
             paid.append((pays, t))
-            here = x[b.src[t], c] if b.src[t] >= 0 else -1
-            for u in b.use_dst[b.use_ptr[t] : b.use_ptr[t + 1]]:
+            here = x[blocks.src[t], c] if blocks.src[t] >= 0 else -1
+            for u in blocks.use_dst[blocks.use_ptr[t] : blocks.use_ptr[t + 1]]:
                 rows.row(0, np.inf, [(pays, 1.0), (x[u, c], -1.0), (here, 1.0)])
                 rows.row(0, np.inf, [(pays, 1.0), (x[u, c], 1.0), (here, -1.0)])
-        held = [(x[i, c], float(b.own_bytes[i])) for i in range(b.num_blocks)]
-        for q, size in enumerate(b.tied_bytes):
+        held = [(x[i, c], float(blocks.own_bytes[i])) for i in range(blocks.num_blocks)]
+        for q, size in enumerate(blocks.tied_bytes):
             holds = rows.binary()
             held.append((holds, float(size)))
-            for i in b.tied_dst[b.tied_ptr[q] : b.tied_ptr[q + 1]]:
+            for i in blocks.tied_dst[blocks.tied_ptr[q] : blocks.tied_ptr[q + 1]]:
                 rows.row(0, np.inf, [(holds, 1.0), (x[i, c], -1.0)])
-        for k in range(len(s.kinds)) if s.kind is None else [int(s.kind[c])]:
-            d = s.kinds[k][0]
-            runs = np.isfinite(b.compute_s[:, d])
-            used = [(x[i, c], b.compute_s[i, d] / unit_s) for i in np.flatnonzero(runs)]
-            used += [(pays, b.io_s[t, d] / unit_s) for pays, t in paid]
+        for k in range(len(stages.kinds)) if stages.kind is None else [int(stages.kind[c])]:
+            d = stages.kinds[k][0]
+            runs = np.isfinite(blocks.compute_s[:, d])
+            used = [(x[i, c], blocks.compute_s[i, d] / unit_s) for i in np.flatnonzero(runs)]
+            used += [(pays, blocks.io_s[t, d] / unit_s) for pays, t in paid]
             most = sum(value for _, value in used)  # the row is off where the kind is another
             rows.row(-np.inf, most, [(0, -1.0), (kind[c, k], most), *used])
             capacity, total = float(problem.memory_bytes[d]), sum(v for _, v in held)

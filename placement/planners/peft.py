@@ -30,8 +30,8 @@ class Peft:
         table = optimistic_cost(problem)
         mean = np.where(problem.supported, table, 0.0).sum(axis=1) / problem.supported.sum(axis=1)
         order = list(ready_order(problem, mean))
-        made = schedule_that_fits(search, lambda schedule: schedule.place(order, table))
-        return search.solution(makespan_s=made.makespan_s)
+        filled = schedule_that_fits(search, lambda schedule: schedule.place(order, table))
+        return search.solution(makespan_s=filled.makespan_s)
 
 
 def optimistic_cost(problem: Problem) -> NDArray[np.float64]:

@@ -60,11 +60,11 @@ class Pipedream:
 
 def crossing_s(problem: Problem, block: Ints) -> Floats:
     """float64 ``[D, C + 1]``: to send ``D`` whatever crosses the cut before each block."""
-    made, _, _, first, last = made_and_used(problem.graph, block[problem.graph.group])
+    produced, _, _, first, last = made_and_used(problem.graph, block[problem.graph.group])
     total = np.zeros((problem.num_devices, int(block.max()) + 2))
     for d in range(problem.num_devices):
-        np.add.at(total[d], first[made] + 1, problem.io_s[made, d])
-        np.add.at(total[d], last[made] + 1, -problem.io_s[made, d])
+        np.add.at(total[d], first[produced] + 1, problem.io_s[produced, d])
+        np.add.at(total[d], last[produced] + 1, -problem.io_s[produced, d])
     return np.maximum(total.cumsum(axis=1), 0.0)
 
 

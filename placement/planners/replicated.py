@@ -66,7 +66,7 @@ class Replicated:
         period_s, stages, table, devices = min(tried, key=lambda x: x[0])
         phases = math.lcm(*(r for *_, r in stages)) if stages else 1
         choice = np.zeros((phases, problem.graph.num_groups), np.int32)
-        told, free = [], 0
+        described, free = [], 0
         number = block[problem.graph.group]
         for begin, end, replicas in stages:
             mine = devices[free : free + replicas]
@@ -74,7 +74,7 @@ class Replicated:
             choice[:, (block >= begin) & (block < end)] = turn[:, None]
             ops = np.flatnonzero((number >= begin) & (number < end))
             op_name = problem.graph.op_name
-            told.append(
+            described.append(
                 {
                     "first": op_name[ops[0]],
                     "last": op_name[ops[-1]],
@@ -86,10 +86,10 @@ class Replicated:
             free += replicas
         rows = np.stack([supported_choice(problem, row) for row in choice])
         search.consider(rows[0] if phases == 1 else rows, 1)
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if stages:
-            found = {"stages": told, "replicated_period_s": period_s}
-        return search.solution(**found)
+            facts = {"stages": described, "replicated_period_s": period_s}
+        return search.solution(**facts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +111,10 @@ class StagePeriods:
 
 def numbers(most: int) -> NDArray[np.int64]:
     """Which numbers of replicas are tried: all up to 32, then steps of a tenth, and the most."""
-    found = list(range(1, min(most, _EVERY) + 1))
-    while found[-1] < most:
-        found.append(min(most, int(np.ceil(found[-1] * _STEP))))
-    return np.array(found, np.int64)
+    counts = list(range(1, min(most, _EVERY) + 1))
+    while counts[-1] < most:
+        counts.append(min(most, int(np.ceil(counts[-1] * _STEP))))
+    return np.array(counts, np.int64)
 
 
 def by_speed(problem: Problem) -> list[NDArray[np.intp]]:
@@ -145,19 +145,21 @@ def stage_periods(
     lows, highs = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
 
     # As ``contiguous_dp.stage_costs`` counts them: backward operators may lie before forward ones.
-    made, producer, both, first, last = made_and_used(g, at)
+    produced, producer, both, first, last = made_and_used(g, at)
     tensor_s = _slowest_transfer(problem)
     makes = touched(points(producer, size), tensor_s, size)
     # A stage receives what it uses and does not make, and sends what is not used in it alone.
     received = touched(points(both, size), tensor_s, size) - makes
-    sent = makes - within(first[made], last[made], tensor_s[made], size)
+    sent = makes - within(first[produced], last[produced], tensor_s[produced], size)
 
     params = np.stack([g.param_use, at[g.param_use_op]])
     own = touched(points(params, size), g.param_bytes.astype(np.float64), size)
     activation = np.append(
         0.0,
         np.cumsum(
-            np.bincount(at[g.tensor_src[made]], weights=g.tensor_bytes[made], minlength=size - 1)
+            np.bincount(
+                at[g.tensor_src[produced]], weights=g.tensor_bytes[produced], minlength=size - 1
+            )
         ),
     )
     in_time = problem.memory_may_bind and not problem.objective.is_analytic
@@ -165,8 +167,10 @@ def stage_periods(
     need = own + flights * (activation[None, :] - activation[:, None])
     impossible = (highs <= lows) | (need > problem.memory_bytes[devices].min())
 
-    kept = np.append(0, np.cumsum(np.bincount(at[g.carried_op], minlength=size - 1)))
-    stays = kept[None, :] > kept[:, None]  # in one place, as buffers that micro-batches change
+    carried = np.append(0, np.cumsum(np.bincount(at[g.carried_op], minlength=size - 1)))
+    stays = (
+        carried[None, :] > carried[:, None]
+    )  # in one place, as buffers that micro-batches change
     replicas = numbers(min(len(devices), problem.max_phases))
     grad = g.gradient_tensor
     made_in = at[g.tensor_src[grad]]
@@ -194,11 +198,11 @@ def fewest(table: StagePeriods, num_devices: int) -> tuple[float, list[tuple[int
     best = _cover(table, high, num_devices)
     for _ in range(_HALVINGS if best else 0):
         middle = (low + high) / 2
-        found = _cover(table, middle, num_devices)
-        if found:
-            best = found
+        stages = _cover(table, middle, num_devices)
+        if stages:
+            best = stages
             # No stage of it is slower than this: the next step begins there.
-            high = max(float(table.period_s[table.at(r), a, b]) for a, b, r in found)
+            high = max(float(table.period_s[table.at(r), a, b]) for a, b, r in stages)
         else:
             low = middle
         if high - low <= 1e-12 * high:

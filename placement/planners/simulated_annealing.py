@@ -62,13 +62,13 @@ class SimulatedAnnealing:
                 if progress > 0.5 and not returned and search.best is not None:
                     returned = True
                     here.go(search.best, search.best_cost)
-                found = here.trial(*propose(rng, here.choice))
-                if here.cost < found < INFEASIBLE and len(worsenings) < 100:
-                    worsenings.append(found - here.cost)
+                cost = here.trial(*propose(rng, here.choice))
+                if here.cost < cost < INFEASIBLE and len(worsenings) < 100:
+                    worsenings.append(cost - here.cost)
                     first = float(np.median(worsenings)) / -math.log(self.accept)
                 temperature = first * self.last_temperature**progress
                 # With probability exp(-worsening / temperature); never at temperature 0.
                 limit = -temperature * math.log(1.0 - rng.random())
-                if found <= here.cost or found - here.cost < limit:
+                if cost <= here.cost or cost - here.cost < limit:
                     here.keep()
         return search.solution(first_temperature_s=first)

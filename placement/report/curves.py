@@ -116,19 +116,24 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
 
 
 def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:
-    """Names beside the dots, moved up where they would cover each other."""
+    """Names beside the dots, moved up, with a line to its dot, where one would cover another."""
     to_points = 72 / axis.figure.dpi
-    taken: list[tuple[float, float, float]] = []  # left, right, bottom of the labels
-    for name, (x, y) in sorted(dots.items(), key=lambda item: item[1][1]):
-        left, middle = axis.transData.transform((x, y)) * to_points
-        left, width, bottom = left + 5, 4.2 * len(name), middle - _LABEL / 2
+    at = {name: axis.transData.transform(xy) * to_points for name, xy in dots.items()}
+    # Left, right and bottom of what labels must not cover: dots, and labels that are there.
+    taken = [(x - 2, x + 2, y - _LABEL / 2) for x, y in at.values()]
+    for name, (left, middle) in sorted(at.items(), key=lambda item: item[1][1]):
+        left, bottom = left + 5, middle - _LABEL / 2
+        right = left + 4.2 * len(name)
         for other_left, other_right, other_bottom in sorted(taken, key=lambda t: t[2]):
-            beside = left > other_right or left + width < other_left
+            beside = left > other_right or right < other_left
             if not beside and abs(bottom - other_bottom) < _LABEL:
                 bottom = other_bottom + _LABEL
-        taken.append((left, left + width, bottom))
-        where = {"xytext": (5, bottom - middle), "textcoords": "offset points"}
-        axis.annotate(gantt.as_text(name), (x, y), fontsize=7, color=INK, **where)
+        taken.append((left, right, bottom))
+        where: dict[str, Any] = {"xytext": (5, bottom - middle), "textcoords": "offset points"}
+        if bottom > middle:
+            line = {"arrowstyle": "-", "color": FAINT, "lw": 0.5, "shrinkA": 0}
+            where["arrowprops"] = line | {"relpos": (0, 0.5)}  # from the left end of the name
+        axis.annotate(gantt.as_text(name), dots[name], fontsize=7, color=INK, **where)
 
 
 def _percent(value: float) -> str:

@@ -199,12 +199,12 @@ def edge_seconds(problem: Problem) -> Floats:
     """float64 ``[E']``: mean transfer of all tensors of each row of ``graph.edges``."""
     g = problem.graph
     src = g.tensor_src[g.use_tensor].astype(np.int64)
-    made = src >= 0
+    produced = src >= 0
     edges = g.edges.astype(np.int64)
-    key = src[made] * g.num_ops + g.use_dst[made]
+    key = src[produced] * g.num_ops + g.use_dst[produced]
     at = np.searchsorted(edges[:, 0] * g.num_ops + edges[:, 1], key)
     total = np.zeros(len(edges))
-    np.add.at(total, at, problem.mean_transfer_s[g.use_tensor[made]])
+    np.add.at(total, at, problem.mean_transfer_s[g.use_tensor[produced]])
     return total
 
 
@@ -228,11 +228,11 @@ def _merged(problem: Problem, label: Ints) -> Problem:
     dst = label[g.use_dst]
     leaves = src[g.use_tensor] != dst
     # A tensor keeps its bytes if anything of its memory is used elsewhere or is an output.
-    kept = np.zeros(g.num_tensors, bool)
-    kept[g.tensor_root[g.use_tensor[leaves]]] = True
-    kept[g.tensor_root[g.output_tensor]] = True
-    kept[g.tensor_root[g.tensor_src < 0]] = True
-    inner = np.flatnonzero(~kept[g.tensor_root])
+    stays = np.zeros(g.num_tensors, bool)
+    stays[g.tensor_root[g.use_tensor[leaves]]] = True
+    stays[g.tensor_root[g.output_tensor]] = True
+    stays[g.tensor_root[g.tensor_src < 0]] = True
+    inner = np.flatnonzero(~stays[g.tensor_root])
     produced = np.zeros(g.num_ops, np.int64)
     np.add.at(produced, g.tensor_src[inner], g.tensor_bytes[inner])
 
@@ -243,7 +243,7 @@ def _merged(problem: Problem, label: Ints) -> Problem:
         g.name,
         name(g.op_name),
         src,
-        np.where(kept[g.tensor_root], g.tensor_bytes, 0),
+        np.where(stays[g.tensor_root], g.tensor_bytes, 0),
         np.stack([g.use_tensor, dst], axis=1)[leaves],
         op_kind=name(g.op_kind),
         op_module=name(g.op_module),
@@ -287,5 +287,5 @@ def _colocation(label: Ints, group: Ints, count: int) -> NDArray[np.intp]:
     ends = (label, count + group.astype(np.int64))
     size = count + int(group.max()) + 1
     links = coo_array((np.ones(len(label)), ends), shape=(size, size))
-    found: NDArray[np.intp] = connected_components(links, directed=False)[1][:count]
-    return found
+    component: NDArray[np.intp] = connected_components(links, directed=False)[1][:count]
+    return component

@@ -59,7 +59,7 @@ class Search:
     ) -> None:
         """``default_evaluations`` holds where neither budget is given; None is no limit."""
         Budget(seconds, evaluations)  # or it says which is not positive
-        self._given = evaluations
+        self._asked = evaluations
         if seconds is None and evaluations is None:
             evaluations = default_evaluations
         self.problem = problem
@@ -136,8 +136,8 @@ class Search:
 
     def cost(self, choice: Choice) -> float:
         """Cost of one choice; inf where the budget has ended."""
-        found = self.costs(choice)
-        return float(found[0]) if len(found) else np.inf
+        costs = self.costs(choice)
+        return float(costs[0]) if len(costs) else np.inf
 
     def run(
         self,
@@ -189,11 +189,11 @@ class Search:
         try:
             return self.run(planner, START_SHARE, of_evaluations, True)  # with one phase
         except PlannerError as error:
-            if self._given is None:
+            if self._asked is None:
                 raise
             raise PlannerError(
                 f"{option} = {planner!r} gets {of_evaluations:.0%} of evaluations = "
-                f"{self._given}, and at least one: {error}"
+                f"{self._asked}, and at least one: {error}"
             ) from error
 
     def limit(self, more: int) -> None:
@@ -234,14 +234,14 @@ class Search:
         curve = [*self.curve, (self.seconds, self.num_evaluations, self.best_s)]
         if self.best_s == np.inf:
             stats["infeasible"] = why_infinite(self._run, placement)
-        told: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "seconds": self.seconds,
             "evaluations": self.num_evaluations,
             "curve": curve,
         }
         if self.schedule is not None:
-            told["list_order_value_s"] = float(score(self.problem, placement)[0])
-        return Solution(placement, self.best_s, lower_bound_s, told | stats, self.schedule)
+            facts["list_order_value_s"] = float(score(self.problem, placement)[0])
+        return Solution(placement, self.best_s, lower_bound_s, facts | stats, self.schedule)
 
     def _keep(
         self, choice: Choice, cost: float, evaluation: int, schedule: Schedule | None = None
@@ -408,13 +408,13 @@ def why_infinite(problem: Problem, placement: Placement) -> str:
     names, devices = problem.graph.op_name, problem.cluster.device_names
     waiting = analytic.circle(problem, placement)
     assert waiting, "what fits and can run has a value"
-    told = [
+    pieces = [
         f"{len(ops)} operators of {devices[d]!r} from {int(ops[0])} ({names[ops[0]]!r})"
         for d, ops in waiting[:3]
     ]
     return (
         f"no placement found that can run: {len(waiting)} pieces wait for each other in a circle, "
-        f"each for the next: {', '.join(told)}{', ...' if len(waiting) > 3 else ''}; "
+        f"each for the next: {', '.join(pieces)}{', ...' if len(waiting) > 3 else ''}; "
         "use ideal_dp, whose stages do not, or macro_search, which begins with them"
     )
 
@@ -494,9 +494,9 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
             ):
                 classes[b] = a
                 break
-    found = np.unique(classes, return_inverse=True)[1].astype(np.int32)
-    problem.__dict__["_device_classes"] = found
-    return found
+    numbered = np.unique(classes, return_inverse=True)[1].astype(np.int32)
+    problem.__dict__["_device_classes"] = numbered
+    return numbered
 
 
 def _same(x: NDArray[Any], a: int, b: int, others: NDArray[np.intp]) -> bool:

@@ -88,10 +88,10 @@ def recognise(graph: OpGraph) -> Grid:
             f"graph {graph.name!r} is no layers x time grid: no parameter is read by a chain of "
             f"at least {LEAST_STEPS} operators of one kind; unroll the cells over the sequence"
         )
-    kept = [k for k, ops in enumerate(classes) if len(ops) == num_steps]
-    recurrent = np.array([chain[k] for k in kept])
-    ops = np.array([classes[k] for k in kept])  # [K', T]
-    row = _layers(reached[ops[:, -1]][:, kept] >= 0, recurrent, ops[:, 0])
+    full = [k for k, ops in enumerate(classes) if len(ops) == num_steps]
+    recurrent = np.array([chain[k] for k in full])
+    ops = np.array([classes[k] for k in full])  # [K', T]
+    row = _layers(reached[ops[:, -1]][:, full] >= 0, recurrent, ops[:, 0])
     anchor = np.full(graph.num_ops, -1, np.int32)
     anchor[ops[recurrent]] = np.arange(num_steps)
     step = _spread(graph, anchor, "step")
@@ -115,11 +115,11 @@ def _classes(graph: OpGraph) -> dict[tuple[int, ...], list[int]]:
                 weights[op] |= weights[src]
         inputs = graph.tensor_src[graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]]]
         only_weights[op] = bool(weights[op]) and all(s >= 0 and only_weights[s] for s in inputs)
-    found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    by_use: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for op, read in enumerate(weights):
         for param in read:
-            found[param, graph.op_kind[op]].append(op)
-    return {tuple(ops): ops for ops in found.values() if len(ops) >= LEAST_STEPS}
+            by_use[param, graph.op_kind[op]].append(op)
+    return {tuple(ops): ops for ops in by_use.values() if len(ops) >= LEAST_STEPS}
 
 
 def _last_reached(graph: OpGraph, classes: list[list[int]]) -> Ints:

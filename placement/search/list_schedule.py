@@ -255,15 +255,15 @@ def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
 
 def schedule_that_fits(search: Search, fill: Callable[[ListSchedule], None]) -> ListSchedule:
     """What ``fill`` makes of an empty schedule; made and scored again until it fits."""
-    made: list[ListSchedule] = []
+    schedules: list[ListSchedule] = []
 
     def plan(activations: int) -> Choice:
-        made.append(ListSchedule(search.problem, activations))
-        fill(made[-1])
-        return made[-1].choice
+        schedules.append(ListSchedule(search.problem, activations))
+        fill(schedules[-1])
+        return schedules[-1].choice
 
     first_that_fits(search, plan)
-    return made[-1]
+    return schedules[-1]
 
 
 def ready_order(problem: Problem, priority: Floats) -> Iterator[int]:

@@ -22,9 +22,11 @@ from placement.tools.jit import Struct, copy, inlined, kernel, largest
 Array = NDArray[Any]
 
 SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
+SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # of them, cumulated, where nobody says
 _MANTISSA = 1.0 / (1 << 53)
 _TRIES = 16  # to hit a group on a wanted device
 _NEAR = 0.6  # of the moves go to a neighbour's device
+_STEEP = 6  # squarings of the loads that a descent adds up
 
 
 @inlined
@@ -331,7 +333,7 @@ def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
     for g in range(num_groups):
         for i in range(ptr[g], ptr[g + 1]):
             p[op[i]] = device[g]
-    over = _overflow(held, memory)
+    over = overflow(held, memory)
     value = piecewise_one(pieces, p, np.inf)
     far = 10.0 * (value if best_s == np.inf else best_s)  # what too many bytes cost
     if far == np.inf:  # pieces wait for each other: every move may be made (inf * 0 is no number)
@@ -346,7 +348,7 @@ def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
         for k in range(count):
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
                 p[op[i]] = where[k]
-        over_then = _overflow(held, memory)
+        over_then = overflow(held, memory)
         limit = value - temperature * np.log(1.0 - uniform(random)) + far * (over - over_then)
         then = piecewise_one(pieces, p, limit)
         if then <= limit:
@@ -364,10 +366,120 @@ def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
 
 
 @inlined
-def _overflow(held, memory):
+def overflow(held, memory):
     """Bytes that do not fit, as shares of the devices' memory; each device adds one more."""
     total = 0.0
     for d in range(len(held)):
         if held[d] > memory[d]:
             total += 1.0 + (held[d] - memory[d]) / memory[d]
     return total
+
+
+class Offers(Struct):
+    """Moves that ``descend`` estimates before it makes one."""
+
+    near_s: Array  # float64, as ``Neighbours.near``: about what each takes if it is elsewhere
+    group: Array  # int32 [G] of the best
+    where: Array  # int32 [G]
+    refused: Array  # int64 [R] what was tried in vain since the last that was better
+
+
+@kernel
+def _refused(offers, count, number):
+    found = False
+    for i in range(count):
+        found |= offers.refused[i] == number
+    return found
+
+
+@inlined
+def _number(group, where, count):
+    """Of a move: the same whatever the order of its groups."""
+    total = np.int64(count)
+    for k in range(count):
+        x = np.int64(group[k]) * np.int64(0x2545F491) + np.int64(where[k]) + 1
+        total += x * x * np.int64(0x1000193) ^ x
+    return total
+
+
+@kernel
+def _estimate(t, s, w, near_s, count, scale):
+    """About what the move in ``w`` adds to the energy: an edge costs both its devices the same."""
+    device, group, where, mark, compute_s = s.device, w.group, w.where, w.mark, t.compute_s
+    ptr, near = w.graph.near_ptr, w.graph.near
+    old, new = np.int64(device[group[0]]), np.int64(where[0])
+    at_old = at_new = 0.0
+    moved = np.int64(0)
+    for k in range(count):
+        mark[group[k]] = 1
+    for k in range(count):
+        g, to = group[k], np.int64(where[k])
+        sign = 1.0 if to == new else -1.0
+        at_old -= sign * compute_s[g, old]
+        at_new += sign * compute_s[g, new]
+        moved += t.own_bytes[g] if to == new else -t.own_bytes[g]
+        for i in range(ptr[g], ptr[g + 1]):
+            if mark[near[i]] == 0:
+                there = np.int64(device[near[i]])
+                crosses = near_s[i] * ((there == device[g]) * 1.0 - (there == to) * 1.0)
+                at_old += crosses
+                at_new += crosses
+    for k in range(count):
+        mark[group[k]] = 0
+    load, held, memory = s.load, s.held, t.memory
+    total = 0.0
+    for d, change, extra in ((old, at_old, -moved), (new, at_new, moved)):
+        then_s = max(load[d] + change, 0.0)
+        total += energy_term(then_s, held[d] + extra, memory[d], scale, _STEEP)
+        total -= energy_term(load[d], held[d], memory[d], scale, _STEEP)
+    return total
+
+
+@kernel
+def descend(t, s, w, offers, best, best_s, steps, width, hot):
+    """At each of ``steps`` estimate ``width`` moves, try the best one, make it if it is better.
+
+    What was refused is not tried again before the next move is made. Arguments as in ``anneal``.
+
+    Returns:
+        largest load of ``best``, and the moves that were tried: fewer where none is left.
+    """
+    device, load, held, memory = s.device, s.load, s.held, t.memory
+    random, group, where = w.random, offers.group, offers.where
+    num_devices, refused = len(load), 0
+    fill_state(t, s)
+    for step in range(steps):
+        hottest = np.int64(largest(load, num_devices))
+        scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
+        least, count, number = np.inf, 0, np.int64(0)
+        for _ in range(width):
+            drawn = propose(w, device, hottest if uniform(random) < hot else np.int64(-1))
+            if drawn == 0:
+                continue
+            energy = _estimate(t, s, w, offers.near_s, drawn, scale)
+            name = _number(w.group, w.where, drawn)
+            if energy < least and not _refused(offers, refused, name):
+                least, count, number = energy, drawn, name
+                for k in range(count):
+                    group[k], where[k] = w.group[k], w.where[k]
+        if count == 0 or refused == len(offers.refused):
+            return best_s, step
+        old, new = np.int64(device[group[0]]), np.int64(where[0])
+        load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+        apply_moves(t, s, group, where, count)
+        change = energy_term(load[old], held[old], memory[old], scale, _STEEP)
+        change += energy_term(load[new], held[new], memory[new], scale, _STEEP)
+        change -= energy_term(load_old, held_old, memory[old], scale, _STEEP)
+        change -= energy_term(load_new, held_new, memory[new], scale, _STEEP)
+        if change >= 0.0:
+            undo_moves(t, s, group, where, count, old, new)
+            load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+            offers.refused[refused] = number
+            refused += 1
+            continue
+        refused = 0
+        highest = load[largest(load, num_devices)]
+        if highest < best_s * (1 - 1e-12) and overflow(held, memory) == 0.0:
+            best_s = highest
+            copy(best, device)
+    return best_s, steps

@@ -110,8 +110,8 @@ def solve(
     if np.isfinite(seconds):
         solver.parameters.max_time_in_seconds = max(0.01, seconds)
     status = cpsat.solve(solver, model)
-    made = int(solver.response_proto.deterministic_time * PER_UNIT)
-    counted = max(1, made + PER_OPERATOR * (beyond - first))
+    spent = int(solver.response_proto.deterministic_time * PER_UNIT)
+    counted = max(1, spent + PER_OPERATOR * (beyond - first))
     closed = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Window(None, None, closed, counted)
@@ -194,8 +194,8 @@ class _Program:
             src = t.in_src[m]
             if not self._inside[src]:
                 home = num_devices if src == n else s.place[src]
-                made = 0.0 if src == n else s.end_s[src]
-                ready = max(ready, made + sending_s(t, t.in_edge[m], home, d))
+                produced_s = 0.0 if src == n else s.end_s[src]
+                ready = max(ready, produced_s + sending_s(t, t.in_edge[m], home, d))
         for e in range(t.edge_ptr[i], t.edge_ptr[i + 1]):
             user = t.edge_dst[e]
             if not self._inside[user]:

@@ -155,9 +155,9 @@ def summing(
     memory = [d.kind == "cpu" or -i for i, d in enumerate(problem.cluster.devices)]
     there: dict[tuple[int, int, int], None] = {}
     back: dict[tuple[int, int, int], None] = {}
-    made = problem.worker[placement][:, g.tensor_src[g.gradient_tensor]]
-    for s in np.flatnonzero((made != made[0]).any(axis=0)).tolist():
-        t, home, *others = int(g.gradient_tensor[s]), *dict.fromkeys(made[:, s].tolist())
+    sources = problem.worker[placement][:, g.tensor_src[g.gradient_tensor]]
+    for s in np.flatnonzero((sources != sources[0]).any(axis=0)).tolist():
+        t, home, *others = int(g.gradient_tensor[s]), *dict.fromkeys(sources[:, s].tolist())
         away = [d for d in others if memory[d] != memory[home]]
         there |= dict.fromkeys((t, d, home) for d in away)
         back |= dict.fromkeys((t, home, d) for d in {memory[d]: d for d in away}.values())
@@ -384,8 +384,8 @@ def simulate_reference(
             run.end_on(device, now)
         run.admit(now)
         run.begin(now)
-    rows = np.array([s[:4] for s in run.sent], np.int32).reshape(-1, 4)
-    begin, finish = np.array([s[4] for s in run.sent]), np.array([s[5] for s in run.sent])
+    sent = np.reshape(np.array(run.sent, float), (-1, 6))
+    rows, begin, finish = sent[:, :4].astype(np.int32), sent[:, 4], sent[:, 5]
     peak = _peak_bytes_reference(
         problem, p, run.admitted_s, run.start, run.end, rows, begin, finish
     )

@@ -148,8 +148,8 @@ def circle(problem: Problem, placement: ArrayLike) -> list[tuple[int, Ints]]:
     walk = [next(iter(waits_for))]
     while (then := waits_for[walk[-1]]) not in walk:
         walk.append(then)
-    found = [np.flatnonzero(piece == q).astype(np.int32) for q in walk[walk.index(then) :]]
-    return [(int(p[ops[0]]), ops) for ops in found]
+    members = [np.flatnonzero(piece == q).astype(np.int32) for q in walk[walk.index(then) :]]
+    return [(int(p[ops[0]]), ops) for ops in members]
 
 
 class LoadMoves:

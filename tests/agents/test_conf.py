@@ -29,6 +29,7 @@ from agents.trained import TrainedPolicy
 from placement import planners, workloads
 from placement.planners import PlannerError
 from placement.problem import Problem, Solution
+from placement.report.html import write_report
 from placement.testing import small_problems
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -488,6 +489,19 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     ]
     assert run("compare", *PREDICT, *again, "hydra.run.dir=last") == 0
     assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
+
+
+def test_of_a_generator_the_table_is_written_and_no_plans(
+    run: Callable[..., int], tmp_path: Path
+) -> None:
+    words = ["experiment=released_dispatch", "debug=tiny", "training.samples=3"]
+    words += ["training.total_steps=100", "training.steps_per_env=100", "hydra.run.dir=out"]
+    assert run("train", *words) == 0
+    samples = {r["workload"] for r in rows_of(tmp_path / "out")}
+    assert samples == {"sample-0", "sample-1", "sample-2"}
+    folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    assert folders == {".hydra", "cells", "problems"}
+    assert write_report(tmp_path / "out").num_workloads == 3
 
 
 def test_an_interrupted_training_says_how_it_goes_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,8 +296,10 @@ def test_features_are_what_they_are_said_to_be(seed: int) -> None:
             assert seen == pytest.approx(value, abs=2e-5), (name, k)
 
 
-@pytest.mark.parametrize(("imitate", "gain"), [(False, 0.15), (True, 0.07)])
-def test_training_improves_it(imitate: bool, gain: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "gain"), [({}, 0.15), ({"imitate": True}, 0.07), ({"without": [5, 6]}, 0.15)]
+)
+def test_training_improves_it(options: dict[str, Any], gain: float) -> None:
     """From chance, on four problems: what it samples gets shorter, and the best check is kept."""
     rng, rows = np.random.default_rng(0), list[dict[str, float]]()
     shops = [p for p in (Shops()(rng) for _ in range(30)) if p.num_ops <= 60][:4]
@@ -304,7 +307,7 @@ def test_training_improves_it(imitate: bool, gain: float) -> None:
         total_steps=60_000,
         formulation="dispatch",
         algorithm="agents.algorithms:EpisodesPPO",
-        algorithm_options={"episodes": 16, "keep": 0.5, "imitate": imitate},
+        algorithm_options={"episodes": 16, "keep": 0.5, **options},
         num_envs=1,
         steps_per_env=3_000,
         minibatches=4,
@@ -319,6 +322,8 @@ def test_training_improves_it(imitate: bool, gain: float) -> None:
     rewards = [row["reward_mean"] for row in rows[1:]]
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + gain
     assert policy.card["greedy_speedup"] >= rows[0]["greedy_speedup"]
+    for layer in (policy.net.linear, policy.net.pair):
+        assert bool(layer.weight[:, [5, 6]].any()) is ("without" not in options)
     again = train(shops, config=config)
     assert again.card["greedy_speedup"] == policy.card["greedy_speedup"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agents import training
 from experiments import budgets, measured, results, study
 from experiments.learned import (
     against,
@@ -292,6 +293,29 @@ def test_constructors_are_compared_with_the_same_seed_where_there_are_several(
     assert [r.met for r in told] == [True, True, None]
     assert "5 seeds" in told[0].regime and told[1].reached.startswith("-20.0 %")
     assert told[2].reached == goals.NOT_RUN
+
+
+def test_short_trainings_are_made_once_and_what_is_not_asked_for_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = SMALL.with_objective("latency")
+    monkeypatch.setattr(dispatch, "problems", lambda options: [("mk", "chain", chain, None)])
+    few = ("PPO", "no look-ahead")
+    small = {name: (*dispatch.SHORT[name], "training.samples=2") for name in few}
+    monkeypatch.setattr(dispatch, "SHORT", small)
+    monkeypatch.setattr(dispatch, "RESULTS", tmp_path)
+    kept = dispatch.Row("mk", "chain", dispatch.PLANNER, 0, dispatch.EVALUATIONS, 1.0)
+    (tmp_path / f"{dispatch.NAME}.csv").write_text(to_csv([kept]), encoding="utf-8")
+    words = ["dispatch", "--only", "decoded", "--steps", "2000", "--seeds", "1"]
+    options = study.parse([dispatch.STUDY], [*words, "--work", str(tmp_path)])
+    rows = list(dispatch.rows(options))
+    assert rows[0] == kept
+    short = [r for r in rows if r.who in (*small, dispatch.TUNED)]
+    assert [r.samples for r in short] == [1, 16] * 3 and all(np.isfinite(r.value_s) for r in short)
+    page = dispatch.STUDY.page(rows, options)
+    assert "2,000 steps and 1 seeds" in page and page.count("\n| no look-ahead | 16 |") == 2
+    monkeypatch.setattr(training, "train", None)
+    assert list(dispatch.rows(options)) == rows
 
 
 def test_one_decode_is_compared_with_a_published_network(tmp_path: Path) -> None:

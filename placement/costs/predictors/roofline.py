@@ -76,23 +76,23 @@ class Roofline:
             self.call_s,
         ):
             return self._fitted(graph, device)
-        rates, found = self._rates(device), features(graph)
-        moved = (found.read_bytes + found.written_bytes) / rates.bytes_per_s
-        seconds = rates.call_s + np.maximum(found.flops / rates.flops_per_s, moved)
+        rates, work = self._rates(device), features(graph)
+        moved = (work.read_bytes + work.written_bytes) / rates.bytes_per_s
+        seconds = rates.call_s + np.maximum(work.flops / rates.flops_per_s, moved)
         return seconds, _SPREAD * seconds
 
     def _fitted(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
-        found = features(graph)
+        work = features(graph)
         seconds = np.zeros(graph.num_ops)
-        moved = found.read_bytes + found.written_bytes
+        moved = work.read_bytes + work.written_bytes
         kinds = np.array(
-            [efficiency.kind_of(*x) for x in zip(found.kind, found.op_class, strict=True)]
+            [efficiency.kind_of(*x) for x in zip(work.kind, work.op_class, strict=True)]
         )
         peaks = {2.0: efficiency.Peak.of(device, "fp16"), 4.0: efficiency.Peak.of(device, "fp32")}
         for kind in np.unique(kinds).tolist():
             for size, peak in peaks.items():
-                at = (kinds == kind) & ((found.item_bytes <= 2.0) == (size == 2.0))
-                seconds[at] = peak.seconds(kind, found.flops[at], moved[at])
+                at = (kinds == kind) & ((work.item_bytes <= 2.0) == (size == 2.0))
+                seconds[at] = peak.seconds(kind, work.flops[at], moved[at])
         return seconds, _SPREAD * seconds
 
     def _rates(self, device: Device) -> Rates:

@@ -1,0 +1,137 @@
+"""``placement.search.descent``: estimates are what they say, and nothing gets worse or too dear."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement.objective import Objective
+from placement.planners import load
+from placement.problem import Problem
+from placement.search.descent import Pipeline, descend
+from placement.search.evaluation import Search
+from placement.simulator import score
+from placement.workloads import synthetic
+
+NAMES = ("layered", "towers", "u_net", "transformer_training")
+
+
+def period(name: str, seed: int = 5) -> Problem:
+    return synthetic.families()[name](seed).with_objective("period")
+
+
+def begun(problem: Problem, evaluations: int, planner: str = "contiguous_dp") -> Search:
+    search = Search(problem, evaluations=evaluations)
+    search.run(planner)
+    return search
+
+
+def by_hand(problem: Problem, placement: np.ndarray, wait: float) -> float:
+    """The largest of the loads, of the channels, and of the path over those in flight."""
+    g, seconds = problem.graph, problem.loaded_s
+    load_s = np.zeros(problem.num_devices)
+    channel_s: dict[int, float] = {}
+    arrives: dict[tuple[int, int], float] = {}
+    end = np.zeros(g.num_ops)
+    for n, d in enumerate(placement.tolist()):
+        load_s[d] += seconds[n, d]
+        begin = 0.0
+        for t in g.in_tensor[g.in_ptr[n] : g.in_ptr[n + 1]].tolist():
+            maker = int(g.tensor_src[t])
+            if maker < 0:
+                continue
+            src, at = int(placement[maker]), end[maker]
+            if src != d and (t, d) not in arrives:
+                sent = problem.link_latency_s[src, d]
+                sent += problem.link_s_per_byte[src, d] * g.tensor_bytes[t]
+                channel = int(problem.link_channel[src, d])
+                channel_s[channel] = channel_s.get(channel, 0.0) + sent
+                arrives[t, d] = at + sent + wait
+            begin = max(begin, at if src == d else arrives[t, d])
+        end[n] = begin + seconds[n, d]
+    return max(load_s.max(), *channel_s.values(), end.max() / problem.max_in_flight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_estimates_are_those_made_by_hand_and_below_the_simulated_period(name: str) -> None:
+    problem = period(name)
+    pipeline, rng = Pipeline(problem, 0), np.random.default_rng(1)
+    number = np.arange(problem.graph.num_groups)
+    for _ in range(5):
+        cuts = np.sort(rng.choice(number[1:], problem.num_devices - 1, replace=False))
+        choice = np.searchsorted(cuts, number, side="right").astype(np.int32)
+        choice[rng.integers(len(choice), size=3)] = 0
+        placement = choice[problem.graph.group]
+        for wait in (0.0, 0.01 * float(problem.loaded_s.sum())):
+            by = by_hand(problem, placement, wait)
+            assert pipeline.estimate(choice, wait) == pytest.approx(by, rel=1e-12)
+        value_s = score(problem, placement[None])[0]
+        assert np.isinf(value_s) or pipeline.estimate(choice, 0.0) <= value_s * 1.02
+
+
+def test_the_wait_is_the_one_at_which_the_estimate_is_the_value() -> None:
+    problem = period("layered")
+    pipeline = Pipeline(problem, 0)
+    choice = (np.arange(problem.graph.num_groups) % problem.num_devices).astype(np.int32)
+    value_s = 3.0 * pipeline.estimate(choice, 0.0)
+    wait = pipeline.wait_of(choice, value_s, 2.0 * value_s)
+    assert pipeline.estimate(choice, wait) == pytest.approx(value_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("objective", ["period", "max_load"])
+def test_what_is_found_is_no_worse_within_its_budget_and_the_same_again(
+    name: str, objective: Objective
+) -> None:
+    problem = period(name).with_objective(objective)
+    found = []
+    for _ in range(2):
+        search = begun(problem, 40)
+        before_s = search.best_s
+        descend(search, 3)
+        assert search.best is not None
+        assert search.num_evaluations <= 40
+        assert search.best_s <= before_s
+        value_s = score(problem, search.best[problem.graph.group][None])[0]
+        assert search.best_s == pytest.approx(value_s, rel=1e-9)
+        found.append((search.best_s, search.best.tolist()))
+    assert found[0] == found[1]
+
+
+def test_few_evaluations_balance_a_pipeline() -> None:
+    gains = []
+    for name in NAMES[:3]:
+        search = begun(period(name), 40)
+        before_s = search.best_s
+        descend(search, 0)
+        gains.append(search.best_s / before_s)
+    assert max(gains) < 1.0
+    assert np.prod(gains) < 0.9
+
+
+def test_moves_off_one_device_balance_loads_and_are_counted() -> None:
+    problem = period("layered").with_objective("max_load")
+    search = begun(problem, 30, "single_device")
+    before_s, used = search.best_s, search.num_evaluations
+    descend(search, 0)
+    assert search.best_s < 0.9 * before_s
+    assert used < search.num_evaluations <= 30
+
+
+def test_latency_and_unlimited_loads_are_left_alone() -> None:
+    for objective, limit in (("latency", {"evaluations": 30}), ("max_load", {"seconds": 5.0})):
+        search = Search(period("layered").with_objective(Objective(objective)), **limit)
+        search.run("heft")
+        used = search.num_evaluations
+        descend(search, 0)
+        assert search.num_evaluations == used
+
+
+@pytest.mark.parametrize("planner", ["policy", "macro_search"])
+@pytest.mark.parametrize("objective", ["period", "max_load"])
+def test_planners_with_few_evaluations_keep_to_them(planner: str, objective: str) -> None:
+    problem = period("towers").with_objective(Objective(objective))
+    few = load(planner, evaluations=50)(problem)
+    assert few.stats["evaluations"] <= 50
+    start = load("best_of", evaluations=30)(problem)
+    assert few.value_s <= start.value_s * (1 + 1e-12)
