@@ -40,7 +40,7 @@ from placement.tools.clock import loads
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
 Mode = Literal["auto", "zero_shot", "best_of_k", "finetune", "refine", "guided_search"]
 SAMPLES_AT_ONCE = 32
-FEW = 8  # evaluations, below which a search does not come to anything
+FEW, FEW_S = 8, 0.25  # evaluations and seconds, below which a search does not come to anything
 # Evaluations of the baseline at least, of few this share; for latency decodes are better.
 START, START_MOST = 24, 0.45
 # Of limited evaluations that are left after samples, for decodes that draw a part of the best anew.
@@ -102,7 +102,8 @@ class PolicyPlanner:
             may ask for, as ``package.module:name`` (``TrainedPolicy.load``).
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
-            released constructor for ``latency``; of at most ``FEW`` evaluations it gets all.
+            released constructor for ``latency``; of at most ``FEW`` evaluations, or ``FEW_S``
+            seconds, it gets all.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -264,8 +265,9 @@ class PolicyPlanner:
 
     def _guided_search(self, problem: Problem) -> Solution:
         seeds = self._seeds(problem)
-        few = (self.evaluations or FEW + 1) <= FEW and self.policy is self.baseline is None
-        if few and seeds is not None and seeds[0].formulation == "dispatch":
+        few = (self.evaluations or FEW + 1) <= FEW or (self.seconds or FEW_S + 1) <= FEW_S
+        alone = self.policy is self.baseline is None
+        if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
             return replace(self, mode="best_of_k")._dispatch(problem, *seeds)
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"

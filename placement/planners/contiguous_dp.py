@@ -74,7 +74,7 @@ class ContiguousDp:
         each = -(-self.candidates // self.orders)
         stats = score_splits(search, block, self.max_states, each)
         for position in topological_orders(problem, self.orders - 1, self.seed):
-            if not search.left:
+            if search.used >= 1.0 or not search.left:  # also where no order had a split yet
                 break
             before = search.best_cost
             other = merge_blocks(problem, self.max_blocks, position)

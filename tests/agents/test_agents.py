@@ -681,6 +681,7 @@ def test_a_graph_is_constructed_before_it_is_searched() -> None:
     assert "seed_policy" not in planner(problem.with_objective("period")).stats
     few = PolicyPlanner(evaluations=6)(problem).stats  # no search comes to anything
     assert (few["mode"], few["best_of_k_evaluations"]) == ("best_of_k", 6)
+    assert PolicyPlanner(seconds=0.2, k=3)(problem).stats["mode"] == "best_of_k"
     given = replace(planner, seed_policy=untrained("sequential"))(problem).stats
     assert given["seed_policy"] == "given"
     new = replace(planner, seed_policy="untrained")(problem).stats

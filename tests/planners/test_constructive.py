@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.objective import Objective
-from placement.planners import PlannerError, load
+from placement.planners import PlannerError, contiguous_dp, load
 from placement.planners.antichain_dp import enumerate_ideals
 from placement.planners.balanced_split import _orders
 from placement.planners.contiguous_dp import topological_orders
@@ -729,6 +729,18 @@ def test_more_orders_are_cut_and_the_best_is_kept(name: str) -> None:
     assert np.array_equal(
         eight.placement, load("contiguous_dp", orders=8, candidates=64)(problem).placement
     )
+
+
+def test_orders_without_a_split_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, inf = [], np.inf
+    split = contiguous_dp.score_splits
+    monkeypatch.setattr(
+        contiguous_dp, "score_splits", lambda *given: calls.append(0) or split(*given)
+    )
+    # Each device refuses every second operator: no order of the chain has two stages.
+    refused = make([(1, inf), (inf, 1), (1, inf), (inf, 1)], [(0, 1), (1, 2), (2, 3)])
+    answer = load("contiguous_dp", orders=8, seconds=1e-9)(refused)
+    assert (len(calls), answer.placement.tolist()) == (1, [0, 1, 0, 1])
 
 
 @settings(max_examples=30)
