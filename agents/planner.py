@@ -268,7 +268,9 @@ class PolicyPlanner:
         few = (self.evaluations or FEW + 1) <= FEW or (self.seconds or FEW_S + 1) <= FEW_S
         alone = self.policy is self.baseline is None
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
-            return replace(self, mode="best_of_k")._dispatch(problem, *seeds)
+            one = self.evaluations != 1 and np.isfinite(problem.group_compute_s).all(axis=0).any()
+            sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
+            return sampling._plan(problem, *seeds)
         net: GuidedNet | None = None
         chooser, width, name = self.chooser, self.width, "none"
         kind: Kind = kind_of(problem) if self.order else "guided_search"

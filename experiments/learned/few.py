@@ -57,10 +57,10 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     for rule in HEURISTICS:
         yield Task(GROUP, rule, load(rule), evaluations=few)
     searcher = "macro_search" if why_not(problem) else "order_search"
-    frozen = {"policy": "untrained", "seed_policy": untrained(options)}
+    frozen = {"policy": "untrained", "seed_policy": untrained(options), "margin": 0.0}
     for seed in range(options.seeds):
         yield Task(GROUP, SEARCH, load(searcher), seed, evaluations=few)
-        yield Task(GROUP, POLICY, load("policy"), seed, evaluations=few)
+        yield Task(GROUP, POLICY, load("policy", margin=0.0), seed, evaluations=few)
         yield Task(GROUP, UNTRAINED, load("policy", **frozen), seed, evaluations=few)
 
 

@@ -36,22 +36,22 @@ _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
 _ORDERS = 8  # that contiguous_dp cuts
 # What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
-# Where the load of devices counts splits come first, where one micro-batch does list schedules.
-_SPLITS = ("single_device", "data_parallel", "ideal_dp", "antichain_dp", "level_balance",
+# Where the load of devices counts splits come first, where one micro-batch does list schedules. One
+# device is second: a list schedule can be several times worse, and it costs one evaluation to know.
+_SPLITS = ("ideal_dp", "single_device", "data_parallel", "antichain_dp", "level_balance",
            "balanced_split", "pipedream", "contiguous_dp", "level_pipeline",
            "critical_path_greedy")  # fmt: skip
-_LISTS = ("single_device", "heft", "busy_heft", "peft", "critical_path_first", "level_balance",
+_LISTS = ("heft", "single_device", "busy_heft", "peft", "critical_path_first", "level_balance",
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
 # These take part where micro-batches may take turns, and that helps.
 _REPLICAS = ("data_parallel", "replicated")
 _WALKS = ("critical_path_greedy",)  # it walks on as long as it may
 # Of evaluations that are limited these get a share of what is left.
-_SHARES = {"critical_path_greedy": 0.25, "contiguous_dp": 0.5}
+_SHARES = {"single_device": 0.1, "critical_path_greedy": 0.25, "contiguous_dp": 0.5}
 _SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
-# These evaluate one placement per device, or several: of few evaluations those of the lists above
-# that evaluate one come first.
-_SEVERAL = ("single_device", "busy_heft", "level_pipeline", "contiguous_dp", "critical_path_greedy")
+# These evaluate several placements: of few evaluations the others of the lists above come first.
+_SEVERAL = ("busy_heft", "level_pipeline", "contiguous_dp", "critical_path_greedy")
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class BestOf:
             gets half of the seconds that are left (``critical_path_greedy`` four fifths for
             ``latency``, as long as it may still win), the last one all. Once something fits, any
             other is begun only where several times what the slowest without a clock took is left.
-            Of limited evaluations ``critical_path_greedy`` gets a quarter of those left and
-            ``contiguous_dp`` half. The splits or list schedules that suit the objective run first,
+            Of limited evaluations ``single_device`` gets a tenth of those left, and at least one,
+            ``critical_path_greedy`` a quarter and ``contiguous_dp`` half. The splits or list schedules that suit the objective run first,
             those that evaluate one placement before those that evaluate several.
     """
 
