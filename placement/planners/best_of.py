@@ -85,8 +85,9 @@ class BestOf:
             ``latency``, as long as it may still win), the last one all. Once something fits, any
             other is begun only where several times what the slowest without a clock took is left.
             Of limited evaluations ``single_device`` gets a tenth of those left, and at least one,
-            ``critical_path_greedy`` a quarter and ``contiguous_dp`` half. The splits or list schedules that suit the objective run first,
-            those that evaluate one placement before those that evaluate several.
+            ``critical_path_greedy`` a quarter and ``contiguous_dp`` half. The splits or list
+            schedules that suit the objective run first, those that evaluate one placement before
+            those that evaluate several.
     """
 
     planners: tuple[str, ...] = (
