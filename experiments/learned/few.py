@@ -14,7 +14,8 @@ from experiments.learned.cells import Cell, Task, best_known, gain, run_tasks, t
 from experiments.learned.study import learned_study
 from experiments.learned.zero_shot import problems, unit
 from experiments.study import RESULTS, Options
-from experiments.tables import DASH, Column, geometric, read_csv, share, table
+from experiments.tables import DASH, Column, Mean, geometric, read_csv, share, table
+from placement.objective import Objective
 from placement.planners import load
 from placement.planners.order_search import why_not
 from placement.problem import Problem
@@ -57,7 +58,9 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     for rule in HEURISTICS:
         yield Task(GROUP, rule, load(rule), evaluations=few)
     searcher = "macro_search" if why_not(problem) else "order_search"
-    frozen = {"policy": "untrained", "seed_policy": untrained(options), "margin": 0.0}
+    frozen: dict[str, Any] = {"policy": "untrained", "margin": 0.0}
+    if problem.objective is Objective.LATENCY:  # others are not constructed
+        frozen["seed_policy"] = untrained(options)
     for seed in range(options.seeds):
         yield Task(GROUP, SEARCH, load(searcher), seed, evaluations=few)
         yield Task(GROUP, POLICY, load("policy", margin=0.0), seed, evaluations=few)
@@ -90,24 +93,39 @@ def with_rules(cells: Sequence[Cell]) -> list[Cell]:
     return [*cells, *(replace(cell, planner=RULES) for cell in best.values())]
 
 
+def over_known(cells: Sequence[Cell], planner: str) -> Mean:
+    """Of values over the best known."""
+    return geometric(to_known(with_rules(cells), planner))
+
+
+def headroom(cells: Sequence[Cell]) -> list[str]:
+    """The graphs on which something is known to be ahead of ``contiguous_dp``."""
+    return [n for n, r in to_known(cells, "contiguous_dp").items() if r[0] >= HEADROOM]
+
+
+def ahead(cells: Sequence[Cell], planner: str) -> tuple[float, float, float]:
+    """Share of runs on these that are better than ``contiguous_dp``, and its 95 % interval."""
+    ratios = gain(with_rules(cells), planner, ["contiguous_dp"])
+    return share([r < 1 - 1e-9 for n in headroom(cells) for r in ratios[n]])
+
+
+def behind(cells: Sequence[Cell], planner: str) -> int:
+    """The graphs on which a run is worse than the best rule."""
+    ratios = gain(with_rules(cells), planner, [RULES])
+    return sum(max(r) > 1 + 1e-9 for r in ratios.values())
+
+
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    cells = with_rules(cells)
     known = best_known(cells)
     names = [*dict.fromkeys(unit(n) for n in known), "all"]
-    room = [n for n, r in to_known(cells, "contiguous_dp").items() if r[0] >= HEADROOM]
+    room = headroom(cells)
 
     def over(planner: str, name: str) -> str:
-        mine = [c for c in cells if name in ("all", unit(c.problem))]
-        return geometric(to_known(mine, planner)).ratio()
+        return over_known([c for c in cells if name in ("all", unit(c.problem))], planner).ratio()
 
     def better(planner: str) -> str:
-        ratios = gain(cells, planner, ["contiguous_dp"])
-        value, low, high = (100 * x for x in share([r < 1 - 1e-9 for n in room for r in ratios[n]]))
+        value, low, high = (100 * x for x in ahead(cells, planner))
         return f"{value:.0f} % ({low:.0f} to {high:.0f})"
-
-    def worse(planner: str) -> int:
-        ratios = gain(cells, planner, [RULES])
-        return sum(max(r) > 1 + 1e-9 for r in ratios.values())
 
     return {
         "known": table(
@@ -121,7 +139,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
             PLANNERS,
             Column("who", str),
             Column("better than contiguous_dp", lambda p: better(p) if room else DASH),
-            Column("worse than the best rule on", worse),
+            Column("worse than the best rule on", partial(behind, cells)),
         ),
     }
 
