@@ -39,7 +39,7 @@ _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 
 # Where the load of devices counts splits come first, where one micro-batch does list schedules. One
 # device is second: a list schedule can be several times worse, and it costs one evaluation to know.
 _SPLITS = ("ideal_dp", "single_device", "data_parallel", "antichain_dp", "level_balance",
-           "balanced_split", "pipedream", "contiguous_dp", "level_pipeline",
+           "balanced_split", "pipedream", "m_topo", "contiguous_dp", "level_pipeline",
            "critical_path_greedy")  # fmt: skip
 _LISTS = ("heft", "single_device", "busy_heft", "peft", "critical_path_first", "level_balance",
           "level_pipeline", "m_etf", "m_sct", "critical_path_greedy")  # fmt: skip
