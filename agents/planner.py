@@ -103,7 +103,7 @@ class PolicyPlanner:
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
             released constructor for ``latency``; of at most ``FEW`` evaluations, or ``FEW_S``
-            seconds, it gets all.
+            seconds, it gets all but those of the best single device.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -268,6 +268,7 @@ class PolicyPlanner:
         few = (self.evaluations or FEW + 1) <= FEW or (self.seconds or FEW_S + 1) <= FEW_S
         alone = self.policy is self.baseline is None
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
+            # Decodes can be far worse than one device: where one runs everything, it is tried.
             one = self.evaluations != 1 and np.isfinite(problem.group_compute_s).all(axis=0).any()
             sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
             return sampling._plan(problem, *seeds)

@@ -111,11 +111,6 @@ def tables_of(chosen: ProblemSet) -> Tables:
     def flat(rows: list[Array], dtype: type) -> Array:
         return np.concatenate([np.reshape(r, -1) for r in rows]).astype(dtype)
 
-    by_group = [np.argsort(p.graph.group, kind="stable") for p in problems]
-    group_ptr = [
-        np.searchsorted(p.graph.group[ops], np.arange(p.graph.num_groups + 1))
-        for p, ops in zip(problems, by_group, strict=True)
-    ]
     pairs = [
         np.unique(np.stack([p.graph.group[p.graph.param_use_op], p.graph.param_use], 1), axis=0)
         for p in problems
@@ -137,8 +132,8 @@ def tables_of(chosen: ProblemSet) -> Tables:
         tensor_at=starts([p.graph.num_tensors for p in problems]),
         group_at=starts([p.graph.num_groups for p in problems]),
         order=flat([group_order(p) for p in problems], np.int32),
-        group_ptr=flat(group_ptr, np.int32),
-        group_op=flat(by_group, np.int32),
+        group_ptr=flat([p.graph.group_ptr for p in problems], np.int32),
+        group_op=flat([p.graph.group_op for p in problems], np.int32),
         group_of=flat([p.graph.group for p in problems], np.int32),
         param_ptr=flat(param_ptr, np.int32),
         param_at=starts([len(q) for q in pairs]),

@@ -241,6 +241,16 @@ class OpGraph:
         return int(self.group.max()) + 1
 
     @cached_property
+    def group_ptr(self) -> Ints:
+        """int32 ``[G + 1]``: group g is ``group_op[group_ptr[g]:group_ptr[g+1]]``."""
+        return _csr(np.sort(self.group), self.num_groups)
+
+    @cached_property
+    def group_op(self) -> Ints:
+        """int32 ``[N]``: operators, by group and then by number."""
+        return np.argsort(self.group, kind="stable").astype(np.int32)
+
+    @cached_property
     def use_ptr(self) -> Ints:
         """int32 ``[T + 1]``: the consumers of tensor t are ``use_dst[use_ptr[t]:use_ptr[t+1]]``."""
         return _csr(self.use_tensor, self.num_tensors)

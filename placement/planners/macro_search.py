@@ -182,10 +182,9 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     g = problem.graph
     moves = LoadMoves(problem, search.best[g.group])
     tables = Moves(**dict(moves.tables.items(), compute_s=_one_cpu(problem)))
-    op = np.argsort(g.group, kind="stable").astype(np.int32)
-    ptr = np.searchsorted(g.group[op], np.arange(g.num_groups + 1)).astype(np.int32)
     piecewise = piecewise_tables(problem)
-    members = macro.Members(ptr=ptr, op=op, device=np.empty(g.num_ops, np.int32))
+    device = np.empty(g.num_ops, np.int32)
+    members = macro.Members(ptr=g.group_ptr, op=g.group_op, device=device)
     body = min(planner.body or g.num_groups, g.num_groups)
     compute_s, graph = tables.compute_s, neighbours(problem)
     draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, _CUT, body)

@@ -188,7 +188,6 @@ def turned(problem: Problem) -> Problem:
 def tables_of(problem: Problem) -> Tables:
     """What the kernels need of a problem."""
     g, n = problem.graph, problem.num_ops
-    order = np.argsort(g.group, kind="stable")
     k = kernels.tables(problem)
     user = k.edge_dst
     in_edge = np.argsort(user, kind="stable")
@@ -209,8 +208,8 @@ def tables_of(problem: Problem) -> Tables:
         contention=problem.contention,
         compute_s=problem.compute_s,
         group=g.group.astype(np.int32),
-        op_ptr=np.searchsorted(g.group[order], np.arange(g.num_groups + 1)).astype(np.int32),
-        op=order.astype(np.int32),
+        op_ptr=g.group_ptr,
+        op=g.group_op,
     )
 
 

@@ -190,7 +190,6 @@ class Pipeline:
 
     def __init__(self, problem: Problem, seed: int) -> None:
         g, compute_s = problem.graph, problem.group_compute_s
-        op = np.argsort(g.group, kind="stable").astype(np.int32)
         self.group = g.group
         self.tables: Tables = kernels.tables(problem)
         self.moves: Moves = move_tables(problem, blocks(problem, g.group))
@@ -200,8 +199,8 @@ class Pipeline:
         self.room = Room(
             window=float(min(problem.num_run, problem.max_in_flight)),
             wait=0.0,
-            ptr=np.searchsorted(g.group[op], np.arange(g.num_groups + 1)).astype(np.int32),
-            op=op,
+            ptr=g.group_ptr,
+            op=g.group_op,
             placement=np.zeros(g.num_ops, np.int32),
             load=np.zeros(problem.num_devices),
             channel=np.zeros(problem.num_channels + 1),
