@@ -23,6 +23,7 @@ from agents.guided import (
 )
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
+from agents.waits import RELEASED, load_waits
 from envs.dispatch import load_kernels as load_dispatcher
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.refine import RefineRules
@@ -34,7 +35,9 @@ from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.descent import descend
+from placement.search.descent import load_kernels as load_descent
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
+from placement.search.pipeline import can_foresee, constructed
 from placement.tools.clock import loads
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
@@ -47,6 +50,7 @@ START, START_MOST = 24, 0.45
 # Where these are no more than ALL they get all: moves need hundreds. Orders need fewer, and get
 # all where half the operators are more.
 AGAIN, ALL = 0.5, 40
+FORESEEN = 2  # evaluations of a larger budget for what promises the least periods
 UNTRAINED = "untrained"
 
 
@@ -104,6 +108,10 @@ class PolicyPlanner:
             sampled placements are evaluated first; the search starts from the best. None is the
             released constructor for ``latency``; of at most ``FEW`` evaluations, or ``FEW_S``
             seconds, it gets all but those of the best single device.
+        waits: of ``guided_search`` for a ``period`` without a clock: the file of a network that
+            foresees how long micro-batches wait (``agents.waits``). Placements that promise the
+            least are evaluated: two, or all of at most ``FEW`` evaluations. None: the released one;
+            ``untrained``: foreseen by hand.
     """
 
     policy: str | Path | TrainedPolicy | None = None
@@ -120,6 +128,7 @@ class PolicyPlanner:
     rounds: int = 6
     width: int | None = None
     seed_policy: str | Path | TrainedPolicy | None = None
+    waits: str | Path | None = None
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -136,6 +145,8 @@ class PolicyPlanner:
         for given in (self.policy, self.seed_policy):
             if isinstance(given, str | Path) and given != UNTRAINED:
                 TrainedPolicy.load(given, self.allow)
+        if self.waits not in (None, UNTRAINED):
+            load_waits(self.waits)
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
@@ -263,10 +274,40 @@ class PolicyPlanner:
             stats["best_of_k_evaluations"] = search.num_evaluations - before
         return stats
 
+    def _foresee(self, search: Search, most: float) -> dict[str, Any]:
+        """Evaluate ``most`` of the placements that promise the least periods."""
+        net = None
+        if self.waits != UNTRAINED:
+            file = self.waits or RELEASED
+            net = load_waits(file)[0].net()
+        load_descent()
+        stats: dict[str, Any] = {"chooser": self.chooser, "search": "guided_search"}
+        if net is not None:
+            stats["seed_policy"] = Path(file).name
+        begun, value_s = search.num_evaluations, np.inf
+        for choice in constructed(search.problem, net, self.seed):
+            if not search.left or search.num_evaluations - begun >= most:
+                break
+            cost = search.cost(choice)
+            value_s = min(value_s, cost if cost < INFEASIBLE else np.inf)
+            stats.setdefault("greedy_value_s", value_s)
+        stats |= {"greedy_evaluations": 1, "best_of_k_value_s": value_s}
+        return stats | {"best_of_k_evaluations": search.num_evaluations - begun}
+
     def _guided_search(self, problem: Problem) -> Solution:
         seeds = self._seeds(problem)
         few = (self.evaluations or FEW + 1) <= FEW or (self.seconds or FEW_S + 1) <= FEW_S
         alone = self.policy is self.baseline is None
+        # It takes a while: where seconds are limited evaluations bring more.
+        foresees = can_foresee(problem) and self.seconds is None and bool(self.k)
+        if few and alone and foresees:
+            search = Search(problem, evaluations=self.evaluations)
+            stats = {"mode": self.mode, "policy": "none"} | self._foresee(search, np.inf)
+            if search.best_s == np.inf and search.left:
+                search.run("best_of")
+            found = search.solution(lower_bound(problem), **stats)
+            found.stats["best_value_s"] = found.value_s
+            return found
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
             # Decodes can be far worse than one device: where one runs everything, it is tried.
             one = self.evaluations != 1 and np.isfinite(problem.group_compute_s).all(axis=0).any()
@@ -307,6 +348,8 @@ class PolicyPlanner:
                 again *= AGAIN
             stats["seed_policy"] = seeds[1]
             stats |= self._decode(seeds[0], search, start.placement, wanted, again)
+        if foresees and search.left:
+            stats |= self._foresee(search, FORESEEN)
         search.limit(default_budget(problem))
         with one_thread():
             if kind == "order_search":

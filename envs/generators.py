@@ -173,6 +173,48 @@ class Models:
         return replace(family(int(rng.integers(2**32))), objective=Objective.LATENCY)
 
 
+class Pipelines:
+    """Pipelines of ``Models``' kinds of graphs, of about 30 to 600 operators.
+
+    Two to eight micro-batches are in flight; memory binds in a seventh. The families that are never
+    drawn are those of ``Models``. The objective is ``period``.
+    """
+
+    sizes = Sizes(1600, 8, 6400)
+
+    def __call__(self, rng: np.random.Generator) -> Problem:
+        """A fresh problem."""
+
+        def even(low: int, high: int) -> int:  # in its logarithm
+            return int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
+
+        n = even(30, 600)
+        shapes: tuple[Callable[[], Shape], ...] = (
+            lambda: series_parallel(n),
+            lambda: inception(max(2, n // 12)),
+            lambda: random_graph(
+                n, max(3, even(n // 30 + 2, n // 3)), float(rng.uniform(1.2, 8.0))
+            ),
+            lambda: chain(n, float(rng.uniform(0.01, 0.6))),
+            lambda: fork_join(even(2, max(3, n // 40)), even(3, 10), even(1, 5)),
+            lambda: reduction(max(8, n // 2)),
+            lambda: transformer(max(1, n // 35), even(2, 4)),
+            lambda: transformer(max(1, n // 70), 2),
+        )
+        kind = int(rng.integers(len(shapes)))
+        family = Family(
+            shapes[kind](),
+            int(rng.integers(2, 9)),
+            ccr=float(np.exp(rng.uniform(np.log(0.05), np.log(2.0)))),
+            heterogeneity=float(rng.choice([0.0, 0.0, 0.5, 1.0, 1.5])),
+            speeds=(1.0,) if rng.random() < 0.6 else (1.0, 2.0, 4.0),
+            memory=float(rng.uniform(0.4, 0.8)) if rng.random() < 0.15 else None,
+            training=kind == len(shapes) - 1,
+        )
+        problem = family(int(rng.integers(2**32)))
+        return replace(problem, max_in_flight=int(rng.choice([2, 3, 4, 4, 4, 6, 8])))
+
+
 class Latency:
     """``Shops`` (two fifths of the problems), ``Models`` (half) and ``TaskGraphs``."""
 

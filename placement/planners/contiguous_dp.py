@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import Any
+from itertools import chain, pairwise, product
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,8 @@ class ContiguousDp:
         max_blocks: groups are merged into this many blocks of about equal seconds first; the
             program is exact up to there (``stats["num_blocks"]``, ``stats["num_groups"]``).
         orders: topological orders that are cut, one after another: that of the operators' numbers
-            first, then drawn ones (``topological_orders``). The best of all is the answer.
+            first, then drawn ones (``topological_orders``). The cheapest splits of all orders, by
+            the program's own arithmetic, are simulated: with one evaluation the cheapest.
         seed: of the orders that are drawn.
         max_states: with more sets of devices than this, devices are used in one order, by
             total seconds, fastest first (``stats["all_orders"]`` is False then).
@@ -70,62 +71,93 @@ class ContiguousDp:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
-        block = merge_blocks(problem, self.max_blocks)
+        orders = topological_orders(problem, self.orders - 1, self.seed)
+        blocks = (merge_blocks(problem, self.max_blocks, x) for x in chain([None], orders))
         each = -(-self.candidates // self.orders)
-        stats = score_splits(search, block, self.max_states, each)
-        for position in topological_orders(problem, self.orders - 1, self.seed):
-            if search.used >= 1.0 or not search.left:  # also where no order had a split yet
-                break
-            before = search.best_cost
-            other = merge_blocks(problem, self.max_blocks, position)
-            split_stats = score_splits(search, other, self.max_states, each)
-            if search.best_cost < before:
-                stats = split_stats
+        stats = score_splits(search, blocks, self.max_states, each, self.candidates)
         if search.best is None:  # every device refuses operators in the middle: no split at all
             search.costs(np.argmin(problem.group_compute_s, axis=1))
-        return search.solution(
-            **stats, num_blocks=int(block.max()) + 1, num_groups=problem.graph.num_groups
-        )
+        return search.solution(**stats, num_groups=problem.graph.num_groups)
 
 
 def score_splits(
-    search: Search, block: Ints, max_states: int = 512, candidates: int = 32
+    search: Search,
+    blocks: Iterable[Ints],
+    max_states: int = 512,
+    each: int = 32,
+    candidates: int = 32,
 ) -> dict[str, Any]:
-    """Score the best splits of blocks into stages, ``block`` int32 ``[G]`` being each group's.
+    """Cut every order of ``blocks``, int32 ``[G]`` each, and score the cheapest splits of all.
 
-    See ``ContiguousDp``.
+    Of an order ``each`` at most, and no further order is cut where the budget has ended. See
+    ``ContiguousDp``.
 
     Returns:
-        ``bottleneck_s``, the slowest stage of the best split (None: there is none), and
-        ``all_orders``.
+        ``bottleneck_s``, the slowest stage of the best split (None: there is none),
+        ``all_orders`` and ``num_blocks``.
     """
     problem = search.problem
+    counts = memory_counts(problem)
+    bottleneck_s, all_orders, drawn = None, True, list[Ints]()
+    for count in [*counts, None]:
+        known = search.best_cost
+        if (count is None and known < INFEASIBLE) or (drawn and not search.left):
+            break
+        found: list[Split] = []
+        for block in tuple(drawn) or blocks:
+            drawn += [block] * (count == counts[0])
+            cut, all_orders = splits(problem, block, count, max_states)
+            found += cut[:each]
+            if search.used >= 1.0:  # also where no order had a split yet
+                break
+        found.sort(key=lambda split: split.cost_s)
+        if not found:
+            continue
+        costs = search.costs([split.choice for split in found[:candidates]])
+        if search.best_cost < known or bottleneck_s is None:
+            bottleneck_s = min(split.slowest_s for split in found)
+        # Whether anything fits says little: one device often does. The best split has to.
+        if not len(costs) or costs[0] < INFEASIBLE:
+            break
+    num_blocks = int(drawn[0].max()) + 1
+    return {"bottleneck_s": bottleneck_s, "all_orders": all_orders, "num_blocks": num_blocks}
+
+
+def memory_counts(problem: Problem) -> list[int]:
+    """How often activations of a micro-batch are counted until splits fit: never, once, or more."""
+    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
+    return list(dict.fromkeys([0, 1, flights])) if problem.memory_may_bind else [0]
+
+
+class Split(NamedTuple):
+    """What a split costs by the program's own arithmetic, its slowest stage, and its devices."""
+
+    cost_s: float
+    slowest_s: float
+    choice: Choice
+
+
+def splits(
+    problem: Problem, block: Ints, activations: int | None, max_states: int = 512
+) -> tuple[list[Split], bool]:
+    """The best split of ``block`` int32 ``[G]`` for each set of devices, cheapest first.
+
+    Nothing is evaluated. ``activations``: of how many micro-batches must fit; None: nothing has
+    to. The flag tells whether all orders of the devices were considered.
+    """
     costs = stage_costs(problem, block)
     states, all_orders = _states(problem, costs.kind, max_states)
-    # Activations of one micro-batch are counted not at all, once, once per flight, until the
-    # best split fits; if nothing does, memory is forgotten and the least violating split is told.
-    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
-    times = [0, 1, flights] if problem.memory_may_bind else [0]
-    bottleneck_s = None
-    for count in [*dict.fromkeys(times), None]:
-        known = search.best_cost
-        if (count is None and known < INFEASIBLE) or (count != times[0] and not search.left):
-            break
-        splits = slowest = _solve(costs.seconds(count), costs.kind, states)
-        if problem.objective is Objective.LATENCY:
-            in_turn = _solve(costs.seconds(count, np.add), costs.kind, states, np.add)
-            distinct = {tuple(split[1]): split for split in in_turn + slowest}.values()
-            splits = sorted(distinct, key=lambda split: costs.latency_s(split[1]))
-        rows = [_choice(stages, block, costs.kind) for _, stages in splits[:candidates]]
-        if not len(rows):
-            continue
-        tried = search.costs(rows)
-        if search.best_cost < known or bottleneck_s is None:
-            bottleneck_s = min(value for value, _ in slowest)
-        # Whether anything fits says little: one device often does. The best split has to.
-        if not len(tried) or tried[0] < INFEASIBLE:
-            break
-    return {"bottleneck_s": bottleneck_s, "all_orders": all_orders}
+    seconds = costs.seconds(activations)
+    found = _solve(seconds, costs.kind, states)
+    if problem.objective is Objective.LATENCY:
+        in_turn = _solve(costs.seconds(activations, np.add), costs.kind, states, np.add)
+        distinct = {tuple(stages): stages for _, stages in in_turn + found}.values()
+        found = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
+    slowest_s = (max(seconds[costs.kind[d], j, i] for d, j, i in x) for _, x in found)
+    return [
+        Split(cost_s, float(slow_s), _choice(stages, block, costs.kind))
+        for (cost_s, stages), slow_s in zip(found, slowest_s, strict=True)
+    ], all_orders
 
 
 def merge_blocks(problem: Problem, max_blocks: int, position: Ints | None = None) -> Ints:

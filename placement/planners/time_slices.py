@@ -59,7 +59,7 @@ class TimeSlices:
         weights = np.linspace(0.0, 1.0, self.num_directions).tolist()
         for weight in sorted(weights, key=lambda w: 0.0 < w < 1.0):  # diagonals must be better
             before = search.best_cost
-            score_splits(search, blocks(problem, grid, weight))
+            score_splits(search, [blocks(problem, grid, weight)])
             if search.best_cost < before:
                 cut = {0.0: "time", 1.0: "layers"}.get(weight, f"diagonal {weight:.2f}")
         return search.solution(num_layers=grid.num_layers, num_steps=grid.num_steps, cut=cut)

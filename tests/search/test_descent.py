@@ -8,8 +8,9 @@ import pytest
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
-from placement.search.descent import Pipeline, descend
+from placement.search.descent import descend
 from placement.search.evaluation import Search
+from placement.search.pipeline import Pipeline
 from placement.simulator import score
 from placement.workloads import synthetic
 
