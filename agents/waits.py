@@ -45,6 +45,7 @@ _PLACEMENTS = 40  # of a problem
 _BATCH, _EPOCHS, _RATE = 256, 30, 3e-3
 _HUBER = 0.05  # of the logarithm: beyond it errors count linearly
 _HAND_WAITS = (0.0, 0.1, 0.2, 0.4, 0.6, 1.0)  # of walks by hand, shares of the bound
+_CUT = 6  # orders
 _OWN = 0.6  # of the walks follow the network
 Floats = NDArray[np.float64]
 Rows = tuple[Floats, Floats]  # features [B, F], and logarithms of the period over the bound [B]
@@ -52,6 +53,9 @@ Rows = tuple[Floats, Floats]  # features [B, F], and logarithms of the period ov
 
 class WaitsNet(nn.Module):
     """Two hidden layers over standardised features, at first 0, and what is foreseen by hand."""
+
+    mean: Tensor
+    spread: Tensor
 
     def __init__(self, hidden: int = 32) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ def placements(
     """
     seed = int(rng.integers(2**31))
     by_hand, own = Pipeline(problem, seed), Pipeline(problem, seed, net)
-    starts = [split.choice for split in cheapest(problem)[:10]]
+    starts = [split.choice for split in cheapest(problem, _CUT)[:10]]
     found = {choice.tobytes(): choice for choice in starts}
     for _ in range(2 * count if starts else 0):
         if len(found) >= count:
@@ -180,8 +184,8 @@ def fit(rows: Sequence[Rows], seed: int, hidden: int = 32) -> WaitsNet:
 
 def train(
     seed: int,
-    rounds: int = 5,
-    problems: int = 400,
+    rounds: int = 4,
+    problems: int = 250,
     hidden: int = 32,
     generator: Generator | None = None,
     tell: Callable[[str], None] = print,
@@ -198,10 +202,12 @@ def train(
             fresh: list[Rows] = []
             for _ in range(problems):
                 problem = draw(rng)
-                describing = Pipeline(problem, 0, own or WaitsNet(1).net())
-                fresh.append(labelled(problem, placements(problem, own, rng), describing))
+                found = placements(problem, own, rng)
+                if found:  # a problem may have no split at all
+                    describing = Pipeline(problem, 0, own or WaitsNet(1).net())
+                    fresh.append(labelled(problem, found, describing))
             error = np.nan if net is None else _error(net, fresh)
-            rows += [x for x in fresh if len(x[1])]
+            rows += fresh
             net = fit(rows, seed, hidden)
             count = sum(len(x[1]) for x in rows)
             tell(f"round {number + 1}: {count} placements, error on new ones before {error:.4f}")
@@ -228,8 +234,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Train one, and write it."""
     parser = argparse.ArgumentParser("python -m agents.waits", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--problems", type=int, default=400, help="of each round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--problems", type=int, default=250, help="of each round")
     parser.add_argument("--out", required=True, metavar="FILE")
     given = parser.parse_args(words)
     net, card = train(given.seed, given.rounds, given.problems)

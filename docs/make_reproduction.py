@@ -50,7 +50,7 @@ STUDIES = {
     "learned_few": Study("Ten evaluations and one for every four groups", 6, True),
     "learned_published": Study("Published learners, rules and searches: equal budgets", 45, True),
     "learned_resched": Study("Flexible job shops beside a published network, one decode", 8),
-    "learned_zero_shot": Study("One forward pass on kinds of graphs never seen", 100, True),
+    "learned_zero_shot": Study("One evaluation, graphs of kinds never seen", 6, True),
     "measured": Study("How good is a plan after 100 measurements?", 38),
     "prediction": Study("How well are times of unseen models predicted?", 22),
     "scale": Study("Planners up to 100,000 operators", 22),

@@ -17,8 +17,7 @@ layer graphs and PipeDream's (one seed each).
 
 Splits: whatever is measured in these studies was not trained on. Public files, captured models and
 the graphs of ``synthetic`` with a seed of ``HELD_OUT`` or above belong to the studies; the released
-policy may train on synthetic graphs of smaller seeds, and on a public file only where
-``zero_shot`` is not concerned (it trains its own policies, one per family left out).
+policy may train on synthetic graphs of smaller seeds.
 """
 
 from __future__ import annotations
@@ -74,16 +73,10 @@ GUIDED = {
     "graphs": Option(1, "seeds HELD_OUT.. of each family of large graphs"),
 }
 
-# Leave one family out; per family: PPO on the others, then one greedy decode per graph.
+# One evaluation and four; pipelines of families that no network ever saw.
 ZERO_SHOT = {
-    "largest": Option(700, "operators of a graph that is trained on (evaluation has no limit)"),
-    "variants": Option(1, "machines drawn for each problem, besides its own"),
-    "total_steps": Option(200_000, "of the training, whichever ends first"),
-    "max_seconds": Option(900.0, "of the training, whichever ends first"),
-    "seeds": Option(5, "trainings per family"),
     "graphs": Option(1, "seeds HELD_OUT.. of each synthetic family"),
-    "known_seconds": Option(1.0, "of the search for the best known value"),
-    "k": Option(32, "samples of best-of-k, on the machine that a problem comes with"),
+    "pipelines": Option(6, "of each family that was never drawn"),
     "repeats": Option(10, "of the profiles that have to be measured"),
 }
 

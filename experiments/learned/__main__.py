@@ -3,7 +3,7 @@
     python -m experiments.learned against                    # all constructive methods and DPs
     python -m experiments.learned executed                   # placements run for real, quiet
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
-    python -m experiments.learned zero_shot                  # trains: one family left out
+    python -m experiments.learned zero_shot [--also NAME=PATH]  # one evaluation, and four
     python -m experiments.learned few                        # 10 + G / 4 evaluations
     python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
     python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.learned import few
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.published import configured
+from experiments.learned.study import untrained_dispatcher
 from experiments.study import RESULTS, Option, Options, Study, digest, say, slug
 from experiments.tables import Column, Mean, geometric, groups, read_csv, table, to_csv
 from placement.objective import Objective
@@ -242,7 +242,7 @@ def planned(options: Options) -> Iterator[Row]:
     def plan(problem: Problem, **given: Any) -> list[float]:
         return [load("policy", evaluations=EVALUATIONS, **given)(problem).value_s]
 
-    new = few.untrained(options)
+    new = untrained_dispatcher(options)
     given = {PLANNER: {}, FROZEN: {"policy": NEW}}
     for suite, name, problem, known_s in searched(options):
         for seed, path in seeds(options.policies).items():

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.budgets import FEW, HEURISTICS
 from experiments.learned.cells import Cell, Task, best_known, gain, run_tasks, to_known
-from experiments.learned.study import learned_study
+from experiments.learned.study import learned_study, untrained_dispatcher
 from experiments.learned.zero_shot import problems, unit
 from experiments.study import RESULTS, Options
 from experiments.tables import DASH, Column, Mean, geometric, read_csv, share, table
@@ -29,17 +29,6 @@ HEADROOM = 1.01  # contiguous_dp over the best known: from here on there is some
 def evaluations(problem: Problem) -> int:
     """The budget."""
     return 10 + problem.graph.num_groups // 4
-
-
-def untrained(options: Options) -> str:
-    """The file of a dispatcher in whose network nothing was trained."""
-    from agents.trained import TrainedPolicy, untrained_net
-
-    path = options.work / "untrained.safetensors"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        TrainedPolicy(untrained_net(None, "dispatch")).save(path)
-    return str(path)
 
 
 def earlier() -> dict[str, Cell]:
@@ -60,7 +49,7 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     searcher = "macro_search" if why_not(problem) else "order_search"
     frozen: dict[str, Any] = {"policy": "untrained", "margin": 0.0}
     if problem.objective is Objective.LATENCY:  # others are not constructed
-        frozen["seed_policy"] = untrained(options)
+        frozen["seed_policy"] = untrained_dispatcher(options)
     for seed in range(options.seeds):
         yield Task(GROUP, SEARCH, load(searcher), seed, evaluations=few)
         yield Task(GROUP, POLICY, load("policy", margin=0.0), seed, evaluations=few)

@@ -1,8 +1,8 @@
-"""The problems of the studies: six families, the same work on other machines, large graphs."""
+"""The problems of the studies: six families, large graphs, twice the devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,14 +158,6 @@ def unseen(data: Path) -> dict[str, Problems]:
     return {DRAWN: drawn, REAL: real}
 
 
-def sized(operators: int) -> Problem:
-    """A layered graph of about so many operators on four devices: what a plan is timed on."""
-    return synthetic.Family(synthetic.layered(max(2, operators // 50), 50, 0.05))(HELD_OUT)
-
-
-# --- other machines ------------------------------------------------------------------------------
-
-
 def twice_the_devices(problem: Problem) -> Problem:
     """Every device twice, links and all; a device reaches its copy as it reaches the others."""
     cluster, profile = problem.cluster, problem.profile
@@ -208,29 +200,3 @@ def twice_the_devices(problem: Problem) -> Problem:
             predicted=None if profile.predicted is None else profile.predicted[:, both],
         ),
     )
-
-
-def with_bandwidth(problem: Problem, times: float) -> Problem:
-    """Links of ``times`` the bandwidth; what a file states of transfers is divided by it."""
-    profile = problem.profile
-    pairs, io_s = profile.transfer_s, profile.io_s
-    links = tuple(
-        replace(x, bandwidth_bytes_per_s=times * x.bandwidth_bytes_per_s) for x in profile.links
-    )
-    return replace(
-        problem,
-        profile=replace(
-            profile,
-            links=links,
-            transfer_s=None if pairs is None else pairs / times,
-            io_s=None if io_s is None else io_s / times,
-        ),
-    )
-
-
-MACHINES: dict[str, Callable[[Problem], Problem]] = {
-    "as it is": lambda p: p,
-    "twice the devices": twice_the_devices,
-    "4x bandwidth": lambda p: with_bandwidth(p, 4.0),
-    "1/4 bandwidth": lambda p: with_bandwidth(p, 0.25),
-}

@@ -77,6 +77,17 @@ def policies(options: Options) -> dict[str, str | None]:
     return files
 
 
+def untrained_dispatcher(options: Options) -> str:
+    """The file of a dispatcher in whose network nothing was trained."""
+    from agents.trained import TrainedPolicy, untrained_net
+
+    path = options.work / "untrained.safetensors"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TrainedPolicy(untrained_net(None, "dispatch")).save(path)
+    return str(path)
+
+
 def _rows(
     budget: Mapping[str, Option],
     problems: Callable[[Options], Problems],

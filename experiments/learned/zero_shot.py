@@ -1,33 +1,54 @@
-"""One family left out of the training, then one greedy decode of each of its graphs."""
+"""One evaluation, and four: what networks construct on graphs of kinds that they never saw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from experiments.budgets import HEURISTICS, ZERO_SHOT
+from experiments.budgets import HELD_OUT, HEURISTICS, ZERO_SHOT
 from experiments.learned import problems as families
-from experiments.learned.cells import Cell, Task, gain, to_known
-from experiments.learned.study import learned_study, wants
-from experiments.study import Options, digest, say
-from experiments.tables import DASH, Column, Mean, geometric, geometric_mean, number, share, table
+from experiments.learned.cells import Cell, Task, gain, run_tasks, to_known
+from experiments.learned.study import (
+    learned_study,
+    policies,
+    untrained_dispatcher,
+    wants,
+)
+from experiments.study import RESULTS, Options
+from experiments.tables import (
+    DASH,
+    Column,
+    Mean,
+    geometric,
+    geometric_mean,
+    groups,
+    number,
+    read_csv,
+    share,
+    table,
+)
+from placement.objective import Objective
 from placement.planners import load
-from placement.problem import Problem, Solution
-from placement.search.evaluation import Search
+from placement.problem import Problem
+from placement.workloads import synthetic
 
-GREEDY, BEST_OF_K, KNOWN = "greedy decode", "best of k", "macro_search"
-UNTRAINED = "untrained"  # one greedy decode of the network that every training begins with
-TIMED = "time per plan"
-SIZES = (300, 2000)
-AS_IT_IS = next(iter(families.MACHINES))
+ONE, PIPELINES, FOUR = "one evaluation", "pipelines, one evaluation", "pipelines, four evaluations"
+EVALUATIONS = {PIPELINES: 1, FOUR: 4}
+TRAINED, UNTRAINED, HAND = "trained", "untrained", "by hand"
+SINGLE, ORDERS = "contiguous_dp", "contiguous_dp, 24 orders"
+# Pipelines of families that no network ever saw, six seeds of each: what training is judged by.
+NEVER = "never drawn"
+NEVER_DRAWN = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "mixture_of_experts",
+               "u_net")  # fmt: skip
+TIMED = 300  # operators
 
 
 def unit(name: str) -> str:
-    """What is shared out between processes: a family, with its training."""
+    """What is shared out between processes: a family."""
     return name.partition(": ")[0]
 
 
@@ -37,199 +58,141 @@ def problems(options: Options) -> families.Problems:
         f"{family}: {name}": problem
         for family in families.FAMILIES
         if wants(options, f"{family}: ")
-        for name, problem in _family(family, options).items()
+        for name, problem in families.family(
+            family, options.data, options.graphs, options.repeats
+        ).items()
     }
 
 
-def _family(name: str, options: Options) -> families.Problems:
-    return families.family(name, options.data, options.graphs, options.repeats)
-
-
-@dataclass(frozen=True)
-class Decode:
-    """The greedy placement of a policy, and ``k`` sampled ones, evaluated; nothing else.
-
-    Attributes:
-        policy: its file.
-        k: samples.
-        seed: of the samples.
-    """
-
-    policy: str
-    k: int = 0
-    seed: int = 0
-
-    def __call__(self, problem: Problem) -> Solution:
-        """The best of what was decoded."""
-        from agents.trained import TrainedPolicy
-        from envs.problems import choice_of
-
-        search = Search(problem)
-        rows = TrainedPolicy.load(self.policy).place(problem, None, self.k, self.seed)
-        search.costs(choice_of(problem, rows))
-        return search.solution()
-
-
-def train_without(family: str, seed: int, options: Options) -> str:
-    """The file of the policy trained on all other families, trained now if it is not there."""
-    from agents.training import train
-
-    config = recipe(options, seed)
-    key = digest(family, seed, repr(options.budget), repr(config))[:12]
-    folder = options.work / f"without_{family.replace(' ', '_')}-{seed}-{key}"
-    path: Path = folder / "trained.safetensors"
-    if path.is_file():
-        return str(path)
-
-    def tell(row: Mapping[str, float]) -> None:
-        say(
-            f"without {family}: {row['steps']:.0f} steps, {row['seconds']:.0f} s, "
-            f"greedy {row['greedy_speedup']:.3f}x"
-        )
-
-    machines = trained_on(family, options)
-    train(machines, config=config, out_dir=folder, resume=True, callback=tell).save(path)
-    return str(path)
-
-
-def trained_on(family: str, options: Options) -> list[Problem]:
-    """Graphs of all other families, not too large, also on other machines."""
-    from envs.perturbation import Perturbation
-
-    machines: list[Problem] = []
-    for other in families.FAMILIES:
-        if other == family:
-            continue
-        some = [p for p in _family(other, options).values() if p.num_ops <= options.largest]
-        drawn = Perturbation(variants=options.variants)(some)
-        say(f"without {family}: {len(drawn)} problems of {other}")
-        machines += drawn
-    return machines
+def with_never_drawn(options: Options) -> families.Problems:
+    """These, and the pipelines that decide."""
+    chosen = problems(options)
+    if wants(options, f"{NEVER}: "):
+        for name in NEVER_DRAWN:
+            for seed in range(HELD_OUT, HELD_OUT + options.pipelines):
+                chosen[f"{NEVER}: {name}-{seed}"] = synthetic.families()[name](seed)
+    return chosen
 
 
 def untrained(options: Options) -> str:
-    """The file of a policy whose network nothing was trained in."""
-    from agents.trained import TrainedPolicy, untrained_net
+    """The file of a network that foresees waits, in which nothing was trained."""
+    from agents.waits import WaitsNet
 
-    config = recipe(options, seed=0)
-    path = options.work / "untrained.safetensors"
-    TrainedPolicy(untrained_net(config.network, config.formulation)).save(path)
+    path = options.work / "untrained_waits.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    WaitsNet().save(path, {})
     return str(path)
 
 
-def recipe(options: Options, seed: int) -> Any:
-    """``TrainConfig`` of the training, within the written budget."""
-    from agents.encoder import NetworkConfig
-    from agents.training import TrainConfig
-
-    rates = {"learning_rate": 1e-3, "last_learning_rate": 5e-5}
-    rates |= {"entropy": 0.004, "last_entropy": 0.0005}
-    counts = {"num_envs": 32, "repeats": 8, "num_checks": 30, "imitation_epochs": 0}
-    limits = {"total_steps": options.total_steps, "max_seconds": options.max_seconds}
-    network = NetworkConfig(finish_weight=8.0)
-    return TrainConfig(network=network, seed=seed, **rates, **counts, **limits)
+def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
+    files = policies(options)  # the first is the released one
+    trained: list[dict[str, Any]] = [{"waits": x} for n, x in files.items() if n != "policy"]
+    pipeline, decides = problem.objective is Objective.PERIOD, unit(name) == NEVER
+    group = PIPELINES if decides else ONE
+    for rule in HEURISTICS:
+        yield Task(group, rule, load(rule))
+    yield Task(group, ORDERS, load("contiguous_dp", orders=24), evaluations=1)
+    new = (
+        {"waits": untrained(options)}
+        if pipeline
+        else {"seed_policy": untrained_dispatcher(options)}
+    )
+    for group, evaluations in EVALUATIONS.items() if decides else ((ONE, 1),):
+        for seed, given in enumerate((trained or [{}]) if pipeline else [{}]):
+            planner = load("policy", margin=0.0, **given)
+            yield Task(group, TRAINED, planner, seed, evaluations=evaluations)
+        planner = load("policy", margin=0.0, **new)
+        yield Task(group, UNTRAINED, planner, 0, evaluations=evaluations)
+        if pipeline:
+            planner = load("policy", margin=0.0, waits="untrained")
+            yield Task(group, HAND, planner, 0, evaluations=evaluations)
 
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
-    begun = Decode(untrained(options))
-    for family in dict.fromkeys(map(unit, chosen)):
-        decodes = [Decode(train_without(family, seed, options)) for seed in range(options.seeds)]
-        for name in (n for n in chosen if unit(n) == family):
-            for machine, changed in families.MACHINES.items():
-                there = changed(chosen[name])
-                for task in tasks(options, machine, begun, decodes):
-                    yield task.run(options.finished, name, there)
-        for size in SIZES:
-            for repeat in range(5):
-                task = Task(TIMED, f"{GREEDY}, run {repeat}", decodes[0])
-                name = f"{family}: {size} operators"
-                yield task.run(options.finished, name, families.sized(size))
+    yield from run_tasks(tasks, options, chosen)
+    best = best_of_few()
+    yield from (best[name] for name in chosen if name in best)
 
 
-def tasks(
-    options: Options, machine: str, begun: Decode, decodes: Sequence[Decode]
-) -> Iterator[Task]:
-    for label in HEURISTICS:
-        yield Task(machine, label, load(label))
-    yield Task(machine, UNTRAINED, begun)
-    for seed, decode in enumerate(decodes):
-        yield Task(machine, GREEDY, decode, seed)
-        if machine == AS_IT_IS:
-            yield Task(machine, BEST_OF_K, replace(decode, k=options.k, seed=seed), seed)
-    yield Task(machine, KNOWN, load(KNOWN), 0, seconds=options.known_seconds)
+def best_of_few() -> dict[str, Cell]:
+    """The best cell of each graph in the study of few evaluations."""
+    best: dict[str, Cell] = {}
+    for cell in read_csv(Cell, RESULTS / "learned_few.csv"):
+        if cell.value_s is not None:
+            known = best.get(cell.problem, cell)
+            best[cell.problem] = min(known, cell, key=lambda c: c.value_s or np.inf)
+    return {n: replace(c, group=ONE, planner=f"{c.planner}, learned_few") for n, c in best.items()}
 
 
-def against_single(cells: Sequence[Cell], planner: str = GREEDY) -> tuple[str, dict[str, float]]:
-    """The heuristic that is best over all graphs, and the planner's mean ratio to it by problem."""
+def of_group(cells: Sequence[Cell], group: str) -> list[Cell]:
+    """Those of a group; with four evaluations the rules are those of the other one."""
+    rules = (*HEURISTICS, ORDERS) if group == FOUR else ()
+    return [c for c in cells if c.group == group or (c.group == PIPELINES and c.planner in rules)]
+
+
+def against(cells: Sequence[Cell], other: str, planner: str = TRAINED) -> Mean:
+    """Of the planner's values over another's, whose seed does not count."""
+    cells = [replace(c, seed=None) if c.planner == other else c for c in cells]
+    return geometric(gain(cells, planner, [other]))
+
+
+def against_single(cells: Sequence[Cell], planner: str = TRAINED) -> tuple[str, dict[str, float]]:
+    """The rule that is best over all graphs, and the planner's mean ratio to it by problem."""
     means = {h: geometric(to_known(cells, h)).value for h in HEURISTICS}
     best = min(means, key=lambda h: means[h])
-    return best, against(cells, [best], planner)
+    return best, {n: geometric_mean(v) for n, v in gain(cells, planner, [best]).items()}
 
 
-def against(
-    cells: Sequence[Cell], others: Sequence[str] = HEURISTICS, planner: str = GREEDY
-) -> dict[str, float]:
-    """Mean ratio to the least of the others, by problem."""
-    return {n: geometric_mean(v) for n, v in gain(cells, planner, others).items()}
-
-
-def plan_seconds(cells: Sequence[Cell], size: int) -> Mean:
-    """Median processor seconds of one greedy plan, over families and runs, and its quartiles."""
-    name = f": {size} operators"
-    used = [c.used_s for c in cells if c.group == TIMED and c.problem.endswith(name)]
-    if not used:
-        return Mean(np.nan, np.nan, np.nan, 0)
-    low, middle, high = np.percentile(used, [25, 50, 75])
-    return Mean(float(middle), float(low), float(high), len(used))
-
-
-def of_machine(cells: Sequence[Cell]) -> str:
-    """The table of a machine: a line per family, and one for all."""
-    single, _ = against_single(cells)
-    names = [*dict.fromkeys(unit(c.problem) for c in cells), "all"]
-    by = {name: [c for c in cells if name in ("all", unit(c.problem))] for name in names}
-
-    def over(planner: str, name: str) -> str:
-        return geometric(to_known(by[name], planner)).ratio()
-
-    def better(name: str) -> str:
-        flags = [v < 1 for v in against(by[name], [single]).values()]
-        p, low, high = (100 * x for x in share(flags))
-        return f"{p:.0f} % ({low:.0f} to {high:.0f})"
-
-    def than_every(name: str) -> float:
-        return float(np.mean([v < 1 for v in against(by[name]).values()]))
-
-    shown = {
-        "greedy over best known (95 %)": GREEDY,
-        "best of k": BEST_OF_K,
-        "untrained": UNTRAINED,
-        single: single,
-    }
-    return table(
-        names,
-        Column("family left out", str),
-        Column("graphs", lambda name: len(against(by[name], [single]))),
-        *(Column(head, lambda n, planner=planner: over(planner, n))
-          for head, planner in shown.items()),
-        Column(f"greedy better than {single}", better),
-        Column("than every heuristic", than_every, 0, 100, " %"),
-    )  # fmt: skip
+def plan_s(cells: Sequence[Cell]) -> float:
+    """Median processor seconds of one evaluation of pipelines of about ``TIMED`` operators."""
+    used = [
+        c.used_s
+        for c in of_group(cells, PIPELINES)
+        if c.planner == TRAINED and 0.5 * TIMED <= c.operators <= 1.5 * TIMED
+    ]
+    return float(np.median(used)) if used else np.nan
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
-    tables = [
-        f"## {machine.capitalize()}\n\n{of_machine(mine)}"
-        for machine in families.MACHINES
-        if (mine := [c for c in cells if c.group == machine])
-    ]
-    times = [
-        f"{size} operators: {number(t.value, 0, 1e3)} ms "
-        f"({number(t.low, 0, 1e3)} to {number(t.high, 0, 1e3)})"
-        for size in SIZES
-        if (t := plan_seconds(cells, size)).count
-    ]
-    return {"times": "; ".join(times) or DASH, "machines": "\n".join(tables)}
+    mine = of_group(cells, ONE)
+    single, ratios = against_single(mine)
+    kinds = groups(mine, "objective")
+
+    def over(planner: str, objective: str) -> str:
+        return geometric(to_known(kinds.get(objective, mine), planner)).ratio()
+
+    def better(objective: str) -> str:
+        names = {c.problem for c in kinds.get(objective, mine)}
+        p, low, high = (100 * x for x in share([v < 1 for n, v in ratios.items() if n in names]))
+        return f"{p:.0f} % ({low:.0f} to {high:.0f})"
+
+    def learned(who: tuple[str, str], other: str) -> str:
+        if who[0] == other:
+            return DASH
+        return against(of_group(cells, who[1]), other, who[0]).percent()
+
+    others = (SINGLE, ORDERS, UNTRAINED, HAND)
+    pipelines = of_group(cells, FOUR)
+    return {
+        "never": len({c.problem for c in pipelines}),
+        "trainings": len({c.seed for c in pipelines if c.planner == TRAINED}),
+        "learned": table(
+            [(p, g) for g in EVALUATIONS for p in (TRAINED, UNTRAINED, HAND)],
+            Column("who", lambda x: x[0]),
+            Column("evaluations", lambda x: EVALUATIONS[x[1]]),
+            *(Column(f"against {o}", partial(learned, other=o)) for o in others),
+        ),
+        "single": single,
+        "known": table(
+            [*kinds, "all"],
+            Column("objective", str),
+            Column("graphs", lambda x: len({c.problem for c in kinds.get(x, mine)})),
+            *(Column(p, partial(over, p)) for p in (TRAINED, UNTRAINED, SINGLE, ORDERS)),
+            Column(f"trained better than {single}", better),
+        ),
+        "timed": TIMED,
+        "ms": number(plan_s(cells), 0, 1e3),
+    }
 
 
-STUDY = learned_study("zero_shot", ZERO_SHOT, problems, rows, unit, row=Cell, parts=parts)
+STUDY = learned_study("zero_shot", ZERO_SHOT, with_never_drawn, rows, unit, row=Cell, parts=parts)

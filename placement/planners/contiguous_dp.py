@@ -283,6 +283,7 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
     kind = device_classes(problem)
     firsts = np.unique(kind, return_index=True)[1].tolist()
     compute, blocked, received = (np.empty((len(firsts), size, size)) for _ in range(3))
+    alike: dict[bytes, Floats] = {}
     for k, d in enumerate(firsts):
         per_block = np.zeros(size - 1)
         finite = np.isfinite(run_s[:, d])
@@ -295,8 +296,11 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         others = np.delete(np.arange(num_devices), d)
         here = np.full(len(others), d)
         arrive = _mean_transfer(problem, others, here)
-        # A tensor is received where it is used and not made.
-        received[k] = touched(all_uses, arrive, size) - touched(made_at, arrive, size)
+        # A tensor is received where it is used and not made; devices with alike links share it.
+        key = arrive.tobytes()
+        if key not in alike:
+            alike[key] = touched(all_uses, arrive, size) - touched(made_at, arrive, size)
+        received[k] = alike[key]
         if not shares_host[d]:
             from_host = _mean_transfer(problem, np.array([host]), np.array([d]))
             received[k] += touched(given_at, from_host, size)
@@ -372,6 +376,8 @@ def touched(points: Points, weight: Floats, size: int) -> Floats:
     """
     item, low, at = points
     grid = np.zeros((size, size))
+    if not weight.any():
+        return grid
     np.add.at(grid, (low, at + 1), weight[item])
     np.add.at(grid, (at + 1, at + 1), -weight[item])
     return grid.cumsum(axis=0).cumsum(axis=1)
@@ -380,6 +386,8 @@ def touched(points: Points, weight: Floats, size: int) -> Floats:
 def within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
     """float64 ``[size, size]``: the weight of the items with ``j <= first`` and ``last < i``."""
     grid = np.zeros((size, size))
+    if not weight.any():
+        return grid
     np.add.at(grid, (np.zeros_like(first), last + 1), weight)
     np.add.at(grid, (first + 1, last + 1), -weight)
     return grid.cumsum(axis=0).cumsum(axis=1)

@@ -11,7 +11,6 @@ that sees ``FEATURES`` (``agents.waits``). All of them come from one pass over t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -155,9 +154,10 @@ def measure(t, r):
     r.carried[:] = 0.0
     r.begin[:] = np.inf
     path = waited = alone = longest = moved = 0.0
-    handed = deepest = 0
+    handed, deepest = 0, np.int64(0)
     for k in range(-1, n):
-        i, src, end, late, done, depth = n, np.int64(num_devices), 0.0, 0.0, 0.0, 0
+        i, src, end, late, done = n, np.int64(num_devices), 0.0, 0.0, 0.0
+        depth = np.int64(0)
         if k >= 0:  # model inputs come first
             i = np.int64(t.by_priority[k])
             src = np.int64(placement[i])
@@ -367,6 +367,7 @@ class Pipeline:
     def __init__(self, problem: Problem, seed: int, net: Net | None = None) -> None:
         g, compute_s = problem.graph, problem.group_compute_s
         self.problem, self.learned = problem, net is not None
+        self._share = _HAND_WAITS if net is None else WAITS
         self.tables: Tables = kernels.tables(problem)
         self.moves: Moves = move_tables(problem, blocks(problem, g.group))
         self.state: Placed = move_state(self.moves, compute_s.argmin(axis=1).astype(np.int32))
@@ -413,9 +414,22 @@ class Pipeline:
         self.estimate(choice, 0.0)
         return float(self.room.bound_s)
 
+    def foresee(self, choice: Choice) -> float:
+        """Seconds of the period of ``choice`` int32 ``[G]``, waits as a share of its bound."""
+        return self.estimate(choice, self._share * self.bound(choice))
+
+    def descend(self, choice: Choice) -> Choice:
+        """Where walks from ``choice`` int32 ``[G]`` end; by hand only if that promises much."""
+        found = choice
+        for k in range(_ROUNDS if self.learned else 2 * _ROUNDS):
+            wait = self._share * self.bound(found)
+            found = self.walk(found, wait, SQUARINGS[k % len(SQUARINGS)], MOST)
+        promise = 0.0 if self.learned else _PROMISE
+        return found if self.foresee(found) < (1 - promise) * self.foresee(choice) else choice
+
     def describe(self, choice: Choice) -> tuple[float, Array]:
         """The bound of ``choice`` int32 ``[G]`` in seconds, its ``FEATURES`` float64 ``[F]``."""
-        self.estimate(choice, WAITS * self.bound(choice))
+        self.foresee(choice)
         return float(self.room.bound_s), self.room.features.copy()
 
     def wait_of(self, choice: Choice, value_s: float, most: float) -> float:
@@ -433,12 +447,12 @@ def can_foresee(problem: Problem) -> bool:
     return pipelined and not problem.cluster.streaming and can_move(problem)
 
 
-def cheapest(problem: Problem) -> list[Split]:
-    """The cheapest contiguous splits of several orders (``contiguous_dp``), none evaluated."""
+def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
+    """The cheapest contiguous splits of ``most`` orders (``contiguous_dp``), none evaluated."""
     kinds = np.bincount(device_classes(problem))
     sets = float(min(np.prod(kinds + 1.0), 512)) * len(kinds)
     steps = sets * min(problem.graph.num_groups, _BLOCKS) ** 2
-    orders = topological_orders(problem, int(min(_ORDERS, max(2, _CUTS / steps))) - 1)
+    orders = topological_orders(problem, int(min(most, max(2, _CUTS / steps))) - 1)
     positions = [None, *orders]
     for count in reversed(memory_counts(problem)):  # what surely fits, if there is any
         found: list[Split] = []
@@ -452,28 +466,21 @@ def cheapest(problem: Problem) -> list[Split]:
 def constructed(problem: Problem, net: Net | None, seed: int = 0) -> Iterator[Choice]:
     """Placements int32 ``[G]`` that are worth an evaluation, the most promising first.
 
-    Nothing is evaluated. The first walks down from the split of the least period that is foreseen,
-    the second is the cheapest split itself, and the others walk from further splits.
+    Nothing is evaluated. By hand and, where there is one, with the network walks go down from the
+    split of the least period that is foreseen; the network decides which of the two ends is first.
+    Then come the cheapest split itself, and walks from further splits.
     """
-    pipeline, starts = Pipeline(problem, seed, net), cheapest(problem)
-    if not starts:
-        return
-    share = WAITS if pipeline.learned else _HAND_WAITS
-    wait = share * min(pipeline.bound(split.choice) for split in starts)
-    foreseen = [pipeline.estimate(split.choice, wait) for split in starts]
+    starts = [split.choice for split in cheapest(problem)]
+    ways = [Pipeline(problem, seed, x) for x in ([None] if net is None else [net, None])]
+    begins = [sorted(starts, key=way.foresee) for way in ways]
 
-    def walked(number: int) -> Choice:
-        choice = starts[number].choice
-        for k in range(_ROUNDS):
-            choice = pipeline.walk(choice, wait, SQUARINGS[k % len(SQUARINGS)], MOST)
-        promised = pipeline.estimate(choice, wait) / foreseen[number]
-        trusted = pipeline.learned or promised < 1.0 - _PROMISE
-        return choice if trusted else starts[number].choice
+    def walked(number: int) -> list[Choice]:
+        ends = (way.descend(begin[number]) for way, begin in zip(ways, begins, strict=True))
+        return sorted(ends, key=ways[0].foresee)
 
-    numbers = np.argsort(foreseen, kind="stable").tolist()
-    later = chain([starts[0].choice], (walked(number) for number in numbers[1:]))
     seen = set()
-    for choice in chain([walked(numbers[0])], later):
-        if choice.tobytes() not in seen:
-            seen.add(choice.tobytes())
-            yield choice
+    for number in range(len(starts)):
+        for choice in (*walked(number), *starts[: number == 0]):
+            if choice.tobytes() not in seen:
+                seen.add(choice.tobytes())
+                yield choice

@@ -183,7 +183,7 @@ def test_shares() -> None:
 # --- problems ------------------------------------------------------------------------------------
 
 
-def test_other_machines() -> None:
+def test_twice_the_devices() -> None:
     problem = Family(layered(4, 4, 0.5), 3, speeds=(1.0, 2.0, 4.0))(0)
     twice = made.twice_the_devices(problem)
     assert twice.num_devices == 6
@@ -193,17 +193,12 @@ def test_other_machines() -> None:
     placements = rng.integers(0, 3, (5, problem.num_ops)).astype(np.int32)
     # The first half of the devices is the machine as it was.
     assert score(twice, placements) == pytest.approx(score(problem, placements))
-    wide, narrow = made.with_bandwidth(problem, 4.0), made.with_bandwidth(problem, 0.25)
-    seconds = [score(p.with_objective("latency"), placements) for p in (wide, problem, narrow)]
-    assert (seconds[0] <= seconds[1]).all() and (seconds[1] <= seconds[2]).all()
-    assert wide.transfer_s(0, 0, 1) < problem.transfer_s(0, 0, 1) < narrow.transfer_s(0, 0, 1)
 
 
 def test_large_graphs_are_large_and_held_out() -> None:
     found = made.large(1)
     assert all(p.num_ops >= 1500 and p.objective == "latency" for p in found.values())
     assert all(name.endswith(f"-{budgets.HELD_OUT}") for name in found)
-    assert made.sized(300).num_ops == 300 and made.sized(2000).num_ops == 2000
 
 
 @needs_data
