@@ -156,7 +156,7 @@ def measure(t, r):
     path = waited = alone = longest = moved = 0.0
     handed, deepest = 0, np.int64(0)
     for k in range(-1, n):
-        i, src, end, late, done = n, np.int64(num_devices), 0.0, 0.0, 0.0
+        i, src, end, late, done = np.int64(n), np.int64(num_devices), 0.0, 0.0, 0.0
         depth = np.int64(0)
         if k >= 0:  # model inputs come first
             i = np.int64(t.by_priority[k])
