@@ -92,11 +92,9 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     for rule in HEURISTICS:
         yield Task(group, rule, load(rule))
     yield Task(group, ORDERS, load("contiguous_dp", orders=24), evaluations=1)
-    new = (
-        {"waits": untrained(options)}
-        if pipeline
-        else {"seed_policy": untrained_dispatcher(options)}
-    )
+    new = {"waits": untrained(options)} if pipeline else {}  # of loads no network decides
+    if problem.objective is Objective.LATENCY:
+        new = {"seed_policy": untrained_dispatcher(options)}
     for group, evaluations in EVALUATIONS.items() if decides else ((ONE, 1),):
         for seed, given in enumerate((trained or [{}]) if pipeline else [{}]):
             planner = load("policy", margin=0.0, **given)
