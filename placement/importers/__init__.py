@@ -54,8 +54,8 @@ KNOWN = (
     "(node1 -- Conv2d -- forward_compute_time=...), DOPPLER graphs (a count, three lists, then "
     "'compute,transfer' per operator), job shops (.fjs, JSPLIB's or Taillard's texts, or JSON with "
     "operations, precedences), standard task graphs (.stg: a count, then 'number time "
-    "predecessors ...'), NeuSight's CSV (columns _input_nodes, fw_latency), WfCommons' JSON (workflow) "
-    "and ONNX (binary)"
+    "predecessors ...'), NeuSight's CSV (columns _input_nodes, fw_latency), WfCommons' JSON "
+    "(workflow) and ONNX (binary)"
 )
 _TEXTS: tuple[tuple[Any, str], ...] = (
     (pipedream, "PipeDream files"),
