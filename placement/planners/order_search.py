@@ -1,4 +1,4 @@
-"""Anneal where operators run and in which order, together."""
+"""Search where operators run and in which order, together."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NO_NETWORK = no_network(order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES)
 
 @dataclass(frozen=True)
 class OrderSearch:
-    """Simulated annealing over placements and orders at once, for the latency of one sample.
+    """Local search over placements and orders at once, for the latency of one sample.
 
     A list scheduler decides the order of what it is given, and answers a small change of the
     placement with another order of everything after it. Here the order is part of the answer
@@ -72,8 +72,10 @@ class OrderSearch:
     operators take longer beside busy devices there (``loaded_s``), and so is memory that may not
     suffice. ``macro_search`` takes those; ``best_of`` and ``policy`` choose by themselves.
 
-    This is the local search of flexible job shops (Mastrolilli and Gambardella 2000), with
-    transfers on channels that carry one tensor at a time, annealed where they use tabu lists.
+    **Tabu search** where nothing takes time between devices, as in job shops: always the least
+    estimate of ``width`` moves of the critical path is made, and what moved rests for some steps
+    (Mastrolilli and Gambardella 2000). Elsewhere transfers take channels that carry one tensor at
+    a time, an estimate says less, and the same moves are annealed.
 
     **Forward-backward improvement** (``placement.search.justification``): first the best start is
     dealt out anew from its end and from its beginning in turn, within three tenths of the budget
@@ -94,8 +96,8 @@ class OrderSearch:
     Attributes:
         seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
             given.
-        width: moves offered at each step; None: 16, and 64 where fewer than 20 evaluations are left
-            for each operator.
+        width: moves offered at each step; None: 40 of a tabu search, otherwise 16, and 64 where
+            fewer than 20 evaluations are left for each operator.
         seed: of the draws.
         start: a planner or its name; it gets a quarter of what is limited.
     """

@@ -1,4 +1,4 @@
-"""Numba kernels of ``order_search``: anneal where operators run and in which order, together.
+"""Numba kernels of ``order_search``: where operators run and in which order, searched together.
 
 A *sequence* is an order of all operators in which producers come before consumers. With a
 placement it says everything: every device runs its operators in that order and every channel
