@@ -571,13 +571,9 @@ def _solve(
     total = ideals.work_s[-1]
     # The slack is for rounding: a state must not be dropped because of it.
     remaining = np.maximum(total - ideals.work_s - 1e-9 * total, 0.0)
-    shape = (ideals.count, kinds.num_states)
-    value = np.full(shape, np.inf)
-    # Below what no split can beat, loads need not be told apart: fewer devices then win.
-    value[0, 0] = kinds.floor_s
-    from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
-    depth, num_kinds = b.num_blocks + 1, len(devices)
-    program = ideal_kernels.Program(
+    sizes = {"I": ideals.count, "S": kinds.num_states, "K": len(devices), "M": b.num_blocks}
+    program = ideal_kernels.Program.fresh(
+        sizes | {"H": len(b.io_s), "Q": len(b.tied_bytes)},
         spans=ideals.spans,
         links=ideals.links,
         compute=np.ascontiguousarray(b.compute_s[:, devices]),
@@ -594,22 +590,11 @@ def _solve(
         step=kinds.step,
         work_left=remaining,
         price_left=(kinds.count - used) @ kinds.price,
-        value=value,
-        from_ideal=from_ideal,
-        from_kind=from_kind,
         best=np.array([below_s]),
-        live=np.empty(kinds.num_states, np.int64),
-        usable=np.empty(num_kinds, bool),
-        inside=np.zeros(b.num_blocks, bool),
-        users=np.zeros(len(b.io_s), np.int32),
-        readers=np.zeros(len(b.tied_bytes), np.int32),
-        item=np.empty(depth, np.int32),
-        first=np.empty(depth, np.int64),
-        next_link=np.empty(depth, np.int64),
-        work=np.zeros((depth, num_kinds)),
-        io=np.zeros((depth, num_kinds)),
-        held=np.zeros(depth, np.int64),
     )
+    value, from_ideal, from_kind = program.value, program.from_ideal, program.from_kind
+    # Below what no split can beat, loads need not be told apart: fewer devices then win.
+    value[0, 0] = kinds.floor_s
     at = sets = 0
     while at < ideals.count and left:
         at, met, steps = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))

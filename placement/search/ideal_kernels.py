@@ -16,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.simulator.analytic_kernels import MAKER, MAKES, TENSOR, USERS
-from placement.tools.jit import Struct, allocating, inlined, kernel
+from placement.tools.jit import (
+    Struct,
+    allocating,
+    array,
+    flags,
+    floats,
+    inlined,
+    ints,
+    kernel,
+    longs,
+)
 
 Array = NDArray[Any]
 
@@ -190,21 +200,21 @@ class Program(Struct):
     step: Array  # int64 [K] from a state to the one with a device more
     work_left: Array  # float64 [I] priced work beyond each ideal
     price_left: Array  # float64 [S] price of unused devices
-    value: Array  # float64 [I, S] least largest load of a chain of stages
-    from_ideal: Array  # int32 [I, S] where its last stage begins
-    from_kind: Array  # int8 [I, S] its kind; K + k: the value is that without a device of kind k
+    value: Array = floats("I, S", np.inf)  # least largest load of a chain of stages
+    from_ideal: Array = ints("I, S")  # where its last stage begins
+    from_kind: Array = array(np.int8, "I, S")  # its kind; K + k: as without a device of kind k
     best: Array  # float64 [1] only what is better counts
-    live: Array  # int64 [S] states that are followed from an ideal
-    usable: Array  # bool [K] whether any of them has a device left
-    inside: Array  # bool [M] items of the stage
-    users: Array  # int32 [H] items of the stage that use a tensor
-    readers: Array  # int32 [Q] items of the stage that read a parameter
-    item: Array  # int32 [M + 1] the stage, by depth, as are the next
-    first: Array  # int64 [M + 1] links that were not followed yet, from here
-    next_link: Array  # int64 [M + 1] to before this one
-    work: Array  # float64 [M + 1, K] compute
-    io: Array  # float64 [M + 1, K] transfers
-    held: Array  # int64 [M + 1] bytes
+    live: Array = longs("S")  # states that are followed from an ideal
+    usable: Array = flags("K")  # whether any of them has a device left
+    inside: Array = flags("M")  # items of the stage
+    users: Array = ints("H")  # items of the stage that use a tensor
+    readers: Array = ints("Q")  # items of the stage that read a parameter
+    item: Array = ints("M+1")  # the stage, by depth, as are the next
+    first: Array = longs("M+1")  # links that were not followed yet, from here
+    next_link: Array = longs("M+1")  # to before this one
+    work: Array = floats("M+1, K")  # compute
+    io: Array = floats("M+1, K")  # transfers
+    held: Array = longs("M+1")  # bytes
 
 
 @inlined

@@ -23,7 +23,20 @@ import numpy as np
 
 from placement.search.chooser import choose, network
 from placement.search.macro import below, uniform
-from placement.tools.jit import Struct, average, copy, inlined, kernel, largest
+from placement.tools.jit import (
+    Struct,
+    array,
+    average,
+    copy,
+    flags,
+    floats,
+    inlined,
+    ints,
+    kernel,
+    largest,
+    longs,
+    singles,
+)
 
 Array = Any
 
@@ -124,52 +137,52 @@ class Tables(Struct):
 class State(Struct):
     """A search, and room to evaluate in."""
 
-    random: Array  # uint64 [1]
-    x: Array  # float64 [NUM_X]
-    place: Array  # int32 [N]
-    sequence: Array  # int32 [N]
-    position: Array  # int32 [N + 1] of each operator in it; the last: -1, of model inputs
-    best_place: Array  # int32 [N]
-    best_sequence: Array  # int32 [N]
-    start_s: Array  # float64 [N] of what was kept last, as are the next
-    end_s: Array  # float64 [N]
-    after_s: Array  # float64 [N] longest path from the end of each to the end of all
-    users_s: Array  # float64 [N] the same through those that use its tensors
-    from_s: Array  # float64 [N] from its begin
-    waited: Array  # int32 [N] whom each operator waited for; -1: nobody
-    lane: Array  # int32 [N] operators of each device, in order
-    lane_ptr: Array  # int32 [D + 1]
-    in_lane: Array  # int32 [N] where each operator is there
-    load: Array  # float64 [D] seconds of each device
-    chain: Array  # int32 [N] the critical chain, the first NUM_CHAIN
-    on_chain: Array  # bool [N]
-    refused: Array  # float32 [N, D]
-    moved: Array  # int64 [N] step of the last move
-    arrival_s: Array  # float64 [E] of what was kept, in the order of ``in_edge``
-    row_s: Array  # float64 [2, R, D + channels] when each is free, at R positions; the same
-    row_last: Array  # int32 [2, R, D] operator that each device ran last there
-    try_start_s: Array  # float64 [N] of what was tried last, as are the next
-    try_end_s: Array  # float64 [N]
-    try_waited: Array  # int32 [N]
-    try_arrival_s: Array  # float64 [E] as ``arrival_s`` when nothing is being tried
-    mark: Array  # bool [N] scratch, False
-    stale: Array  # bool [N + 1] tails to be computed; the last: of model inputs, which have none
-    room: Array  # int32 [N]
-    finish_s: Array  # float64 [N] room of _together, as are mark and room, of _gather and _members
-    free_s: Array  # float64 [D + channels] when each is free
-    last: Array  # int32 [D] operator that a device ran last
-    sent: Array  # int32 [D] tensor that was sent to each last
-    sent_s: Array  # float64 [D] when it arrived
-    drawn: Array  # float64 [C + 1, 5] what ``_propose`` returns of each move from latency on
-    which: Array  # int32 [C + 1] operator that each offered move begins with; -1: no move
-    group: Array  # int32 [C + 1] its group
-    to: Array  # int32 [C + 1] device
-    count: Array  # int32 [C + 1] groups that move
-    body: Array  # int32 [C + 1, L] those groups
-    at: Array  # int32 [C + 1] before whom in the sequence; -1: where it is
-    offered: Array  # float32 [C + 1, F]
-    search: Array  # float32 [S]
-    logits: Array  # float64 [C + 1]
+    random: Array = array(np.uint64, "1", 1)
+    x: Array = floats("X")
+    place: Array = ints("N")
+    sequence: Array = ints("N")
+    position: Array = ints("N+1", -1)  # of each operator in it; the last: -1, of model inputs
+    best_place: Array = ints("N")
+    best_sequence: Array = ints("N")
+    start_s: Array = floats("N")  # of what was kept last, as are the next
+    end_s: Array = floats("N")
+    after_s: Array = floats("N")  # longest path from the end of each to the end of all
+    users_s: Array = floats("N")  # the same through those that use its tensors
+    from_s: Array = floats("N")  # from its begin
+    waited: Array = ints("N")  # whom each operator waited for; -1: nobody
+    lane: Array = ints("N")  # operators of each device, in order
+    lane_ptr: Array = ints("D+1")
+    in_lane: Array = ints("N")  # where each operator is there
+    load: Array = floats("D")  # seconds of each device
+    chain: Array = ints("N")  # the critical chain, the first NUM_CHAIN
+    on_chain: Array = flags("N")
+    refused: Array = singles("N, D")
+    moved: Array = longs("N")  # step of the last move
+    arrival_s: Array = floats("E")  # of what was kept, in the order of ``in_edge``
+    row_s: Array = floats("2, R, D+channels")  # when each is free, at R positions; the same
+    row_last: Array = ints("2, R, D")  # operator that each device ran last there
+    try_start_s: Array = floats("N")  # of what was tried last, as are the next
+    try_end_s: Array = floats("N")
+    try_waited: Array = ints("N")
+    try_arrival_s: Array = floats("E")  # as ``arrival_s`` when nothing is being tried
+    mark: Array = flags("N")  # scratch, False
+    stale: Array = flags("N+1")  # tails to be computed; the last: of model inputs, which have none
+    room: Array = ints("N")
+    finish_s: Array = floats("N")  # room of _together (mark and room too), _gather, _members
+    free_s: Array = floats("D+channels")  # when each is free
+    last: Array = ints("D")  # operator that a device ran last
+    sent: Array = ints("D")  # tensor that was sent to each last
+    sent_s: Array = floats("D")  # when it arrived
+    drawn: Array = floats("C+1, 5")  # what ``_propose`` returns of each move from latency on
+    which: Array = ints("C+1", -1)  # operator that each offered move begins with; -1: no move
+    group: Array = ints("C+1")  # its group
+    to: Array = ints("C+1")  # device
+    count: Array = ints("C+1")  # groups that move
+    body: Array = ints("C+1, L")  # those groups
+    at: Array = ints("C+1")  # before whom in the sequence; -1: where it is
+    offered: Array = singles("C+1, F")
+    search: Array = singles("S")
+    logits: Array = floats("C+1")
 
 
 @kernel
