@@ -17,7 +17,18 @@ import numpy as np
 from placement.search import list_kernels
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
-from placement.tools.jit import Struct, allocating, inlined, kernel
+from placement.tools.jit import (
+    Struct,
+    allocating,
+    array,
+    flags,
+    floats,
+    inlined,
+    ints,
+    kernel,
+    longs,
+    singles,
+)
 
 Array = Any
 
@@ -72,20 +83,17 @@ PAIR_FEATURES = (
     "share of its consumers' other inputs that are there",
 )
 NUM_PAIR_FEATURES = len(PAIR_FEATURES)
-# Of a step, in ``State``.
-SCALARS = ("first_start", "first_end", "critical", "bound_s", "last", "mean_free", "mean_done",
-           "most_done", "left", "used", "capacity", "bound")  # fmt: skip
 
 
 class Tables(Struct):
     """A problem."""
 
     listed: list_kernels.Tables
-    position: Array  # int32 [N] by falling rank
-    rank_s: Array  # float64 [N] HEFT's upward rank
-    follow_s: Array  # float64 [N, D] PEFT's optimistic cost of what follows
-    hops: Array  # float64 [N] longest path to the end in operators, over the graph's
-    below_s: Array  # float64 [N] seconds of all direct and indirect consumers
+    position: Array = ints("N")  # by falling rank
+    rank_s: Array = floats("N")  # HEFT's upward rank
+    follow_s: Array = floats("N, D")  # PEFT's optimistic cost of what follows
+    hops: Array = floats("N")  # longest path to the end in operators, over the graph's
+    below_s: Array = floats("N")  # seconds of all direct and indirect consumers
     before: Array  # int64 [N] operators that each waits for
     fastest_s: Array  # float64 [N]
     mean_s: Array  # float64 [N]
@@ -102,32 +110,32 @@ class State(Struct):
     """An episode, and what is offered."""
 
     placed: list_kernels.State
-    random: Array  # uint64 [1]
-    waits: Array  # int64 [N]
-    ready: Array  # int64 [N] by position
+    random: Array = array(np.uint64, "1", 1)
+    waits: Array = longs("N")
+    ready: Array = longs("N")  # by position
     num_ready: int
     num_placed: int
-    start_s: Array  # float64 [N]
-    sequence: Array  # int32 [N] operators as they were chosen
-    past: Array  # int32 [N] the same of an episode that is followed,
-    past_at: Array  # int32 [N] its devices by operator,
+    start_s: Array = floats("N")
+    sequence: Array = ints("N")  # operators as they were chosen
+    past: Array = ints("N")  # the same of an episode that is followed,
+    past_at: Array = ints("N")  # its devices by operator,
     anew: int  # but in the decisions from here
     kept: int  # to here
-    done: Array  # bool [N] placed, while it is followed
-    demand_s: Array  # float64 [D]
-    arrive_s: Array  # float64 [D] room, as are the next
-    able: Array  # bool [D]
-    begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
-    reach_s: Array  # float64 [OPS, D] end of its group there
-    best_at: Array  # int64 [OPS] the device that ends it first
-    best_s: Array  # float64 [OPS] its end there, and on the second best
-    second_s: Array
-    least_key: Array  # float64 [OPS] the end there with what the rule adds
-    most_s: Array  # float64 [OPS] the least end with the optimistic cost of what follows
-    popular: Array  # float64 [D] operators whose best device it is
-    rival: Array  # float64 [D, 2] the two highest ranks among them
-    rival_row: Array  # int64 [D] whose is the first
-    near: Array  # float64 [OPS, D]
+    done: Array = flags("N")  # placed, while it is followed
+    demand_s: Array = floats("D")
+    arrive_s: Array = floats("D")  # room, as are the next
+    able: Array = flags("D")
+    begin_s: Array = floats("OPS, D")  # earliest start of each operator offered; inf: not able
+    reach_s: Array = floats("OPS, D")  # end of its group there
+    best_at: Array = longs("OPS")  # the device that ends it first
+    best_s: Array = floats("OPS")  # its end there, and on the second best
+    second_s: Array = floats("OPS")
+    least_key: Array = floats("OPS")  # the end there with what the rule adds
+    most_s: Array = floats("OPS")  # the least end with the optimistic cost of what follows
+    popular: Array = floats("D")  # operators whose best device it is
+    rival: Array = floats("D, 2")  # the two highest ranks among them
+    rival_row: Array = longs("D")  # whose is the first
+    near: Array = floats("OPS, D")
     first_start: float
     first_end: float
     critical: float
@@ -141,22 +149,22 @@ class State(Struct):
     capacity: float
     bound: float
     count: int
-    op: Array  # int64 [PAIRS]
-    device: Array  # int64 [PAIRS]
-    row: Array  # int64 [PAIRS]
-    score: Array  # float64 [PAIRS] the rule's
-    features: Array  # float32 [PAIRS, F]
-    logits: Array  # float64 [PAIRS]
+    op: Array = longs("PAIRS")
+    device: Array = longs("PAIRS")
+    row: Array = longs("PAIRS")
+    score: Array = floats("PAIRS")  # the rule's
+    features: Array = singles("PAIRS, F")
+    logits: Array = floats("PAIRS")
 
 
 class Notes(Struct):
     """Decisions of an episode, for who learns from them."""
 
-    features: Array  # float32 [C, F] of the pairs of each, one decision after another
-    score: Array  # float32 [C]
-    count: Array  # int32 [S] pairs of each
-    taken: Array  # int32 [S] which of them was
-    log: Array  # float32 [S] of its probability
+    features: Array = singles("C, F")  # of the pairs of each, one decision after another
+    score: Array = singles("C")
+    count: Array = ints("S")  # pairs of each
+    taken: Array = ints("S")  # which of them was
+    log: Array = singles("S")  # of its probability
 
 
 @kernel

@@ -34,7 +34,19 @@ from placement.simulator.analytic_kernels import (
     undo_moves,
 )
 from placement.timeline import MOST_PATTERN
-from placement.tools.jit import Struct, allocating, average, copy, inlined, kernel, largest
+from placement.tools.jit import (
+    Struct,
+    allocating,
+    average,
+    copy,
+    floats,
+    inlined,
+    ints,
+    kernel,
+    largest,
+    longs,
+    singles,
+)
 
 Array = Any
 
@@ -173,7 +185,7 @@ class State(Struct):
 
     draws: Draws
     moves: Placed
-    best: Array  # int32 [G]
+    best: Array = ints("G")
     cost: float
     best_cost: float
     first_cost: float
@@ -189,19 +201,19 @@ class State(Struct):
     hottest: int  # the busiest device
     compute_s: float  # of all groups
     num_chain: int
-    chain: Array  # int32 [G] groups of the critical chain, the first num_chain of them
-    on_chain: Array  # float32 [G] 1 = on it
-    when: Array  # float32 [G] begin of the group over the makespan
-    refused: Array  # float32 [G, D]
-    moved: Array  # int64 [G] step of its last move
-    count: Array  # int64 [C + 1] groups that move, 0 = no move
-    body: Array  # int32 [C + 1, L]
-    where: Array  # int32 [C + 1, L]
+    chain: Array = ints("G")  # groups of the critical chain, the first num_chain of them
+    on_chain: Array = singles("G")  # 1 = on it
+    when: Array = singles("G")  # begin of the group over the makespan
+    refused: Array = singles("G, D")
+    moved: Array = longs("G")  # step of its last move
+    count: Array = longs("C+1")  # groups that move, 0 = no move
+    body: Array = ints("C+1, L")
+    where: Array = ints("C+1, L")
     tried: Tried
-    offered: Array  # float32 [C + 1, F]
-    search: Array  # float32 [S]
-    which: Array  # int64 [C + 1] negative where there is no move
-    logits: Array  # float64 [C + 1]
+    offered: Array = singles("C+1, F")
+    search: Array = singles("S")
+    which: Array = longs("C+1")  # negative where there is no move
+    logits: Array = floats("C+1")
 
 
 @kernel
