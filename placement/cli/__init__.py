@@ -6,13 +6,13 @@ Data goes to standard output, everything else to standard error. A verb's file h
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import errno
 import io
 import json
 import os
 import shlex
+import signal
 import sys
 import threading
 import traceback
@@ -122,7 +122,9 @@ def interruptible() -> Iterator[None]:
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            timers.append(threading.Timer(0.05, _thread.interrupt_main))
+            # A signal of its own, which also wakes what waits.
+            again = signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+            timers.append(threading.Timer(0.05, *again))
             timers[-1].start()
         else:
             report(unraisable)
