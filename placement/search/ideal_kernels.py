@@ -55,6 +55,46 @@ def _grown_rows(a, size):
 
 
 @allocating
+def _all_before(pred_ptr, pred, words):
+    """uint64 ``[M, words]``: the items that each waits for, as bits."""
+    below = np.zeros((len(pred_ptr) - 1, words), np.uint64)
+    for v in range(len(below)):
+        for i in range(pred_ptr[v], pred_ptr[v + 1]):
+            below[v, pred[i] >> 6] |= np.uint64(1) << np.uint64(pred[i] & 63)
+    return below
+
+
+@inlined
+def _holds_all(bits, i, below, v):
+    """Whether ideal ``i`` has all that item ``v`` waits for."""
+    free = True
+    for w in range(bits.shape[1]):
+        free &= below[v, w] & ~bits[i, w] == 0
+    return free
+
+
+@inlined
+def _is_with(bits, j, i, word, bit):
+    """Whether ideal ``j`` is ideal ``i`` with the item of ``bit``."""
+    same = True
+    for w in range(bits.shape[1]):
+        same &= bits[j, w] == (bits[i, w] | bit if w == word else bits[i, w])
+    return same
+
+
+@allocating
+def _table_of(hashes, count, size):
+    """A hash table of so many slots with the first ``count`` ideals, -1: empty."""
+    table = np.full(size, -1, np.int32)
+    for j in range(count):
+        slot = np.int64(hashes[j] & np.uint64(size - 1))
+        while table[slot] >= 0:
+            slot = (slot + 1) & (size - 1)
+        table[slot] = j
+    return table
+
+
+@allocating
 def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_bytes):
     """All ideals, smaller ones first; the first is empty and the last is full.
 
@@ -66,11 +106,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     """
     num_items = len(succ_ptr) - 1
     words = (num_items + 63) >> 6
-    below = np.zeros((num_items, words), np.uint64)
-    for v in range(num_items):
-        for i in range(pred_ptr[v], pred_ptr[v + 1]):
-            below[v, pred[i] >> 6] |= np.uint64(1) << np.uint64(pred[i] & 63)
-
+    below = _all_before(pred_ptr, pred, words)
     room = 1024
     bits = np.zeros((room, words), np.uint64)
     hashes = np.zeros(room, np.uint64)
@@ -78,12 +114,10 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     added = np.zeros(room, np.int32)
     spans = np.zeros((room, 3), np.int32)
     links = np.empty((4 * room, 2), np.int32)
-    table = np.full(4 * room, -1, np.int32)
+    table = _table_of(hashes, 1, 4 * room)
     frontier = np.empty(num_items, np.int32)
     count = 1
     num_links = 0
-    bits[0] = 0
-    table[0] = 0
     i = 0
     while i < count:
         # What can be added: what could be before, and successors that waited for one item.
@@ -102,12 +136,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                     size += 1
             for k in range(succ_ptr[u], succ_ptr[u + 1]):
                 v = succ[k]
-                free = True
-                for w in range(words):
-                    if below[v, w] & ~bits[i, w] != 0:
-                        free = False
-                        break
-                if free:
+                if _holds_all(bits, i, below, v):
                     at = size
                     while at > 0 and frontier[at - 1] > v:
                         frontier[at] = frontier[at - 1]
@@ -126,22 +155,10 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
             h = hashes[i] ^ code[v]
             mask = len(table) - 1
             slot = np.int64(h & np.uint64(mask))
-            found = -1
-            while table[slot] >= 0:
-                j = table[slot]
-                if hashes[j] == h:
-                    same = True
-                    for w in range(words):
-                        want = bits[i, w]
-                        if w == word:
-                            want |= bit
-                        if bits[j, w] != want:
-                            same = False
-                            break
-                    if same:
-                        found = j
-                        break
+            found = table[slot]
+            while found >= 0 and (hashes[found] != h or not _is_with(bits, found, i, word, bit)):
                 slot = (slot + 1) & mask
+                found = table[slot]
             if found < 0:
                 if (count + 1) * bytes_each + 8 * (num_links + size) > memory_bytes:
                     return 0, bits, spans, links, origin, added
@@ -159,13 +176,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                 added[found] = v
                 table[slot] = found
                 if 2 * count > len(table):
-                    table = np.full(2 * len(table), -1, np.int32)
-                    mask = len(table) - 1
-                    for j in range(count):
-                        slot = np.int64(hashes[j] & np.uint64(mask))
-                        while table[slot] >= 0:
-                            slot = (slot + 1) & mask
-                        table[slot] = j
+                    table = _table_of(hashes, count, 2 * len(table))
             links[num_links + k, 0] = v
             links[num_links + k, 1] = found
         num_links += size

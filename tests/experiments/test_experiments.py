@@ -670,6 +670,7 @@ def test_scale_survives_planners_that_do_not(
 
 
 @needs_two_cores
+@pytest.mark.usefixtures("quick_profiles")
 def test_the_demo_goes_the_whole_way(tmp_path: Path) -> None:
     from experiments import demo
     from placement.plan import load_plan
