@@ -17,18 +17,7 @@ import numpy as np
 from placement.search import list_kernels
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
-from placement.tools.jit import (
-    Struct,
-    allocating,
-    array,
-    flags,
-    floats,
-    inlined,
-    ints,
-    kernel,
-    longs,
-    singles,
-)
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = Any
 
@@ -89,11 +78,11 @@ class Tables(Struct):
     """A problem."""
 
     listed: list_kernels.Tables
-    position: Array = ints("N")  # by falling rank
-    rank_s: Array = floats("N")  # HEFT's upward rank
-    follow_s: Array = floats("N, D")  # PEFT's optimistic cost of what follows
-    hops: Array = floats("N")  # longest path to the end in operators, over the graph's
-    below_s: Array = floats("N")  # seconds of all direct and indirect consumers
+    position: Array = array("N", np.int32)  # by falling rank
+    rank_s: Array = array("N")  # HEFT's upward rank
+    follow_s: Array = array("N, D")  # PEFT's optimistic cost of what follows
+    hops: Array = array("N")  # longest path to the end in operators, over the graph's
+    below_s: Array = array("N")  # seconds of all direct and indirect consumers
     before: Array  # int64 [N] operators that each waits for
     fastest_s: Array  # float64 [N]
     mean_s: Array  # float64 [N]
@@ -110,32 +99,32 @@ class State(Struct):
     """An episode, and what is offered."""
 
     placed: list_kernels.State
-    random: Array = array(np.uint64, "1", 1)
-    waits: Array = longs("N")
-    ready: Array = longs("N")  # by position
+    random: Array = array("1", np.uint64, 1)
+    waits: Array = array("N", np.int64)
+    ready: Array = array("N", np.int64)  # by position
     num_ready: int
     num_placed: int
-    start_s: Array = floats("N")
-    sequence: Array = ints("N")  # operators as they were chosen
-    past: Array = ints("N")  # the same of an episode that is followed,
-    past_at: Array = ints("N")  # its devices by operator,
+    start_s: Array = array("N")
+    sequence: Array = array("N", np.int32)  # operators as they were chosen
+    past: Array = array("N", np.int32)  # the same of an episode that is followed,
+    past_at: Array = array("N", np.int32)  # its devices by operator,
     anew: int  # but in the decisions from here
     kept: int  # to here
-    done: Array = flags("N")  # placed, while it is followed
-    demand_s: Array = floats("D")
-    arrive_s: Array = floats("D")  # room, as are the next
-    able: Array = flags("D")
-    begin_s: Array = floats("OPS, D")  # earliest start of each operator offered; inf: not able
-    reach_s: Array = floats("OPS, D")  # end of its group there
-    best_at: Array = longs("OPS")  # the device that ends it first
-    best_s: Array = floats("OPS")  # its end there, and on the second best
-    second_s: Array = floats("OPS")
-    least_key: Array = floats("OPS")  # the end there with what the rule adds
-    most_s: Array = floats("OPS")  # the least end with the optimistic cost of what follows
-    popular: Array = floats("D")  # operators whose best device it is
-    rival: Array = floats("D, 2")  # the two highest ranks among them
-    rival_row: Array = longs("D")  # whose is the first
-    near: Array = floats("OPS, D")
+    done: Array = array("N", np.bool_)  # placed, while it is followed
+    demand_s: Array = array("D")
+    arrive_s: Array = array("D")  # room, as are the next
+    able: Array = array("D", np.bool_)
+    begin_s: Array = array("OPS, D")  # earliest start of each operator offered; inf: not able
+    reach_s: Array = array("OPS, D")  # end of its group there
+    best_at: Array = array("OPS", np.int64)  # the device that ends it first
+    best_s: Array = array("OPS")  # its end there, and on the second best
+    second_s: Array = array("OPS")
+    least_key: Array = array("OPS")  # the end there with what the rule adds
+    most_s: Array = array("OPS")  # the least end with the optimistic cost of what follows
+    popular: Array = array("D")  # operators whose best device it is
+    rival: Array = array("D, 2")  # the two highest ranks among them
+    rival_row: Array = array("D", np.int64)  # whose is the first
+    near: Array = array("OPS, D")
     first_start: float
     first_end: float
     critical: float
@@ -149,22 +138,22 @@ class State(Struct):
     capacity: float
     bound: float
     count: int
-    op: Array = longs("PAIRS")
-    device: Array = longs("PAIRS")
-    row: Array = longs("PAIRS")
-    score: Array = floats("PAIRS")  # the rule's
-    features: Array = singles("PAIRS, F")
-    logits: Array = floats("PAIRS")
+    op: Array = array("PAIRS", np.int64)
+    device: Array = array("PAIRS", np.int64)
+    row: Array = array("PAIRS", np.int64)
+    score: Array = array("PAIRS")  # the rule's
+    features: Array = array("PAIRS, F", np.float32)
+    logits: Array = array("PAIRS")
 
 
 class Notes(Struct):
     """Decisions of an episode, for who learns from them."""
 
-    features: Array = singles("C, F")  # of the pairs of each, one decision after another
-    score: Array = singles("C")
-    count: Array = ints("S")  # pairs of each
-    taken: Array = ints("S")  # which of them was
-    log: Array = singles("S")  # of its probability
+    features: Array = array("C, F", np.float32)  # of the pairs of each, one decision after another
+    score: Array = array("C", np.float32)
+    count: Array = array("S", np.int32)  # pairs of each
+    taken: Array = array("S", np.int32)  # which of them was
+    log: Array = array("S", np.float32)  # of its probability
 
 
 @kernel

@@ -34,19 +34,7 @@ from placement.simulator.analytic_kernels import (
     undo_moves,
 )
 from placement.timeline import MOST_PATTERN
-from placement.tools.jit import (
-    Struct,
-    allocating,
-    average,
-    copy,
-    floats,
-    inlined,
-    ints,
-    kernel,
-    largest,
-    longs,
-    singles,
-)
+from placement.tools.jit import Struct, allocating, array, average, copy, inlined, kernel, largest
 
 Array = Any
 
@@ -185,7 +173,7 @@ class State(Struct):
 
     draws: Draws
     moves: Placed
-    best: Array = ints("G")
+    best: Array = array("G", np.int32)
     cost: float
     best_cost: float
     first_cost: float
@@ -201,19 +189,19 @@ class State(Struct):
     hottest: int  # the busiest device
     compute_s: float  # of all groups
     num_chain: int
-    chain: Array = ints("G")  # groups of the critical chain, the first num_chain of them
-    on_chain: Array = singles("G")  # 1 = on it
-    when: Array = singles("G")  # begin of the group over the makespan
-    refused: Array = singles("G, D")
-    moved: Array = longs("G")  # step of its last move
-    count: Array = longs("C+1")  # groups that move, 0 = no move
-    body: Array = ints("C+1, L")
-    where: Array = ints("C+1, L")
+    chain: Array = array("G", np.int32)  # groups of the critical chain, the first num_chain of them
+    on_chain: Array = array("G", np.float32)  # 1 = on it
+    when: Array = array("G", np.float32)  # begin of the group over the makespan
+    refused: Array = array("G, D", np.float32)
+    moved: Array = array("G", np.int64)  # step of its last move
+    count: Array = array("C+1", np.int64)  # groups that move, 0 = no move
+    body: Array = array("C+1, L", np.int32)
+    where: Array = array("C+1, L", np.int32)
     tried: Tried
-    offered: Array = singles("C+1, F")
-    search: Array = singles("S")
-    which: Array = longs("C+1")  # negative where there is no move
-    logits: Array = floats("C+1")
+    offered: Array = array("C+1, F", np.float32)
+    search: Array = array("S", np.float32)
+    which: Array = array("C+1", np.int64)  # negative where there is no move
+    logits: Array = array("C+1")
 
 
 @kernel

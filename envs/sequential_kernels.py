@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from envs.problems import ProblemSet, group_order
 from placement.problem import Problem, host_of
 from placement.search.evaluation import device_classes
-from placement.tools.jit import Struct, allocating, flags, floats, ints, kernel, longs
+from placement.tools.jit import Struct, allocating, array, kernel
 
 Array = NDArray[Any]
 
@@ -77,15 +77,15 @@ class Tables(Struct):
 class State(Struct):
     """``B`` episodes."""
 
-    ids: Array = longs("B")
-    step: Array = longs("B")
-    choice: Array = ints("B, G", -1)
-    finish_s: Array = floats("B, N")  # (optimistic until placed)
-    free_s: Array = floats("B, D")
-    load_s: Array = floats("B, D")
-    param_bytes: Array = floats("B, D")
-    held: Array = flags("B, parameters, D")
-    num_here: Array = ints("B, D")
+    ids: Array = array("B", np.int64)
+    step: Array = array("B", np.int64)
+    choice: Array = array("B, G", np.int32, -1)
+    finish_s: Array = array("B, N")  # (optimistic until placed)
+    free_s: Array = array("B, D")
+    load_s: Array = array("B, D")
+    param_bytes: Array = array("B, D")
+    held: Array = array("B, parameters, D", np.bool_)
+    num_here: Array = array("B, D", np.int32)
 
 
 def tables_of(chosen: ProblemSet) -> Tables:

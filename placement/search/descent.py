@@ -36,7 +36,7 @@ from placement.simulator.analytic_kernels import (
 )
 from placement.simulator.kernels import Tables
 from placement.tools.clock import loads
-from placement.tools.jit import Struct, copy, floats, inlined, ints, kernel, largest
+from placement.tools.jit import Struct, array, copy, inlined, kernel, largest
 
 Array = NDArray[Any]
 
@@ -59,12 +59,12 @@ class Room(Struct):
     wait: float  # seconds that a tensor which is handed over arrives later than its transfer takes
     ptr: Array  # int32 [G + 1] the operators of each group
     op: Array  # int32 [N]
-    placement: Array = ints("N")
-    load: Array = floats("D")  # seconds per micro-batch
-    channel: Array = floats("channels+1")
-    ready: Array = floats("N")  # when the last input is there
-    stamp: Array = ints("D")  # the tensor that was sent there last
-    arrives: Array = floats("D")  # when it is there
+    placement: Array = array("N", np.int32)
+    load: Array = array("D")  # seconds per micro-batch
+    channel: Array = array("channels+1")
+    ready: Array = array("N")  # when the last input is there
+    stamp: Array = array("D", np.int32)  # the tensor that was sent there last
+    arrives: Array = array("D")  # when it is there
 
 
 @kernel

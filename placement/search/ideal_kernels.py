@@ -16,17 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.simulator.analytic_kernels import MAKER, MAKES, TENSOR, USERS
-from placement.tools.jit import (
-    Struct,
-    allocating,
-    array,
-    flags,
-    floats,
-    inlined,
-    ints,
-    kernel,
-    longs,
-)
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = NDArray[Any]
 
@@ -211,21 +201,21 @@ class Program(Struct):
     step: Array  # int64 [K] from a state to the one with a device more
     work_left: Array  # float64 [I] priced work beyond each ideal
     price_left: Array  # float64 [S] price of unused devices
-    value: Array = floats("I, S", np.inf)  # least largest load of a chain of stages
-    from_ideal: Array = ints("I, S")  # where its last stage begins
-    from_kind: Array = array(np.int8, "I, S")  # its kind; K + k: as without a device of kind k
+    value: Array = array("I, S", value=np.inf)  # least largest load of a chain of stages
+    from_ideal: Array = array("I, S", np.int32)  # where its last stage begins
+    from_kind: Array = array("I, S", np.int8)  # its kind; K + k: as without a device of kind k
     best: Array  # float64 [1] only what is better counts
-    live: Array = longs("S")  # states that are followed from an ideal
-    usable: Array = flags("K")  # whether any of them has a device left
-    inside: Array = flags("M")  # items of the stage
-    users: Array = ints("H")  # items of the stage that use a tensor
-    readers: Array = ints("Q")  # items of the stage that read a parameter
-    item: Array = ints("M+1")  # the stage, by depth, as are the next
-    first: Array = longs("M+1")  # links that were not followed yet, from here
-    next_link: Array = longs("M+1")  # to before this one
-    work: Array = floats("M+1, K")  # compute
-    io: Array = floats("M+1, K")  # transfers
-    held: Array = longs("M+1")  # bytes
+    live: Array = array("S", np.int64)  # states that are followed from an ideal
+    usable: Array = array("K", np.bool_)  # whether any of them has a device left
+    inside: Array = array("M", np.bool_)  # items of the stage
+    users: Array = array("H", np.int32)  # items of the stage that use a tensor
+    readers: Array = array("Q", np.int32)  # items of the stage that read a parameter
+    item: Array = array("M+1", np.int32)  # the stage, by depth, as are the next
+    first: Array = array("M+1", np.int64)  # links that were not followed yet, from here
+    next_link: Array = array("M+1", np.int64)  # to before this one
+    work: Array = array("M+1, K")  # compute
+    io: Array = array("M+1, K")  # transfers
+    held: Array = array("M+1", np.int64)  # bytes
 
 
 @inlined

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.tools.jit import Struct, allocating, flags, floats, ints, kernel, longs
+from placement.tools.jit import Struct, allocating, array, kernel
 
 Array = NDArray[Any]
 _OPERATORS, _TOUCHING = 0, 1
@@ -50,19 +50,19 @@ class Tables(Struct):
 class State(Struct):
     """What is placed so far."""
 
-    choice: Array = ints("G", -1)
-    finish_s: Array = floats("N")
-    free_s: Array = floats("D")
-    used: Array = longs("D")
-    missing: Array = flags("D, P", True)  # parameters that a device does not hold
-    head: Array = ints("2, D", -1)
-    tail: Array = ints("2, D", -1)
-    begin_s: Array = floats("2, N")
-    end_s: Array = floats("2, N")
-    before: Array = ints("2, N")
-    after: Array = ints("2, N")
-    channel_s: Array = floats("channels")  # when each is free, if transfers wait
-    arrival_s: Array = floats("T, D", -1.0)  # when a tensor that was sent is there, -1: not sent
+    choice: Array = array("G", np.int32, -1)
+    finish_s: Array = array("N")
+    free_s: Array = array("D")
+    used: Array = array("D", np.int64)
+    missing: Array = array("D, P", np.bool_, True)  # parameters that a device does not hold
+    head: Array = array("2, D", np.int32, -1)
+    tail: Array = array("2, D", np.int32, -1)
+    begin_s: Array = array("2, N")
+    end_s: Array = array("2, N")
+    before: Array = array("2, N", np.int32)
+    after: Array = array("2, N", np.int32)
+    channel_s: Array = array("channels")  # when each is free, if transfers wait
+    arrival_s: Array = array("T, D", value=-1.0)  # when a tensor is there, -1: not sent
 
 
 @kernel

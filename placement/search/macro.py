@@ -17,7 +17,7 @@ from placement.simulator.analytic_kernels import (
     piecewise_one,
     undo_moves,
 )
-from placement.tools.jit import Struct, copy, floats, inlined, ints, kernel, largest, longs
+from placement.tools.jit import Struct, array, copy, inlined, kernel, largest
 
 Array = NDArray[Any]
 
@@ -64,10 +64,10 @@ class Draws(Struct):
     share: Array  # float64 [5] cumulated probabilities of single, run, chain, growth, swap
     cut: float  # probability of a part of a stage instead
     body: int  # most groups that a move has
-    group: Array = ints("G")  # groups that move
-    where: Array = ints("G")  # their new devices
-    mark: Array = ints("G")  # scratch, zeros before and after
-    term: Array = floats("D")  # energy of each device
+    group: Array = array("G", np.int32)  # groups that move
+    where: Array = array("G", np.int32)  # their new devices
+    mark: Array = array("G", np.int32)  # scratch, zeros before and after
+    term: Array = array("D")  # energy of each device
 
 
 def draws_of(
@@ -375,9 +375,9 @@ class Offers(Struct):
     """Moves that ``descend`` estimates before it makes one."""
 
     near_s: Array  # float64, as ``Neighbours.near``: about what each takes if it is elsewhere
-    group: Array = ints("G")  # of the best
-    where: Array = ints("G")
-    refused: Array = longs("R")  # what was tried in vain since the last that was better
+    group: Array = array("G", np.int32)  # of the best
+    where: Array = array("G", np.int32)
+    refused: Array = array("R", np.int64)  # what was tried in vain since the last that was better
 
 
 @kernel

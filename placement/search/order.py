@@ -23,20 +23,7 @@ import numpy as np
 
 from placement.search.chooser import choose, network
 from placement.search.macro import below, uniform
-from placement.tools.jit import (
-    Struct,
-    array,
-    average,
-    copy,
-    flags,
-    floats,
-    inlined,
-    ints,
-    kernel,
-    largest,
-    longs,
-    singles,
-)
+from placement.tools.jit import Struct, array, average, copy, inlined, kernel, largest
 
 Array = Any
 
@@ -137,52 +124,52 @@ class Tables(Struct):
 class State(Struct):
     """A search, and room to evaluate in."""
 
-    random: Array = array(np.uint64, "1", 1)
-    x: Array = floats("X")
-    place: Array = ints("N")
-    sequence: Array = ints("N")
-    position: Array = ints("N+1", -1)  # of each operator in it; the last: -1, of model inputs
-    best_place: Array = ints("N")
-    best_sequence: Array = ints("N")
-    start_s: Array = floats("N")  # of what was kept last, as are the next
-    end_s: Array = floats("N")
-    after_s: Array = floats("N")  # longest path from the end of each to the end of all
-    users_s: Array = floats("N")  # the same through those that use its tensors
-    from_s: Array = floats("N")  # from its begin
-    waited: Array = ints("N")  # whom each operator waited for; -1: nobody
-    lane: Array = ints("N")  # operators of each device, in order
-    lane_ptr: Array = ints("D+1")
-    in_lane: Array = ints("N")  # where each operator is there
-    load: Array = floats("D")  # seconds of each device
-    chain: Array = ints("N")  # the critical chain, the first NUM_CHAIN
-    on_chain: Array = flags("N")
-    refused: Array = singles("N, D")
-    moved: Array = longs("N")  # step of the last move
-    arrival_s: Array = floats("E")  # of what was kept, in the order of ``in_edge``
-    row_s: Array = floats("2, R, D+channels")  # when each is free, at R positions; the same
-    row_last: Array = ints("2, R, D")  # operator that each device ran last there
-    try_start_s: Array = floats("N")  # of what was tried last, as are the next
-    try_end_s: Array = floats("N")
-    try_waited: Array = ints("N")
-    try_arrival_s: Array = floats("E")  # as ``arrival_s`` when nothing is being tried
-    mark: Array = flags("N")  # scratch, False
-    stale: Array = flags("N+1")  # tails to be computed; the last: of model inputs, which have none
-    room: Array = ints("N")
-    finish_s: Array = floats("N")  # room of _together (mark and room too), _gather, _members
-    free_s: Array = floats("D+channels")  # when each is free
-    last: Array = ints("D")  # operator that a device ran last
-    sent: Array = ints("D")  # tensor that was sent to each last
-    sent_s: Array = floats("D")  # when it arrived
-    drawn: Array = floats("C+1, 5")  # what ``_propose`` returns of each move from latency on
-    which: Array = ints("C+1", -1)  # operator that each offered move begins with; -1: no move
-    group: Array = ints("C+1")  # its group
-    to: Array = ints("C+1")  # device
-    count: Array = ints("C+1")  # groups that move
-    body: Array = ints("C+1, L")  # those groups
-    at: Array = ints("C+1")  # before whom in the sequence; -1: where it is
-    offered: Array = singles("C+1, F")
-    search: Array = singles("S")
-    logits: Array = floats("C+1")
+    random: Array = array("1", np.uint64, 1)
+    x: Array = array("X")
+    place: Array = array("N", np.int32)
+    sequence: Array = array("N", np.int32)
+    position: Array = array("N+1", np.int32, -1)  # of each in it; the last: -1, of model inputs
+    best_place: Array = array("N", np.int32)
+    best_sequence: Array = array("N", np.int32)
+    start_s: Array = array("N")  # of what was kept last, as are the next
+    end_s: Array = array("N")
+    after_s: Array = array("N")  # longest path from the end of each to the end of all
+    users_s: Array = array("N")  # the same through those that use its tensors
+    from_s: Array = array("N")  # from its begin
+    waited: Array = array("N", np.int32)  # whom each operator waited for; -1: nobody
+    lane: Array = array("N", np.int32)  # operators of each device, in order
+    lane_ptr: Array = array("D+1", np.int32)
+    in_lane: Array = array("N", np.int32)  # where each operator is there
+    load: Array = array("D")  # seconds of each device
+    chain: Array = array("N", np.int32)  # the critical chain, the first NUM_CHAIN
+    on_chain: Array = array("N", np.bool_)
+    refused: Array = array("N, D", np.float32)
+    moved: Array = array("N", np.int64)  # step of the last move
+    arrival_s: Array = array("E")  # of what was kept, in the order of ``in_edge``
+    row_s: Array = array("2, R, D+channels")  # when each is free, at R positions; the same
+    row_last: Array = array("2, R, D", np.int32)  # operator that each device ran last there
+    try_start_s: Array = array("N")  # of what was tried last, as are the next
+    try_end_s: Array = array("N")
+    try_waited: Array = array("N", np.int32)
+    try_arrival_s: Array = array("E")  # as ``arrival_s`` when nothing is being tried
+    mark: Array = array("N", np.bool_)  # scratch, False
+    stale: Array = array("N+1", np.bool_)  # tails to be computed; the last: model inputs, False
+    room: Array = array("N", np.int32)
+    finish_s: Array = array("N")  # room of _together (mark and room too), _gather, _members
+    free_s: Array = array("D+channels")  # when each is free
+    last: Array = array("D", np.int32)  # operator that a device ran last
+    sent: Array = array("D", np.int32)  # tensor that was sent to each last
+    sent_s: Array = array("D")  # when it arrived
+    drawn: Array = array("C+1, 5")  # what ``_propose`` returns of each move from latency on
+    which: Array = array("C+1", np.int32, -1)  # operator that each move begins with; -1: no move
+    group: Array = array("C+1", np.int32)  # its group
+    to: Array = array("C+1", np.int32)  # device
+    count: Array = array("C+1", np.int32)  # groups that move
+    body: Array = array("C+1, L", np.int32)  # those groups
+    at: Array = array("C+1", np.int32)  # before whom in the sequence; -1: where it is
+    offered: Array = array("C+1, F", np.float32)
+    search: Array = array("S", np.float32)
+    logits: Array = array("C+1")
 
 
 @kernel

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Problem
-from placement.tools.jit import Struct, allocating, floats, inlined, ints, kernel, longs
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -119,18 +119,18 @@ class Params(Struct):
 class PieceRoom(Struct):
     """Room for ``piecewise_one``; there are at most ``N + D`` pieces."""
 
-    first: Array = ints("D")  # operator of each device
-    last: Array = ints("D")
-    level: Array = ints("N")
-    piece: Array = ints("N")
-    begin: Array = ints("N+D")  # where the operators of each piece begin in ``member``
-    fill: Array = ints("N+D")
-    member: Array = ints("N")  # operators, piece by piece
-    missing: Array = ints("N+D")  # pieces that each waits for, by tensor and use; 0: it ran
-    seen: Array = ints("N+D")  # the last tensor that each one paid for
-    stack: Array = ints("N+D")
-    seconds: Array = floats("N+D")
-    ready_s: Array = floats("N+D")
+    first: Array = array("D", np.int32)  # operator of each device
+    last: Array = array("D", np.int32)
+    level: Array = array("N", np.int32)
+    piece: Array = array("N", np.int32)
+    begin: Array = array("N+D", np.int32)  # where the operators of each piece begin in ``member``
+    fill: Array = array("N+D", np.int32)
+    member: Array = array("N", np.int32)  # operators, piece by piece
+    missing: Array = array("N+D", np.int32)  # pieces it waits for, by tensor and use; 0: it ran
+    seen: Array = array("N+D", np.int32)  # the last tensor that each one paid for
+    stack: Array = array("N+D", np.int32)
+    seconds: Array = array("N+D")
+    ready_s: Array = array("N+D")
 
 
 class Pieces(Struct):
@@ -172,10 +172,10 @@ class Placed(Struct):
     """Where the blocks are: what ``apply_moves`` changes."""
 
     device: Array  # int32 [I]
-    load: Array = floats("D")
-    held: Array = longs("D")  # parameter bytes
-    users: Array = ints("H, D")  # blocks on each device that use a tensor
-    readers: Array = ints("Q, D")  # blocks on each device that read a tied parameter
+    load: Array = array("D")
+    held: Array = array("D", np.int64)  # parameter bytes
+    users: Array = array("H, D", np.int32)  # blocks on each device that use a tensor
+    readers: Array = array("Q, D", np.int32)  # blocks on each device that read a tied parameter
 
 
 def load_tables(problem: Problem) -> Loads:

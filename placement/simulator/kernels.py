@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from placement.problem import Problem, host_of
-from placement.tools.jit import Struct, array, floats, inlined, ints, kernel, longs
+from placement.tools.jit import Struct, array, inlined, kernel
 
 Array = NDArray[Any]
 
@@ -141,9 +141,9 @@ class State(Struct):
     """
 
     # Given.
-    placement: Array = ints("K*N")
-    seconds: Array = floats("K*N")  # of each operator
-    beside_s: Array = floats("N")  # more for each other device that runs, of one micro-batch
+    placement: Array = array("K*N", np.int32)
+    seconds: Array = array("K*N")  # of each operator
+    beside_s: Array = array("N")  # more for each other device that runs, of one micro-batch
     order: Array  # int32 [.., 2] operators and micro-batches of a schedule, or empty
     order_ptr: Array  # int32 [D + 1] where each device's begin there
     num_batches: int
@@ -151,14 +151,14 @@ class State(Struct):
     track: bool  # memory
     record: bool  # when everything begins and ends
     # What comes of it.
-    finish: Array = floats("M")
-    busy: Array = floats("D")
-    peak: Array = longs("D")  # the most bytes of tensors and workspace held
-    start: Array = floats("R, N")  # recorded (``R`` is ``M``, else 0), as are the next
-    end: Array = floats("R, N")
-    transfers: Array = ints("X, 4")  # tensor, micro-batch, from, to
-    transfer_start: Array = floats("X")
-    transfer_end: Array = floats("X")
+    finish: Array = array("M")
+    busy: Array = array("D")
+    peak: Array = array("D", np.int64)  # the most bytes of tensors and workspace held
+    start: Array = array("R, N")  # recorded (``R`` is ``M``, else 0), as are the next
+    end: Array = array("R, N")
+    transfers: Array = array("X, 4", np.int32)  # tensor, micro-batch, from, to
+    transfer_start: Array = array("X")
+    transfer_end: Array = array("X")
     # The clock.
     now: float
     to_do: int  # operators that have not ended
@@ -169,41 +169,41 @@ class State(Struct):
     num_sent: int  # transfers recorded
     num_events: int  # of memory, waiting
     # Micro-batches and slots.
-    slot_of: Array = ints("M")
-    free_slots: Array = ints("W")
-    active: Array = ints("W")  # slots in the order of their micro-batches
-    batch_of: Array = ints("W")
-    row: Array = longs("W")  # where the operators of its phase begin, a multiple of N
-    left: Array = ints("W")  # operators that have not ended
-    missing: Array = ints("W*N")  # inputs that were not sent yet
-    arrival: Array = floats("W*N")  # of the last input
+    slot_of: Array = array("M", np.int32)
+    free_slots: Array = array("W", np.int32)
+    active: Array = array("W", np.int32)  # slots in the order of their micro-batches
+    batch_of: Array = array("W", np.int32)
+    row: Array = array("W", np.int64)  # where the operators of its phase begin, a multiple of N
+    left: Array = array("W", np.int32)  # operators that have not ended
+    missing: Array = array("W*N", np.int32)  # inputs that were not sent yet
+    arrival: Array = array("W*N")  # of the last input
     # What waits for a device.
-    low: Array = array(np.uint64, "D*W*words")  # sets of ready operators, by priority
-    high: Array = array(np.uint64, "D*W*tops")  # which words of ``low`` are not 0
-    num_ready: Array = longs("D")
-    base: Array = longs("D+1")  # where the queue of each device has its room
-    head: Array = longs("D")
-    tail: Array = longs("D")
-    later_s: Array = floats("2*W*K*N")  # queues of those whose inputs are on the way
-    later: Array = longs("2*W*K*N")  # micro-batch and operator
-    next_entry: Array = ints("D")  # of ``order``
+    low: Array = array("D*W*words", np.uint64)  # sets of ready operators, by priority
+    high: Array = array("D*W*tops", np.uint64)  # which words of ``low`` are not 0
+    num_ready: Array = array("D", np.int64)
+    base: Array = array("D+1", np.int64)  # where the queue of each device has its room
+    head: Array = array("D", np.int64)
+    tail: Array = array("D", np.int64)
+    later_s: Array = array("2*W*K*N")  # queues of those whose inputs are on the way
+    later: Array = array("2*W*K*N", np.int64)  # micro-batch and operator
+    next_entry: Array = array("D", np.int32)  # of ``order``
     # Devices and channels.
-    running: Array = longs("D")  # operator; -1: none
-    running_slot: Array = longs("D")
-    wake_s: Array = floats("D")  # next time something happens on the device
-    begun: Array = longs("D")  # devices that begin something at this moment
-    soon_s: Array = floats("blocks")  # the first ``wake_s`` of 64 devices
-    blocked_s: Array = floats("D+1")  # end of what keeps the worker from its next operator
-    told_s: Array = floats("D")  # arrival of the last that was sent there
-    channel_s: Array = floats("channels+1")  # when each is free
-    arrives: Array = floats("D")  # when what ``stamp`` names is there
-    stamp: Array = longs("D")  # the micro-batch and tensor that were sent there last
+    running: Array = array("D", np.int64)  # operator; -1: none
+    running_slot: Array = array("D", np.int64)
+    wake_s: Array = array("D")  # next time something happens on the device
+    begun: Array = array("D", np.int64)  # devices that begin something at this moment
+    soon_s: Array = array("blocks")  # the first ``wake_s`` of 64 devices
+    blocked_s: Array = array("D+1")  # end of what keeps the worker from its next operator
+    told_s: Array = array("D")  # arrival of the last that was sent there
+    channel_s: Array = array("channels+1")  # when each is free
+    arrives: Array = array("D")  # when what ``stamp`` names is there
+    stamp: Array = array("D", np.int64)  # the micro-batch and tensor that were sent there last
     # Memory.
-    refs: Array = ints("W*T*D")  # users of each stored tensor, and ``_LIVE``
-    held: Array = longs("D")  # bytes now
-    event_s: Array = floats("2*W*E")  # heap of begins and ends of transfers
-    event: Array = longs("2*W*E")
-    load: Array = floats("D")  # seconds per micro-batch
+    refs: Array = array("W*T*D", np.int32)  # users of each stored tensor, and ``_LIVE``
+    held: Array = array("D", np.int64)  # bytes now
+    event_s: Array = array("2*W*E")  # heap of begins and ends of transfers
+    event: Array = array("2*W*E", np.int64)
+    load: Array = array("D")  # seconds per micro-batch
 
 
 def state_of(

@@ -158,8 +158,8 @@ def kernel_folder() -> Path | None:
 class _Array(NamedTuple):
     """A field of a ``Struct``: ``shape`` in names of sizes, as ``"2, N+1"`` or ``"W*N"``."""
 
-    dtype: Any
     shape: str
+    dtype: Any = np.float64
     value: float = 0
 
     def made(self, sizes: Mapping[str, int]) -> NDArray[Any]:
@@ -179,11 +179,6 @@ def _lengths(shape: str) -> list[list[list[str]]]:
 
 
 array: Any = _Array
-floats: Any = partial(_Array, np.float64)
-singles: Any = partial(_Array, np.float32)
-ints: Any = partial(_Array, np.int32)
-longs: Any = partial(_Array, np.int64)
-flags: Any = partial(_Array, np.bool_)
 
 
 class Struct:
@@ -194,7 +189,7 @@ class Struct:
     compiled for is that of the fields: dtypes and dimensions.
 
     >>> class Walk(Struct):
-    ...     place: Array = ints("N")
+    ...     place: Array = array("N", np.int32)
     ...     steps: int
     >>> walk = Walk.fresh({"N": 3}, steps=2)
     >>> walk = Walk(place=np.zeros(3, np.int32), steps=2)

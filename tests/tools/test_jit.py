@@ -20,7 +20,7 @@ from numba.core.caching import FunctionCache
 from numba.core.errors import NumbaError
 
 from placement.tools import clock, jit
-from placement.tools.jit import Struct, average, copy, floats, ints, kernel, largest
+from placement.tools.jit import Struct, array, average, copy, kernel, largest
 
 
 @given(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 2.5, np.inf]), min_size=1, max_size=9))
@@ -115,8 +115,8 @@ def test_kernels_are_compiled_for_dtypes_and_dimensions_not_for_values() -> None
 
 
 class Declared(Struct):
-    rows: Any = floats("2, N*M+1", np.inf)
-    here: Any = ints("N")
+    rows: Any = array("2, N*M+1", value=np.inf)
+    here: Any = array("N", np.int32)
     steps: int
     share: float
 
