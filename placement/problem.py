@@ -344,7 +344,8 @@ class Problem:
     @cached_property
     def rank_position(self) -> NDArray[np.int32]:
         """int32 ``[N]`` position of each operator by (highest upward rank, smallest number)."""
-        return _position(np.lexsort((np.arange(self.num_ops), -self.upward_rank_s)))
+        order = np.lexsort((np.arange(self.num_ops), -self.upward_rank_s))
+        return np.argsort(order).astype(np.int32)
 
     @cached_property
     def priority(self) -> NDArray[np.int32]:
@@ -558,12 +559,6 @@ def _latency_s(link: Link) -> float:
 
 def _s_per_byte(link: Link) -> float:
     return 1.0 / link.bandwidth_bytes_per_s
-
-
-def _position(order: NDArray[np.intp]) -> NDArray[np.int32]:
-    position = np.empty(len(order), np.int32)
-    position[order] = np.arange(len(order))
-    return position
 
 
 def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:

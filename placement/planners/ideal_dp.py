@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from placement.bounds import balance_prices, lower_bound, priced
 from placement.cluster import Cluster, Device
-from placement.graph import OpGraph, topological_order
+from placement.graph import OpGraph, components, topological_order
 from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.profile import Profile
@@ -279,7 +279,7 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     backward_s = np.bincount(group[back], weights=seconds[back], minlength=n)
 
     # Cycles between groups become one item.
-    item = _components(n, np.concatenate([true_edges, mirror_edges]))
+    item = components(np.concatenate([true_edges, mirror_edges]), n, strong=True)
     num_items = int(item.max()) + 1
     cost_s = np.maximum(
         np.bincount(item, weights=forward_s, minlength=num_items),
@@ -305,16 +305,6 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     np.minimum.at(first, into[item[group]], np.arange(g.num_ops))
     number, order = _number(into[item[group]], pairs, first)
     return _Reduced(number, order, moved[item[group]], bool(moved[holders].any()))
-
-
-def _components(n: int, edges: NDArray[Any]) -> NDArray[np.int32]:
-    """Strongly connected component of each of ``n`` nodes, numbered from 0."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
-    table = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(n, n))
-    label: NDArray[np.int32] = connected_components(table, connection="strong")[1]
-    return label
 
 
 def _merge_trivial(
@@ -517,9 +507,7 @@ def _linearised(
     problem: Problem, b: Blocks, order: NDArray[np.intp], kinds: _Kinds, left: _Left
 ) -> _Split:
     """The best split of items in this order; the first guesses of its load keep it short."""
-    n = len(order)
-    rank = np.empty(n, np.int32)
-    rank[order] = np.arange(n)
+    n, rank = len(order), np.argsort(order).astype(np.int32)
     line = replace(
         b,
         compute_s=b.compute_s[order],
