@@ -36,7 +36,7 @@ from placement.simulator.analytic_kernels import (
 )
 from placement.simulator.kernels import Tables
 from placement.tools.clock import loads
-from placement.tools.jit import Struct, array, copy, inlined, kernel, largest
+from placement.tools.jit import Struct, copy, inlined, kernel, largest
 
 Array = NDArray[Any]
 
@@ -59,12 +59,12 @@ class Room(Struct):
     wait: float  # seconds that a tensor which is handed over arrives later than its transfer takes
     ptr: Array  # int32 [G + 1] the operators of each group
     op: Array  # int32 [N]
-    placement: Array = array("N", np.int32)
-    load: Array = array("D")  # seconds per micro-batch
-    channel: Array = array("channels+1")
-    ready: Array = array("N")  # when the last input is there
-    stamp: Array = array("D", np.int32)  # the tensor that was sent there last
-    arrives: Array = array("D")  # when it is there
+    placement: Array  # int32 [N]
+    load: Array  # float64 [D] seconds per micro-batch
+    channel: Array  # float64 [channels + 1]
+    ready: Array  # float64 [N] when the last input is there
+    stamp: Array  # int32 [D] the tensor that was sent there last
+    arrives: Array  # float64 [D] when it is there
 
 
 @kernel
@@ -196,12 +196,17 @@ class Pipeline:
         self.state: Placed = move_state(self.moves, compute_s.argmin(axis=1).astype(np.int32))
         body = min(_BODY, g.num_groups)
         self.draws: Draws = draws_of(compute_s, neighbours(problem), seed, SHARE, 0.0, body)
-        sizes = {"N": g.num_ops, "D": problem.num_devices, "channels": problem.num_channels}
-        self.room = Room.fresh(
-            sizes,
+        self.room = Room(
             window=float(min(problem.num_run, problem.max_in_flight)),
+            wait=0.0,
             ptr=g.group_ptr,
             op=g.group_op,
+            placement=np.zeros(g.num_ops, np.int32),
+            load=np.zeros(problem.num_devices),
+            channel=np.zeros(problem.num_channels + 1),
+            ready=np.zeros(g.num_ops),
+            stamp=np.zeros(problem.num_devices, np.int32),
+            arrives=np.zeros(problem.num_devices),
         )
 
     def walk(self, choice: Choice, wait: float, squarings: int, most: int) -> Choice:
@@ -261,8 +266,12 @@ def _descend_loads(search: Search, seed: int) -> None:
     total_s = np.bincount(owner, t.io_s.mean(axis=1)[t.touch[:, TENSOR]], groups)
     mean_s = total_s / np.maximum(touches, 1)
     here = np.repeat(np.arange(groups), np.diff(graph.near_ptr))
-    near_s = np.minimum(mean_s[here], mean_s[graph.near])
-    offers = Offers.fresh({"G": groups, "R": _REFUSED}, near_s=near_s)
+    offers = Offers(
+        near_s=np.minimum(mean_s[here], mean_s[graph.near]),
+        group=np.zeros(groups, np.int32),
+        where=np.zeros(groups, np.int32),
+        refused=np.zeros(_REFUSED, np.int64),
+    )
     best, tried, steps = search.best.copy(), 0, 0
     while search.left and tried == steps:
         steps, before_s = int(min(search.num_left, _STEPS)), search.best_s
