@@ -50,6 +50,9 @@ class Gpu:
         num_streams, num_poisoned, num_replays: so far.
         num_races: blocks that were freed while a stream used them that nobody had recorded.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
+        used_pools: by how many graphs each is used; 0: no other may use it.
+        spoiled_pools: those for which the allocator of pinned memory will never see the end.
+        captured: the random generator is a graph's: from the begin of a capture until one ends well.
         allocated, peak: bytes by device number.
     """
 
@@ -66,6 +69,9 @@ class Gpu:
     num_replays: int = 0
     num_races: int = 0
     open_pools: Counter[Any] = field(default_factory=Counter)
+    used_pools: Counter[Any] = field(default_factory=Counter)
+    spoiled_pools: set[Any] = field(default_factory=set)
+    captured: bool = False
     allocated: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     streams: list[Stream] = field(default_factory=list)
@@ -489,11 +495,17 @@ def _launch(
                     shares = is_new and value.untyped_storage().data_ptr() in read
                     cell[0] = value.clone() if shares else value
 
+    if on.graph is None and _draws(func):
+        _check_generator()
     on.launch(kernel)
     for x in (*cuda, *(x for x in made if isinstance(x, CudaTensor))):
         if on.graph is None:
             x.memory.used[on] = on.num_launched
     return pytree.tree_unflatten(made, spec)
+
+
+def _draws(func: Any) -> bool:
+    return any(word in str(func) for word in ("aten.rand", "aten.bernoulli", "aten.native_dropout"))
 
 
 class CUDAGraph:
@@ -507,18 +519,29 @@ class CUDAGraph:
         self.stream, self.mode = current_stream(), capture_error_mode
         self.thread, self.pool = threading.get_ident(), pool
         assert self.stream is not default_stream(), "graphs are captured on another stream"
+        if pool in _gpu.spoiled_pools or _gpu.open_pools[pool]:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if _gpu.used_pools.get(pool) == 0:
+            raise RuntimeError("INTERNAL ASSERT FAILED: it->second->use_count > 0")
         _gpu.open_pools[pool] += 1
+        _gpu.used_pools[pool] += 1
+        _gpu.captured = True
         self.stream.graph = self
 
     def capture_end(self) -> None:
+        if self.stream.graph is not self:
+            raise RuntimeError("CUDA error: the stream is not capturing")
         self.stream.graph = None
-        if self.failed:  # and the allocator is not told
+        if self.failed:  # and neither allocators nor the generator are told
+            _gpu.spoiled_pools.add(self.pool)
             raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
         _end_allocate(self.stream.index, self.pool)
+        _gpu.captured = False
         self.ended = True
 
     def replay(self) -> None:
         assert self.ended, "replay without a capture"
+        _check_generator()
         _gpu.num_replays += 1
         stream, work = current_stream(), list(self.work)
         stream.launch(lambda: [each() for each in work])
@@ -528,6 +551,15 @@ def _end_allocate(device: int, pool: Any) -> None:
     if not _gpu.open_pools[pool]:
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
     _gpu.open_pools[pool] -= 1
+
+
+def _release_pool(device: int, pool: Any) -> None:
+    _gpu.used_pools[pool] -= 1
+
+
+def _check_generator() -> None:
+    if _gpu.captured:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -622,11 +654,16 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(
-            patch.object(torch._C, "_cuda_endAllocateToPool", _end_allocate, create=True)
-        )
+        for name, inner in {
+            "_cuda_endAllocateToPool": _end_allocate,
+            "_cuda_releasePool": _release_pool,
+        }.items():
+            stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(patch.object(threading.Thread, "start", start_in_mode))
-        stack.enter_context(patch.dict(sys.modules, {"pynvml": nvml(num_devices)}))
+        # ``patch.dict`` would forget what is imported for the first time meanwhile.
+        before = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
+        sys.modules["pynvml"] = nvml(num_devices)
+        stack.callback(lambda: [sys.modules.pop("pynvml", None), sys.modules.update(before)])
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
         stack.enter_context(Mode())
