@@ -52,7 +52,7 @@ class Gpu:
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
-        captured: the random generator is a graph's: from the begin of a capture until one ends well.
+        captured: the random generator is a graph's, from a capture's begin until one ends well.
         allocated, peak: bytes by device number.
     """
 
@@ -465,7 +465,13 @@ def _launch(
         with torch.inference_mode(inference and (base is None or base.is_inference())):
             made.append(CudaTensor(meta, cell, memory))
         cells.append((cell, base is None))
-    gpu.allocate(at, more := gpu.scratch.get(str(func), 0))
+    more = gpu.scratch.get(str(func), 0)
+    try:
+        gpu.allocate(at, more)
+    except torch.OutOfMemoryError:
+        if "aten.conv" not in str(func):
+            raise
+        raise RuntimeError("GET was unable to find an engine to execute this computation") from None
     gpu.allocated[at] -= more
     host = torch.device("cpu")
 

@@ -115,6 +115,8 @@ class _Slot:
         self.op, self.is_last = -1, False
         self.views: dict[int, list[Tensor]] = {}
         self.arrived, self.read = torch.cuda.Event(), torch.cuda.Event()
+        # Who had this memory before on the stream that it is from may not be done with it.
+        self.read.record(torch.cuda.current_stream(device))
 
 
 def with_streaming(cluster: Cluster) -> Cluster:

@@ -514,6 +514,17 @@ def test_a_model_larger_than_the_gpu_is_measured_in_parts_and_can_be_planned(row
             torch.testing.assert_close(runner(*inputs), module(*inputs))
 
 
+def test_a_convolution_without_room_for_its_workspace_is_measured_in_parts(briefly):
+    """cuDNN does not say that memory is short."""
+    module = nn.Sequential(*[nn.Conv2d(32, 32, 3) for _ in range(4)]).eval()
+    graph = capture(module, torch.randn(1, 32, 9, 9))
+    scratch = {"aten.conv2d.default": 10**6}
+    with emulated_gpu.emulated(memory_bytes=1_100_000, scratch=scratch):
+        profile = measure(graph, BOTH, repeats=1)
+    assert profile.provenance["in_parts"] == ["cuda:0"]
+    assert np.isfinite(profile.compute_s).all()
+
+
 def test_an_operator_without_a_kernel_is_infinite_there_and_the_rest_is_measured(briefly):
     module, inputs = wide()
     graph = capture(module, inputs)
