@@ -48,7 +48,8 @@ class Gpu:
         copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
             memory), ``back and wait``.
         num_streams, num_poisoned, num_replays: so far.
-        num_races: blocks that were freed while a stream used them that nobody had recorded.
+        num_races: blocks that were freed while a stream used them that nobody had recorded, or
+            used by a stream that did not wait for what the block's own stream had begun before.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
@@ -107,6 +108,8 @@ class Stream:
         self.device = torch.device("cuda", self.index)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_launched = self.num_done = 0
+        self.seen: dict[Stream, int] = {}  # how far it has waited for others
+        self.waited_for = 0  # how far somebody has waited for it
         self.graph: CUDAGraph | None = None  # that is being captured
         _gpu.num_streams += 1
         _gpu.streams.append(self)
@@ -143,6 +146,8 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        for other, count in event.seen.items():
+            self.seen[other] = max(self.seen.get(other, 0), count)
         self.launch(event.done.wait)
 
     def wait_stream(self, other: Stream) -> None:
@@ -159,16 +164,18 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self.done, self._at, self._stream = threading.Event(), [0.0], None
         self.done.set()  # one that was not recorded has happened
+        self.seen: dict[Stream, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        self._stream = stream or current_stream()
+        self._stream = stream = stream or current_stream()
         done, at = self.done, self._at = threading.Event(), [0.0]
 
         def happen() -> None:
             at[0] = time.perf_counter()
             done.set()
 
-        self._stream.launch(happen)
+        stream.launch(happen)
+        self.seen = stream.seen | {stream: stream.num_launched}
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -178,6 +185,8 @@ class Event:
 
     def synchronize(self) -> None:
         self.done.wait()
+        for other, count in self.seen.items():
+            other.waited_for = max(other.waited_for, count)
         if self._stream is not None and self._stream.error is not None:
             raise RuntimeError(f"CUDA error: {self._stream.error}")
 
@@ -231,6 +240,16 @@ class _Memory:
         self.users: set[Stream] = set()
         self.used: dict[Stream, int] = {}  # how far each has come when it has used the block
         self.graph = on.graph  # in whose memory it is
+        self.since = on.num_launched
+
+    def use(self, stream: Stream) -> None:
+        """``stream`` has been asked to read or write it."""
+        if stream.graph is not None or self.graph is not None:
+            return
+        self.used[stream] = stream.num_launched
+        known = max(stream.seen.get(self.on, 0), self.on.waited_for)
+        if stream is not self.on and known < self.since:
+            self.gpu.num_races += 1
 
     def __del__(self) -> None:
         if not hasattr(self, "num_bytes"):
@@ -384,6 +403,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -> Any:
     on, cell, gpu = current_stream(source.device), source.cell, _gpu
+    memory = source.memory
     inference, in_place = torch.is_inference_mode_enabled(), func is aten.copy_.default
     target, rest = (args[0], ()) if in_place else (None, args[1:])
     late = in_place and (kwargs.get("non_blocking") or args[2:] == (True,))
@@ -404,6 +424,8 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
     if not (late and hasattr(target, "pinned")):
         on.may_wait()
     on.launch(copy)
+    memory.use(on)
+    del memory
     if late and hasattr(target, "pinned"):
         gpu.copies["back"] += 1
         return target
@@ -504,9 +526,14 @@ def _launch(
     if on.graph is None and _draws(func):
         _check_generator()
     on.launch(kernel)
-    for x in (*cuda, *(x for x in made if isinstance(x, CudaTensor))):
-        if on.graph is None:
-            x.memory.used[on] = on.num_launched
+    is_view = all(cell is not None and not cell[1] for cell in cells)  # a kernel only here
+    # (Between GPUs streams wait for each other once there is memory.)
+    for x in (
+        ()
+        if is_view or on.index != at
+        else (*cuda, *(x for x in made if isinstance(x, CudaTensor)))
+    ):
+        x.memory.use(on)
     return pytree.tree_unflatten(made, spec)
 
 
