@@ -162,6 +162,10 @@ class Bench:
             signal.signal(signal.SIGALRM, before)
             signal.setitimer(signal.ITIMER_REAL, left_s if around_s else 0)
 
+    def part_s(self, count: int) -> float:
+        """Seconds for one of so many items: not more than twice its part of what is left."""
+        return max(1.0, 2 * (self.until - time.perf_counter()) / count)
+
     @property
     def cluster(self) -> Cluster:
         """The CPU cores, or this section's part of them, and the first GPU."""
@@ -455,8 +459,9 @@ def copies(size: int, gpu: torch.device) -> dict[str, float]:
 def correct(b: Bench, third: int) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
     cluster = b.cluster
-    for name in (CHECKED[:3] if b.emulated else CHECKED)[third::3]:
-        with b.item(name):
+    names = (CHECKED[:3] if b.emulated else CHECKED)[third::3]
+    for i, name in enumerate(names):
+        with b.item(name, b.part_s(len(names) - i)):
             module, inputs, graph = captured(name)
             items = [others_like(inputs, seed) for seed in range(3 if b.emulated else 8)]
             expected, reference = expected_of(module, items, None if b.emulated else b.gpu)
@@ -609,9 +614,8 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
 
     def section(b: Bench) -> None:
         names = ("tiny_mlp",) if b.emulated else keys
-        for i, key in enumerate(names):  # none takes more than twice its part of the time
-            left_s = b.until - time.perf_counter()
-            with b.item(key, max(1.0, 2 * left_s / (len(names) - i))):
+        for i, key in enumerate(names):
+            with b.item(key, b.part_s(len(names) - i)):
                 one(b, key, *b.model(key))
 
     return section
@@ -887,8 +891,8 @@ def memory(b: Bench) -> None:
         "dlrm": lambda: load("dlrm", dim=64, lookups=1, **shape),
         "decoder, many tokens": lambda: (decoder, torch.randn(*many, width)),
     }
-    for name, make in models.items():
-        with b.item(name):
+    for i, (name, make) in enumerate(models.items()):
+        with b.item(name, b.part_s(len(models) - i)):
             _capped(b, name, *make())
 
 
