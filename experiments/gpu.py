@@ -715,7 +715,7 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
     problem = Problem(graph, cluster, measured, objective="period", num_microbatches=16)
     planner = planners.load("best_of", seconds=b.planning_s)
     call, host, there = resident(module, inputs, b.gpu), _tensors(inputs), moved(inputs, b.gpu)
-    flat = pytree.tree_leaves(split_inputs(there))
+    flat, flat_there = (pytree.tree_leaves(split_inputs(x)) for x in (inputs, there))
     whole: WholeGraph | None = None
     with b.item(f"{key}, CUDA graph of the whole model"), torch.inference_mode():
         whole = WholeGraph(call, inputs, b.gpu)
@@ -749,7 +749,7 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
             if latency:
                 seconds["eager"] = timed(lambda: [x.cpu() for x in call(moved(flat, b.gpu))], 10)
             else:
-                seconds["eager"] = period_of_calls(lambda: call(flat), count)
+                seconds["eager"] = period_of_calls(lambda: call(flat_there), count)
             if whole is not None and latency:
                 seconds["graph"] = timed(lambda: [x.cpu() for x in whole(host)], 10)
             elif whole is not None:
@@ -1428,6 +1428,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
     steps = [number(x, 1, unit=" ms") for i in ("eager", "all", "half")
              for x in of("training", "step_ms", i)]  # fmt: skip
     add("training step: eager, GPU, half", "named", "training", steps, ", ".join)
+    add("watts at rest, with a context", "named", "energy", of("energy", "watts", "rest"), span)
     add("joules per micro-batch: CPU, GPU, plan", "named", "energy",
         of("energy", "gpu_j_per_microbatch"),
         lambda v: ", ".join(number(x, 3) for x in v))  # fmt: skip

@@ -85,6 +85,7 @@ def test_random_placements_compute_what_the_plain_module_does():
         check_streams(["tiny_mlp", "tiny_branches", "tiny_views", "dlrm_tiny"], THREE)
     assert gpu.num_poisoned > 100
     assert gpu.copies["back"] > 50
+    assert gpu.num_races == 0
 
 
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
