@@ -178,8 +178,9 @@ def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
     if isinstance(error, NotImplementedError):
         return len({d.kind for d in cluster.devices}) > 1
     on_gpu = cluster.devices[device].kind == "cuda"
-    # After an error of the device itself, everything fails there.
-    return on_gpu and isinstance(error, RuntimeError) and "CUDA error" not in str(error)
+    # After an error of the device itself, everything fails there; not after one of a library.
+    broken = "CUDA error" in str(error) and "CUBLAS" not in str(error)
+    return on_gpu and isinstance(error, RuntimeError) and not broken
 
 
 def workspace_of(graph: OpGraph, cluster: Cluster, device: int) -> Ints:

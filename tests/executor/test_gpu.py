@@ -26,6 +26,7 @@ from placement.costs.links import devices_here
 from placement.costs.measure import cached_path, measure
 from placement.executor import Executor, Runner, Trainer
 from placement.executor import backend as backend_module
+from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
 from placement.executor.graphs import pieces_of, recorded
 from placement.planners.heft import Heft
@@ -550,6 +551,22 @@ def test_a_training_step_with_an_operator_for_cpus_only_is_measured(briefly):
         with Trainer(graph, BOTH, placement, optimizer) as trainer:
             trainer.step([(x, None)])
     assert not torch.equal(module.state_dict()["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("said", "lacks", "short"),
+    [
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", True, False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", True, True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", True, False),
+        ("CUDA error: out of memory", False, True),
+        ("CUDA error: an illegal memory access was encountered", False, False),
+    ],
+)
+def test_what_a_device_says_is_understood(said, lacks, short):
+    assert lacks_kernel(RuntimeError(said), BOTH, 1) is lacks
+    assert is_short(RuntimeError(said)) is short
+    assert not lacks_kernel(RuntimeError(said), BOTH, 0) and not is_short(ValueError(said))
 
 
 def test_an_error_that_no_kernel_explains_is_raised():
