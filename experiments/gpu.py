@@ -921,7 +921,7 @@ def memory_of(b: Bench, num_bytes: float) -> Iterator[Cluster]:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     workspaces = 0 if b.emulated else 2**26
-    promised = max(1, int(0.9 * num_bytes) - workspaces)
+    promised = max(1, int(0.85 * num_bytes) - workspaces)
     try:
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
     finally:
