@@ -1176,17 +1176,17 @@ SECTIONS: dict[str, Section] = {
 }
 # Sections that run beside each other, as nothing is timed in them; and seconds for them.
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("facts",), 12),
+    (("facts",), 20),
     (("correct_1", "correct_2", "correct_3", "train", "errors", "index", "kernels"), 75),
-    (("micro",), 18),
+    (("micro",), 15),
     (("profile",), 85),
     (("plans",), 70),
     (("memory",), 65),
     (("fidelity",), 50),
     (("training",), 40),
     (("energy",), 32),
-    (("policy",), 22),
-    (("streams",), 11),
+    (("policy",), 20),
+    (("streams",), 8),
 )
 
 
