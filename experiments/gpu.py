@@ -118,6 +118,7 @@ class Bench:
         models: captured before, by name.
         part: which of how many sections that run beside each other this one is.
         until: when it will be stopped.
+        fair_s: the part of one model.
     """
 
     out: Path
@@ -127,6 +128,7 @@ class Bench:
     models: dict[str, Model] = field(default_factory=dict)
     part: tuple[int, int] = (0, 1)
     until: float = field(default_factory=lambda: time.perf_counter() + LONGEST_S)
+    fair_s: float = LONGEST_S
 
     def emit(self, item: str, **facts: Any) -> None:
         facts = {k: None if v != v else v for k, v in facts.items()}  # JSON knows no nan
@@ -615,7 +617,9 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
     def section(b: Bench) -> None:
         names = ("tiny_mlp",) if b.emulated else keys
         for i, key in enumerate(names):
-            with b.item(key, b.part_s(len(names) - i)):
+            seconds = b.part_s(len(names) - i)
+            b.fair_s = seconds / 2
+            with b.item(key, seconds):
                 one(b, key, *b.model(key))
 
     return section
@@ -676,8 +680,10 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
     cluster = b.cluster
     problem = Problem(graph, cluster, b.measured(key, graph, cluster), num_microbatches=12)
     executor, rng = Executor(problem), np.random.default_rng(0)
-    rows = []
+    rows, until = [], time.perf_counter() + b.fair_s
     for i in range(4 if b.emulated else 20):
+        if i >= 8 and time.perf_counter() > until:
+            break  # fewer placements of each model rather than none of the last
         cuts = [0, 0, 1, 2, 4, 8, 16, 32][i % 8]
         at = np.sort(rng.choice(graph.num_ops, min(cuts, graph.num_ops - 1), replace=False))
         first = np.full(graph.num_groups, graph.num_ops)
@@ -695,7 +701,7 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
         recorded = float(np.median(line.span_s))
         facts = dict(zip(names, row, strict=True))
         b.emit(f"{key}, {cuts} cuts", **facts, recorded_latency_s=recorded)
-    whole: dict[str, float] = {}
+    whole: dict[str, float] = {"placements": len(rows)}
     for name, (predicted, measured) in zip(
         ("latency", "period"), np.array(rows).T.reshape(2, 2, -1), strict=True
     ):
