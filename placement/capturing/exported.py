@@ -306,6 +306,8 @@ def _export_error(
             "x.data, and keep no tensors outside of the module"
         )
     unknown = re.search(r"Found <class '(.+)'> in output", text)
+    if not unknown and not where:  # a set that a module returns, in the words of PyTorch 2.11
+        unknown = re.search(r"unhashable type: '(.+)'", text)
     if unknown:
         return CaptureError(
             f"the module returns a {unknown[1]}: let it return tensors, constants, or tuples, "
