@@ -277,10 +277,7 @@ def _export_error(
         ):
             module(*args, **kwargs)
     except Exception as own:
-        return CaptureError(
-            f"{module._get_name()} itself fails on the example inputs{user_line(own)}: "
-            f"{type(own).__name__}: {first_line(own)}"
-        )
+        return fails_itself(module, own)
     finally:  # in training mode a call changes statistics
         with torch.no_grad():
             for buffer, value in buffers:
@@ -307,14 +304,29 @@ def _export_error(
         )
     unknown = re.search(r"Found <class '(.+)'> in output", text)
     if unknown:
+        what = unknown[1]
         return CaptureError(
-            f"the module returns a {unknown[1]}: let it return tensors, constants, or tuples, "
-            "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
+            f"the module returns a {what}: "
+            + (
+                "add use_cache=False to its keyword inputs"
+                if what.endswith("Cache")
+                else "let it return tensors, constants, or tuples, lists and dicts of them; a data "
+                "class is one of these after torch.export.register_dataclass"
+                f"({what.rpartition('.')[2]})"
+            )
         )
     return CaptureError(
         f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "
         + ("that line" if where else "it")
         + ", or capture a submodule that leaves it out"
+    )
+
+
+def fails_itself(module: nn.Module, error: Exception) -> CaptureError:
+    """The module, not its trace, raised this on the example inputs."""
+    return CaptureError(
+        f"{module._get_name()} itself fails on the example inputs{user_line(error)}: "
+        f"{type(error).__name__}: {first_line(error)}"
     )
 
 

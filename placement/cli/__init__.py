@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from placement.graph import OpGraph
     from placement.problem import Problem
 
-WIDTH = 80
+NARROWEST, WIDTH = 60, 80  # columns of a table: narrower ones would be letters below letters
 OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
@@ -47,6 +47,7 @@ AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
+IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 MAX_MESSAGE = 1000  # characters of an error
@@ -105,7 +106,10 @@ def explain(error: Exception) -> str | None:
     """What to tell the user: a mistake of theirs has a class of ours, the machine's says itself."""
     is_ours = type(error).__module__.partition(".")[0] in OUR_PACKAGES
     if not is_ours and not isinstance(error, OSError | MemoryError):
-        return None
+        at = next((x for x in getattr(error, "__notes__", ()) if x.startswith(IN_OPERATOR)), None)
+        return at and one_line(
+            f"{type(error).__name__}: {error}; {at}: does the module itself run on these inputs?"
+        )
     return full_output(error) or one_line(str(error)) or NO_MEMORY
 
 
@@ -205,7 +209,7 @@ def print_table(
         table.add_row(*map(printable, row))
     # Names come from files: no markup, no emoji.
     out = Output(markup=False, emoji=False, highlight=False)
-    out.width = min(out.width, WIDTH)
+    out.width = min(max(out.width, NARROWEST), WIDTH)
     out.print(printable(title), style="italic")
     out.print(table)
 

@@ -230,7 +230,8 @@ def _show(measured: Measured) -> None:
         rate = f"{link.bandwidth_bytes_per_s / 1e6:,.0f}"
         rows.append([f"{a} > {b}", latency, rate, send, link.channel or "its own"])
     cli.print_table(
-        f"links between {len(measured.hosts)} processes on {len(set(measured.hosts))} hosts",
+        f"links between {len(measured.hosts)} processes on "
+        + cli.count(len(set(measured.hosts)), "host"),
         ["ranks", "latency", "MB/s", "busy per tensor", "channel"],
         rows,
     )

@@ -761,6 +761,22 @@ def test_our_own_mistakes_are_not_hidden(
     assert "ZeroDivisionError" in err and "Traceback" in err and "please report" in err
 
 
+def test_an_operator_that_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few_classes.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    target = torch.tensor([7])\n"
+        "    loss = torch.nn.CrossEntropyLoss()\n"
+        "    return torch.nn.Linear(4, 3), (torch.ones(1, 4), target), loss\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    said = error(capsys, "profile", "few_classes:build", "--mode", "training", "--repeats", 1)
+    assert "IndexError: Target 7 is out of bounds" in said
+    assert "in operator 'cross_entropy_loss'" in said and said.endswith("run on these inputs?")
+
+
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "nowhere.json", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
