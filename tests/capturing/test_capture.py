@@ -914,6 +914,10 @@ def test_a_module_for_another_kind_of_device_is_captured():
     assert capture(Module(lambda m, x: elsewhere(m.linear(x))), X).num_ops == 2
 
 
+def test_inputs_of_a_plan_need_suit_no_inverse():
+    assert capture(Module(lambda m, x: torch.linalg.inv(x)), torch.ones(4, 4)).num_ops >= 1
+
+
 def test_an_operator_of_the_user_that_writes_is_named():
     @torch.library.custom_op("test::add_in_place", mutates_args={"x"})
     def add_in_place(x: torch.Tensor) -> None:
