@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
+BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
 MAX_BATCHES = 1_000_000  # more would only fill the memory
@@ -212,6 +214,35 @@ def print_table(
     out.width = min(max(out.width, NARROWEST), WIDTH)
     out.print(printable(title), style="italic")
     out.print(table)
+
+
+def others_s() -> float | None:
+    """Seconds that other programs worked so far on the cores of this one; None: unknown."""
+    try:
+        stat = Path("/proc/stat").read_text(encoding="ascii")
+        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):  # not Linux
+        return None
+    lines = [line.split() for line in stat.splitlines()]
+    worked = (1, 2, 3, 6, 7, 8)  # not: idle, waiting for a disk
+    ticks = sum(int(line[i]) for line in lines if line[0] in mine for i in worked)
+    return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
+@contextmanager
+def says_if_busy() -> Iterator[None]:
+    """Say in the end if other programs worked on the cores that were measured."""
+    before_s, begun = others_s(), time.monotonic()
+    yield
+    after_s, took_s = others_s(), time.monotonic() - begun
+    if before_s is None or after_s is None or took_s < 1:  # nothing was measured
+        return
+    busy, usable = (after_s - before_s) / took_s, len(os.sched_getaffinity(0))
+    if busy > BUSY * usable:
+        say(
+            f"other programs kept {busy:.1f} of {usable} cores busy meanwhile: what was measured "
+            "is too slow, and differs from run to run"
+        )
 
 
 def says_nothing_in_answers() -> AbstractContextManager[object]:

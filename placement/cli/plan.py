@@ -449,7 +449,8 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         from placement.costs.measure import load_or_measure
         from placement.executor.streamed import streaming_where_short
 
-        profile = load_or_measure(graph, cluster, progress=report)
+        with cli.says_if_busy():
+            profile = load_or_measure(graph, cluster, progress=report)
         if not objective.is_analytic:
             cluster, profile = streaming_where_short(graph, cluster, profile)
     if objective.is_analytic and cluster.streaming:

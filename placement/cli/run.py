@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         from placement.cli import train
 
         return train.run(args, plan, batches)
-    with cli.progress() as report:
+    with cli.says_if_busy(), cli.progress() as report:
         report("loading the model", None)
         module, inputs = cli.load_workload(model_of(plan, args.model))
         report("capturing the model", None)

@@ -20,7 +20,16 @@ import pytest
 
 from placement import cli
 from placement.__main__ import VERBS, main
-from placement.cli import DEFECT, NO, OK, interruptible, says_when_compiling, seconds
+from placement.cli import (
+    DEFECT,
+    NO,
+    OK,
+    interruptible,
+    others_s,
+    says_if_busy,
+    says_when_compiling,
+    seconds,
+)
 from placement.cluster import Cluster, Device
 from placement.importers import save
 from placement.plan import Plan, load_plan
@@ -775,6 +784,30 @@ def test_an_operator_that_fails_is_one_line(
     said = error(capsys, "profile", "few_classes:build", "--mode", "training", "--repeats", 1)
     assert "IndexError: Target 7 is out of bounds" in said
     assert "in operator 'cross_entropy_loss'" in said and said.endswith("run on these inputs?")
+
+
+@pytest.mark.parametrize(("worked_s", "told"), [(1.2, True), (0.2, False), (None, False)])
+def test_other_programs_are_told(
+    worked_s: float | None,
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("placement.cli.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("placement.cli.time.monotonic", iter([100.0, 102.0]).__next__)
+    monkeypatch.setattr("placement.cli.others_s", iter([5.0, worked_s and 5 + worked_s]).__next__)
+    with says_if_busy():
+        pass
+    assert ("kept 0.6 of 2 cores busy" in capsys.readouterr().err) == told
+
+
+def test_what_this_process_works_is_not_others_work() -> None:
+    before_s, own_s = others_s(), time.process_time()
+    while time.process_time() - own_s < 0.3:
+        pass
+    after_s = others_s()
+    if before_s is not None and after_s is not None:
+        assert -0.1 < after_s - before_s  # 0.3 s of work were taken off, which the kernel counts
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
