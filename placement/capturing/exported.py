@@ -283,6 +283,11 @@ def _export_error(
             for buffer, value in buffers:
                 buffer.copy_(value)
     special = _special_part(module, args, kwargs, prefix)
+    if not special and "inference tensor" in text.lower():
+        special = (
+            "the module or its inputs were made in torch.inference_mode(), which a trace cannot "
+            "leave: make them outside of it, or in torch.no_grad()"
+        )
     if special:
         return CaptureError(special)
     for what, (group, remedy) in _UNTRACED.items():

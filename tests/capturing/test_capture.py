@@ -914,6 +914,13 @@ def test_a_module_for_another_kind_of_device_is_captured():
     assert capture(Module(lambda m, x: elsewhere(m.linear(x))), X).num_ops == 2
 
 
+def test_a_module_of_inference_mode_is_named():
+    with torch.inference_mode():
+        module = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=r"were made in torch\.inference_mode\(\)"):
+        capture(module, X)
+
+
 def test_inputs_of_a_plan_need_suit_no_inverse():
     assert capture(Module(lambda m, x: torch.linalg.inv(x)), torch.ones(4, 4)).num_ops >= 1
 
