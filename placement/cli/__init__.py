@@ -94,14 +94,19 @@ def guarded(
         close_output()
         return OK
     except Exception as error:
-        message = explain(error)
-        if debug or message is None:
-            traceback.print_exc()
-        if message is None:
-            say(A_DEFECT)
-            return DEFECT
-        say(f"error: {message}")
-        return BAD_INPUT
+        return told(error, explain, debug=debug)
+
+
+def told(error: Exception, explain: Callable[[Exception], str | None], *, debug: bool) -> int:
+    """Say what ``guarded`` does of an error that is being handled; its exit code."""
+    message = explain(error)
+    if debug or message is None:
+        traceback.print_exc()
+    if message is None:
+        say(A_DEFECT)
+        return DEFECT
+    say(f"error: {message}")
+    return BAD_INPUT
 
 
 def explain(error: Exception) -> str | None:
