@@ -395,6 +395,8 @@ def _special_part(
         named = f"submodule {path!r} is a {kind}" if path else f"the module is a {kind}"
         if isinstance(m, torch.jit.ScriptModule):
             return f"{named}, made by TorchScript: capture the module that it was made from"
+        if isinstance(m, nn.parallel.DistributedDataParallel):
+            return f"{named}, which talks to other processes: capture what it wraps, its .module"
         if any(isinstance(x, torch.ScriptObject) for x in vars(m).values()):
             return (
                 f"{named}, whose weights are packed in an object of C++ (a quantised module): "

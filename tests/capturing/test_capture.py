@@ -914,6 +914,18 @@ def test_a_module_for_another_kind_of_device_is_captured():
     assert capture(Module(lambda m, x: elsewhere(m.linear(x))), X).num_ops == 2
 
 
+def test_what_talks_to_other_processes_is_named():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        with pytest.raises(CaptureError, match=r"DistributedDataParallel, .*, its \.module$"):
+            capture(module, X)
+        assert capture(module.module, X).num_ops == 1
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_a_module_of_inference_mode_is_named():
     with torch.inference_mode():
         module = nn.Linear(4, 4)
