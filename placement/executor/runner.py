@@ -158,6 +158,7 @@ class Runner:
         self.next_batch = 0
         self.failed_op: int | None = None  # in which the last error was raised
         self._closed = False
+        self._process = os.getpid()
         self._started_ns = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -244,6 +245,11 @@ class Runner:
     ) -> Iterator[Any]:
         if self._closed:
             raise RunnerError("the runner is closed; bind the plan again")
+        if self._process != os.getpid():
+            raise RunnerError(
+                "the runner is another process's, and a fork has no threads: bind the plan in this "
+                "process, which should be started by spawn"
+            )
         if not self._busy.acquire(blocking=False):
             raise RunnerError(
                 "the runner is in use by another call or stream; finish it, or bind a second one"

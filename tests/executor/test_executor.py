@@ -145,6 +145,25 @@ def test_an_operator_that_raises_ends_the_stream_with_its_own_error_and_name():
         assert runner(good).shape == (2, 2)  # and the runner works again
 
 
+def test_a_fork_says_that_it_has_no_threads():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
+        runner(*inputs)
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+
+        def call() -> None:
+            with pytest.raises(RunnerError) as caught:
+                runner(*inputs)
+            sender.send(str(caught.value))
+
+        child = multiprocessing.get_context("fork").Process(target=call)
+        child.start()
+        assert receiver.poll(60) and "bind the plan in this process" in receiver.recv()
+        child.join()
+        runner(*inputs)
+
+
 def test_a_source_that_raises_passes_its_error_on():
     module, inputs = tiny.tiny_mlp()
     graph = capture(module, inputs)
