@@ -122,7 +122,11 @@ class PlacementVecEnv(VecEnv):
         """Only ``action_masks``, which is what stable-baselines3's contrib package asks for."""
         if method_name != "action_masks":
             raise NotImplementedError(f"PlacementVecEnv has no method {method_name!r}")
-        return list(self._episodes.masks()[self._rows(indices)])
+        return list(self.action_masks()[self._rows(indices)])
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """bool ``[B, A]`` legal actions, flat."""
+        return self._episodes.masks()
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """Never."""

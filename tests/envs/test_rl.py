@@ -94,10 +94,8 @@ def fuzz(name: str, observe: str, episodes: int) -> None:
         while not over:
             assert obs in env.observation_space
             mask = info["action_mask"]
-            assert np.array_equal(mask.ravel().astype(bool), env.unwrapped.action_masks())
-            discrete = isinstance(env.action_space, gym.spaces.Discrete)
-            action = env.action_space.sample(mask if discrete else tuple(mask))
-            obs, reward, over, truncated, info = env.step(action)
+            assert np.array_equal(np.ravel(mask).astype(bool), env.unwrapped.action_masks())
+            obs, reward, over, truncated, info = env.step(env.action_space.sample(mask))
             assert not truncated
             earned += reward
         problem, placement = env.unwrapped.problems.problems[0], info["placement"]
@@ -227,6 +225,15 @@ def test_maskable_ppo_of_the_contrib_package() -> None:
         contrib.MaskablePPO("MultiInputPolicy", env, n_steps=16, batch_size=16).learn(32)
 
 
+def test_gymnasiums_own_vector_environment_has_problems_of_different_sizes() -> None:
+    env = gym.make_vec(
+        "envs/DevicePlacement-v0", 4, vectorization_mode="sync", problems=Layered(), observe="graph"
+    )
+    env.reset(seed=0)
+    placements = env.step(env.action_space.sample())[4]["placement"]
+    assert len({len(x) for x in placements}) > 1
+
+
 @pytest.mark.parametrize("problems", [None, Layered(depth=3)])
 @pytest.mark.parametrize("name", ["SequentialDevicePlacement-v0", "DevicePlacement-v0"])
 def test_the_vector_environment(name: str, problems: Any) -> None:
@@ -251,6 +258,7 @@ def test_the_vector_environment(name: str, problems: Any) -> None:
         assert all(np.array_equal(again[k], first[k]) for k in first)
     adapted = PlacementVecEnv(env)
     assert adapted.reset()["nodes"].shape[0] == 3
+    assert adapted.has_attr("action_masks")  # as sb3-contrib asks whether there are masks
 
 
 def test_fresh_problems_every_episode() -> None:
