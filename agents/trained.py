@@ -272,8 +272,8 @@ def building_rules(
     config: NetworkConfig, formulation: str, problems: ProblemSet, num_envs: int
 ) -> BuildingRules:
     """The rules of a formulation that builds placements."""
-    options = {"clusters": config.clusters} if formulation == "group_place" else {}
-    rules: Any = formulation_of(formulation).rules(problems, num_envs, **options)
+    kind = formulation_of(formulation)
+    rules: Any = kind.rules(problems, num_envs, **kind.options_of(config))
     building: BuildingRules = rules
     return building
 

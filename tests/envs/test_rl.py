@@ -284,6 +284,13 @@ def test_what_generators_get_wrong() -> None:
         gym.make("envs/DevicePlacement-v0", problems="envs.generators:Layred")
     with pytest.raises(EnvError, match="observe = 'pixels' is unknown"):
         gym.make("envs/DevicePlacement-v0", observe="pixels")
+    with pytest.raises(EnvError, match="baseline = 'heft' must be a planner"):
+        gym.make("envs/DevicePlacement-v0", baseline="heft")
+    for reward in (lambda _: [np.nan], lambda _: 0.0, lambda _: "good"):
+        env: Any = gym.make("envs/DevicePlacement-v0", reward=reward)
+        env.reset(seed=0)
+        with pytest.raises(EnvError, match=r"must return as many finite numbers, float64 \[1\]"):
+            env.step(env.action_space.sample())
 
 
 # Seams: what is named "test_rl:..." below is code of somebody's own.
