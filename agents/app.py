@@ -11,7 +11,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,6 +267,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     group = Path(hydra.sweep.dir).name if is_sweep else None
     try:
         with (
+            _only_one(folder),
             tracker.run(folder, config, job_type, group) as mirror,
             cli.progress() as report,
         ):
@@ -278,6 +279,25 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")
         raise
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Raises: AppError, another process runs in this folder: each would overwrite the other's."""
+    import fcntl
+
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AppError(
+                    f"another command runs in {folder}: wait for it, or hydra.run.dir=OTHER"
+                ) from None
+        yield
+    finally:
+        os.close(place)
 
 
 def _tracker(cfg: DictConfig) -> Tracker:

@@ -15,9 +15,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from agents.app import (
+    OF_PROBLEMS,
     AppError,
     Job,
-    OF_PROBLEMS,
     job,
     launch,
     make_planner,
