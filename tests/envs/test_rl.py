@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -424,7 +425,12 @@ def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
     train("envs.generators:Layered", config=config, out_dir=tmp_path, resume=True)
 
 
-def test_what_users_of_seams_get_wrong() -> None:
+def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = NetworkConfig(encoder="test_rl:OwnLayer", hidden=8)
+    TrainedPolicy(make_net(own, "sequential")).save(tmp_path / "own.safetensors")
+    monkeypatch.delattr(sys.modules["test_rl"], "OwnLayer")
+    with pytest.raises(PolicyError, match="code 'test_rl:OwnLayer' cannot be imported.*; run it"):
+        TrainedPolicy.load(tmp_path / "own.safetensors", [own.encoder])
     with pytest.raises(PolicyError, match="encoder 'sagee' is unknown"):
         NetworkConfig(encoder="sagee")
     with pytest.raises(PolicyError, match="encoder 'nowhere:Layer' cannot be imported"):
