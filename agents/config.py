@@ -141,10 +141,11 @@ class TrainConfig:
                 f"formulation {self.formulation!r} is unknown; use one of {sorted(FORMULATIONS)}, "
                 f"or your own as package.module:name"
             )
-        if self.elite == 1.0 or (self.elite and self.kind.steps != 1):
+        other = self.kind.steps != 1 or self.algorithm != type(self).algorithm
+        if self.elite == 1.0 or (self.elite and other):
             raise PolicyError(
                 f"elite = {self.elite} must be a share below 1, and 0 unless the formulation is "
-                f"one_shot: it is {self.formulation}"
+                f"one_shot and the algorithm PPO: it is {self.formulation}, {self.algorithm}"
             )
         if self.groups and not self.kind.builds:
             building = sorted(n for n, f in FORMULATIONS.items() if f.builds)

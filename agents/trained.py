@@ -188,7 +188,9 @@ def _check_foreign(path: str | Path, allow: Collection[str], *names: str) -> Non
         try:
             find(name, "code")
         except EnvError as error:
-            raise _ForeignError(f"{path}: {error}; run it where Python finds that module") from error
+            raise _ForeignError(
+                f"{path}: {error}; run it where Python finds that module"
+            ) from error
 
 
 def _check_card(card: Mapping[str, Any]) -> None:

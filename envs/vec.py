@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from envs.episodes import Episodes, Fresh, Step
+from envs.problems import EnvError
 from envs.rules import Observation, Rules
 from envs.vector import PlacementVectorEnv
 from envs.workers import Workers
@@ -93,7 +94,10 @@ class PlacementVecEnv(VecEnv):
 
     def draw(self) -> Problem:
         """The problem that comes next, for who plays whole episodes without this environment."""
-        assert not isinstance(self._episodes, Workers)
+        if isinstance(self._episodes, Workers):
+            raise EnvError(
+                "whole episodes are played in this process: use one worker (workers = 1)"
+            )
         return self._episodes.draw()
 
     def state(self) -> dict[str, Any]:
