@@ -189,7 +189,7 @@ def _check_foreign(path: str | Path, allow: Collection[str], *names: str) -> Non
             find(name, "code")
         except EnvError as error:
             raise _ForeignError(
-                f"{path}: {error}; run it where Python finds that module"
+                f"{path}: {error}; run it where Python finds it"
             ) from error
 
 

@@ -96,7 +96,7 @@ class PlacementVecEnv(VecEnv):
         """The problem that comes next, for who plays whole episodes without this environment."""
         if isinstance(self._episodes, Workers):
             raise EnvError(
-                "whole episodes are played in this process: use one worker (workers = 1)"
+                "whole episodes are played in this process: use workers = 1"
             )
         return self._episodes.draw()
 

@@ -118,7 +118,7 @@ def overall(comparison: Comparison) -> tuple[Table, ...]:
         every.append(
             Table(
                 f"Speed-up over the best single device, {how}: geometric mean over workloads x "
-                "seeds, bootstrap 95 % interval over the same cells",
+                "seeds, bootstrap 95 % interval over workloads and the seeds of each",
                 ("planner", "speed-up", "low", "high", "cells"),
                 cells,
                 tuple(f"left out: {w}, which fits on no single device" for w in left_out),

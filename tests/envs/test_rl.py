@@ -429,7 +429,7 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     own = NetworkConfig(encoder="test_rl:OwnLayer", hidden=8)
     TrainedPolicy(make_net(own, "sequential")).save(tmp_path / "own.safetensors")
     monkeypatch.delattr(sys.modules["test_rl"], "OwnLayer")
-    with pytest.raises(PolicyError, match="code 'test_rl:OwnLayer' cannot be imported.*; run it"):
+    with pytest.raises(PolicyError, match=r"code 'test_rl:OwnLayer' cannot be imported.*; run it"):
         TrainedPolicy.load(tmp_path / "own.safetensors", [own.encoder])
     with pytest.raises(PolicyError, match="encoder 'sagee' is unknown"):
         NetworkConfig(encoder="sagee")
