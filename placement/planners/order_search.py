@@ -197,11 +197,8 @@ def tables_of(problem: Problem) -> Tables:
     if not len(k.transfer_s):  # what takes no time needs none
         channel[(k.link_latency_s == 0) & (k.link_s_per_byte == 0)] = problem.num_channels
     in_edge = np.argsort(user, kind="stable")
-    return Tables(
-        edge_ptr=k.edge_ptr,
-        edge_tensor=k.edge_tensor,
-        edge_dst=k.edge_dst,
-        edge_bytes=k.edge_bytes,
+    return Tables.of(
+        k,
         edge_in=np.argsort(in_edge).astype(np.int32),
         in_ptr=np.searchsorted(user[in_edge], np.arange(n + 1)).astype(np.int32),
         in_edge=in_edge.astype(np.int32),
@@ -211,8 +208,6 @@ def tables_of(problem: Problem) -> Tables:
         channel=channel,
         local=problem.num_channels,
         matrix=k.transfer_s,
-        contention=problem.contention,
-        compute_s=problem.compute_s,
         group=g.group.astype(np.int32),
         op_ptr=g.group_ptr,
         op=g.group_op,
@@ -230,61 +225,10 @@ def state_of(problem: Problem, width: int) -> State:
     channels = problem.num_channels if sends(tables_of(problem)) else 0
     edges = len(problem.graph.use_dst)
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
-
-    def floats(*shape: int) -> NDArray[np.float64]:
-        return np.zeros(shape)
-
-    def ints(*shape: int) -> NDArray[np.int32]:
-        return np.zeros(shape, np.int32)
-
-    return State(
-        random=np.ones(1, np.uint64),
-        x=floats(order.NUM_X),
-        place=ints(n),
-        sequence=ints(n),
-        position=np.full(n + 1, -1, np.int32),
-        best_place=ints(n),
-        best_sequence=ints(n),
-        start_s=floats(n),
-        end_s=floats(n),
-        after_s=floats(n),
-        users_s=floats(n),
-        from_s=floats(n),
-        waited=ints(n),
-        lane=ints(n),
-        lane_ptr=ints(d + 1),
-        in_lane=ints(n),
-        load=floats(d),
-        chain=ints(n),
-        on_chain=np.zeros(n, bool),
-        refused=np.zeros((n, d), np.float32),
-        moved=np.zeros(n, np.int64),
-        arrival_s=floats(edges),
-        row_s=floats(2, rows, d + channels),
-        row_last=ints(2, rows, d),
-        try_start_s=floats(n),
-        try_end_s=floats(n),
-        try_waited=ints(n),
-        try_arrival_s=floats(edges),
-        mark=np.zeros(n, bool),
-        stale=np.zeros(n + 1, bool),
-        room=ints(n),
-        finish_s=floats(n),
-        free_s=floats(d + channels),
-        last=ints(d),
-        sent=ints(d),
-        sent_s=floats(d),
-        drawn=floats(width + 1, 5),
-        which=np.full(width + 1, -1, np.int32),
-        group=ints(width + 1),
-        to=ints(width + 1),
-        count=ints(width + 1),
-        body=ints(width + 1, min(_LONGEST, problem.graph.num_groups) + 1),
-        at=ints(width + 1),
-        offered=np.zeros((width + 1, order.NUM_MOVE_FEATURES), np.float32),
-        search=np.zeros(order.NUM_SEARCH_FEATURES, np.float32),
-        logits=floats(width + 1),
-    )
+    sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
+    sizes |= {"X": order.NUM_X, "L": min(_LONGEST, problem.graph.num_groups) + 1}
+    sizes |= {"F": order.NUM_MOVE_FEATURES, "S": order.NUM_SEARCH_FEATURES}
+    return State.fresh(sizes)
 
 
 def sequence_of(

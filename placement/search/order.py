@@ -23,7 +23,7 @@ import numpy as np
 
 from placement.search.chooser import choose, network
 from placement.search.macro import below, uniform
-from placement.tools.jit import Struct, average, copy, inlined, kernel, largest
+from placement.tools.jit import Struct, array, average, copy, inlined, kernel, largest
 
 Array = Any
 
@@ -128,52 +128,52 @@ class Tables(Struct):
 class State(Struct):
     """A search, and room to evaluate in."""
 
-    random: Array  # uint64 [1]
-    x: Array  # float64 [NUM_X]
-    place: Array  # int32 [N]
-    sequence: Array  # int32 [N]
-    position: Array  # int32 [N + 1] of each operator in it; the last: -1, of model inputs
-    best_place: Array  # int32 [N]
-    best_sequence: Array  # int32 [N]
-    start_s: Array  # float64 [N] of what was kept last, as are the next
-    end_s: Array  # float64 [N]
-    after_s: Array  # float64 [N] longest path from the end of each to the end of all
-    users_s: Array  # float64 [N] the same through those that use its tensors
-    from_s: Array  # float64 [N] from its begin
-    waited: Array  # int32 [N] whom each operator waited for; -1: nobody
-    lane: Array  # int32 [N] operators of each device, in order
-    lane_ptr: Array  # int32 [D + 1]
-    in_lane: Array  # int32 [N] where each operator is there
-    load: Array  # float64 [D] seconds of each device
-    chain: Array  # int32 [N] the critical chain, the first NUM_CHAIN
-    on_chain: Array  # bool [N]
-    refused: Array  # float32 [N, D]
-    moved: Array  # int64 [N] step of the last move
-    arrival_s: Array  # float64 [E] of what was kept, in the order of ``in_edge``
-    row_s: Array  # float64 [2, R, D + channels] when each is free, at R positions; the same
-    row_last: Array  # int32 [2, R, D] operator that each device ran last there
-    try_start_s: Array  # float64 [N] of what was tried last, as are the next
-    try_end_s: Array  # float64 [N]
-    try_waited: Array  # int32 [N]
-    try_arrival_s: Array  # float64 [E] as ``arrival_s`` when nothing is being tried
-    mark: Array  # bool [N] scratch, False
-    stale: Array  # bool [N + 1] tails to be computed; the last: of model inputs, which have none
-    room: Array  # int32 [N]
-    finish_s: Array  # float64 [N] room of _together, as are mark and room, of _gather and _members
-    free_s: Array  # float64 [D + channels] when each is free
-    last: Array  # int32 [D] operator that a device ran last
-    sent: Array  # int32 [D] tensor that was sent to each last
-    sent_s: Array  # float64 [D] when it arrived
-    drawn: Array  # float64 [C + 1, 5] what ``_propose`` returns of each move from latency on
-    which: Array  # int32 [C + 1] operator that each offered move begins with; -1: no move
-    group: Array  # int32 [C + 1] its group
-    to: Array  # int32 [C + 1] device
-    count: Array  # int32 [C + 1] groups that move
-    body: Array  # int32 [C + 1, L] those groups
-    at: Array  # int32 [C + 1] before whom in the sequence; -1: where it is
-    offered: Array  # float32 [C + 1, F]
-    search: Array  # float32 [S]
-    logits: Array  # float64 [C + 1]
+    random: Array = array("1", np.uint64, 1)
+    x: Array = array("X")
+    place: Array = array("N", np.int32)
+    sequence: Array = array("N", np.int32)
+    position: Array = array("N+1", np.int32, -1)  # of each in it; the last: -1, of model inputs
+    best_place: Array = array("N", np.int32)
+    best_sequence: Array = array("N", np.int32)
+    start_s: Array = array("N")  # of what was kept last, as are the next
+    end_s: Array = array("N")
+    after_s: Array = array("N")  # longest path from the end of each to the end of all
+    users_s: Array = array("N")  # the same through those that use its tensors
+    from_s: Array = array("N")  # from its begin
+    waited: Array = array("N", np.int32)  # whom each operator waited for; -1: nobody
+    lane: Array = array("N", np.int32)  # operators of each device, in order
+    lane_ptr: Array = array("D+1", np.int32)
+    in_lane: Array = array("N", np.int32)  # where each operator is there
+    load: Array = array("D")  # seconds of each device
+    chain: Array = array("N", np.int32)  # the critical chain, the first NUM_CHAIN
+    on_chain: Array = array("N", np.bool_)
+    refused: Array = array("N, D", np.float32)
+    moved: Array = array("N", np.int64)  # step of the last move
+    arrival_s: Array = array("E")  # of what was kept, in the order of ``in_edge``
+    row_s: Array = array("2, R, D+channels")  # when each is free, at R positions; the same
+    row_last: Array = array("2, R, D", np.int32)  # operator that each device ran last there
+    try_start_s: Array = array("N")  # of what was tried last, as are the next
+    try_end_s: Array = array("N")
+    try_waited: Array = array("N", np.int32)
+    try_arrival_s: Array = array("E")  # as ``arrival_s`` when nothing is being tried
+    mark: Array = array("N", np.bool_)  # scratch, False
+    stale: Array = array("N+1", np.bool_)  # tails to be computed; the last: model inputs, False
+    room: Array = array("N", np.int32)
+    finish_s: Array = array("N")  # room of _together (mark and room too), _gather, _members
+    free_s: Array = array("D+channels")  # when each is free
+    last: Array = array("D", np.int32)  # operator that a device ran last
+    sent: Array = array("D", np.int32)  # tensor that was sent to each last
+    sent_s: Array = array("D")  # when it arrived
+    drawn: Array = array("C+1, 5")  # what ``_propose`` returns of each move from latency on
+    which: Array = array("C+1", np.int32, -1)  # operator that each move begins with; -1: no move
+    group: Array = array("C+1", np.int32)  # its group
+    to: Array = array("C+1", np.int32)  # device
+    count: Array = array("C+1", np.int32)  # groups that move
+    body: Array = array("C+1, L", np.int32)  # those groups
+    at: Array = array("C+1", np.int32)  # before whom in the sequence; -1: where it is
+    offered: Array = array("C+1, F", np.float32)
+    search: Array = array("S", np.float32)
+    logits: Array = array("C+1")
 
 
 @kernel
