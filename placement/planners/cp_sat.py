@@ -136,8 +136,7 @@ def _orders(planner: CpSat, search: Search) -> Solution:
         found = windows.solve(
             tables,
             state,
-            0,
-            problem.num_ops,
+            range(problem.num_ops),
             grain,
             planner.seed,
             evaluations=np.inf,

@@ -123,7 +123,8 @@ class OrderSearch:
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.bound_s = lower_bound(problem)
         search.run_start(self.start)
-        told = anneal(search, NO_NETWORK, order.HAND, self.width, self.seed)
+        chooser = order.HAND if sends(problem) else order.TABU
+        told = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
         return search.solution(search.bound_s, **told)
 
 
@@ -214,15 +215,15 @@ def tables_of(problem: Problem) -> Tables:
     )
 
 
-def sends(tables: Tables) -> bool:
-    """Whether anything takes time between devices."""
-    return bool((tables.channel != tables.local).any())
+def sends(problem: Problem) -> bool:
+    """Whether anything takes time between devices; where nothing does, ``TABU`` is the chooser."""
+    return bool((tables_of(problem).channel != problem.num_channels).any())
 
 
 def state_of(problem: Problem, width: int) -> State:
     """Room for a search of ``width`` moves per step."""
     n, d = problem.num_ops, problem.num_devices
-    channels = problem.num_channels if sends(tables_of(problem)) else 0
+    channels = problem.num_channels if sends(problem) else 0
     edges = len(problem.graph.use_dst)
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
@@ -288,12 +289,9 @@ def anneal(
     if not few:
         starts.append(_from_end(problem))
     tables, rng = tables_of(problem), np.random.default_rng(seed)
-    tabu = not sends(tables)
-    if tabu:
-        chooser = order.TABU
     if width is None:
         many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
-        width = _TABU_WIDTH if tabu else WIDTH if many else WIDE
+        width = _TABU_WIDTH if chooser == order.TABU else WIDTH if many else WIDE
     runs = []
     for place, sequence in starts:
         if not search.left:
@@ -397,8 +395,7 @@ def _solve_windows(
         found = windows.solve(
             tables,
             state,
-            first,
-            first + width,
+            range(first, first + width),
             grain,
             told["windows"],
             worth,

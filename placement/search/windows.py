@@ -81,8 +81,7 @@ def rest_s(t: Tables, s: State, first: int, beyond: int) -> float:
 def solve(
     t: Tables,
     s: State,
-    first: int,
-    beyond: int,
+    part: range,
     grain_s: float,
     seed: int,
     evaluations: float = MOST,
@@ -90,7 +89,7 @@ def solve(
     threads: int = 1,
     check: Callable[[], None] = lambda: None,
 ) -> Window:
-    """The best devices and order of what is in positions ``first..beyond - 1``.
+    """The best devices and order of what is in the positions ``part``.
 
     Args:
         grain_s: seconds of which everything is a multiple, 0 if there are none.
@@ -103,8 +102,8 @@ def solve(
     cost = float(s.x[order.COST])
     unit = grain_s or cost / _UNITS
     model = cp_model.CpModel()
-    program = _Program(t, s, first, beyond, unit, model)
-    slack = 0 if grain_s else beyond - first  # each was rounded
+    program = _Program(t, s, part.start, part.stop, unit, model)
+    slack = 0 if grain_s else len(part)  # each was rounded
     program.write(round(cost / unit) + slack, check)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = threads
@@ -117,7 +116,7 @@ def solve(
         solver.parameters.max_time_in_seconds = max(0.01, seconds)
     status = cpsat.solve(solver, model)
     spent = int(solver.response_proto.deterministic_time * PER_UNIT)
-    counted = max(1, spent + PER_OPERATOR * (beyond - first))
+    counted = max(1, spent + PER_OPERATOR * len(part))
     closed = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
     bound_s = max(0.0, solver.best_objective_bound - slack) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -62,7 +62,7 @@ def test_the_window_of_everything_is_the_optimum(seed: int) -> None:
     problem = shop(seed, 2, 3, 2)
     tables, state = tables_of(problem), state_of(problem, 4)
     start(tables, state, np.argmin(problem.compute_s, axis=1), np.arange(6), RNG(0))
-    found = windows.solve(tables, state, 0, 6, 1.0, 0)
+    found = windows.solve(tables, state, range(6), 1.0, 0)
     assert found.closed and found.place is not None and found.sequence is not None
     value = latency_s(problem, found.place, found.sequence)
     assert value == optimum(problem)
@@ -93,7 +93,7 @@ def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
         return
     rest_s = windows.rest_s(tables, state, first, first + 8)
     assert rest_s <= cost * (1 + 1e-9)
-    found = windows.solve(tables, state, first, first + 8, 0.0, seed)
+    found = windows.solve(tables, state, range(first, first + 8), 0.0, seed)
     assert found.place is not None and found.sequence is not None
     problem.check_placement(found.place)
     value = latency_s(problem, found.place, found.sequence)
