@@ -188,9 +188,7 @@ def _check_foreign(path: str | Path, allow: Collection[str], *names: str) -> Non
         try:
             find(name, "code")
         except EnvError as error:
-            raise _ForeignError(
-                f"{path}: {error}; run it where Python finds it"
-            ) from error
+            raise _ForeignError(f"{path}: {error}; run it where Python finds it") from error
 
 
 def _check_card(card: Mapping[str, Any]) -> None:

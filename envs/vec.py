@@ -95,9 +95,7 @@ class PlacementVecEnv(VecEnv):
     def draw(self) -> Problem:
         """The problem that comes next, for who plays whole episodes without this environment."""
         if isinstance(self._episodes, Workers):
-            raise EnvError(
-                "whole episodes are played in this process: use workers = 1"
-            )
+            raise EnvError("whole episodes are played in this process: use workers = 1")
         return self._episodes.draw()
 
     def state(self) -> dict[str, Any]:
