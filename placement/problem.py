@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Cluster, Ends, Power, pairs_of
+from placement.cluster import Cluster, Ends, Link, Power, pairs_of
 from placement.graph import OpGraph, reuse_position
 from placement.objective import Objective
 from placement.profile import Profile
@@ -28,18 +29,6 @@ ReadyOrder = Literal["priority", "arrival"]
 
 class ProblemError(ValueError):
     """The problem, or a placement for it, is not valid; the message has the numbers."""
-
-
-class _Links(NamedTuple):
-    """Arrays ``[D, D]`` of ordered pairs; ``copying`` of each device that streams: the seconds
-    that the host takes to begin to send parameters, and those per byte.
-    """
-
-    latency_s: Floats
-    s_per_byte: Floats
-    blocking: NDArray[np.bool_]
-    channel: NDArray[np.int32]
-    copying: dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,8 +174,10 @@ class Problem:
         if not self.cluster.streaming:
             return seconds
         seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
-        for d, (latency_s, s_per_byte) in self._links.copying.items():
-            copied_s = np.where(size > 0, latency_s + size * s_per_byte, 0.0)
+        host, _ = host_of(self)
+        latency_s, s_per_byte = self._of_links(_latency_s), self._of_links(_s_per_byte)
+        for d in self.cluster.streaming:
+            copied_s = np.where(size > 0, latency_s[host, d] + size * s_per_byte[host, d], 0.0)
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds
@@ -206,39 +197,40 @@ class Problem:
     @cached_property
     def link_latency_s(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links.latency_s
+        return self._of_workers(self._of_links(_latency_s))
 
     @cached_property
     def link_s_per_byte(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links.s_per_byte
+        return self._of_workers(self._of_links(_s_per_byte))
 
     @cached_property
     def link_blocking(self) -> NDArray[np.bool_]:
         """bool ``[D, D]``: the sender's worker is busy during the transfer."""
-        return self._links.blocking
+        return self._of_workers(self._of_links(lambda x: x.blocking)) > 0
 
     @cached_property
     def link_wake_s(self) -> Floats:
         """float64 ``[D, D]``: waking an idle receiver keeps the sender's worker busy so long."""
-        return self._of_links("wake_s")
+        return self._of_workers(self._of_links(lambda x: x.wake_s))
 
     @cached_property
     def link_send_s(self) -> Floats:
         """float64 ``[D, D]``: handing over a tensor keeps the sender's worker busy so long."""
-        return self._of_links("send_s")
+        return self._of_workers(self._of_links(lambda x: x.send_s))
 
     @cached_property
     def link_send_s_per_byte(self) -> Floats:
         """float64 ``[D, D]``: and each of its bytes so much longer."""
-        return self._of_links("send_s_per_byte")
+        return self._of_workers(self._of_links(lambda x: x.send_s_per_byte))
 
-    def _of_links(self, what: str) -> Floats:
+    def _of_links(self, value: Callable[[Link], float]) -> Floats:
+        """float64 ``[D, D]`` of a link between each two devices; 0 where there is none."""
         values = np.zeros((self.num_devices, self.num_devices))
         for a, b, link in self._ends:
-            values[a, b] = getattr(link, what)
+            values[a, b] = value(link)
         np.fill_diagonal(values, 0.0)
-        return self._of_workers(values)
+        return values
 
     def _of_workers(self, pairs: NDArray[Any]) -> NDArray[Any]:
         """``[D, D]`` between the devices that run what is placed on others."""
@@ -247,7 +239,18 @@ class Problem:
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
         """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
-        return self._links.channel
+        d = self.num_devices
+        own = np.arange(d * d, dtype=np.int32).reshape(d, d)
+        channel = own.copy()
+        named: dict[str, int] = {}
+        for a, b, link in self._ends:
+            if link.channel is None:
+                channel[a, b] = own[a, b]
+            else:
+                channel[a, b] = named.setdefault(link.channel, d * d + len(named))
+        np.fill_diagonal(channel, own.diagonal())
+        _, dense = np.unique(self._of_workers(channel), return_inverse=True)
+        return dense.reshape(d, d).astype(np.int32)
 
     @cached_property
     def num_channels(self) -> int:
@@ -257,34 +260,6 @@ class Problem:
     @cached_property
     def _ends(self) -> tuple[Ends, ...]:
         return tuple(pairs_of(self.profile.links, self.cluster.device_names))
-
-    @cached_property
-    def _links(self) -> _Links:
-        d = self.num_devices
-        latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
-        blocking = np.zeros((d, d), bool)
-        own = np.arange(d * d, dtype=np.int32).reshape(d, d)
-        channel = own.copy()
-        named: dict[str, int] = {}
-        for a, b, link in self._ends:
-            latency[a, b] = link.latency_s
-            per_byte[a, b] = 1.0 / link.bandwidth_bytes_per_s
-            blocking[a, b] = link.blocking
-            if link.channel is None:
-                channel[a, b] = own[a, b]
-            else:
-                channel[a, b] = named.setdefault(link.channel, d * d + len(named))
-        for matrix, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
-            np.fill_diagonal(matrix, value)
-        np.fill_diagonal(channel, own.diagonal())
-        host, _ = host_of(self)
-        copying = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
-        latency, per_byte, blocking, channel = map(
-            self._of_workers, (latency, per_byte, blocking, channel)
-        )
-        _, dense = np.unique(channel, return_inverse=True)
-        channel = dense.reshape(d, d).astype(np.int32)
-        return _Links(latency, per_byte, blocking, channel, copying)
 
     def transfer_s(self, tensor: int, src: int, dst: int) -> float:
         """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
@@ -369,7 +344,8 @@ class Problem:
     @cached_property
     def rank_position(self) -> NDArray[np.int32]:
         """int32 ``[N]`` position of each operator by (highest upward rank, smallest number)."""
-        return _position(np.lexsort((np.arange(self.num_ops), -self.upward_rank_s)))
+        order = np.lexsort((np.arange(self.num_ops), -self.upward_rank_s))
+        return np.argsort(order).astype(np.int32)
 
     @cached_property
     def priority(self) -> NDArray[np.int32]:
@@ -577,10 +553,12 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
     return p
 
 
-def _position(order: NDArray[np.intp]) -> NDArray[np.int32]:
-    position = np.empty(len(order), np.int32)
-    position[order] = np.arange(len(order))
-    return position
+def _latency_s(link: Link) -> float:
+    return link.latency_s
+
+
+def _s_per_byte(link: Link) -> float:
+    return 1.0 / link.bandwidth_bytes_per_s
 
 
 def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:

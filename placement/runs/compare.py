@@ -23,7 +23,7 @@ from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.row import SINGLE, Row
 from placement.runs.trials import LATENCY_RUNS, Runtime
 from placement.schedule import Schedule
-from placement.search.budget import NO_LIMIT, Budget
+from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, short, write_atomic
@@ -279,7 +279,7 @@ def _plan_all(
     results: list[_Cell | None] = []
     todo: list[tuple[int, Path, str, _Task]] = []
     for name, planner in planners.items():
-        for seed in seeds if "seed" in _fields(planner) else (None,):
+        for seed in seeds if "seed" in options_of(planner) else (None,):
             ready = prepared(planner, seed, budget)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
@@ -602,18 +602,6 @@ def describe(planner: Any) -> Any:
 
 def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _fields(planner: Planner) -> set[str]:
-    return {f.name for f in fields(planner) if f.init} if is_dataclass(planner) else set()
-
-
-def prepared(planner: Planner, seed: int | None, budget: Budget = NO_LIMIT) -> Planner:
-    """The planner with this seed and this budget, where it has such fields."""
-    wanted = {"seed": seed, **asdict(budget)}
-    names = _fields(planner)
-    values = {k: v for k, v in wanted.items() if v is not None and k in names}
-    return replace(planner, **values) if values else planner  # type: ignore[type-var]
 
 
 def solution_of(saved: Mapping[str, Any]) -> Solution:
