@@ -135,7 +135,7 @@ class PolicyPlanner:
         # A bad file is told before a model is measured.
         for given in (self.policy, self.seed_policy):
             if isinstance(given, str | Path) and given != UNTRAINED:
-                TrainedPolicy.load(given, self.allow)
+                self._load(given)
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.

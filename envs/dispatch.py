@@ -294,7 +294,7 @@ class DispatchEnv(PlacementEnv):
     **Termination**: when every operator is placed, or after an illegal action. Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
-    ``placement`` (int32 ``[N]``, -1 = not decided).
+    ``placement`` (``N`` numbers, -1 = not decided).
 
     Arguments are those of ``PlacementEnv``, and ``rule``: five weights, ``HEFT`` or ``MIXED``.
     """

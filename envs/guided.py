@@ -377,7 +377,7 @@ class GuidedSearchEnv(PlacementEnv):
     **Termination**: after ``moves`` steps. Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best; inf where
-    nothing fits) and ``placement`` (int32 ``[N]``).
+    nothing fits) and ``placement`` (``N`` numbers).
 
     Arguments are those of ``PlacementEnv`` and of ``GuidedSearchRules``; references only say
     what ``agents`` reports, the reward does not need them.

@@ -28,8 +28,7 @@ EXAMPLE = """examples:
   placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
   placement plan resnet50 --planner heft --predict polynomial
-  placement plan config.json --cluster home.yaml --objective decode --context 8192 \
-      --planner layer_dp
+  placement plan config.json --cluster home.yaml --objective decode --context 8192
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
@@ -46,11 +45,11 @@ which share they may err), or largest_context where nothing fits.
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "number of devices, for a file that names none"),
-    ("bandwidth", float, "BYTES_PER_S", "of the links between those devices"),
-    ("memory", int, "BYTES", "memory of each of those devices"),
-    ("flops", float, "FLOP_PER_S", "peak rate of a device, for an ONNX file, which has no times"),
-    ("memory-bandwidth", float, "BYTES_PER_S", "of a device's memory, for an ONNX file"),
+    ("devices", int, "K", "number of devices"),
+    ("bandwidth", float, "BYTES_PER_S", "of the links between them"),
+    ("memory", int, "BYTES", "memory of each"),
+    ("flops", float, "FLOP_PER_S", "peak rate of each, for ONNX"),
+    ("memory-bandwidth", float, "BYTES_PER_S", "of each one's memory, for ONNX"),
 )
 
 
@@ -131,13 +130,14 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     )
     cli.add_mode(parser)
     serving.configure(parser)
+    group = parser.add_argument_group("a file that names no devices, or no times (ONNX)")
     for name, kind, unit, what in _FILE_OPTIONS:
-        parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
-    parser.add_argument(
+        group.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
+    group.add_argument(
         "--dim",
         action="append",
         metavar="NAME=SIZE",
-        help="size of a dimension that an ONNX file leaves open, e.g. batch=1; may be repeated",
+        help="size of a dimension that ONNX leaves open, e.g. batch=1; may be repeated",
     )
 
 
@@ -449,7 +449,8 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         from placement.costs.measure import load_or_measure
         from placement.executor.streamed import streaming_where_short
 
-        profile = load_or_measure(graph, cluster, progress=report)
+        with cli.says_if_busy():
+            profile = load_or_measure(graph, cluster, progress=report)
         if not objective.is_analytic:
             cluster, profile = streaming_where_short(graph, cluster, profile)
     if objective.is_analytic and cluster.streaming:

@@ -41,6 +41,7 @@ _BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 # Moves offered at each step, and with few evaluations for each operator: an estimate costs none.
 WIDTH, WIDE = 16, 64
+_TABU_WIDTH = 40  # the same of a tabu search
 _TOO_FEW, _FEW_FOR_WIDTH = 0.5, 20.0  # evaluations for each operator: for a race of starts, for 16
 # Windows get so much of the budget before the last search, and what is left when it has used so
 # much.
@@ -190,6 +191,9 @@ def tables_of(problem: Problem) -> Tables:
     g, n = problem.graph, problem.num_ops
     k = kernels.tables(problem)
     user = k.edge_dst
+    channel = k.link_channel.copy()
+    if not len(k.transfer_s):  # what takes no time needs none
+        channel[(k.link_latency_s == 0) & (k.link_s_per_byte == 0)] = problem.num_channels
     in_edge = np.argsort(user, kind="stable")
     return Tables.of(
         k,
@@ -199,7 +203,7 @@ def tables_of(problem: Problem) -> Tables:
         in_src=np.repeat(np.arange(n + 1), np.diff(k.edge_ptr))[in_edge].astype(np.int32),
         latency_s=k.link_latency_s,
         s_per_byte=k.link_s_per_byte,
-        channel=k.link_channel,
+        channel=channel,
         local=problem.num_channels,
         matrix=k.transfer_s,
         group=g.group.astype(np.int32),
@@ -208,9 +212,15 @@ def tables_of(problem: Problem) -> Tables:
     )
 
 
+def sends(tables: Tables) -> bool:
+    """Whether anything takes time between devices."""
+    return bool((tables.channel != tables.local).any())
+
+
 def state_of(problem: Problem, width: int) -> State:
     """Room for a search of ``width`` moves per step."""
-    n, d, channels = problem.num_ops, problem.num_devices, problem.num_channels
+    n, d = problem.num_ops, problem.num_devices
+    channels = problem.num_channels if sends(tables_of(problem)) else 0
     edges = len(problem.graph.use_dst)
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
@@ -263,8 +273,6 @@ def anneal(
     """
     problem, few = search.problem, too_few(search)
     assert search.best is not None
-    if width is None:
-        width = WIDE if search.num_left < _FEW_FOR_WIDTH * problem.num_ops else WIDTH
     # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
         return {"steps": 0}
@@ -278,6 +286,12 @@ def anneal(
     if not few:
         starts.append(_from_end(problem))
     tables, rng = tables_of(problem), np.random.default_rng(seed)
+    tabu = not sends(tables)
+    if tabu:
+        chooser = order.TABU
+    if width is None:
+        many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
+        width = _TABU_WIDTH if tabu else WIDTH if many else WIDE
     runs = []
     for place, sequence in starts:
         if not search.left:
@@ -462,5 +476,6 @@ def load_kernel() -> None:
     Search(problem, evaluations=1).cost(np.zeros(2, np.int32))
     tables, state, place = tables_of(problem), state_of(problem, 2), np.zeros(2, np.int32)
     start(tables, state, place, sequence_of(problem, place), np.random.default_rng(0))
-    order.play(tables, state, order.SEARCH + order.POLICY, 1, NO_NETWORK, 0.0, 0.0)
+    for chooser in (order.POLICY, order.TABU):
+        order.play(tables, state, order.SEARCH + chooser, 1, NO_NETWORK, 0.0, 0.0)
     justify(tables, state, 0, 3, 0.0)

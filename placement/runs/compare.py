@@ -56,7 +56,8 @@ class Fidelity:
 class Gain:
     """A planner's speed-up over the best single device: geometric mean over workloads x seeds.
 
-    ``low``, ``high``: bootstrap 95 % interval, resampling ``num_cells`` (workload, seed) cells.
+    ``low``, ``high``: bootstrap 95 % interval: workloads are drawn, then seeds of each. (Cells of
+    both, ``num_cells``, are not independent: more seeds of the same workloads say little more.)
     """
 
     planner: str
@@ -125,14 +126,16 @@ class Comparison:
         """
         what = "measured_speedup" if self.is_measured else "speedup"
         left_out = self.without_single()
-        cells: dict[str, list[float]] = {}
+        cells: dict[str, dict[str, list[float]]] = {}
         for row in self.rows:
             if not row.planner.startswith(SINGLE) and row.workload not in left_out:
-                cells.setdefault(row.planner, []).append(getattr(row, what) or 1.0)
-        gains = [
-            Gain(name, len(v), float(np.exp(np.mean(np.log(v)))), *geometric_interval(v))
-            for name, v in cells.items()
-        ]
+                seeds = cells.setdefault(row.planner, {}).setdefault(row.workload, [])
+                seeds.append(getattr(row, what) or 1.0)
+        gains = []
+        for name, each in cells.items():
+            flat = np.concatenate(list(each.values()))
+            mean = float(np.exp(np.mean(np.log(flat))))
+            gains.append(Gain(name, len(flat), mean, *geometric_interval(list(each.values()))))
         return tuple(sorted(gains, key=lambda g: -g.mean))
 
     def without_single(self) -> list[str]:
@@ -533,12 +536,25 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[float, float]:
-    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles)."""
-    logs = np.log(np.asarray(values, float))
+def geometric_interval(
+    values: Sequence[float | Sequence[float]], num_resamples: int = 10_000
+) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles).
+
+    Or of ``K`` lists of values that belong together: lists are drawn, then values of each.
+    """
+    groups = [np.log(np.atleast_1d(v)) for v in values]
+    count = np.array([len(logs) for logs in groups])
+    table = np.zeros((len(groups), count.max()))
+    for row, logs in zip(table, groups, strict=True):
+        row[: len(logs)] = logs
     rng = np.random.default_rng(0)
-    means = logs[rng.integers(len(logs), size=(num_resamples, len(logs)))].mean(axis=1)
-    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
+    chosen = rng.integers(len(groups), size=(num_resamples, len(groups)))
+    means = []
+    for which in np.array_split(chosen, 20):  # in parts, for memory
+        drawn = rng.random((*which.shape, table.shape[1])) * count[which][:, :, None]
+        means.append(table[which[:, :, None], drawn.astype(np.int64)].mean(axis=(1, 2)))
+    low, high = np.exp(np.percentile(np.concatenate(means), [2.5, 97.5]))
     return float(low), float(high)
 
 

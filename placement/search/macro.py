@@ -445,6 +445,8 @@ def descend(t, s, w, offers, best, best_s, steps, width, hot):
     num_devices, refused = len(load), 0
     fill_state(t, s)
     for step in range(steps):
+        if refused == len(offers.refused):
+            return best_s, step
         hottest = np.int64(largest(load, num_devices))
         scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
         least, count, number = np.inf, 0, np.int64(0)
@@ -458,7 +460,7 @@ def descend(t, s, w, offers, best, best_s, steps, width, hot):
                 least, count, number = energy, drawn, name
                 for k in range(count):
                     group[k], where[k] = w.group[k], w.where[k]
-        if count == 0 or refused == len(offers.refused):
+        if count == 0:
             return best_s, step
         old, new = np.int64(device[group[0]]), np.int64(where[0])
         load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]

@@ -20,7 +20,15 @@ import pytest
 
 from placement import cli
 from placement.__main__ import VERBS, main
-from placement.cli import DEFECT, NO, OK, interruptible, says_when_compiling, seconds
+from placement.cli import (
+    DEFECT,
+    NO,
+    OK,
+    interruptible,
+    says_if_busy,
+    says_when_compiling,
+    seconds,
+)
 from placement.cluster import Cluster, Device
 from placement.importers import save
 from placement.plan import Plan, load_plan
@@ -760,6 +768,37 @@ def test_our_own_mistakes_are_not_hidden(
     assert main(["show", str(plan_path)]) == DEFECT
     err = capsys.readouterr().err
     assert "ZeroDivisionError" in err and "Traceback" in err and "please report" in err
+
+
+def test_an_operator_that_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few_classes.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    target = torch.tensor([7])\n"
+        "    loss = torch.nn.CrossEntropyLoss()\n"
+        "    return torch.nn.Linear(4, 3), (torch.ones(1, 4), target), loss\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    said = error(capsys, "profile", "few_classes:build", "--mode", "training", "--repeats", 1)
+    assert "IndexError: Target 7 is out of bounds" in said
+    assert "in operator 'cross_entropy_loss'" in said and said.endswith("run on these inputs?")
+
+
+@pytest.mark.parametrize(("worked_s", "told"), [(1.2, True), (0.2, False), (None, False)])
+def test_other_programs_are_told(
+    worked_s: float | None,
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("placement.cli.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("placement.cli.time.monotonic", iter([100.0, 102.0]).__next__)
+    monkeypatch.setattr("placement.cli.others_s", iter([5.0, worked_s and 5 + worked_s]).__next__)
+    with says_if_busy():
+        pass
+    assert ("kept 0.6 of 2 cores busy" in capsys.readouterr().err) == told
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

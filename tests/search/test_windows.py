@@ -69,6 +69,19 @@ def test_the_window_of_everything_is_the_optimum(seed: int) -> None:
     assert lower_bound(problem) <= value
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_cp_sat_proves_the_least_latency(seed: int) -> None:
+    """Of shops; where channels wait it proves a bound."""
+    problem = shop(seed, 2, 3, 2)
+    found = load("cp_sat", start="heft", seconds=20)(problem)
+    assert found.value_s == found.lower_bound_s == optimum(problem)
+    problem = plain(random_problem(seed, 5, 2))
+    found = load("cp_sat", start="single_device", seconds=20)(problem)
+    best = optimum(problem)
+    assert found.lower_bound_s * (1 - 1e-9) <= best <= found.value_s * (1 + 1e-9)
+    assert found.lower_bound_s >= 0.5 * best
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 100_000))
 def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
