@@ -71,9 +71,9 @@ def _train(cfg: DictConfig) -> float:
         search_here(name)
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
     with job(cfg, "train") as run:
-        drawn = config.generator is not None
-        problems = _samples(cfg, config) if drawn else make_problems(run)
-        held_out = [] if drawn else _held_out(problems, cfg.held_out, cfg.seed)
+        fresh = config.generator is not None
+        problems = _samples(cfg, config) if fresh else make_problems(run)
+        held_out = [] if fresh else _held_out(problems, cfg.held_out, cfg.seed)
         machines = {n: p for n, p in problems.items() if n not in held_out}
         if cfg.variants:
             names = [f"{n}/{i}" for n in machines for i in range(cfg.variants)]
@@ -103,7 +103,7 @@ def _train(cfg: DictConfig) -> float:
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
         said = "policy.safetensors, metrics.csv, compare.csv, compare.md"
-        if not drawn:  # of drawn samples nobody runs a plan: the table says it all
+        if not fresh:  # of drawn samples nobody runs a plan: the table says it all
             save_best(run, comparison, problems, planners)
             save_report(run)
             said += ", report.html and plans"

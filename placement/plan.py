@@ -866,7 +866,8 @@ def load_plan(path: str | Path) -> Plan:
     if wrong:
         raise PlanError(
             f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
-            "Make it again: placement plan MODEL --out plan.json"
+            "Make it again, with placement plan MODEL --out plan.json, or by hand with make_plan "
+            "(docs/plan.md)"
         )
     return plan
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -119,6 +120,40 @@ class Problem:
             ops = np.flatnonzero(self.graph.group == g)
             names = [self.graph.op_name[i] for i in ops[:4]]
             raise ProblemError(f"no device can run every operator of colocation group {names}")
+
+    def pinned(self, where: Mapping[str, str]) -> Problem:
+        """The same problem, where some operators may run on one device only.
+
+        Args:
+            where: the device's name by what is pinned to it: an operator, or a module with all
+                that is below it; as shell patterns, ``{"encoder.layer.*": "cpu:0"}``. Operators
+                that must share a device with these go along.
+
+        Raises:
+            ProblemError: no such device, nothing of that name, or no device is left for something.
+        """
+        g, compute_s = self.graph, self.profile.compute_s.copy()
+        for pattern, name in where.items():
+            if name not in self.cluster.device_names:
+                devices = list(self.cluster.device_names)
+                raise ProblemError(f"{pattern}={name}: no such device; use one of {devices}")
+            ops = [
+                i
+                for i, (op, module) in enumerate(zip(g.op_name, g.op_module, strict=True))
+                if any(fnmatchcase(*x) for x in ((op, pattern), (f"{module}.", f"{pattern}.*")))
+            ]
+            if not ops:
+                some = sorted({m for m in g.op_module if m}, key=lambda m: (m.count("."), m))[:6]
+                some = some or list(g.op_name[:6])
+                raise ProblemError(
+                    f"{pattern}={name}: no operator and no module has that name; some that are "
+                    f"there: {', '.join(some)}"
+                )
+            others = np.arange(self.num_devices) != self.cluster.device_names.index(name)
+            compute_s[np.ix_(ops, others)] = np.inf
+            if not np.isfinite(compute_s[ops]).any(axis=1).all():
+                raise ProblemError(f"{pattern}={name}: cannot run there, or is pinned to another")
+        return replace(self, profile=replace(self.profile, compute_s=compute_s))
 
     @property
     def num_run(self) -> int:

@@ -83,6 +83,34 @@ def test_groups_are_supported_where_all_their_operators_are() -> None:
     assert problem.check_placement([1, 0, 1]).dtype == np.int32
 
 
+def test_what_is_pinned_can_run_there_only() -> None:
+    modules = ["encoder.layer.1", "encoder.layer.10", "head"]
+    graph = OpGraph.build("net", list("ABC"), [], [], [], op_module=modules, group=[0, 1, 1])
+    problem = make(graph, [[1, 2]] * 3)
+    first, second = problem.cluster.device_names
+
+    def where(**pins: str) -> list[list[bool]]:
+        return problem.pinned(pins).supported.tolist()
+
+    # A module is not one whose name begins alike; C goes along with B, its group.
+    assert problem.pinned({"encoder.layer.1": first}).supported.tolist() == [
+        [True, False], [True, True], [True, True],
+    ]  # fmt: skip
+    assert problem.pinned({"enc*.layer.10": second}).supported.tolist() == [
+        [True, True], [False, True], [False, True],
+    ]  # fmt: skip
+    assert where(A=second, encoder=second) == [[False, True]] * 3
+    assert where(encoder=first, A=first) == where(**{"[AB]": first})
+    for pins, message in (
+        ({"A": "gpu"}, r"A=gpu: no such device; use one of \['"),
+        ({"encode": first}, f"encode={first}: no operator and no module .* there: head, encoder"),
+        ({"encoder": first, "A": second}, f"A={second}: cannot run there, or is pinned to another"),
+        ({"B": first, "C": second}, r"no device can run every operator of .* \['B', 'C'\]"),
+    ):
+        with pytest.raises(ProblemError, match=message):
+            problem.pinned(pins)
+
+
 @pytest.mark.parametrize("number", [0.7, np.nan, np.inf, -0.5, 2**40])
 def test_a_placement_holds_whole_numbers(number: float) -> None:
     problem = make(CHAIN, [[3, 1], [2, 4]])

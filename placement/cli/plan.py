@@ -123,6 +123,14 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
         help="let micro-batches take turns between up to K placements, as replicas do (1)",
     )
     parser.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        metavar="NAME=DEVICE",
+        help="an operator, or a module and all below it, runs on that device only; * for any text; "
+        "may be given again",
+    )
+    parser.add_argument(
         "--second-j",
         type=float,
         metavar="J",
@@ -387,6 +395,16 @@ def check_budget(args: argparse.Namespace) -> None:
 
 
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
+    """The problem of the arguments, with what they pin to a device there."""
+    wrong = [text for text in args.on if not all(text.rpartition("="))]
+    if wrong:
+        raise cli.UsageError(f"--on {wrong[0]!r}: write NAME=DEVICE, as encoder.layer.0=cpu:0")
+    problem = _problem(args, report)
+    pins = {name: device for name, _, device in (text.rpartition("=") for text in args.on)}
+    return problem.pinned(pins) if pins else problem
+
+
+def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
     chosen = {
         "num_microbatches": args.microbatches,

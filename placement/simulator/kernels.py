@@ -173,13 +173,13 @@ class State(Struct):
     free_slots: Array = array("W", np.int32)
     active: Array = array("W", np.int32)  # slots in the order of their micro-batches
     batch_of: Array = array("W", np.int32)
-    row: Array = array("W", np.int64)  # where the operators of its phase begin, a multiple of N
+    row: Array = array("W", np.int64, 0)  # where the operators of its phase begin, a multiple of N
     left: Array = array("W", np.int32)  # operators that have not ended
     missing: Array = array("W*N", np.int32)  # inputs that were not sent yet
     arrival: Array = array("W*N")  # of the last input
     # What waits for a device.
-    low: Array = array("D*W*words", np.uint64)  # sets of ready operators, by priority
-    high: Array = array("D*W*tops", np.uint64)  # which words of ``low`` are not 0
+    low: Array = array("D*W*words", np.uint64, 0)  # sets of ready operators, by priority
+    high: Array = array("D*W*tops", np.uint64, 0)  # which words of ``low`` are not 0
     num_ready: Array = array("D", np.int64)
     base: Array = array("D+1", np.int64)  # where the queue of each device has its room
     head: Array = array("D", np.int64)
@@ -199,7 +199,7 @@ class State(Struct):
     arrives: Array = array("D")  # when what ``stamp`` names is there
     stamp: Array = array("D", np.int64)  # the micro-batch and tensor that were sent there last
     # Memory.
-    refs: Array = array("W*T*D", np.int32)  # users of each stored tensor, and ``_LIVE``
+    refs: Array = array("W*T*D", np.int32, 0)  # users of each stored tensor, and ``_LIVE``
     held: Array = array("D", np.int64)  # bytes now
     event_s: Array = array("2*W*E")  # heap of begins and ends of transfers
     event: Array = array("2*W*E", np.int64)
@@ -228,7 +228,7 @@ def state_of(
     sizes["channels"] = problem.num_channels
     rows, row_ptr = order or (np.empty((0, 2), np.int32), np.zeros(d + 1, np.int32))
     given = {"order": rows, "order_ptr": row_ptr, "num_batches": num_batches, "window": window}
-    return State.fresh(sizes, **given, track=track, record=record)
+    return State.fresh(sizes, False, **given, track=track, record=record)
 
 
 @contextmanager

@@ -160,15 +160,17 @@ class _Array(NamedTuple):
 
     shape: str
     dtype: Any = np.float64
-    value: float = 0
+    value: float | None = None
 
-    def made(self, sizes: Mapping[str, int]) -> NDArray[Any]:
-        """Full of ``value``."""
+    def made(self, sizes: Mapping[str, int], filled: bool) -> NDArray[Any]:
+        """Full of ``value``; without one zeros, or if it is not to be ``filled`` anything."""
         shape = [
             sum(prod(int(x) if x.isdigit() else sizes[x] for x in term) for term in length)
             for length in _lengths(self.shape)
         ]
-        return np.full(shape, self.value, self.dtype) if self.value else np.zeros(shape, self.dtype)
+        if self.value:
+            return np.full(shape, self.value, self.dtype)
+        return (np.zeros if filled or self.value == 0 else np.empty)(shape, self.dtype)
 
 
 @cache
@@ -205,11 +207,14 @@ class Struct:
             delattr(cls, name)
 
     @classmethod
-    def fresh(cls, sizes: Mapping[str, int], **fields: Any) -> Self:
-        """Arrays as they are declared, in these ``sizes``, and numbers 0, but for ``fields``."""
+    def fresh(cls, sizes: Mapping[str, int], filled: bool = True, **fields: Any) -> Self:
+        """Arrays as they are declared, in these ``sizes``, and numbers 0, but for ``fields``.
+
+        ``filled``: False where the kernel fills all arrays that are declared without a value.
+        """
         for name in cls._names:
             if name in cls._arrays and name not in fields:
-                fields[name] = cls._arrays[name].made(sizes)
+                fields[name] = cls._arrays[name].made(sizes, filled)
             elif name not in fields:
                 fields[name] = {"int": 0, "float": 0.0, "bool": False}[cls.__annotations__[name]]
         return cls(**fields)

@@ -105,7 +105,7 @@ class Named:
 
 
 def convert_fields(values: Any, error: type[ValueError]) -> None:
-    """Make every field of a frozen dataclass of its type: ``2e4`` is a whole number, too.
+    """Make every field of a frozen dataclass of its type: 2e4 is a whole number, ``"4"`` is none.
 
     Raises:
         ValueError: (``error``) one has no such value.
@@ -114,6 +114,8 @@ def convert_fields(values: Any, error: type[ValueError]) -> None:
     for f in fields(values):
         value, hint = getattr(values, f.name), hints[f.name]
         try:
+            if isinstance(value, str) and str not in (hint, *typing.get_args(hint)):
+                raise TypeError(value)
             object.__setattr__(values, f.name, _convert(value, hint))
         except (TypeError, ValueError, OverflowError):
             raise error(f"{f.name} = {short(value)} is not {_expected(value, hint, f)}") from None

@@ -128,6 +128,15 @@ def test_plan_for_machines(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert next(iter(got["assignment"])) == "linear"
 
 
+def test_plan_with_a_module_on_a_device(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, *plan_args(home, "local_search", "--on", "linear=b", "--on", "relu=a"))
+    assert got["assignment"]["linear"] == "b" and got["assignment"]["relu"] == "a"
+    assert got["feasible"] is True
+    for wrong, message in (("linear", "write NAME=DEVICE"), ("linear=c", "use one of ['a', 'b']")):
+        assert main(plan_args(home, "heft", "--on", wrong)) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_plan_for_latency(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     got = answer(capsys, *plan_args(home, "heft", "--objective", "latency"))
     assert got["value_s"] == got["lower_bound_s"] == pytest.approx(6e-3)
