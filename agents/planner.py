@@ -90,8 +90,8 @@ class PolicyPlanner:
             where nothing else fits in memory.
         margin: share by which a placement must be better than the baseline's to be the answer; None
             is the error of the profile's predictions (``Profile.error``), 0 unless measured.
-        chooser: of ``guided_search``: ``policy`` (where none is given and nothing takes time
-            between devices a tabu search: ``stats["chooser"]``), or for comparison the
+        chooser: of ``guided_search``: ``policy`` (where no trained one is given and nothing
+            takes time between devices a tabu search: ``stats["chooser"]``), or for comparison the
             ``hand``-written score that a policy starts from (what an untrained one is), or
             ``uniform`` chance.
         order: of ``guided_search``: search the order of operators together with their placement,
@@ -279,9 +279,9 @@ class PolicyPlanner:
         chooser, width, name = self.chooser, self.width, "none"
         kind: Kind = kind_of(problem) if self.order else "guided_search"
         ships = released(kind, problem.objective).is_file()
-        tabu = kind == "order_search" and chooser == "policy" and self.policy is None
+        tabu = kind == "order_search" and chooser == "policy" and self.policy in (None, UNTRAINED)
         tabu = tabu and not sends(problem)  # no network has learned as much
-        if chooser == "policy" and self.policy is None and (tabu or not ships):
+        if chooser == "policy" and (tabu or (self.policy is None and not ships)):
             chooser = "hand"  # a new network makes the same choices more slowly
         if chooser == "policy":
             policy, name = self._policy(self.policy, problem, kind)
