@@ -12,7 +12,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from torch import nn
 
-from agents.encoder import ILLEGAL
+from agents.dispatch import DispatchNet
+from agents.encoder import ILLEGAL, PolicyError
 from envs.dispatch import Dispatcher, Net, notes_of
 from envs.dispatch_kernels import PAIRS
 from placement.problem import Problem
@@ -130,11 +131,16 @@ class EpisodesPPO(PPO):
     def _setup_model(self) -> None:
         steps, self.n_steps = self.n_steps, 1  # the buffer is not used
         super()._setup_model()
+        net: Any = self.policy.net
+        if not isinstance(net, DispatchNet):
+            raise PolicyError(
+                f"EpisodesPPO trains the formulation dispatch, not {net.formulation}: use "
+                f"stable_baselines3:PPO"
+            )
         self.n_steps = steps
         for group in self.policy.optimizer.param_groups:
             group["eps"] = 1e-8  # means over thousands of decisions have small gradients
         if self.without:
-            net: Any = self.policy.net
             seen = torch.ones_like(net.linear.weight[0])
             seen[list(self.without)] = 0.0
             for layer in (net.linear, net.pair):  # weights are 0 and stay so

@@ -11,7 +11,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,6 +202,10 @@ class _Settings:
     ready_order: str | None = None
     second_j: float | None = None
     max_phases: int | None = None
+    variants: int = 0
+    held_out: float = 0.0
+    warm_start: str = ""
+    resume: bool = False
 
 
 def seeds_of(cfg: DictConfig) -> list[int]:
@@ -219,9 +223,9 @@ def seeds_of(cfg: DictConfig) -> list[int]:
 def _check(cfg: DictConfig) -> None:
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
-    for name in ("repeats", "rounds"):
-        if cfg.get(name) is not None and cfg[name] < 1:
-            raise AppError(f"{name} = {cfg[name]} must be at least 1")
+    for name, least in (("repeats", 1), ("rounds", 1), ("variants", 0)):
+        if cfg.get(name) is not None and cfg[name] < least:
+            raise AppError(f"{name} = {cfg[name]} must be at least {least}")
     for name in ("seconds", "evaluations"):
         if cfg.get(name) is not None and not cfg[name] > 0:
             raise AppError(f"{name} = {cfg[name]} must be positive; leave it out for no limit")
@@ -263,6 +267,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     group = Path(hydra.sweep.dir).name if is_sweep else None
     try:
         with (
+            _only_one(folder),
             tracker.run(folder, config, job_type, group) as mirror,
             cli.progress() as report,
         ):
@@ -274,6 +279,25 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")
         raise
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Raises: AppError, another process runs in this folder: each would overwrite the other's."""
+    import fcntl
+
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AppError(
+                    f"another command runs in {folder}: wait for it, or hydra.run.dir=OTHER"
+                ) from None
+        yield
+    finally:
+        os.close(place)
 
 
 def _tracker(cfg: DictConfig) -> Tracker:
@@ -310,16 +334,16 @@ def make_problems(job: Job) -> dict[str, Problem]:
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
     problems |= _synthetic_problems(job.cfg)
-    names = (
-        "num_microbatches", "max_in_flight", "contention", "ready_order", "second_j", "max_phases",
-    )  # fmt: skip
-    changes: Any = {key: job.cfg[key] for key in names if job.cfg.get(key) is not None}
+    changes: Any = {key: job.cfg[key] for key in OF_PROBLEMS[1:] if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
         raise AppError("no workload: add e.g. workload=resnet50 or 'workload=[problem.json]'")
     return problems
 
 
+# Keys that are fields of every problem; the objective counts while it is made.
+OF_PROBLEMS = ("objective", "num_microbatches", "max_in_flight", "contention", "ready_order",
+               "second_j", "max_phases")  # fmt: skip
 _NO_NAME = "files: {name!r} cannot name a folder of the run; give a plain name: name=NAME"
 _NAMED_TWICE = (
     "two workloads are called {name!r}; give a file another name: "
@@ -572,12 +596,19 @@ def _measured(row: Row) -> Any:
     return Measured(latency_s=latency_s, period_s=period_s, n=row.num_rounds, **where)
 
 
+_MOST_TABLES = 8  # of single workloads, on a screen
+
+
 def show(job: Job, comparison: Comparison, said: str) -> None:
     """Tables for people and what lies where; or, with ``--json``, one object for machines."""
     from placement.report import table
 
     if not job.cfg.json:
-        table.print_tables(table.tables(comparison))
+        count = len({row.workload for row in comparison.rows})
+        few = count <= _MOST_TABLES
+        table.print_tables((table.tables if few else table.overall)(comparison))
+        if not few:
+            print(f"tables of each of the {count} workloads: compare.md")
         print(f"in {job.folder}: {said}")
         return
     rows = [

@@ -92,21 +92,14 @@ class Training:
         """The best placement ever evaluated of each problem."""
         rules, problems = self.env.rules, self.tasks.problems
         stats = {"evaluations": rules.num_evaluations}
-        solutions = [
-            Solution(
-                problems.placements(i, rules.best_choices[i : i + 1])[0],
-                float(rules.best_s[i]),
-                None,
-                stats,
-            )
-            for i in range(len(problems.problems))
-        ]
-        # An order is no part of what is returned.
-        if self.config.formulation in ("order_search", "dispatch"):
-            solutions = [
-                replace(s, value_s=float(score(p, s.placement)[0]))
-                for s, p in zip(solutions, problems.problems, strict=True)
-            ]
+        solutions = []
+        for i, problem in enumerate(problems.problems):
+            placement = problems.placements(i, rules.best_choices[i : i + 1])[0]
+            value_s = float(rules.best_s[i])
+            if problems.evaluator is score and np.isfinite(value_s):
+                # It may be of an order, and that is no part of what is returned.
+                value_s = float(score(problem, placement)[0])
+            solutions.append(Solution(placement, value_s, None, stats))
         # The environment may not know one: it splits groups, or an order was better meanwhile.
         for i, start in self.tasks.known.items():
             if start.value_s < solutions[i].value_s:
@@ -338,7 +331,8 @@ class Checkpoint(_Part):
                 f"{path}: not a readable checkpoint ({error}); delete it to begin anew"
             ) from error
         begun = _completed(state.get("origin", {}))  # the first versions kept no such thing
-        other = [what for what, value in training.origin.items() if begun.get(what) != value]
+        now = {what: json.loads(value) for what, value in training.origin.items()}
+        other = [what for what in now if json.loads(begun.get(what, "{}")) != now[what]]
         if version != 1 or other:
             raise PolicyError(
                 f"{path}: a checkpoint of another training (it differs in: {', '.join(other)}"

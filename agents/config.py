@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from agents.encoder import NetworkConfig, PolicyError
 from envs.formulations import FORMULATIONS, Formulation, formulation_of
 from envs.problems import EnvError
+from placement.tools.named import convert_fields
 
 # What a formulation does not set for itself (``Formulation.training``): for building placements.
 DEFAULTS: Mapping[str, float] = MappingProxyType(
@@ -22,6 +24,9 @@ DEFAULTS: Mapping[str, float] = MappingProxyType(
         "gae_lambda": 0.99,
     }
 )
+_POSITIVE = ("total_steps", "epochs", "minibatches", "width", "samples", "num_checks", "workers",
+             "repeats")  # fmt: skip
+_SHARES = ("gamma", "gae_lambda", "curriculum", "again", "elite")
 
 
 @dataclass(frozen=True)
@@ -120,36 +125,38 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
-        sizes = ("total_steps", "epochs", "minibatches", "width", "samples")
-        positive = (*sizes, "num_checks", "workers", "repeats")
-        limits = ("patience", "max_seconds", "max_evaluations")
-        for what in (*positive, *limits, "num_envs", "steps_per_env", "imitation_epochs", "moves"):
-            least = int(what in positive)
-            if getattr(self, what) < least:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
-        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+        convert_fields(self, PolicyError)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None or type(value) not in (int, float):
+                continue
+            least, most = int(f.name in _POSITIVE), 1.0 if f.name in _SHARES else math.inf
+            if not least <= value <= most:
+                above = "at least {least}" if most == math.inf else "a share, 0..1"
+                raise PolicyError(f"{f.name} = {value:g} must be {above.format(least=least)}")
+        if self.seed >= 2**32:
             raise PolicyError(f"seed = {self.seed} must be a whole number from 0 to 2**32 - 1")
-        if self.formulation not in FORMULATIONS and ":" not in str(self.formulation):
+        if self.formulation not in FORMULATIONS and ":" not in self.formulation:
             raise PolicyError(
                 f"formulation {self.formulation!r} is unknown; use one of {sorted(FORMULATIONS)}, "
                 f"or your own as package.module:name"
             )
-        if not 0.0 <= self.curriculum <= 1.0:
-            raise PolicyError(f"curriculum = {self.curriculum} must be a share, 0..1")
-        if not 0.0 <= self.elite < 1.0 or (self.elite and self.formulation != "one_shot"):
+        other = self.kind.steps != 1 or self.algorithm != type(self).algorithm
+        if self.elite == 1.0 or (self.elite and other):
             raise PolicyError(
-                f"elite = {self.elite} must be a share, 0..1, and 0 unless the formulation is "
-                f"one_shot: it is {self.formulation}"
+                f"elite = {self.elite} must be a share below 1, and 0 unless the formulation is "
+                f"one_shot and the algorithm PPO: it is {self.formulation}, {self.algorithm}"
             )
-        if self.groups < 0 or (self.groups and not self.kind.builds):
+        if self.groups and not self.kind.builds:
             building = sorted(n for n, f in FORMULATIONS.items() if f.builds)
             raise PolicyError(
-                f"groups = {self.groups} must be 0 or more, and 0 unless the formulation is one "
-                f"of {building}: it is {self.formulation}"
+                f"groups = {self.groups} must be 0 unless the formulation is one of "
+                f"{building}: it is {self.formulation}"
             )
-        if self.generator is not None and (self.groups or self.workers > 1):
+        if self.generator is not None and (self.groups or self.workers > 1 or self.curriculum):
             raise PolicyError(
-                "a generator's problems are neither merged (groups) nor shared (workers)"
+                "a generator's problems are neither merged (groups) nor shared (workers), and "
+                "a curriculum is its own affair (an attribute progress)"
             )
 
     @property
@@ -173,10 +180,10 @@ class TrainConfig:
         """Environments, and steps of each between two updates."""
         if self.kind.mode == "guided_search":
             return self.num_envs or 16, self.steps_per_env or 128
-        length = {"one_shot": 1, "group_place": 2}.get(self.formulation, max(1, round(mean_groups)))
+        length = self.kind.steps or max(1, round(mean_groups))
         num_envs = self.num_envs or min(max(self.total_steps // (80 * length) * 4, 4), 16)
         if self.steps_per_env:
             return num_envs, self.steps_per_env
-        if self.formulation == "one_shot":
+        if self.kind.steps == 1:
             return num_envs, min(max(self.total_steps // (20 * num_envs), 4), 64)
         return num_envs, max(length, 4)

@@ -82,6 +82,10 @@ class DispatchNet(nn.Module):
             np.ascontiguousarray(x.detach().cpu().numpy(), dtype=np.float32) for x in parts
         )
 
+    def answer(self, problem: Problem) -> tuple[NDArray[np.int32], float]:
+        """See ``answer``."""
+        return answer(self, problem)
+
 
 def answer(
     net: DispatchNet, problem: Problem, backward: bool = False

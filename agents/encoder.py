@@ -22,6 +22,7 @@ from envs.problems import EnvError
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
 from placement.tools.clock import loads
 from placement.tools.files import short
+from placement.tools.named import convert_fields
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
     from torch_geometric.data import Batch
@@ -69,7 +70,8 @@ class NetworkConfig:
     clusters: int = 0
 
     def __post_init__(self) -> None:
-        if self.encoder not in LAYERS and ":" not in str(self.encoder):
+        convert_fields(self, PolicyError)
+        if self.encoder not in LAYERS and ":" not in self.encoder:
             raise PolicyError(
                 f"encoder {self.encoder!r} is unknown; use one of {list(LAYERS)}, or your own as "
                 f"package.module:Class"
@@ -88,7 +90,7 @@ class NetworkConfig:
             ("max_change", 1e-6, 1 - 1e-6, "a share"),
         ):
             value = getattr(self, what)
-            if not (isinstance(value, int | float) and least <= value <= most):
+            if not least <= value <= most:
                 raise PolicyError(
                     f"{what} = {short(value)} must be {meaning} from {least:g} to {most:g}"
                 )

@@ -21,7 +21,7 @@ from torch import nn
 
 from agents.encoder import PolicyError
 from agents.policy import PlacementPolicy
-from envs.formulations import FORMULATIONS, formulation_of
+from envs.formulations import FORMULATIONS, Formulation, formulation_of
 from envs.problems import ProblemSet, canonical, choice_of
 from placement.problem import Placement, Planner, Problem, ProblemError
 from placement.simulator import score
@@ -113,11 +113,12 @@ def demonstrations(
     environment cannot express (memory was full before) are followed as far as possible.
 
     Raises:
-        PolicyError: the formulation improves placements, there are too few solutions, or one
-            splits a colocation group.
+        PolicyError: the formulation has no actions that make a given placement, there are too few
+            solutions, or one splits a colocation group.
     """
-    if not formulation_of(formulation).builds or formulation == "group_place":
-        known = sorted(n for n, f in FORMULATIONS.items() if f.builds and n != "group_place")
+    kind = formulation_of(formulation)
+    if not _teachable(kind):
+        known = sorted(n for n, f in FORMULATIONS.items() if _teachable(f))
         raise PolicyError(
             f"a {formulation} policy does not place one group after another, or all at once: "
             f"nothing to imitate; use one of {known}"
@@ -135,7 +136,7 @@ def demonstrations(
     count, width = len(solutions), problems.max_devices
     renamed = [canonical(p, s) for p, s in zip(problems.problems, solutions, strict=True)]
     target = problems.choices(renamed).astype(np.int64)
-    rules: Any = formulation_of(formulation).rules(problems, count)
+    rules: Any = kind.rules(problems, count)
     rules.start(np.arange(count), np.arange(count))
     seen: list[dict[str, NDArray[Any]]] = []
     done_before = np.zeros(count, bool)
@@ -143,7 +144,7 @@ def demonstrations(
     while not done_before.all():
         obs = rules.observe()
         wanted = target
-        if formulation != "one_shot":
+        if kind.steps != 1:
             wanted = target[np.arange(count), obs["group"][:, 0]]  # the first of the ready groups
             legal = rules.masks().reshape(count, -1)[:, :width]
             illegal = ~legal[np.arange(count), wanted]
@@ -158,6 +159,11 @@ def demonstrations(
         {k: np.concatenate([rows[k] for rows in seen]) for k in seen[0]},
         np.concatenate(actions),
     )
+
+
+def _teachable(kind: Formulation) -> bool:
+    """Whether an action is the device of the group that is observed, or of all groups."""
+    return kind.builds and (kind.steps == 1 or "group" in kind.sees)
 
 
 def imitate(

@@ -30,13 +30,14 @@ from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
-from placement.planners.order_search import NO_NETWORK, too_few, why_not
+from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.descent import descend
 from placement.search.descent import load_kernels as load_descent
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
+from placement.search.order import TABU
 from placement.search.pipeline import can_foresee, constructed
 from placement.tools.clock import loads
 
@@ -93,8 +94,10 @@ class PolicyPlanner:
             where nothing else fits in memory.
         margin: share by which a placement must be better than the baseline's to be the answer; None
             is the error of the profile's predictions (``Profile.error``), 0 unless measured.
-        chooser: of ``guided_search``: ``policy``, or for comparison the ``hand``-written score
-            that a policy starts from (what an untrained one is), or ``uniform`` chance.
+        chooser: of ``guided_search``: ``policy`` (where no trained one is given and nothing
+            takes time between devices a tabu search: ``stats["chooser"]``), or for comparison the
+            ``hand``-written score that a policy starts from (what an untrained one is), or
+            ``uniform`` chance.
         order: of ``guided_search``: search the order of operators together with their placement,
             where that can be (``placement.planners.order_search.why_not``); the answer then has a
             ``schedule``. False, and wherever a policy for moves of placements alone is given: the
@@ -144,7 +147,7 @@ class PolicyPlanner:
         # A bad file is told before a model is measured.
         for given in (self.policy, self.seed_policy):
             if isinstance(given, str | Path) and given != UNTRAINED:
-                TrainedPolicy.load(given, self.allow)
+                self._load(given)
         if self.waits not in (None, UNTRAINED):
             load_waits(self.waits)
 
@@ -317,7 +320,9 @@ class PolicyPlanner:
         chooser, width, name = self.chooser, self.width, "none"
         kind: Kind = kind_of(problem) if self.order else "guided_search"
         ships = released(kind, problem.objective).is_file()
-        if chooser == "policy" and self.policy is None and not ships:
+        tabu = kind == "order_search" and chooser == "policy" and self.policy in (None, UNTRAINED)
+        tabu = tabu and not sends(problem)  # no network has learned as much
+        if chooser == "policy" and (tabu or (self.policy is None and not ships)):
             chooser = "hand"  # a new network makes the same choices more slowly
         if chooser == "policy":
             policy, name = self._policy(self.policy, problem, kind)
@@ -338,7 +343,7 @@ class PolicyPlanner:
         else:
             load_kernel()
         search, start, stats = self._start(problem, name)
-        stats["chooser"], stats["search"] = chooser, kind
+        stats["chooser"], stats["search"] = "tabu" if tabu else chooser, kind
         if seeds is not None and search.left:
             wanted = int(min(self.k, search.num_left / 4))
             again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
@@ -359,7 +364,8 @@ class PolicyPlanner:
                     embed = net.config.embed  # features of the graph take a while
                     store = GraphStore([problem], [search.best[group]]) if embed else None
                     weights = net.weights(store)
-                stats |= anneal_orders(search, weights, CHOOSERS[chooser], width, self.seed)
+                who = TABU if tabu else CHOOSERS[chooser]
+                stats |= anneal_orders(search, weights, who, width, self.seed)
             else:
                 descend(search, self.seed)
                 stats["steps"] = anneal(search, net, chooser, self.rounds, width, self.seed)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from agents.app import (
+    OF_PROBLEMS,
     AppError,
     Job,
     job,
@@ -69,9 +71,9 @@ def _train(cfg: DictConfig) -> float:
         search_here(name)
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
     with job(cfg, "train") as run:
-        problems = make_problems(run) if config.generator is None else {}
-
-        held_out = _held_out(problems, cfg.held_out, cfg.seed)
+        fresh = config.generator is not None
+        problems = _samples(cfg, config) if fresh else make_problems(run)
+        held_out = [] if fresh else _held_out(problems, cfg.held_out, cfg.seed)
         machines = {n: p for n, p in problems.items() if n not in held_out}
         if cfg.variants:
             names = [f"{n}/{i}" for n in machines for i in range(cfg.variants)]
@@ -82,10 +84,7 @@ def _train(cfg: DictConfig) -> float:
         file, card = run.folder / "policy.safetensors", run.folder / "card.json"
         trained.save(file)
         write_atomic(card, json.dumps(trained.card, indent=1))
-        problems = problems or _samples(config)
-        run.mirror.table(
-            "eval/problems", ("problem", "best_s"), _best(machines or problems, trained)
-        )
+        run.mirror.table("eval/problems", ("problem", "best_s"), _best(machines, trained))
         kind, allow = trained.kind.mode, (trained.formulation, trained.net.config.encoder)
         planners = {
             "baseline": baseline,
@@ -104,7 +103,7 @@ def _train(cfg: DictConfig) -> float:
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
         said = "policy.safetensors, metrics.csv, compare.csv, compare.md"
-        if config.generator is None:  # of drawn samples nobody runs a plan: the table says it all
+        if not fresh:  # of drawn samples nobody runs a plan: the table says it all
             save_best(run, comparison, problems, planners)
             save_report(run)
             said += ", report.html and plans"
@@ -128,8 +127,11 @@ def _trained(
 
     cfg = run.cfg
 
+    logged = _last_step(run.folder / "metrics.csv") if cfg.resume else -1.0
+
     def progress(row: Row) -> None:
-        run.mirror.log(named(row), step=int(row["steps"]))
+        if row["steps"] > logged:  # a run that goes on repeats what followed its checkpoint
+            run.mirror.log(named(row), step=int(row["steps"]))
         text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
         run.report(text, min(1.0, row["steps"] / config.total_steps))
 
@@ -158,6 +160,12 @@ def _trained(
     )
 
 
+def _last_step(path: Path) -> float:
+    """Steps in the last row of ``metrics.csv``; -1: there is none."""
+    rows = path.read_text(encoding="utf-8").splitlines()[1:] if path.is_file() else []
+    return float(rows[-1].split(",")[0]) if rows else -1.0
+
+
 # Where a row's figures are shown: what was played, what an update did, what checks found.
 _GROUPS = {
     "rollout": ("reward_mean",),
@@ -178,11 +186,28 @@ def named(row: Row) -> dict[str, float]:
     }
 
 
-def _samples(config: TrainConfig) -> dict[str, Problem]:
-    """The problems of a generator that were drawn for the checks."""
+def _samples(cfg: DictConfig, config: TrainConfig) -> dict[str, Problem]:
+    """The problems of a generator that were drawn for the checks.
+
+    Raises:
+        AppError: the configuration asks for something that is of given problems.
+    """
     from agents.training import samples_of
 
-    return {f"sample-{i}": p for i, p in enumerate(samples_of(config))}
+    samples = {f"sample-{i}": p for i, p in enumerate(samples_of(config))}
+    other = [name for name in ("workload", "files", "synthetic") if cfg.get(name)]
+    other += [name for name in ("variants", "held_out") if cfg[name]]
+    other += ["warm_start"] * (cfg.warm_start != "baseline")
+    typed = {x.lstrip("+").partition("=")[0] for x in HydraConfig.get().overrides.task}
+    for name in typed.intersection(OF_PROBLEMS):
+        if any(getattr(p, name) != cfg[name] for p in samples.values()):
+            other.append(name)
+    if other:
+        raise AppError(
+            f"training.generator = {config.generator} makes the problems, as it likes: leave out "
+            f"{', '.join(other)}" + "; say 'workload=[]'" * ("workload" in other)
+        )
+    return samples
 
 
 def _best(problems: Mapping[str, Problem], trained: TrainedPolicy) -> list[tuple[str, float]]:

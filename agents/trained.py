@@ -155,7 +155,7 @@ class TrainedPolicy:
             raise PolicyError(f"{path}: formulation {formulation!r} is unknown")
         try:
             config = NetworkConfig(**head["network"])
-            _check_allowed(path, allow, formulation, config.encoder)
+            _check_foreign(path, allow, formulation, config.encoder)
             with torch.device("meta"):  # nothing is allocated that the file does not hold
                 net = make_net(config, formulation)
             _check_weights(net.state_dict(), weights)
@@ -163,7 +163,7 @@ class TrainedPolicy:
             card = dict(head["card"])
             _check_card(card)
             return cls(net, card)
-        except _NotAllowed:
+        except _ForeignError:
             raise
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
             raise PolicyError(
@@ -172,17 +172,23 @@ class TrainedPolicy:
             ) from error
 
 
-class _NotAllowed(PolicyError):
-    """The file names code that nobody allowed."""
+class _ForeignError(PolicyError):
+    """The file names code that nobody allowed, or that is not here."""
 
 
-def _check_allowed(path: str | Path, allow: Collection[str], *names: str) -> None:
+def _check_foreign(path: str | Path, allow: Collection[str], *names: str) -> None:
     for name in names:
-        if name not in FORMULATIONS and name not in LAYERS and name not in allow:
-            raise _NotAllowed(
+        if name in FORMULATIONS or name in LAYERS:
+            continue
+        if name not in allow:
+            raise _ForeignError(
                 f"{path}: this policy needs {name}, which is not ours, and to import it is to run "
                 f"it; if you trust it: allow={name} (TrainedPolicy.load(path, allow=[{name!r}]))"
             )
+        try:
+            find(name, "code")
+        except EnvError as error:
+            raise _ForeignError(f"{path}: {error}; run it where Python finds it") from error
 
 
 def _check_card(card: Mapping[str, Any]) -> None:
@@ -272,8 +278,8 @@ def building_rules(
     config: NetworkConfig, formulation: str, problems: ProblemSet, num_envs: int
 ) -> BuildingRules:
     """The rules of a formulation that builds placements."""
-    options = {"clusters": config.clusters} if formulation == "group_place" else {}
-    rules: Any = formulation_of(formulation).rules(problems, num_envs, **options)
+    kind = formulation_of(formulation)
+    rules: Any = kind.rules(problems, num_envs, **kind.options_of(config))
     building: BuildingRules = rules
     return building
 

@@ -37,6 +37,7 @@ from envs.vec import PlacementVecEnv
 from placement.problem import Placement, Problem
 from placement.runs.compare import placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
+from placement.tools.named import meant
 
 __all__ = [
     "CHECKPOINT",
@@ -197,15 +198,13 @@ def make_env(
         )
     if generator is not None:
         options = {} if config.kind.builds else moving_options(config)
-        if config.formulation == "group_place":
-            options = {"clusters": config.network.clusters}
         source = Source.of(
             config.kind.rules_of,
             generator,
             evaluator=tasks.problems.evaluator,
             reward=tasks.problems.reward,
             observe="graph",
-            **{**config.kind.options, **options},
+            **{**config.kind.options_of(config.network), **options},
         )
         record = make_rules(config, tasks, 1)
         return PlacementVecEnv(Fresh(source, num_envs, config.seed, record, config.repeats))
@@ -255,6 +254,11 @@ def make_agent(
         "device": config.device,
     }
     known = _arguments(kind)
+    other = sorted(config.algorithm_options.keys() - known)
+    if other:
+        raise PolicyError(
+            f"{config.algorithm} has no {other[0]!r} (algorithm_options){meant(other[0], known)}"
+        )
     chosen = {k: v for k, v in options.items() if k in known} | dict(config.algorithm_options)
     build: Any = kind
     agent: OnPolicyAlgorithm = build(PlacementPolicy, env, **chosen)
@@ -283,6 +287,7 @@ def _config(
     problems: Sequence[Problem] | Generator | str,
 ) -> TrainConfig:
     """With the formulation's defaults, and of the policy and the generator that are given."""
+    _check_device(config.device)
     if parallel != "serial" and config.workers == 1:
         raise PolicyError(
             f"parallel = {parallel!r} with one worker is slower than serial: give TrainConfig "
@@ -295,6 +300,16 @@ def _config(
     if policy is not None:  # options of another formulation are an error
         config = replace(config, formulation=policy.formulation, network=policy.net.config)
     return config.resolved()
+
+
+def _check_device(name: str) -> None:
+    """Raises: PolicyError, there is none: stable-baselines3 would take the CPU and say nothing."""
+    try:
+        found = name == "auto" or torch.device(name).type != "cuda" or torch.cuda.is_available()
+    except RuntimeError:
+        found = False
+    if not found:
+        raise PolicyError(f"device = {name!r} is not here; use cpu, cuda (with a GPU) or auto")
 
 
 def _origin(

@@ -106,7 +106,8 @@ class PlacementEnv(gym.Env[Observation, Any]):
         """Start an episode with a random problem, or with number ``options["problem"]``.
 
         ``info`` has ``problem`` (int; of a generator: how many came before) and ``action_mask``
-        (int8, of the shape that ``action_space.sample`` takes).
+        as ``action_space.sample`` takes it: int8 ``[A]``, or, where an action is several numbers, a
+        tuple of one such row for each.
 
         Raises:
             EnvError: there is no problem of that number.
@@ -128,14 +129,19 @@ class PlacementEnv(gym.Env[Observation, Any]):
         return self._observation(), self._info()
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """``info`` as of ``reset``; of the last step with ``value_s`` and ``placement`` too."""
+        """``info`` as of ``reset``; of the last step with ``value_s`` and ``placement`` too.
+
+        ``placement`` is a tuple, as vector environments of Gymnasium expect arrays to be of one
+        shape, and problems are of several.
+        """
         rewards, over = self.rules.act(np.asarray(action)[None])
         done = bool(over[0])
         observation, info = self._observation(), self._info()
         if done:
             number = int(self.rules.ids[0])
             placement = self.problems.placements(number, self.rules.choices)[0]
-            info |= {"value_s": float(self.rules.value_s[0]), "placement": placement}
+            info["value_s"] = float(self.rules.value_s[0])
+            info["placement"] = tuple(placement.tolist())
             self._last = self.problems.problems[number], placement
         return observation, float(rewards[0]), done, False, info
 
@@ -163,7 +169,8 @@ class PlacementEnv(gym.Env[Observation, Any]):
 
     def _info(self) -> dict[str, Any]:
         mask = mask_of(self.action_space, self.rules.masks())[0]
-        return {"problem": self._number(), "action_mask": mask}
+        rows = mask if mask.ndim == 1 else tuple(mask)
+        return {"problem": self._number(), "action_mask": rows}
 
     def _observation(self) -> Observation:
         seen = self.rules.observe()
@@ -174,7 +181,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
 
 
 def mask_of(space: spaces.Space[Any], masks: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """int8 ``[B, ...]`` of flat ``masks [B, A]``: as ``space.sample(mask)`` takes one of them."""
+    """int8 ``[B, A]``, or ``[B, G, A]`` where an action is ``G`` numbers, of flat ``masks``."""
     rows = masks.astype(np.int8)
     if isinstance(space, spaces.MultiDiscrete):
         return rows.reshape(len(rows), len(space.nvec), -1)

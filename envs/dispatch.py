@@ -39,13 +39,7 @@ def no_network() -> Net:
 
 def notes_of(pairs: int, decisions: int) -> kernels.Notes:
     """Room for the notes of so many ``pairs`` and ``decisions``."""
-    return kernels.Notes(
-        features=np.zeros((pairs, kernels.NUM_PAIR_FEATURES), np.float32),
-        score=np.zeros(pairs, np.float32),
-        count=np.zeros(decisions, np.int32),
-        taken=np.zeros(decisions, np.int32),
-        log=np.zeros(decisions, np.float32),
-    )
+    return kernels.Notes.fresh({"C": pairs, "S": decisions, "F": kernels.NUM_PAIR_FEATURES})
 
 
 _NOTHING = notes_of(0, 0)
@@ -154,13 +148,9 @@ def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
     move = problem.mean_transfer_s.mean() / unit if g.num_tensors else 0.0
     spread = float(np.mean((finite.max(axis=1) - fastest) / (fastest + 1e-3 * unit)))
     fixed = [np.mean(1.0 / num_able), move / (1 + move), spread / (1 + spread), np.log(devices) / 3]
-    tables = kernels.Tables(
+    tables = kernels.Tables.fresh(
+        {"N": n, "D": devices},
         listed=list_tables_of(problem, activations),
-        position=np.zeros(n, np.int32),
-        rank_s=np.zeros(n),
-        follow_s=np.zeros((n, devices)),
-        hops=np.zeros(n),
-        below_s=np.zeros(n),
         before=np.bincount(g.edges[:, 1], minlength=n).astype(np.int64),
         fastest_s=fastest,
         mean_s=mean_s,
@@ -184,42 +174,9 @@ def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:
 
 
 def _state_of(problem: Problem) -> kernels.State:
-    n, d = problem.num_ops, problem.num_devices
-    pairs, ops = kernels.PAIRS, kernels.OPS
-    return kernels.State(
-        placed=placed_of(problem, busy=True),
-        random=np.ones(1, np.uint64),
-        waits=np.zeros(n, np.int64),
-        ready=np.zeros(n, np.int64),
-        num_ready=0,
-        num_placed=0,
-        start_s=np.zeros(n),
-        sequence=np.zeros(n, np.int32),
-        past=np.zeros(n, np.int32),
-        past_at=np.zeros(n, np.int32),
-        anew=0,
-        kept=n,
-        done=np.zeros(n, bool),
-        demand_s=np.zeros(d),
-        arrive_s=np.zeros(d),
-        able=np.zeros(d, bool),
-        begin_s=np.zeros((ops, d)),
-        reach_s=np.zeros((ops, d)),
-        best_at=np.zeros(ops, np.int64),
-        **{k: np.zeros(ops) for k in ("best_s", "second_s", "least_key", "most_s")},
-        popular=np.zeros(d),
-        rival=np.zeros((d, 2)),
-        rival_row=np.zeros(d, np.int64),
-        near=np.zeros((ops, d)),
-        **dict.fromkeys(kernels.SCALARS, 0.0),
-        count=0,
-        op=np.zeros(pairs, np.int64),
-        device=np.zeros(pairs, np.int64),
-        row=np.zeros(pairs, np.int64),
-        score=np.zeros(pairs),
-        features=np.zeros((pairs, kernels.NUM_PAIR_FEATURES), np.float32),
-        logits=np.zeros(pairs),
-    )
+    sizes = {"N": problem.num_ops, "D": problem.num_devices, "OPS": kernels.OPS}
+    sizes |= {"PAIRS": kernels.PAIRS, "F": kernels.NUM_PAIR_FEATURES}
+    return kernels.State.fresh(sizes, placed=placed_of(problem, busy=True), kept=problem.num_ops)
 
 
 class DispatchRules(BuildingRules):
@@ -337,7 +294,7 @@ class DispatchEnv(PlacementEnv):
     **Termination**: when every operator is placed, or after an illegal action. Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
-    ``placement`` (int32 ``[N]``, -1 = not decided).
+    ``placement`` (``N`` numbers, -1 = not decided).
 
     Arguments are those of ``PlacementEnv``, and ``rule``: five weights, ``HEFT`` or ``MIXED``.
     """

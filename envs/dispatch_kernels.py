@@ -17,7 +17,7 @@ import numpy as np
 from placement.search import list_kernels
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
-from placement.tools.jit import Struct, allocating, inlined, kernel
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = Any
 
@@ -72,20 +72,17 @@ PAIR_FEATURES = (
     "share of its consumers' other inputs that are there",
 )
 NUM_PAIR_FEATURES = len(PAIR_FEATURES)
-# Of a step, in ``State``.
-SCALARS = ("first_start", "first_end", "critical", "bound_s", "last", "mean_free", "mean_done",
-           "most_done", "left", "used", "capacity", "bound")  # fmt: skip
 
 
 class Tables(Struct):
     """A problem."""
 
     listed: list_kernels.Tables
-    position: Array  # int32 [N] by falling rank
-    rank_s: Array  # float64 [N] HEFT's upward rank
-    follow_s: Array  # float64 [N, D] PEFT's optimistic cost of what follows
-    hops: Array  # float64 [N] longest path to the end in operators, over the graph's
-    below_s: Array  # float64 [N] seconds of all direct and indirect consumers
+    position: Array = array("N", np.int32)  # by falling rank
+    rank_s: Array = array("N")  # HEFT's upward rank
+    follow_s: Array = array("N, D")  # PEFT's optimistic cost of what follows
+    hops: Array = array("N")  # longest path to the end in operators, over the graph's
+    below_s: Array = array("N")  # seconds of all direct and indirect consumers
     before: Array  # int64 [N] operators that each waits for
     fastest_s: Array  # float64 [N]
     mean_s: Array  # float64 [N]
@@ -102,32 +99,32 @@ class State(Struct):
     """An episode, and what is offered."""
 
     placed: list_kernels.State
-    random: Array  # uint64 [1]
-    waits: Array  # int64 [N]
-    ready: Array  # int64 [N] by position
+    random: Array = array("1", np.uint64, 1)
+    waits: Array = array("N", np.int64)
+    ready: Array = array("N", np.int64)  # by position
     num_ready: int
     num_placed: int
-    start_s: Array  # float64 [N]
-    sequence: Array  # int32 [N] operators as they were chosen
-    past: Array  # int32 [N] the same of an episode that is followed,
-    past_at: Array  # int32 [N] its devices by operator,
+    start_s: Array = array("N")
+    sequence: Array = array("N", np.int32)  # operators as they were chosen
+    past: Array = array("N", np.int32)  # the same of an episode that is followed,
+    past_at: Array = array("N", np.int32)  # its devices by operator,
     anew: int  # but in the decisions from here
     kept: int  # to here
-    done: Array  # bool [N] placed, while it is followed
-    demand_s: Array  # float64 [D]
-    arrive_s: Array  # float64 [D] room, as are the next
-    able: Array  # bool [D]
-    begin_s: Array  # float64 [OPS, D] earliest start of each operator offered; inf: not able
-    reach_s: Array  # float64 [OPS, D] end of its group there
-    best_at: Array  # int64 [OPS] the device that ends it first
-    best_s: Array  # float64 [OPS] its end there, and on the second best
-    second_s: Array
-    least_key: Array  # float64 [OPS] the end there with what the rule adds
-    most_s: Array  # float64 [OPS] the least end with the optimistic cost of what follows
-    popular: Array  # float64 [D] operators whose best device it is
-    rival: Array  # float64 [D, 2] the two highest ranks among them
-    rival_row: Array  # int64 [D] whose is the first
-    near: Array  # float64 [OPS, D]
+    done: Array = array("N", np.bool_)  # placed, while it is followed
+    demand_s: Array = array("D")
+    arrive_s: Array = array("D")  # room, as are the next
+    able: Array = array("D", np.bool_)
+    begin_s: Array = array("OPS, D")  # earliest start of each operator offered; inf: not able
+    reach_s: Array = array("OPS, D")  # end of its group there
+    best_at: Array = array("OPS", np.int64)  # the device that ends it first
+    best_s: Array = array("OPS")  # its end there, and on the second best
+    second_s: Array = array("OPS")
+    least_key: Array = array("OPS")  # the end there with what the rule adds
+    most_s: Array = array("OPS")  # the least end with the optimistic cost of what follows
+    popular: Array = array("D")  # operators whose best device it is
+    rival: Array = array("D, 2")  # the two highest ranks among them
+    rival_row: Array = array("D", np.int64)  # whose is the first
+    near: Array = array("OPS, D")
     first_start: float
     first_end: float
     critical: float
@@ -141,22 +138,22 @@ class State(Struct):
     capacity: float
     bound: float
     count: int
-    op: Array  # int64 [PAIRS]
-    device: Array  # int64 [PAIRS]
-    row: Array  # int64 [PAIRS]
-    score: Array  # float64 [PAIRS] the rule's
-    features: Array  # float32 [PAIRS, F]
-    logits: Array  # float64 [PAIRS]
+    op: Array = array("PAIRS", np.int64)
+    device: Array = array("PAIRS", np.int64)
+    row: Array = array("PAIRS", np.int64)
+    score: Array = array("PAIRS")  # the rule's
+    features: Array = array("PAIRS, F", np.float32)
+    logits: Array = array("PAIRS")
 
 
 class Notes(Struct):
     """Decisions of an episode, for who learns from them."""
 
-    features: Array  # float32 [C, F] of the pairs of each, one decision after another
-    score: Array  # float32 [C]
-    count: Array  # int32 [S] pairs of each
-    taken: Array  # int32 [S] which of them was
-    log: Array  # float32 [S] of its probability
+    features: Array = array("C, F", np.float32)  # of the pairs of each, one decision after another
+    score: Array = array("C", np.float32)
+    count: Array = array("S", np.int32)  # pairs of each
+    taken: Array = array("S", np.int32)  # which of them was
+    log: Array = array("S", np.float32)  # of its probability
 
 
 @kernel

@@ -39,10 +39,13 @@ class Formulation:
         env: ``package.module:Class`` of the environment, a ``PlacementEnv``.
         sees: of each key that it observes besides the graph: dimensions, and features of the last.
         network: ``package.module:Class`` of the network: ``Class(config, name)`` with the methods
-            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``.
+            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``; and, where it answers
+            faster than step by step, with ``answer`` of ``agents.dispatch.DispatchNet``.
         mode: in which a ``PolicyPlanner`` gets most of a policy: ``best_of_k`` where episodes build
             a placement and evaluate it once, at the end.
+        steps: of an episode; None: about as many as there are groups.
         options: what the environment's rules are given besides.
+        shared: fields of the network's configuration that they are given, too.
         training: fields of ``TrainConfig`` with which it learns, where they differ from the others.
     """
 
@@ -51,7 +54,9 @@ class Formulation:
     sees: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     network: str = "agents.encoder:PlacementNet"
     mode: Mode = "best_of_k"
+    steps: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,6 +69,10 @@ class Formulation:
         """The rules: ``rules_of(problems, num_envs, **options)``."""
         rules: Callable[..., Rules] = find(self.env, "environment").rules_of
         return rules
+
+    def options_of(self, network: Any) -> dict[str, Any]:
+        """What rules are given beside a network that is configured so."""
+        return {**self.options, **{name: getattr(network, name) for name in self.shared}}
 
     def rules(self, problems: ProblemSet, num_envs: int, **options: Any) -> Rules:
         """Rules of ``num_envs`` episodes."""
@@ -103,6 +112,8 @@ _ALL = (
         "envs.group_place:GroupPlaceDevicePlacementEnv",
         {"cluster": (1, None), "producer": (1, None), "mask": (2, None)},
         network="agents.heads:GroupPlaceNet",
+        steps=2,
+        shared=("clusters",),
     ),
     Formulation(
         "refine",
@@ -137,7 +148,12 @@ _ALL = (
         mode="guided_search",
         training=_MOVING,
     ),
-    Formulation("one_shot", "envs.placement:DevicePlacementEnv", network="agents.heads:OneShotNet"),
+    Formulation(
+        "one_shot",
+        "envs.placement:DevicePlacementEnv",
+        network="agents.heads:OneShotNet",
+        steps=1,
+    ),
 )
 FORMULATIONS: dict[str, Formulation] = {f.name: f for f in _ALL}
 

@@ -134,7 +134,7 @@ class GroupPlaceDevicePlacementEnv(PlacementEnv):
     **Termination**: after two steps. Never truncated. Discount with gamma = 1.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
-    ``placement`` (int32 ``[N]``).
+    ``placement`` (``N`` numbers).
 
     Arguments are those of ``PlacementEnv``, and ``clusters``: 0 (see there).
     """

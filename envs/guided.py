@@ -81,29 +81,13 @@ def state_of(tables: Tables, width: int) -> State:
     """Room for one episode of ``width`` moves per step."""
     groups, devices = tables.group_s.shape
     body = min(64, groups) if tables.kind == guided_kernels.LOAD else groups
-    numbers = {name: 0 for name in ("step", "found", "hottest", "num_chain")}
-    shares = ("used", "temperature", "warm", "cold", "power", "power_first", "power_last")
-    costs = ("cost", "best_cost", "first_cost", "compute_s")
-    tried = {name: 0.0 for name in Tried.__annotations__} | {"held_after": 0}
-    return State(
+    sizes = {"G": groups, "D": devices, "C": width, "L": body}
+    sizes |= {"F": NUM_MOVE_FEATURES, "S": NUM_SEARCH_FEATURES}
+    return State.fresh(
+        sizes,
         draws=draws_of(tables.group_s, tables.graph, 0, guided_kernels.SHARE, 0.0, body),
         moves=move_state(tables.moves, np.argmin(tables.group_s, axis=1).astype(np.int32)),
-        best=np.zeros(groups, np.int32),
-        **numbers,
-        **{name: 0.0 for name in (*shares, *costs)},
-        chain=np.zeros(groups, np.int32),
-        on_chain=np.zeros(groups, np.float32),
-        when=np.zeros(groups, np.float32),
-        refused=np.zeros((groups, devices), np.float32),
-        moved=np.zeros(groups, np.int64),
-        count=np.zeros(width + 1, np.int64),
-        body=np.zeros((width + 1, body), np.int32),
-        where=np.zeros((width + 1, body), np.int32),
-        tried=Tried(**tried),
-        offered=np.zeros((width + 1, NUM_MOVE_FEATURES), np.float32),
-        search=np.zeros(NUM_SEARCH_FEATURES, np.float32),
-        which=np.zeros(width + 1, np.int64),
-        logits=np.zeros(width + 1),
+        tried=Tried.fresh({}),
     )
 
 
@@ -393,7 +377,7 @@ class GuidedSearchEnv(PlacementEnv):
     **Termination**: after ``moves`` steps. Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best; inf where
-    nothing fits) and ``placement`` (int32 ``[N]``).
+    nothing fits) and ``placement`` (``N`` numbers).
 
     Arguments are those of ``PlacementEnv`` and of ``GuidedSearchRules``; references only say
     what ``agents`` reports, the reward does not need them.

@@ -34,7 +34,7 @@ from placement.simulator.analytic_kernels import (
     undo_moves,
 )
 from placement.timeline import MOST_PATTERN
-from placement.tools.jit import Struct, allocating, average, copy, inlined, kernel, largest
+from placement.tools.jit import Struct, allocating, array, average, copy, inlined, kernel, largest
 
 Array = Any
 
@@ -173,7 +173,7 @@ class State(Struct):
 
     draws: Draws
     moves: Placed
-    best: Array  # int32 [G]
+    best: Array = array("G", np.int32)
     cost: float
     best_cost: float
     first_cost: float
@@ -189,19 +189,19 @@ class State(Struct):
     hottest: int  # the busiest device
     compute_s: float  # of all groups
     num_chain: int
-    chain: Array  # int32 [G] groups of the critical chain, the first num_chain of them
-    on_chain: Array  # float32 [G] 1 = on it
-    when: Array  # float32 [G] begin of the group over the makespan
-    refused: Array  # float32 [G, D]
-    moved: Array  # int64 [G] step of its last move
-    count: Array  # int64 [C + 1] groups that move, 0 = no move
-    body: Array  # int32 [C + 1, L]
-    where: Array  # int32 [C + 1, L]
+    chain: Array = array("G", np.int32)  # groups of the critical chain, the first num_chain of them
+    on_chain: Array = array("G", np.float32)  # 1 = on it
+    when: Array = array("G", np.float32)  # begin of the group over the makespan
+    refused: Array = array("G, D", np.float32)
+    moved: Array = array("G", np.int64)  # step of its last move
+    count: Array = array("C+1", np.int64)  # groups that move, 0 = no move
+    body: Array = array("C+1, L", np.int32)
+    where: Array = array("C+1, L", np.int32)
     tried: Tried
-    offered: Array  # float32 [C + 1, F]
-    search: Array  # float32 [S]
-    which: Array  # int64 [C + 1] negative where there is no move
-    logits: Array  # float64 [C + 1]
+    offered: Array = array("C+1, F", np.float32)
+    search: Array = array("S", np.float32)
+    which: Array = array("C+1", np.int64)  # negative where there is no move
+    logits: Array = array("C+1")
 
 
 @kernel

@@ -135,7 +135,7 @@ class OrderSearchEnv(PlacementEnv):
     **Termination**: after ``moves`` steps. Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best, in the order that
-    was found) and ``placement`` (int32 ``[N]``).
+    was found) and ``placement`` (``N`` numbers).
 
     Arguments are those of ``PlacementEnv`` and of ``OrderSearchRules``; references only say what
     ``agents`` reports, the reward does not need them.

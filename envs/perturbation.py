@@ -58,29 +58,27 @@ class Perturbation:
         chosen = tuple(cluster.devices[d] for d in devices)
         names = tuple(d.name for d in chosen)
 
-        def faster(seconds: NDArray[Any]) -> NDArray[np.float64]:
-            return seconds[:, devices] / speed
-
         def wider(links: Sequence[Link]) -> tuple[Link, ...]:
             return tuple(
                 replace(x, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * bandwidth)
                 for x in between(links, names)
             )
 
-        pairs, io_s, loaded_s = profile.transfer_s, profile.io_s, profile.loaded_s
+        taken = profile.take(devices, names, wider(profile.links))
+
+        def over(seconds: NDArray[np.float64] | None, by: Any) -> Any:
+            return None if seconds is None else seconds / by
+
         return replace(
             problem,
             cluster=Cluster(cluster.name, chosen, wider(cluster.links)),
             profile=replace(
-                profile,
-                device_names=names,
-                compute_s=faster(profile.compute_s),
-                spread_s=faster(profile.spread_s),
-                loaded_s=None if loaded_s is None else faster(loaded_s),
-                links=wider(profile.links),
-                transfer_s=None if pairs is None else pairs[:, devices][:, :, devices] / bandwidth,
-                io_s=None if io_s is None else io_s[:, devices] / bandwidth,
-                predicted=None if profile.predicted is None else profile.predicted[:, devices],
+                taken,
+                compute_s=over(taken.compute_s, speed),
+                spread_s=over(taken.spread_s, speed),
+                loaded_s=over(taken.loaded_s, speed),
+                transfer_s=over(taken.transfer_s, bandwidth),
+                io_s=over(taken.io_s, bandwidth),
             ),
         )
 

@@ -56,7 +56,7 @@ class DevicePlacementEnv(PlacementEnv):
     **Termination**: after one step. Never truncated. Discount with gamma = 1.
 
     ``info`` has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and ``placement``
-    (int32 ``[N]``).
+    (``N`` numbers).
 
     Arguments are those of ``PlacementEnv``.
     """

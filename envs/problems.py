@@ -16,6 +16,7 @@ from placement.problem import Placement, Planner, Problem
 from placement.runs.trials import Runtime, Trials, fingerprint
 from placement.search.evaluation import device_classes, single_devices
 from placement.simulator import score
+from placement.tools.files import short
 
 Floats = NDArray[np.float64]
 Evaluator = Callable[[Problem, Placement], Floats]  # placements [B, N] -> seconds [B]
@@ -122,7 +123,8 @@ class ProblemSet:
             EnvError: no problems, references that are not one positive number per problem, or one
                 runtime for several problems.
         """
-        if isinstance(problems, Problem) or not len(problems):
+        listed = isinstance(problems, Sequence) and len(problems) > 0
+        if not listed or not all(isinstance(p, Problem) for p in problems):
             raise EnvError("problems must be a list with at least one Problem: problems=[problem]")
         if hasattr(evaluator, "run"):
             if len(problems) > 1:
@@ -245,12 +247,27 @@ class ProblemSet:
             outcome = Outcome(
                 self.problems[i], placements, seconds[rows], float(self.reference_s[i])
             )
-            rewards[rows] = self.reward(outcome)
+            rewards[rows] = _finite(self.reward(outcome), len(rows), self.reward)
         return rewards
 
     def speedups(self, seconds: Floats) -> Floats:
         """float64 ``[P]`` log of reference over ``seconds [P]``, whatever the reward is."""
         return log_speedups(seconds, self.reference_s)
+
+
+def _finite(rewards: Any, count: int, reward: Reward) -> Floats:
+    """Raises: EnvError, they are not ``count`` finite numbers: a network would learn to be nan."""
+    try:
+        earned = np.asarray(rewards, np.float64)
+    except (TypeError, ValueError):
+        earned = np.full(count, np.nan)
+    if earned.shape != (count,) or not np.isfinite(earned).all():
+        name = getattr(reward, "__qualname__", type(reward).__name__)
+        raise EnvError(
+            f"reward {name} made {short(rewards)} of {count} outcomes; it must return as many "
+            f"finite numbers, float64 [{count}]"
+        )
+    return earned
 
 
 def single_device_s(problem: Problem, evaluator: Evaluator) -> float:

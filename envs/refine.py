@@ -255,7 +255,7 @@ class RefineDevicePlacementEnv(PlacementEnv):
     Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, the best; inf where
-    nothing could run) and ``placement`` (int32 ``[N]``, the best).
+    nothing could run) and ``placement`` (``N`` numbers, the best).
 
     Arguments are those of ``PlacementEnv`` and of ``RefineRules``.
     """

@@ -179,7 +179,7 @@ class SelectPlaceDevicePlacementEnv(PlacementEnv):
     **Termination**: when every group is placed, or after an illegal action. Never truncated.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
-    ``placement`` (int32 ``[N]``, -1 = not decided).
+    ``placement`` (``N`` numbers, -1 = not decided).
 
     Arguments are those of ``PlacementEnv``, and ``window``: ``K``, 16.
     """

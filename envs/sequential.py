@@ -105,7 +105,7 @@ class SequentialDevicePlacementEnv(PlacementEnv):
     Discount with gamma = 1: an episode has as many steps as the problem has groups.
 
     ``info`` of the last step has ``problem`` (int), ``value_s`` (float, inf if it cannot run) and
-    ``placement`` (int32 ``[N]``, -1 = not decided).
+    ``placement`` (``N`` numbers, -1 = not decided).
 
     Arguments are those of ``PlacementEnv``.
     """

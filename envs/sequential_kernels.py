@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from envs.problems import ProblemSet, group_order
 from placement.problem import Problem, host_of
 from placement.search.evaluation import device_classes
-from placement.tools.jit import Struct, allocating, kernel
+from placement.tools.jit import Struct, allocating, array, kernel
 
 Array = NDArray[Any]
 
@@ -77,15 +77,15 @@ class Tables(Struct):
 class State(Struct):
     """``B`` episodes."""
 
-    ids: Array  # int64 [B]
-    step: Array  # int64 [B]
-    choice: Array  # int32 [B, G]
-    finish_s: Array  # float64 [B, N] (optimistic until placed)
-    free_s: Array  # float64 [B, D]
-    load_s: Array  # float64 [B, D]
-    param_bytes: Array  # float64 [B, D]
-    held: Array  # bool [B, parameters, D]
-    num_here: Array  # int32 [B, D]
+    ids: Array = array("B", np.int64)
+    step: Array = array("B", np.int64)
+    choice: Array = array("B, G", np.int32, -1)
+    finish_s: Array = array("B, N")  # (optimistic until placed)
+    free_s: Array = array("B, D")
+    load_s: Array = array("B, D")
+    param_bytes: Array = array("B, D")
+    held: Array = array("B, parameters, D", np.bool_)
+    num_here: Array = array("B, D", np.int32)
 
 
 def tables_of(chosen: ProblemSet) -> Tables:
@@ -374,20 +374,11 @@ def act(t, s, actions, mask, done):
 
 def state_of(problems: ProblemSet, num_envs: int) -> State:
     """Room for ``num_envs`` episodes."""
-    width, groups = problems.max_devices, problems.max_groups
-    ops = max(p.num_ops for p in problems.problems)
-    params = max(len(p.graph.param_bytes) for p in problems.problems)
-    return State(
-        ids=np.zeros(num_envs, np.int64),
-        step=np.zeros(num_envs, np.int64),
-        choice=np.full((num_envs, groups), -1, np.int32),
-        finish_s=np.zeros((num_envs, ops)),
-        free_s=np.zeros((num_envs, width)),
-        load_s=np.zeros((num_envs, width)),
-        param_bytes=np.zeros((num_envs, width)),
-        held=np.zeros((num_envs, params, width), bool),
-        num_here=np.zeros((num_envs, width), np.int32),
-    )
+    each = problems.problems
+    sizes = {"B": num_envs, "D": problems.max_devices, "G": problems.max_groups}
+    sizes |= {"N": max(p.num_ops for p in each)}
+    sizes |= {"parameters": max(len(p.graph.param_bytes) for p in each)}
+    return State.fresh(sizes)
 
 
 @allocating

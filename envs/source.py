@@ -18,9 +18,16 @@ from envs.rewards import Reward, log_speedup
 from envs.rules import Rules
 from placement.problem import Planner, Problem
 from placement.simulator import score
+from placement.tools.files import short
 
 Observe = Literal["number", "graph"]
 Problems = Sequence[Problem] | Generator | str | None
+_CALLED = {
+    "baseline": "a planner: placement.planners.load('heft')",
+    "evaluator": "placement.simulator.score, envs.problems.Measured(Executor), or a runtime",
+    "perturbation": "an envs.perturbation.Perturbation",
+    "reward": "a function of an envs.rewards.Outcome, or its name package.module:name",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +52,12 @@ class Source:
     def __post_init__(self) -> None:
         if self.observe not in ("number", "graph"):
             raise EnvError(f"observe = {self.observe!r} is unknown; use 'number' or 'graph'")
+        for what, meant in _CALLED.items():
+            value = getattr(self, what)
+            by_default = value is getattr(type(self), what)
+            by_name = what == "reward" and isinstance(value, str)
+            if not (by_default or by_name or callable(value) or hasattr(value, "run")):
+                raise EnvError(f"{what} = {short(value)} must be {meant}")
         several = self.perturbation is not None or self.generator is not None
         if several and hasattr(self.evaluator, "run"):
             made_by = "a perturbation" if self.generator is None else "a generator"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from envs.episodes import Episodes, Fresh, Step
+from envs.problems import EnvError
 from envs.rules import Observation, Rules
 from envs.vector import PlacementVectorEnv
 from envs.workers import Workers
@@ -93,7 +94,8 @@ class PlacementVecEnv(VecEnv):
 
     def draw(self) -> Problem:
         """The problem that comes next, for who plays whole episodes without this environment."""
-        assert not isinstance(self._episodes, Workers)
+        if isinstance(self._episodes, Workers):
+            raise EnvError("whole episodes are played in this process: use workers = 1")
         return self._episodes.draw()
 
     def state(self) -> dict[str, Any]:
@@ -122,7 +124,11 @@ class PlacementVecEnv(VecEnv):
         """Only ``action_masks``, which is what stable-baselines3's contrib package asks for."""
         if method_name != "action_masks":
             raise NotImplementedError(f"PlacementVecEnv has no method {method_name!r}")
-        return list(self._episodes.masks()[self._rows(indices)])
+        return list(self.action_masks()[self._rows(indices)])
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """bool ``[B, A]`` legal actions, flat."""
+        return self._episodes.masks()
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """Never."""

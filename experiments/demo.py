@@ -16,10 +16,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from placement import cli
+
+if TYPE_CHECKING:
+    from placement.problem import Problem, Solution
 
 BASELINES = ("round_robin", "heft", "contiguous_dp", "random_search")
 
@@ -42,33 +46,39 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
 
 
-def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
-    """Every step of the path, each with a line of what it found."""
-    console = Console(width=min(Console().width, 100), highlight=False)
-    began = time.perf_counter()
+class Narrator:
+    """A line for each step of the path, with the seconds since it began."""
 
-    def step(text: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {text}")
+    def __init__(self) -> None:
+        self.console = Console(width=min(Console().width, 100), highlight=False)
+        self.began, self.said = time.perf_counter(), 0.0
 
-    said = 0.0
+    def step(self, text: str) -> None:
+        seconds = time.perf_counter() - self.began
+        self.console.print(f"[dim]{seconds:5.0f} s[/dim]  {text}")
 
-    def now_and_then(text: str) -> None:
-        nonlocal said
-        if time.perf_counter() - said > 4:
-            said = time.perf_counter()
-            step(f"   {text}")
+    def now_and_then(self, text: str, share: float | None = None) -> None:
+        if time.perf_counter() - self.said > 4:
+            self.said = time.perf_counter()
+            self.step(f"   {text}")
 
-    def planners_and_runs(text: str) -> None:
+    def planners_and_runs(self, text: str) -> None:
         """Each planner has its line, or one would seem to take the seconds of the next."""
         if ", placement " in text:
-            now_and_then(text)
+            self.now_and_then(text)
         else:
-            step(f"   {text}")
+            self.step(f"   {text}")
 
+
+def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
+    """Every step of the path, each with a line of what it found."""
+    narrator = Narrator()
+    step = narrator.step
     step(f"[bold]1. capture[/bold] {workload} (loading PyTorch takes some seconds)")
     import torch
 
     from agents.planner import PolicyPlanner, released
+    from experiments.runs import threads
     from placement import planners
     from placement.capturing import capture
     from placement.cluster import Cluster
@@ -77,10 +87,9 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     from placement.plan import load_plan, make_plan, parameters_of
     from placement.problem import Problem
     from placement.program import split_inputs
-    from placement.report import gantt, table, trace
+    from placement.report import table
     from placement.runs.compare import compare
     from placement.search.budget import Budget
-    from placement.simulator import simulate
     from placement.workloads import load
 
     module, inputs = load(workload)
@@ -91,7 +100,7 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     cluster = Cluster.detect()
     devices = ", ".join(cluster.device_names)
     step(f"[bold]2. measure[/bold] every operator on {devices}")
-    profile = measure(graph, cluster, repeats=8, progress=lambda what, share: now_and_then(what))
+    profile = measure(graph, cluster, repeats=8, progress=narrator.now_and_then)
     profile.save(out / "profile.npz")
     totals = zip(cluster.device_names, 1e3 * profile.compute_s.sum(axis=0), strict=True)
     step("   one inference alone: " + ", ".join(f"{d} {ms:.1f} ms" for d, ms in totals))
@@ -113,18 +122,12 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
         budget=Budget(seconds=seconds),
         executor=Executor,
         rounds=rounds,
-        progress=planners_and_runs,
+        progress=narrator.planners_and_runs,
     )
-    console.print()
+    narrator.console.print()
     table.print_tables(table.tables(comparison))
     for (_, name, _), answer in comparison.solutions.items():
-        pictured = replace(problem, num_microbatches=8)
-        predicted = simulate(pictured, answer.placement)
-        measured = Executor(pictured).run(answer.placement)
-        file = name.replace(":", "-")
-        gantt.plot_gantt(predicted, measured, out / f"gantt-{file}.png", f"{workload}, {name}")
-        both = {"predicted": predicted, "measured": measured}
-        trace.write_trace(out / f"trace-{file}.json", both, graph.op_name)
+        drawn(out, f"{workload}, {name}", replace(problem, num_microbatches=8), answer)
 
     best = comparison.best(workload)
     solution = comparison.solutions.get((workload, best.planner, best.seed))
@@ -135,17 +138,30 @@ def demo(workload: str, out: Path, seconds: float, rounds: int) -> None:
     make_plan(problem, solution, parameters=parameters, **named).save(out / "plan.json")
 
     args, kwargs = split_inputs(inputs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with load_plan(out / "plan.json").bind(module, inputs) as runner, torch.inference_mode():
+    bound = load_plan(out / "plan.json").bind(module, inputs)
+    with threads(1), bound as runner, torch.inference_mode():
         torch.testing.assert_close(runner(*args, **kwargs), module(*args, **kwargs))
-    torch.set_num_threads(threads)
     step("   the plan, loaded from its file and bound to the module, computes the same numbers")
+    console = narrator.console
     console.print(f"\nIn {out}: plan.json, compare.csv, compare.md, a picture per placement")
     console.print("(gantt-*.png) and a trace of it for https://ui.perfetto.dev (trace-*.json).")
     command = Path(sys.executable).with_name("placement")
     console.print(f"Next:  {os.path.relpath(command)} show {out}/plan.json", style="bold")
     console.print(f"       {os.path.relpath(command)} run {out}/plan.json", style="bold")
+
+
+def drawn(out: Path, title: str, problem: Problem, answer: Solution) -> None:
+    """The picture and the trace of a placement, predicted and measured."""
+    from placement.executor import Executor
+    from placement.report import gantt, trace
+    from placement.simulator import simulate
+
+    predicted = simulate(problem, answer.placement)
+    measured = Executor(problem).run(answer.placement)
+    file = title.rpartition(", ")[2].replace(":", "-")
+    gantt.plot_gantt(predicted, measured, out / f"gantt-{file}.png", title)
+    both = {"predicted": predicted, "measured": measured}
+    trace.write_trace(out / f"trace-{file}.json", both, problem.graph.op_name)
 
 
 if __name__ == "__main__":

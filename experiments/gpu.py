@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ from placement.costs import power
 from placement.costs.measure import measure
 from placement.executor import Executor, Runner, Trainer, weights
 from placement.executor.equality import Tolerance, error
+from placement.executor.graphs import recorded
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
 from placement.problem import Problem
@@ -91,6 +93,7 @@ _QUICK: dict[str, Any] = {
     "_CALIBRATION_S": 0.03,
     "_CALIBRATION_CUTS": (1, 7, 31),
     "_CALIBRATION_ROUNDS": 1,
+    "_ORDER_ROUNDS": 2,
 }
 # And where nothing is to be learned from it.
 _BRIEF: dict[str, Any] = {
@@ -114,6 +117,8 @@ class Bench:
         work: a folder for what sections tell each other.
         models: captured before, by name.
         part: which of how many sections that run beside each other this one is.
+        until: when it will be stopped.
+        fair_s: the part of one model.
     """
 
     out: Path
@@ -122,6 +127,8 @@ class Bench:
     emulated: bool
     models: dict[str, Model] = field(default_factory=dict)
     part: tuple[int, int] = (0, 1)
+    until: float = field(default_factory=lambda: time.perf_counter() + LONGEST_S)
+    fair_s: float = LONGEST_S
 
     def emit(self, item: str, **facts: Any) -> None:
         facts = {k: None if v != v else v for k, v in facts.items()}  # JSON knows no nan
@@ -141,7 +148,9 @@ class Bench:
 
         began = time.perf_counter()
         before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        around_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the item that this is in
+        if 0 < around_s < seconds:
+            signal.setitimer(signal.ITIMER_REAL, around_s)
         try:
             yield
         except Exception as failure:
@@ -151,8 +160,13 @@ class Bench:
             with (self.out / "traces.txt").open("a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            left_s = max(around_s - (time.perf_counter() - began), 0.01)
             signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, left_s if around_s else 0)
+
+    def part_s(self, count: int) -> float:
+        """Seconds for one of so many items: not more than twice its part of what is left."""
+        return max(1.0, 2 * (self.until - time.perf_counter()) / count)
 
     @property
     def cluster(self) -> Cluster:
@@ -183,7 +197,14 @@ class Bench:
             self.models[key] = captured(key)
         return self.models[key]
 
-    def measured(self, key: str, graph: OpGraph, cluster: Cluster, repeats: int = 3) -> Profile:
+    def measured(
+        self,
+        key: str,
+        graph: OpGraph,
+        cluster: Cluster,
+        repeats: int = 3,
+        calibrate: bool = True,
+    ) -> Profile:
         """The profile that an earlier section has written, or a new one."""
         path = self.work / f"{key}.npz"
         if path.exists():
@@ -196,6 +217,10 @@ class Bench:
             for name in ("measure_links", "_batch_seconds"):  # of the machine, not of a model
                 known = partial(once, self.work / f"{name}.pickle", getattr(measuring, name))
                 stack.enter_context(patch.object(measuring, name, known))
+            if not calibrate:
+                stack.enter_context(
+                    patch.object(measuring, "calibrated", lambda g, c, found: found)
+                )
             profile = measure(graph, cluster, repeats=1 if self.emulated else repeats)
         profile.save(path)
         return profile
@@ -331,14 +356,12 @@ class WholeGraph:
         given = [next(some) if isinstance(x, Tensor) else x for x in flat]
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side):
             for _ in range(3):  # libraries choose kernels, and get memory that is not the graph's
                 call(given)
             side.synchronize()
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            self.outputs = call(given)
-            self.graph.capture_end()
+            pool = torch.cuda.graph_pool_handle()
+            self.graph, self.outputs = recorded(lambda: call(given), pool, device)
         side.synchronize()
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
@@ -438,8 +461,9 @@ def copies(size: int, gpu: torch.device) -> dict[str, float]:
 def correct(b: Bench, third: int) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
     cluster = b.cluster
-    for name in (CHECKED[:3] if b.emulated else CHECKED)[third::3]:
-        with b.item(name):
+    names = (CHECKED[:3] if b.emulated else CHECKED)[third::3]
+    for i, name in enumerate(names):
+        with b.item(name, b.part_s(len(names) - i)):
             module, inputs, graph = captured(name)
             items = [others_like(inputs, seed) for seed in range(3 if b.emulated else 8)]
             expected, reference = expected_of(module, items, None if b.emulated else b.gpu)
@@ -552,15 +576,19 @@ def errors(b: Bench) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
         left = torch.cuda.memory_allocated() - before
         b.emit("out of memory", said=said, left_bytes=left, ok="out of memory" in said)
-    with b.item("an index out of range"):  # last: a real device is of no use afterwards
+
+
+def index(b: Bench) -> None:
+    """What an assertion of a kernel says; the process is of no use afterwards, and may be ended."""
+    with b.item("an index out of range"):
         table = capture(nn.Embedding(10, 4).eval(), torch.arange(4))
         said = "nothing"
         try:
-            with Runner(table, cluster, all_on(table, 1)) as runner:
+            with Runner(table, b.cluster, all_on(table, 1)) as runner:
                 runner(torch.tensor([1, 2, 3, 99]))
         except Exception as failure:
             said = " ".join([str(failure)[:100], *getattr(failure, "__notes__", ())])
-        b.emit("an index out of range", said=" ".join(said.split()), ok=said != "nothing")
+        b.emit("an index out of range", said=" ".join(said.split()), ok="CUDA error" in said)
 
 
 def kernels(b: Bench) -> None:
@@ -587,8 +615,11 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
     """The section that does the same with models."""
 
     def section(b: Bench) -> None:
-        for key in ("tiny_mlp",) if b.emulated else keys:
-            with b.item(key):
+        names = ("tiny_mlp",) if b.emulated else keys
+        for i, key in enumerate(names):
+            seconds = b.part_s(len(names) - i)
+            b.fair_s = seconds / 2
+            with b.item(key, seconds):
                 one(b, key, *b.model(key))
 
     return section
@@ -610,10 +641,16 @@ def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) 
         kernels_ms=busy_s * 1e3,
         dispatch_share=1 - busy_s / gpu_s,
         cpu_faster_share=float((cpu < gpu).mean()),
+        cpu_faster_in=commonest(np.array(graph.op_kind)[cpu < gpu]),
         lacking=int(np.isinf(gpu).sum()),
         error=measured.provenance.get("error"),
         seconds=measured.provenance["seconds"],
     )
+
+
+def commonest(kinds: Iterable[str]) -> str:
+    """The three kinds of operators that are there most often, and how often."""
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(kinds).most_common(3))
 
 
 def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any, where: str) -> float:
@@ -623,10 +660,14 @@ def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any, where: str) ->
 
     with Runner(graph, cluster, all_on(graph, 1)) as runner:
         list(runner.stream([inputs] * 3))
-        with record(activities=[getattr(ProfilerActivity, where)]) as run:
+        with record(activities=[getattr(ProfilerActivity, where)], acc_events=True) as run:
             list(runner.stream([inputs] * 5))
+    # What launches a kernel tells its time too; copies are no kernels.
+    seen = [e for e in run.events() if e.device_type.name == where and e.name[:3] != "Mem"]
+    if not seen:
+        raise StudyError(f"PyTorch's profiler has seen nothing of {where}")
     what = {"CUDA": "self_device_time_total", "CPU": "self_cpu_time_total"}[where]
-    return sum(getattr(e, what) for e in run.key_averages()) * 1e-6 / 5
+    return sum(getattr(e, what) for e in seen) * 1e-6 / 5
 
 
 def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
@@ -639,8 +680,10 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
     cluster = b.cluster
     problem = Problem(graph, cluster, b.measured(key, graph, cluster), num_microbatches=12)
     executor, rng = Executor(problem), np.random.default_rng(0)
-    rows = []
+    rows, until = [], time.perf_counter() + b.fair_s
     for i in range(4 if b.emulated else 20):
+        if i >= 8 and time.perf_counter() > until:
+            break  # fewer placements of each model rather than none of the last
         cuts = [0, 0, 1, 2, 4, 8, 16, 32][i % 8]
         at = np.sort(rng.choice(graph.num_ops, min(cuts, graph.num_ops - 1), replace=False))
         first = np.full(graph.num_groups, graph.num_ops)
@@ -658,7 +701,7 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
         recorded = float(np.median(line.span_s))
         facts = dict(zip(names, row, strict=True))
         b.emit(f"{key}, {cuts} cuts", **facts, recorded_latency_s=recorded)
-    whole: dict[str, float] = {}
+    whole: dict[str, float] = {"placements": len(rows)}
     for name, (predicted, measured) in zip(
         ("latency", "period"), np.array(rows).T.reshape(2, 2, -1), strict=True
     ):
@@ -678,7 +721,7 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
     problem = Problem(graph, cluster, measured, objective="period", num_microbatches=16)
     planner = planners.load("best_of", seconds=b.planning_s)
     call, host, there = resident(module, inputs, b.gpu), _tensors(inputs), moved(inputs, b.gpu)
-    flat = pytree.tree_leaves(split_inputs(there))
+    flat, flat_there = (pytree.tree_leaves(split_inputs(x)) for x in (inputs, there))
     whole: WholeGraph | None = None
     with b.item(f"{key}, CUDA graph of the whole model"), torch.inference_mode():
         whole = WholeGraph(call, inputs, b.gpu)
@@ -690,6 +733,10 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
         ways |= {f"{way}_graphs": ways[way] for way in ("gpu", "plan") if ways[way].any()}
         for way, placement in ways.items():
             if not problem.supported[np.arange(graph.num_ops), placement].all():
+                continue
+            alike = way.replace("plan", "cpu" if not placement.any() else "gpu")
+            if alike in seconds and (placement == placement[0]).all():
+                seconds[way] = seconds[alike]  # the plan is to use one device
                 continue
             stays = "device" if placement.all() and not latency else "host"
             options: dict[str, Any] = {"priority": problem.priority, "outputs": stays}
@@ -708,7 +755,7 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
             if latency:
                 seconds["eager"] = timed(lambda: [x.cpu() for x in call(moved(flat, b.gpu))], 10)
             else:
-                seconds["eager"] = period_of_calls(lambda: call(flat), count)
+                seconds["eager"] = period_of_calls(lambda: call(flat_there), count)
             if whole is not None and latency:
                 seconds["graph"] = timed(lambda: [x.cpu() for x in whole(host)], 10)
             elif whole is not None:
@@ -723,6 +770,9 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
             graphs_over_graph=_ratio(seconds.get("graph"), seconds.get("gpu_graphs")),
             plan_uses={(0,): "CPU", (1,): "GPU"}.get(tuple(uses), "both"),
         )
+        if len(uses) > 1:
+            with b.item(f"{key}, {objective}, peak"):
+                b.emit(f"{key}, {objective}, peak", **peaks(problem, solution.placement))
     with b.item(f"{key}, peak"):
         b.emit(f"{key}, peak", **peaks(problem, all_on(graph, 1)))
 
@@ -841,14 +891,14 @@ def memory(b: Bench) -> None:
     shape = {"tables": 3, "rows": 20_000, "batch": 16} if b.emulated else {
         "tables": 26, "rows": 200_000, "batch": 512}  # fmt: skip
     decoder = Decoder(layers, width).eval()
-    few, many = (1, 16), (2, 64) if b.emulated else (8, 256)
+    few, many = (1, 16), (2, 64) if b.emulated else (2, 256)
     models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         "decoder, few tokens": lambda: (decoder, torch.randn(*few, width)),
         "dlrm": lambda: load("dlrm", dim=64, lookups=1, **shape),
         "decoder, many tokens": lambda: (decoder, torch.randn(*many, width)),
     }
-    for name, make in models.items():
-        with b.item(name):
+    for i, (name, make) in enumerate(models.items()):
+        with b.item(name, b.part_s(len(models) - i)):
             _capped(b, name, *make())
 
 
@@ -859,8 +909,7 @@ def _in_parts(b: Bench) -> None:
     inputs = torch.randn(8, width)
     graph = capture(module, inputs, name="parts")
     with memory_of(b, 0.6 * sum(x.nbytes for x in module.state_dict().values())) as cluster:
-        with patch.object(measuring, "calibrated", lambda graph, cluster, profile: profile):
-            profile = b.measured("parts", graph, cluster, 1)
+        profile = b.measured("parts", graph, cluster, 1, calibrate=False)
         problem = Problem(graph, cluster, profile, num_microbatches=1)
         solution = planners.load("heft")(problem)
         with Runner(graph, cluster, solution.placement) as runner:
@@ -878,7 +927,7 @@ def memory_of(b: Bench, num_bytes: float) -> Iterator[Cluster]:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     workspaces = 0 if b.emulated else 2**26
-    promised = max(1, int(0.9 * num_bytes) - workspaces)
+    promised = max(1, int(0.85 * num_bytes) - workspaces)
     try:
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
     finally:
@@ -890,7 +939,9 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
     graph, size = capture(module, inputs, name=name), sum(
         x.nbytes for x in module.state_dict().values()
     )  # fmt: skip
-    profile = b.measured(name.replace(", ", "_").replace(" ", "_"), graph, b.cluster, 1)
+    short = "many" not in name  # else the processor takes about a second for each run
+    key = name.replace(", ", "_").replace(" ", "_")
+    profile = b.measured(key, graph, b.cluster, 1, calibrate=short)
     expected = [x.clone() for x in _tensors_of(module, inputs)]
     ways: dict[str, float] = {}
     facts: dict[str, Any] = {}
@@ -939,6 +990,7 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         plan_over_accelerate=_ratio(ways.get("accelerate_ms"), ways.get("plan_ms")),
         plan_over_streamed=_ratio(ways.get("streamed_ms"), ways.get("plan_ms")),
         plan_over_cut=_ratio(ways.get("cut_ms"), ways.get("plan_ms")),
+        better=min(("cut", "stream", "streamed"), key=lambda w: ways.get(f"{w}_ms", math.inf)),
         predicted_ms=float(evaluate(problem, placed["plan"][None]).latency_s[0]) * 1e3,
         on_gpu=float((problem.worker[placed["plan"]] == 1).mean()),
         from_host_mib=float(problem.param_bytes_on(placed["plan"])[0]) / 2**20,
@@ -987,15 +1039,15 @@ def training(b: Bench) -> None:
         b.emit("all on the GPU", step_ms=step_s * 1e3, **sizes)
     with b.item("half of the activations"):
         torch.cuda.empty_cache()
-        with patch.object(measuring, "calibrated", lambda graph, cluster, profile: profile):
-            profile = b.measured("training", graph, cluster, 1)
+        profile = b.measured("training", graph, cluster, 1, calibrate=False)
         room = kept + 0.5 * (peak - kept)
         with memory_of(b, room) as capped:
             problem = Problem(graph, capped, profile, objective="period", num_microbatches=2)
             solution = planners.load("best_of", seconds=b.planning_s)(problem)
             fresh = torch.optim.AdamW(module.parameters(), lr=1e-3)
-            with tf32(False), Trainer(graph, capped, solution.placement, fresh) as trainer:
-                wrong = training_difference(trainer, module, example, mean_of_outputs, 2)
+            with Trainer(graph, capped, solution.placement, fresh) as trainer:
+                with tf32(False):
+                    wrong = training_difference(trainer, module, example, mean_of_outputs, 2)
                 step_s = timed(lambda: trainer.step([example] * 2), 3)
         b.emit(
             "half of the activations",
@@ -1116,6 +1168,7 @@ SECTIONS: dict[str, Section] = {
     **{f"correct_{i + 1}": partial(correct, third=i) for i in range(3)},
     "train": train,
     "errors": errors,
+    "index": index,
     "kernels": kernels,
     "micro": micro,
     "profile": each(tuple(PROFILED), profile),
@@ -1129,17 +1182,17 @@ SECTIONS: dict[str, Section] = {
 }
 # Sections that run beside each other, as nothing is timed in them; and seconds for them.
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("facts",), 12),
-    (("correct_1", "correct_2", "correct_3", "train", "errors", "kernels"), 75),
-    (("micro",), 18),
+    (("facts",), 20),
+    (("correct_1", "correct_2", "correct_3", "train", "errors", "index", "kernels"), 75),
+    (("micro",), 15),
     (("profile",), 85),
     (("plans",), 70),
     (("memory",), 65),
     (("fidelity",), 50),
     (("training",), 40),
     (("energy",), 32),
-    (("policy",), 22),
-    (("streams",), 11),
+    (("policy",), 20),
+    (("streams",), 8),
 )
 
 
@@ -1148,7 +1201,8 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
     traces = (options.out / "traces.txt").open("a", encoding="utf-8")
     faulthandler.enable(traces)
     faulthandler.dump_traceback_later(limit_s * 0.95, exit=False, file=traces)
-    bench = Bench(options.out, options.work, name, options.emulated, **known)
+    until = time.perf_counter() + limit_s
+    bench = Bench(options.out, options.work, name, options.emulated, until=until, **known)
     with ExitStack() as stack:
         if options.emulated:
             sys.path.insert(0, str(ROOT / "tests"))
@@ -1307,7 +1361,88 @@ def table(lines: Sequence[str]) -> str:
             alike = [row.values() for row in rows if tuple(row) == columns]
             cells = [[number(v, 4) if isinstance(v, float) else str(v) for v in r] for r in alike]
             texts.append(to_table(columns, cells))
-    return "\n".join(texts) + "\n"
+    return "\n".join(texts) + "\n### goals\n\n" + goals([json.loads(line) for line in lines])
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> str:
+    """What was to be shown, what was, and whether that is enough."""
+
+    def of(section: str, name: str, item: str = "") -> list[float]:
+        mine = [r for r in rows if r["section"].split("_")[0] == section and item in r["item"]]
+        return [r[name] for r in mine if isinstance(r.get(name), int | float)]
+
+    def span(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
+        low, high = (number(f(values), 3, scale, unit) for f in (min, max))
+        return low if low == high else f"{low} to {high}"
+
+    lines: list[tuple[str, str, str, bool | None]] = []
+
+    def add(
+        what: str, goal: str, section: str, values: Sequence[Any], reached: Any, met: Any = None
+    ) -> None:
+        """``reached`` and ``met`` of the values; what failed in the section is said too."""
+        failed = sum(
+            "failed" in r or (r["item"] == "section" and r.get("status") != "done")
+            for r in rows
+            if r["section"].split("_")[0] == section
+        )
+        text = reached(values) if values else "nothing"
+        text += f"; {failed} failed or stopped" if failed else ""
+        enough = None if met is None else bool(values and met(values) and not failed)
+        lines.append((what, goal, text, enough))
+
+    def counted(oks: Sequence[Any]) -> str:
+        return f"{sum(oks)} of {len(oks)}"
+
+    add("results of 12 models", "all equal, the same bits twice", "correct",
+        of("correct", "ok"), counted, all)  # fmt: skip
+    add("300 micro-batches", "no fault", "correct", of("correct", "ok", "many"), counted, all)
+    add("training: losses and parameters", "all equal", "train",
+        of("train", "ok"), counted, all)  # fmt: skip
+    add("errors are said (the third may end its process)", "3", "errors",
+        of("errors", "ok") + of("index", "ok"), counted, lambda v: sum(v) == 3)  # fmt: skip
+    shares = of("profile", "dispatch_share"), of("profile", "cpu_faster_share")
+    add("profile: share of GPU time that is dispatch", "6 models", "profile",
+        shares[0], partial(span, scale=100, unit=" %"), lambda v: len(v) == 6)  # fmt: skip
+    add("profile: share of operators that the CPU does faster", "6 models", "profile",
+        shares[1], partial(span, scale=100, unit=" %"), lambda v: len(v) == 6)  # fmt: skip
+    for what in ("latency", "period"):
+        add(f"{what} predicted, median error", "at most 10 %, aim 5 %", "fidelity",
+            of("fidelity", f"{what}_error"), partial(span, scale=100, unit=" %"),
+            lambda v: max(v) <= 0.10)  # fmt: skip
+        add(f"{what} predicted, rank correlation", "at least 0.95", "fidelity",
+            of("fidelity", f"{what}_rank"), span, lambda v: min(v) >= 0.95)  # fmt: skip
+        add(f"{what}: GPU alone over eager PyTorch", "at least 0.95x", "plans",
+            of("plans", "gpu_over_eager", what), span, lambda v: min(v) >= 0.95)  # fmt: skip
+        add(f"{what}: graphs per run over one graph", "at least 0.8x", "plans",
+            of("plans", "graphs_over_graph", what), span, lambda v: min(v) >= 0.8)  # fmt: skip
+        add(f"{what}: plan over the best device", "at least 0.98x (published: 1.125x)",
+            "plans", of("plans", "plan_over_single", what), span,
+            lambda v: min(v) >= 0.98)  # fmt: skip
+    add("half of the memory: results", "all equal", "memory",
+        of("memory", "ok"), counted, all)  # fmt: skip
+    add("half of the memory: plan over accelerate", "faster", "memory",
+        of("memory", "plan_over_accelerate"), span, lambda v: min(v) > 1)  # fmt: skip
+    add("half of the memory: better of cut and stream", "named", "memory",
+        [f"{r['item']}: {r['better']}" for r in rows if "better" in r], "; ".join)  # fmt: skip
+    add("half of the memory: plan over a stream by hand", "named", "memory",
+        of("memory", "plan_over_streamed"), span)  # fmt: skip
+    add("peak memory predicted", "within 10 % of the allocator's", "plans",
+        of("plans", "predicted_off") + of("memory", "predicted_off"),
+        partial(span, scale=100, unit=" %"), lambda v: max(map(abs, v)) <= 0.10)  # fmt: skip
+    add("training with half of the activations", "runs, losses equal", "training",
+        of("training", "ok"), counted, all)  # fmt: skip
+    steps = [number(x, 1, unit=" ms") for i in ("eager", "all", "half")
+             for x in of("training", "step_ms", i)]  # fmt: skip
+    add("training step: eager, GPU, half", "named", "training", steps, ", ".join)
+    add("watts at rest, with a context", "named", "energy", of("energy", "watts", "rest"), span)
+    add("joules per micro-batch: CPU, GPU, plan", "named", "energy",
+        of("energy", "gpu_j_per_microbatch"),
+        lambda v: ", ".join(number(x, 3) for x in v))  # fmt: skip
+    add("learning on the GPU over the CPU", "named", "policy",
+        of("policy", "gpu_over_cpu"), span)  # fmt: skip
+    met = {True: "yes", False: "no", None: "–"}
+    return to_table(("what", "goal", "reached", "met"), [(*x[:3], met[x[3]]) for x in lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

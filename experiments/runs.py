@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Planner, Problem
 from placement.profile import Profile
+from placement.search import budget
 
 Floats = NDArray[np.float64]
 GIB = 2**30
@@ -243,8 +244,7 @@ def budgeted(name: str, seconds: float) -> Planner:
 
 
 def options_of(name: str) -> set[str]:
-    kind = planners.find(name)
-    return {f.name for f in fields(kind)} if is_dataclass(kind) else set()
+    return budget.options_of(planners.find(name))
 
 
 def is_search(name: str) -> bool:

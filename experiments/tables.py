@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import csv
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -82,15 +84,18 @@ def to_csv(rows: Sequence[Any]) -> str:
 
 def read_csv(kind: type[R], path: Path) -> list[R]:
     """What ``to_csv`` wrote of rows of this kind; none where there is no such file."""
-    if not path.is_file():
-        return []
+    return list(_rows(kind, path.read_text("utf-8"))) if path.is_file() else []
+
+
+@cache
+def _rows(kind: type[R], text: str) -> tuple[R, ...]:
+    """Once for each content: a page asks for the same files dozens of times."""
     assert is_dataclass(kind)
     hints = {name: str(hint) for name, hint in get_type_hints(kind).items()}
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            kind(**{name: _value(text, hints[name]) for name, text in line.items()})
-            for line in csv.DictReader(file)
-        ]
+    return tuple(
+        kind(**{name: _value(value, hints[name]) for name, value in line.items()})
+        for line in csv.DictReader(io.StringIO(text, newline=""))
+    )
 
 
 def _value(text: str, kind: str) -> Any:

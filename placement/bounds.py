@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cmp_to_key
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,11 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
     Period and largest load: the fractional load balance without communication (an LP), which also
     holds where replicas take turns; and, where they may not (the problem's ``max_phases`` is 1),
-    the heaviest colocation group at its cheapest device. Latency: the larger of that and of the
-    critical path with every operator at its fastest device; of few operators also the energy of
-    every interval of time (``_energetic_bound_s``). It is rounded up where all seconds are
-    multiples of one number and nothing takes time to send. Energy (where power is known): every
+    the heaviest colocation group at its cheapest device. Latency: the largest of that, of the
+    critical path with every operator at its fastest device, and of what each device alone must run
+    (``_one_device_s``); of few operators also the energy of every interval of time
+    (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
+    nothing takes time to send. Energy (where power is known): every
     operator where it adds least, and every device idle for the shortest possible run, whose
     seconds are worth ``second_j``.
     """
@@ -77,12 +79,45 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
 
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
-    bound_s, grain = max(path_s, load_s), grain_s(problem)
+    bound_s, grain = max(path_s, load_s, _one_device_s(problem)), grain_s(problem)
     if grain:
         bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain
     if problem.num_ops <= _ENERGETIC:
         bound_s = max(bound_s, _energetic_bound_s(problem, bound_s, grain))
     return bound_s
+
+
+def _one_device_s(problem: Problem) -> float:
+    """What a device takes for what no other can run, as if it could interrupt operators.
+
+    Each may begin when what precedes it can be done, and is followed by what waits for it. Taking
+    at any time the one that is followed longest is best (Jackson 1955; Carlier 1982).
+    """
+    alone = problem.supported.sum(axis=1) == 1
+    if problem.num_devices == 1 or not alone.any():
+        return 0.0
+    own_s, edges = _fastest_s(problem), problem.graph.edges
+    head_s = _heads_s(own_s, edges)
+    tail_s = _heads_s(own_s[::-1], len(own_s) - 1 - edges[:, ::-1])[::-1]
+    longest_s = 0.0
+    for device in range(problem.num_devices):
+        ops = np.flatnonzero(alone & problem.supported[:, device])
+        coming = sorted(zip(head_s[ops], -tail_s[ops], own_s[ops], strict=True), reverse=True)
+        waiting: list[tuple[float, float]] = []  # minus its tail, seconds left
+        now_s = 0.0
+        while coming or waiting:
+            if not waiting:
+                now_s = max(now_s, coming[-1][0])
+            while coming and coming[-1][0] <= now_s:
+                heappush(waiting, coming.pop()[1:])
+            minus_tail, left_s = heappop(waiting)
+            until_s = min(now_s + left_s, coming[-1][0] if coming else np.inf)
+            if until_s < now_s + left_s:
+                heappush(waiting, (minus_tail, left_s - (until_s - now_s)))
+            else:
+                longest_s = max(longest_s, until_s - minus_tail)
+            now_s = until_s
+    return float(longest_s) * (1 - 1e-12)
 
 
 def grain_s(problem: Problem) -> float:

@@ -366,6 +366,19 @@ def topological_order(edges: NDArray[np.integer[Any]], count: int) -> list[int]:
     return order
 
 
+def components(edges: NDArray[np.integer[Any]], count: int, strong: bool = False) -> Ints:
+    """int32 ``[count]``: the connected component of each vertex, numbered from 0.
+
+    ``strong``: vertices are in one that reach each other along ``edges`` ``[E, 2]``.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    table = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(count, count))
+    label = connected_components(table, strong, "strong" if strong else "weak")[1]
+    return np.asarray(label, np.int32)
+
+
 def levels(edges: NDArray[np.integer[Any]], count: int) -> Ints:
     """int32 ``[count]``: number of edges on the longest path to each vertex of a graph without
     circles; ``edges`` as for ``topological_order``."""
@@ -380,9 +393,7 @@ def levels(edges: NDArray[np.integer[Any]], count: int) -> Ints:
 def _renumber(labels: NDArray[Any]) -> Ints:
     """Dense labels 0, 1, ... in order of first appearance."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int32)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse.reshape(-1)].astype(np.int32)
+    return np.argsort(np.argsort(first))[inverse.reshape(-1)].astype(np.int32)
 
 
 def reuse_position(graph: OpGraph) -> NDArray[np.int32]:

@@ -488,7 +488,6 @@ class Plan(_Strict):
             PlanMismatch: another module than the plan's, or this machine lacks a device.
             CaptureError: the module cannot be captured.
         """
-        from placement.capturing import capture
         from placement.executor import Runner
         from placement.program import inputs_from_spec
 
@@ -496,8 +495,8 @@ class Plan(_Strict):
             raise PlanMismatch(
                 "the plan is for training: bind_training(module, optimizer, loss=...)"
             )
-        example = self._example(example_inputs, inputs_from_spec)
-        graph, cluster = capture(module, example), self.cluster.build()
+        graph = self._captured(module, example_inputs, inputs_from_spec)
+        cluster = self.cluster.build()
         options = self.run_options(graph, in_order=in_order)
         return Runner(graph, cluster, self.placement(graph, cluster), record=record, **options)
 
@@ -524,7 +523,6 @@ class Plan(_Strict):
                 a device.
             CaptureError: the module cannot be captured.
         """
-        from placement.capturing import capture
         from placement.capturing.training import example_from_spec
         from placement.executor import Trainer
 
@@ -533,9 +531,10 @@ class Plan(_Strict):
                 "the plan is for inference: bind(module), or plan again from "
                 "capture(module, inputs, mode='training')"
             )
-        graph = capture(
+        graph = self._captured(
             module,
-            self._example(example_inputs, example_from_spec),
+            example_inputs,
+            example_from_spec,
             mode="training",
             loss=loss,
             optimizer=optimizer,
@@ -553,8 +552,13 @@ class Plan(_Strict):
             **self.run_options(graph, in_order=True),
         )
 
-    def _example(self, example: Any, from_spec: Callable[[Any], Any]) -> Any:
-        """Inputs to capture with, on a machine that can run the plan."""
+    def _captured(
+        self, module: Any, example: Any, from_spec: Callable[[Any], Any], **options: Any
+    ) -> OpGraph:
+        """The graph of ``module`` for ``example`` or the plan's inputs, on a machine that fits."""
+        from placement.capturing import capture
+        from placement.program import CaptureError
+
         missing = self.missing_devices()
         if missing:
             raise PlanMismatch(
@@ -563,7 +567,14 @@ class Plan(_Strict):
             )
         if example is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
-        return from_spec(self.graph.input_spec) if example is None else example
+        if example is not None:
+            return capture(module, example, **options)
+        try:
+            return capture(module, from_spec(self.graph.input_spec), **options)
+        except CaptureError as error:
+            raise CaptureError(
+                f"{error} (the plan's inputs are given: it is of {self.graph.name!r})"
+            ) from error
 
     def run_options(self, graph: OpGraph, *, in_order: bool) -> dict[str, Any]:
         """What ``Runner`` and ``Trainer`` are to be told; ``in_order`` as for ``bind``."""
@@ -855,7 +866,8 @@ def load_plan(path: str | Path) -> Plan:
     if wrong:
         raise PlanError(
             f"{path}: {_some(wrong, sep='; ')}. Was it edited by hand? "
-            "Make it again: placement plan MODEL --out plan.json"
+            "Make it again, with placement plan MODEL --out plan.json, or by hand with make_plan "
+            "(docs/plan.md)"
         )
     return plan
 
@@ -872,7 +884,11 @@ def read_plan(path: str | Path) -> Plan:
         what = model_file(path, error.object) or f"byte {error.start} is not UTF-8"
         raise PlanError(f"{path}: not a plan: {what}") from error
     except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
+        made = ""
+        if isinstance(error, FileNotFoundError):
+            model = path.name if ":" in path.name else "MODEL"
+            made = f"; a plan is a file, and made with: placement plan {model} --out plan.json"
+        raise PlanError(f"{path}: cannot be read: {error.strerror}{made}") from error
     try:
         data = parse_json(text)
     except ValueError as error:

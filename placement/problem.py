@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import Cluster, Ends, Power, pairs_of
+from placement.cluster import Cluster, Ends, Link, Power, pairs_of
 from placement.graph import OpGraph, reuse_position
 from placement.objective import Objective
 from placement.profile import Profile
@@ -28,18 +30,6 @@ ReadyOrder = Literal["priority", "arrival"]
 
 class ProblemError(ValueError):
     """The problem, or a placement for it, is not valid; the message has the numbers."""
-
-
-class _Links(NamedTuple):
-    """Arrays ``[D, D]`` of ordered pairs; ``copying`` of each device that streams: the seconds
-    that the host takes to begin to send parameters, and those per byte.
-    """
-
-    latency_s: Floats
-    s_per_byte: Floats
-    blocking: NDArray[np.bool_]
-    channel: NDArray[np.int32]
-    copying: dict[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +121,40 @@ class Problem:
             names = [self.graph.op_name[i] for i in ops[:4]]
             raise ProblemError(f"no device can run every operator of colocation group {names}")
 
+    def pinned(self, where: Mapping[str, str]) -> Problem:
+        """The same problem, where some operators may run on one device only.
+
+        Args:
+            where: the device's name by what is pinned to it: an operator, or a module with all
+                that is below it; as shell patterns, ``{"encoder.layer.*": "cpu:0"}``. Operators
+                that must share a device with these go along.
+
+        Raises:
+            ProblemError: no such device, nothing of that name, or no device is left for something.
+        """
+        g, compute_s = self.graph, self.profile.compute_s.copy()
+        for pattern, name in where.items():
+            if name not in self.cluster.device_names:
+                devices = list(self.cluster.device_names)
+                raise ProblemError(f"{pattern}={name}: no such device; use one of {devices}")
+            ops = [
+                i
+                for i, (op, module) in enumerate(zip(g.op_name, g.op_module, strict=True))
+                if any(fnmatchcase(*x) for x in ((op, pattern), (f"{module}.", f"{pattern}.*")))
+            ]
+            if not ops:
+                some = sorted({m for m in g.op_module if m}, key=lambda m: (m.count("."), m))[:6]
+                some = some or list(g.op_name[:6])
+                raise ProblemError(
+                    f"{pattern}={name}: no operator and no module has that name; some that are "
+                    f"there: {', '.join(some)}"
+                )
+            others = np.arange(self.num_devices) != self.cluster.device_names.index(name)
+            compute_s[np.ix_(ops, others)] = np.inf
+            if not np.isfinite(compute_s[ops]).any(axis=1).all():
+                raise ProblemError(f"{pattern}={name}: cannot run there, or is pinned to another")
+        return replace(self, profile=replace(self.profile, compute_s=compute_s))
+
     @property
     def num_run(self) -> int:
         """Micro-batches of a run that the objective is of: one alone, or ``M`` in a pipeline."""
@@ -185,8 +209,10 @@ class Problem:
         if not self.cluster.streaming:
             return seconds
         seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
-        for d, (latency_s, s_per_byte) in self._links.copying.items():
-            copied_s = np.where(size > 0, latency_s + size * s_per_byte, 0.0)
+        host, _ = host_of(self)
+        latency_s, s_per_byte = self._of_links(_latency_s), self._of_links(_s_per_byte)
+        for d in self.cluster.streaming:
+            copied_s = np.where(size > 0, latency_s[host, d] + size * s_per_byte[host, d], 0.0)
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds
@@ -206,39 +232,40 @@ class Problem:
     @cached_property
     def link_latency_s(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links.latency_s
+        return self._of_workers(self._of_links(_latency_s))
 
     @cached_property
     def link_s_per_byte(self) -> Floats:
         """float64 ``[D, D]``; 0 on the diagonal."""
-        return self._links.s_per_byte
+        return self._of_workers(self._of_links(_s_per_byte))
 
     @cached_property
     def link_blocking(self) -> NDArray[np.bool_]:
         """bool ``[D, D]``: the sender's worker is busy during the transfer."""
-        return self._links.blocking
+        return self._of_workers(self._of_links(lambda x: x.blocking)) > 0
 
     @cached_property
     def link_wake_s(self) -> Floats:
         """float64 ``[D, D]``: waking an idle receiver keeps the sender's worker busy so long."""
-        return self._of_links("wake_s")
+        return self._of_workers(self._of_links(lambda x: x.wake_s))
 
     @cached_property
     def link_send_s(self) -> Floats:
         """float64 ``[D, D]``: handing over a tensor keeps the sender's worker busy so long."""
-        return self._of_links("send_s")
+        return self._of_workers(self._of_links(lambda x: x.send_s))
 
     @cached_property
     def link_send_s_per_byte(self) -> Floats:
         """float64 ``[D, D]``: and each of its bytes so much longer."""
-        return self._of_links("send_s_per_byte")
+        return self._of_workers(self._of_links(lambda x: x.send_s_per_byte))
 
-    def _of_links(self, what: str) -> Floats:
+    def _of_links(self, value: Callable[[Link], float]) -> Floats:
+        """float64 ``[D, D]`` of a link between each two devices; 0 where there is none."""
         values = np.zeros((self.num_devices, self.num_devices))
         for a, b, link in self._ends:
-            values[a, b] = getattr(link, what)
+            values[a, b] = value(link)
         np.fill_diagonal(values, 0.0)
-        return self._of_workers(values)
+        return values
 
     def _of_workers(self, pairs: NDArray[Any]) -> NDArray[Any]:
         """``[D, D]`` between the devices that run what is placed on others."""
@@ -247,7 +274,18 @@ class Problem:
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
         """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
-        return self._links.channel
+        d = self.num_devices
+        own = np.arange(d * d, dtype=np.int32).reshape(d, d)
+        channel = own.copy()
+        named: dict[str, int] = {}
+        for a, b, link in self._ends:
+            if link.channel is None:
+                channel[a, b] = own[a, b]
+            else:
+                channel[a, b] = named.setdefault(link.channel, d * d + len(named))
+        np.fill_diagonal(channel, own.diagonal())
+        _, dense = np.unique(self._of_workers(channel), return_inverse=True)
+        return dense.reshape(d, d).astype(np.int32)
 
     @cached_property
     def num_channels(self) -> int:
@@ -257,34 +295,6 @@ class Problem:
     @cached_property
     def _ends(self) -> tuple[Ends, ...]:
         return tuple(pairs_of(self.profile.links, self.cluster.device_names))
-
-    @cached_property
-    def _links(self) -> _Links:
-        d = self.num_devices
-        latency, per_byte = np.zeros((d, d)), np.zeros((d, d))
-        blocking = np.zeros((d, d), bool)
-        own = np.arange(d * d, dtype=np.int32).reshape(d, d)
-        channel = own.copy()
-        named: dict[str, int] = {}
-        for a, b, link in self._ends:
-            latency[a, b] = link.latency_s
-            per_byte[a, b] = 1.0 / link.bandwidth_bytes_per_s
-            blocking[a, b] = link.blocking
-            if link.channel is None:
-                channel[a, b] = own[a, b]
-            else:
-                channel[a, b] = named.setdefault(link.channel, d * d + len(named))
-        for matrix, value in ((latency, 0.0), (per_byte, 0.0), (blocking, False)):
-            np.fill_diagonal(matrix, value)
-        np.fill_diagonal(channel, own.diagonal())
-        host, _ = host_of(self)
-        copying = {x: (latency[host, x], per_byte[host, x]) for x in self.cluster.streaming}
-        latency, per_byte, blocking, channel = map(
-            self._of_workers, (latency, per_byte, blocking, channel)
-        )
-        _, dense = np.unique(channel, return_inverse=True)
-        channel = dense.reshape(d, d).astype(np.int32)
-        return _Links(latency, per_byte, blocking, channel, copying)
 
     def transfer_s(self, tensor: int, src: int, dst: int) -> float:
         """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
@@ -369,7 +379,8 @@ class Problem:
     @cached_property
     def rank_position(self) -> NDArray[np.int32]:
         """int32 ``[N]`` position of each operator by (highest upward rank, smallest number)."""
-        return _position(np.lexsort((np.arange(self.num_ops), -self.upward_rank_s)))
+        order = np.lexsort((np.arange(self.num_ops), -self.upward_rank_s))
+        return np.argsort(order).astype(np.int32)
 
     @cached_property
     def priority(self) -> NDArray[np.int32]:
@@ -577,10 +588,12 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
     return p
 
 
-def _position(order: NDArray[np.intp]) -> NDArray[np.int32]:
-    position = np.empty(len(order), np.int32)
-    position[order] = np.arange(len(order))
-    return position
+def _latency_s(link: Link) -> float:
+    return link.latency_s
+
+
+def _s_per_byte(link: Link) -> float:
+    return 1.0 / link.bandwidth_bytes_per_s
 
 
 def host_of(problem: Problem) -> tuple[int, NDArray[np.bool_]]:

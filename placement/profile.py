@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from placement.graph import MOST_BYTES, OpGraph
 from placement.tools.files import parse_json, read_arrays, short, write_arrays
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.integer[Any]]
 
 _ARRAYS = (
     "compute_s",
@@ -162,11 +163,6 @@ class Profile:
             columns.append(self.device_names.index(source))
             factors.append(1.0 / device.speed)
         scale = np.asarray(factors)
-
-        def take(a: Floats | None) -> Floats | None:
-            return None if a is None else a[:, columns] * scale
-
-        names = cluster.device_names
         measured = {(x.src, x.dst): x for x in self.links}
         links = [
             replace(measured[pair], src=a.name, dst=b.name)
@@ -175,22 +171,33 @@ class Profile:
             if (pair := (workers[i].measured_as, workers[j].measured_as)) in measured
             and not cluster.joins[i, j]
         ]
-        compute, spread = take(self.compute_s), take(self.spread_s)
-        assert compute is not None and spread is not None
-        pairs = None if self.transfer_s is None else self.transfer_s[:, columns][:, :, columns]
-        return Profile(
-            device_names=names,
-            compute_s=compute,
-            spread_s=spread,
-            links=(*links, *cluster.links),
-            loaded_s=take(self.loaded_s),
-            batch_s=self.batch_s,
-            transfer_s=pairs,
-            io_s=None if self.io_s is None else self.io_s[:, columns],
-            workspace_bytes=self.workspace_bytes,
-            predicted=None if self.predicted is None else self.predicted[:, columns],
-            graph_fingerprint=self.graph_fingerprint,
-            provenance=self.provenance,
+        taken = self.take(columns, cluster.device_names, (*links, *cluster.links))
+        return replace(
+            taken,
+            compute_s=taken.compute_s * scale,
+            spread_s=taken.spread_s * scale,
+            loaded_s=None if taken.loaded_s is None else taken.loaded_s * scale,
+        )
+
+    def take(
+        self, columns: Sequence[int] | Ints, names: Sequence[str], links: Iterable[Link]
+    ) -> Profile:
+        """The profile of devices of these ``names``, each as that of a column, with ``links``."""
+
+        def of(a: Any) -> Any:
+            return None if a is None else a[:, columns]
+
+        pairs = self.transfer_s
+        return replace(
+            self,
+            device_names=tuple(names),
+            links=tuple(links),
+            compute_s=of(self.compute_s),
+            spread_s=of(self.spread_s),
+            loaded_s=of(self.loaded_s),
+            transfer_s=None if pairs is None else pairs[:, columns][:, :, columns],
+            io_s=of(self.io_s),
+            predicted=of(self.predicted),
         )
 
     def check(self, graph: OpGraph) -> None:

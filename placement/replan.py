@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -67,27 +66,12 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
             f"{have:,} together"
         )
     profile, cluster = problem.profile, problem.cluster
-
-    def take(a: Any) -> Any:
-        return None if a is None else a[:, keep]
-
-    pairs = profile.transfer_s
     return replace(
         problem,
         cluster=Cluster(
             cluster.name, tuple(cluster.devices[d] for d in keep), between(cluster.links, left)
         ),
-        profile=replace(
-            profile,
-            device_names=tuple(left),
-            compute_s=profile.compute_s[:, keep],
-            spread_s=profile.spread_s[:, keep],
-            links=between(profile.links, left),
-            loaded_s=take(profile.loaded_s),
-            transfer_s=None if pairs is None else pairs[:, keep][:, :, keep],
-            io_s=take(profile.io_s),
-            predicted=take(profile.predicted),
-        ),
+        profile=profile.take(keep, left, between(profile.links, left)),
     )
 
 

@@ -56,3 +56,11 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no reference data: {folder} does not exist")
     return folder
+
+
+@pytest.fixture
+def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles as measured, but with the fewest runs: for tests that need one, of any accuracy."""
+    few = {"PATIENCE": 1, "CALIBRATION_MOST": 1, "CALIBRATION_ROUNDS": 1, "STREAMED": 8}
+    for name, value in (few | {"CALIBRATION_FACTORS": (1.0,)}).items():
+        monkeypatch.setattr(f"placement.costs.measure._{name}", value)

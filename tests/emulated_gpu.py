@@ -48,8 +48,12 @@ class Gpu:
         copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
             memory), ``back and wait``.
         num_streams, num_poisoned, num_replays: so far.
-        num_races: blocks that were freed while a stream used them that nobody had recorded.
+        num_races: blocks that were freed while a stream used them that nobody had recorded, or
+            used by a stream that did not wait for what the block's own stream had begun before.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
+        used_pools: by how many graphs each is used; 0: no other may use it.
+        spoiled_pools: those for which the allocator of pinned memory will never see the end.
+        captured: the random generator is a graph's, from a capture's begin until one ends well.
         allocated, peak: bytes by device number.
     """
 
@@ -66,6 +70,9 @@ class Gpu:
     num_replays: int = 0
     num_races: int = 0
     open_pools: Counter[Any] = field(default_factory=Counter)
+    used_pools: Counter[Any] = field(default_factory=Counter)
+    spoiled_pools: set[Any] = field(default_factory=set)
+    captured: bool = False
     allocated: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     streams: list[Stream] = field(default_factory=list)
@@ -101,6 +108,8 @@ class Stream:
         self.device = torch.device("cuda", self.index)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_launched = self.num_done = 0
+        self.seen: dict[Stream, int] = {}  # how far it has waited for others
+        self.waited_for = 0  # how far somebody has waited for it
         self.graph: CUDAGraph | None = None  # that is being captured
         _gpu.num_streams += 1
         _gpu.streams.append(self)
@@ -137,6 +146,8 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        for other, count in event.seen.items():
+            self.seen[other] = max(self.seen.get(other, 0), count)
         self.launch(event.done.wait)
 
     def wait_stream(self, other: Stream) -> None:
@@ -153,16 +164,18 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self.done, self._at, self._stream = threading.Event(), [0.0], None
         self.done.set()  # one that was not recorded has happened
+        self.seen: dict[Stream, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        self._stream = stream or current_stream()
+        self._stream = stream = stream or current_stream()
         done, at = self.done, self._at = threading.Event(), [0.0]
 
         def happen() -> None:
             at[0] = time.perf_counter()
             done.set()
 
-        self._stream.launch(happen)
+        stream.launch(happen)
+        self.seen = stream.seen | {stream: stream.num_launched}
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -172,6 +185,8 @@ class Event:
 
     def synchronize(self) -> None:
         self.done.wait()
+        for other, count in self.seen.items():
+            other.waited_for = max(other.waited_for, count)
         if self._stream is not None and self._stream.error is not None:
             raise RuntimeError(f"CUDA error: {self._stream.error}")
 
@@ -225,6 +240,16 @@ class _Memory:
         self.users: set[Stream] = set()
         self.used: dict[Stream, int] = {}  # how far each has come when it has used the block
         self.graph = on.graph  # in whose memory it is
+        self.since = on.num_launched
+
+    def use(self, stream: Stream) -> None:
+        """``stream`` has been asked to read or write it."""
+        if stream.graph is not None or self.graph is not None:
+            return
+        self.used[stream] = stream.num_launched
+        known = max(stream.seen.get(self.on, 0), self.on.waited_for)
+        if stream is not self.on and known < self.since:
+            self.gpu.num_races += 1
 
     def __del__(self) -> None:
         if not hasattr(self, "num_bytes"):
@@ -378,6 +403,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -> Any:
     on, cell, gpu = current_stream(source.device), source.cell, _gpu
+    memory = source.memory
     inference, in_place = torch.is_inference_mode_enabled(), func is aten.copy_.default
     target, rest = (args[0], ()) if in_place else (None, args[1:])
     late = in_place and (kwargs.get("non_blocking") or args[2:] == (True,))
@@ -398,6 +424,8 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
     if not (late and hasattr(target, "pinned")):
         on.may_wait()
     on.launch(copy)
+    memory.use(on)
+    del memory
     if late and hasattr(target, "pinned"):
         gpu.copies["back"] += 1
         return target
@@ -459,7 +487,13 @@ def _launch(
         with torch.inference_mode(inference and (base is None or base.is_inference())):
             made.append(CudaTensor(meta, cell, memory))
         cells.append((cell, base is None))
-    gpu.allocate(at, more := gpu.scratch.get(str(func), 0))
+    more = gpu.scratch.get(str(func), 0)
+    try:
+        gpu.allocate(at, more)
+    except torch.OutOfMemoryError:
+        if "aten.conv" not in str(func):
+            raise
+        raise RuntimeError("GET was unable to find an engine to execute this computation") from None
     gpu.allocated[at] -= more
     host = torch.device("cpu")
 
@@ -489,11 +523,22 @@ def _launch(
                     shares = is_new and value.untyped_storage().data_ptr() in read
                     cell[0] = value.clone() if shares else value
 
+    if on.graph is None and _draws(func):
+        _check_generator()
     on.launch(kernel)
-    for x in (*cuda, *(x for x in made if isinstance(x, CudaTensor))):
-        if on.graph is None:
-            x.memory.used[on] = on.num_launched
+    is_view = all(cell is not None and not cell[1] for cell in cells)  # a kernel only here
+    # (Between GPUs streams wait for each other once there is memory.)
+    for x in (
+        ()
+        if is_view or on.index != at
+        else (*cuda, *(x for x in made if isinstance(x, CudaTensor)))
+    ):
+        x.memory.use(on)
     return pytree.tree_unflatten(made, spec)
+
+
+def _draws(func: Any) -> bool:
+    return any(word in str(func) for word in ("aten.rand", "aten.bernoulli", "aten.native_dropout"))
 
 
 class CUDAGraph:
@@ -507,18 +552,29 @@ class CUDAGraph:
         self.stream, self.mode = current_stream(), capture_error_mode
         self.thread, self.pool = threading.get_ident(), pool
         assert self.stream is not default_stream(), "graphs are captured on another stream"
+        if pool in _gpu.spoiled_pools or _gpu.open_pools[pool]:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if _gpu.used_pools.get(pool) == 0:
+            raise RuntimeError("INTERNAL ASSERT FAILED: it->second->use_count > 0")
         _gpu.open_pools[pool] += 1
+        _gpu.used_pools[pool] += 1
+        _gpu.captured = True
         self.stream.graph = self
 
     def capture_end(self) -> None:
+        if self.stream.graph is not self:
+            raise RuntimeError("CUDA error: the stream is not capturing")
         self.stream.graph = None
-        if self.failed:  # and the allocator is not told
+        if self.failed:  # and neither allocators nor the generator are told
+            _gpu.spoiled_pools.add(self.pool)
             raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
         _end_allocate(self.stream.index, self.pool)
+        _gpu.captured = False
         self.ended = True
 
     def replay(self) -> None:
         assert self.ended, "replay without a capture"
+        _check_generator()
         _gpu.num_replays += 1
         stream, work = current_stream(), list(self.work)
         stream.launch(lambda: [each() for each in work])
@@ -528,6 +584,15 @@ def _end_allocate(device: int, pool: Any) -> None:
     if not _gpu.open_pools[pool]:
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
     _gpu.open_pools[pool] -= 1
+
+
+def _release_pool(device: int, pool: Any) -> None:
+    _gpu.used_pools[pool] -= 1
+
+
+def _check_generator() -> None:
+    if _gpu.captured:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -622,11 +687,16 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(
-            patch.object(torch._C, "_cuda_endAllocateToPool", _end_allocate, create=True)
-        )
+        for name, inner in {
+            "_cuda_endAllocateToPool": _end_allocate,
+            "_cuda_releasePool": _release_pool,
+        }.items():
+            stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(patch.object(threading.Thread, "start", start_in_mode))
-        stack.enter_context(patch.dict(sys.modules, {"pynvml": nvml(num_devices)}))
+        # ``patch.dict`` would forget what is imported for the first time meanwhile.
+        before = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
+        sys.modules["pynvml"] = nvml(num_devices)
+        stack.callback(lambda: [sys.modules.pop("pynvml", None), sys.modules.update(before)])
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
         stack.enter_context(Mode())

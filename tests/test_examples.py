@@ -18,7 +18,7 @@ from placement.testing import small_problems
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOK = EXAMPLES / "tour.ipynb"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("quick_profiles")]
 
 
 @pytest.fixture(autouse=True)

@@ -512,6 +512,7 @@ def test_an_infinite_constant_among_the_inputs_survives_the_file(tmp_path: Path)
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from placement import capture, workloads
+    from placement.program import CaptureError
 
     module, inputs = workloads.load("tiny_branches")
     graph = capture(module, inputs)
@@ -529,6 +530,8 @@ def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
     other, _ = workloads.load("tiny_mlp")
     with pytest.raises(PlanMismatch, match="operators in the plan, 6 here"):
         plan.bind(other)
+    with pytest.raises(CaptureError, match=r"the plan's inputs are given: it is of 'TinyBr"):
+        plan.bind(torch.nn.Bilinear(4, 4, 4))
 
 
 # -- what is published, and what it costs ----------------------------------------------------

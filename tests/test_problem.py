@@ -83,6 +83,34 @@ def test_groups_are_supported_where_all_their_operators_are() -> None:
     assert problem.check_placement([1, 0, 1]).dtype == np.int32
 
 
+def test_what_is_pinned_can_run_there_only() -> None:
+    modules = ["encoder.layer.1", "encoder.layer.10", "head"]
+    graph = OpGraph.build("net", list("ABC"), [], [], [], op_module=modules, group=[0, 1, 1])
+    problem = make(graph, [[1, 2]] * 3)
+    first, second = problem.cluster.device_names
+
+    def where(**pins: str) -> list[list[bool]]:
+        return problem.pinned(pins).supported.tolist()
+
+    # A module is not one whose name begins alike; C goes along with B, its group.
+    assert problem.pinned({"encoder.layer.1": first}).supported.tolist() == [
+        [True, False], [True, True], [True, True],
+    ]  # fmt: skip
+    assert problem.pinned({"enc*.layer.10": second}).supported.tolist() == [
+        [True, True], [False, True], [False, True],
+    ]  # fmt: skip
+    assert where(A=second, encoder=second) == [[False, True]] * 3
+    assert where(encoder=first, A=first) == where(**{"[AB]": first})
+    for pins, message in (
+        ({"A": "gpu"}, r"A=gpu: no such device; use one of \['"),
+        ({"encode": first}, f"encode={first}: no operator and no module .* there: head, encoder"),
+        ({"encoder": first, "A": second}, f"A={second}: cannot run there, or is pinned to another"),
+        ({"B": first, "C": second}, r"no device can run every operator of .* \['B', 'C'\]"),
+    ):
+        with pytest.raises(ProblemError, match=message):
+            problem.pinned(pins)
+
+
 @pytest.mark.parametrize("number", [0.7, np.nan, np.inf, -0.5, 2**40])
 def test_a_placement_holds_whole_numbers(number: float) -> None:
     problem = make(CHAIN, [[3, 1], [2, 4]])
@@ -237,6 +265,42 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
     assert values.energy_j.min() >= bounds["energy"] * (1 - 1e-9)
     assert bounds == {what: lower_bound(problem.with_objective(what)) for what in bounds}
+
+
+def test_what_only_one_device_can_run_takes_turns_there() -> None:
+    # seconds  0 1 2 3 4 5 6 7 8     p alone can run A, B and C; C follows X on another device.
+    # p        A A B B C C           Each is followed by an operator on a device of its own.
+    # others   X   Y Y Y Y Y         Path 7 (A, Y), load 6 (p); W ends at 8, and no order is better.
+    #                  Z Z Z W W
+    graph = OpGraph.build(
+        "turns", list("XABCYZW"), [0, 1, 2, 3], [0] * 4, [(0, 3), (1, 4), (2, 5), (3, 6)]
+    )
+    seconds = np.full((7, 5), np.inf)
+    device = [1, 0, 0, 0, 2, 3, 4]
+    seconds[range(7), device] = [1, 2, 2, 2, 5, 3, 2]
+    problem = problem_on(graph, seconds)
+    assert lower_bounds(problem)["latency"] == pytest.approx(8)
+    assert evaluate(problem, device).latency_s[0] == pytest.approx(8)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_order_of_a_small_shop_is_below_the_bound(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    device, edges = rng.integers(0, 2, 7), [(0, 1), (1, 2), (3, 4), (4, 5), (5, 6)]
+    seconds = np.full((7, 2), np.inf)
+    seconds[range(7), device] = rng.integers(1, 6, 7)
+    graph = OpGraph.build(
+        "shop", list("ABCDEFG"), [a for a, _ in edges], [0] * 5, [*enumerate(b for _, b in edges)]
+    )
+    shortest_s = np.inf
+    for first in itertools.combinations(range(7), 3):  # whose turn is of the first job
+        free, done, jobs = [0.0, 0.0], [0.0, 0.0], ([0, 1, 2], [3, 4, 5, 6])
+        for turn in range(7):
+            job = turn not in first
+            i = jobs[job].pop(0)
+            done[job] = free[device[i]] = max(free[device[i]], done[job]) + seconds[i, device[i]]
+        shortest_s = min(shortest_s, max(done))
+    assert 0 < lower_bounds(problem_on(graph, seconds))["latency"] <= shortest_s
 
 
 def test_the_bounds_are_reached_where_nothing_is_in_the_way() -> None:

@@ -185,18 +185,10 @@ def twice_the_devices(problem: Problem) -> Problem:
             wide[:, a, twin] = seconds[:, both[a], (both[a] + 1) % count]
         return wide
 
+    taken = profile.take(both, names, joined)
+    transfer_s = None if profile.transfer_s is None else pairs(profile.transfer_s)
     return replace(
         problem,
         cluster=Cluster(f"twice {cluster.name}", devices),
-        profile=replace(
-            profile,
-            device_names=tuple(names),
-            compute_s=profile.compute_s[:, both],
-            spread_s=profile.spread_s[:, both],
-            loaded_s=None if profile.loaded_s is None else profile.loaded_s[:, both],
-            links=tuple(joined),
-            transfer_s=None if profile.transfer_s is None else pairs(profile.transfer_s),
-            io_s=None if profile.io_s is None else profile.io_s[:, both],
-            predicted=None if profile.predicted is None else profile.predicted[:, both],
-        ),
+        profile=replace(taken, transfer_s=transfer_s),
     )

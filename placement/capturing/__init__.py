@@ -46,8 +46,8 @@ def capture(
 
     Args:
         example_inputs: a tensor; a tuple of positional arguments; a mapping of keyword arguments;
-            or ``(args, kwargs)``, a tuple and a dict. Only shapes, dtypes and constants matter.
-            With ``loss``: a pair ``(inputs, target)`` of that and of what the loss takes.
+            or ``(args, kwargs)``, a tuple and a dict. Of tensors only shapes and dtypes
+            are kept. With ``loss``: a pair ``(inputs, target)`` of that and of what the loss takes.
         name: name of the graph; the name of the module's class if not given.
         loss: of training: ``loss(module(inputs), target)`` is the loss of a micro-batch. Without
             it the module returns the loss: itself, as its first output, or as output ``loss``.
@@ -65,6 +65,8 @@ def capture(
             changes its buffers, or computes other numbers when it is called (which is done once);
             for training, if it changes its parameters or there is no loss.
     """
+    if not isinstance(module, nn.Module):
+        raise CaptureError(f"a {type(module).__name__} is given, not a torch.nn.Module")
     if mode == "training":
         return capture_training(
             module,

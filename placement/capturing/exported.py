@@ -277,15 +277,17 @@ def _export_error(
         ):
             module(*args, **kwargs)
     except Exception as own:
-        return CaptureError(
-            f"{module._get_name()} itself fails on the example inputs{user_line(own)}: "
-            f"{type(own).__name__}: {first_line(own)}"
-        )
+        return fails_itself(module, own)
     finally:  # in training mode a call changes statistics
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
     special = _special_part(module, args, kwargs, prefix)
+    if not special and "inference tensor" in text.lower():
+        special = (
+            "the module or its inputs were made in torch.inference_mode(), which a trace cannot "
+            "leave: make them outside of it, or in torch.no_grad()"
+        )
     if special:
         return CaptureError(special)
     for what, (group, remedy) in _UNTRACED.items():
@@ -306,15 +308,32 @@ def _export_error(
             "x.data, and keep no tensors outside of the module"
         )
     unknown = re.search(r"Found <class '(.+)'> in output", text)
+    if not unknown and not where:  # a set that a module returns, in the words of PyTorch 2.11
+        unknown = re.search(r"unhashable type: '(.+)'", text)
     if unknown:
+        what = unknown[1]
         return CaptureError(
-            f"the module returns a {unknown[1]}: let it return tensors, constants, or tuples, "
-            "lists and dicts of them (for a key/value cache: set config.use_cache = False)"
+            f"the module returns a {what}: "
+            + (
+                "add use_cache=False to its keyword inputs"
+                if what.endswith("Cache")
+                else "let it return tensors, constants, or tuples, lists and dicts of them; a data "
+                "class is one of these after torch.export.register_dataclass"
+                f"({what.rpartition('.')[2]})"
+            )
         )
     return CaptureError(
         f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "
         + ("that line" if where else "it")
         + ", or capture a submodule that leaves it out"
+    )
+
+
+def fails_itself(module: nn.Module, error: Exception) -> CaptureError:
+    """The module, not its trace, raised this on the example inputs."""
+    return CaptureError(
+        f"{module._get_name()} itself fails on the example inputs{user_line(error)}: "
+        f"{type(error).__name__}: {first_line(error)}"
     )
 
 
@@ -378,6 +397,8 @@ def _special_part(
         named = f"submodule {path!r} is a {kind}" if path else f"the module is a {kind}"
         if isinstance(m, torch.jit.ScriptModule):
             return f"{named}, made by TorchScript: capture the module that it was made from"
+        if isinstance(m, nn.parallel.DistributedDataParallel):
+            return f"{named}, which talks to other processes: capture what it wraps, its .module"
         if any(isinstance(x, torch.ScriptObject) for x in vars(m).values()):
             return (
                 f"{named}, whose weights are packed in an object of C++ (a quantised module): "

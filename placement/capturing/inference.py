@@ -51,9 +51,11 @@ def capture_inference(module: nn.Module, example_inputs: Any, name: str | None =
         exported = functionalise(exported)
         unsafe = first_unsafe(calls_of(exported))
         if unsafe is not None:
+            is_region = isinstance(unsafe.target, torch._ops.HigherOrderOperator)  # around it
             raise CaptureError(
-                f"{unsafe.target} cannot be made one plain operator{node_line(unsafe)}: rewrite "
-                "that line without it"
+                f"{unsafe.args[0] if is_region else unsafe.target} cannot be made one plain "
+                f"operator{node_line(unsafe)}, as it changes what it is given: rewrite that line "
+                "with one that returns a new tensor"
             )
     arg_names, input_names = argument_names(module, args, kwargs)
     graph = _build(

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
-from placement.capturing.exported import calls_from_user, left_as_it_was, quiet
+from placement.capturing.exported import (
+    calls_from_user,
+    fails_itself,
+    left_as_it_was,
+    quiet,
+)
 from placement.program import CaptureError
 
 _QUESTIONS = (
@@ -38,11 +43,12 @@ def check_numbers(
 ) -> None:
     """Compare a call of the module, in evaluation mode, with ``run(None)``: the same outputs, flat.
 
-    Nothing is compared where the module has no values (device ``meta``), or cannot be called
-    with the example, of which only shapes and dtypes need be right.
+    Nothing is compared where the module has no values (device ``meta``), or has an operator that
+    only another kind of device has, or that few values suit (an inverse): a plan's inputs are ones.
 
     Raises:
-        CaptureError: the numbers are others; the message names a cause and a remedy.
+        CaptureError: the module fails, or the numbers are others; the message names a cause and a
+            remedy.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     if any(x.is_meta for x in (*module.parameters(), *module.buffers(), *leaves) if _is_tensor(x)):
@@ -53,8 +59,10 @@ def check_numbers(
 
     try:
         own, attribute = call()
-    except Exception:
+    except (NotImplementedError, torch.linalg.LinAlgError):
         return
+    except Exception as error:
+        raise fails_itself(module, error) from error
     outputs = run(None)
     wrong = difference(outputs, own)
     if not wrong and not (attribute and difference(outputs, call(2)[0])):

@@ -6,15 +6,16 @@ Data goes to standard output, everything else to standard error. A verb's file h
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import errno
 import io
 import json
 import os
 import shlex
+import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from placement.graph import OpGraph
     from placement.problem import Problem
 
-WIDTH = 80
+NARROWEST, WIDTH = 60, 80  # columns of a table: narrower ones would be letters below letters
 OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
@@ -47,6 +48,8 @@ AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
+BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
+IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
 MAX_BATCHES = 1_000_000  # more would only fill the memory
 MAX_MESSAGE = 1000  # characters of an error
@@ -91,21 +94,29 @@ def guarded(
         close_output()
         return OK
     except Exception as error:
-        message = explain(error)
-        if debug or message is None:
-            traceback.print_exc()
-        if message is None:
-            say(A_DEFECT)
-            return DEFECT
-        say(f"error: {message}")
-        return BAD_INPUT
+        return told(error, explain, debug=debug)
+
+
+def told(error: Exception, explain: Callable[[Exception], str | None], *, debug: bool) -> int:
+    """Say what ``guarded`` does of an error that is being handled; its exit code."""
+    message = explain(error)
+    if debug or message is None:
+        traceback.print_exc()
+    if message is None:
+        say(A_DEFECT)
+        return DEFECT
+    say(f"error: {message}")
+    return BAD_INPUT
 
 
 def explain(error: Exception) -> str | None:
     """What to tell the user: a mistake of theirs has a class of ours, the machine's says itself."""
     is_ours = type(error).__module__.partition(".")[0] in OUR_PACKAGES
     if not is_ours and not isinstance(error, OSError | MemoryError):
-        return None
+        at = next((x for x in getattr(error, "__notes__", ()) if x.startswith(IN_OPERATOR)), None)
+        return at and one_line(
+            f"{type(error).__name__}: {error}; {at}: does the module itself run on these inputs?"
+        )
     return full_output(error) or one_line(str(error)) or NO_MEMORY
 
 
@@ -122,7 +133,9 @@ def interruptible() -> Iterator[None]:
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            timers.append(threading.Timer(0.05, _thread.interrupt_main))
+            # A signal of its own, which also wakes what waits.
+            again = signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+            timers.append(threading.Timer(0.05, *again))
             timers[-1].start()
         else:
             report(unraisable)
@@ -205,9 +218,38 @@ def print_table(
         table.add_row(*map(printable, row))
     # Names come from files: no markup, no emoji.
     out = Output(markup=False, emoji=False, highlight=False)
-    out.width = min(out.width, WIDTH)
+    out.width = min(max(out.width, NARROWEST), WIDTH)
     out.print(printable(title), style="italic")
     out.print(table)
+
+
+def others_s() -> float | None:
+    """Seconds that other programs worked so far on the cores of this one; None: unknown."""
+    try:
+        stat = Path("/proc/stat").read_text(encoding="ascii")
+        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):  # not Linux
+        return None
+    lines = [line.split() for line in stat.splitlines()]
+    worked = (1, 2, 3, 6, 7, 8)  # not: idle, waiting for a disk
+    ticks = sum(int(line[i]) for line in lines if line[0] in mine for i in worked)
+    return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
+@contextmanager
+def says_if_busy() -> Iterator[None]:
+    """Say in the end if other programs worked on the cores that were measured."""
+    before_s, begun = others_s(), time.monotonic()
+    yield
+    after_s, took_s = others_s(), time.monotonic() - begun
+    if before_s is None or after_s is None or took_s < 1:  # nothing was measured
+        return
+    busy, usable = (after_s - before_s) / took_s, len(os.sched_getaffinity(0))
+    if busy > BUSY * usable:
+        say(
+            f"other programs kept {busy:.1f} of {usable} cores busy meanwhile: what was measured "
+            "is too slow, and differs from run to run"
+        )
 
 
 def says_nothing_in_answers() -> AbstractContextManager[object]:

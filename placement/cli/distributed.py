@@ -6,13 +6,13 @@ import argparse
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
+from placement.cli.ranks import spawn
 from placement.cli.ways import answered, differs, model_of, trace_of
 from placement.runs.ways import alone, calls, difference, measure
 
@@ -24,12 +24,11 @@ _LOCAL = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a rank that ends is our message to write
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
 }
 
 
 def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
-    """As a rank of ``torchrun``; or start it here.
+    """As a rank that ``torchrun`` or ``spawn`` has started; or start all of them here.
 
     Exit code 1: the results differ from the plain module's, or a rank failed.
     """
@@ -59,20 +58,10 @@ def _spawn(args: argparse.Namespace, plan: Plan) -> int:
             f"this machine cannot run the plan alone: {'; '.join(missing)}. On every host: "
             f"{more_hosts(args)}"
         )
-    cli.say(f"for more hosts, on each of them: {more_hosts(args)}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", "placement", *_words(args)]
-    process = subprocess.Popen(command, env=_LOCAL | os.environ)
-    try:
-        return cli.OK if process.wait() == 0 else cli.NO
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its ranks
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    code = spawn(count, _words(args), _LOCAL)
+    if code == cli.OK:
+        cli.say(f"for more hosts, on each of them: {more_hosts(args)}")
+    return code
 
 
 def _words(args: argparse.Namespace) -> list[str]:
@@ -114,11 +103,14 @@ def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
     except RankError as error:
         if world.speaks:
             cli.say(f"the run has ended: {error}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(cli.NO)  # threads that wait for a rank which is gone must not keep this one
+        code = cli.NO
+    except Exception as error:
+        code = cli.told(error, cli.explain, debug=args.debug)
     finally:
         signal.signal(signal.SIGTERM, before)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait for a rank which is gone must not keep this one
 
 
 def _infer(

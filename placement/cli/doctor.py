@@ -35,7 +35,6 @@ NOT_KEPT = (
     "compiled kernels cannot be kept, every command compiles them anew (a minute): "
     "export NUMBA_CACHE_DIR=/a/folder/of/yours"
 )
-BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 SHAKY = 1.3  # the slow runs of a fixed piece of work over the fast ones
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
 
@@ -88,6 +87,7 @@ def facts() -> dict[str, Any]:
     """Everything that the machine was asked, as JSON; what cannot be found out is None."""
     from placement.tools.files import FileError, cache_folder, check_writable
 
+    others_s, begun = cli.others_s(), time.monotonic()
     folder, writable = cache_folder(), True
     try:
         check_writable(folder / "profiles" / "x.npz")
@@ -95,7 +95,7 @@ def facts() -> dict[str, Any]:
         writable = False
     there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
     required, extras = packages()
-    return {
+    found = {
         "version": version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -113,6 +113,11 @@ def facts() -> dict[str, Any]:
         "extras": extras,
         "noise": noise(_timed_loops()),
     }
+    worked_s = cli.others_s()
+    load = None
+    if others_s is not None and worked_s is not None:
+        load = round(max(worked_s - others_s, 0.0) / (time.monotonic() - begun), 2)
+    return found | {"cpu": found["cpu"] | {"load": load}}
 
 
 def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -147,7 +152,7 @@ def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
         )
     if cpu["usable"] < 2 and not machine["gpus"]:
         hints.append("one core is one device: a pipeline needs two cores, or a GPU")
-    if cpu["load"] is not None and cpu["load"] > BUSY * cpu["usable"]:
+    if cpu["load"] is not None and cpu["load"] > cli.BUSY * cpu["usable"]:
         hints.append(
             f"other programs keep {cpu['load']:.1f} of {cpu['usable']} cores busy: what is "
             "measured now is too slow, and differs from run to run"
@@ -289,7 +294,6 @@ def _cpu() -> dict[str, Any]:
         "physical": len(siblings) or None,
         "sockets": len(sockets) or None,
         "quota_cores": None if quota[0] == "max" else int(quota[0]) / int(quota[1]),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
     }
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     with cli.progress() as report:
         report(f"loading {args.workload}", None)
         module, inputs = cli.load_workload(args.workload)
-    with cli.says_nothing_in_answers():
+    with cli.says_if_busy(), cli.says_nothing_in_answers():
         runner = optimize(
             module, inputs, cluster, args.objective, args.seconds, workload=args.workload
         )

@@ -28,8 +28,7 @@ EXAMPLE = """examples:
   placement plan model.onnx --devices 2 --dim batch=1 --planner heft --objective latency
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
   placement plan resnet50 --planner heft --predict polynomial
-  placement plan config.json --cluster home.yaml --objective decode --context 8192 \
-      --planner layer_dp
+  placement plan config.json --cluster home.yaml --objective decode --context 8192
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
@@ -46,11 +45,11 @@ which share they may err), or largest_context where nothing fits.
 
 
 _FILE_OPTIONS = (
-    ("devices", int, "K", "number of devices, for a file that names none"),
-    ("bandwidth", float, "BYTES_PER_S", "of the links between those devices"),
-    ("memory", int, "BYTES", "memory of each of those devices"),
-    ("flops", float, "FLOP_PER_S", "peak rate of a device, for an ONNX file, which has no times"),
-    ("memory-bandwidth", float, "BYTES_PER_S", "of a device's memory, for an ONNX file"),
+    ("devices", int, "K", "number of devices"),
+    ("bandwidth", float, "BYTES_PER_S", "of the links between them"),
+    ("memory", int, "BYTES", "memory of each"),
+    ("flops", float, "FLOP_PER_S", "peak rate of each, for ONNX"),
+    ("memory-bandwidth", float, "BYTES_PER_S", "of each one's memory, for ONNX"),
 )
 
 
@@ -124,6 +123,14 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
         help="let micro-batches take turns between up to K placements, as replicas do (1)",
     )
     parser.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        metavar="NAME=DEVICE",
+        help="an operator, or a module and all below it, runs on that device only; * for any text; "
+        "may be given again",
+    )
+    parser.add_argument(
         "--second-j",
         type=float,
         metavar="J",
@@ -131,13 +138,14 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
     )
     cli.add_mode(parser)
     serving.configure(parser)
+    group = parser.add_argument_group("a file that names no devices, or no times (ONNX)")
     for name, kind, unit, what in _FILE_OPTIONS:
-        parser.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
-    parser.add_argument(
+        group.add_argument(f"--{name}", type=kind, metavar=unit, help=what)
+    group.add_argument(
         "--dim",
         action="append",
         metavar="NAME=SIZE",
-        help="size of a dimension that an ONNX file leaves open, e.g. batch=1; may be repeated",
+        help="size of a dimension that ONNX leaves open, e.g. batch=1; may be repeated",
     )
 
 
@@ -387,6 +395,16 @@ def check_budget(args: argparse.Namespace) -> None:
 
 
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
+    """The problem of the arguments, with what they pin to a device there."""
+    wrong = [text for text in args.on if not all(text.rpartition("="))]
+    if wrong:
+        raise cli.UsageError(f"--on {wrong[0]!r}: write NAME=DEVICE, as encoder.layer.0=cpu:0")
+    problem = _problem(args, report)
+    pins = {name: device for name, _, device in (text.rpartition("=") for text in args.on)}
+    return problem.pinned(pins) if pins else problem
+
+
+def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
     chosen = {
         "num_microbatches": args.microbatches,
@@ -449,7 +467,8 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         from placement.costs.measure import load_or_measure
         from placement.executor.streamed import streaming_where_short
 
-        profile = load_or_measure(graph, cluster, progress=report)
+        with cli.says_if_busy():
+            profile = load_or_measure(graph, cluster, progress=report)
         if not objective.is_analytic:
             cluster, profile = streaming_where_short(graph, cluster, profile)
     if objective.is_analytic and cluster.streaming:

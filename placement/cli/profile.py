@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from placement.costs.measure import cached_path, measure, remember
     from placement.costs.measure_within import measure_within
 
-    with cli.progress() as report, cli.says_when_compiling():
+    with cli.says_if_busy(), cli.progress() as report, cli.says_when_compiling():
         cluster = measurable(cli.cluster_of(args.cluster))
         graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
         if args.seconds is None:

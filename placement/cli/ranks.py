@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from math import isfinite
@@ -65,8 +65,10 @@ def _command(args: argparse.Namespace) -> list[str]:
     return words + [f"--{name}" for name in ("json", "debug") if getattr(args, name)]
 
 
-def spawn(num_ranks: int, words: Sequence[str]) -> int:
+def spawn(num_ranks: int, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> int:
     """Run ``placement WORDS`` in so many processes that know each other; the first bad exit code.
+
+    ``defaults`` are for environment variables that are not set.
 
     Rank 0 speaks for all. When one ends badly the others are ended, and its last words are shown.
     """
@@ -79,7 +81,13 @@ def spawn(num_ranks: int, words: Sequence[str]) -> int:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as silent:
         try:
             for rank in range(num_ranks):
-                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                env = {
+                    **(defaults or {}),
+                    **os.environ,
+                    **shared,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                }
                 command = [sys.executable, "-m", "placement", *words]
                 streams: dict[str, Any] = {"stdout": silent, "stderr": silent}
                 if rank == 0:
@@ -230,7 +238,8 @@ def _show(measured: Measured) -> None:
         rate = f"{link.bandwidth_bytes_per_s / 1e6:,.0f}"
         rows.append([f"{a} > {b}", latency, rate, send, link.channel or "its own"])
     cli.print_table(
-        f"links between {len(measured.hosts)} processes on {len(set(measured.hosts))} hosts",
+        f"links between {len(measured.hosts)} processes on "
+        + cli.count(len(set(measured.hosts)), "host"),
         ["ranks", "latency", "MB/s", "busy per tensor", "channel"],
         rows,
     )

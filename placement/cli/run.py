@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
     parser.add_argument("--wandb", metavar="PROJECT", help="mirror what was measured to W&B")
     parser.add_argument(
-        "--distributed", action="store_true", help="spread the devices over processes (torchrun)"
+        "--distributed", action="store_true", help="spread the devices over processes"
     )
     parser.add_argument(
         "--processes", type=int, metavar="N", help="number of processes (one per device)"
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         from placement.cli import train
 
         return train.run(args, plan, batches)
-    with cli.progress() as report:
+    with cli.says_if_busy(), cli.progress() as report:
         report("loading the model", None)
         module, inputs = cli.load_workload(model_of(plan, args.model))
         report("capturing the model", None)

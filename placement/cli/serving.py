@@ -19,8 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of what is served."""
     group = parser.add_argument_group(
         "a language model without weights (config.json, or a GGUF file's header)",
-        "objectives: prefill (seconds for a prompt), decode (seconds for a token of each sequence "
-        "when the context is full), serve (a prompt, and its answer until the context is full)",
+        "objectives: prefill, seconds for a prompt; decode, seconds for a token of each sequence "
+        "when\nthe context is full; serve, a prompt and its answer until the context is full",
     )
     group.add_argument(
         "--context", type=int, metavar="TOKENS", help="longest sequence to make room for; needed"

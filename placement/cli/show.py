@@ -170,7 +170,7 @@ def run_diff(args: argparse.Namespace) -> int:
     rows += [[key, str(was), str(now), ""] for key, (was, now) in settings.items()]
     cli.print_table("what differs", ["", "a", "b", "change"], rows)
     if moved:
-        shown = [[op, str(was), str(now)] for op, (was, now) in list(moved.items())[:NUM_SHOWN]]
+        shown = [[op, was or "-", now or "-"] for op, (was, now) in list(moved.items())[:NUM_SHOWN]]
         more = len(moved) - len(shown)
         cli.print_table(
             f"{len(moved)} operators moved" + (f", the first {NUM_SHOWN}" if more else ""),

@@ -34,6 +34,7 @@ from placement.executor.alone import (
     Alone,
     InParts,
     as_it_can,
+    is_short,
     lacks_kernel,
     last_seconds,
     on_one_device,
@@ -284,7 +285,9 @@ def _ran(problem: Problem, alone: int) -> tuple[list[NDArray[np.int32]], Floats,
         """What does not fit, or cannot run there, is no number."""
         try:
             yield
-        except (torch.OutOfMemoryError, ProblemError):
+        except (RuntimeError, ProblemError) as error:
+            if not (isinstance(error, ProblemError) or is_short(error)):
+                raise
             row[i] = np.nan
 
     def one_by_one(placement: NDArray[np.int32]) -> Timeline:
@@ -727,10 +730,8 @@ def _takes_of(
                 run_seconds(b, inputs, 2).sum() / run_seconds(a, inputs, 2).sum()
                 for _ in range(_ORDER_ROUNDS)
             ]
-        except torch.OutOfMemoryError:
-            return 1.0
         except Exception as error:
-            if not lacks_kernel(error, cluster, d):
+            if not (is_short(error) or lacks_kernel(error, cluster, d)):
                 raise
             return 1.0
     return float(np.median(ratios))

@@ -101,14 +101,14 @@ class InParts:
         try:
             run_seconds(runner, piece.program.timing_inputs(), 1)
             self.workspace[ops] = workspace_of(piece, self._cluster, self._device)
-        except torch.OutOfMemoryError:
-            if len(ops) == 1:
-                self.missing.update(ops)
-                return rest
-            middle = _half(graph, ops)
-            return [*rest, ops[middle:], ops[:middle]]
         except RuntimeError as error:
             failed = runner.failed_op
+            if is_short(error) and len(ops) > 1:
+                middle = _half(graph, ops)
+                return [*rest, ops[middle:], ops[:middle]]
+            if is_short(error):
+                self.missing.update(ops)
+                return rest
             if failed is None or not lacks_kernel(error, self._cluster, self._device):
                 raise
             target = steps[ops[failed]].target
@@ -155,14 +155,22 @@ def as_it_can(
     try:
         run_seconds(runner, inputs, 2)
         return runner, workspace_of(graph, cluster, device)
-    except torch.OutOfMemoryError:
-        runner.close()
     except BaseException as error:
         runner.close()
-        if runner.failed_op is None or not lacks_kernel(error, cluster, device):
+        lacks = runner.failed_op is not None and lacks_kernel(error, cluster, device)
+        if not (is_short(error) or lacks):
             raise
     parts = InParts(graph, cluster, device)
     return parts, parts.workspace
+
+
+def is_short(error: BaseException) -> bool:
+    """Whether a GPU had no memory for it, in the words of PyTorch, cuBLAS or cuDNN.
+
+    cuDNN finds no engine where none gets its workspace.
+    """
+    words = ("out of memory", "ALLOC_FAILED", "unable to find an engine")
+    return isinstance(error, RuntimeError) and any(x in str(error) for x in words)
 
 
 def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
@@ -170,8 +178,9 @@ def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
     if isinstance(error, NotImplementedError):
         return len({d.kind for d in cluster.devices}) > 1
     on_gpu = cluster.devices[device].kind == "cuda"
-    # After an error of the device itself, everything fails there.
-    return on_gpu and isinstance(error, RuntimeError) and "CUDA error" not in str(error)
+    # After an error of the device itself, everything fails there; not after one of a library.
+    broken = "CUDA error" in str(error) and "CUBLAS" not in str(error)
+    return on_gpu and isinstance(error, RuntimeError) and not broken
 
 
 def workspace_of(graph: OpGraph, cluster: Cluster, device: int) -> Ints:

@@ -2,12 +2,16 @@
 
 A graph reads and writes the same memory in every replay, and micro-batches overlap. So what a run
 reads is copied to where its graph reads it, and what it makes is copied from where the graph writes
-it: to everybody else a run is what it was. What cannot be a graph is launched as before, and
-``Graphs.eager`` says why.
+it: to everybody else a run is what it was. What cannot be a graph is launched as before, by itself,
+and ``Graphs.eager`` says why.
+
+While one thread captures, PyTorch's random generator of that GPU is the graph's: what another
+thread draws there, or replays, is refused. Graphs of this module take turns.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,15 +22,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from placement.executor.share import Call, Compiled, Share
-from placement.program import Program
+from placement.program import Param, Program, Ref, Step, leaves_of
 
 _WARM_CALLS = 2  # in which libraries choose kernels, and get memory that is not the graph's
 _LEAST = 3  # operators: copying what a shorter run reads and makes takes as many launches
-_NOT_REPLAYED = (
-    torch.Tag.data_dependent_output,  # what a graph makes has the same form every time
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,  # each micro-batch has its own state of the generator
-)
+_DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+_TURN = threading.Lock()
+# Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
+_failed: list[Any] = []
 
 
 class Graphs:
@@ -57,27 +60,106 @@ class Graphs:
         for run in runs:
             if not streamed.isdisjoint(run):
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
-            elif why := _obstacle(program, run):
+            elif why := _obstacle(program.steps[run[0]], set()):
                 self.eager[run[0]] = why
+            elif len(run) < _LEAST:
+                self.eager[run[0]] = f"fewer than {_LEAST} operators"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
                 calls[run[0]] = _Replayed(self, run[0], calls[run[0]], reads, makes)
         return replace(compiled, calls=calls)
 
 
-def _obstacle(program: Program, run: tuple[int, ...]) -> str:
-    """Why a run of operators cannot be a graph, as far as that is known before it runs."""
-    if len(run) < _LEAST:
-        return f"fewer than {_LEAST} operators"
-    for op in run:
-        target = program.steps[op].target
-        if not isinstance(target, OpOverload):
-            return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"
-        if target._schema.is_mutable:
-            return f"{target} writes to what it reads"
-        if any(tag in target.tags for tag in _NOT_REPLAYED):
-            return f"{target} draws random numbers, or its result has another form every time"
+def pieces_of(program: Program, runs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The runs, cut so that each operator that no graph can hold is by itself."""
+    pieces: list[list[int]] = []
+    for run in runs:
+        own: set[int] = set()  # tensors in memory that the piece has made
+        closed = True
+        for op in run:
+            step = program.steps[op]
+            if _obstacle(step, own):
+                pieces.append([op])
+                own, closed = set(), True
+                continue
+            if closed:
+                pieces.append([])
+            pieces[-1].append(op)
+            closed = False
+            read = {x.tensor for x in leaves_of((step.args, step.kwargs)) if isinstance(x, Ref)}
+            held = any(isinstance(x, Param) for x in leaves_of((step.args, step.kwargs)))
+            if not _may_alias(step.target) or (read <= own and not held):
+                own.update(step.outputs)
+    return [tuple(piece) for piece in pieces]
+
+
+def _may_alias(target: Any) -> bool:
+    """Whether what an operator makes may be in the memory of what it reads."""
+    # Normalisation has the tag for the statistics that it may write.
+    tagged = torch.Tag.maybe_aliasing_or_mutating in target.tags and "norm" not in str(target)
+    return tagged or any(x.alias_info is not None for x in target._schema.returns)
+
+
+def _obstacle(step: Step, own: set[int]) -> str:
+    """Why no graph can hold an operator, as far as that is known before it runs.
+
+    It may write to the tensors ``own``, which its graph has made.
+    """
+    target = step.target
+    if not isinstance(target, OpOverload):
+        return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"
+    arguments = target._schema.arguments
+    given = {x.name: x.default_value for x in arguments if x.has_default_value()}
+    given |= dict(zip((x.name for x in arguments), step.args, strict=False)) | step.kwargs
+    written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
+    if not all(isinstance(x, Ref) and x.tensor in own for x in leaves_of(written)):
+        return f"{target} writes to what it reads"
+    if any(tag in target.tags for tag in _DEPENDS):
+        return f"the form of what {target} makes may be another every time"
+    # Attention, dropout and recurrent layers draw only if they are to drop something.
+    is_off = any(given.get(name) == 0 for name in ("dropout_p", "dropout")) or any(
+        given.get(name) is False for name in ("train", "training")
+    )
+    if torch.Tag.nondeterministic_seeded in target.tags and not is_off:
+        return f"{target} draws random numbers"  # each micro-batch has its own
     return ""
+
+
+def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Any, Any]:
+    """A CUDA graph of what ``work`` launches on the current stream, and what it has returned.
+
+    Raises:
+        Exception: what ``work`` did that cannot be captured; PyTorch is as it was before.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with _TURN:
+        try:
+            # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            made = work()
+            graph.capture_end()
+        except BaseException:
+            try:
+                graph.capture_end()
+            except Exception:  # says once more that it has failed
+                _failed.append(graph)
+                with suppress(Exception):
+                    _abandon(pool, device)
+            raise
+    return graph, made
+
+
+def _abandon(pool: Any, device: torch.device) -> None:
+    """What ``capture_end`` leaves undone where it fails (seen in PyTorch 2.11)."""
+    with suppress(Exception):  # else nothing that streams share would be freed any more
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        torch._C._cuda_releasePool(device.index or 0, pool)
+    # Until a capture ends well the random generator is taken for captured, and graphs that were
+    # captured before cannot be replayed.
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    graph.capture_end()
 
 
 class _Replayed:
@@ -107,7 +189,8 @@ class _Replayed:
             return self._call(env, nothing_arrived)
         if self._inputs:
             torch._foreach_copy_(self._inputs, [env[t] for t in self._reads])
-        self._graph.replay()
+        with _TURN:
+            self._graph.replay()
         for t, output in zip(self._makes, self._outputs, strict=True):
             env[t] = output.clone()
         return None
@@ -123,20 +206,16 @@ class _Replayed:
         own: list[Any] = [None] * len(env)
         for t, x in zip(self._reads, self._inputs, strict=True):
             own[t] = x
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture's.
-        graph.capture_begin(pool=graphs.pool, capture_error_mode="thread_local")
-        try:
+
+        def run() -> list[Any]:
             for _ in self._call(own, lambda: True) or ():
                 pass
-            outputs = [own[t] for t in self._makes]
-            graph.capture_end()
+            return [own[t] for t in self._makes]
+
+        try:
+            graph, outputs = recorded(run, graphs.pool, graphs.device)
         except Exception as error:
-            with suppress(Exception):  # says once more that it has failed
-                graph.capture_end()
-            # PyTorch leaves the pool open then, and would no longer free what streams share.
-            with suppress(Exception):
-                torch._C._cuda_endAllocateToPool(self._index(), graphs.pool)
+            graphs.pool = None  # that one is spoiled
             self._inputs = []
             graphs.eager[self._first] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             return
@@ -145,6 +224,3 @@ class _Replayed:
             graphs.eager[self._first] = "it makes what is not in the memory of the GPU"
             return
         self._graph, self._outputs = graph, outputs
-
-    def _index(self) -> int:
-        return self._graphs.device.index or 0

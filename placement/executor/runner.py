@@ -21,7 +21,7 @@ from placement.cluster import Cluster, Device
 from placement.executor import weights
 from placement.executor.awake import cores_awake
 from placement.executor.backend import Backend, Carrier, CpuBackend, CudaBackend, backend_for
-from placement.executor.graphs import Graphs
+from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import (
     Compiled,
@@ -158,6 +158,7 @@ class Runner:
         self.next_batch = 0
         self.failed_op: int | None = None  # in which the last error was raised
         self._closed = False
+        self._process = os.getpid()
         self._started_ns = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -244,6 +245,11 @@ class Runner:
     ) -> Iterator[Any]:
         if self._closed:
             raise RunnerError("the runner is closed; bind the plan again")
+        if self._process != os.getpid():
+            raise RunnerError(
+                "the runner is another process's, and a fork has no threads: bind the plan in this "
+                "process, which should be started by spawn"
+            )
         if not self._busy.acquire(blocking=False):
             raise RunnerError(
                 "the runner is in use by another call or stream; finish it, or bind a second one"
@@ -449,15 +455,17 @@ class Runner:
         for share, some in zip(phases, away, strict=True):
             if id(share) not in by_share:
                 streamed = {op: come[op] for op in some if op in come}
-                runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
-                own = share if fuse else None
                 target = backend.torch_device
+                # Operators of a graph end together: nothing tells when each of them did.
+                replay = fuse and clock is None and self.cuda_graphs and target.type == "cuda"
+                runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
+                runs = pieces_of(self._program, runs) if replay else runs
+                own = share if fuse else None
                 compiled = compile_runs(
                     self._program, runs, own, params, gradients, target, clock, streamed
                 )
                 whole = fused(share, runs) if fuse else share
-                # Operators of a graph end together: nothing tells when each of them did.
-                if fuse and clock is None and self.cuda_graphs and target.type == "cuda":
+                if replay:
                     self._graphs.append(Graphs(target))
                     compiled = self._graphs[-1].of(
                         self._program, runs, whole, compiled, frozenset(streamed)

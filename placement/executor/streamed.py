@@ -95,13 +95,13 @@ class Streamed:
         slot.op, stream = op, self._backend.parameters
         sources = [self._pinned[_HOST, p][1] for p in self.reads[op]]
         with torch.cuda.stream(stream):
+            stream.wait_event(slot.read)
             if op not in slot.views:
                 ends = itertools.accumulate(map(self._room, self.reads[op]), initial=0)
                 slot.views[op] = [
                     slot.all.narrow(0, at, x.nbytes).view(x.dtype).as_strided(x.shape, x.stride())
                     for at, x in zip(ends, sources, strict=False)
                 ]
-            stream.wait_event(slot.read)
             for view, source in zip(slot.views[op], sources, strict=True):
                 view.copy_(source, non_blocking=True)
             slot.arrived.record(stream)
@@ -115,6 +115,8 @@ class _Slot:
         self.op, self.is_last = -1, False
         self.views: dict[int, list[Tensor]] = {}
         self.arrived, self.read = torch.cuda.Event(), torch.cuda.Event()
+        # Who had this memory before on the stream that it is from may not be done with it.
+        self.read.record(torch.cuda.current_stream(device))
 
 
 def with_streaming(cluster: Cluster) -> Cluster:

@@ -280,7 +280,12 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         raise ExportError(
             f"{forward.plan.graph.name!r} has no list of layers"
             + (f" {layers!r}" if layers is not None else "")
-            + (f"; there are {_some(sorted(lists))}: layers=NAME" if lists else "")
+            + "; "
+            + (
+                f"there are {_some(sorted(lists))}: layers=NAME"
+                if lists
+                else "torch_pipelining and huggingface place any modules"
+            )
         )
     dots = chosen.count(".") + 1 if chosen else 0
 

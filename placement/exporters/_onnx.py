@@ -20,7 +20,12 @@ def read_model(plan: Plan, path: str) -> Any:
     """
     require_one_phase(plan)
     if not path:
-        raise ExportError("name the ONNX file that the plan was made from: model=model.onnx")
+        raise ExportError(
+            "name the ONNX file that the plan was made from: model=model.onnx"
+            if plan.graph.input_spec is None
+            else "the plan is of a module, whose operators are not those of an ONNX file: write "
+            "one (torch.onnx.export), and plan that: placement plan model.onnx --out plan.json"
+        )
     try:
         from onnx import inliner, load_model_from_string
     except ImportError as error:

@@ -6,8 +6,7 @@
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
 * ``moirai``: JSON with times on several devices and a transfer matrix per tensor
-* ``shop``: flexible job shops, the JSON of github.com/ScheduleOpt/benchmarks and of
-  github.com/SchedulingLab/fjsp-instances, ``.fjs`` texts, and texts of classical job shops
+* ``shop``: job shops, flexible, re-entrant or classical, as JSON and texts of many libraries
 * ``stg``: standard task graphs, ``.stg``
 * ``neusight``: operators measured on a GPU, the CSV files of github.com/sitar-lab/NeuSight
 * ``wfformat``: workflows, the JSON of github.com/wfcommons
@@ -53,9 +52,10 @@ KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
     "maxFPGAs), Moirai JSON (nodes with a list 'time', num_devices), PipeDream graph.txt "
     "(node1 -- Conv2d -- forward_compute_time=...), DOPPLER graphs (a count, three lists, then "
-    "'compute,transfer' per operator), flexible job shops (JSON with operations, precedences, or "
-    ".fjs), standard task graphs (.stg: a count, then 'number time predecessors ...'), NeuSight's "
-    "CSV (columns _input_nodes, fw_latency), WfCommons' JSON (workflow) and ONNX (binary)"
+    "'compute,transfer' per operator), job shops (.fjs, JSPLIB's or Taillard's texts, or JSON with "
+    "operations, precedences), standard task graphs (.stg: a count, then 'number time "
+    "predecessors ...'), NeuSight's CSV (columns _input_nodes, fw_latency), WfCommons' JSON "
+    "(workflow) and ONNX (binary)"
 )
 _TEXTS: tuple[tuple[Any, str], ...] = (
     (pipedream, "PipeDream files"),

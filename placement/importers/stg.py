@@ -62,6 +62,10 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
             if not low <= before < low + len(rows):
                 raise FormatError(f"{path}, line {i}: task {k} waits for {before}, which is none")
             pairs.append((before - low, k - low))
+    if len(rows) == count and rows[0][1][:2] == [0, 0] and rows[-1][1][1] > 0:
+        raise FormatError(
+            f"{path}, line {rows[-1][0]}: the file ends: a first task of no time needs a last one"
+        )
     cluster = named_devices(path, "stg", "processor", devices, len(rows))
     names = [str(row[0]) for _, row in rows]
     seconds = np.repeat(np.array([[row[1]] for _, row in rows], np.float64), devices, axis=1)

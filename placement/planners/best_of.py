@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Problem, Solution
+from placement.search.budget import options_of
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
@@ -136,7 +137,7 @@ class BestOf:
         may_search = can_move(problem) and not cannot_fit(problem)
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
-            own: set[str] = {f.name for f in fields(planner)} if is_dataclass(planner) else set()
+            own = options_of(planner)
             nothing_fits = search.best_s == np.inf
             anyway = name in _WALKS or (nothing_fits and name not in _LATE)
             needed_s = max(_PRUDENCE * slowest_s, _AT_LEAST.get(name, 0.0) * quick_s)

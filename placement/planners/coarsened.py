@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from placement.planners import PlannerError, load
 from placement.problem import Planner, Problem, Solution
+from placement.search.budget import Budget, prepared
 from placement.search.coarsen import coarsen, expand
 from placement.search.evaluation import Search
 
@@ -42,17 +42,11 @@ class Coarsened:
                 "and one on the whole"
             )
         search = Search(problem, self.seconds, self.evaluations)
-        callee: Any = load(self.planner) if isinstance(self.planner, str) else self.planner
         coarse, label = coarsen(problem, self.num_ops)
-        limits: dict[str, float | int] = {}
-        if self.seconds is not None:
-            limits["seconds"] = max(1e-3, self.seconds - search.seconds)
-        if self.evaluations is not None:
-            limits["evaluations"] = self.evaluations - 1
-        if is_dataclass(callee) and not isinstance(callee, type):
-            known = {f.name for f in fields(callee)}
-            callee = replace(callee, **{k: v for k, v in limits.items() if k in known})
-        answer: Solution = callee(coarse)
+        seconds = None if self.seconds is None else max(1e-3, self.seconds - search.seconds)
+        limits = Budget(seconds, None if self.evaluations is None else self.evaluations - 1)
+        callee = load(self.planner) if isinstance(self.planner, str) else self.planner
+        answer = prepared(callee, budget=limits)(coarse)
         search.costs(search.choice(expand(answer.placement, label)))
         search.num_evaluations += int(answer.stats.get("evaluations", 1))
         return search.solution(num_ops=coarse.num_ops, coarse_value_s=answer.value_s)

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from placement.bounds import lower_bound
+from placement.bounds import grain_s, lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
+from placement.planners.order_search import sequence_of, start, state_of, tables_of, why_not
 from placement.problem import Planner, Problem, Solution
-from placement.search import exact
+from placement.search import exact, order, windows
 from placement.search.evaluation import Search
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools import cpsat
@@ -36,16 +37,20 @@ class CpSat:
 
     ``piecewise_latency`` is solved with one piece per accelerator (their latency program);
     the bound of that goes to ``stats["one_piece_bound_s"]``, as a placement with more pieces
-    may be better. For objectives of the timeline there is no program: the split of least
-    ``max_load`` is scored by them, ``stats["solved"]`` says so.
+    may be better. For ``latency`` it decides devices and order together wherever ``order_search``
+    can (``why_not``), which it starts from; transfers take their time there but no channel, so the
+    bound holds, and the answer is best where channels do not wait. For other objectives of the
+    timeline there is no program: the split of least ``max_load`` is scored by them,
+    ``stats["solved"]`` says so.
 
     ``lower_bound_s`` holds for every split with one phase; what is proved for contiguous ones only
     goes to ``stats["contiguous_bound_s"]``.
 
     Attributes:
         contiguous: only splits along the pipeline.
-        start: planner of the first placement, which is improved on; None: ``macro_search``
-            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
+        start: planner of the first placement, which is improved on; None: ``macro_search``,
+            for orders ``order_search``, or, if contiguous, ``ideal_dp``, for a tenth of the
+            seconds, at most 5.
         seconds: budget. The problem is read and the start is made in any case; where too little
             is left for the program, the start is the answer (``stats["status"]``).
         threads: of the solver.
@@ -70,6 +75,8 @@ class CpSat:
                 "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
             ) from error
         search = Search(problem, self.seconds)
+        if problem.objective is Objective.LATENCY and not self.contiguous and not why_not(problem):
+            return _orders(self, search)
         exact.begin(search, self.start, self.contiguous, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:
             try:
@@ -112,6 +119,39 @@ class CpSat:
             status=solver.status_name(status),
             branches=solver.num_branches,
         )
+
+
+def _orders(planner: CpSat, search: Search) -> Solution:
+    """Least latency over devices and orders: one window over everything (``search.windows``)."""
+    problem = search.problem
+    share = min(exact.MOST_START_S, exact.START_SHARE * planner.seconds) / planner.seconds
+    search.run(planner.start or "order_search", share, share)
+    assert search.best is not None
+    place = search.best[problem.graph.group]
+    tables, state = tables_of(problem), state_of(problem, 1)
+    rng, grain = np.random.default_rng(planner.seed), grain_s(problem)
+    start(tables, state, place, sequence_of(problem, place, search.schedule), rng)
+    bound_s = lower_bound(problem)
+    try:
+        found = windows.solve(
+            tables,
+            state,
+            range(problem.num_ops),
+            grain,
+            planner.seed,
+            evaluations=np.inf,
+            seconds=search.seconds_left,
+            threads=planner.threads,
+            check=exact.writing(search, _READING),
+        )
+    except exact.OutOfTime:
+        return search.solution(bound_s, status=exact.UNWRITTEN)
+    if found.place is not None and found.sequence is not None:
+        start(tables, state, found.place, found.sequence, rng)
+        search.num_evaluations += 1
+        best_s = float(state.x[order.BEST])
+        search.consider_order(state.best_place, state.best_sequence, best_s)
+    return search.solution(max(bound_s, found.bound_s), solved="latency", closed=found.closed)
 
 
 def _solve(planner: CpSat, cp_model: Any, model: Any, search: Search) -> tuple[Any, Any]:

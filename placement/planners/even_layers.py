@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Choice, Search
+from placement.search.evaluation import Choice, Search, supported_choice
 
 _LAYER = re.compile(r"(?:.*\.)?[0-9]+(?=\.|$)")
 
@@ -58,8 +58,4 @@ def layer_units(problem: Problem) -> NDArray[np.int32]:
 
 def as_choice(problem: Problem, unit: NDArray[np.int32], device: NDArray[np.integer]) -> Choice:
     """int32 ``[G]`` devices of layers ``[U]``; what a device cannot run goes to one that can."""
-    choice = device[unit].astype(np.int32)
-    able = np.isfinite(problem.group_compute_s)
-    wrong = ~able[np.arange(len(choice)), choice]
-    choice[wrong] = able[wrong].argmax(axis=1)
-    return choice
+    return supported_choice(problem, device[unit])

@@ -9,7 +9,7 @@ import numpy as np
 from placement.planners import check_least
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Choice, Search
+from placement.search.evaluation import Choice, Search, supported_choice
 from placement.search.list_schedule import ListSchedule
 
 _AT_ONCE = 256  # operators placed between two looks at the clock
@@ -72,8 +72,6 @@ def _dealt_out(problem: Problem, choice: Choice) -> Choice:
     part = (np.cumsum(seconds) - seconds / 2) / seconds.sum()
     # A last group of next to no time has a part that rounds to 1.
     device = np.minimum((part * problem.num_devices).astype(np.int32), problem.num_devices - 1)
-    allowed = np.isfinite(problem.group_compute_s[left])
-    able = allowed[np.arange(len(device)), device]
     done = choice.copy()
-    done[left] = np.where(able, device, allowed.argmax(axis=1))
-    return done
+    done[left] = device
+    return supported_choice(problem, done)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from placement.bounds import balance_prices, lower_bound, priced
 from placement.cluster import Cluster, Device
-from placement.graph import OpGraph, topological_order
+from placement.graph import OpGraph, components, topological_order
 from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.profile import Profile
@@ -279,7 +279,7 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     backward_s = np.bincount(group[back], weights=seconds[back], minlength=n)
 
     # Cycles between groups become one item.
-    item = _components(n, np.concatenate([true_edges, mirror_edges]))
+    item = components(np.concatenate([true_edges, mirror_edges]), n, strong=True)
     num_items = int(item.max()) + 1
     cost_s = np.maximum(
         np.bincount(item, weights=forward_s, minlength=num_items),
@@ -305,16 +305,6 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     np.minimum.at(first, into[item[group]], np.arange(g.num_ops))
     number, order = _number(into[item[group]], pairs, first)
     return _Reduced(number, order, moved[item[group]], bool(moved[holders].any()))
-
-
-def _components(n: int, edges: NDArray[Any]) -> NDArray[np.int32]:
-    """Strongly connected component of each of ``n`` nodes, numbered from 0."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
-    table = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(n, n))
-    label: NDArray[np.int32] = connected_components(table, connection="strong")[1]
-    return label
 
 
 def _merge_trivial(
@@ -517,9 +507,7 @@ def _linearised(
     problem: Problem, b: Blocks, order: NDArray[np.intp], kinds: _Kinds, left: _Left
 ) -> _Split:
     """The best split of items in this order; the first guesses of its load keep it short."""
-    n = len(order)
-    rank = np.empty(n, np.int32)
-    rank[order] = np.arange(n)
+    n, rank = len(order), np.argsort(order).astype(np.int32)
     line = replace(
         b,
         compute_s=b.compute_s[order],
@@ -571,13 +559,9 @@ def _solve(
     total = ideals.work_s[-1]
     # The slack is for rounding: a state must not be dropped because of it.
     remaining = np.maximum(total - ideals.work_s - 1e-9 * total, 0.0)
-    shape = (ideals.count, kinds.num_states)
-    value = np.full(shape, np.inf)
-    # Below what no split can beat, loads need not be told apart: fewer devices then win.
-    value[0, 0] = kinds.floor_s
-    from_ideal, from_kind = np.zeros(shape, np.int32), np.zeros(shape, np.int8)
-    depth, num_kinds = b.num_blocks + 1, len(devices)
-    program = ideal_kernels.Program(
+    sizes = {"I": ideals.count, "S": kinds.num_states, "K": len(devices), "M": b.num_blocks}
+    program = ideal_kernels.Program.fresh(
+        sizes | {"H": len(b.io_s), "Q": len(b.tied_bytes)},
         spans=ideals.spans,
         links=ideals.links,
         compute=np.ascontiguousarray(b.compute_s[:, devices]),
@@ -594,22 +578,11 @@ def _solve(
         step=kinds.step,
         work_left=remaining,
         price_left=(kinds.count - used) @ kinds.price,
-        value=value,
-        from_ideal=from_ideal,
-        from_kind=from_kind,
         best=np.array([below_s]),
-        live=np.empty(kinds.num_states, np.int64),
-        usable=np.empty(num_kinds, bool),
-        inside=np.zeros(b.num_blocks, bool),
-        users=np.zeros(len(b.io_s), np.int32),
-        readers=np.zeros(len(b.tied_bytes), np.int32),
-        item=np.empty(depth, np.int32),
-        first=np.empty(depth, np.int64),
-        next_link=np.empty(depth, np.int64),
-        work=np.zeros((depth, num_kinds)),
-        io=np.zeros((depth, num_kinds)),
-        held=np.zeros(depth, np.int64),
     )
+    value, from_ideal, from_kind = program.value, program.from_ideal, program.from_kind
+    # Below what no split can beat, loads need not be told apart: fewer devices then win.
+    value[0, 0] = kinds.floor_s
     at = sets = 0
     while at < ideals.count and left:
         at, met, steps = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))

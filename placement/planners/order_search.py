@@ -1,4 +1,4 @@
-"""Anneal where operators run and in which order, together."""
+"""Search where operators run and in which order, together."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
 _STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 # Moves offered at each step, and with few evaluations for each operator: an estimate costs none.
 WIDTH, WIDE = 16, 64
+_TABU_WIDTH = 40  # the same of a tabu search
 _TOO_FEW, _FEW_FOR_WIDTH = 0.5, 20.0  # evaluations for each operator: for a race of starts, for 16
 # Windows get so much of the budget before the last search, and what is left when it has used so
 # much.
@@ -59,7 +60,7 @@ NO_NETWORK = no_network(order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES)
 
 @dataclass(frozen=True)
 class OrderSearch:
-    """Simulated annealing over placements and orders at once, for the latency of one sample.
+    """Local search over placements and orders at once, for the latency of one sample.
 
     A list scheduler decides the order of what it is given, and answers a small change of the
     placement with another order of everything after it. Here the order is part of the answer
@@ -71,8 +72,10 @@ class OrderSearch:
     operators take longer beside busy devices there (``loaded_s``), and so is memory that may not
     suffice. ``macro_search`` takes those; ``best_of`` and ``policy`` choose by themselves.
 
-    This is the local search of flexible job shops (Mastrolilli and Gambardella 2000), with
-    transfers on channels that carry one tensor at a time, annealed where they use tabu lists.
+    **Tabu search** where nothing takes time between devices, as in job shops: always the least
+    estimate of ``width`` moves of the critical path is made, and what moved rests for some steps
+    (Mastrolilli and Gambardella 2000). Elsewhere transfers take channels that carry one tensor at
+    a time, an estimate says less, and the same moves are annealed.
 
     **Forward-backward improvement** (``placement.search.justification``): first the best start is
     dealt out anew from its end and from its beginning in turn, within three tenths of the budget
@@ -93,8 +96,8 @@ class OrderSearch:
     Attributes:
         seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
             given.
-        width: moves offered at each step; None: 16, and 64 where fewer than 20 evaluations are left
-            for each operator.
+        width: moves offered at each step; None: 40 of a tabu search, otherwise 16, and 64 where
+            fewer than 20 evaluations are left for each operator.
         seed: of the draws.
         start: a planner or its name; it gets a quarter of what is limited.
     """
@@ -120,7 +123,8 @@ class OrderSearch:
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.bound_s = lower_bound(problem)
         search.run_start(self.start)
-        told = anneal(search, NO_NETWORK, order.HAND, self.width, self.seed)
+        chooser = order.HAND if sends(problem) else order.TABU
+        told = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
         return search.solution(search.bound_s, **told)
 
 
@@ -190,89 +194,42 @@ def tables_of(problem: Problem) -> Tables:
     g, n = problem.graph, problem.num_ops
     k = kernels.tables(problem)
     user = k.edge_dst
+    channel = k.link_channel.copy()
+    if not len(k.transfer_s):  # what takes no time needs none
+        channel[(k.link_latency_s == 0) & (k.link_s_per_byte == 0)] = problem.num_channels
     in_edge = np.argsort(user, kind="stable")
-    return Tables(
-        edge_ptr=k.edge_ptr,
-        edge_tensor=k.edge_tensor,
-        edge_dst=k.edge_dst,
-        edge_bytes=k.edge_bytes,
+    return Tables.of(
+        k,
         edge_in=np.argsort(in_edge).astype(np.int32),
         in_ptr=np.searchsorted(user[in_edge], np.arange(n + 1)).astype(np.int32),
         in_edge=in_edge.astype(np.int32),
         in_src=np.repeat(np.arange(n + 1), np.diff(k.edge_ptr))[in_edge].astype(np.int32),
         latency_s=k.link_latency_s,
         s_per_byte=k.link_s_per_byte,
-        channel=k.link_channel,
+        channel=channel,
         local=problem.num_channels,
         matrix=k.transfer_s,
-        contention=problem.contention,
-        compute_s=problem.compute_s,
         group=g.group.astype(np.int32),
         op_ptr=g.group_ptr,
         op=g.group_op,
     )
 
 
+def sends(problem: Problem) -> bool:
+    """Whether anything takes time between devices; where nothing does, ``TABU`` is the chooser."""
+    return bool((tables_of(problem).channel != problem.num_channels).any())
+
+
 def state_of(problem: Problem, width: int) -> State:
     """Room for a search of ``width`` moves per step."""
-    n, d, channels = problem.num_ops, problem.num_devices, problem.num_channels
+    n, d = problem.num_ops, problem.num_devices
+    channels = problem.num_channels if sends(problem) else 0
     edges = len(problem.graph.use_dst)
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
-
-    def floats(*shape: int) -> NDArray[np.float64]:
-        return np.zeros(shape)
-
-    def ints(*shape: int) -> NDArray[np.int32]:
-        return np.zeros(shape, np.int32)
-
-    return State(
-        random=np.ones(1, np.uint64),
-        x=floats(order.NUM_X),
-        place=ints(n),
-        sequence=ints(n),
-        position=np.full(n + 1, -1, np.int32),
-        best_place=ints(n),
-        best_sequence=ints(n),
-        start_s=floats(n),
-        end_s=floats(n),
-        after_s=floats(n),
-        users_s=floats(n),
-        from_s=floats(n),
-        waited=ints(n),
-        lane=ints(n),
-        lane_ptr=ints(d + 1),
-        in_lane=ints(n),
-        load=floats(d),
-        chain=ints(n),
-        on_chain=np.zeros(n, bool),
-        refused=np.zeros((n, d), np.float32),
-        moved=np.zeros(n, np.int64),
-        arrival_s=floats(edges),
-        row_s=floats(2, rows, d + channels),
-        row_last=ints(2, rows, d),
-        try_start_s=floats(n),
-        try_end_s=floats(n),
-        try_waited=ints(n),
-        try_arrival_s=floats(edges),
-        mark=np.zeros(n, bool),
-        stale=np.zeros(n + 1, bool),
-        room=ints(n),
-        finish_s=floats(n),
-        free_s=floats(d + channels),
-        last=ints(d),
-        sent=ints(d),
-        sent_s=floats(d),
-        drawn=floats(width + 1, 5),
-        which=np.full(width + 1, -1, np.int32),
-        group=ints(width + 1),
-        to=ints(width + 1),
-        count=ints(width + 1),
-        body=ints(width + 1, min(_LONGEST, problem.graph.num_groups) + 1),
-        at=ints(width + 1),
-        offered=np.zeros((width + 1, order.NUM_MOVE_FEATURES), np.float32),
-        search=np.zeros(order.NUM_SEARCH_FEATURES, np.float32),
-        logits=floats(width + 1),
-    )
+    sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
+    sizes |= {"X": order.NUM_X, "L": min(_LONGEST, problem.graph.num_groups) + 1}
+    sizes |= {"F": order.NUM_MOVE_FEATURES, "S": order.NUM_SEARCH_FEATURES}
+    return State.fresh(sizes)
 
 
 def sequence_of(
@@ -319,8 +276,6 @@ def anneal(
     """
     problem, few = search.problem, too_few(search)
     assert search.best is not None
-    if width is None:
-        width = WIDE if search.num_left < _FEW_FOR_WIDTH * problem.num_ops else WIDTH
     # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
         return {"steps": 0}
@@ -334,6 +289,9 @@ def anneal(
     if not few:
         starts.append(_from_end(problem))
     tables, rng = tables_of(problem), np.random.default_rng(seed)
+    if width is None:
+        many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
+        width = _TABU_WIDTH if chooser == order.TABU else WIDTH if many else WIDE
     runs = []
     for place, sequence in starts:
         if not search.left:
@@ -437,8 +395,7 @@ def _solve_windows(
         found = windows.solve(
             tables,
             state,
-            first,
-            first + width,
+            range(first, first + width),
             grain,
             told["windows"],
             worth,
@@ -518,5 +475,6 @@ def load_kernel() -> None:
     Search(problem, evaluations=1).cost(np.zeros(2, np.int32))
     tables, state, place = tables_of(problem), state_of(problem, 2), np.zeros(2, np.int32)
     start(tables, state, place, sequence_of(problem, place), np.random.default_rng(0))
-    order.play(tables, state, order.SEARCH + order.POLICY, 1, NO_NETWORK, 0.0, 0.0)
+    for chooser in (order.POLICY, order.TABU):
+        order.play(tables, state, order.SEARCH + chooser, 1, NO_NETWORK, 0.0, 0.0)
     justify(tables, state, 0, 3, 0.0)

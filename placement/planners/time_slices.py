@@ -76,8 +76,7 @@ def blocks(problem: Problem, grid: Grid, weight: float) -> NDArray[np.int32]:
     layer, step = np.divmod(np.arange(layers * steps), steps)
     height = np.round(weight * layer / layers + (1.0 - weight) * step / steps, 9)
     order = np.lexsort((step, layer, height))
-    rank = np.empty(layers * steps, np.int64)
-    rank[order] = np.arange(layers * steps)
+    rank = np.argsort(order)
     position = np.full(problem.graph.num_groups, layers * steps)
     np.minimum.at(position, problem.graph.group, rank[grid.layer * steps + grid.step])
     if layers * steps > MAX_BLOCKS:

@@ -43,7 +43,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
         every.append(_predicted(workload, by_planner))
         if any(r.num_rounds for r in rows):
             every.append(_measured(workload, by_planner))
-    return (*every, *_overall(comparison))
+    return (*every, *overall(comparison))
 
 
 def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
@@ -105,7 +105,8 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     )
 
 
-def _overall(comparison: Comparison) -> tuple[Table, ...]:
+def overall(comparison: Comparison) -> tuple[Table, ...]:
+    """What holds over all workloads: speed-ups of the planners, and how true predictions are."""
     every = []
     how = "measured" if comparison.is_measured else "predicted"
     left_out = comparison.without_single()
@@ -117,7 +118,7 @@ def _overall(comparison: Comparison) -> tuple[Table, ...]:
         every.append(
             Table(
                 f"Speed-up over the best single device, {how}: geometric mean over workloads x "
-                "seeds, bootstrap 95 % interval over the same cells",
+                "seeds, bootstrap 95 % interval over workloads and the seeds of each",
                 ("planner", "speed-up", "low", "high", "cells"),
                 cells,
                 tuple(f"left out: {w}, which fits on no single device" for w in left_out),

@@ -23,7 +23,7 @@ from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.row import SINGLE, Row
 from placement.runs.trials import LATENCY_RUNS, Runtime
 from placement.schedule import Schedule
-from placement.search.budget import NO_LIMIT, Budget
+from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, short, write_atomic
@@ -56,7 +56,8 @@ class Fidelity:
 class Gain:
     """A planner's speed-up over the best single device: geometric mean over workloads x seeds.
 
-    ``low``, ``high``: bootstrap 95 % interval, resampling ``num_cells`` (workload, seed) cells.
+    ``low``, ``high``: bootstrap 95 % interval: workloads are drawn, then seeds of each. (Cells of
+    both, ``num_cells``, are not independent: more seeds of the same workloads say little more.)
     """
 
     planner: str
@@ -125,14 +126,16 @@ class Comparison:
         """
         what = "measured_speedup" if self.is_measured else "speedup"
         left_out = self.without_single()
-        cells: dict[str, list[float]] = {}
+        cells: dict[str, dict[str, list[float]]] = {}
         for row in self.rows:
             if not row.planner.startswith(SINGLE) and row.workload not in left_out:
-                cells.setdefault(row.planner, []).append(getattr(row, what) or 1.0)
-        gains = [
-            Gain(name, len(v), float(np.exp(np.mean(np.log(v)))), *geometric_interval(v))
-            for name, v in cells.items()
-        ]
+                seeds = cells.setdefault(row.planner, {}).setdefault(row.workload, [])
+                seeds.append(getattr(row, what) or 1.0)
+        gains = []
+        for name, each in cells.items():
+            flat = np.concatenate(list(each.values()))
+            mean = float(np.exp(np.mean(np.log(flat))))
+            gains.append(Gain(name, len(flat), mean, *geometric_interval(list(each.values()))))
         return tuple(sorted(gains, key=lambda g: -g.mean))
 
     def without_single(self) -> list[str]:
@@ -276,7 +279,7 @@ def _plan_all(
     results: list[_Cell | None] = []
     todo: list[tuple[int, Path, str, _Task]] = []
     for name, planner in planners.items():
-        for seed in seeds if "seed" in _fields(planner) else (None,):
+        for seed in seeds if "seed" in options_of(planner) else (None,):
             ready = prepared(planner, seed, budget)
             key = _digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
@@ -533,12 +536,25 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def geometric_interval(values: ArrayLike, num_resamples: int = 10_000) -> tuple[float, float]:
-    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles)."""
-    logs = np.log(np.asarray(values, float))
+def geometric_interval(
+    values: Sequence[float | Sequence[float]], num_resamples: int = 10_000
+) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles).
+
+    Or of ``K`` lists of values that belong together: lists are drawn, then values of each.
+    """
+    groups = [np.log(np.atleast_1d(v)) for v in values]
+    count = np.array([len(logs) for logs in groups])
+    table = np.zeros((len(groups), count.max()))
+    for row, logs in zip(table, groups, strict=True):
+        row[: len(logs)] = logs
     rng = np.random.default_rng(0)
-    means = logs[rng.integers(len(logs), size=(num_resamples, len(logs)))].mean(axis=1)
-    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
+    chosen = rng.integers(len(groups), size=(num_resamples, len(groups)))
+    means = []
+    for which in np.array_split(chosen, 20):  # in parts, for memory
+        drawn = rng.random((*which.shape, table.shape[1])) * count[which][:, :, None]
+        means.append(table[which[:, :, None], drawn.astype(np.int64)].mean(axis=(1, 2)))
+    low, high = np.exp(np.percentile(np.concatenate(means), [2.5, 97.5]))
     return float(low), float(high)
 
 
@@ -586,18 +602,6 @@ def describe(planner: Any) -> Any:
 
 def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _fields(planner: Planner) -> set[str]:
-    return {f.name for f in fields(planner) if f.init} if is_dataclass(planner) else set()
-
-
-def prepared(planner: Planner, seed: int | None, budget: Budget = NO_LIMIT) -> Planner:
-    """The planner with this seed and this budget, where it has such fields."""
-    wanted = {"seed": seed, **asdict(budget)}
-    names = _fields(planner)
-    values = {k: v for k, v in wanted.items() if v is not None and k in names}
-    return replace(planner, **values) if values else planner  # type: ignore[type-var]
 
 
 def solution_of(saved: Mapping[str, Any]) -> Solution:

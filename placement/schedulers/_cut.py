@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.graph import levels, topological_order
+from placement.graph import components, levels, topological_order
 from placement.modulo.blocks import Block, Work
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
@@ -108,7 +108,8 @@ def cut(
     for u, v in g.edges[np.argsort(g.edges[:, 1], kind="stable")]:
         level[v] = max(level[v], level[u] + (place[u] != place[v]))
     same = np.stack([level, place], axis=1)
-    label = _connected(g.num_ops, g.edges[(same[g.edges[:, 0]] == same[g.edges[:, 1]]).all(axis=1)])
+    within = (same[g.edges[:, 0]] == same[g.edges[:, 1]]).all(axis=1)
+    label = components(g.edges[within], g.num_ops).astype(np.int64)
     if label.max() >= max_blocks:
         label = np.unique(same, axis=0, return_inverse=True)[1].reshape(-1)
     seconds = problem.compute_s[np.arange(g.num_ops), placement]
@@ -118,8 +119,7 @@ def cut(
     np.maximum.at(block_level, label, level)
     edges = _outer(label, g.edges)
     order = _topological(block_level, edges)
-    number = np.empty(len(order), np.int32)
-    number[order] = np.arange(len(order))
+    number = np.argsort(order).astype(np.int32)
     renumbered = np.unique(number[edges], axis=0).astype(np.int32).reshape(-1, 2)
     return Cut(
         number[label],
@@ -129,15 +129,6 @@ def cut(
         renumbered,
         problem.num_devices,
     )
-
-
-def _connected(num: int, edges: Ints) -> NDArray[np.int64]:
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    links = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(num, num))
-    label: NDArray[np.int64] = connected_components(links, directed=False)[1]
-    return label
 
 
 def _outer(label: NDArray[np.int64], edges: Ints) -> NDArray[np.int64]:

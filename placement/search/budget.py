@@ -1,10 +1,12 @@
-"""``Budget``: what a planner may spend."""
+"""``Budget``: what a planner may spend, and the planner that may spend so much."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from placement.planners import PlannerError
+from placement.problem import Planner
 
 
 @dataclass(frozen=True)
@@ -26,3 +28,15 @@ class Budget:
 
 
 NO_LIMIT = Budget()
+
+
+def options_of(planner: Any) -> set[str]:
+    """Names of what can be set of a planner, or of its class."""
+    return {f.name for f in fields(planner) if f.init} if is_dataclass(planner) else set()
+
+
+def prepared(planner: Planner, seed: int | None = None, budget: Budget = NO_LIMIT) -> Planner:
+    """The planner with this seed and this budget, where it has such fields."""
+    wanted, own = {"seed": seed, **asdict(budget)}, options_of(planner)
+    values = {k: v for k, v in wanted.items() if v is not None and k in own}
+    return replace(planner, **values) if values else planner  # type: ignore[type-var]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.graph import OpGraph, levels, topological_order
+from placement.graph import OpGraph, components, levels, topological_order
 from placement.problem import Placement, Problem, ProblemError
 from placement.profile import Profile
 
@@ -214,9 +214,7 @@ def _topological(label: Ints, edges: Ints) -> Ints:
     outer = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
     order = topological_order(outer, int(label.max()) + 1)
     assert len(order) == label.max() + 1, "merging never closes a cycle"
-    number = np.empty(len(order), np.int32)
-    number[order] = np.arange(len(order))
-    return number[label]
+    return np.argsort(order).astype(np.int32)[label]
 
 
 def _merged(problem: Problem, label: Ints) -> Problem:
@@ -279,13 +277,7 @@ def _merged(problem: Problem, label: Ints) -> Problem:
     return replace(problem, graph=graph, profile=profile)
 
 
-def _colocation(label: Ints, group: Ints, count: int) -> NDArray[np.intp]:
+def _colocation(label: Ints, group: Ints, count: int) -> Ints:
     """``[count]``: coarse operators are colocated if a chain of shared groups links them."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    ends = (label, count + group.astype(np.int64))
-    size = count + int(group.max()) + 1
-    links = coo_array((np.ones(len(label)), ends), shape=(size, size))
-    component: NDArray[np.intp] = connected_components(links, directed=False)[1][:count]
-    return component
+    links = np.stack([label, count + group], axis=1)
+    return components(links, count + int(group.max()) + 1)[:count]

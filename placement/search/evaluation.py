@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from placement.planners import PlannerError, load
 from placement.problem import Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.search.budget import Budget
+from placement.search.budget import Budget, prepared
 from placement.search.macro import Neighbours
 from placement.simulator import analytic, evaluate, score, simulate, value_of
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
@@ -152,15 +151,13 @@ class Search:
         evaluations alike. ``one_phase``: it is to answer with that. A periodic answer that does
         not fit is not kept: a search goes on from the closest placement.
         """
-        callee: Any = load(planner) if isinstance(planner, str) else planner
-        limits: dict[str, float | int] = {}
+        seconds = evaluations = None
         if np.isfinite(self._max_seconds):
-            limits["seconds"] = max(1e-3, share * (self._max_seconds - self.seconds))
+            seconds = max(1e-3, share * (self._max_seconds - self.seconds))
         if np.isfinite(self._max_evaluations):
-            limits["evaluations"] = max(1, int(share_of_evaluations * self.num_left))
-        if is_dataclass(callee) and not isinstance(callee, type):
-            own = {f.name for f in fields(callee)}
-            callee = replace(callee, **{k: v for k, v in limits.items() if k in own})
+            evaluations = max(1, int(share_of_evaluations * self.num_left))
+        limits = Budget(seconds, evaluations)
+        callee = prepared(load(planner) if isinstance(planner, str) else planner, budget=limits)
         answer: Solution = callee(self.problem.one_phase if one_phase else self.problem)
         self.num_evaluations += int(answer.stats.get("evaluations", 1))
         choice = self.choice(answer.placement)
@@ -534,13 +531,11 @@ def _same_channels(
 
 def single_devices(problem: Problem) -> Choice:
     """int32 ``[D, G]``: everything on one device; what it cannot run, on the first that can."""
-    allowed = np.isfinite(problem.group_compute_s)
-    first = allowed.argmax(axis=1)
-    rows = [np.where(allowed[:, d], d, first) for d in range(problem.num_devices)]
-    return np.array(rows, np.int32)
+    rows = np.repeat(np.arange(problem.num_devices)[:, None], problem.graph.num_groups, axis=1)
+    return np.array([supported_choice(problem, row) for row in rows])
 
 
-def supported_choice(problem: Problem, choice: Choice) -> Choice:
+def supported_choice(problem: Problem, choice: NDArray[np.integer[Any]]) -> Choice:
     """``choice``, with what has no device, or cannot run on it, on the first that can run it."""
     able = np.isfinite(problem.group_compute_s)
     bad = (choice < 0) | ~able[np.arange(len(choice)), choice]
@@ -553,15 +548,14 @@ def random_placements(problem: Problem, count: int, rng: np.random.Generator) ->
     Both draw a share of the colocation groups for each device from a flat Dirichlet
     distribution. Groups that cannot run where they were put go to the first device that can.
     """
-    allowed = np.isfinite(problem.group_compute_s)
-    groups, devices = allowed.shape
+    groups, devices = problem.group_compute_s.shape
     choices = np.empty((count, groups), np.int32)
     for i in range(count):
-        choice = rng.choice(devices, groups, p=rng.dirichlet(np.ones(devices)))
+        share = rng.dirichlet(np.ones(devices))
+        choice: NDArray[np.int64] = rng.choice(np.arange(devices), groups, p=share)
         if i % 2:
             choice = rng.permutation(devices)[np.sort(choice)]
-        legal = allowed[np.arange(groups), choice]
-        choices[i] = np.where(legal, choice, allowed.argmax(axis=1))
+        choices[i] = supported_choice(problem, choice)
     return choices[:, problem.graph.group]
 
 

@@ -20,7 +20,7 @@ from placement.simulator.analytic_kernels import Blocks, blocks
 
 Ints = NDArray[np.int32]
 
-_START_SHARE, _MOST_START_S = 0.1, 5.0  # of the seconds, for the planner that starts
+START_SHARE, MOST_START_S = 0.1, 5.0  # of the seconds, for the planner that starts
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ def writing(search: Search, reading: float) -> Callable[[], None]:
 
 def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds: float) -> None:
     """Run the planner that gives the first placement; the default one in a part of ``seconds``."""
-    problem, seconds = search.problem, min(_MOST_START_S, _START_SHARE * seconds)
+    problem, seconds = search.problem, min(MOST_START_S, START_SHARE * seconds)
     if problem.objective is not Objective.PIECEWISE_LATENCY:
         problem = problem.with_objective(Objective.MAX_LOAD)
     if start is not None:

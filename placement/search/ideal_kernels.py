@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.simulator.analytic_kernels import MAKER, MAKES, TENSOR, USERS
-from placement.tools.jit import Struct, allocating, inlined, kernel
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = NDArray[Any]
 
@@ -45,6 +45,46 @@ def _grown_rows(a, size):
 
 
 @allocating
+def _all_before(pred_ptr, pred, words):
+    """uint64 ``[M, words]``: the items that each waits for, as bits."""
+    below = np.zeros((len(pred_ptr) - 1, words), np.uint64)
+    for v in range(len(below)):
+        for i in range(pred_ptr[v], pred_ptr[v + 1]):
+            below[v, pred[i] >> 6] |= np.uint64(1) << np.uint64(pred[i] & 63)
+    return below
+
+
+@inlined
+def _holds_all(bits, i, below, v):
+    """Whether ideal ``i`` has all that item ``v`` waits for."""
+    free = True
+    for w in range(bits.shape[1]):
+        free &= below[v, w] & ~bits[i, w] == 0
+    return free
+
+
+@inlined
+def _is_with(bits, j, i, word, bit):
+    """Whether ideal ``j`` is ideal ``i`` with the item of ``bit``."""
+    same = True
+    for w in range(bits.shape[1]):
+        same &= bits[j, w] == (bits[i, w] | bit if w == word else bits[i, w])
+    return same
+
+
+@allocating
+def _table_of(hashes, count, size):
+    """A hash table of so many slots with the first ``count`` ideals, -1: empty."""
+    table = np.full(size, -1, np.int32)
+    for j in range(count):
+        slot = np.int64(hashes[j] & np.uint64(size - 1))
+        while table[slot] >= 0:
+            slot = (slot + 1) & (size - 1)
+        table[slot] = j
+    return table
+
+
+@allocating
 def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_bytes):
     """All ideals, smaller ones first; the first is empty and the last is full.
 
@@ -56,11 +96,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     """
     num_items = len(succ_ptr) - 1
     words = (num_items + 63) >> 6
-    below = np.zeros((num_items, words), np.uint64)
-    for v in range(num_items):
-        for i in range(pred_ptr[v], pred_ptr[v + 1]):
-            below[v, pred[i] >> 6] |= np.uint64(1) << np.uint64(pred[i] & 63)
-
+    below = _all_before(pred_ptr, pred, words)
     room = 1024
     bits = np.zeros((room, words), np.uint64)
     hashes = np.zeros(room, np.uint64)
@@ -68,12 +104,10 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
     added = np.zeros(room, np.int32)
     spans = np.zeros((room, 3), np.int32)
     links = np.empty((4 * room, 2), np.int32)
-    table = np.full(4 * room, -1, np.int32)
+    table = _table_of(hashes, 1, 4 * room)
     frontier = np.empty(num_items, np.int32)
     count = 1
     num_links = 0
-    bits[0] = 0
-    table[0] = 0
     i = 0
     while i < count:
         # What can be added: what could be before, and successors that waited for one item.
@@ -92,12 +126,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                     size += 1
             for k in range(succ_ptr[u], succ_ptr[u + 1]):
                 v = succ[k]
-                free = True
-                for w in range(words):
-                    if below[v, w] & ~bits[i, w] != 0:
-                        free = False
-                        break
-                if free:
+                if _holds_all(bits, i, below, v):
                     at = size
                     while at > 0 and frontier[at - 1] > v:
                         frontier[at] = frontier[at - 1]
@@ -116,22 +145,10 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
             h = hashes[i] ^ code[v]
             mask = len(table) - 1
             slot = np.int64(h & np.uint64(mask))
-            found = -1
-            while table[slot] >= 0:
-                j = table[slot]
-                if hashes[j] == h:
-                    same = True
-                    for w in range(words):
-                        want = bits[i, w]
-                        if w == word:
-                            want |= bit
-                        if bits[j, w] != want:
-                            same = False
-                            break
-                    if same:
-                        found = j
-                        break
+            found = table[slot]
+            while found >= 0 and (hashes[found] != h or not _is_with(bits, found, i, word, bit)):
                 slot = (slot + 1) & mask
+                found = table[slot]
             if found < 0:
                 if (count + 1) * bytes_each + 8 * (num_links + size) > memory_bytes:
                     return 0, bits, spans, links, origin, added
@@ -149,13 +166,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                 added[found] = v
                 table[slot] = found
                 if 2 * count > len(table):
-                    table = np.full(2 * len(table), -1, np.int32)
-                    mask = len(table) - 1
-                    for j in range(count):
-                        slot = np.int64(hashes[j] & np.uint64(mask))
-                        while table[slot] >= 0:
-                            slot = (slot + 1) & mask
-                        table[slot] = j
+                    table = _table_of(hashes, count, 2 * len(table))
             links[num_links + k, 0] = v
             links[num_links + k, 1] = found
         num_links += size
@@ -190,21 +201,21 @@ class Program(Struct):
     step: Array  # int64 [K] from a state to the one with a device more
     work_left: Array  # float64 [I] priced work beyond each ideal
     price_left: Array  # float64 [S] price of unused devices
-    value: Array  # float64 [I, S] least largest load of a chain of stages
-    from_ideal: Array  # int32 [I, S] where its last stage begins
-    from_kind: Array  # int8 [I, S] its kind; K + k: the value is that without a device of kind k
+    value: Array = array("I, S", value=np.inf)  # least largest load of a chain of stages
+    from_ideal: Array = array("I, S", np.int32)  # where its last stage begins
+    from_kind: Array = array("I, S", np.int8)  # its kind; K + k: as without a device of kind k
     best: Array  # float64 [1] only what is better counts
-    live: Array  # int64 [S] states that are followed from an ideal
-    usable: Array  # bool [K] whether any of them has a device left
-    inside: Array  # bool [M] items of the stage
-    users: Array  # int32 [H] items of the stage that use a tensor
-    readers: Array  # int32 [Q] items of the stage that read a parameter
-    item: Array  # int32 [M + 1] the stage, by depth, as are the next
-    first: Array  # int64 [M + 1] links that were not followed yet, from here
-    next_link: Array  # int64 [M + 1] to before this one
-    work: Array  # float64 [M + 1, K] compute
-    io: Array  # float64 [M + 1, K] transfers
-    held: Array  # int64 [M + 1] bytes
+    live: Array = array("S", np.int64)  # states that are followed from an ideal
+    usable: Array = array("K", np.bool_)  # whether any of them has a device left
+    inside: Array = array("M", np.bool_)  # items of the stage
+    users: Array = array("H", np.int32)  # items of the stage that use a tensor
+    readers: Array = array("Q", np.int32)  # items of the stage that read a parameter
+    item: Array = array("M+1", np.int32)  # the stage, by depth, as are the next
+    first: Array = array("M+1", np.int64)  # links that were not followed yet, from here
+    next_link: Array = array("M+1", np.int64)  # to before this one
+    work: Array = array("M+1, K")  # compute
+    io: Array = array("M+1, K")  # transfers
+    held: Array = array("M+1", np.int64)  # bytes
 
 
 @inlined

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.tools.jit import Struct, allocating, kernel
+from placement.tools.jit import Struct, allocating, array, kernel
 
 Array = NDArray[Any]
 _OPERATORS, _TOUCHING = 0, 1
@@ -50,19 +50,19 @@ class Tables(Struct):
 class State(Struct):
     """What is placed so far."""
 
-    choice: Array  # int32 [G]
-    finish_s: Array  # float64 [N]
-    free_s: Array  # float64 [D]
-    used: Array  # int64 [D]
-    missing: Array  # bool [D, P] parameters that a device does not hold
-    head: Array  # int32 [2, D]
-    tail: Array  # int32 [2, D]
-    begin_s: Array  # float64 [2, N]
-    end_s: Array  # float64 [2, N]
-    before: Array  # int32 [2, N]
-    after: Array  # int32 [2, N]
-    channel_s: Array  # float64 [channels] when each is free, if transfers wait
-    arrival_s: Array  # float64 [T, D] when a tensor that was sent is there, -1: not sent
+    choice: Array = array("G", np.int32, -1)
+    finish_s: Array = array("N")
+    free_s: Array = array("D")
+    used: Array = array("D", np.int64)
+    missing: Array = array("D, P", np.bool_, True)  # parameters that a device does not hold
+    head: Array = array("2, D", np.int32, -1)
+    tail: Array = array("2, D", np.int32, -1)
+    begin_s: Array = array("2, N")
+    end_s: Array = array("2, N")
+    before: Array = array("2, N", np.int32)
+    after: Array = array("2, N", np.int32)
+    channel_s: Array = array("channels")  # when each is free, if transfers wait
+    arrival_s: Array = array("T, D", value=-1.0)  # when a tensor is there, -1: not sent
 
 
 @kernel

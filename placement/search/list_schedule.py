@@ -117,35 +117,19 @@ def _load(kernel: str) -> None:
 def state_of(problem: Problem, busy: bool) -> list_kernels.State:
     """Nothing is placed; with ``busy`` there is room for when tensors arrive."""
     n, d, g = problem.num_ops, problem.num_devices, problem.graph
-    return list_kernels.State(
-        choice=np.full(g.num_groups, -1, np.int32),
-        finish_s=np.zeros(n),
-        free_s=np.zeros(d),
-        used=np.zeros(d, np.int64),
-        missing=np.ones((d, len(g.param_bytes) if problem.memory_may_bind else 0), bool),
-        head=np.full((2, d), -1, np.int32),
-        tail=np.full((2, d), -1, np.int32),
-        begin_s=np.empty((2, n)),
-        end_s=np.empty((2, n)),
-        before=np.empty((2, n), np.int32),
-        after=np.empty((2, n), np.int32),
-        channel_s=np.zeros(problem.num_channels),
-        arrival_s=np.full((g.num_tensors if busy else 0, d), -1.0),
-    )
+    sizes = {"N": n, "D": d, "G": g.num_groups, "channels": problem.num_channels}
+    sizes["P"] = len(g.param_bytes) if problem.memory_may_bind else 0
+    return list_kernels.State.fresh(sizes | {"T": g.num_tensors if busy else 0})
 
 
 def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_kernels.Tables:
     g, matrix_s = problem.graph, problem.profile.transfer_s
     host, shares_host = host_of(problem)
     param_ptr, param = _group_params(problem)
-
-    return list_kernels.Tables(
-        group=g.group,
-        in_ptr=g.in_ptr,
-        in_tensor=g.in_tensor,
+    return list_kernels.Tables.of(
+        g,
         user_ptr=np.searchsorted(g.edges[:, 0], np.arange(g.num_ops + 1)),
         user=np.ascontiguousarray(g.edges[:, 1]),
-        tensor_src=g.tensor_src,
         tensor_bytes=g.tensor_bytes.astype(np.float64),
         compute_s=problem.compute_s,
         group_s=problem.group_compute_s,
@@ -158,7 +142,6 @@ def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_ke
         capacity=problem.memory_bytes,
         param_ptr=param_ptr,
         param=param,
-        param_bytes=g.param_bytes,
         produced=activations * produced_bytes(problem),
         channel=problem.link_channel,
         busy=busy,

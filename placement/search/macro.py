@@ -17,7 +17,7 @@ from placement.simulator.analytic_kernels import (
     piecewise_one,
     undo_moves,
 )
-from placement.tools.jit import Struct, copy, inlined, kernel, largest
+from placement.tools.jit import Struct, array, copy, inlined, kernel, largest
 
 Array = NDArray[Any]
 
@@ -64,10 +64,10 @@ class Draws(Struct):
     share: Array  # float64 [5] cumulated probabilities of single, run, chain, growth, swap
     cut: float  # probability of a part of a stage instead
     body: int  # most groups that a move has
-    group: Array  # int32 [G] groups that move
-    where: Array  # int32 [G] their new devices
-    mark: Array  # int32 [G] scratch, zeros before and after
-    term: Array  # float64 [D] energy of each device
+    group: Array = array("G", np.int32)  # groups that move
+    where: Array = array("G", np.int32)  # their new devices
+    mark: Array = array("G", np.int32)  # scratch, zeros before and after
+    term: Array = array("D")  # energy of each device
 
 
 def draws_of(
@@ -75,8 +75,8 @@ def draws_of(
 ) -> Draws:
     """Draws that begin with ``seed``, and room."""
     groups, devices = compute_s.shape
-    group, where, mark = np.zeros((3, groups), np.int32)
-    return Draws(
+    return Draws.fresh(
+        {"G": groups, "D": devices},
         # Never 0.
         random=np.random.default_rng(seed).integers(1, 2**64, 1, dtype=np.uint64),
         compute_s=compute_s,
@@ -84,10 +84,6 @@ def draws_of(
         share=share,
         cut=cut,
         body=body,
-        group=group,
-        where=where,
-        mark=mark,
-        term=np.zeros(devices),
     )
 
 
@@ -379,9 +375,9 @@ class Offers(Struct):
     """Moves that ``descend`` estimates before it makes one."""
 
     near_s: Array  # float64, as ``Neighbours.near``: about what each takes if it is elsewhere
-    group: Array  # int32 [G] of the best
-    where: Array  # int32 [G]
-    refused: Array  # int64 [R] what was tried in vain since the last that was better
+    group: Array = array("G", np.int32)  # of the best
+    where: Array = array("G", np.int32)
+    refused: Array = array("R", np.int64)  # what was tried in vain since the last that was better
 
 
 @kernel
@@ -449,6 +445,8 @@ def descend(t, s, w, offers, best, best_s, steps, width, hot):
     num_devices, refused = len(load), 0
     fill_state(t, s)
     for step in range(steps):
+        if refused == len(offers.refused):
+            return best_s, step
         hottest = np.int64(largest(load, num_devices))
         scale = 1.0 / max(load[hottest] if best_s == np.inf else best_s, 1e-300)
         least, count, number = np.inf, 0, np.int64(0)
@@ -462,7 +460,7 @@ def descend(t, s, w, offers, best, best_s, steps, width, hot):
                 least, count, number = energy, drawn, name
                 for k in range(count):
                     group[k], where[k] = w.group[k], w.where[k]
-        if count == 0 or refused == len(offers.refused):
+        if count == 0:
             return best_s, step
         old, new = np.int64(device[group[0]]), np.int64(where[0])
         load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]

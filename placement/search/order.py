@@ -1,4 +1,4 @@
-"""Numba kernels of ``order_search``: anneal where operators run and in which order, together.
+"""Numba kernels of ``order_search``: where operators run and in which order, searched together.
 
 A *sequence* is an order of all operators in which producers come before consumers. With a
 placement it says everything: every device runs its operators in that order and every channel
@@ -23,11 +23,11 @@ import numpy as np
 
 from placement.search.chooser import choose, network
 from placement.search.macro import below, uniform
-from placement.tools.jit import Struct, average, copy, inlined, kernel, largest
+from placement.tools.jit import Struct, array, average, copy, inlined, kernel, largest
 
 Array = Any
 
-POLICY, HAND, UNIFORM = range(3)  # who chooses
+POLICY, HAND, UNIFORM, TABU = range(4)  # who chooses
 BEGIN, TAKE, SEARCH = range(3)  # jobs of play; SEARCH + who chooses
 
 MOVE_FEATURES = (
@@ -74,6 +74,9 @@ _NEAR, _ANY = 0.35, 0.65  # cumulated: to a neighbour's device, to any; the rest
 _LATER, _EARLIER = 0.3, 0.5  # cumulated: some places off where inputs are there
 _ALONE = 0.5  # of the moves to another device; others take neighbours along
 _FAR = 2.5  # order only: log of how many places at most, beside one
+# Tabu search: an operator rests for so many steps and up to so many more, unless a better best is
+# estimated; after so many steps in vain it goes back to the best, and the next time later.
+_REST, _REST_MORE, _IN_VAIN = 8.0, 12.0, 5000.0
 _SORT_EVERY = 64  # moves kept, until the sequence is put in order of time again
 _TRIES = 4
 _HOPELESS = 12.0  # so much below the best score a move is chosen six times in a million
@@ -92,10 +95,11 @@ _NEVER = 1e30  # instead of inf, which has no logarithm: where a link is missing
     COLD,
     KEPT,
     NUM_CHAIN,
+    BACK,  # times that a tabu search went back to the best
     BEGUN,  # position at which the pass that was tried last begins; -1: with the model inputs
     ENDED,  # and beyond the one where it ends
     NUM_X,
-) = range(14)
+) = range(15)
 
 
 class Tables(Struct):
@@ -124,52 +128,52 @@ class Tables(Struct):
 class State(Struct):
     """A search, and room to evaluate in."""
 
-    random: Array  # uint64 [1]
-    x: Array  # float64 [NUM_X]
-    place: Array  # int32 [N]
-    sequence: Array  # int32 [N]
-    position: Array  # int32 [N + 1] of each operator in it; the last: -1, of model inputs
-    best_place: Array  # int32 [N]
-    best_sequence: Array  # int32 [N]
-    start_s: Array  # float64 [N] of what was kept last, as are the next
-    end_s: Array  # float64 [N]
-    after_s: Array  # float64 [N] longest path from the end of each to the end of all
-    users_s: Array  # float64 [N] the same through those that use its tensors
-    from_s: Array  # float64 [N] from its begin
-    waited: Array  # int32 [N] whom each operator waited for; -1: nobody
-    lane: Array  # int32 [N] operators of each device, in order
-    lane_ptr: Array  # int32 [D + 1]
-    in_lane: Array  # int32 [N] where each operator is there
-    load: Array  # float64 [D] seconds of each device
-    chain: Array  # int32 [N] the critical chain, the first NUM_CHAIN
-    on_chain: Array  # bool [N]
-    refused: Array  # float32 [N, D]
-    moved: Array  # int64 [N] step of the last move
-    arrival_s: Array  # float64 [E] of what was kept, in the order of ``in_edge``
-    row_s: Array  # float64 [2, R, D + channels] when each is free, at R positions; the same
-    row_last: Array  # int32 [2, R, D] operator that each device ran last there
-    try_start_s: Array  # float64 [N] of what was tried last, as are the next
-    try_end_s: Array  # float64 [N]
-    try_waited: Array  # int32 [N]
-    try_arrival_s: Array  # float64 [E] as ``arrival_s`` when nothing is being tried
-    mark: Array  # bool [N] scratch, False
-    stale: Array  # bool [N + 1] tails to be computed; the last: of model inputs, which have none
-    room: Array  # int32 [N]
-    finish_s: Array  # float64 [N] room of _together, as are mark and room, of _gather and _members
-    free_s: Array  # float64 [D + channels] when each is free
-    last: Array  # int32 [D] operator that a device ran last
-    sent: Array  # int32 [D] tensor that was sent to each last
-    sent_s: Array  # float64 [D] when it arrived
-    drawn: Array  # float64 [C + 1, 5] what ``_propose`` returns of each move from latency on
-    which: Array  # int32 [C + 1] operator that each offered move begins with; -1: no move
-    group: Array  # int32 [C + 1] its group
-    to: Array  # int32 [C + 1] device
-    count: Array  # int32 [C + 1] groups that move
-    body: Array  # int32 [C + 1, L] those groups
-    at: Array  # int32 [C + 1] before whom in the sequence; -1: where it is
-    offered: Array  # float32 [C + 1, F]
-    search: Array  # float32 [S]
-    logits: Array  # float64 [C + 1]
+    random: Array = array("1", np.uint64, 1)
+    x: Array = array("X")
+    place: Array = array("N", np.int32)
+    sequence: Array = array("N", np.int32)
+    position: Array = array("N+1", np.int32, -1)  # of each in it; the last: -1, of model inputs
+    best_place: Array = array("N", np.int32)
+    best_sequence: Array = array("N", np.int32)
+    start_s: Array = array("N")  # of what was kept last, as are the next
+    end_s: Array = array("N")
+    after_s: Array = array("N")  # longest path from the end of each to the end of all
+    users_s: Array = array("N")  # the same through those that use its tensors
+    from_s: Array = array("N")  # from its begin
+    waited: Array = array("N", np.int32)  # whom each operator waited for; -1: nobody
+    lane: Array = array("N", np.int32)  # operators of each device, in order
+    lane_ptr: Array = array("D+1", np.int32)
+    in_lane: Array = array("N", np.int32)  # where each operator is there
+    load: Array = array("D")  # seconds of each device
+    chain: Array = array("N", np.int32)  # the critical chain, the first NUM_CHAIN
+    on_chain: Array = array("N", np.bool_)
+    refused: Array = array("N, D", np.float32)
+    moved: Array = array("N", np.int64)  # step of the last move
+    arrival_s: Array = array("E")  # of what was kept, in the order of ``in_edge``
+    row_s: Array = array("2, R, D+channels")  # when each is free, at R positions; the same
+    row_last: Array = array("2, R, D", np.int32)  # operator that each device ran last there
+    try_start_s: Array = array("N")  # of what was tried last, as are the next
+    try_end_s: Array = array("N")
+    try_waited: Array = array("N", np.int32)
+    try_arrival_s: Array = array("E")  # as ``arrival_s`` when nothing is being tried
+    mark: Array = array("N", np.bool_)  # scratch, False
+    stale: Array = array("N+1", np.bool_)  # tails to be computed; the last: model inputs, False
+    room: Array = array("N", np.int32)
+    finish_s: Array = array("N")  # room of _together (mark and room too), _gather, _members
+    free_s: Array = array("D+channels")  # when each is free
+    last: Array = array("D", np.int32)  # operator that a device ran last
+    sent: Array = array("D", np.int32)  # tensor that was sent to each last
+    sent_s: Array = array("D")  # when it arrived
+    drawn: Array = array("C+1, 5")  # what ``_propose`` returns of each move from latency on
+    which: Array = array("C+1", np.int32, -1)  # operator that each move begins with; -1: no move
+    group: Array = array("C+1", np.int32)  # its group
+    to: Array = array("C+1", np.int32)  # device
+    count: Array = array("C+1", np.int32)  # groups that move
+    body: Array = array("C+1, L", np.int32)  # those groups
+    at: Array = array("C+1", np.int32)  # before whom in the sequence; -1: where it is
+    offered: Array = array("C+1, F", np.float32)
+    search: Array = array("S", np.float32)
+    logits: Array = array("C+1")
 
 
 @kernel
@@ -419,11 +423,15 @@ def _pass_on(t, s, i, d):
 @kernel
 def _sort(t, s):
     """Put the sequence in order of time, which changes no time, and look at it anew."""
-    sequence, start_s = s.sequence, s.start_s
+    sequence, when = s.sequence, s.finish_s
     n = len(sequence)
+    copy(when, s.start_s)
+    if len(s.free_s) == t.compute_s.shape[1]:  # no channel: the middle of when each could begin
+        for i in range(n):
+            when[i] -= s.from_s[i]
     for k in range(1, n):  # nearly sorted: by insertion, equal times stay as they stand
         op, place_of = sequence[k], k
-        while place_of > 0 and start_s[sequence[place_of - 1]] > start_s[op]:
+        while place_of > 0 and when[sequence[place_of - 1]] > when[op]:
             sequence[place_of] = sequence[place_of - 1]
             place_of -= 1
         sequence[place_of] = op
@@ -540,6 +548,36 @@ def _window(t, s, i):
 
 
 @kernel
+def _block(s, i):
+    """First and last place of the block of ``i`` in its lane: who waits for whom on the chain."""
+    d = s.place[i]
+    a = b = np.int64(s.in_lane[i])
+    while a > s.lane_ptr[d] and s.on_chain[s.lane[a - 1]] and s.waited[s.lane[a]] == s.lane[a - 1]:
+        a -= 1
+    while b + 1 < s.lane_ptr[d + 1] and s.waited[s.lane[b + 1]] == s.lane[b]:
+        if not s.on_chain[s.lane[b + 1]]:
+            break
+        b += 1
+    return a, b
+
+
+@kernel
+def _elsewhere_than(t, s, i):
+    """A random device that can run ``i``, another one if there is one."""
+    num_devices, old = t.compute_s.shape[1], s.place[i]
+    count = 0
+    for d in range(num_devices):
+        count += t.compute_s[i, d] < np.inf
+    skip = below(s.random, max(count - 1, 1))
+    for d in range(num_devices):
+        if d != old and t.compute_s[i, d] < np.inf:
+            if skip == 0:
+                return d
+            skip -= 1
+    return np.int64(old)
+
+
+@kernel
 def _neighbour(t, s, i, way, device):
     """A random operator that makes (``way`` 0) or uses (1) a tensor of ``i``, or either (2).
 
@@ -633,17 +671,37 @@ def _together(t, s, i, new, num):
 
 
 @kernel
-def _propose(t, s, k):
-    """Draw move ``k``.
+def _reach(s, i, here):
+    """A random place in its lane to which ``i`` may go from ``here``; whether not short of it.
+
+    Within a block of the critical chain only another first or last operator can make the chain
+    shorter (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998).
+    """
+    first, last = s.lane_ptr[s.place[i]], s.lane_ptr[s.place[i] + 1] - 1
+    later = uniform(s.random) < 0.5
+    if s.on_chain[i]:
+        a, b = _block(s, i)
+        if a < here < b:
+            return b if later else a, True
+        if a == b:
+            return here, False
+        return a + below(s.random, b - a) + (here == a), False
+    far = 1 + int(np.exp(uniform(s.random) * _FAR))
+    return min(last, here + far) if later else max(first, here - far), False
+
+
+@kernel
+def _propose(t, s, k, chooser):
+    """Draw move ``k``; of ``TABU``, one of the critical chain.
 
     Returns its first operator (-1: none was found), device, before whom in the sequence (-1: all
     stay where they are there), the estimated latency, when the operator begins, when its inputs
     are there, places that it moves on its device, and operators that move.
     """
-    n, num_devices = t.compute_s.shape
+    n = len(s.place)
     for _ in range(_TRIES):
         i = below(s.random, n)
-        if uniform(s.random) < _FROM_CHAIN:
+        if chooser == TABU or uniform(s.random) < _FROM_CHAIN:
             i = s.chain[below(s.random, int(s.x[NUM_CHAIN]))]
         old = s.place[i]
         new = old
@@ -654,21 +712,20 @@ def _propose(t, s, k):
             if other >= 0:
                 new = s.place[other]
         elif kind < _ANY:
-            new = below(s.random, num_devices)
+            new = _elsewhere_than(t, s, i)
+        if t.compute_s[i, new] == np.inf:
+            new = old
         first, beyond = s.lane_ptr[new], s.lane_ptr[new + 1]
         if new == old:
-            low, high = _window(t, s, i)
             here = s.in_lane[i]
-            far = 1 + int(np.exp(uniform(s.random) * _FAR))
-            if uniform(s.random) < 0.5:
-                place = max(first, here - far)
-                while place < here and s.position[s.lane[place]] <= low:
-                    place += 1
-            else:
-                place = min(beyond - 1, here + far)
-                while place > here and s.position[s.lane[place]] >= high:
-                    place -= 1
-            if place == here:
+            reach, whole = _reach(s, i, np.int64(here))
+            place = reach
+            low, high = _window(t, s, i)
+            while place < here and s.position[s.lane[place]] <= low:
+                place += 1
+            while place > here and s.position[s.lane[place]] >= high:
+                place -= 1
+            if place == here or (whole and place != reach):
                 continue
             ready = _inputs_s(t, s, i, old)
             latency = _reordered(t, s, i, ready, place)
@@ -728,12 +785,16 @@ def _offer(t, s, width, chooser):
     s.which[0] = -1
     best = -np.inf
     for k in range(1, width + 1):
-        i, new, at, latency, begin, ready, places, num = _propose(t, s, k)
+        i, new, at, latency, begin, ready, places, num = _propose(t, s, k, chooser)
         s.which[k] = i
         if i < 0:
             continue
         s.group[k], s.to[k], s.at[k] = t.group[i], new, at
         if chooser == UNIFORM:
+            continue
+        rests = _REST + _REST_MORE * uniform(s.random) if chooser == TABU else 0.0
+        if s.moved[i] > 0 and s.x[STEP] - s.moved[i] < rests and latency >= s.x[BEST]:
+            s.which[k] = -1
             continue
         drawn = s.drawn[k]
         drawn[0], drawn[1], drawn[2], drawn[3], drawn[4] = latency, begin, ready, places, num
@@ -747,7 +808,7 @@ def _offer(t, s, width, chooser):
         return
     s.offered[0, 0] = 0.0
     for k in range(1, width + 1):
-        if s.offered[k, 0] < best - _HOPELESS:
+        if s.offered[k, 0] < best - _HOPELESS and chooser != TABU:
             s.which[k] = -1
     if chooser == POLICY:
         _describe(t, s, width)
@@ -891,10 +952,30 @@ def _touch(t, s, num, d):
 
 
 @kernel
-def _take(t, s, k):
+def _least(s, width):
+    """The offered move of the least estimate; 0: none is."""
+    k, least = 0, np.inf
+    for j in range(1, width + 1):
+        if s.which[j] >= 0 and s.drawn[j, 0] < least:
+            k, least = j, s.drawn[j, 0]
+    return k
+
+
+@kernel
+def _go_back(t, s):
+    """Begin again at the best, with nobody at rest."""
+    copy(s.place, s.best_place)
+    copy(s.sequence, s.best_sequence)
+    s.x[COST] = _begin(t, s)
+    s.moved[:] = 0
+    s.x[BACK] += 1.0
+
+
+@kernel
+def _take(t, s, k, always):
     """Try move ``k`` (0: stay); returns the improvement of log(best), 0 if there is none.
 
-    It is kept with probability ``min(1, exp(-log(after / before) / temperature))``.
+    It is kept with probability ``min(1, exp(-log(after / before) / temperature))``, or ``always``.
     """
     x = s.x
     x[STEP] += 1.0
@@ -903,7 +984,7 @@ def _take(t, s, k):
         return 0.0
     old, new, at = np.int64(s.place[i]), np.int64(s.to[k]), np.int64(s.at[k])
     limit = np.inf
-    if x[COST] < _NEVER:
+    if x[COST] < _NEVER and not always:
         limit = x[COST] * (1.0 - uniform(s.random)) ** -x[TEMPERATURE]
     num = _members(t, s, k)
     first, moved = _concerned(t, s, k, num)
@@ -926,6 +1007,7 @@ def _take(t, s, k):
         gain = min(np.log(x[BEST] / max(cost, 1e-300)), 1.0)
         x[BEST] = cost
         x[FOUND] = x[STEP]
+        x[BACK] = 0.0
         copy(s.best_place, s.place)
         copy(s.best_sequence, s.sequence)
     _keep(t, s)
@@ -948,13 +1030,13 @@ def play(t, s, job, number, net, used, then):
       returns the improvement of log(best).
     * SEARCH + chooser: ``number`` steps while ``used`` of the budget becomes ``then``. POLICY
       chooses by the softmax of its network, HAND by that of the hand-written score alone, for
-      UNIFORM one move is drawn.
+      UNIFORM one move is drawn; TABU takes the least estimate of those that are not at rest.
     """
     x, width = s.x, len(s.which) - 1
     chooser = job - SEARCH if job >= SEARCH else POLICY
     if job == BEGIN:
         s.on_chain[:] = False
-        x[NUM_CHAIN] = x[KEPT] = 0.0
+        x[NUM_CHAIN] = x[KEPT] = x[BACK] = 0.0
         x[COST] = _begin(t, s)
         _sort(t, s)
         x[STEP] = x[FOUND] = number
@@ -973,6 +1055,8 @@ def play(t, s, job, number, net, used, then):
         k = 1
         if job == TAKE:
             k = number
+        elif chooser == TABU:
+            k = _least(s, width)
         elif chooser != UNIFORM:
             if chooser == POLICY:
                 network(net, s.search, s.offered, s.which, s.group, s.to, width, logits)
@@ -981,7 +1065,9 @@ def play(t, s, job, number, net, used, then):
                     logits[j] = s.offered[j, 0] if s.which[j] >= 0 else -np.inf
             logits[0] = -np.inf if s.which[largest(s.which, width + 1)] >= 0 else 0.0
             k = choose(s.random, logits, width)
-        gain += _take(t, s, k)
+        gain += _take(t, s, k, chooser == TABU)
+        if chooser == TABU and x[STEP] - x[FOUND] > _IN_VAIN * (1.0 + x[BACK]) ** 2:
+            _go_back(t, s)
         _cool(s, used + (then - used) * (step + 1) / steps)
         _offer(t, s, 1 if chooser == UNIFORM else width, chooser)
     return gain

@@ -9,6 +9,7 @@ take their time here but no channel, and ``timetable`` says what the answer is w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,14 @@ class Window:
         place, sequence: int32 ``[N]`` as they are with it; None where nothing was found.
         closed: nothing better is in this window.
         evaluations: of the annealing, that would have taken as long.
+        bound_s: no latency is below, whatever is in the window.
     """
 
     place: Ints | None
     sequence: Ints | None
     closed: bool
     evaluations: int
+    bound_s: float = 0.0
 
 
 @loads
@@ -78,30 +81,32 @@ def rest_s(t: Tables, s: State, first: int, beyond: int) -> float:
 def solve(
     t: Tables,
     s: State,
-    first: int,
-    beyond: int,
+    part: range,
     grain_s: float,
     seed: int,
     evaluations: float = MOST,
     seconds: float = np.inf,
+    threads: int = 1,
+    check: Callable[[], None] = lambda: None,
 ) -> Window:
-    """The best devices and order of what is in positions ``first..beyond - 1``.
+    """The best devices and order of what is in the positions ``part``.
 
     Args:
         grain_s: seconds of which everything is a multiple, 0 if there are none.
         evaluations: most that the solver may be worth, besides writing the program down.
         seconds: most that the solver may take; inf: what it answers depends on the seed alone.
+        check: called for each operator that is written down; what it raises ends that.
     """
     from ortools.sat.python import cp_model
 
     cost = float(s.x[order.COST])
     unit = grain_s or cost / _UNITS
     model = cp_model.CpModel()
-    program = _Program(t, s, first, beyond, unit, model)
-    slack = 0 if grain_s else beyond - first  # each was rounded
-    program.write(round(cost / unit) + slack)
+    program = _Program(t, s, part.start, part.stop, unit, model)
+    slack = 0 if grain_s else len(part)  # each was rounded
+    program.write(round(cost / unit) + slack, check)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
+    solver.parameters.num_workers = threads
     solver.parameters.random_seed = seed % 2**31
     solver.parameters.max_deterministic_time = evaluations / PER_UNIT
     solver.parameters.linearization_level = 0
@@ -111,12 +116,13 @@ def solve(
         solver.parameters.max_time_in_seconds = max(0.01, seconds)
     status = cpsat.solve(solver, model)
     spent = int(solver.response_proto.deterministic_time * PER_UNIT)
-    counted = max(1, spent + PER_OPERATOR * (beyond - first))
+    counted = max(1, spent + PER_OPERATOR * len(part))
     closed = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    bound_s = max(0.0, solver.best_objective_bound - slack) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Window(None, None, closed, counted)
+        return Window(None, None, closed, counted, bound_s if status == cp_model.UNKNOWN else 0.0)
     place, sequence = program.read(solver)
-    return Window(place, sequence, closed, counted)
+    return Window(place, sequence, closed, counted, bound_s)
 
 
 class _Program:
@@ -149,13 +155,14 @@ class _Program:
         able: list[int] = np.flatnonzero(np.isfinite(t.compute_s[members]).all(axis=0)).tolist()
         return able
 
-    def write(self, most: int) -> None:
+    def write(self, most: int, check: Callable[[], None]) -> None:
         """Least latency, of at most ``most`` units."""
         t, s, model = self._t, self._s, self._model
         latency = model.new_int_var(0, most, "")
         free_s, after_s = _devices(t, s, self._first, self._beyond)
         lanes: list[list[Any]] = [[] for _ in range(len(free_s))]
         for i in self._ops:
+            check()
             able, g = self._able[i], int(t.group[i])
             begin = model.new_int_var(0, most, "")
             units = {d: self._units(t.compute_s[i, d]) for d in able}
@@ -180,6 +187,7 @@ class _Program:
             if len(lane) > 1:
                 model.add_no_overlap(lane)
         for i in self._ops:
+            check()
             for e in range(t.edge_ptr[i], t.edge_ptr[i + 1]):
                 if self._inside[t.edge_dst[e]]:
                     self._edge(i, e)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Problem
-from placement.tools.jit import Struct, allocating, inlined, kernel
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -117,20 +117,20 @@ class Params(Struct):
 
 
 class PieceRoom(Struct):
-    """Room for ``piecewise_one``; what is of pieces has room for ``N + D``."""
+    """Room for ``piecewise_one``; there are at most ``N + D`` pieces."""
 
-    first: Array  # int32 [D] operator of each device
-    last: Array  # int32 [D]
-    level: Array  # int32 [N]
-    piece: Array  # int32 [N]
-    begin: Array  # int32 where the operators of each piece begin in ``member``
-    fill: Array  # int32
-    member: Array  # int32 [N] operators, piece by piece
-    missing: Array  # int32 pieces that each one waits for, by tensor and use; 0 where it ran
-    seen: Array  # int32 the last tensor that each one paid for
-    stack: Array  # int32
-    seconds: Array  # float64
-    ready_s: Array  # float64
+    first: Array = array("D", np.int32)  # operator of each device
+    last: Array = array("D", np.int32)
+    level: Array = array("N", np.int32)
+    piece: Array = array("N", np.int32)
+    begin: Array = array("N+D", np.int32)  # where the operators of each piece begin in ``member``
+    fill: Array = array("N+D", np.int32)
+    member: Array = array("N", np.int32)  # operators, piece by piece
+    missing: Array = array("N+D", np.int32)  # pieces it waits for, by tensor and use; 0: it ran
+    seen: Array = array("N+D", np.int32)  # the last tensor that each one paid for
+    stack: Array = array("N+D", np.int32)
+    seconds: Array = array("N+D")
+    ready_s: Array = array("N+D")
 
 
 class Pieces(Struct):
@@ -172,10 +172,10 @@ class Placed(Struct):
     """Where the blocks are: what ``apply_moves`` changes."""
 
     device: Array  # int32 [I]
-    load: Array  # float64 [D]
-    held: Array  # int64 [D] parameter bytes
-    users: Array  # int32 [H, D] blocks on each device that use a tensor
-    readers: Array  # int32 [Q, D] blocks on each device that read a tied parameter
+    load: Array = array("D")
+    held: Array = array("D", np.int64)  # parameter bytes
+    users: Array = array("H, D", np.int32)  # blocks on each device that use a tensor
+    readers: Array = array("Q, D", np.int32)  # blocks on each device that read a tied parameter
 
 
 def load_tables(problem: Problem) -> Loads:
@@ -186,14 +186,7 @@ def load_tables(problem: Problem) -> Loads:
         b = blocks(problem, g.group)
         first = np.zeros(g.num_groups, np.int32)
         first[g.group[::-1]] = np.arange(g.num_ops)[::-1]
-        cached = Loads(
-            first=first,
-            compute_s=b.compute_s,
-            src=b.src,
-            use_ptr=b.use_ptr,
-            use_dst=b.use_dst,
-            io_s=b.io_s,
-        )
+        cached = Loads.of(b, first=first)
         problem.__dict__["_load_tables"] = cached
     return cached
 
@@ -257,25 +250,8 @@ def param_bytes_batch(t, placements, held):
 def piecewise_tables(problem: Problem) -> Pieces:
     """The problem for ``piecewise_one``, and room for one at a time."""
     g, n, d = problem.graph, problem.num_ops, problem.num_devices
-    sizes = {"first": d, "last": d, "level": n, "piece": n, "member": n}
-    dtypes = {"seconds": np.float64, "ready_s": np.float64}
-    room = {
-        name: np.empty(sizes.get(name, n + d), dtypes.get(name, np.int32))
-        for name in PieceRoom.__annotations__
-    }
-    return Pieces(
-        in_ptr=g.in_ptr,
-        in_tensor=g.in_tensor,
-        out_ptr=g.out_ptr,
-        out_tensor=g.out_tensor,
-        tensor_src=g.tensor_src,
-        use_ptr=g.use_ptr,
-        use_dst=g.use_dst,
-        compute_s=problem.compute_s,
-        io_s=problem.io_s,
-        is_cpu=np.array([x.kind == "cpu" for x in problem.cluster.devices]),
-        room=PieceRoom(**room),
-    )
+    is_cpu = np.array([x.kind == "cpu" for x in problem.cluster.devices])
+    return Pieces.of(g, problem, is_cpu=is_cpu, room=PieceRoom.fresh({"N": n, "D": d}))
 
 
 @inlined
@@ -420,15 +396,12 @@ def move_tables(problem: Problem, b: Blocks) -> Moves:
     touch_ptr, order = _by_block(owner, b.num_blocks)
     param = np.repeat(np.arange(len(b.tied_bytes)), np.diff(b.tied_ptr))
     tied_ptr, tied_order = _by_block(b.tied_dst, b.num_blocks)
-    return Moves(
-        compute_s=b.compute_s,
+    return Moves.of(
+        b,
         touch_ptr=touch_ptr,
         touch=touch[order].astype(np.int32),
-        io_s=b.io_s,
-        own_bytes=b.own_bytes,
         tied_ptr=tied_ptr,
         tied=param[tied_order].astype(np.int32),
-        tied_bytes=b.tied_bytes,
         memory=problem.memory_bytes,
     )
 
@@ -441,13 +414,8 @@ def _by_block(owner: NDArray[Any], num_blocks: int) -> tuple[NDArray[np.int32], 
 def move_state(tables: Moves, device: NDArray[np.int32]) -> Placed:
     """The blocks on ``device`` int32 ``[I]``."""
     num_tensors, num_devices = tables.io_s.shape
-    state = Placed(
-        device=np.array(device, np.int32),
-        load=np.zeros(num_devices),
-        held=np.zeros(num_devices, np.int64),
-        users=np.zeros((num_tensors, num_devices), np.int32),
-        readers=np.zeros((len(tables.tied_bytes), num_devices), np.int32),
-    )
+    sizes = {"D": num_devices, "H": num_tensors, "Q": len(tables.tied_bytes)}
+    state = Placed.fresh(sizes, device=np.array(device, np.int32))
     fill_state(tables, state)
     return state
 

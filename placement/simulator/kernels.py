@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from placement.problem import Problem, host_of
-from placement.tools.jit import Struct, inlined, kernel
+from placement.tools.jit import Struct, array, inlined, kernel
 
 Array = NDArray[Any]
 
@@ -104,13 +104,14 @@ def tables(problem: Problem) -> Tables:
     wake_s[d] = send_s[d] = send_s_per_byte[d] = 0.0
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
-    cached = Tables(
+    cached = Tables.of(
+        g,
+        problem,
         edge_ptr=np.searchsorted(producer[order], np.arange(n + 2)).astype(np.int32),
         edge_tensor=edge_tensor,
         edge_dst=g.use_dst[order],
         edge_bytes=g.tensor_bytes[edge_tensor].astype(np.float64),
         num_inputs=np.diff(g.in_ptr).astype(np.int32),
-        priority=problem.priority,
         by_priority=np.argsort(problem.priority).astype(np.int32),
         link_latency_s=with_inputs(problem.link_latency_s, 0.0).ravel(),
         link_s_per_byte=with_inputs(problem.link_s_per_byte, 0.0).ravel(),
@@ -121,25 +122,11 @@ def tables(problem: Problem) -> Tables:
         link_send_s_per_byte=send_s_per_byte.ravel(),
         local_channel=problem.num_channels,
         transfer_s=matrix.ravel(),
-        contention=problem.contention,
         by_arrival=problem.ready_order == "arrival",
         host=host,
-        worker=problem.worker,
-        num_workers=problem.num_workers,
-        out_ptr=g.out_ptr,
-        out_tensor=g.out_tensor,
-        in_ptr=g.in_ptr,
-        in_tensor=g.in_tensor,
-        use_ptr=g.use_ptr,
-        use_dst=g.use_dst,
-        tensor_src=g.tensor_src,
-        tensor_root=g.tensor_root,
-        tensor_bytes=g.tensor_bytes,
         output_tensor=produced_outputs,
         output_count=np.bincount(produced_outputs, minlength=g.num_tensors).astype(np.int32),
         workspace_bytes=np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
-        compute_s=problem.compute_s,
-        loaded_s=problem.loaded_s,
         batch_s=problem.profile.batch_s,
     )
     problem.__dict__["_kernel_tables"] = cached
@@ -154,24 +141,24 @@ class State(Struct):
     """
 
     # Given.
-    placement: Array  # int32 [K N]
-    seconds: Array  # float64 [K N] of each operator
-    beside_s: Array  # float64 [N] more for each other device that runs, of one micro-batch
-    order: Array  # int32 [K, 2] operators and micro-batches of a schedule, or empty
+    placement: Array = array("K*N", np.int32)
+    seconds: Array = array("K*N")  # of each operator
+    beside_s: Array = array("N")  # more for each other device that runs, of one micro-batch
+    order: Array  # int32 [.., 2] operators and micro-batches of a schedule, or empty
     order_ptr: Array  # int32 [D + 1] where each device's begin there
     num_batches: int
     window: int  # W
     track: bool  # memory
     record: bool  # when everything begins and ends
     # What comes of it.
-    finish: Array  # float64 [M]
-    busy: Array  # float64 [D]
-    peak: Array  # int64 [D] the most bytes of tensors and workspace held
-    start: Array  # float64 [M, N], recorded, as are the next
-    end: Array  # float64 [M, N]
-    transfers: Array  # int32 [X, 4] tensor, micro-batch, from, to
-    transfer_start: Array  # float64 [X]
-    transfer_end: Array  # float64 [X]
+    finish: Array = array("M")
+    busy: Array = array("D")
+    peak: Array = array("D", np.int64)  # the most bytes of tensors and workspace held
+    start: Array = array("R, N")  # recorded (``R`` is ``M``, else 0), as are the next
+    end: Array = array("R, N")
+    transfers: Array = array("X, 4", np.int32)  # tensor, micro-batch, from, to
+    transfer_start: Array = array("X")
+    transfer_end: Array = array("X")
     # The clock.
     now: float
     to_do: int  # operators that have not ended
@@ -182,41 +169,41 @@ class State(Struct):
     num_sent: int  # transfers recorded
     num_events: int  # of memory, waiting
     # Micro-batches and slots.
-    slot_of: Array  # int32 [M]
-    free_slots: Array  # int32 [W]
-    active: Array  # int32 [W] slots in the order of their micro-batches
-    batch_of: Array  # int32 [W]
-    row: Array  # int64 [W] where the operators of its phase begin, a multiple of N
-    left: Array  # int32 [W] operators that have not ended
-    missing: Array  # int32 [W N] inputs that were not sent yet
-    arrival: Array  # float64 [W N] of the last input
+    slot_of: Array = array("M", np.int32)
+    free_slots: Array = array("W", np.int32)
+    active: Array = array("W", np.int32)  # slots in the order of their micro-batches
+    batch_of: Array = array("W", np.int32)
+    row: Array = array("W", np.int64, 0)  # where the operators of its phase begin, a multiple of N
+    left: Array = array("W", np.int32)  # operators that have not ended
+    missing: Array = array("W*N", np.int32)  # inputs that were not sent yet
+    arrival: Array = array("W*N")  # of the last input
     # What waits for a device.
-    low: Array  # uint64 [D W words] sets of ready operators, by priority
-    high: Array  # uint64 which words of ``low`` are not 0
-    num_ready: Array  # int64 [D]
-    base: Array  # int64 [D + 1] where the queue of each device has its room
-    head: Array  # int64 [D]
-    tail: Array  # int64 [D]
-    later_s: Array  # float64 [2 W K N] queues of those whose inputs are on the way
-    later: Array  # int64 [2 W K N] micro-batch and operator
-    next_entry: Array  # int32 [D] of ``order``
+    low: Array = array("D*W*words", np.uint64, 0)  # sets of ready operators, by priority
+    high: Array = array("D*W*tops", np.uint64, 0)  # which words of ``low`` are not 0
+    num_ready: Array = array("D", np.int64)
+    base: Array = array("D+1", np.int64)  # where the queue of each device has its room
+    head: Array = array("D", np.int64)
+    tail: Array = array("D", np.int64)
+    later_s: Array = array("2*W*K*N")  # queues of those whose inputs are on the way
+    later: Array = array("2*W*K*N", np.int64)  # micro-batch and operator
+    next_entry: Array = array("D", np.int32)  # of ``order``
     # Devices and channels.
-    running: Array  # int64 [D] operator; -1: none
-    running_slot: Array  # int64 [D]
-    wake_s: Array  # float64 [D] next time something happens on the device
-    begun: Array  # int64 [D] devices that begin something at this moment
-    soon_s: Array  # float64 [D / 64] the first ``wake_s`` of 64 devices
-    blocked_s: Array  # float64 [D + 1] end of what keeps the worker from its next operator
-    told_s: Array  # float64 [D] arrival of the last that was sent there
-    channel_s: Array  # float64 [channels + 1] when each is free
-    arrives: Array  # float64 [D] when what ``stamp`` names is there
-    stamp: Array  # int64 [D] the micro-batch and tensor that were sent there last
+    running: Array = array("D", np.int64)  # operator; -1: none
+    running_slot: Array = array("D", np.int64)
+    wake_s: Array = array("D")  # next time something happens on the device
+    begun: Array = array("D", np.int64)  # devices that begin something at this moment
+    soon_s: Array = array("blocks")  # the first ``wake_s`` of 64 devices
+    blocked_s: Array = array("D+1")  # end of what keeps the worker from its next operator
+    told_s: Array = array("D")  # arrival of the last that was sent there
+    channel_s: Array = array("channels+1")  # when each is free
+    arrives: Array = array("D")  # when what ``stamp`` names is there
+    stamp: Array = array("D", np.int64)  # the micro-batch and tensor that were sent there last
     # Memory.
-    refs: Array  # int32 [W T D] users of each stored tensor, and ``_LIVE``
-    held: Array  # int64 [D] bytes now
-    event_s: Array  # float64 [2 W E] heap of begins and ends of transfers
-    event: Array  # int64 [2 W E]
-    load: Array  # float64 [D] seconds per micro-batch
+    refs: Array = array("W*T*D", np.int32, 0)  # users of each stored tensor, and ``_LIVE``
+    held: Array = array("D", np.int64)  # bytes now
+    event_s: Array = array("2*W*E")  # heap of begins and ends of transfers
+    event: Array = array("2*W*E", np.int64)
+    load: Array = array("D")  # seconds per micro-batch
 
 
 def state_of(
@@ -234,69 +221,14 @@ def state_of(
     """
     g, n, d = problem.graph, problem.num_ops, problem.num_devices
     record, words = num_transfers >= 0, (n + 63) >> 6
-    times, sent = (num_batches if record else 0, n), max(num_transfers, 0)
-    copies = window * g.num_tensors * d if track else 0
-    events = 2 * window * len(g.use_dst) if track else 0
+    sizes = {"K": num_phases, "N": n, "D": d, "W": window, "M": num_batches}
+    sizes |= {"R": num_batches if record else 0, "X": max(num_transfers, 0)}
+    sizes |= {"words": words, "tops": (words + 63) >> 6, "blocks": (d + _MANY - 1) // _MANY}
+    sizes |= {"T": g.num_tensors if track else 0, "E": len(g.use_dst) if track else 0}
+    sizes["channels"] = problem.num_channels
     rows, row_ptr = order or (np.empty((0, 2), np.int32), np.zeros(d + 1, np.int32))
-    return State(
-        placement=np.empty(num_phases * n, np.int32),
-        seconds=np.empty(num_phases * n),
-        beside_s=np.empty(n),
-        order=rows,
-        order_ptr=row_ptr,
-        num_batches=num_batches,
-        window=window,
-        track=track,
-        record=record,
-        finish=np.empty(num_batches),
-        busy=np.empty(d),
-        peak=np.empty(d, np.int64),
-        start=np.empty(times),
-        end=np.empty(times),
-        transfers=np.empty((sent, 4), np.int32),
-        transfer_start=np.empty(sent),
-        transfer_end=np.empty(sent),
-        now=0.0,
-        to_do=0,
-        admitted=0,
-        num_free=0,
-        num_active=0,
-        num_running=0,
-        num_sent=0,
-        num_events=0,
-        slot_of=np.empty(num_batches, np.int32),
-        free_slots=np.empty(window, np.int32),
-        active=np.empty(window, np.int32),
-        batch_of=np.empty(window, np.int32),
-        row=np.zeros(window, np.int64),
-        left=np.empty(window, np.int32),
-        missing=np.empty(window * n, np.int32),
-        arrival=np.empty(window * n),
-        low=np.zeros(d * window * words, np.uint64),
-        high=np.zeros(d * window * ((words + 63) >> 6), np.uint64),
-        num_ready=np.empty(d, np.int64),
-        base=np.empty(d + 1, np.int64),
-        head=np.empty(d, np.int64),
-        tail=np.empty(d, np.int64),
-        later_s=np.empty(2 * window * num_phases * n),
-        later=np.empty(2 * window * num_phases * n, np.int64),
-        next_entry=np.empty(d, np.int32),
-        running=np.empty(d, np.int64),
-        running_slot=np.empty(d, np.int64),
-        wake_s=np.empty(d),
-        begun=np.empty(d, np.int64),
-        soon_s=np.empty((d + _MANY - 1) // _MANY),
-        blocked_s=np.empty(d + 1),
-        told_s=np.empty(d),
-        channel_s=np.empty(problem.num_channels + 1),
-        arrives=np.empty(d),
-        stamp=np.empty(d, np.int64),
-        refs=np.zeros(copies, np.int32),
-        held=np.empty(d, np.int64),
-        event_s=np.empty(events),
-        event=np.empty(events, np.int64),
-        load=np.empty(d),
-    )
+    given = {"order": rows, "order_ptr": row_ptr, "num_batches": num_batches, "window": window}
+    return State.fresh(sizes, False, **given, track=track, record=record)
 
 
 @contextmanager

@@ -19,12 +19,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Self
 
 import numba as nb
 import numpy as np
@@ -42,6 +43,7 @@ from numba.extending import (
     register_model,
     unbox,
 )
+from numpy.typing import NDArray
 
 P = ParamSpec("P")
 
@@ -153,6 +155,34 @@ def kernel_folder() -> Path | None:
     return Path(path) if path is not None and os.access(path, os.W_OK) else None
 
 
+class _Array(NamedTuple):
+    """A field of a ``Struct``: ``shape`` in names of sizes, as ``"2, N+1"`` or ``"W*N"``."""
+
+    shape: str
+    dtype: Any = np.float64
+    value: float | None = None
+
+    def made(self, sizes: Mapping[str, int], filled: bool) -> NDArray[Any]:
+        """Full of ``value``; without one zeros, or if it is not to be ``filled`` anything."""
+        shape = [
+            sum(prod(int(x) if x.isdigit() else sizes[x] for x in term) for term in length)
+            for length in _lengths(self.shape)
+        ]
+        if self.value:
+            return np.full(shape, self.value, self.dtype)
+        return (np.zeros if filled or self.value == 0 else np.empty)(shape, self.dtype)
+
+
+@cache
+def _lengths(shape: str) -> list[list[list[str]]]:
+    """Each is a sum of products."""
+    lengths = shape.replace(" ", "").split(",")
+    return [[term.split("*") for term in length.split("+")] for length in lengths]
+
+
+array: Any = _Array
+
+
 class Struct:
     """Base of what kernels are given by one pointer: a class whose annotations name the fields.
 
@@ -161,15 +191,40 @@ class Struct:
     compiled for is that of the fields: dtypes and dimensions.
 
     >>> class Walk(Struct):
-    ...     place: Array  # int32 [N]
+    ...     place: Array = array("N", np.int32)
     ...     steps: int
-    >>> walk = Walk(place=np.zeros(3, np.int32), steps=0)
+    >>> walk = Walk.fresh({"N": 3}, steps=2)
+    >>> walk = Walk(place=np.zeros(3, np.int32), steps=2)
     """
 
     _names: ClassVar[tuple[str, ...]]
+    _arrays: ClassVar[dict[str, _Array]]
 
     def __init_subclass__(cls) -> None:
         cls._names = tuple(cls.__annotations__)
+        cls._arrays = {k: v for k, v in vars(cls).items() if isinstance(v, _Array)}
+        for name in cls._arrays:
+            delattr(cls, name)
+
+    @classmethod
+    def fresh(cls, sizes: Mapping[str, int], filled: bool = True, **fields: Any) -> Self:
+        """Arrays as they are declared, in these ``sizes``, and numbers 0, but for ``fields``.
+
+        ``filled``: False where the kernel fills all arrays that are declared without a value.
+        """
+        for name in cls._names:
+            if name in cls._arrays and name not in fields:
+                fields[name] = cls._arrays[name].made(sizes, filled)
+            elif name not in fields:
+                fields[name] = {"int": 0, "float": 0.0, "bool": False}[cls.__annotations__[name]]
+        return cls(**fields)
+
+    @classmethod
+    def of(cls, *sources: Any, **fields: Any) -> Self:
+        """``fields``, and the others as in the first of the ``sources`` that has their name."""
+        for name in set(cls._names) - set(fields):
+            fields[name] = next(getattr(x, name) for x in sources if hasattr(x, name))
+        return cls(**fields)
 
     def __init__(self, **fields: Any) -> None:
         assert fields.keys() == set(self._names), fields.keys() ^ set(self._names)

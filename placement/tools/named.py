@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from placement.tools.files import short
+
 
 @dataclass(frozen=True)
 class Named:
@@ -102,6 +104,23 @@ class Named:
         return target
 
 
+def convert_fields(values: Any, error: type[ValueError]) -> None:
+    """Make every field of a frozen dataclass of its type: 2e4 is a whole number, ``"4"`` is none.
+
+    Raises:
+        ValueError: (``error``) one has no such value.
+    """
+    hints = typing.get_type_hints(type(values))
+    for f in fields(values):
+        value, hint = getattr(values, f.name), hints[f.name]
+        try:
+            if isinstance(value, str) and str not in (hint, *typing.get_args(hint)):
+                raise TypeError(value)
+            object.__setattr__(values, f.name, _convert(value, hint))
+        except (TypeError, ValueError, OverflowError):
+            raise error(f"{f.name} = {short(value)} is not {_expected(value, hint, f)}") from None
+
+
 def meant(name: str, names: Iterable[str]) -> str:
     """``; did you mean 'heft'?`` for what is most like ``name``, or nothing."""
     near = difflib.get_close_matches(name, names, 1)
@@ -142,6 +161,8 @@ def _convert(value: Any, hint: Any) -> Any:
             if value == option or str(option) == value:
                 return option
         raise ValueError(value)
+    if origin is dict:
+        return _convert(value, dict)
     if origin is tuple:
         items = [x for x in value.split(",") if x] if isinstance(value, str) else list(value)
         return tuple(_convert(x, arguments[0]) for x in items)

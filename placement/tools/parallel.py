@@ -114,7 +114,8 @@ def _in_processes(
 def died(what: str, retries: int) -> ParallelError:
     """The error of a worker that died once more than ``retries`` times at ``what``."""
     return ParallelError(
-        f"a worker died {retries + 1} times at {what}: out of memory? Use fewer workers, or "
+        f"a worker died {retries + 1} times at {what}: out of memory, or a script that begins "
+        "again in every worker (if __name__ == '__main__':)? Use fewer workers, or "
         "parallel = 'serial' to see what happens"
     )
 

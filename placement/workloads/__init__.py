@@ -120,8 +120,9 @@ def _function(spec: str) -> Any:
     else:
         families = family_of()
         if spec not in families:
-            here = f"; {spec}.py is here: name a function of it, {spec}:function;"
-            near = here if os.path.isfile(f"{spec}.py") else meant(spec, families) or ";"
+            stem = spec.removesuffix(".py")
+            here = f"; {stem}.py is here: name a function of it, {stem}:function;"
+            near = here if os.path.isfile(f"{stem}.py") else meant(spec, families) or ";"
             raise WorkloadError(
                 f"unknown workload {spec[:80]!r}{near} choose one of "
                 f"{', '.join(sorted(families))}, or give your own as package.module:function"
@@ -146,9 +147,13 @@ def _function(spec: str) -> Any:
 
 
 def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:
-    if not callable(function):
+    is_module = hasattr(function, "forward") and not isinstance(function, type)
+    if is_module or not callable(function):
         kind = type(function).__name__
-        raise WorkloadError(f"workload {spec!r} is of type {kind}, not a function")
+        raise WorkloadError(
+            f"workload {spec!r} is of type {kind}, not a function: name one that returns "
+            "(module, inputs)"
+        )
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:

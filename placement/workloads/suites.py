@@ -23,6 +23,7 @@ from placement.problem import Problem
 from placement.tools.files import parse_json, short
 from placement.workloads import synthetic
 
+_BOUNDS = ("best_known.json", "bks.json", "instances.json")
 _ENDING = re.compile(r"\.(json|fjs|txt|stg|csv)(\.gz)?$", re.IGNORECASE)
 
 
@@ -121,27 +122,42 @@ def _where(suite: str) -> str:
 
 
 def _files(folder: Path, *endings: str) -> Iterator[tuple[str, Path]]:
-    """Files of these endings, also compressed, by their path in the folder without it."""
+    """Files of these endings ("": none), also compressed, by their path in the folder without it.
+
+    What begins with a dot is left out, with all that is in it.
+    """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         ending = _ENDING.search(name)
-        if ending and ending[1].lower() in endings and path.is_file():
-            yield name[: ending.start()], path
+        of = ending[1].lower() if ending else path.suffix
+        if of in endings and not re.search(r"(^|/)\.", name) and path.is_file():
+            yield name[: ending.start()] if ending else name, path
 
 
 def _shops(folder: Path, devices: int | None) -> Iterator[Case]:
-    where = folder / "best_known.json"
-    known = _records(where)
-    for name, path in _files(folder, "json", "fjs", "txt"):
-        text = path.suffix == ".txt"  # which may be about anything
-        if path.name != where.name and not (text and not shop.looks_like(_text(path))):
-            record = _of(known, name, path)
+    """A case for each file, or for each shop in a text of several."""
+    files = [path for name in _BOUNDS if (path := folder / name).is_file()]
+    known = {key: (path, record) for path in files for key, record in _records(path).items()}
+    for name, path in _files(folder, "json", "fjs", "txt", ""):
+        if path.name in _BOUNDS:
+            continue
+        several = [(name, "")]
+        if path.suffix in (".txt", ""):  # which may be about anything
+            text = _text(path)
+            if not shop.looks_like(text):
+                continue
+            several = shop.parts(text, name)
+        for case, part in several:
+            where, record = _of(known, case, path) or (path, shop.bounds(part))
             low, most = (
-                _bound(record, key, f"{where}: {name}") for key in ("lower_bound", "upper_bound")
+                _bound(record, key, f"{where}: {case}") for key in ("lower_bound", "upper_bound")
             )
             if low is not None and most is not None and low > most:
-                raise SuiteError(f"{where}: {name}: lower_bound {low} > upper_bound {most}")
-            yield Case(name, partial(importers.load, path), None, 1.0, low, most)
+                raise SuiteError(f"{where}: {case}: lower_bound {low} > upper_bound {most}")
+            load = partial(importers.load, path)
+            if len(several) > 1:
+                load = partial(shop.read, part, f"{path}: {case.rpartition('/')[2]}")
+            yield Case(case, load, None, 1.0, low, most)
 
 
 def _stg(folder: Path, devices: int | None) -> Iterator[Case]:
@@ -231,17 +247,25 @@ def _records(path: Path) -> Mapping[str, Any]:
         found = parse_json(_text(path))
     except ValueError as error:
         raise SuiteError(f"{path}: not valid JSON: {error}") from error
-    if isinstance(found, list):  # as ScheduleOpt/benchmarks has them
-        found = {r["instance"]: r for r in found if isinstance(r, dict) and "instance" in r}
+    if isinstance(found, list):  # as ScheduleOpt/benchmarks has them, and JSPLIB
+        records = [r for r in found if isinstance(r, dict)]
+        found = {str(r.get("instance", r.get("name", ""))): _jsplib(r) for r in records}
     if not isinstance(found, dict):
         raise SuiteError(f"{path}: must be an object, by the name of the problem")
     return found
 
 
+def _jsplib(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with ``lower_bound`` and ``upper_bound``, which JSPLIB's has in ``bounds``."""
+    best, least = record.get("optimum"), record.get("bounds")
+    least = least if isinstance(least, dict) else {"lower": best, "upper": best}
+    return {f"{key}_bound": value for key, value in least.items()} | record
+
+
 def _of(known: Mapping[str, Any], name: str, path: Path) -> Any:
     """What is said of a problem: by its path, or by its name with or without the ending."""
     names = (name, path.name, name.rpartition("/")[2])
-    return next((known[key] for key in names if key in known), {})
+    return next((known[key] for key in names if key in known), None)
 
 
 def _bound(record: Any, key: str, where: str) -> float | None:
@@ -256,10 +280,10 @@ def _bound(record: Any, key: str, where: str) -> float | None:
 
 SUITES: dict[str, Suite] = {
     "shops": Suite(
-        "flexible job shops: which machine, and in which order",
-        "github.com/ScheduleOpt/benchmarks (with best_known.json: its flexible-jobshop/solutions/"
-        "bks.json, or lower_bound and upper_bound by name)",
-        "CC BY-SA 4.0",
+        "job shops, flexible or not: which machine, and in which order",
+        "github.com/ScheduleOpt/benchmarks (with its solutions/bks.json) or github.com/tamy0612/"
+        "JSPLIB (with its instances.json; or best_known.json, lower_bound and upper_bound by name)",
+        "CC BY-SA 4.0; JSPLIB states none",
         ("*.json", "*.fjs", "*.txt"),
         _shops,
         takes_devices=False,

@@ -385,7 +385,7 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({"card": {"config": {"width": 10**9}}}, {}, "the card's width = 1000000000"),
         ({"card": {"config": {"width": "16"}}}, {}, "the card's width = '16'"),
         ({"card": {"config": {"groups": True}}}, {}, "the card's groups = True"),
-        ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' must be a weight"),
+        ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' is not of type float"),
         ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
         ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
         (

@@ -492,16 +492,42 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
 
 
 def test_of_a_generator_the_table_is_written_and_no_plans(
-    run: Callable[..., int], tmp_path: Path
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["experiment=released_dispatch", "debug=tiny", "training.samples=3"]
+    words = ["experiment=released_dispatch", "debug=tiny", "training.samples=9"]
     words += ["training.total_steps=100", "training.steps_per_env=100", "hydra.run.dir=out"]
     assert run("train", *words) == 0
+    said = capsys.readouterr().out
+    assert "tables of each of the 9 workloads: compare.md" in said and "sample-0" not in said
     samples = {r["workload"] for r in rows_of(tmp_path / "out")}
-    assert samples == {"sample-0", "sample-1", "sample-2"}
+    assert samples == {f"sample-{i}" for i in range(9)}
     folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
     assert folders == {".hydra", "cells", "problems"}
-    assert write_report(tmp_path / "out").num_workloads == 3
+    assert write_report(tmp_path / "out").num_workloads == 9
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("variants=1", "makes the problems, as it likes: leave out variants"),
+        ("objective=period", "leave out objective"),
+        ("warm_start=imitation", "leave out warm_start"),
+        ("workload=tiny_mlp", "leave out workload; say 'workload=[]'"),
+        ("held_out=many", "'many' of type 'str' could not be converted to Float"),
+        ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
+        ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
+        ("training.gamma=2", "gamma = 2 must be a share, 0..1"),
+        ("training.device=warp", "device = 'warp' is not here; use cpu"),
+        ("+training.algorithm_options.episods=4", "no 'episods' (algorithm_options); did you mean"),
+    ],
+)
+def test_what_a_wrong_training_says(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], word: str, message: str
+) -> None:
+    given = ["experiment=released_dispatch", "debug=tiny", "training.samples=1"]
+    assert run("train", *given, "hydra.run.dir=out", word) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
 
 
 def test_an_interrupted_training_says_how_it_goes_on(

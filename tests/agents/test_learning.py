@@ -177,6 +177,7 @@ def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> Non
 def test_what_users_get_wrong() -> None:
     with pytest.raises(PolicyError, match="total_steps = 0"):
         TrainConfig(total_steps=0)
+    assert type(TrainConfig(total_steps=1e4).total_steps) is int  # type: ignore[arg-type]
     for what in ("num_envs", "steps_per_env", "imitation_epochs", "moves", "max_seconds"):
         with pytest.raises(PolicyError, match=f"{what} = -3 must be at least 0"):
             TrainConfig(**{what: -3})  # type: ignore[arg-type]

@@ -274,7 +274,7 @@ def test_cold_policies_do_not_see_warm_starts() -> None:
     [
         ({"elite": 0.1}, "elite = 0.1 must be a share.*unless the formulation is one_shot"),
         ({"elite": 1.0, "formulation": "one_shot"}, "elite = 1.0 must be a share"),
-        ({"groups": 9, "formulation": "refine"}, "groups = 9 must be 0 or more.*it is refine"),
+        ({"groups": 9, "formulation": "refine"}, "groups = 9 must be 0 unless.*it is refine"),
     ],
 )
 def test_options_that_do_not_go_together(wrong: Any, message: str) -> None:

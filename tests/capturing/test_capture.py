@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -872,8 +873,84 @@ def test_a_key_value_cache_says_how_to_switch_it_off():
         n_embd=8, n_layer=1, n_head=1, vocab_size=10, bos_token_id=0, eos_token_id=0
     )
     module = transformers.GPT2LMHeadModel(config).eval()
-    with pytest.raises(CaptureError, match=r"Cache.*config\.use_cache = False"):
+    with pytest.raises(CaptureError, match=r"DynamicCache: add use_cache=False to"):
         capture(module, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+    capture(module, {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False})
+
+
+@dataclass
+class Pair:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def test_a_data_class_says_how_to_register_it():
+    module = Module(lambda m, x: Pair(m.linear(x), x + 1))
+    with pytest.raises(CaptureError, match=r"returns a .*register_dataclass\(Pair\)$"):
+        capture(module, X)
+    torch.export.register_dataclass(Pair)
+    check(module, X)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [  # none of which a trace notices
+        (nn.Linear(4, 4).bfloat16(), X, "RuntimeError: mat1 and mat2 must have the same dtype"),
+        (nn.Embedding(3, 4), torch.tensor([5]), "IndexError: index out of range"),
+        (nn.Linear, X, "^a type is given, not a torch.nn.Module$"),
+    ],
+)
+def test_a_module_that_fails_on_its_inputs(module, inputs, message):
+    with pytest.raises(CaptureError, match=message):
+        capture(module, inputs)
+
+
+def test_a_module_for_another_kind_of_device_is_captured():
+    @torch.library.custom_op("test::elsewhere", mutates_args=(), device_types="cuda")
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    elsewhere.register_fake(torch.empty_like)
+    assert capture(Module(lambda m, x: elsewhere(m.linear(x))), X).num_ops == 2
+
+
+def test_what_talks_to_other_processes_is_named():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        with pytest.raises(CaptureError, match=r"DistributedDataParallel, .*, its \.module$"):
+            capture(module, X)
+        assert capture(module.module, X).num_ops == 1
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_module_of_inference_mode_is_named():
+    with torch.inference_mode():
+        module = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=r"were made in torch\.inference_mode\(\)"):
+        capture(module, X)
+
+
+def test_inputs_of_a_plan_need_suit_no_inverse():
+    assert capture(Module(lambda m, x: torch.linalg.inv(x)), torch.ones(4, 4)).num_ops >= 1
+
+
+def test_an_operator_of_the_user_that_writes_is_named():
+    @torch.library.custom_op("test::add_in_place", mutates_args={"x"})
+    def add_in_place(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    def forward(m, x):
+        y = m.linear(x)
+        add_in_place(y)
+        return y.relu()
+
+    with pytest.raises(
+        CaptureError, match=r"^test\.add_in_place\.default cannot.*add_in_place\(y\)"
+    ):
+        capture(Module(forward), X)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,15 @@ import pytest
 
 from placement import cli
 from placement.__main__ import VERBS, main
-from placement.cli import DEFECT, NO, OK, interruptible, says_when_compiling, seconds
+from placement.cli import (
+    DEFECT,
+    NO,
+    OK,
+    interruptible,
+    says_if_busy,
+    says_when_compiling,
+    seconds,
+)
 from placement.cluster import Cluster, Device
 from placement.importers import save
 from placement.plan import Plan, load_plan
@@ -29,6 +37,7 @@ from placement.tools import progress
 from placement.tools.files import FileError
 from tests.problems import chain, small_problem
 
+pytestmark = pytest.mark.usefixtures("quick_profiles")
 ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 KEYS = ["planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations"]
@@ -117,6 +126,15 @@ def test_plan_for_machines(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert got["feasible"] is True
     assert sorted(got["assignment"].values()) == ["a"] * 3 + ["b"] * 3
     assert next(iter(got["assignment"])) == "linear"
+
+
+def test_plan_with_a_module_on_a_device(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = answer(capsys, *plan_args(home, "local_search", "--on", "linear=b", "--on", "relu=a"))
+    assert got["assignment"]["linear"] == "b" and got["assignment"]["relu"] == "a"
+    assert got["feasible"] is True
+    for wrong, message in (("linear", "write NAME=DEVICE"), ("linear=c", "use one of ['a', 'b']")):
+        assert main(plan_args(home, "heft", "--on", wrong)) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_plan_for_latency(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -759,6 +777,37 @@ def test_our_own_mistakes_are_not_hidden(
     assert main(["show", str(plan_path)]) == DEFECT
     err = capsys.readouterr().err
     assert "ZeroDivisionError" in err and "Traceback" in err and "please report" in err
+
+
+def test_an_operator_that_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few_classes.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    target = torch.tensor([7])\n"
+        "    loss = torch.nn.CrossEntropyLoss()\n"
+        "    return torch.nn.Linear(4, 3), (torch.ones(1, 4), target), loss\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    said = error(capsys, "profile", "few_classes:build", "--mode", "training", "--repeats", 1)
+    assert "IndexError: Target 7 is out of bounds" in said
+    assert "in operator 'cross_entropy_loss'" in said and said.endswith("run on these inputs?")
+
+
+@pytest.mark.parametrize(("worked_s", "told"), [(1.2, True), (0.2, False), (None, False)])
+def test_other_programs_are_told(
+    worked_s: float | None,
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("placement.cli.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("placement.cli.time.monotonic", iter([100.0, 102.0]).__next__)
+    monkeypatch.setattr("placement.cli.others_s", iter([5.0, worked_s and 5 + worked_s]).__next__)
+    with says_if_busy():
+        pass
+    assert ("kept 0.6 of 2 cores busy" in capsys.readouterr().err) == told
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,12 +301,12 @@ def test_closed_outputs(shell: str, code: int, folder: Path, tmp_path: Path) -> 
 
 
 def test_a_large_plan(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """4 MB here; 40 MB take ten times as long, two seconds on an idle core."""
+    """1.6 MB here; 40 MB take 25 times as long, two seconds on an idle core."""
     monkeypatch.chdir(tmp_path)
-    large = problem([f"block.{i // 100}.{'x' * 150}.{i}" for i in range(20_000)])
+    large = problem([f"block.{i // 100}.{'x' * 150}.{i}" for i in range(8_000)])
     placement = np.arange(large.num_ops, dtype=np.int32) // 100 % 2
     make_plan(large, Solution(placement, 1.0), planner="mine").save("plan.json")
-    assert os.path.getsize("plan.json") > 3e6
+    assert os.path.getsize("plan.json") > 1.2e6
     for argv in (
         ["show", "plan.json"],
         ["validate", "plan.json"],

@@ -132,6 +132,7 @@ def test_a_kind_that_was_never_measured_is_predicted_like_its_class() -> None:
 
 
 def test_more_kinds_than_trees_tell_apart() -> None:
+    pytest.importorskip("sklearn")
     signatures = [f"aten.kind{i}.default(f32[1024])" for i in range(300)]
     graph = chain("kinds", [4096] * 300, signatures)
     seconds = law(graph)
@@ -141,6 +142,7 @@ def test_more_kinds_than_trees_tell_apart() -> None:
 
 
 def test_other_kinds_of_devices_are_not_guessed() -> None:
+    pytest.importorskip("sklearn")
     for name in ("polynomial", "trees"):
         predictor = predictors.load(name).fit([sample(0), sample(1)])
         with pytest.raises(LatencyError, match=r"'gpu' is of kind 'cuda'.*only \['cpu'\]"):

@@ -186,7 +186,7 @@ def test_a_group_is_one_action() -> None:
     assert env.action_space.shape == (2,)
     env.reset(seed=0)
     info = env.step(np.array([1, 0]))[4]
-    assert info["placement"].tolist() == [1, 0, 1]
+    assert info["placement"] == (1, 0, 1)
 
 
 def test_a_runtime_as_back_end(tmp_path: Path) -> None:
@@ -245,14 +245,14 @@ def test_sequential_masks() -> None:
     assert not over
     _, reward, over, _, info = env.step(2)
     assert over
-    assert info["placement"].tolist() == [0, 1, 0, 2]
+    assert info["placement"] == (0, 1, 0, 2)
 
     # An illegal device ends the episode; the rest is not decided.
     env.reset(seed=0)
     _, reward, over, _, info = env.step(2)
     assert over
     assert reward == INFEASIBLE_REWARD
-    assert info["placement"].tolist() == [-1, -1, -1, -1]
+    assert info["placement"] == (-1, -1, -1, -1)
     assert "cannot run" in env.render()
 
     # 250 bytes hold two operators of 100; when nothing fits any more everything is legal.
@@ -447,7 +447,7 @@ def test_select_place_offers_what_is_ready() -> None:
     assert (obs["group"][0], reward, over) == (2, 0.0, False)
     _, reward, over, _, info = env.step(0)
     assert over
-    assert info["placement"].tolist() == [1, 0, 0]
+    assert info["placement"] == (1, 0, 0)
     # a ends at 2 on device 1, is sent in 0.5, c takes 1: 3.5; the best single device takes 3.
     assert reward == pytest.approx(np.log(3 / 3.5))
     env.reset(seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,10 +95,8 @@ def fuzz(name: str, observe: str, episodes: int) -> None:
         while not over:
             assert obs in env.observation_space
             mask = info["action_mask"]
-            assert np.array_equal(mask.ravel().astype(bool), env.unwrapped.action_masks())
-            discrete = isinstance(env.action_space, gym.spaces.Discrete)
-            action = env.action_space.sample(mask if discrete else tuple(mask))
-            obs, reward, over, truncated, info = env.step(action)
+            assert np.array_equal(np.ravel(mask).astype(bool), env.unwrapped.action_masks())
+            obs, reward, over, truncated, info = env.step(env.action_space.sample(mask))
             assert not truncated
             earned += reward
         problem, placement = env.unwrapped.problems.problems[0], info["placement"]
@@ -227,6 +226,15 @@ def test_maskable_ppo_of_the_contrib_package() -> None:
         contrib.MaskablePPO("MultiInputPolicy", env, n_steps=16, batch_size=16).learn(32)
 
 
+def test_gymnasiums_own_vector_environment_has_problems_of_different_sizes() -> None:
+    env = gym.make_vec(
+        "envs/DevicePlacement-v0", 4, vectorization_mode="sync", problems=Layered(), observe="graph"
+    )
+    env.reset(seed=0)
+    placements = env.step(env.action_space.sample())[4]["placement"]
+    assert len({len(x) for x in placements}) > 1
+
+
 @pytest.mark.parametrize("problems", [None, Layered(depth=3)])
 @pytest.mark.parametrize("name", ["SequentialDevicePlacement-v0", "DevicePlacement-v0"])
 def test_the_vector_environment(name: str, problems: Any) -> None:
@@ -251,6 +259,7 @@ def test_the_vector_environment(name: str, problems: Any) -> None:
         assert all(np.array_equal(again[k], first[k]) for k in first)
     adapted = PlacementVecEnv(env)
     assert adapted.reset()["nodes"].shape[0] == 3
+    assert adapted.has_attr("action_masks")  # as sb3-contrib asks whether there are masks
 
 
 def test_fresh_problems_every_episode() -> None:
@@ -276,6 +285,13 @@ def test_what_generators_get_wrong() -> None:
         gym.make("envs/DevicePlacement-v0", problems="envs.generators:Layred")
     with pytest.raises(EnvError, match="observe = 'pixels' is unknown"):
         gym.make("envs/DevicePlacement-v0", observe="pixels")
+    with pytest.raises(EnvError, match="baseline = 'heft' must be a planner"):
+        gym.make("envs/DevicePlacement-v0", baseline="heft")
+    for reward in (lambda _: [np.nan], lambda _: 0.0, lambda _: "good"):
+        env: Any = gym.make("envs/DevicePlacement-v0", reward=reward)
+        env.reset(seed=0)
+        with pytest.raises(EnvError, match=r"must return as many finite numbers, float64 \[1\]"):
+            env.step(env.action_space.sample())
 
 
 # Seams: what is named "test_rl:..." below is code of somebody's own.
@@ -409,7 +425,12 @@ def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
     train("envs.generators:Layered", config=config, out_dir=tmp_path, resume=True)
 
 
-def test_what_users_of_seams_get_wrong() -> None:
+def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = NetworkConfig(encoder="test_rl:OwnLayer", hidden=8)
+    TrainedPolicy(make_net(own, "sequential")).save(tmp_path / "own.safetensors")
+    monkeypatch.delattr(sys.modules["test_rl"], "OwnLayer")
+    with pytest.raises(PolicyError, match=r"code 'test_rl:OwnLayer' cannot be imported.*; run it"):
+        TrainedPolicy.load(tmp_path / "own.safetensors", [own.encoder])
     with pytest.raises(PolicyError, match="encoder 'sagee' is unknown"):
         NetworkConfig(encoder="sagee")
     with pytest.raises(PolicyError, match="encoder 'nowhere:Layer' cannot be imported"):

@@ -657,7 +657,7 @@ def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["inference in turns", "inference in order", "training in order"])
-def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_path):
+def test_the_command_starts_ranks_compares_and_writes_one_trace(what, tmp_path):
     name = "tiny_branches" if "inference" in what else "tiny_mlp"
     if "inference" in what:
         graph = capture(*workloads.load(name), name=name)
@@ -702,6 +702,14 @@ def test_the_command_starts_torchrun_compares_and_writes_one_trace(what, tmp_pat
             refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 2 and "not with --distributed and training" in done.stderr
+    else:
+        refused = [*command[:5], "--distributed", "--weights", "none.safetensors"]
+        done = subprocess.run(
+            refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        said = "placement: error: none.safetensors: cannot be read as safetensors: No such file"
+        assert done.returncode == 2 and done.stderr.startswith(said), done.stderr
+        assert len(done.stderr.splitlines()) == 1
     refused = [*command[:5], "--distributed", "--processes", "3"]
     done = subprocess.run(
         refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False

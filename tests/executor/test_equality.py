@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from placement.cluster import Cluster, Device
-from placement.executor.equality import Tolerance, difference, error, module_difference
+from placement.executor.equality import (
+    Tolerance,
+    difference,
+    error,
+    module_difference,
+    tf32_is_allowed,
+)
 
 CPU = Cluster("cpu", (Device("cpu:0"),))
 GPU = Cluster("gpu", (Device("cpu:0"), Device("cuda:0", "cuda")))
@@ -103,3 +109,13 @@ def test_float64_decides_where_the_plain_module_is_far_from_it_itself():
     x = torch.rand(100)
     assert module_difference(lambda x: x, Cancels(), (x,), {}, CPU) == ""  # which is exact
     assert "float64" in module_difference(lambda x: x * 1.001, Cancels(), (x,), {}, CPU)
+
+
+def test_flags_that_differ_between_operators_allow_tf32(monkeypatch):
+    def mixed():
+        raise RuntimeError("you have used a mix of the legacy and new APIs to set the TF32 flags")
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not tf32_is_allowed()
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert tf32_is_allowed()

@@ -107,6 +107,9 @@ def test_the_process_of_a_data_loader_ends_with_the_stream():
             assert error.__notes__ == ["raised for micro-batch 2 of the stream"]
         torch.testing.assert_close(results, [module(data[i][0]).detach() for i in (3, 1)])
         gc.collect()  # torch keeps it with the error, which others may still look at
+        until = time.monotonic() + 30
+        while multiprocessing.active_children() and time.monotonic() < until:
+            time.sleep(0.01)  # PyTorch 2.11 does not wait for its end
         assert multiprocessing.active_children() == []
 
 
@@ -140,6 +143,25 @@ def test_an_operator_that_raises_ends_the_stream_with_its_own_error_and_name():
         ]
         assert alive() == []
         assert runner(good).shape == (2, 2)  # and the runner works again
+
+
+def test_a_fork_says_that_it_has_no_threads():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
+        runner(*inputs)
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+
+        def call() -> None:
+            with pytest.raises(RunnerError) as caught:
+                runner(*inputs)
+            sender.send(str(caught.value))
+
+        child = multiprocessing.get_context("fork").Process(target=call)
+        child.start()
+        assert receiver.poll(60) and "bind the plan in this process" in receiver.recv()
+        child.join()
+        runner(*inputs)
 
 
 def test_a_source_that_raises_passes_its_error_on():

@@ -26,7 +26,9 @@ from placement.costs.links import devices_here
 from placement.costs.measure import cached_path, measure
 from placement.executor import Executor, Runner, Trainer
 from placement.executor import backend as backend_module
+from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
+from placement.executor.graphs import pieces_of, recorded
 from placement.planners.heft import Heft
 from placement.problem import Problem
 from placement.program import split_inputs
@@ -84,6 +86,7 @@ def test_random_placements_compute_what_the_plain_module_does():
         check_streams(["tiny_mlp", "tiny_branches", "tiny_views", "dlrm_tiny"], THREE)
     assert gpu.num_poisoned > 100
     assert gpu.copies["back"] > 50
+    assert gpu.num_races == 0
 
 
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
@@ -513,6 +516,17 @@ def test_a_model_larger_than_the_gpu_is_measured_in_parts_and_can_be_planned(row
             torch.testing.assert_close(runner(*inputs), module(*inputs))
 
 
+def test_a_convolution_without_room_for_its_workspace_is_measured_in_parts(briefly):
+    """cuDNN does not say that memory is short."""
+    module = nn.Sequential(*[nn.Conv2d(32, 32, 3) for _ in range(4)]).eval()
+    graph = capture(module, torch.randn(1, 32, 9, 9))
+    scratch = {"aten.conv2d.default": 10**6}
+    with emulated_gpu.emulated(memory_bytes=1_100_000, scratch=scratch):
+        profile = measure(graph, BOTH, repeats=1)
+    assert profile.provenance["in_parts"] == ["cuda:0"]
+    assert np.isfinite(profile.compute_s).all()
+
+
 def test_an_operator_without_a_kernel_is_infinite_there_and_the_rest_is_measured(briefly):
     module, inputs = wide()
     graph = capture(module, inputs)
@@ -537,6 +551,22 @@ def test_a_training_step_with_an_operator_for_cpus_only_is_measured(briefly):
         with Trainer(graph, BOTH, placement, optimizer) as trainer:
             trainer.step([(x, None)])
     assert not torch.equal(module.state_dict()["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("said", "lacks", "short"),
+    [
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", True, False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", True, True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", True, False),
+        ("CUDA error: out of memory", False, True),
+        ("CUDA error: an illegal memory access was encountered", False, False),
+    ],
+)
+def test_what_a_device_says_is_understood(said, lacks, short):
+    assert lacks_kernel(RuntimeError(said), BOTH, 1) is lacks
+    assert is_short(RuntimeError(said)) is short
+    assert not lacks_kernel(RuntimeError(said), BOTH, 0) and not is_short(ValueError(said))
 
 
 def test_an_error_that_no_kernel_explains_is_raised():
@@ -759,17 +789,19 @@ def test_a_parameter_that_was_written_shows_in_a_replay():
 
 
 class Waits(nn.Module):
-    """Asks the device for a value in the midst of what could be a graph."""
+    """Asks the device for a value in the midst of what could be the second graph."""
 
     def forward(self, x):
-        return torch.relu(x + 1) * 2 - 3
+        x = torch.sigmoid(x + 1) * 2 - 3
+        return torch.relu(torch.cos(x) + 1) * 2 - 3
 
 
-def test_what_cannot_be_captured_is_launched_as_before_and_named(monkeypatch):
+def test_what_cannot_be_captured_is_launched_as_before_and_named():
     module, x = Waits().eval(), torch.randn(3, 3)
     graph = capture(module, x)
     steps = list(graph.program.steps)
-    relu = next(n for n, step in enumerate(steps) if "relu" in str(step.target))
+    names = [str(step.target) for step in steps]
+    relu, cos = (names.index(f"aten.{name}.default") for name in ("relu", "cos"))
 
     class Asking(type(steps[relu].target)):
         def __init__(self, target):
@@ -782,26 +814,70 @@ def test_what_cannot_be_captured_is_launched_as_before_and_named(monkeypatch):
 
     steps[relu] = replace(steps[relu], target=Asking(steps[relu].target))
     graph = replace(graph, program=replace(graph.program, steps=tuple(steps)))
-    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+    place = all_on(graph, 1)
+    place[cos] = 0
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, place) as runner:
         for i in range(6):
             torch.testing.assert_close(runner(x + i), module(x + i))
-        assert runner.not_graphed == {
-            graph.op_name[0]: "RuntimeError: CUDA error: operation not permitted when stream is "
-            "capturing"
-        }
-        assert not gpu.num_replays and not any(gpu.open_pools.values())
+        why = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+        assert runner.not_graphed == {graph.op_name[cos + 1]: why}
+        # PyTorch is as it was: what was captured before is replayed, and random numbers are drawn.
+        assert gpu.num_replays >= 4 and not any(gpu.open_pools.values())
+        torch.rand(3, device="cuda:0")
 
 
-def test_what_draws_or_has_another_form_every_time_is_no_graph():
+def test_a_capture_that_fails_costs_later_ones_nothing():
+    with emulated_gpu.emulated() as gpu:
+        device, stream = torch.device("cuda:0"), torch.cuda.Stream()
+        x = torch.ones(3, device=device)
+        with torch.cuda.stream(stream):
+            pool = torch.cuda.graph_pool_handle()
+            first, _ = recorded(lambda: x + 1, pool, device)
+            with pytest.raises(RuntimeError, match="capturing"):
+                recorded(lambda: (x + 1).cpu(), pool, device)
+            first.replay()
+            second, _ = recorded(lambda: x + 1, torch.cuda.graph_pool_handle(), device)
+            second.replay()
+        assert not any(gpu.open_pools.values()) and gpu.used_pools[pool] == 1
+
+
+def test_what_draws_or_has_another_form_every_time_is_in_no_graph():
     class Draws(nn.Module):
         def forward(self, x):
+            x = torch.tanh(x * 2) + 1
             return torch.relu(x + torch.rand_like(x)) * 2
 
     graph = capture(Draws().eval(), torch.ones(3))
     with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
-        for _ in range(5):
-            runner(torch.ones(3))
-        assert "random" in "".join(runner.not_graphed.values()) and not gpu.num_replays
+        found = [runner(torch.ones(3)) for _ in range(6)]
+        assert "random" in "".join(runner.not_graphed.values()) and gpu.num_replays
+    assert len({tuple(x.tolist()) for x in found}) == 6
+
+
+def test_dropout_that_is_off_is_in_a_graph():
+    """Else there would be hardly a model with one."""
+
+    class Usual(nn.Module):
+        def forward(self, x):
+            y = nn.functional.dropout(x, 0.1, self.training)
+            x = torch.relu(x + 1).view(2, 2, 8)
+            return nn.functional.scaled_dot_product_attention(x, x, x) + y.view(2, 2, 8)
+
+    module, x = Usual().eval(), torch.randn(4, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        for i in range(6):
+            torch.testing.assert_close(runner(x + i), module(x + i))
+        assert gpu.num_replays >= 3 and not runner.not_graphed
+
+
+def test_what_writes_is_in_the_graph_that_made_the_memory():
+    program = capture(*load("tiny_views")).program
+    ops = tuple(range(len(program.steps)))
+    writers = [n for n, step in enumerate(program.steps) if step.target._schema.is_mutable]
+    assert writers and pieces_of(program, [ops]) == [ops]
+    n = writers[0]
+    assert (n,) in pieces_of(program, [ops[:n], ops[n:]])
 
 
 def test_an_error_in_a_graph_is_traced_to_its_operator():

@@ -226,7 +226,9 @@ def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
 
     def without(slot: _Slot, *args: Any) -> None:
         made(slot, *args)
-        setattr(slot, forgotten, SimpleNamespace(record=lambda stream: None, done=Event().done))
+        setattr(
+            slot, forgotten, SimpleNamespace(record=lambda stream: None, done=Event().done, seen={})
+        )
 
     module, inputs, graph = layers()
     slow = {"kernel_s": 2e-3} if forgotten == "read" else {"copy_s": 2e-3}

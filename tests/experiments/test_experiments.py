@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import baselines, bench, public, runs, scale, study
+from experiments import baselines, bench, pipelining, public, runs, scale, study
 from experiments.runs import GIB, in_turns, limited, seconds_per_item
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
@@ -293,7 +293,8 @@ SMALL = {
     "bench": "",
     "learned.__main__": "giph --graphs 1 --seeds 1 --per-operator 1 --known-per-operator 2",
     "pipelining": "tiny_mlp tiny_mlp:0.6 tiny_mlp:latency --rounds 1 --count 8",
-    "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2",
+    "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2 "
+    "--planner contiguous_dp",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
     "input_pipeline": "--rounds 1 --count 4 --width 64",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
@@ -317,6 +318,7 @@ SAYS = {
 
 
 @needs_two_cores
+@pytest.mark.usefixtures("quick_profiles")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_run(
     name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
@@ -324,6 +326,10 @@ def test_a_small_run(
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
     monkeypatch.setattr("experiments.input_pipeline.SHARES", (2.0,))
     monkeypatch.setattr("experiments.input_pipeline.KINDS", ("Python", "Python, in a process"))
+    cut = dict.fromkeys(("best cut", "best found"), "contiguous_dp")
+    monkeypatch.setattr("experiments.pipelining.PLANNED", pipelining.PLANNED | cut)
+    monkeypatch.setattr("experiments.pipelining.ROUND_S", 0.0)
+    monkeypatch.setattr(runs.measured_problem, "__defaults__", (2,))
     main = importlib.import_module(f"experiments.{name}").main
     words = [*SMALL[name].split(), *places]
     assert main(words) == 0
@@ -664,6 +670,7 @@ def test_scale_survives_planners_that_do_not(
 
 
 @needs_two_cores
+@pytest.mark.usefixtures("quick_profiles")
 def test_the_demo_goes_the_whole_way(tmp_path: Path) -> None:
     from experiments import demo
     from placement.plan import load_plan

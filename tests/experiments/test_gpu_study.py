@@ -47,7 +47,7 @@ def test_every_section_runs_to_its_end(tmp_path: Path, half: int) -> None:
     assert not wrong
     text = (tmp_path / "gpu.md").read_text()
     assert all(f"### {name}" in text for name in names)
-    assert text in done.stdout  # last
+    assert done.stdout.endswith(text + "\n") and "### goals" in text
     with zipfile.ZipFile(tmp_path / "profiles.zip") as file:
         assert {"training.npz" if half else "tiny_mlp.npz"} <= set(file.namelist())
     # What comes back from a lent machine is eight files at most.
@@ -101,6 +101,39 @@ def test_an_item_that_fails_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     assert right["value"] is None
     assert "unspecified launch failure" in (tmp_path / "traces.txt").read_text()
     assert "| slow |" in gpu.table((tmp_path / "gpu.jsonl").read_text().splitlines())
+
+
+def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
+    def line(what: str, *rows: dict[str, Any]) -> str:
+        return next(x for x in gpu.goals(rows).splitlines() if x.startswith(f"| {what} |"))
+
+    def row(section: str, item: str, **facts: Any) -> dict[str, Any]:
+        return {"section": section, "item": item, **facts}
+
+    what = "period predicted, median error"
+    good, bad = (row("fidelity", f"m{e}", period_error=e) for e in (0.031, 0.12))
+    assert "| nothing | no |" in line(what)
+    assert "| 3.100 % | yes |" in line(what, good)
+    assert "| 3.100 % to 12.000 % | no |" in line(what, good, bad)
+    failed = row("fidelity", "m", failed="TimeoutError: stopped after 9 s")
+    assert "| 3.100 %; 1 failed or stopped | no |" in line(what, good, failed)
+    stopped = row("correct_2", "section", status="stopped")
+    equal = row("correct_1", "bert", ok=True), row("correct_2", "vit", ok=True)
+    assert "| 2 of 2; 1 failed or stopped | no |" in line("results of 12 models", *equal, stopped)
+    training = row("training", "half of the activations", ok=False, step_ms=7.0)
+    assert "| nothing | no |" in line("training: losses and parameters", training)
+    assert "| 0 of 1 | no |" in line("training with half of the activations", training)
+
+
+def test_an_item_within_another_leaves_it_its_time(tmp_path: Path) -> None:
+    bench = gpu.Bench(tmp_path, tmp_path, "plans", True)
+    with bench.item("around", 0.3):
+        with bench.item("short", 30):
+            pass
+        with bench.item("long", 30):
+            time.sleep(10)
+        time.sleep(10)
+    assert [r["item"] for r in rows(tmp_path)] == ["long", "around"]
 
 
 def test_a_section_that_fails_outside_of_its_items_says_why(

@@ -192,7 +192,7 @@ OPS: Any = SHOP["operations"]
             "1 2\n1 2 0 1 2 1",
             "of 2 machines, one is 0 and one is 2: they must be numbered",
         ),
-        ("a.fjs", "2 2\n0 3 1 5\n1 1 1 2", "a machine of operation 0 of job 1 = 5 is too large"),
+        ("a.fjs", "2 2\n0 3 1 5\n1 1 1 2", "line 3: a job does not visit every machine once"),
         ("a.json", {"machines": 2, "jobs": [[[]]]}, "jobs[0][0] is not a list, or an empty one"),
         ("a.stg", "2\n0 0 0\n1 4 1 0\n2 4 1 0\n", "2 tasks are told, and 3 lines of tasks found"),
         ("a.stg", "2\n0 0 0\n1 4 1 5\n", "line 3: task 1 waits for 5, which is none"),

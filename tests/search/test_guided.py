@@ -284,7 +284,7 @@ def test_refine_by_hand() -> None:
         _, reward, over, _, info = env.step(1 * 2 + 1)
         assert (reward, over) == (pytest.approx(np.log(rewards[1])), True)
         assert info["value_s"] == pytest.approx(3.5)
-        assert info["placement"].tolist() == [1, 0]
+        assert info["placement"] == (1, 0)
 
 
 def test_refine_pays_for_no_way_round() -> None:

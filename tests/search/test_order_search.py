@@ -57,6 +57,12 @@ def plain(problem: Problem) -> Problem:
     return replace(problem, cluster=cluster, profile=profile, objective="latency")
 
 
+def free(problem: Problem) -> Problem:
+    """The problem with links that take no time."""
+    links = tuple(Link(x.src, x.dst, 0.0, np.inf) for x in problem.profile.links)
+    return replace(problem, profile=replace(problem.profile, links=links, transfer_s=None))
+
+
 def random_sequence(problem: Problem, seed: int) -> np.ndarray:
     """int32 ``[N]``: operators in a random order with producers first."""
     rng, g = RNG(seed), problem.graph
@@ -100,11 +106,15 @@ def test_timetables_are_the_simulators(seed: int, contention: bool) -> None:
 @given(
     seed=st.integers(0, 100_000),
     num_ops=st.sampled_from([15, 15, 15, 130]),  # of 130 operators passes begin in the middle
-    chooser=st.sampled_from([order.HAND, order.UNIFORM]),
+    chooser=st.sampled_from([order.HAND, order.UNIFORM, order.TABU]),
+    sent=st.booleans(),
 )
-def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int) -> None:
+def test_moves_keep_an_order_that_can_run(
+    seed: int, num_ops: int, chooser: int, sent: bool
+) -> None:
     """After any number of moves the state is what it would be if it had begun there."""
     problem = plain(random_problem(seed, num_ops, 3, grouped=True, unsupported=True))
+    problem = problem if sent else free(problem)
     tables, state = started(problem, seed)
     steps = 40 if num_ops < 100 else 300  # the sequence is put in order of time, too
     order.play(tables, state, order.SEARCH + chooser, steps, NO_NETWORK, 0.0, 0.5)
@@ -126,6 +136,26 @@ def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int)
     found = simulate(problem, state.best_place, best).latency_s
     if np.isfinite(found):
         assert found == pytest.approx(state.x[order.BEST], rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 100_000))
+def test_moves_on_the_critical_chain_change_an_end_of_a_block(seed: int) -> None:
+    """Another order within a block leaves the chain as long as it is."""
+    problem = free(plain(random_problem(seed, 40, 3)))
+    tables, state = started(problem, seed, width=64)
+    order.play(tables, state, order.SEARCH + order.TABU, 60, NO_NETWORK, 0.0, 0.5)
+    assert state_of(problem, 1).free_s.shape == (3,), "no channel"
+    for k in np.flatnonzero(state.which >= 0):
+        i, at = state.which[k], np.int64(state.at[k])
+        assert state.on_chain[i]
+        if state.to[k] == state.place[i]:
+            a, b = order._block(state, i)
+            block = state.lane[a : b + 1].copy()
+            back = order._shift(state, i, at)
+            moved = block[np.argsort(state.position[block])]
+            order._shift(state, i, back)
+            assert moved[0] != block[0] or moved[-1] != block[-1]
 
 
 @settings(max_examples=25, deadline=None)

@@ -62,11 +62,24 @@ def test_the_window_of_everything_is_the_optimum(seed: int) -> None:
     problem = shop(seed, 2, 3, 2)
     tables, state = tables_of(problem), state_of(problem, 4)
     start(tables, state, np.argmin(problem.compute_s, axis=1), np.arange(6), RNG(0))
-    found = windows.solve(tables, state, 0, 6, 1.0, 0)
+    found = windows.solve(tables, state, range(6), 1.0, 0)
     assert found.closed and found.place is not None and found.sequence is not None
     value = latency_s(problem, found.place, found.sequence)
     assert value == optimum(problem)
     assert lower_bound(problem) <= value
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cp_sat_proves_the_least_latency(seed: int) -> None:
+    """Of shops; where channels wait it proves a bound."""
+    problem = shop(seed, 2, 3, 2)
+    found = load("cp_sat", start="heft", seconds=20)(problem)
+    assert found.value_s == found.lower_bound_s == optimum(problem)
+    problem = plain(random_problem(seed, 5, 2))
+    found = load("cp_sat", start="single_device", seconds=20)(problem)
+    best = optimum(problem)
+    assert found.lower_bound_s * (1 - 1e-9) <= best <= found.value_s * (1 + 1e-9)
+    assert found.lower_bound_s >= 0.5 * best
 
 
 @settings(max_examples=25, deadline=None)
@@ -80,7 +93,7 @@ def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
         return
     rest_s = windows.rest_s(tables, state, first, first + 8)
     assert rest_s <= cost * (1 + 1e-9)
-    found = windows.solve(tables, state, first, first + 8, 0.0, seed)
+    found = windows.solve(tables, state, range(first, first + 8), 0.0, seed)
     assert found.place is not None and found.sequence is not None
     problem.check_placement(found.place)
     value = latency_s(problem, found.place, found.sequence)

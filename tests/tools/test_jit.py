@@ -9,6 +9,7 @@ import sys
 import time
 from copy import deepcopy as copy_of
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numba.core.caching import FunctionCache
 from numba.core.errors import NumbaError
 
 from placement.tools import clock, jit
-from placement.tools.jit import Struct, average, copy, kernel, largest
+from placement.tools.jit import Struct, array, average, copy, kernel, largest
 
 
 @given(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 2.5, np.inf]), min_size=1, max_size=9))
@@ -111,6 +112,24 @@ def test_a_copy_of_a_struct_is_another_one(again: Any) -> None:
 def test_kernels_are_compiled_for_dtypes_and_dimensions_not_for_values() -> None:
     kinds = {walk()._numba_type_, walk()._numba_type_, walk(np.int64)._numba_type_}
     assert len(kinds) == 2
+
+
+class Declared(Struct):
+    rows: Any = array("2, N*M+1", value=np.inf)
+    here: Any = array("N", np.int32)
+    steps: int
+    share: float
+
+
+def test_room_is_made_as_declared_and_what_has_the_name_is_taken() -> None:
+    s = Declared.fresh({"N": 2, "M": 3}, steps=4)
+    assert s.rows.shape == (2, 7) and np.isinf(s.rows).all() and s.rows.dtype == np.float64
+    assert (s.here.dtype, s.here.tolist(), s.steps, s.share) == (np.int32, [0, 0], 4, 0.0)
+    other = Declared.of(SimpleNamespace(here=np.ones(3, np.int32)), s, share=0.5)
+    assert other.here.tolist() == [1, 1, 1] and other.rows is s.rows
+    assert (other.steps, other.share) == (4, 0.5)
+    with pytest.raises(KeyError, match="'M'"):
+        Declared.fresh({"N": 2})
 
 
 def test_what_a_struct_does_not_take() -> None:

@@ -155,6 +155,7 @@ def failing():
     raise KeyError("weights")
 
 not_a_function = 3
+a_module = torch.nn.Linear(2, 2)
 """
 
 
@@ -178,6 +179,7 @@ def test_the_users_own_function(users_own):
         ("users_own:swapped", r"returned \(Tensor, Linear\), expected"),
         ("users_own:failing", "the function failed: KeyError: 'weights'"),
         ("users_own:not_a_function", "is of type int, not a function"),
+        ("users_own:a_module", "is of type Linear, not a function: name one that returns"),
         ("broken:f", "importing 'broken' failed.*no_such_package"),
         ("no_such_file:f", "importing 'no_such_file' failed.*PYTHONPATH"),
     ],

@@ -115,7 +115,7 @@ function overallCard() {
   const least = Math.min(...overall.gains.map((g) => g.low), 1);
   const high = 26 * overall.gains.length + 50;
   const picture = responsive(high, (width) => gainsPicture(overall.gains, least * 0.98, most * 1.02, width, high));
-  return card("Over all workloads", `Speed-up over the best single device, ${overall.measured ? "measured" : "predicted"}: geometric mean over workloads and seeds, bootstrap 95 % interval over the same cells.`, picture);
+  return card("Over all workloads", `Speed-up over the best single device, ${overall.measured ? "measured" : "predicted"}: geometric mean over workloads and seeds, bootstrap 95 % interval over workloads and the seeds of each.`, picture);
 }
 
 function gainsPicture(gains, least, most, width, high) {
