@@ -207,19 +207,17 @@ def _zero_shot(results: Path) -> list[Goal]:
     best = _as_if(best_known(mine), mine, zero_shot.TRAINED)
     _, limit = zero_shot.against_single(mine + best, KNOWN)
     attainable = f"{100 * share([v < 1 for v in limit.values()])[0]:.0f} %"
-    pipelines = zero_shot.of_group(cells, zero_shot.PIPELINES)
-    never = len({c.problem for c in pipelines})
-    rows = [Goal(regime, goal, text, p >= 0.8, command, attainable)]
-    regime = f"one evaluation, {never} pipelines of families never trained on"
-    for other in (zero_shot.UNTRAINED, zero_shot.HAND):
-        mean = zero_shot.against(pipelines, other)
-        aim = 0.97 if other == zero_shot.UNTRAINED else 0.99
-        goal = f"{100 * (aim - 1):+.0f} % against the same, {other}"
-        rows.append(Goal(regime, goal, mean.percent(), _below(mean, aim), command))
     time_s = zero_shot.plan_s(cells)
-    text = f"{1e3 * time_s:.0f} ms"
-    regime = f"the same, about {zero_shot.TIMED} operators"
-    return [*rows, Goal(regime, "< 100 ms", text, time_s < 0.1, command)]
+    return [
+        Goal(regime, goal, text, p >= 0.8, command, attainable),
+        Goal(
+            f"the same, a period of about {zero_shot.TIMED} operators",
+            "< 100 ms",
+            f"{1e3 * time_s:.0f} ms",
+            time_s < 0.1,
+            command,
+        ),
+    ]
 
 
 def _few_evaluations(results: Path) -> Goal:
