@@ -99,6 +99,13 @@ def answer(
     return choice_of(problem, episode.placement), episode.value_s()
 
 
+def promised_s(net: DispatchNet, problem: Problem) -> float:
+    """When the greedy decode ends by the timetable that it makes: nothing is evaluated."""
+    episode = Dispatcher(problem)
+    episode.construct(net.weights(), net.config.finish_weight)
+    return float(episode.state.placed.finish_s.max())
+
+
 def decode(
     net: DispatchNet, search: Search, samples: int, seed: int, again: float = 0.0
 ) -> dict[str, Any]:

@@ -277,8 +277,12 @@ class PolicyPlanner:
             stats["best_of_k_evaluations"] = search.num_evaluations - before
         return stats
 
-    def _foresee(self, search: Search, most: float) -> dict[str, Any]:
-        """Evaluate ``most`` of the placements that promise the least periods."""
+    def _foresee(self, search: Search, most: float, alone: bool = False) -> dict[str, Any]:
+        """Evaluate ``most`` of the placements that promise the least periods.
+
+        After the first one, the fastest device ``alone``: that waking others takes longer than
+        operators do is not foreseen.
+        """
         net = None
         if self.waits != UNTRAINED:
             file = self.waits or RELEASED
@@ -294,6 +298,9 @@ class PolicyPlanner:
             cost = search.cost(choice)
             value_s = min(value_s, cost if cost < INFEASIBLE else np.inf)
             stats.setdefault("greedy_value_s", value_s)
+            if alone and search.left:
+                search.run("single_device", share_of_evaluations=0.0)
+            alone = False
         stats |= {"greedy_evaluations": 1, "best_of_k_value_s": value_s}
         return stats | {"best_of_k_evaluations": search.num_evaluations - begun}
 
@@ -303,17 +310,23 @@ class PolicyPlanner:
         alone = self.policy is self.baseline is None
         # It takes a while: where seconds are limited evaluations bring more.
         foresees = can_foresee(problem) and self.seconds is None and bool(self.k)
+        alone_s = float(problem.group_compute_s.sum(axis=0).min())
+        runs_alone = bool(np.isfinite(alone_s))
         if few and alone and foresees:
             search = Search(problem, evaluations=self.evaluations)
-            stats = {"mode": self.mode, "policy": "none"} | self._foresee(search, np.inf)
+            noted: dict[str, Any] = {"mode": self.mode, "policy": "none"}
+            noted |= self._foresee(search, np.inf, runs_alone)
             if search.best_s == np.inf and search.left:
                 search.run("best_of")
-            found = search.solution(lower_bound(problem), **stats)
-            found.stats["best_value_s"] = found.value_s
-            return found
+            answer = search.solution(lower_bound(problem), **noted)
+            answer.stats["best_value_s"] = answer.value_s
+            return answer
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
             # Decodes can be far worse than one device: where one runs everything, it is tried.
-            one = self.evaluations != 1 and np.isfinite(problem.group_compute_s).all(axis=0).any()
+            one = runs_alone
+            if self.evaluations == 1:  # which of the two?
+                decoded_s = dispatch.promised_s(seeds[0].net, problem)
+                one &= not problem.memory_may_bind and alone_s < decoded_s
             sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
             return sampling._plan(problem, *seeds)
         net: GuidedNet | None = None
