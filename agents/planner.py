@@ -288,21 +288,22 @@ class PolicyPlanner:
             file = self.waits or RELEASED
             net = load_waits(file)[0].net()
         load_descent()
-        stats: dict[str, Any] = {"chooser": self.chooser, "search": "guided_search"}
-        if net is not None:
-            stats["seed_policy"] = Path(file).name
         begun, value_s = search.num_evaluations, np.inf
+        stats: dict[str, Any] = {"chooser": self.chooser, "search": "guided_search"}
         for choice in constructed(search.problem, net, self.seed):
             if not search.left or search.num_evaluations - begun >= most:
                 break
             cost = search.cost(choice)
             value_s = min(value_s, cost if cost < INFEASIBLE else np.inf)
-            stats.setdefault("greedy_value_s", value_s)
-            if alone and search.left:
-                search.run("single_device", share_of_evaluations=0.0)
-            alone = False
-        stats |= {"greedy_evaluations": 1, "best_of_k_value_s": value_s}
-        return stats | {"best_of_k_evaluations": search.num_evaluations - begun}
+            if "greedy_value_s" not in stats:
+                stats |= {"greedy_value_s": value_s, "greedy_evaluations": 1}
+                if net is not None:
+                    stats["seed_policy"] = Path(file).name
+                if alone and search.left:
+                    search.run("single_device", share_of_evaluations=0.0)
+            stats["best_of_k_value_s"] = value_s
+            stats["best_of_k_evaluations"] = search.num_evaluations - begun
+        return stats
 
     def _guided_search(self, problem: Problem) -> Solution:
         seeds = self._seeds(problem)

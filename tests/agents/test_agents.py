@@ -678,7 +678,13 @@ def test_a_graph_is_constructed_before_it_is_searched() -> None:
     assert stats["again_value_s"] <= stats["best_of_k_value_s"]
     assert replace(planner, k=5)(problem).stats["best_of_k_evaluations"] == 2 + 5
     assert "seed_policy" not in replace(planner, k=0)(problem).stats
-    assert "seed_policy" not in planner(problem.with_objective("period")).stats
+    period = random_problem(1, 40, 3)
+    foreseen = planner(period).stats  # the two placements that promise the least
+    assert foreseen["seed_policy"] == "waits-period.safetensors"
+    assert foreseen["best_of_k_evaluations"] == 2
+    assert "seed_policy" not in replace(planner, waits="untrained")(period).stats
+    five = PolicyPlanner(evaluations=5)(period).stats  # one of them the fastest device's
+    assert (five["evaluations"], five["best_of_k_evaluations"]) == (5, 5)
     few = PolicyPlanner(evaluations=6)(problem).stats  # no search comes to anything
     assert (few["mode"], few["best_of_k_evaluations"]) == ("best_of_k", 6)
     assert PolicyPlanner(seconds=0.2, k=3)(problem).stats["mode"] == "best_of_k"

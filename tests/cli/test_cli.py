@@ -226,6 +226,8 @@ def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
     assert main([*words, "policy=untrained"]) == OK and said not in capsys.readouterr().err
     words = plan_args(home, "policy", "chooser=uniform", "--evaluations", "50", "--json")
     assert main(words) == OK
+    assert json.loads(capsys.readouterr().out)["network"] == "waits-period.safetensors"
+    assert main([*words, "waits=untrained"]) == OK
     told = capsys.readouterr()
     assert "no network is involved for period: chance chose the moves" in told.err
     assert json.loads(told.out)["network"] == "none"
