@@ -223,11 +223,7 @@ class PolicyPlanner:
         search = Search(problem, self.seconds, self.evaluations)
         stats: dict[str, Any] = {"mode": self.mode, "policy": name}
         stats |= self._decode(policy, search, None, 0 if self.mode == "zero_shot" else self.k)
-        if search.best_s == np.inf and search.left:
-            search.run("best_of")
-        found = search.solution(lower_bound(problem), **stats)
-        found.stats["best_value_s"] = found.value_s
-        return found
+        return _evaluated(search, stats)
 
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         dispatches = policy.formulation == "dispatch" and self.mode in ("zero_shot", "best_of_k")
@@ -315,13 +311,8 @@ class PolicyPlanner:
         runs_alone = bool(np.isfinite(alone_s))
         if few and alone and foresees:
             search = Search(problem, evaluations=self.evaluations)
-            noted: dict[str, Any] = {"mode": self.mode, "policy": "none"}
-            noted |= self._foresee(search, np.inf, runs_alone)
-            if search.best_s == np.inf and search.left:
-                search.run("best_of")
-            answer = search.solution(lower_bound(problem), **noted)
-            answer.stats["best_value_s"] = answer.value_s
-            return answer
+            noted = {"mode": self.mode, "policy": "none"}
+            return _evaluated(search, noted | self._foresee(search, np.inf, runs_alone))
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
             # Decodes can be far worse than one device: where one runs everything, it is tried.
             one = runs_alone
@@ -482,6 +473,15 @@ def released(mode: Mode | Kind, objective: Objective) -> Path:
         throughput = Objective(objective).is_throughput
         name = "sequential-max_load" if throughput else "dispatch-latency"
     return Path(__file__).with_name("released") / f"{name}.safetensors"
+
+
+def _evaluated(search: Search, stats: dict[str, Any]) -> Solution:
+    """The best of what was evaluated, with ``stats``; where nothing fits, of ``best_of``."""
+    if search.best_s == np.inf and search.left:
+        search.run("best_of")
+    found = search.solution(lower_bound(search.problem), **stats)
+    found.stats["best_value_s"] = found.value_s
+    return found
 
 
 def _evaluator(search: Search) -> Evaluator:

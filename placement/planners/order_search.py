@@ -194,9 +194,6 @@ def tables_of(problem: Problem) -> Tables:
     g, n = problem.graph, problem.num_ops
     k = kernels.tables(problem)
     user = k.edge_dst
-    channel = k.link_channel.copy()
-    if not len(k.transfer_s):  # what takes no time needs none
-        channel[(k.link_latency_s == 0) & (k.link_s_per_byte == 0)] = problem.num_channels
     in_edge = np.argsort(user, kind="stable")
     return Tables.of(
         k,
@@ -206,7 +203,7 @@ def tables_of(problem: Problem) -> Tables:
         in_src=np.repeat(np.arange(n + 1), np.diff(k.edge_ptr))[in_edge].astype(np.int32),
         latency_s=k.link_latency_s,
         s_per_byte=k.link_s_per_byte,
-        channel=channel,
+        channel=_channels(problem),
         local=problem.num_channels,
         matrix=k.transfer_s,
         group=g.group.astype(np.int32),
@@ -217,7 +214,16 @@ def tables_of(problem: Problem) -> Tables:
 
 def sends(problem: Problem) -> bool:
     """Whether anything takes time between devices; where nothing does, ``TABU`` is the chooser."""
-    return bool((tables_of(problem).channel != problem.num_channels).any())
+    return bool((_channels(problem) != problem.num_channels).any())
+
+
+def _channels(problem: Problem) -> NDArray[np.int32]:
+    """That of each link, as in ``kernels.tables``; what takes no time needs none."""
+    k = kernels.tables(problem)
+    channel: NDArray[np.int32] = k.link_channel.copy()
+    if not len(k.transfer_s):
+        channel[(k.link_latency_s == 0) & (k.link_s_per_byte == 0)] = problem.num_channels
+    return channel
 
 
 def state_of(problem: Problem, width: int) -> State:

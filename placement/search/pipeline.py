@@ -39,7 +39,7 @@ from placement.simulator.analytic_kernels import (
     undo_moves,
 )
 from placement.simulator.kernels import Tables
-from placement.tools.jit import Struct, copy, inlined, kernel, largest
+from placement.tools.jit import Struct, array, copy, inlined, kernel, largest
 
 Array = NDArray[Any]
 
@@ -114,18 +114,18 @@ class Room(Struct):
     wait: float  # seconds that a tensor which is handed over arrives later than its transfer takes
     ptr: Array  # int32 [G + 1] the operators of each group
     op: Array  # int32 [N]
-    placement: Array  # int32 [N]
-    load: Array  # float64 [D] seconds per micro-batch
-    channel: Array  # float64 [channels + 1]
-    stamp: Array  # int32 [D] the tensor that was sent there last
+    placement: Array = array("N", np.int32)
+    load: Array = array("D")  # seconds per micro-batch
+    channel: Array = array("channels+1")
+    stamp: Array = array("D", np.int32)  # the tensor that was sent there last
     # When the last input of each operator is there, and when that tensor is: without waits, with
     # them, and where devices and channels do one thing at a time.
-    ready: Array  # float64 [N, 3]
-    arrives: Array  # float64 [D, 3]
-    level: Array  # int64 [N] most hand-overs before it
-    busy: Array  # float64 [D] until then the device does one thing at a time, the next too
-    carried: Array  # float64 [channels + 1]
-    begin: Array  # float64 [D] when it begins the first operator
+    ready: Array = array("N, 3")
+    arrives: Array = array("D, 3")
+    level: Array = array("N", np.int64)  # most hand-overs before it
+    busy: Array = array("D")  # until then the device does one thing at a time, the next too
+    carried: Array = array("channels+1")
+    begin: Array = array("D")  # when it begins the first operator
     path_s: float  # the longest, without waits and with them
     waited_s: float
     alone_s: float  # one micro-batch alone
@@ -134,7 +134,7 @@ class Room(Struct):
     handed: float
     deepest: float
     bound_s: float
-    features: Array  # float64 [F]
+    features: Array = array("F")
     net: Net
 
 
@@ -373,26 +373,13 @@ class Pipeline:
         self.state: Placed = move_state(self.moves, compute_s.argmin(axis=1).astype(np.int32))
         body = min(_BODY, g.num_groups)
         self.draws: Draws = draws_of(compute_s, neighbours(problem), seed, SHARE, 0.0, body)
-        n, d, channels = g.num_ops, problem.num_devices, problem.num_channels + 1
-        scalars = ("wait", "path_s", "waited_s", "alone_s", "longest_s", "moved_s",
-                   "handed", "deepest", "bound_s")  # fmt: skip
-        self.room = Room(
+        sizes = {"N": g.num_ops, "D": problem.num_devices, "channels": problem.num_channels}
+        self.room = Room.fresh(
+            sizes | {"F": NUM_FEATURES},
             window=float(min(problem.num_run, problem.max_in_flight)),
             ptr=g.group_ptr,
             op=g.group_op,
-            placement=np.zeros(n, np.int32),
-            load=np.zeros(d),
-            channel=np.zeros(channels),
-            stamp=np.zeros(d, np.int32),
-            ready=np.zeros((n, 3)),
-            arrives=np.zeros((d, 3)),
-            level=np.zeros(n, np.int64),
-            busy=np.zeros(d),
-            carried=np.zeros(channels),
-            begin=np.zeros(d),
-            features=np.zeros(NUM_FEATURES),
             net=net or no_net(),
-            **dict.fromkeys(scalars, 0.0),
         )
 
     def walk(self, choice: Choice, wait: float, squarings: int, most: int) -> Choice:
