@@ -1,6 +1,6 @@
 """What the executor does on a real GPU beside CPU cores: checked, then measured, in eight minutes.
 
-    python -m experiments.gpu --out FOLDER [--emulated] [--sections NAME ...]
+    python -m experiments.gpu --out FOLDER [--emulated] [--sections NAME ...] [--seconds 480]
 
 Each section is a process of its own with a deadline: what stops one costs no other. Every figure
 is a line of ``FOLDER/gpu.jsonl``, written at once; ``FOLDER/profiles.zip`` has the profiles, to
@@ -1269,12 +1269,12 @@ def run(options: argparse.Namespace) -> int:
     rounds = []
     for names, limit_s in ROUNDS:
         if wanted := [n for n in names if not options.sections or n in options.sections]:
-            rounds.append((wanted, limit_s))
+            rounds.append((wanted, limit_s * options.seconds / LONGEST_S))
     models: dict[str, Model] = {}
     for i, (names, limit_s) in enumerate(rounds):
         # What earlier sections have left over, and not what later ones need.
         later = sum(limit_s for _, limit_s in rounds[i + 1 :])
-        left = LONGEST_S - (time.perf_counter() - began)
+        left = options.seconds - (time.perf_counter() - began)
         limit_s = min(left - 3, max(limit_s, left - later))
         if limit_s < 5:
             for name in names:
@@ -1449,6 +1449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sections", nargs="*", default=[], metavar="NAME", help="only these")
+    parser.add_argument("--seconds", type=float, default=LONGEST_S, help="in all: 480")
     parser.add_argument("--emulated", action="store_true", help="tiny models, no real GPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--limit", type=float, default=LONGEST_S, help=argparse.SUPPRESS)
