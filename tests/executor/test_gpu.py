@@ -89,6 +89,16 @@ def test_random_placements_compute_what_the_plain_module_does():
     assert gpu.num_races == 0
 
 
+def test_what_is_equal_has_another_order_on_a_gpu():
+    """Results that depend on it are no fault of a placement: the models of the checks have none."""
+    with emulated_gpu.emulated():
+        values, where = torch.tensor([[2.0, 1.0, 1.0]]).to("cuda:0").sort(1)
+        assert values.cpu().tolist() == [[1.0, 1.0, 2.0]]
+        assert where.cpu().tolist() == [[2, 1, 0]]
+        _, first = torch.tensor([1.0, 2.0, 2.0]).to("cuda:0").topk(1)
+        assert first.cpu().tolist() == [2]
+
+
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
     """Otherwise the test before says little."""
     monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
@@ -123,6 +133,57 @@ def test_training_equals_plain_pytorch(name, kind):
                 torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+
+
+class Speech(nn.Module):
+    """Recurrent layers in both directions, then attention of positions to those before them."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.both = nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True, bias=bias)
+        self.join = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x, (last, _) = self.both(x)
+        q = self.join(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return x.transpose(1, 2).flatten(2) + last.mean()
+
+
+def plain_bert():
+    module, inputs = load("bert_tiny")
+    for part in module.modules():
+        part.p = 0.0  # dropout draws others than plain PyTorch
+    return module, inputs
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        plain_bert,
+        lambda: (Speech(bias=True), torch.randn(3, 5, 6)),
+        lambda: (Speech(bias=False), torch.randn(3, 5, 6)),
+    ],
+)
+def test_what_only_a_cpu_has_a_kernel_for_is_trained_on_a_gpu_too(make, apart):
+    """Attention and recurrent layers; ``apart``: the backward is where the forward is not."""
+    torch.manual_seed(0)
+    module, inputs = make()
+    module.train()
+    plain = copy.deepcopy(module)
+    mine, other = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (module, plain))
+    options = {"mode": "training", "loss": mean_of_outputs, "optimizer": mine}
+    graph = capture(module, (inputs, None), colocate_backward=not apart, **options)
+    places = [graph.is_backward, ~graph.is_backward] if apart else [True]
+    with emulated_gpu.emulated():
+        for on_gpu in places:
+            placement = np.broadcast_to(on_gpu, graph.num_ops).astype(np.int32)
+            with Trainer(graph, BOTH, placement, mine) as trainer:
+                trainer.step([(inputs, None)])
+            plain_step(plain, other, [(inputs, None)], mean_of_outputs)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiny_mlp", "AdamW"), ("dlrm_tiny", "SGD")])
