@@ -19,6 +19,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -560,6 +561,8 @@ def _launch(
         _check_generator()
     on.launch(kernel)
     is_view = all(cell is not None and not cell[1] for cell in cells)  # a kernel only here
+    if on.graph is not None and not is_view:
+        on.graph.is_empty = False
     # (Between GPUs streams wait for each other once there is memory.)
     for x in (
         ()
@@ -579,7 +582,7 @@ class CUDAGraph:
 
     def __init__(self) -> None:
         self.work: list[Any] = []
-        self.failed, self.ended = False, False
+        self.failed, self.ended, self.is_empty = False, False, True
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         self.stream, self.mode = current_stream(), capture_error_mode
@@ -601,6 +604,8 @@ class CUDAGraph:
         if self.failed:  # and neither allocators nor the generator are told
             _gpu.spoiled_pools.add(self.pool)
             raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
+        if self.is_empty:
+            warnings.warn("The CUDA Graph is empty.", UserWarning, stacklevel=2)
         _end_allocate(self.stream.index, self.pool)
         _gpu.captured = False
         self.ended = True

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -939,6 +940,29 @@ def test_what_writes_is_in_the_graph_that_made_the_memory():
     assert writers and pieces_of(program, [ops]) == [ops]
     n = writers[0]
     assert (n,) in pieces_of(program, [ops[:n], ops[n:]])
+
+
+def test_a_run_of_views_is_no_graph():
+    """It would be empty, as PyTorch warns."""
+
+    class Views(nn.Module):
+        def forward(self, x):
+            y = torch.relu(x)
+            return y.view(2, 2, 8).transpose(0, 1)[:1].unsqueeze(0), torch.relu(y).tanh().cos()
+
+    module, x = Views().eval(), torch.randn(4, 8)
+    graph = capture(module, x)
+    place = all_on(graph, 1)
+    place[0] = 0
+    with (
+        emulated_gpu.emulated() as gpu,
+        graphed(graph, BOTH, place) as runner,
+        warnings.catch_warnings(action="error"),
+    ):
+        for i in range(6):
+            torch.testing.assert_close(runner(x + i), module(x + i))
+        why = "fewer than 3 operators that compute something"
+        assert gpu.num_replays and runner.not_graphed == {graph.op_name[1]: why}
 
 
 def test_an_error_in_a_graph_is_traced_to_its_operator():
