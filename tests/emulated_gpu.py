@@ -5,8 +5,8 @@ on), events, the order in which memory becomes free (poisoned with NaN by the st
 it, as soon as Python has dropped it, unless ``record_stream`` says who still uses it; that another
 stream uses it then is counted), memory that is full, pinned and pageable host memory (a copy from
 the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured, and
-NVML's counters. Kernels are the CPU's, of those that a GPU has too; where the order of equal values is
-nobody's promise, it is another.
+NVML's counters. Kernels are the CPU's, of those that a GPU has too; equal values have another order
+where nobody promises one.
 
     with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
         ...  # torch.cuda and tensors on cuda:0; ``gpu`` counts what was copied how

@@ -30,6 +30,8 @@ from placement.executor import backend as backend_module
 from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
 from placement.executor.graphs import pieces_of, recorded
+from placement.executor.streamed import with_streaming
+from placement.executor.weights import forget_others
 from placement.planners.heft import Heft
 from placement.problem import Problem
 from placement.program import split_inputs
@@ -464,6 +466,44 @@ def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, la
 
 
 # --- memory and cores ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["graphs", "broken off", "fails", "device", "streamed", "trained"])
+def test_what_a_closed_runner_had_on_a_gpu_is_free(way):
+    """Without a search for cycles; but for the copies that are kept for the next runner."""
+    module, inputs = load("dlrm_tiny")
+    graph = capture(module, inputs)
+    gc.collect()
+    gc.disable()
+    try:
+        with emulated_gpu.emulated() as gpu, ExitStack() as stack:
+            if way == "trained":
+                optimizer = torch.optim.AdamW(module.train().parameters(), lr=0.1)
+                options = {"mode": "training", "loss": mean_of_outputs, "optimizer": optimizer}
+                step = capture(module, (inputs, None), **options)
+                with Trainer(step, BOTH, scattered(step, BOTH, 1), optimizer) as trainer:
+                    trainer.step([(inputs, None)] * 2)
+                del trainer
+            cluster = with_streaming(BOTH) if way == "streamed" else BOTH
+            place = scattered(graph, cluster, 3) if way == "streamed" else all_on(graph, 1)
+            runner = stack.enter_context(
+                Runner(graph, cluster, place, outputs="device" if way == "device" else "host")
+            )
+            runner.cuda_graphs = way == "graphs"
+            results = list(runner.stream([inputs] * 4))
+            assert gpu.allocated[0] > 0
+            if way == "fails":
+                gpu.missing = {"aten.relu.default"}
+                with pytest.raises(NotImplementedError):
+                    runner(*inputs)
+            if way == "broken off":
+                results += [next(runner.stream([inputs] * 5))]
+            stack.close()
+            del runner, results
+            forget_others(torch.device("cuda:0"), graph.program, set())
+            assert gpu.allocated[0] == 0
+    finally:
+        gc.enable()
 
 
 def test_the_peak_that_is_reported_is_the_allocators():
