@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -372,18 +373,25 @@ class Runner:
         return self._program.unflatten_outputs(leaves)
 
     def _raise(self, failure: Failure) -> None:
-        if failure.device < 0:
-            raise failure.error
-        self.failed_op = failure.op
-        where = self.cluster.device_names[failure.device]
-        what = (
-            f"in operator {self.graph.op_name[failure.op]!r} "
-            f"(module {self.graph.op_module[failure.op]!r})"
-            if failure.op is not None
-            else "between operators"
-        )
-        failure.error.add_note(f"raised on device {where!r} {what}")
-        raise failure.error
+        error = failure.error
+        if failure.device >= 0:
+            self.failed_op = failure.op
+            where = self.cluster.device_names[failure.device]
+            what = (
+                f"in operator {self.graph.op_name[failure.op]!r} "
+                f"(module {self.graph.op_module[failure.op]!r})"
+                if failure.op is not None
+                else "between operators"
+            )
+            error.add_note(f"raised on device {where!r} {what}")
+        # Frames of the device hold tensors, and whoever catches the error may need their memory; so
+        # would those from here on, in a cycle.
+        traceback.clear_frames(error.__traceback__)
+        del failure.error
+        try:
+            raise error
+        finally:
+            del error
 
     def _busy_s(self) -> float:
         """How long the busiest device has worked since the workers started."""
