@@ -534,8 +534,10 @@ class Runner:
         """What the operators of device ``d`` read, and the gradients that they add up."""
         program, params = self._program, {}
         read = set(self.graph.param_use[np.isin(self.graph.param_use_op, ops)].tolist())
-        made = [(p, t) for p, t in program.gradients if int(self.graph.tensor_src[t]) in ops]
-        read.update(p for p, _ in made)  # a parameter is trained where its gradient is
+        home = np.atleast_2d(self.placement)[0]
+        sources = [(p, int(self.graph.tensor_src[t])) for p, t in program.gradients]
+        sources = [(p, op) for p, op in sources if op in ops]
+        read.update(p for p, op in sources if home[op] == d)  # a parameter is trained there
         weights.forget_others(device, program, read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
         for p in sorted(read):
@@ -554,11 +556,9 @@ class Runner:
         if device.type == "cuda" and not program.gradients:
             weights.flatten(program, ops, params)
         gradients: dict[int, Tensor] = {}
-        home = np.atleast_2d(self.placement)[0]
-        for p, t in made:  # replicas add up what they make, each by itself
-            is_home = home[self.graph.tensor_src[t]] == d
-            sums: Any = self.gradients if is_home else self.partial
-            name = p if is_home else (d, p)
+        for p, op in sources:  # replicas add up what they make, each by itself
+            sums: Any = self.gradients if home[op] == d else self.partial
+            name = p if home[op] == d else (d, p)
             if name not in sums:
                 sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
             gradients[p] = sums[name]
