@@ -137,6 +137,7 @@ class Bench:
         part: which of how many sections that run beside each other this one is.
         until: when it will be stopped.
         fair_s: the part of one model.
+        only: of the models that are timed, these.
         began: when the script did.
         limits: of each item that is under way; the outermost first.
     """
@@ -149,6 +150,7 @@ class Bench:
     part: tuple[int, int] = (0, 1)
     until: float = field(default_factory=lambda: time.perf_counter() + LONGEST_S)
     fair_s: float = LONGEST_S
+    only: Sequence[str] = ()
     began: float = field(default_factory=time.perf_counter)
     limits: list[Limit] = field(default_factory=list)
 
@@ -484,57 +486,6 @@ def facts(b: Bench) -> None:
         b.emit("nvidia-smi", text=subprocess.run(command, capture_output=True, text=True).stdout)
 
 
-def micro(b: Bench) -> None:
-    """Copies, launches, waits: what the executor is made of."""
-    gpu = b.gpu
-    for size in (2**12, 2**20) if b.emulated else (2**12, 2**16, 2**20, 2**24, 2**28):
-        with b.item(f"copy {size}"):
-            b.emit(f"copy {size}", **copies(size, gpu))
-    one = torch.ones(1, device=gpu)
-    times = 20 if b.emulated else 2000
-    with b.item("launch"):
-        torch.cuda.synchronize()
-        launch_s = timed(lambda: [one + one for _ in range(times)], 3) / times
-        target = torch.ops.aten.add.Tensor
-        overload_s = timed(lambda: [target(one, one) for _ in range(times)], 3) / times
-        b.emit("launch", python_us=launch_s * 1e6, overload_us=overload_s * 1e6)
-    with b.item("event"):
-        events = [torch.cuda.Event() for _ in range(times)]
-        stream = torch.cuda.current_stream(gpu)
-        record_s = timed(lambda: [e.record(stream) for e in events], 3) / times
-        made_s = timed(lambda: [torch.cuda.Event().record(stream) for _ in events], 3) / times
-        b.emit("event", record_us=record_s * 1e6, make_and_record_us=made_s * 1e6)
-    for blocking in (False, True):  # until the thread that waits for an event goes on
-        with b.item(f"wake, blocking={blocking}"):
-            event = torch.cuda.Event(blocking=blocking)
-            wake_s = timed(lambda e=event: (e.record(), e.synchronize()), 50)  # type: ignore[misc]
-            b.emit(f"wake, blocking={blocking}", us=wake_s * 1e6)
-    with b.item("graph replay"):
-        many = 5 if b.emulated else 200
-        graph = WholeGraph(lambda x: [x + i for i in range(many)], one, gpu)
-        replay_s = timed(lambda: (graph.graph.replay(), torch.cuda.synchronize()), 10) / many
-        b.emit("graph replay", us_per_kernel=replay_s * 1e6)
-
-
-def copies(size: int, gpu: torch.device) -> dict[str, float]:
-    """Microseconds of copies of so many bytes, and bytes per nanosecond."""
-    pageable = torch.ones(size // 4)
-    pinned = torch.empty_like(pageable, pin_memory=True).copy_(pageable)
-    there = pageable.to(gpu)
-
-    def done(call: Callable[[], Any]) -> float:
-        return timed(lambda: (call(), torch.cuda.synchronize()), 5)
-
-    seconds = {
-        "to_pageable": done(lambda: there.copy_(pageable)),
-        "to_pinned": done(lambda: there.copy_(pinned, non_blocking=True)),
-        "from_pinned": done(lambda: pinned.copy_(there, non_blocking=True)),
-        "stage": timed(lambda: pinned.copy_(pageable), 5),
-    }
-    rates = {f"{k}_gb_s": size / s * 1e-9 for k, s in seconds.items()}
-    return {f"{k}_us": s * 1e6 for k, s in seconds.items()} | rates
-
-
 def correct(b: Bench, part: int) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
     cluster = b.cluster
@@ -716,7 +667,7 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
     """The section that does the same with models."""
 
     def section(b: Bench) -> None:
-        names = ("tiny_mlp",) if b.emulated else keys
+        names = ("tiny_mlp",) if b.emulated else [k for k in keys if k in (b.only or keys)]
         for i, key in enumerate(names):
             seconds = b.part_s(len(names) - i)
             b.fair_s = seconds / 2
@@ -907,14 +858,17 @@ def _ratio(a: float | None, b: float | None) -> float:
 
 
 def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:
-    """Predicted and allocator's peak of a GPU, in MiB, without what else is in its memory."""
+    """Predicted and allocator's peak of a GPU, in MiB, without what else is in its memory.
+
+    By how much the first is off: a part of the second, or of a MiB where that is less.
+    """
     weights.forget_others(torch.device("cuda:0"), problem.graph.program, set())
     before = torch.cuda.memory_allocated(0)
     line = Executor(problem).run(placement, num_microbatches=6)
     found = float(line.peak_bytes[1] - before) / 2**20
     alike = replace(problem, num_microbatches=6)
     predicted = float(simulate(alike, placement).peak_bytes[1]) / 2**20
-    off = _ratio(predicted - found, found)
+    off = (predicted - found) / max(found, 1.0)
     return {"predicted_mib": predicted, "allocator_mib": found, "predicted_off": off}
 
 
@@ -1068,8 +1022,8 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
     graph, size = capture(module, inputs, name=name), sum(
         x.nbytes for x in module.state_dict().values()
     )  # fmt: skip
-    short = "many" not in name  # else the processor takes about a second for each run
     key = name.replace(", ", "_").replace(" ", "_")
+    short = not isinstance(module, Decoder)  # else a run of it takes the processor long
     profile = b.measured(key, graph, b.cluster, 1, calibrate=short)
     expected = [x.clone() for x in _tensors_of(module, inputs)]
     ways: dict[str, float] = {}
@@ -1294,7 +1248,6 @@ SECTIONS: dict[str, Section] = {
     "training": training,
     "energy": energy,
     "policy": policy,
-    "micro": micro,
 }
 # Sections that run beside each other, as nothing is timed in them; and seconds for them.
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
@@ -1304,10 +1257,9 @@ ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("plans",), 75),
     (("memory",), 60),
     (("fidelity",), 75),
-    (("training",), 45),
+    (("training",), 50),
     (("energy",), 30),
-    (("policy",), 22),
-    (("micro",), 8),
+    (("policy",), 25),
 )
 
 
@@ -1350,6 +1302,7 @@ def forked(name: str, limit_s: float, options: argparse.Namespace, **known: Any)
             words = ["-m", "experiments.gpu", "--one", name, "--limit", f"{limit_s:g}"]
             words += ["--out", str(options.out), "--work", str(options.work)]
             words += ["--began", str(options.began), "--part", *map(str, known["part"])]
+            words += ["--models", *options.models]
             os.execv(sys.executable, [sys.executable, *words])
         section(name, limit_s, options, **known)
         code = 0
@@ -1388,6 +1341,7 @@ def run(options: argparse.Namespace) -> int:
         if wanted := [n for n in names if not options.sections or n in options.sections]:
             rounds.append((wanted, limit_s * options.seconds / LONGEST_S))
     models: dict[str, Model] = {}
+    done: set[str] = set()
     for i, (names, limit_s) in enumerate(rounds):
         # What earlier sections have left over, and not what later ones need.
         later = sum(limit_s for _, limit_s in rounds[i + 1 :])
@@ -1406,9 +1360,9 @@ def run(options: argparse.Namespace) -> int:
             prepare(models, ("tiny_mlp",) if options.emulated else CHECKED, options)
         elif i == 1 and not options.emulated:
             prepare(models, PROFILED, options)
-        done = watched(running, at, limit_s, options)
-        if "kernels" in done:
-            warm_up(options.emulated, training=False)  # that would ask CUDA for something
+            if "kernels" in done:
+                warm_up(training=False)  # that would ask CUDA for something
+        done |= watched(running, at, limit_s, options)
         with zipfile.ZipFile(options.work / "profiles", "w") as file:
             for path in sorted(options.work.glob("*.npz")):
                 file.write(path, path.name)
@@ -1463,8 +1417,8 @@ def watched(
 
 
 def _bench(options: argparse.Namespace, name: str, **known: Any) -> Bench:
-    began = options.began
-    return Bench(options.out, options.work, name, options.emulated, began=began, **known)
+    known |= {"began": options.began, "only": options.models}
+    return Bench(options.out, options.work, name, options.emulated, **known)
 
 
 def _emit(options: argparse.Namespace, name: str, **facts: Any) -> None:
@@ -1568,6 +1522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sections", nargs="*", default=[], metavar="NAME", help="only these")
+    parser.add_argument("--models", nargs="*", default=[], metavar="NAME", help="time only these")
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="in all: 470")
     parser.add_argument("--emulated", action="store_true", help="tiny models, no real GPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
