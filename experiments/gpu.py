@@ -323,7 +323,7 @@ def others_like(inputs: Any, seed: int) -> Any:
 def expected_of(
     module: nn.Module, items: Sequence[Any], device: torch.device | None = None
 ) -> tuple[list[list[Any]], str]:
-    """Outputs in float64 (on ``device``), or as the module is where it cannot be so; and which."""
+    """Outputs in float64, on ``device``, or as the module is where it cannot be so; and which."""
 
     def run(model: nn.Module, change: Callable[[Any], Any]) -> list[list[Any]]:
         outputs = []
@@ -331,7 +331,7 @@ def expected_of(
             args, kwargs = pytree.tree_map(change, split_inputs(item))
             with torch.no_grad():
                 found = pytree.tree_leaves(model(*args, **kwargs))
-            outputs.append([x.cpu() if isinstance(x, Tensor) else x for x in found])
+            outputs.append(found)
         return outputs
 
     def exact(x: Any) -> Any:

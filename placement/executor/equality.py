@@ -61,25 +61,26 @@ def error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 
     The norm of the difference over the norm; or a tenth of the largest difference of an element,
     over its size plus the typical size, if that is more. inf: of another shape, not a number or
-    infinite in other places, or integers that are not the same.
+    infinite in other places, or integers that are not the same. Computed where ``expected`` is.
     """
     if actual.shape != expected.shape:
         return float("inf")
     if not expected.is_floating_point() and not expected.is_complex():
         return 0.0 if torch.equal(actual.cpu(), expected.cpu()) else float("inf")
     exact = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = (x.detach().cpu().to(exact).flatten() for x in (actual, expected))
+    a, b = (x.detach().to(expected.device).to(exact).flatten() for x in (actual, expected))
     finite = torch.isfinite(b)
     alike = torch.where(finite, torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
     if not alike.all():
         return float("inf")
-    a, b = a[finite], b[finite]
+    if not finite.all():
+        a, b = a[finite], b[finite]
     if not len(b):
         return 0.0
-    typical = max(float(b.abs().square().mean().sqrt()), scale) or 1.0
+    typical = max(b.abs().square().mean().sqrt().item(), scale) or 1.0
     apart = (a - b).abs()
-    whole = float(apart.square().mean().sqrt()) / typical
-    return max(whole, float((apart / (typical + b.abs())).max()) / _ONE)
+    whole = apart.square().mean().sqrt().item() / typical
+    return max(whole, (apart / (typical + b.abs())).max().item() / _ONE)
 
 
 def difference(actual: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -> str:
