@@ -305,7 +305,7 @@ def compile_runs(
             for tensor in step.outputs:
                 for destination, how in written.get(tensor, ()):
                     late.setdefault((how, destination.dtype), []).append((destination, tensor))
-            if op == run[-1] or _LATE_BYTES < sum(x.nbytes for v in late.values() for x, _ in v):
+            if op == run[-1] or sum(x.nbytes for v in late.values() for x, _ in v) > _LATE_BYTES:
                 for (how, _), pairs in late.items():
                     values = ", ".join(name(t) for _, t in pairs)
                     body.append(f"{bind(how)}({bind([x for x, _ in pairs])}, [{values}])")
