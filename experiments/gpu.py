@@ -696,7 +696,7 @@ def warm_up(emulated: bool = False, training: bool = True) -> None:
     warm(("heft",) if emulated else ("best_of", "heft"))
     if training and not emulated:
         with suppress(ImportError):  # then the section says what is missing
-            steps_per_s("cpu", 16, 64)
+            steps_per_s("cpu", 16, 1)
 
 
 @contextmanager
@@ -1266,26 +1266,27 @@ def eager_step(module: nn.Module, example: Any, device: torch.device) -> Callabl
 
 
 def policy(b: Bench) -> None:
-    """Steps per second of PPO, with the network on the CPU and on the GPU."""
-    steps = 64 if b.emulated else 2048
-    for hidden in (16,) if b.emulated else (64, 256):
-        rates = {}
+    """Steps per second of PPO, with the network on the CPU (one core) and on the GPU.
+
+    Episodes are played on the CPU in any case: of a small network's training about a third.
+    """
+    for hidden, num_ops in ((16, 8),) if b.emulated else ((64, 64), (256, 512)):
+        rates, name = {}, f"hidden {hidden}, {num_ops} operators"
         for device in ("cpu",) if b.emulated else ("cpu", "cuda"):
-            with b.item(f"hidden {hidden}, {device}", 20):
-                steps_per_s(device, hidden, 64)  # contexts, kernels
-                rates[f"{device}_steps_per_s"] = steps_per_s(device, hidden, steps)
+            with b.item(f"{name}, {device}", 20):
+                steps_per_s(device, hidden, 1)  # contexts, kernels
+                rates[f"{device}_steps_per_s"] = steps_per_s(device, hidden, 2, num_ops)
         ratio = _ratio(rates.get("cuda_steps_per_s"), rates.get("cpu_steps_per_s"))
-        b.emit(f"hidden {hidden}", **rates, gpu_over_cpu=ratio)
+        b.emit(name, **rates, gpu_over_cpu=ratio)
 
 
-def steps_per_s(device: str, hidden: int, steps: int) -> float:
-    """Of a training on a graph of 64 operators and two devices."""
+def steps_per_s(device: str, hidden: int, updates: int, num_ops: int = 64) -> float:
+    """Of a training with so many updates on a graph of so many operators and two devices."""
     from agents.config import TrainConfig
     from agents.encoder import NetworkConfig
     from agents.training import train as learn
 
-    ops = np.arange(64)
-    rng = np.random.default_rng(0)
+    ops, rng = np.arange(num_ops), np.random.default_rng(0)
     edges = [(int(rng.integers(max(0, j - 6), j)), j) for j in ops[1:].tolist()]
     sizes = rng.integers(1, 100, len(ops))
     graph = OpGraph.build("random", [f"op{n}" for n in ops], ops, sizes, edges)
@@ -1293,7 +1294,7 @@ def steps_per_s(device: str, hidden: int, steps: int) -> float:
     cluster = Cluster("two", (Device("a", "acc"), Device("b", "acc")))
     problem = Problem(graph, cluster, Profile(("a", "b"), seconds, 0 * seconds))
     network = NetworkConfig(hidden=hidden)
-    options = {"num_envs": 16, "num_checks": 1, "cold": True}
+    options, steps = {"num_envs": 16, "num_checks": 1, "cold": True}, updates * 16 * num_ops
     config = TrainConfig(total_steps=steps, device=device, network=network, **options)
     began = time.perf_counter()
     learn([problem], config=config)
@@ -1301,30 +1302,43 @@ def steps_per_s(device: str, hidden: int, steps: int) -> float:
 
 
 def energy(b: Bench) -> None:
-    """Joules per micro-batch by NVML: at rest with a context, and at work."""
+    """Joules of the GPU per micro-batch by NVML: at rest with a context, and at work."""
     meter = gpu_meter()
     if meter is None:
         b.emit("no meter", ok=False)
         return
     cluster, key = b.cluster, "tiny_mlp" if b.emulated else "resnet50"
     _, inputs, graph = b.model(key)
-    profile = b.measured(key, graph, cluster, repeats=1)
+    profile = b.measured(key, graph, cluster, repeats=1, calibrate=False)
     problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
     plan = planners.load("best_of", seconds=b.planning_s)(problem).placement
-    torch.ones(1, device=b.gpu)
-    rest_s, work_s = (0.2, 0.2) if b.emulated else (4.0, 5.0)
+    there, long_s = moved(inputs, b.gpu), 0.2 if b.emulated else 2.5
     before, began = meter.read_j(), time.perf_counter()
-    time.sleep(rest_s)
+    time.sleep(long_s)
     idle_w = meter.since_j(before) / (time.perf_counter() - began)
     b.emit("rest, with a context", watts=idle_w, meter=meter.name)
-    for name, placement in {"CPU": all_on(graph, 0), "GPU": all_on(graph, 1), "plan": plan}.items():
-        with b.item(name), Runner(graph, cluster, placement) as runner:
-            list(runner.stream([inputs] * 8))
-            before, began, count = meter.read_j(), time.perf_counter(), 0
-            while (took := time.perf_counter() - began) < work_s:
-                count += sum(1 for _ in runner.stream([inputs] * 16))
-            joules = meter.since_j(before)
-            b.emit(name, watts=joules / took, gpu_j_per_microbatch=joules / count, count=count)
+    ways = {"CPU": all_on(graph, 0), "GPU": all_on(graph, 1), "GPU, CUDA graphs": all_on(graph, 1)}
+    if len(np.unique(plan)) > 1:  # else it is one of these
+        ways["plan"] = plan
+    for name, placement in ways.items():
+        stays = "device" if placement.all() else "host"
+        with b.item(name), Runner(graph, cluster, placement, outputs=stays) as runner:
+            runner.cuda_graphs = name != "GPU"
+            given = there if placement.all() else inputs
+            list(runner.stream([given] * 8))
+            before, began = meter.read_j(), time.perf_counter()
+            count, until = 0, began + long_s
+            while time.perf_counter() < until:
+                count += sum(1 for _ in runner.stream([given] * (64 if placement.all() else 16)))
+            joules, took = meter.since_j(before), time.perf_counter() - began
+            b.emit(
+                name,
+                watts=joules / took,
+                gpu_j_per_microbatch=joules / count,
+                ms=took / count * 1e3,
+                count=count,
+            )
+    b.emit("plan", uses={(0,): "the CPU", (1,): "the GPU"}.get(tuple(np.unique(plan)), "both"))
 
 
 def gpu_meter() -> power.Meter | None:
@@ -1626,7 +1640,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
     add("training step: eager, GPU, CUDA graph, half recomputed, half CPU", "named",
         of("training", "step_ms"), 5, partial(listed, unit=" ms", digits=1))  # fmt: skip
     add("watts at rest, with a context", "named", of("energy", "watts", "rest"), 1, span)
-    add("joules per micro-batch: CPU, GPU, plan", "named",
+    add("joules per micro-batch: CPU, GPU, CUDA graphs, plan if it uses both", "named",
         of("energy", "gpu_j_per_microbatch"), 3, listed)  # fmt: skip
     add("learning on the GPU over the CPU", "named", of("policy", "gpu_over_cpu"), 2, span)
     cards = [r["model"] for r in rows if r["section"] == "facts" and "cuda" in r["item"]]
