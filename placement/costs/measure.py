@@ -706,8 +706,9 @@ def better_order(
         seconds = run_seconds(runner, inputs, 2)[:, None]
     one = Cluster("one", cluster.devices[:1])
     rank = Problem(graph, one, Profile(one.device_names, seconds, seconds * 0)).rank_position
-    if np.bincount(graph.param_use).max(initial=0) < 2:
-        return "rank", rank  # nothing is read twice
+    forward = ~graph.is_backward[graph.param_use_op]
+    if np.bincount(graph.param_use[forward]).max(initial=0) < 2:
+        return "rank", rank  # nothing is read twice, but by a backward, which is far
     reuse = reuse_position(graph)
     first = {device.kind: d for d, device in reversed(list(enumerate(cluster.devices)))}
     ratios = [_takes_of(graph, cluster, d, reuse, rank, inputs) for d in sorted(first.values())]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from placement.executor.share import Call, Compiled, Share
-from placement.program import Param, Program, Ref, Step, leaves_of
+from placement.program import Param, Program, Ref, leaves_of
 
 _WARM_CALLS = 2  # in which libraries choose kernels, and get memory that is not the graph's
 _LEAST = 3  # operators: copying what a shorter run reads and makes takes as many launches
@@ -60,7 +60,7 @@ class Graphs:
         for run in runs:
             if not streamed.isdisjoint(run):
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
-            elif why := _obstacle(program.steps[run[0]], set()):
+            elif why := _obstacle(program, run[0], set()):
                 self.eager[run[0]] = why
             elif len(run) < _LEAST:
                 self.eager[run[0]] = f"fewer than {_LEAST} operators"
@@ -71,14 +71,19 @@ class Graphs:
 
 
 def pieces_of(program: Program, runs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The runs, cut so that each operator that no graph can hold is by itself."""
+    """The runs, cut so that each operator that no graph can hold is by itself.
+
+    Those of a training step are of functional kernels, and stay whole.
+    """
+    if program.gradients:
+        return list(runs)
     pieces: list[list[int]] = []
     for run in runs:
         own: set[int] = set()  # tensors in memory that the piece has made
         closed = True
         for op in run:
             step = program.steps[op]
-            if _obstacle(step, own):
+            if _obstacle(program, op, own):
                 pieces.append([op])
                 own, closed = set(), True
                 continue
@@ -100,11 +105,14 @@ def _may_alias(target: Any) -> bool:
     return tagged or any(x.alias_info is not None for x in target._schema.returns)
 
 
-def _obstacle(step: Step, own: set[int]) -> str:
+def _obstacle(program: Program, op: int, own: set[int]) -> str:
     """Why no graph can hold an operator, as far as that is known before it runs.
 
     It may write to the tensors ``own``, which its graph has made.
     """
+    if program.gradients:
+        return "the step draws random numbers" if program.is_random else ""
+    step = program.steps[op]
     target = step.target
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"

@@ -776,6 +776,37 @@ def test_runs_of_operators_are_replayed_as_cuda_graphs(placed):
         torch.testing.assert_close(one, module(*item), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize("name", ["tiny_mlp", "resnet_tiny"])
+def test_training_steps_are_replayed_as_cuda_graphs(name, everything):
+    module, inputs = load(name)
+    module.train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    example, options = (inputs, None), {"loss": mean_of_outputs, "optimizer": optimizer}
+    graph = capture(module, example, mode="training", **options)
+    place = all_on(graph, 1) if everything else scattered(graph, BOTH, 0)
+    with emulated_gpu.emulated(kernel_s=1e-4) as gpu:
+        with Trainer(graph, BOTH, place, optimizer) as trainer:
+            trainer.runner.cuda_graphs = True
+            assert train_difference(trainer, module, example, mean_of_outputs, 4) == ""
+            assert set(trainer.runner.not_graphed.values()) <= {"fewer than 3 operators"}
+        # Of eight micro-batches the first two are launched as they are.
+        assert gpu.num_replays == 6 if everything else gpu.num_replays >= 12
+        assert gpu.num_races == 0
+
+
+def test_a_training_step_that_drops_at_random_is_no_graph():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    example, options = (torch.randn(3, 4), None), {"loss": mean_of_outputs, "optimizer": optimizer}
+    graph = capture(module, example, mode="training", **options)
+    with emulated_gpu.emulated(), Trainer(graph, BOTH, all_on(graph, 1), optimizer) as trainer:
+        trainer.runner.cuda_graphs = True
+        losses = trainer.step([example] * 6)
+        assert list(trainer.runner.not_graphed.values()) == ["the step draws random numbers"]
+        assert len(set(losses.tolist())) == 6
+
+
 def test_a_parameter_that_was_written_shows_in_a_replay():
     module = Layers().eval()
     x = torch.randn(4, 8), torch.randn(4, 8)
