@@ -794,7 +794,8 @@ def _compared(
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:
-    return [x.cpu() for x in call(moved(host, gpu))]
+    given = host if isinstance(call, WholeGraph) else moved(host, gpu)  # it copies them itself
+    return [x.cpu() for x in call(given)]
 
 
 def counted(seconds: float) -> int:
