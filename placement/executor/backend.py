@@ -233,6 +233,23 @@ class CudaBackend:
         self._gpu.compute.wait_event(mark)
         self._gpu.events.append(mark)
 
+    def call(self, launch: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+        """The outputs of the model that the calling thread launches, complete.
+
+        No other thread takes part, as waking one takes as long as many kernels. Autocast and a
+        default device, which are the thread's own, do not hold for operators of the model.
+        """
+        gpu = self._gpu
+        self.follow(self.callers_mark())
+        with torch.cuda.stream(gpu.compute):
+            with torch.inference_mode(), torch._C._DisableAutocast():
+                with torch._C.DisableTorchFunction():
+                    made = launch()
+            if not self.results_stay:
+                made = {t: x.cpu() if isinstance(x, Tensor) else x for t, x in made.items()}
+            gpu.compute.synchronize()
+        return made
+
     def bring(self, value: Any, deliver: Deliver) -> None:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way."""
         self._gpu.porter.carry(partial(self._here, value), deliver)
