@@ -242,9 +242,12 @@ class CudaBackend:
         gpu = self._gpu
         self.follow(self.callers_mark())
         with torch.cuda.stream(gpu.compute):
-            with torch.inference_mode(), torch._C._DisableAutocast():
-                with torch._C.DisableTorchFunction():
-                    made = launch()
+            with (
+                torch.inference_mode(),
+                torch._C._DisableAutocast(),
+                torch._C.DisableTorchFunction(),
+            ):
+                made = launch()
             if not self.results_stay:
                 made = {t: x.cpu() if isinstance(x, Tensor) else x for t, x in made.items()}
             gpu.compute.synchronize()

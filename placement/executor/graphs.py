@@ -24,7 +24,9 @@ from torch._ops import OpOverload
 from placement.executor.share import Call, Compiled, Share
 from placement.program import Param, Program, Ref, Step, leaves_of
 
-_WARM_CALLS = 2  # in which libraries choose kernels, and get memory that is not the graph's
+# In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
+# know every thread by itself.
+_WARM_CALLS = 2
 _LEAST = 3  # operators: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _TURN = threading.Lock()
@@ -176,15 +178,17 @@ class _Replayed:
         self.__code__ = call.__code__  # by which an error is traced to its operator
         self._graphs, self._first, self._call = graphs, first, call
         self._reads, self._makes = list(reads), list(makes)
-        self._calls = 0
+        self._warm, self._tried = threading.local(), False
         self._graph: Any = None
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
     def __call__(self, env: list[Any], nothing_arrived: Callable[[], bool]) -> Iterator[int] | None:
-        self._calls += 1
-        if self._calls == _WARM_CALLS + 1:
-            self._capture(env)
+        if not self._tried:
+            self._warm.calls = calls = getattr(self._warm, "calls", 0) + 1
+            if calls > _WARM_CALLS:
+                self._tried = True
+                self._capture(env)
         if self._graph is None:
             return self._call(env, nothing_arrived)
         if self._inputs:

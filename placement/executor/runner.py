@@ -268,7 +268,7 @@ class Runner:
                 self._busy.release()
 
     def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
-        """``_stream`` of one micro-batch; by the calling thread alone where a GPU runs all of it."""
+        """``_stream`` of one micro-batch; the calling thread does it where a GPU runs all of it."""
         if self._alone is None:
             yield from self._stream(iter([inputs]), None)
             return

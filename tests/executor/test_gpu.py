@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import queue
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,9 +28,11 @@ from placement.costs.links import devices_here
 from placement.costs.measure import cached_path, measure
 from placement.executor import Executor, Runner, Trainer
 from placement.executor import backend as backend_module
+from placement.executor import runner as runner_module
 from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
 from placement.executor.graphs import pieces_of, recorded
+from placement.executor.runner import RunnerError
 from placement.planners.heft import Heft
 from placement.problem import Problem
 from placement.program import split_inputs
@@ -910,3 +914,146 @@ def test_memory_that_is_still_written_when_an_operator_fails_is_not_given_away()
         del raised
         gc.collect()
     assert gpu.num_races == 0
+
+
+# --- a call of one GPU ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """By whom messages are sent between threads of the executor."""
+    senders = []
+
+    class Counted(queue.SimpleQueue):
+        def put(self, *args):
+            senders.append(threading.current_thread().name)
+            super().put(*args)
+
+    for module in (backend_module, runner_module):
+        monkeypatch.setattr(module, "queue", SimpleNamespace(SimpleQueue=Counted))
+    return senders
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_call_of_one_gpu_is_launched_by_the_calling_thread(graphs, sent, monkeypatch):
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
+    graph = capture(module, items[0])
+    threads = set()
+    launch = emulated_gpu._launch
+    monkeypatch.setattr(
+        emulated_gpu, "_launch", lambda *a: (threads.add(threading.get_ident()), launch(*a))[1]
+    )
+    with emulated_gpu.emulated(copy_s=1e-3, kernel_s=1e-4) as gpu:
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+            runner.cuda_graphs = graphs
+            runner(*items[0])
+            sent.clear()
+            threads.clear()
+            for item in items:
+                with torch.autocast("cuda"):  # is the caller's, not the model's
+                    found = runner(*item)
+                torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
+            assert threads == {threading.get_ident()} and not sent
+            assert not any(x.is_inference() or x.is_pinned() for x in found)
+            for item, found in zip(items, runner.stream(items), strict=True):
+                torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
+            assert sent
+            torch.testing.assert_close(runner(*items[0]), module(*items[0]), rtol=1e-5, atol=1e-5)
+        assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
+
+
+def test_calls_and_streams_take_turns_in_the_phases_of_a_placement():
+    module, inputs = load("tiny_branches")
+    graph = capture(module, inputs)
+    phases = np.stack([all_on(graph, 1)] * 3)
+    items = [others_like(inputs, i) for i in range(9)]
+    with emulated_gpu.emulated(), Runner(graph, BOTH, phases) as runner:
+        found = [runner(*items[0]), *runner.stream(items[1:5]), runner(*items[5])]
+        found += [*runner.stream(items[6:8]), runner(*items[8])]
+        assert runner.next_batch == 9
+    for item, one in zip(items, found, strict=True):
+        torch.testing.assert_close(one, module(*item))
+
+
+def test_an_error_of_a_call_names_its_operator_and_the_next_call_works():
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        gpu.missing = {str(graph.program.steps[1].target)}
+        gc.disable()
+        try:
+            before = gpu.allocated[0]
+            with pytest.raises(NotImplementedError) as raised:
+                runner(x)
+            name = graph.op_name[1]
+            assert raised.value.__notes__ == [
+                f"raised on device 'cuda:0' in operator {name!r} (module '1')"
+            ]
+            del raised
+            assert gpu.allocated[0] == before  # at once, as there is no cycle
+        finally:
+            gc.enable()
+        gpu.missing = set()
+        torch.testing.assert_close(runner(x), module(x))
+
+
+def test_a_call_is_interrupted_like_any_other(monkeypatch):
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        launch = emulated_gpu._launch
+
+        def interrupted(func, *rest):
+            if func is graph.program.steps[-1].target:
+                raise KeyboardInterrupt
+            return launch(func, *rest)
+
+        monkeypatch.setattr(emulated_gpu, "_launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner(x)
+        monkeypatch.undo()
+        torch.testing.assert_close(runner(x), module(x))
+    assert gpu.num_races == 0
+
+
+def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated() as gpu:
+        runner = Runner(graph, BOTH, all_on(graph, 1))
+        runner(x)
+        gpu.kernel_s, said, before = 0.1, [], gpu.allocated[0]
+
+        def call():
+            try:
+                runner(x)
+            except RunnerError as error:
+                said.append(str(error))
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        while gpu.allocated[0] == before:
+            time.sleep(1e-3)  # until it is in the midst of it
+        runner.close()
+        caller.join()
+    assert said == ["the runner was closed while it was in use; bind the plan again"]
+    assert gpu.num_races == 0
+
+
+def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
+    """Two calls by one thread and the next by another: cuBLAS knows only the first."""
+    module = Layers().eval()
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        list(runner.stream([x] * 2))
+        for _ in range(4):
+            torch.testing.assert_close(runner(*x), module(*x), rtol=1e-5, atol=1e-5)
+        assert all("fewer than 3" in why for why in runner.not_graphed.values())
+        assert gpu.num_replays >= 2
+        for found in runner.stream([x] * 3):  # replays what the other thread has captured
+            torch.testing.assert_close(found, module(*x), rtol=1e-5, atol=1e-5)
+        assert gpu.num_replays >= 5
