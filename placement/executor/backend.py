@@ -34,6 +34,7 @@ from placement.executor.awake import wait_exactly
 
 _CLOCK_TRIES = 10  # to read the host's clock and the device's at the same time
 _DRIFT_MS = 500.0  # in which two clocks drift apart so far that it can be told
+_SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
@@ -254,8 +255,16 @@ class CudaBackend:
         return made
 
     def bring(self, value: Any, deliver: Deliver) -> None:
-        """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way."""
-        self._gpu.porter.carry(partial(self._here, value), deliver)
+        """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
+
+        The calling thread copies what takes less than waking the porter.
+        """
+        tensors = value.values() if isinstance(value, dict) else (value,)
+        away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]
+        if sum(x.nbytes for x in away) <= _SMALL_BYTES:
+            _deliver(partial(self._here, value), deliver)
+        else:
+            self._gpu.porter.carry(partial(self._here, value), deliver)
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -345,14 +354,11 @@ class _Inbox:
         self.get, self.empty = self._arrived.get, self._arrived.empty
 
     def put(self, message: Any) -> None:
-        arrived = self._arrived
-        if message is None:  # the end: nothing before it matters any more
-            arrived.put(None)
-        elif isinstance(message, tuple):
-            batch, tensor, value, source, sent = message
-            self._backend.bring(value, lambda v: arrived.put((batch, tensor, v, source, sent)))
-        else:
-            self._backend.bring(message, arrived.put)
+        if not isinstance(message, tuple):
+            self._arrived.put(message)
+            return
+        batch, tensor, value, source, sent = message
+        self._backend.bring(value, lambda v: self._arrived.put((batch, tensor, v, source, sent)))
 
 
 class _Gpu:
