@@ -218,7 +218,7 @@ class _Replayed:
 
         try:
             graph, outputs = recorded(run, graphs.pool, graphs.device)
-        except Exception as error:
+        except RuntimeError as error:  # not what a signal's handler raises in the calling thread
             graphs.pool = None  # that one is spoiled
             self._inputs = []
             graphs.eager[self._first] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
