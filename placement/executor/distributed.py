@@ -311,7 +311,7 @@ class DistributedRunner(Runner):
     def _fail(self, failure: Failure) -> None:
         """Tell whoever waits, for whatever it is."""
         for inbox in (self._results, self._answers, self._orders):
-            inbox.put(failure)
+            inbox.put(replace(failure))
         self.on_failure(failure.error)
 
     # --- rank 0 ----------------------------------------------------------------------------------

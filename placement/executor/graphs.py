@@ -27,7 +27,7 @@ from placement.program import Param, Program, Ref, Step, leaves_of
 # In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
 # know every thread by itself.
 _WARM_CALLS = 2
-_LEAST = 3  # operators: copying what a shorter run reads and makes takes as many launches
+_LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _TURN = threading.Lock()
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
@@ -64,8 +64,8 @@ class Graphs:
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
             elif why := _obstacle(program.steps[run[0]], set()):
                 self.eager[run[0]] = why
-            elif len(run) < _LEAST:
-                self.eager[run[0]] = f"fewer than {_LEAST} operators"
+            elif sum(_launches(program.steps[op].target) for op in run) < _LEAST:
+                self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
                 calls[run[0]] = _Replayed(self, run[0], calls[run[0]], reads, makes)
@@ -100,6 +100,11 @@ def _may_alias(target: Any) -> bool:
     # Normalisation has the tag for the statistics that it may write.
     tagged = torch.Tag.maybe_aliasing_or_mutating in target.tags and "norm" not in str(target)
     return tagged or any(x.alias_info is not None for x in target._schema.returns)
+
+
+def _launches(target: Any) -> bool:
+    """Whether an operator launches a kernel whatever it reads: no view."""
+    return target._schema.is_mutable or not _may_alias(target)
 
 
 def _obstacle(step: Step, own: set[int]) -> str:

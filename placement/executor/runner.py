@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -400,21 +401,25 @@ class Runner:
         return self._program.unflatten_outputs(leaves)
 
     def _raise(self, failure: Failure) -> None:
-        if failure.device < 0:
-            raise failure.error
-        self.failed_op = failure.op
-        where = self.cluster.device_names[failure.device]
-        what = (
-            f"in operator {self.graph.op_name[failure.op]!r} "
-            f"(module {self.graph.op_module[failure.op]!r})"
-            if failure.op is not None
-            else "between operators"
-        )
-        failure.error.add_note(f"raised on device {where!r} {what}")
+        error = failure.error
+        if failure.device >= 0:
+            self.failed_op = failure.op
+            where = self.cluster.device_names[failure.device]
+            what = (
+                f"in operator {self.graph.op_name[failure.op]!r} "
+                f"(module {self.graph.op_module[failure.op]!r})"
+                if failure.op is not None
+                else "between operators"
+            )
+            error.add_note(f"raised on device {where!r} {what}")
+        # Frames of the device hold tensors, and whoever catches the error may need their memory; so
+        # would those from here on, in a cycle.
+        traceback.clear_frames(error.__traceback__)
+        del failure.error
         try:
-            raise failure.error
+            raise error
         finally:
-            del failure  # in a cycle with the frames of the error it would hold their tensors
+            del error
 
     def _busy_s(self) -> float:
         """How long the busiest device has worked since the workers started."""
@@ -566,6 +571,10 @@ class Runner:
         """What the operators of device ``d`` read, and the gradients that they add up."""
         program, params = self._program, {}
         read = set(self.graph.param_use[np.isin(self.graph.param_use_op, ops)].tolist())
+        home = np.atleast_2d(self.placement)[0]
+        sources = [(p, int(self.graph.tensor_src[t])) for p, t in program.gradients]
+        sources = [(p, op) for p, op in sources if op in ops]
+        read.update(p for p, op in sources if home[op] == d)  # a parameter is trained there
         weights.forget_others(device, program, read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
         for p in sorted(read):
@@ -584,15 +593,12 @@ class Runner:
         if device.type == "cuda" and not program.gradients:
             weights.flatten(program, ops, params)
         gradients: dict[int, Tensor] = {}
-        home = np.atleast_2d(self.placement)[0]
-        for p, t in program.gradients:
-            source = int(self.graph.tensor_src[t])
-            if source in ops:  # replicas add up what they make, each by itself
-                sums: Any = self.gradients if home[source] == d else self.partial
-                name = p if home[source] == d else (d, p)
-                if name not in sums:
-                    sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
-                gradients[p] = sums[name]
+        for p, op in sources:  # replicas add up what they make, each by itself
+            sums: Any = self.gradients if home[op] == d else self.partial
+            name = p if home[op] == d else (d, p)
+            if name not in sums:
+                sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
+            gradients[p] = sums[name]
         return params, gradients
 
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:

@@ -35,9 +35,9 @@ _SHORT_NS = 5000  # on average, of which most is the interpreter's: two threads 
 _TRIES, _AGAIN, _LONGEST_TURN_S = 10, 64, 0.01
 
 
-@dataclass(frozen=True)
+@dataclass
 class Failure:
-    """What went wrong on a device, and in which operator (None: between operators)."""
+    """What went wrong on a device, and in which operator (None: between operators); raised once."""
 
     error: BaseException
     device: int

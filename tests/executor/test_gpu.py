@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
 from placement.executor.graphs import pieces_of, recorded
 from placement.executor.runner import RunnerError
+from placement.executor.streamed import with_streaming
+from placement.executor.weights import forget_others
 from placement.planners.heft import Heft
 from placement.problem import Problem
 from placement.program import split_inputs
@@ -93,6 +96,16 @@ def test_random_placements_compute_what_the_plain_module_does():
     assert gpu.num_races == 0
 
 
+def test_what_is_equal_has_another_order_on_a_gpu():
+    """Results that depend on it are no fault of a placement: the models of the checks have none."""
+    with emulated_gpu.emulated():
+        values, where = torch.tensor([[2.0, 1.0, 1.0]]).to("cuda:0").sort(1)
+        assert values.cpu().tolist() == [[1.0, 1.0, 2.0]]
+        assert where.cpu().tolist() == [[2, 1, 0]]
+        _, first = torch.tensor([1.0, 2.0, 2.0]).to("cuda:0").topk(1)
+        assert first.cpu().tolist() == [2]
+
+
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
     """Otherwise the test before says little."""
     monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
@@ -127,6 +140,57 @@ def test_training_equals_plain_pytorch(name, kind):
                 torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+
+
+class Speech(nn.Module):
+    """Recurrent layers in both directions, then attention of positions to those before them."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.both = nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True, bias=bias)
+        self.join = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x, (last, _) = self.both(x)
+        q = self.join(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return x.transpose(1, 2).flatten(2) + last.mean()
+
+
+def plain_bert():
+    module, inputs = load("bert_tiny")
+    for part in module.modules():
+        part.p = 0.0  # dropout draws others than plain PyTorch
+    return module, inputs
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        plain_bert,
+        lambda: (Speech(bias=True), torch.randn(3, 5, 6)),
+        lambda: (Speech(bias=False), torch.randn(3, 5, 6)),
+    ],
+)
+def test_what_only_a_cpu_has_a_kernel_for_is_trained_on_a_gpu_too(make, apart):
+    """Attention and recurrent layers; ``apart``: the backward is where the forward is not."""
+    torch.manual_seed(0)
+    module, inputs = make()
+    module.train()
+    plain = copy.deepcopy(module)
+    mine, other = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (module, plain))
+    options = {"mode": "training", "loss": mean_of_outputs, "optimizer": mine}
+    graph = capture(module, (inputs, None), colocate_backward=not apart, **options)
+    places = [graph.is_backward, ~graph.is_backward] if apart else [True]
+    with emulated_gpu.emulated():
+        for on_gpu in places:
+            placement = np.broadcast_to(on_gpu, graph.num_ops).astype(np.int32)
+            with Trainer(graph, BOTH, placement, mine) as trainer:
+                trainer.step([(inputs, None)])
+            plain_step(plain, other, [(inputs, None)], mean_of_outputs)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiny_mlp", "AdamW"), ("dlrm_tiny", "SGD")])
@@ -406,6 +470,44 @@ def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, la
 
 
 # --- memory and cores ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["graphs", "broken off", "fails", "device", "streamed", "trained"])
+def test_what_a_closed_runner_had_on_a_gpu_is_free(way):
+    """Without a search for cycles; but for the copies that are kept for the next runner."""
+    module, inputs = load("dlrm_tiny")
+    graph = capture(module, inputs)
+    gc.collect()
+    gc.disable()
+    try:
+        with emulated_gpu.emulated() as gpu, ExitStack() as stack:
+            if way == "trained":
+                optimizer = torch.optim.AdamW(module.train().parameters(), lr=0.1)
+                options = {"mode": "training", "loss": mean_of_outputs, "optimizer": optimizer}
+                step = capture(module, (inputs, None), **options)
+                with Trainer(step, BOTH, scattered(step, BOTH, 1), optimizer) as trainer:
+                    trainer.step([(inputs, None)] * 2)
+                del trainer
+            cluster = with_streaming(BOTH) if way == "streamed" else BOTH
+            place = scattered(graph, cluster, 3) if way == "streamed" else all_on(graph, 1)
+            runner = stack.enter_context(
+                Runner(graph, cluster, place, outputs="device" if way == "device" else "host")
+            )
+            runner.cuda_graphs = way == "graphs"
+            results = list(runner.stream([inputs] * 4))
+            assert gpu.allocated[0] > 0
+            if way == "fails":
+                gpu.missing = {"aten.relu.default"}
+                with pytest.raises(NotImplementedError):
+                    runner(*inputs)
+            if way == "broken off":
+                results += [next(runner.stream([inputs] * 5))]
+            stack.close()
+            del runner, results
+            forget_others(torch.device("cuda:0"), graph.program, set())
+            assert gpu.allocated[0] == 0
+    finally:
+        gc.enable()
 
 
 def test_the_peak_that_is_reported_is_the_allocators():
@@ -882,6 +984,29 @@ def test_what_writes_is_in_the_graph_that_made_the_memory():
     assert writers and pieces_of(program, [ops]) == [ops]
     n = writers[0]
     assert (n,) in pieces_of(program, [ops[:n], ops[n:]])
+
+
+def test_a_run_of_views_is_no_graph():
+    """It would be empty, as PyTorch warns."""
+
+    class Views(nn.Module):
+        def forward(self, x):
+            y = torch.relu(x)
+            return y.view(2, 2, 8).transpose(0, 1)[:1].unsqueeze(0), torch.relu(y).tanh().cos()
+
+    module, x = Views().eval(), torch.randn(4, 8)
+    graph = capture(module, x)
+    place = all_on(graph, 1)
+    place[0] = 0
+    with (
+        emulated_gpu.emulated() as gpu,
+        graphed(graph, BOTH, place) as runner,
+        warnings.catch_warnings(action="error"),
+    ):
+        for i in range(6):
+            torch.testing.assert_close(runner(x + i), module(x + i))
+        why = "fewer than 3 operators that compute something"
+        assert gpu.num_replays and runner.not_graphed == {graph.op_name[1]: why}
 
 
 def test_an_error_in_a_graph_is_traced_to_its_operator():
