@@ -48,6 +48,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measuring
+from experiments.gpu_baselines import (
+    Decoder,
+    WholeGraph,
+    moved,
+    offloaded_seconds,
+    pinned,
+    resident,
+    streamed,
+    tensors_of,
+    timed,
+    timed_once,
+)
 from experiments.runs import warm
 from experiments.study import ROOT, StudyError, launch, say
 from experiments.tables import number, to_table
@@ -61,7 +73,6 @@ from placement.costs import power
 from placement.costs.measure import measure
 from placement.executor import Executor, Runner, Trainer, weights
 from placement.executor.equality import Tolerance, error
-from placement.executor.graphs import recorded
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
 from placement.problem import Problem
@@ -139,6 +150,7 @@ class Bench:
         part: which of how many sections that run beside each other this one is.
         until: when it will be stopped.
         fair_s: the part of one model.
+        only: of the models that are timed, these.
         began: when the script did.
         limits: of each item that is under way; the outermost first.
     """
@@ -151,6 +163,7 @@ class Bench:
     part: tuple[int, int] = (0, 1)
     until: float = field(default_factory=lambda: time.perf_counter() + LONGEST_S)
     fair_s: float = LONGEST_S
+    only: Sequence[str] = ()
     began: float = field(default_factory=time.perf_counter)
     limits: list[Limit] = field(default_factory=list)
 
@@ -227,7 +240,7 @@ class Bench:
 
     @property
     def planning_s(self) -> float:
-        return 0.5 if self.emulated else 1.5
+        return 0.5 if self.emulated else 1.0
 
     @property
     def gpu(self) -> torch.device:
@@ -319,7 +332,7 @@ def others_like(inputs: Any, seed: int) -> Any:
 def expected_of(
     module: nn.Module, items: Sequence[Any], device: torch.device | None = None
 ) -> tuple[list[list[Any]], str]:
-    """Outputs in float64 (on ``device``), or as the module is where it cannot be so; and which."""
+    """Outputs in float64, on ``device``, or as the module is where it cannot be so; and which."""
 
     def run(model: nn.Module, change: Callable[[Any], Any]) -> list[list[Any]]:
         outputs = []
@@ -327,7 +340,7 @@ def expected_of(
             args, kwargs = pytree.tree_map(change, split_inputs(item))
             with torch.no_grad():
                 found = pytree.tree_leaves(model(*args, **kwargs))
-            outputs.append([x.cpu() if isinstance(x, Tensor) else x for x in found])
+            outputs.append(found)
         return outputs
 
     def exact(x: Any) -> Any:
@@ -353,18 +366,6 @@ def tf32(allowed: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
-def timed(call: Callable[[], Any], times: int = 1) -> float:
-    """Seconds of a call: the median of so many, after one that does not count."""
-    call()
-    return statistics.median(timed_once(call) for _ in range(times))
-
-
-def timed_once(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def call_seconds(runner: Runner, inputs: Any, times: int) -> float:
     args, kwargs = split_inputs(inputs)
     return timed(lambda: runner(*args, **kwargs), times)
@@ -374,63 +375,6 @@ def period_of(runner: Runner, inputs: Any, count: int) -> float:
     began = time.perf_counter()
     ends = [time.perf_counter() - began for _ in runner.stream([inputs] * count)]
     return float(steady_period(np.array(ends)))
-
-
-def resident(module: nn.Module, device: torch.device) -> Callable[[Any], list[Tensor]]:
-    """Plain PyTorch: a copy of the module on the GPU, called with inputs that are there."""
-    plain = copy.deepcopy(module).to(device)
-
-    @torch.inference_mode()
-    def call(inputs: Any) -> list[Tensor]:
-        args, kwargs = split_inputs(inputs)
-        return [x for x in pytree.tree_leaves(plain(*args, **kwargs)) if isinstance(x, Tensor)]
-
-    return call
-
-
-def moved(inputs: Any, device: torch.device) -> Any:
-    """On the device, at once or soon; other threads of the host can go on where it is pinned."""
-
-    def there(x: Any) -> Any:
-        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
-
-    return pytree.tree_map(there, inputs)
-
-
-def pinned(inputs: Any) -> Any:
-    """The same in memory of the host that the GPU reads fastest."""
-
-    def copied(x: Any) -> Any:
-        return torch.empty_like(x, pin_memory=True).copy_(x) if isinstance(x, Tensor) else x
-
-    return pytree.tree_map(copied, inputs)
-
-
-class WholeGraph:
-    """A CUDA graph of all that a call launches."""
-
-    def __init__(self, call: Callable[[Any], list[Tensor]], inputs: Any, device: torch.device):
-        given = moved(inputs, device)
-        self.inputs = _tensors(given)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(3):  # libraries choose kernels, and get memory that is not the graph's
-                call(given)
-            side.synchronize()
-            pool = torch.cuda.graph_pool_handle()
-            self.graph, self.outputs = recorded(lambda: call(given), pool, device)
-        side.synchronize()
-
-    def __call__(self, inputs: Any) -> list[Tensor]:
-        for x, y in zip(self.inputs, _tensors(inputs), strict=True):
-            x.copy_(y, non_blocking=True)
-        self.graph.replay()
-        return [x.clone() for x in self.outputs]
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(split_inputs(inputs)) if isinstance(x, Tensor)]
 
 
 def period_of_calls(call: Callable[[], Any], count: int) -> float:
@@ -475,7 +419,7 @@ def warm_calls(call: Callable[[], Any]) -> list[float]:
 
 
 def facts(b: Bench) -> None:
-    cluster = b.cluster
+    cluster = replace(b, part=(0, 1)).cluster
     for d in cluster.devices:
         gib = d.memory_bytes / GIB
         b.emit(d.name, model=d.model, cores=len(d.cores), threads=d.threads, promised_gib=gib)
@@ -490,57 +434,6 @@ def facts(b: Bench) -> None:
         asked = "name,mig.mode.current,driver_version,clocks.max.sm,clocks.sm,power.limit"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
         b.emit("nvidia-smi", text=subprocess.run(command, capture_output=True, text=True).stdout)
-
-
-def micro(b: Bench) -> None:
-    """Copies, launches, waits: what the executor is made of."""
-    gpu = b.gpu
-    for size in (2**12, 2**20) if b.emulated else (2**12, 2**16, 2**20, 2**24, 2**28):
-        with b.item(f"copy {size}"):
-            b.emit(f"copy {size}", **copies(size, gpu))
-    one = torch.ones(1, device=gpu)
-    times = 20 if b.emulated else 2000
-    with b.item("launch"):
-        torch.cuda.synchronize()
-        launch_s = timed(lambda: [one + one for _ in range(times)], 3) / times
-        target = torch.ops.aten.add.Tensor
-        overload_s = timed(lambda: [target(one, one) for _ in range(times)], 3) / times
-        b.emit("launch", python_us=launch_s * 1e6, overload_us=overload_s * 1e6)
-    with b.item("event"):
-        events = [torch.cuda.Event() for _ in range(times)]
-        stream = torch.cuda.current_stream(gpu)
-        record_s = timed(lambda: [e.record(stream) for e in events], 3) / times
-        made_s = timed(lambda: [torch.cuda.Event().record(stream) for _ in events], 3) / times
-        b.emit("event", record_us=record_s * 1e6, make_and_record_us=made_s * 1e6)
-    for blocking in (False, True):  # until the thread that waits for an event goes on
-        with b.item(f"wake, blocking={blocking}"):
-            event = torch.cuda.Event(blocking=blocking)
-            wake_s = timed(lambda e=event: (e.record(), e.synchronize()), 50)  # type: ignore[misc]
-            b.emit(f"wake, blocking={blocking}", us=wake_s * 1e6)
-    with b.item("graph replay"):
-        many = 5 if b.emulated else 200
-        graph = WholeGraph(lambda x: [x + i for i in range(many)], one, gpu)
-        replay_s = timed(lambda: (graph.graph.replay(), torch.cuda.synchronize()), 10) / many
-        b.emit("graph replay", us_per_kernel=replay_s * 1e6)
-
-
-def copies(size: int, gpu: torch.device) -> dict[str, float]:
-    """Microseconds of copies of so many bytes, and bytes per nanosecond."""
-    pageable = torch.ones(size // 4)
-    pinned = torch.empty_like(pageable, pin_memory=True).copy_(pageable)
-    there = pageable.to(gpu)
-
-    def done(call: Callable[[], Any]) -> float:
-        return timed(lambda: (call(), torch.cuda.synchronize()), 5)
-
-    seconds = {
-        "to_pageable": done(lambda: there.copy_(pageable)),
-        "to_pinned": done(lambda: there.copy_(pinned, non_blocking=True)),
-        "from_pinned": done(lambda: pinned.copy_(there, non_blocking=True)),
-        "stage": timed(lambda: pinned.copy_(pageable), 5),
-    }
-    rates = {f"{k}_gb_s": size / s * 1e-9 for k, s in seconds.items()}
-    return {f"{k}_us": s * 1e6 for k, s in seconds.items()} | rates
 
 
 def correct(b: Bench, part: int) -> None:
@@ -724,11 +617,10 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
     """The section that does the same with models."""
 
     def section(b: Bench) -> None:
-        names = ("tiny_mlp",) if b.emulated else keys
+        names = ("tiny_mlp",) if b.emulated else [k for k in keys if k in (b.only or keys)]
         for i, key in enumerate(names):
-            seconds = b.part_s(len(names) - i)
-            b.fair_s = seconds / 2
-            with b.item(key, seconds):
+            b.fair_s = (b.until - time.perf_counter()) / (len(names) - i)
+            with b.item(key, b.part_s(len(names) - i)):
                 one(b, key, *b.model(key))
 
     return section
@@ -902,12 +794,13 @@ def _compared(
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:
-    return [x.cpu() for x in call(moved(host, gpu))]
+    given = host if isinstance(call, WholeGraph) else moved(host, gpu)  # it copies them itself
+    return [x.cpu() for x in call(given)]
 
 
 def counted(seconds: float) -> int:
-    """Micro-batches that tell a period, where a call takes so long: half a second of them."""
-    return int(np.clip(0.5 / seconds, 6, 40))
+    """Micro-batches that tell a period, where a call takes so long: 0.3 s of short ones."""
+    return int(np.clip(0.3 / seconds, 6, 40))
 
 
 def _ratio(a: float | None, b: float | None) -> float:
@@ -924,103 +817,13 @@ def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:
 
 
 def beside(problem: Problem, placement: np.ndarray, found: float) -> dict[str, float]:
-    """The predicted peak of a GPU beside the one that was found, in MiB."""
-    predicted = float(simulate(problem, placement).peak_bytes[1]) / 2**20
-    off = _ratio(predicted - found, found)
-    return {"predicted_mib": predicted, "allocator_mib": found, "predicted_off": off}
+    """The predicted peak of a GPU beside the one that was found, in MiB.
 
-
-class Layer(nn.Module):
-    """Attention and a perceptron; PyTorch's own may take another way where nothing is trained."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // 64)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for y in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Decoder(nn.Module):
-    """Layers that are equal in form."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        one = Layer(width)  # drawing numbers for each would take longer than all that is measured
-        self.layers = nn.ModuleList(copy.deepcopy(one) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def streamed(model: Decoder, x: Tensor, device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """The strong alternative, and how many layers stay: all for which there is room.
-
-    The others come from pinned memory, each in one copy, while the one before it is computed.
+    It is off by a part of what was found, or of a MiB where that is less.
     """
-    vectors = [pinned(nn.utils.parameters_to_vector(y.parameters()).detach()) for y in model.layers]
-
-    def placed(vector: Tensor) -> tuple[Tensor, nn.Module]:
-        """A vector on the device, and a layer whose parameters are its parts."""
-        there, layer = vector.to(device), copy.deepcopy(model.layers[0])
-        parts = there.split([y.numel() for y in layer.parameters()])
-        for (name, y), part in zip([*layer.named_parameters()], parts, strict=True):
-            owner = layer.get_submodule(name.rpartition(".")[0])
-            part = nn.Parameter(part.view(y.shape), requires_grad=False)
-            setattr(owner, name.rpartition(".")[2], part)
-        return there, layer
-
-    slots = [placed(vectors[0]) for _ in range(2)]
-    stay: dict[int, nn.Module] = {}
-    copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    arrived, used = ([torch.cuda.Event() for _ in slots] for _ in range(2))
-
-    @torch.inference_mode()
-    def run() -> Tensor:
-        y, come = x.to(device), [i for i in range(len(vectors)) if i not in stay]
-
-        def fetch(n: int) -> None:
-            """The ``n``-th of those that come, to its slot."""
-            if n < len(come):
-                with torch.cuda.stream(copies):
-                    copies.wait_event(used[n % 2])
-                    slots[n % 2][0].copy_(vectors[come[n]], non_blocking=True)
-                    arrived[n % 2].record(copies)
-
-        fetch(0)
-        for i in range(len(vectors)):
-            if i in stay:
-                y = stay[i](y)
-                continue
-            n = come.index(i)
-            fetch(n + 1)
-            compute.wait_event(arrived[n % 2])
-            y = slots[n % 2][1](y)
-            used[n % 2].record(compute)
-        return y.cpu()
-
-    run()  # libraries take what they need first
-    # Spread over the model, however many they are: while one that stays is computed another comes.
-    for i in sorted(range(len(vectors)), key=lambda i: f"{i:016b}"[::-1]):
-        try:
-            stay[i] = placed(vectors[i])[1]
-            run()
-        except torch.OutOfMemoryError:
-            stay.pop(i, None)
-            break
-    torch.cuda.empty_cache()
-    return run, len(stay)
+    predicted = float(simulate(problem, placement).peak_bytes[1]) / 2**20
+    off = (predicted - found) / max(found, 1.0)
+    return {"predicted_mib": predicted, "allocator_mib": found, "predicted_off": off}
 
 
 def memory(b: Bench) -> None:
@@ -1149,19 +952,6 @@ def _tensors_of(module: nn.Module, inputs: Any) -> list[Tensor]:
         return [x for x in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(x, Tensor)]
 
 
-def offloaded_seconds(module: nn.Module, inputs: Any, limits: dict[Any, int]) -> float:
-    """Seconds with accelerate, which keeps what fits first and copies the rest for every call."""
-    import accelerate
-
-    args, kwargs = split_inputs(inputs)
-    whole = ["Layer", "EmbeddingBag"]
-    where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
-    accelerate.dispatch_model(module, where, main_device=next(iter(limits)))
-    return timed(
-        lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(module(*args, **kwargs))), 3
-    )
-
-
 def training(b: Bench) -> None:
     """Steps on the GPU beside plain PyTorch's there; and with memory for half of the activations.
 
@@ -1233,7 +1023,7 @@ def training(b: Bench) -> None:
 
 def mean_of_squares(outputs: Any, target: Any = None) -> Tensor:
     """A loss that is not the difference of large numbers."""
-    return mean_of_outputs([x.square() for x in _tensors(outputs)])
+    return mean_of_outputs([x.square() for x in tensors_of(outputs)])
 
 
 def loss_and_gradients(
@@ -1386,7 +1176,6 @@ SECTIONS: dict[str, Section] = {
     "training": training,
     "energy": energy,
     "policy": policy,
-    "micro": micro,
 }
 # Sections that run beside each other, as nothing is timed in them; and seconds for them.
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
@@ -1396,10 +1185,9 @@ ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("plans",), 75),
     (("memory",), 60),
     (("fidelity",), 75),
-    (("training",), 45),
+    (("training",), 50),
     (("energy",), 30),
-    (("policy",), 22),
-    (("micro",), 8),
+    (("policy",), 25),
 )
 
 
@@ -1442,6 +1230,7 @@ def forked(name: str, limit_s: float, options: argparse.Namespace, **known: Any)
             words = ["-m", "experiments.gpu", "--one", name, "--limit", f"{limit_s:g}"]
             words += ["--out", str(options.out), "--work", str(options.work)]
             words += ["--began", str(options.began), "--part", *map(str, known["part"])]
+            words += ["--models", *options.models]
             os.execv(sys.executable, [sys.executable, *words])
         section(name, limit_s, options, **known)
         code = 0
@@ -1475,11 +1264,11 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.work = Path(tempfile.mkdtemp(prefix="placement-gpu-"))
     torch.set_num_threads(1)  # threads do not survive a fork
-    rounds = []
-    for names, limit_s in ROUNDS:
-        if wanted := [n for n in names if not options.sections or n in options.sections]:
-            rounds.append((wanted, limit_s * options.seconds / LONGEST_S))
+    wanted, scale = options.sections or list(SECTIONS), options.seconds / LONGEST_S
+    rounds = [([n for n in names if n in wanted], scale * limit_s) for names, limit_s in ROUNDS]
+    rounds = [(names, limit_s) for names, limit_s in rounds if names]
     models: dict[str, Model] = {}
+    done: set[str] = set()
     for i, (names, limit_s) in enumerate(rounds):
         # What earlier sections have left over, and not what later ones need.
         later = sum(limit_s for _, limit_s in rounds[i + 1 :])
@@ -1495,12 +1284,14 @@ def run(options: argparse.Namespace) -> int:
             for k, name in enumerate(names)
         }
         if i == 0:
-            prepare(models, ("tiny_mlp",) if options.emulated else CHECKED, options)
+            parts = [i for i in range(6) if f"correct_{i + 1}" in wanted]
+            checked = [key for part in parts for key in CHECKED[part::6]]
+            prepare(models, ("tiny_mlp",) if options.emulated else checked, options)
         elif i == 1 and not options.emulated:
-            prepare(models, PROFILED, options)
-        done = watched(running, at, limit_s, options)
-        if "kernels" in done:
-            warm_up(options.emulated, training=False)  # that would ask CUDA for something
+            prepare(models, options.models or PROFILED, options)
+            if "kernels" in done:
+                warm_up(training=False)  # that would ask CUDA for something
+        done |= watched(running, at, limit_s, options)
         with zipfile.ZipFile(options.work / "profiles", "w") as file:
             for path in sorted((*options.work.glob("*.npz"), *options.work.glob("*.json.gz"))):
                 file.write(path, path.name)
@@ -1555,8 +1346,8 @@ def watched(
 
 
 def _bench(options: argparse.Namespace, name: str, **known: Any) -> Bench:
-    began = options.began
-    return Bench(options.out, options.work, name, options.emulated, began=began, **known)
+    known |= {"began": options.began, "only": options.models}
+    return Bench(options.out, options.work, name, options.emulated, **known)
 
 
 def _emit(options: argparse.Namespace, name: str, **facts: Any) -> None:
@@ -1660,6 +1451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sections", nargs="*", default=[], metavar="NAME", help="only these")
+    parser.add_argument("--models", nargs="*", default=[], metavar="NAME", help="time only these")
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="in all: 470")
     parser.add_argument("--emulated", action="store_true", help="tiny models, no real GPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own

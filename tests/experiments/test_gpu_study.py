@@ -59,7 +59,7 @@ def test_every_section_runs_to_its_end(tmp_path: Path, half: int) -> None:
 
 def options(out: Path) -> argparse.Namespace:
     return argparse.Namespace(
-        out=out, work=out, sections=[], emulated=True, began=time.perf_counter()
+        out=out, work=out, sections=[], models=[], emulated=True, began=time.perf_counter()
     )
 
 
@@ -262,12 +262,13 @@ def test_a_process_that_cannot_use_the_gpu_after_a_fork_is_begun_anew(
     monkeypatch.setattr(gpu, "why_no_cuda", lambda: "RuntimeError: in a fork")
     monkeypatch.setattr(gpu, "section", lambda *_, **__: None)
     monkeypatch.setattr(os, "execv", began)
-    given = argparse.Namespace(out=tmp_path, work=tmp_path, emulated=False, began=5.0)
+    given = options(tmp_path)
+    given.emulated, given.began, given.models = False, 5.0, ["resnet50"]
     pid = gpu.forked("correct_2", 20, given, part=(1, 3), models={})
     assert os.waitpid(pid, 0)[1] == 0
     assert (tmp_path / "began").read_text() == (
         f"-m experiments.gpu --one correct_2 --limit 20 --out {tmp_path} --work {tmp_path} "
-        "--began 5.0 --part 1 3"
+        "--began 5.0 --part 1 3 --models resnet50"
     )
     assert rows(tmp_path)[0]["status"] == "begun anew: RuntimeError: in a fork"
 
