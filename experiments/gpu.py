@@ -105,7 +105,7 @@ _BRIEF: dict[str, Any] = {
     "_CALIBRATION_RUNS": (2, 3),
     "_CALIBRATION_CUTS": (1, 3),
     "_CALIBRATION_ROUNDS": 1,
-    "_CALIBRATION_FACTORS": (0.5, 1.0),
+    "_CALIBRATION_TRIES": 2,
 }
 
 
