@@ -59,6 +59,8 @@ STUDIES = {
     "neusight": Study("How well are times of a GPU predicted that was never measured?", 1, True),
     "decoding": Study("Seconds for a token: predicted and measured", 2),
     "homes": Study("Language models on clusters at home: how much faster?", 3),
+    "gpu": Study("CPU cores and a GPU: results, speed, predictions, memory", 8),
+    "gpu_plans": Study("What could plans gain on that machine?", 3),
     "bench": Study("Speeds of simulator, planners and training", 1),
 }
 

@@ -15,7 +15,7 @@ import fnmatch
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,13 +134,12 @@ def guarded(name: str, seconds: float, limit_s: float) -> Planner:
     return kind(budgeted(name, seconds), limit_s, 8 * GIB)
 
 
-def comparison(options: Options) -> Comparison:
+def comparison(options: Options, chosen: Mapping[str, Problem]) -> Comparison:
     """``compare`` in processes, each on its own core and with every n-th problem."""
     names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART] + [LEARNED]
     if options.planners:
         names = options.planners.split(",")
     field = {name: guarded(name, options.seconds, options.limit) for name in names}
-    chosen = problems(options.data, options.patterns)
     seeds, count = range(options.seeds), options.processes
     took_s = estimate_s(names, options.seconds, options.seeds, len(chosen)) / count
     say(
@@ -173,9 +172,9 @@ def _part(
     compare(chosen, field, seeds, out_dir=work, progress=say)
 
 
-def rows(options: Options) -> list[Row]:
-    """The comparison as rows, those of one device included."""
-    answers = comparison(options)
+def rows(options: Options, of: Callable[..., dict[str, Problem]] = problems) -> list[Row]:
+    """The comparison of the problems ``of(data, patterns)``, those of one device included."""
+    answers = comparison(options, of(options.data, options.patterns))
     table_rows = []
     for cell in answers.rows:
         best, _ = answers.reference(cell.workload)
@@ -354,21 +353,28 @@ def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
     gantt.save_figure(figure, path)
 
 
+OPTIONS = {
+    "patterns": Option((), "names of problems", word=True, metavar="PATTERN"),
+    "seconds": Option(2.0, "budget of every planner"),
+    "seeds": Option(3, "of planners that draw"),
+    "limit": Option(60.0, "seconds of one run, at most"),
+    "processes": 1,
+    "planners": Option(None, "names, with commas; default: all"),
+}
+
+
+def facts(options: Options) -> dict[str, float]:
+    return {"seconds": options.seconds, "seeds": options.seeds, "limit_s": options.limit}
+
+
 STUDY = Study(
     name="baselines",
     rows=rows,
     row=Row,
     parts=parts,
     plot=plot,
-    options={
-        "patterns": Option((), "names of problems", word=True, metavar="PATTERN"),
-        "seconds": Option(2.0, "budget of every planner"),
-        "seeds": Option(3, "of planners that draw"),
-        "limit": Option(60.0, "seconds of one run, at most"),
-        "processes": 1,
-        "planners": Option(None, "names, with commas; default: all"),
-    },
-    facts=lambda o: {"seconds": o.seconds, "seeds": o.seeds, "limit_s": o.limit},
+    options=OPTIONS,
+    facts=facts,
 )
 main = partial(run, (STUDY,))
 

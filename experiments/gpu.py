@@ -3,10 +3,11 @@
     python -m experiments.gpu --out FOLDER [--emulated] [--sections NAME ...] [--seconds 480]
 
 Each section is a process of its own with a deadline: what stops one costs no other. Every figure
-is a line of ``FOLDER/gpu.jsonl``, written at once; ``FOLDER/profiles.zip`` has the profiles, to
-plan from at home, and ``FOLDER/traces.txt`` where a section was when it failed or was stopped. The
-table comes last, and is ``FOLDER/gpu.md`` too. ``--emulated`` runs the same code on tiny models on
-the emulated GPU of the tests: it shows nothing but that the script runs to its end.
+is a line of ``FOLDER/gpu.jsonl``, written at once; ``FOLDER/profiles.zip`` has the profiles, and
+with their graphs as problem files, which ``experiments.gpu_results`` takes; ``FOLDER/traces.txt``
+where a section was when it failed or was stopped. The table comes last, and is ``FOLDER/gpu.md``
+too. ``--emulated`` runs the same code on tiny models on the emulated GPU of the tests: it shows
+nothing but that the script runs to its end.
 ``experiments/gpu.sh`` builds what a bare machine needs.
 
 Sections are forked from one process that has imported everything, captured the models and loaded
@@ -49,7 +50,7 @@ import placement.costs.measure as measuring
 from experiments.runs import warm
 from experiments.study import ROOT, StudyError, launch, say
 from experiments.tables import number, to_table
-from placement import planners
+from placement import importers, planners
 from placement.capturing import capture
 from placement.capturing.training import mean_of_outputs, plain_step
 from placement.cli.train import difference as training_difference
@@ -223,7 +224,13 @@ class Bench:
                 )
             profile = measure(graph, cluster, repeats=1 if self.emulated else repeats)
         profile.save(path)
+        self.keep(key, Problem(graph, cluster, profile))
         return profile
+
+    def keep(self, key: str, problem: Problem) -> None:
+        """As a file that is planned from where the graph cannot be captured: other versions."""
+        problem = replace(problem, graph=problem.graph.without_program())
+        importers.save(problem, self.work / f"{key}.json.gz")
 
 
 def once(path: Path, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -950,6 +957,7 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         more = with_streaming(cluster)
         alike = {"objective": "latency", "num_microbatches": 1}
         problem = Problem(graph, more, profile.for_cluster(more), **alike)
+        b.keep(f"{key}_half", problem)
         planner = planners.load("best_of", seconds=b.planning_s)
         placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
         if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
@@ -1294,7 +1302,7 @@ def run(options: argparse.Namespace) -> int:
             # An optimizer asks whether a CUDA graph is being captured: that is for others.
             warm_up(options.emulated, training=False)
         with zipfile.ZipFile(options.work / "profiles", "w") as file:
-            for path in sorted(options.work.glob("*.npz")):
+            for path in sorted((*options.work.glob("*.npz"), *options.work.glob("*.json.gz"))):
                 file.write(path, path.name)
         shutil.copy(options.work / "profiles", options.out / "profiles.zip")
     shutil.rmtree(options.work, ignore_errors=True)

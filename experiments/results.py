@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import baselines, fidelity, leaderboard, pipelining, public
+from experiments import baselines, fidelity, gpu_results, leaderboard, pipelining, public
 from experiments.learned import dispatch, doppler, giph, goals, guided, zero_shot
 from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
 from experiments.study import RESULTS, ROOT, Study, filled, say
@@ -320,17 +320,18 @@ def when_to_do_what(results: Path) -> str:
 
 BEGIN, END = "<!-- figures: experiments.results -->\n", "<!-- end of figures -->"
 TABLES = {
-    "../README.md": first_table,
-    "concepts.md": what_threads_cost,
-    "replicas.md": when_to_do_what,
+    "../README.md": (first_table, gpu_results.headlines),
+    "concepts.md": (what_threads_cost,),
+    "replicas.md": (when_to_do_what,),
 }
 
 
-def with_figures(page: str, figures: str) -> str:
-    """The page with this table between the marks."""
-    (before, rest), (_, after) = page.split(BEGIN), page.split(END)
-    assert END in rest
-    return f"{before}{BEGIN}{figures}{END}{after}"
+def with_figures(page: str, figures: Sequence[str]) -> str:
+    """The page with these tables between the marks, one after another."""
+    places = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    assert len(places.findall(page)) == len(figures)
+    texts = iter(figures)
+    return places.sub(lambda _: f"{BEGIN}{next(texts)}{END}", page)
 
 
 def plot_fidelity(rows: Sequence[fidelity.Row], path: Path) -> None:
@@ -394,6 +395,7 @@ def page(results: Path = RESULTS) -> str:
         "period": error(placements, "period"),
         "speeds": speeds(results),
         "second": second_device(results),
+        "gpu": gpu_results.headlines(results, MOST_ROWS),
     }
     return filled("results", parts)
 
@@ -423,7 +425,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     for name, figures in TABLES.items():
         if (path := options.docs / name).is_file():
-            pages[path] = with_figures(path.read_text("utf-8"), figures(options.results))
+            texts = [figure(options.results) for figure in figures]
+            pages[path] = with_figures(path.read_text("utf-8"), texts)
     if options.check:
         stale = [p for p, text in pages.items() if not p.is_file() or p.read_text("utf-8") != text]
         for path in stale:

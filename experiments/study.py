@@ -314,7 +314,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
     from placement.costs.measure import provenance
 
     versions = {name: version(name) for name in ("numpy", "numba", "scipy", "ortools")}
-    return provenance(**versions, **facts)
+    return provenance(**(versions | facts))
 
 
 def command_line(module: str, words: Sequence[str]) -> str:

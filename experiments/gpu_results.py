@@ -1,0 +1,407 @@
+"""What came back from a GPU: committed as rows, a page and problems, and planned from without one.
+
+    python -m experiments.gpu_results run FOLDER    # of: python -m experiments.gpu --out FOLDER
+    python -m experiments.gpu_results plans         # planners on the problems of that run
+
+The first renews ``results/gpu.json`` and ``.md``, and the problems of that card in ``dataset``: the
+graph, the measured seconds of every operator on the CPU and on the GPU, and what they were measured
+with. The second needs nothing but these problems.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from experiments import baselines, gpu
+from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
+from experiments.tables import Column, groups, table
+from placement import importers, workloads
+from placement.problem import Problem
+from placement.runs.row import SINGLE
+from placement.tools.files import write_atomic
+from placement.workloads import dataset
+
+DATASET = ROOT / "experiments" / "dataset"
+SUFFIX = dataset.SUFFIX
+FIELD = (  # rules, dynamic programs, searches, exact methods
+    "heft,peft,m_etf,critical_path_greedy,llama_cpp_split,contiguous_dp,layer_dp,ideal_dp,local_search,"
+    "macro_search,simulated_annealing,best_of,policy,cp_sat,mip"
+)
+Fact = Mapping[str, Any]
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    """The lines of a run as they came; what is infinite is null. Renews the problems of its card.
+
+    Raises:
+        StudyError: the folder is not that of a run, or the run measured no model.
+    """
+    path = options.folder / "gpu.jsonl"
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        with (
+            TemporaryDirectory() as folder,
+            zipfile.ZipFile(path.with_name("profiles.zip")) as file,
+        ):
+            names = [x for x in file.namelist() if re.fullmatch(rf"[\w.-]+{SUFFIX}", x)]
+            measured = {
+                name.removesuffix(SUFFIX): importers.load(file.extract(name, folder))
+                for name in sorted(names)
+            }
+    except (OSError, zipfile.BadZipFile) as error:
+        raise StudyError(f"{options.folder}: not the folder of a run: {error}") from error
+    if not measured:
+        raise StudyError(f"{options.folder}: profiles.zip has no problem (*{SUFFIX})")
+    found = [json.loads(line, parse_constant=lambda name: None) for line in lines]
+    first = next(iter(measured.values())).profile
+    options.about = about(found, first.provenance)
+    write_problems(measured, options.about, options.dataset)
+    return found
+
+
+def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
+    """Machine, card, clocks and versions of a run; ``measured`` is of one of its profiles."""
+    known: dict[str, Fact] = {r["item"]: r for r in rows if r["section"] == "facts"}
+    told = known.get("nvidia-smi", {}).get("text", "").split(",")[2:]
+    names = ("driver", "highest_clock", "clock", "power_limit")
+    smi = dict(itertools.zip_longest(names, map(str.strip, told[:4]), fillvalue="unknown"))
+    versions = {k: v for k, v in known["versions"].items() if k not in ("section", "item")}
+    kept = ("when", "cpu", "cores", "load", "cores_stay_awake")
+    return {
+        **{k: measured[k] for k in kept if k in measured},
+        **versions,
+        "card": known["cuda:0"]["model"],
+        "cpu_device_cores": known["cpu:0"]["cores"],
+        **smi,
+    }
+
+
+def write_problems(measured: Mapping[str, Problem], about: Fact, folder: Path) -> None:
+    """``<card>-<cores>-cores/<model>.json.gz`` and ``machine.json``; all that was there goes."""
+    card = re.sub(r"[^a-z0-9]+", "-", about["card"].lower()).strip("-")
+    home = folder / f"{card}-{about['cpu_device_cores']}-cores"
+    for path in home.glob(f"*{SUFFIX}"):
+        path.unlink()
+    families = workloads.family_of()
+    for key, problem in measured.items():
+        spec, options = gpu.PROFILED.get(key, (key.partition("_")[0], {}))
+        family = families.get(spec, spec)
+        facts = {
+            "dataset": dataset.VERSION,
+            "kind": dataset.KINDS.get(family, "decoder" if family == "decoder" else "other"),
+            "family": family,
+            **({"spec": spec, "options": options} if key in gpu.PROFILED else {}),
+            **{k: v for k, v in problem.profile.provenance.items() if k != "host"},
+            **{k: v for k, v in about.items() if k not in ("when", "load")},
+        }
+        facts["measure_seconds"] = facts.pop("seconds", 0.0)
+        profile = replace(problem.profile, provenance=facts)
+        cluster = replace(problem.cluster, name=home.name)
+        importers.save(replace(problem, cluster=cluster, profile=profile), home / f"{key}{SUFFIX}")
+    devices = [asdict(d) for d in problem.cluster.workers.devices]
+    text = json.dumps({"devices": devices, "provenance": dict(about)}, indent=1)
+    write_atomic(home / "machine.json", text + "\n")
+
+
+def of(rows: Iterable[Fact], section: str, has: str = "item") -> list[Fact]:
+    """The rows of a section that have a fact."""
+    return [r for r in rows if r["section"] == section and r.get(has) is not None]
+
+
+def fact(head: str, name: str, digits: int = 2, unit: str = " ms") -> Column:
+    """A column of a fact that not all rows have."""
+    return Column(head, lambda r: r.get(name), digits, 1, unit)
+
+
+WAYS = (
+    fact("eager PyTorch", "eager_ms"),
+    fact("GPU alone", "gpu_ms"),
+    fact("one CUDA graph", "graph_ms"),
+    fact("GPU alone, CUDA graphs", "gpu_graphs_ms"),
+    fact("CPU alone", "cpu_ms"),
+    fact("plan", "plan_ms"),
+    fact("plan over the best device", "plan_over_single", 3, "x"),
+)
+
+
+def speeds(rows: Sequence[Fact]) -> str:
+    """What was run, by model and objective."""
+    return table(of(rows, "plans", "gpu_ms"), Column("model", "item"), *WAYS)
+
+
+def slower(rows: Sequence[Fact]) -> str:
+    """A sentence: what is slower than eager PyTorch."""
+    ways = {"gpu_ms": "operator by operator", "gpu_graphs_ms": "as CUDA graphs"}
+    found = [
+        f"{r['item']}, {called} ({r['eager_ms'] / r[way]:.2f}x)"
+        for r in of(rows, "plans", "eager_ms")
+        for way, called in ways.items()
+        if r.get(way) and r[way] > r["eager_ms"]
+    ]
+    return f"Slower than eager PyTorch: {'; '.join(found) or 'nothing of this'}."
+
+
+def half(rows: Sequence[Fact]) -> str:
+    """Models with memory for half of them."""
+    return table(
+        of(rows, "memory", "model_mib"),
+        Column("model", "item"),
+        fact("parameters", "model_mib", 0, " MiB"),
+        fact("plan", "plan_ms", 1),
+        fact("all streamed", "stream_ms", 1),
+        fact("best cut", "cut_ms", 1),
+        fact("streamed by hand", "streamed_ms", 1),
+        fact("accelerate", "accelerate_ms", 1),
+        fact("CPU alone", "cpu_ms", 1),
+        fact("plan over accelerate", "plan_over_accelerate", 2, "x"),
+        fact("plan over by hand", "plan_over_streamed", 2, "x"),
+        Column("of cut and stream the better", lambda r: r.get("better", "")),
+    )
+
+
+def predicted(rows: Sequence[Fact]) -> str:
+    """Errors and rank correlations of placements that ran."""
+    return table(
+        of(rows, "fidelity", "placements"),
+        Column("model", "item"),
+        Column("placements", "placements"),
+        *(
+            Column(f"{what}, {head}", f"{what}_{name}", 3)
+            for what in ("latency", "period")
+            for head, name in (("median error", "error"), ("rank correlation", "rank"))
+        ),
+    )
+
+
+def ended(rows: Sequence[Fact]) -> str:
+    """What failed, or was stopped, and why."""
+    wrong = [r for r in rows if "failed" in r or r.get("status", "done") != "done"]
+    return table(
+        wrong,
+        Column("section", "section"),
+        Column("item", "item"),
+        Column("what", lambda r: str(r.get("failed") or r["status"])[:120]),
+    )
+
+
+def run_parts(rows: Sequence[Fact], options: Options) -> dict[str, str]:
+    return {
+        "goals": gpu.goals(rows),
+        "speeds": speeds(rows),
+        "slower": slower(rows),
+        "half": half(rows),
+        "predicted": predicted(rows),
+        "ended": ended(rows),
+    }
+
+
+RUN = Study(
+    name="gpu",
+    module="experiments.gpu_results",
+    word="run",
+    rows=rows,
+    parts=run_parts,
+    options={
+        "folder": Option(None, "of a run of experiments.gpu", kind=Path, word=True),
+        "dataset": Option(DATASET, "folder of measured problems", kind=Path),
+    },
+    facts=lambda options: dict.fromkeys(("host", "scipy", "ortools"), "not noted") | options.about,
+)
+
+# --- plans, made at home -------------------------------------------------------------------------
+
+
+def problems(data: Path = DATASET, patterns: Sequence[str] = ()) -> dict[str, Problem]:
+    """``latency/<model>`` and ``period/<model>`` of all machines with a GPU.
+
+    Raises:
+        StudyError: no name matches.
+    """
+    found = {}
+    for path in sorted(DATASET.glob(f"*-cores/*{SUFFIX}")):
+        problem = importers.load(path)
+        for objective in ("latency",) if problem.cluster.streaming else ("latency", "period"):
+            name = f"{objective}/{path.name.removesuffix(SUFFIX)}"
+            if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns):
+                found[name] = replace(problem, objective=objective)
+    if not found:
+        raise StudyError(f"no problem of {DATASET} matches {', '.join(patterns) or '*'}")
+    return found
+
+
+def least_s(runs: Sequence[baselines.Row], planner: str = "") -> float:
+    """The best value of planners whose names begin so."""
+    values = (r.value_s for r in runs if r.feasible and r.planner.startswith(planner))
+    return min((v for v in values if v is not None), default=np.nan)
+
+
+def change(runs: Sequence[baselines.Row]) -> float:
+    """How much longer the best plan takes than the better device: below 0 it is shorter."""
+    return least_s(runs) / least_s(runs, SINGLE) - 1
+
+
+def gains(rows: Sequence[baselines.Row]) -> str:
+    """The best plan beside the best device, with its sign."""
+    runs = groups(rows, "problem")
+
+    def finders(problem: str) -> str:
+        names = [r.planner for r in runs[problem] if baselines.won(r)]
+        return ", ".join(names) if len(names) <= 3 else f"{len(names)} planners"
+
+    return table(
+        runs,
+        Column("problem", str),
+        *(
+            Column(head, lambda p, name=name: least_s(runs[p], SINGLE + name), 3, 1e3, " ms")
+            for head, name in (
+                ("CPU alone", "cpu:0"),
+                ("GPU alone", "cuda:0"),
+                ("all streamed", "streamed/cuda:0"),
+            )
+        ),
+        Column("best plan", lambda p: least_s(runs[p]), 3, 1e3, " ms"),
+        Column("found by", finders),
+        Column("against the best device", lambda p: f"{100 * change(runs[p]):+.1f} %"),
+        Column("at least (proved)", lambda p: runs[p][0].bound_s or np.nan, 3, 1e3, " ms"),
+    )
+
+
+def where(measured: Mapping[str, Problem]) -> str:
+    """Which operators the CPU does faster, what that is worth, and what a trip there costs."""
+
+    def both(name: str) -> tuple[np.ndarray, np.ndarray]:
+        cpu_s, gpu_s = measured[name].compute_s.T
+        return cpu_s, gpu_s
+
+    def kinds(name: str) -> str:
+        cpu_s, gpu_s = both(name)
+        return gpu.commonest(np.array(measured[name].graph.op_kind)[cpu_s < gpu_s])
+
+    def saved(name: str) -> float:
+        cpu_s, gpu_s = both(name)
+        return float(np.minimum(cpu_s, gpu_s).sum() / gpu_s.sum() - 1)
+
+    def trip_s(name: str) -> float:
+        return sum(x.latency_s + x.wake_s + x.send_s for x in measured[name].profile.links)
+
+    return table(
+        measured,
+        Column("model", lambda n: n.partition("/")[2]),
+        Column("operators", lambda n: measured[n].num_ops),
+        Column("faster on the CPU", lambda n: float(np.mean(np.less(*both(n)))), 1, 100, " %"),
+        Column("which", kinds),
+        Column("all on the CPU", lambda n: both(n)[0].sum(), 2, 1e3, " ms"),
+        Column("all on the GPU", lambda n: both(n)[1].sum(), 2, 1e3, " ms"),
+        Column("each where it is faster", lambda n: f"{100 * saved(n):+.1f} %"),
+        Column("to the CPU and back", trip_s, 0, 1e6, " µs"),
+    )
+
+
+def plan_parts(rows: Sequence[baselines.Row], options: Options) -> dict[str, str]:
+    measured = {
+        name: p
+        for name, p in problems(patterns=("latency/*",)).items()
+        if not p.cluster.streaming and np.isfinite(p.compute_s).all()
+    }
+    return {
+        "gains": gains(rows),
+        "where": where(measured),
+        **baselines.parts(rows, options),
+    }
+
+
+PLANS = Study(
+    name="gpu_plans",
+    module="experiments.gpu_results",
+    word="plans",
+    rows=partial(baselines.rows, of=problems),
+    row=baselines.Row,
+    parts=plan_parts,
+    options=baselines.OPTIONS
+    | {
+        "seeds": Option(1, "of planners that draw"),
+        "planners": Option(FIELD, "names, with commas"),
+    },
+    facts=baselines.facts,
+)
+
+# --- what the README and docs/results.md say -----------------------------------------------------
+
+
+def headlines(results: Path = RESULTS, most: int | None = None) -> str:
+    """The machine, calls and streams of so many models, and what is slower than eager PyTorch."""
+    text = (results / f"{RUN.name}.json").read_text("utf-8")
+    facts, rows = (json.loads(text)[k] for k in ("provenance", "rows"))
+    by_model: dict[str, dict[str, Fact]] = {}
+    for row in of(rows, "plans", "gpu_ms"):
+        model, _, objective = row["item"].partition(", ")
+        by_model.setdefault(model, {})[objective] = row
+
+    def value(name: str, objective: str, model: str) -> float | None:
+        return by_model[model].get(objective, {}).get(name)
+
+    ways = {
+        "eager": "eager_ms",
+        "one graph": "graph_ms",
+        "here": "gpu_ms",
+        "here, graphs": "gpu_graphs_ms",
+    }
+    columns = [
+        Column(f"{what}: {way}", partial(value, name, objective), 2, 1, " ms")
+        for what, objective in (("call", "latency"), ("stream", "period"))
+        for way, name in ways.items()
+    ]
+    columns += [
+        Column("CPU alone", partial(value, "cpu_ms", "latency"), 1, 1, " ms"),
+        Column("plan over best device", partial(value, "plan_over_single", "latency"), 2, 1, "x"),
+    ]
+    changes: dict[str, list[float]] = {}
+    for problem, runs in groups(PLANS.read(results), "problem").items():
+        kind = "calls" if problem.startswith("latency/") else "streams"
+        if np.isnan(least_s(runs, f"{SINGLE}cuda")):
+            kind = "where the GPU alone cannot hold or run the model"
+        changes.setdefault(kind, []).append(100 * change(runs))
+    goals = gpu.goals(rows)
+    met, missed = (goals.count(f"| {x} |") for x in ("yes", "no"))
+    lines = [
+        "{card}, driver {driver}, beside {cpu_device_cores} cores of an {cpu}; PyTorch {torch}, "
+        "{when:.10}.".format_map(facts),
+        f"{met} of {met + missed} goals are met.",
+        "",
+        table(list(by_model)[:most], Column("model", str), *columns),
+        f"* {slower(rows)}",
+        *(f"* Memory for half of {r['item']}: {capped(r)}." for r in of(rows, "memory", "plan_ms")),
+        "* The best of all plans against the better device, predicted: "
+        + "; ".join(f"{k} {max(v):+.1f} to {min(v):+.1f} %" for k, v in changes.items())
+        + " (published for CNNs: -12.5 %).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def capped(row: Fact) -> str:
+    """The ways of a model with memory for half of it."""
+    ways = {"plan": "plan", "streamed": "streamed by hand", "accelerate": "accelerate"}
+    ways |= {"cpu": "CPU alone"}
+    return ", ".join(f"{w} {row[f'{k}_ms']:.1f} ms" for k, w in ways.items() if row.get(f"{k}_ms"))
+
+
+STUDIES = (RUN, PLANS)
+main = partial(run, STUDIES)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""What a run on a GPU left becomes results and problems, and these are planned from without one."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agents.train import main as learn
+from experiments import gpu_results, study
+from experiments.baselines import Row
+from placement import importers
+from placement.__main__ import main
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.workloads import dataset
+
+COMMITTED = sorted(gpu_results.DATASET.glob("*-cores/*.json.gz"))
+FACTS: tuple[dict[str, Any], ...] = (
+    {"section": "facts", "item": "cpu:0", "model": "Some CPU", "cores": 6},
+    {"section": "facts", "item": "cuda:0", "model": "ACME G (1)", "cores": 2},
+    {"section": "facts", "item": "versions", "python": "3.12.3", "torch": "2.11", "numpy": "2.5"},
+    {
+        "section": "facts",
+        "item": "nvidia-smi",
+        "text": "ACME G, Disabled, 580.1, 1980 MHz, 1900 MHz, 700.00 W\n",
+    },
+    {"section": "plans", "item": "m, latency", "gpu_ms": 2.0, "eager_ms": 1.5, "cpu_ms": 9.0},
+    {"section": "correct_1", "item": "m", "error": float("inf"), "ok": False},
+)
+
+
+def problem(name: str) -> Problem:
+    graph = OpGraph.build(name, ["a", "b"], [0, 1], [8, 8], [(0, 1)])
+    cluster = Cluster("gpu", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    seconds = np.array([[1.0, 0.5], [np.inf, 0.5]])
+    links = (Link("cpu:0", "cuda:0", 1e-3), Link("cuda:0", "cpu:0", 1e-3))
+    facts = {"when": "2026-11-27T01:50:05+00:00", "cpu": "Some CPU", "cores": 8, "host": "secret"}
+    profile = Profile(
+        ("cpu:0", "cuda:0"), seconds, np.zeros((2, 2)), links, None, 0.0, provenance=facts
+    )
+    return Problem(graph, cluster, profile)
+
+
+def folder_of_a_run(tmp_path: Path, *keys: str) -> Path:
+    folder = tmp_path / f"run-{'-'.join(keys)}"
+    folder.mkdir()
+    (folder / "gpu.jsonl").write_text("".join(json.dumps(x) + "\n" for x in FACTS))
+    with zipfile.ZipFile(folder / "profiles.zip", "w") as file:
+        for key in keys:
+            importers.save(problem(key), tmp_path / "x.json.gz")
+            file.write(tmp_path / "x.json.gz", f"{key}.json.gz")
+            file.writestr(f"{key}.npz", b"not read")
+    return folder
+
+
+def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> None:
+    out, data = tmp_path / "out", tmp_path / "data"
+    words = ["--out", str(out), "--dataset", str(data), "--work", str(tmp_path / "work")]
+    assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "old", "resnet50")), *words]) == 0
+    assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "resnet50")), *words]) == 0
+    read = json.loads((out / "gpu.json").read_text())
+    assert read["rows"][-1] == {"section": "correct_1", "item": "m", "error": None, "ok": False}
+    about = read["provenance"]
+    assert (about["card"], about["driver"], about["clock"]) == ("ACME G (1)", "580.1", "1900 MHz")
+    assert (about["torch"], about["cores"], about["when"][:10]) == ("2.11", 8, "2026-11-27")
+    page = capsys.readouterr().out
+    assert "m, latency, operator by operator (0.75x)" in page
+    assert "| results of 12 models | all equal, the same bits twice | 0 of 1 | no |" in page
+    # What the run before had measured is gone; the rest names the card, and not the host.
+    (name, found), *others = dataset.load(data).items()
+    assert name == "acme-g-1-6-cores/resnet50" and not others
+    facts = found.profile.provenance
+    assert (facts["spec"], facts["kind"], facts["clock"]) == ("resnet50", "cnn", "1900 MHz")
+    assert "secret" not in json.dumps(facts) + (data / "acme-g-1-6-cores/machine.json").read_text()
+    rows = dataset.operators(dataset.load(data))
+    assert {r.device for r in rows} == {"cpu:0", "cuda:0"}
+    assert {r.machine for r in rows} == {"acme-g-1-6-cores"}
+
+
+@pytest.mark.parametrize("lacks", ["gpu.jsonl", "profiles.zip", "problems"])
+def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path: Path, lacks: str, capsys: Any) -> None:
+    folder = folder_of_a_run(tmp_path, *([] if lacks == "problems" else ["m"]))
+    (folder / lacks).unlink(missing_ok=True)
+    assert gpu_results.main(["run", str(folder), "--dataset", str(tmp_path / "data")]) == 2
+    assert f"error: {folder}: " in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_best_plan_is_beside_the_better_device() -> None:
+    def row(planner: str, value_s: float | None) -> Row:
+        return Row("latency/m", "latency", 2, 2, planner, None, value_s is not None, value_s,
+                   1.0, 0.1, 1, 0.5, 0.0, None, "")  # fmt: skip
+
+    some = [row("single:cpu:0", 9.0), row("single:cuda:0", 2.0), row("heft", 1.5)]
+    assert "| -25.0 % | 500.000 ms |" in gpu_results.gains(some)
+    assert "| +0.0 % |" in gpu_results.gains(some[:2])
+    assert gpu_results.change([*some, row("mip", None)]) == pytest.approx(-0.25)
+
+
+def test_the_committed_problems_are_planned_without_a_gpu(tmp_path: Path) -> None:
+    """They are read without the module, and planners see that the GPU is the faster device."""
+    assert {p.name for p in COMMITTED} >= {"bert_base.json.gz", "resnet50.json.gz"}
+    for path in COMMITTED:
+        found = importers.load(path)
+        assert found.cluster.name == path.parent.name
+        facts = found.profile.provenance
+        assert {"card", "driver", "clock", "torch", "when", "cpu"} <= set(facts) and not {
+            "host"
+        } & set(facts)
+        assert found.profile.graph_fingerprint == found.graph.fingerprint
+        assert path.parent.name in (study.ROOT / "docs" / "latency.md").read_text()
+    (path,) = (p for p in COMMITTED if p.name == "resnet50.json.gz")
+    plan = tmp_path / "plan.json"
+    words = ["plan", str(path), "--planner", "single_device", "--objective", "latency"]
+    assert main([*words, "--out", str(plan)]) == 0
+    assert set(json.loads(plan.read_text())["assignment"].values()) == {"cuda:0"}
+
+
+def test_a_policy_learns_on_a_committed_problem(tmp_path: Path) -> None:
+    smallest = min(COMMITTED, key=lambda p: p.stat().st_size)
+    words = [f"workload=[{smallest}]", "objective=latency", "debug=tiny"]
+    assert learn([*words, f"hydra.run.dir={tmp_path}"]) == 0
+    assert (tmp_path / "policy.safetensors").is_file()
+
+
+def test_planners_are_compared_on_the_committed_problems(tmp_path: Path, capsys: Any) -> None:
+    places = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    words = ["plans", "latency/resnet50", "--planners", "critical_path_greedy", *places]
+    assert gpu_results.main(words) == 0
+    assert "| latency/resnet50 |" in capsys.readouterr().out
+    assert study.run(gpu_results.STUDIES, ["plans", "latency/nothing", *places]) == 2
+    assert "latency/nothing" in capsys.readouterr().err
