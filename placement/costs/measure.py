@@ -245,6 +245,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     if not ran:
         return profile
     costs, missed = _most_probable(problem, ran, measured)
+    there = [x[np.isfinite(x)] for x in missed.T]
     on_gpu = np.array([device.kind == "cuda" for device in cluster.devices])
     facts = {
         "calibration": {"neighbours": costs.neighbours.tolist(), "waking": costs.waking},
@@ -252,7 +253,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         "alone": costs.times.tolist(),
         "call_s": costs.call_s,
         # What all placements have in common does not make one look better than another.
-        "error": float(np.nanmean(np.abs(missed - np.nanmedian(missed, axis=0)))),
+        "error": float(np.abs(np.concatenate([x - np.median(x) for x in there if len(x)])).mean()),
     }
     both = replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5))
     return replace(scaled(profile, both), provenance=profile.provenance | facts)
@@ -267,8 +268,8 @@ def _ran(problem: Problem, alone: int, many: int) -> tuple[list[NDArray[np.int32
     """
     n = problem.num_ops
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], n, 1)
-    replicas = [singles] if problem.stays(singles[None])[0] else []
     able = problem.supported.all(axis=0)
+    replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
     placements = [*singles[able], *_from_few_cuts_to_many(problem), *replicas]
     rounds = np.full((_CALIBRATION_ROUNDS, len(placements), 2), np.nan)
     for r in range(_CALIBRATION_ROUNDS):
@@ -280,7 +281,7 @@ def _ran(problem: Problem, alone: int, many: int) -> tuple[list[NDArray[np.int32
                     raise
             if p.ndim > 1 or (p == p[0]).all():
                 rounds[r, i, 0] = np.nan
-    fits = np.isfinite(rounds[:, :, 1]).all(axis=0)
+    fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
     return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
 
 
