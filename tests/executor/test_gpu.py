@@ -590,7 +590,7 @@ def briefly(monkeypatch):
     monkeypatch.setattr(measure_module, "_CALIBRATION_S", 0.0)
     monkeypatch.setattr(measure_module, "_CALIBRATION_CUTS", (1, 3))
     monkeypatch.setattr(measure_module, "_CALIBRATION_ROUNDS", 1)
-    monkeypatch.setattr(measure_module, "_CALIBRATION_FACTORS", (0.5, 1.0))
+    monkeypatch.setattr(measure_module, "_CALIBRATION_TRIES", 1)
     monkeypatch.setattr(measure_module, "_PATIENCE", 1)
 
 
