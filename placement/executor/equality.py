@@ -89,7 +89,7 @@ def _unlike(actual: Tensor, expected: Tensor) -> str:
         return f"{others} of {actual.numel()} integers are others ({choice})" if others else ""
     a, b = _exact(actual, expected)
     alike = torch.where(torch.isfinite(b), torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
-    others = int((~alike).sum().item())
+    others = int(alike.logical_not().sum().item())
     return f"{others} of {len(b)} numbers are not finite in the same way" if others else ""
 
 
