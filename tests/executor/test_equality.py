@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,20 @@ def test_what_is_no_number_must_be_at_the_same_places():
     for wrong in ([1.0, -inf, -inf, nan], [1.0, inf, -inf, 0.0], [nan, inf, -inf, nan], [1.0]):
         assert error(torch.tensor(wrong), expected) == inf
     assert error(torch.zeros(0), torch.zeros(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "why"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2), r"shape \(2, 3\) instead of \(3, 2\)"),
+        (torch.tensor([1, 2, 0]), torch.tensor([1, 0, 2]), "2 of 3 integers are others"),
+        (torch.tensor([True]), torch.tensor([False]), "1 of 1 integers"),
+        (torch.tensor([1.0, torch.nan]), torch.ones(2), "1 of 2 numbers are not finite in the"),
+    ],
+)
+def test_where_no_number_tells_how_far_two_are_apart_words_do(actual, expected, why):
+    wrong = difference([actual], [expected], Tolerance(1e-5, ""))
+    assert re.search(f"output 0 is not close: .*{why}", wrong) and "inf" not in wrong.split()
 
 
 def test_integers_are_equal_or_not():
