@@ -500,6 +500,17 @@ def _from_host(
     return pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
 
 
+def _check_library(func: Any, on: Stream) -> None:
+    """What cuBLAS and cuDNN need in a thread they cannot get while a graph is captured."""
+    known = _here.__dict__.setdefault("libraries", set())
+    for library, words in {"cuBLAS": ("linear", "mm"), "cuDNN": ("conv", "lstm")}.items():
+        if any(word in str(func) for word in words) and library not in known:
+            if on.graph is not None:
+                on.graph.failed = True
+                raise RuntimeError(f"{library} cannot begin while the stream is capturing")
+            known.add(library)
+
+
 def _launch(
     func: Any,
     args: Any,
@@ -572,6 +583,7 @@ def _launch(
                     shares = is_new and value.untyped_storage().data_ptr() in read
                     cell[0] = value.clone() if shares else value
 
+    _check_library(func, on)
     if on.graph is None and _draws(func):
         _check_generator()
     on.launch(kernel)

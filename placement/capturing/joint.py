@@ -13,6 +13,7 @@ runs instead of those that it lacks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -238,7 +239,7 @@ def trace_step(
     entries = [n for n in nodes if n.op == "placeholder"]
     written = [n for n in nodes if n.target is _aten.copy_.default]
     loss, *gradients = nodes[-1].args[0]
-    new_buffers = [(entries.index(node.args[0]), node.args[1]) for node in written]
+    new_buffers = [(entries.index(node.args[0]), _copied(node.args[1])) for node in written]
     for at, node in new_buffers:
         _check_change(param_names[at] if at < len(params) else None, at in own, node, calls)
     _check_apart(params, param_names, {*trainable, *(i for i, _ in new_buffers)})
@@ -255,6 +256,13 @@ def trace_step(
         gradients=list(zip(with_gradient, gradients, strict=True)),
         new_buffers=new_buffers,
     )
+
+
+def _copied(value: fx.Node) -> fx.Node:
+    """The new statistics themselves, where ``value`` is no more than a copy of them."""
+    source: Any = value.args[1] if value.target is _aten.copy.default else value
+    made = source.target is operator.getitem and source.args[0].target
+    return source if made is _aten._native_batch_norm_legit_functional.default else value
 
 
 def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:

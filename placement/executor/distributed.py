@@ -316,6 +316,9 @@ class DistributedRunner(Runner):
 
     # --- rank 0 ----------------------------------------------------------------------------------
 
+    def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
+        return self._stream(iter([inputs]), None)
+
     def _stream(
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
     ) -> Iterator[Any]:

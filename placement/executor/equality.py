@@ -61,7 +61,7 @@ def error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 
     The norm of the difference over the norm; or a tenth of the largest difference of an element,
     over its size plus the typical size, if that is more. inf: of another shape, not a number or
-    infinite in other places, or integers that are not the same.
+    infinite in other places, or integers that are not the same. Computed where ``expected`` is.
     """
     if _unlike(actual, expected):
         return float("inf")
@@ -69,13 +69,14 @@ def error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
         return 0.0
     a, b = _exact(actual, expected)
     finite = torch.isfinite(b)
-    a, b = a[finite], b[finite]
+    if not finite.all():
+        a, b = a[finite], b[finite]
     if not len(b):
         return 0.0
-    typical = max(float(b.abs().square().mean().sqrt()), scale) or 1.0
+    typical = max(b.abs().square().mean().sqrt().item(), scale) or 1.0
     apart = (a - b).abs()
-    whole = float(apart.square().mean().sqrt()) / typical
-    return max(whole, float((apart / (typical + b.abs())).max()) / _ONE)
+    whole = apart.square().mean().sqrt().item() / typical
+    return max(whole, (apart / (typical + b.abs())).max().item() / _ONE)
 
 
 def _unlike(actual: Tensor, expected: Tensor) -> str:
@@ -88,14 +89,15 @@ def _unlike(actual: Tensor, expected: Tensor) -> str:
         return f"{others} of {actual.numel()} integers are others ({choice})" if others else ""
     a, b = _exact(actual, expected)
     alike = torch.where(torch.isfinite(b), torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
-    others = int((~alike).sum())
+    others = int(alike.logical_not().sum().item())
     return f"{others} of {len(b)} numbers are not finite in the same way" if others else ""
 
 
 def _exact(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Flat, in float64 on the host; the last is complex, or they are real."""
-    dtype = torch.complex128 if tensors[-1].is_complex() else torch.float64
-    return tuple(x.detach().cpu().to(dtype).flatten() for x in tensors)
+    """Flat, in float64, where the last is; it is complex, or they are real."""
+    last = tensors[-1]
+    dtype = torch.complex128 if last.is_complex() else torch.float64
+    return tuple(x.detach().to(last.device).to(dtype).flatten() for x in tensors)
 
 
 def difference(actual: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -> str:

@@ -155,7 +155,9 @@ class Runner:
         leaves = set(graph.output_tensor.tolist())
         self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._alone = self._alone_in_call()
         self._busy = threading.Lock()
+        self._calling = threading.RLock()  # while a call launches: a signal's handler may close
         self.next_batch = 0
         self.failed_op: int | None = None  # in which the last error was raised
         self._closed = False
@@ -171,8 +173,9 @@ class Runner:
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what an operator raised, with the operator's name as a note.
         """
+        inputs = self._program.flatten_inputs(args, kwargs)
         # To the end of the stream: one that is left early stops the workers.
-        (outputs,) = self.stream_tensors([self._program.flatten_inputs(args, kwargs)])
+        (outputs,) = self._exclusively(self._call(inputs))
         return outputs
 
     def stream(
@@ -221,7 +224,7 @@ class Runner:
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
-            yield from self._exclusively(map(self._flatten, items), items)
+            yield from self._exclusively(self._stream(map(self._flatten, items), items))
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
         try:
@@ -239,11 +242,9 @@ class Runner:
 
         They are taken by the calling thread as the pipeline has room.
         """
-        return self._exclusively(iter(inputs), None)
+        return self._exclusively(self._stream(iter(inputs), None))
 
-    def _exclusively(
-        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
-    ) -> Iterator[Any]:
+    def _exclusively(self, results: Iterator[Any]) -> Iterator[Any]:
         if self._closed:
             raise RunnerError("the runner is closed; bind the plan again")
         if self._process != os.getpid():
@@ -258,7 +259,7 @@ class Runner:
         clean = False
         try:
             with cores_awake() if len(self._used) > 1 else nullcontext():
-                yield from self._stream(source, items)
+                yield from results
             clean = True
         finally:
             try:
@@ -266,6 +267,30 @@ class Runner:
                     self.stop()
             finally:  # also where Ctrl-C comes again
                 self._busy.release()
+
+    def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
+        """``_stream`` of one micro-batch; the calling thread does it where a GPU runs all of it."""
+        if self._alone is None:
+            yield from self._stream(iter([inputs]), None)
+            return
+        if not self.workers:
+            self.call_on({self._alone: lambda: None})  # once it answers, its thread only waits
+        with self._calling:
+            if self._closed:
+                raise RunnerError(_CLOSED_IN_USE)
+            worker = self.workers[self._alone]
+            self._refresh()
+            given = dict(zip(self._program.input_tensors, inputs, strict=True))
+            outputs = self._passed_on(given)
+            batch, self.next_batch = self.next_batch, self.next_batch + 1
+            mine = self._shares[batch % self.num_phases][self._alone].model_inputs
+            try:
+                outputs |= worker.call(batch, {t: given[t] for t in mine})
+            except Exception as error:
+                self._raise(worker.failure(error))
+        if self._closed:
+            raise RunnerError(_CLOSED_IN_USE)
+        yield self._assemble(outputs)
 
     def _stream(
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
@@ -352,12 +377,15 @@ class Runner:
 
     def _follow_caller(self) -> None:
         """GPUs read parameters as they are now, and wait for what the calling thread launched."""
-        weights.refresh(self._program, self._copies)
-        for streamed in self._streamed:
-            streamed.refresh()
+        self._refresh()
         for worker in (self.workers[d] for d in self._used):
             if isinstance(worker.backend, CudaBackend):
                 worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
+
+    def _refresh(self) -> None:
+        weights.refresh(self._program, self._copies)
+        for streamed in self._streamed:
+            streamed.refresh()
 
     def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""
@@ -518,6 +546,15 @@ class Runner:
                 "placement run plan.json --distributed --weights FILE"
             )
 
+    def _alone_in_call(self) -> int | None:
+        """The GPU on which the calling thread can launch a call, operator by operator."""
+        if len(self._used) != 1 or self._record or self._schedule is not None:
+            return None
+        (d,) = self._used
+        carries = any(phase[d].carried for phase in self._shares)
+        is_gpu = self.cluster.devices[d].kind == "cuda"
+        return d if is_gpu and self._is_topological() and not carries else None
+
     @property
     def not_graphed(self) -> dict[str, str]:
         """The first operator of each run that is no CUDA graph, and why not."""
@@ -598,7 +635,8 @@ class Runner:
         self._closed = True
         if self._busy.locked():
             self._results.put(Failure(RunnerError(_CLOSED_IN_USE), -1, None))
-        self.stop()
+        with self._calling:
+            self.stop()
         self.loaded.clear()
         self._copies.clear()
         self._streamed.clear()

@@ -16,6 +16,7 @@ from placement.executor.equality import (
     module_difference,
     tf32_is_allowed,
 )
+from tests import emulated_gpu
 
 CPU = Cluster("cpu", (Device("cpu:0"),))
 GPU = Cluster("gpu", (Device("cpu:0"), Device("cuda:0", "cuda")))
@@ -135,3 +136,13 @@ def test_flags_that_differ_between_operators_allow_tf32(monkeypatch):
     assert not tf32_is_allowed()
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
     assert tf32_is_allowed()
+
+
+def test_what_is_expected_on_a_gpu_is_compared_there():
+    x = torch.randn(50, 60)
+    close = (x + 1e-4 * torch.randn(50, 60)).double()
+    with emulated_gpu.emulated() as gpu:
+        there, began = close.to("cuda:0"), gpu.copies["back and wait"]
+        assert error(x, there) == pytest.approx(error(x, close))
+        assert error(x.to("cuda:0"), close) == pytest.approx(error(x, close))
+        assert gpu.copies["back and wait"] - began < 10  # scalars, and one of the tensors

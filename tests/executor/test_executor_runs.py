@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placement.capturing import capture
+from placement.capturing.training import mean_of_outputs
 from placement.cluster import Cluster, Device
 from placement.executor import worker as worker_module
 from placement.executor.alone import last_seconds, on_one_device, run_seconds
@@ -121,13 +123,49 @@ def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(
         runs = runs_of(share, range(num_ops))
         assert [op for run in runs for op in run] == np.flatnonzero(place == d).tolist()
         sends = {u for u, v in edges if place[v] != place[u]}
-        sends |= {u for u in range(num_ops) if share.results[u]}
         for run in runs:
             assert all(awaited(op) == awaited(run[0]) for op in run)
             assert all(far(op) <= far(run[0]) for op in run)
             assert sends.isdisjoint(run[:-1])
         for run, (op, *_) in pairwise(runs):
             assert run[-1] in sends or awaited(op) != awaited(run[0]) or not far(op) <= far(run[0])
+
+
+def test_a_training_step_on_one_device_is_one_run() -> None:
+    """Its loss is a result in the midst; statistics it reads and writes in one operator."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    options: dict[str, Any] = {"loss": mean_of_outputs, "optimizer": optimizer}
+    graph = capture(module, (torch.randn(5, 3), None), mode="training", **options)
+    (share, _) = shares(graph, np.zeros(graph.num_ops, np.int32), 2)
+    assert len(share.carried) == 2
+    runs = runs_of(share, range(graph.num_ops))
+    assert runs == [tuple(range(graph.num_ops))]
+    # All gradients, and all new statistics of a dtype, are written by one call each.
+    seen = Launches()
+    program = graph.program
+    params = {p: x.detach().clone() for p, x in enumerate(program.params)}
+    sums = {p: torch.zeros_like(params[p]) for p, _ in program.gradients}
+    env: list[Any] = [None] * graph.num_tensors
+    env[program.input_tensors[0]] = torch.randn(5, 3)
+    (call,) = compile_runs(program, runs, share, params, sums, torch.device("cpu")).calls.values()
+    with seen, torch.no_grad():
+        assert list(call(env, lambda: True) or ()) == []
+    written = "aten._foreach_add_.List", "aten._foreach_copy_.default"
+    assert [seen.names.count(name) for name in written] == [1, 2]
+    assert all(x.any() for x in sums.values())
+
+
+class Launches(TorchDispatchMode):
+    """The names of all that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_run_lets_what_arrives_go_first() -> None:
