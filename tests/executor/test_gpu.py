@@ -472,6 +472,32 @@ def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, la
 # --- memory and cores ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_device_that_has_failed_does_not_end_the_process(stays):
+    """Which frees pinned memory that it was to write, sooner or later."""
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+
+        def forward(self, at):
+            return self.table(at), at + 1
+
+    module = Looks().eval()
+    graph = capture(module, torch.arange(4))
+    with emulated_gpu.emulated(kernel_s=1e-3) as gpu:
+        placement = all_on(graph, 1)
+        placement[-1:] = 0 if stays else 1
+        with (
+            pytest.raises(RuntimeError, match="CUDA error"),
+            Runner(graph, BOTH, placement) as runner,
+        ):
+            list(runner.stream([torch.arange(4), torch.tensor([1, 2, 3, 99]), torch.arange(4)]))
+        gc.collect()
+        assert gpu.num_aborts == 0
+
+
 @pytest.mark.parametrize("way", ["graphs", "broken off", "fails", "device", "streamed", "trained"])
 def test_what_a_closed_runner_had_on_a_gpu_is_free(way):
     """Without a search for cycles; but for the copies that are kept for the next runner."""
