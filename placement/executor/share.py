@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
@@ -317,6 +318,7 @@ def compile_runs(
     return Compiled(calls, op_at, {run[0]: len(run) for run in runs})
 
 
+@cache
 def quickest(target: Any) -> Any:
     """The operator as PyTorch's own function of that name, where there is one that takes the same.
 
@@ -326,12 +328,21 @@ def quickest(target: Any) -> Any:
         return target
     if any(x.name in _OPTIONS for x in target._schema.arguments):
         return target  # what makes tensors has arguments of another form there
-    name = target._schema.name.removeprefix("aten::")
+    name, own = target._schema.name.removeprefix("aten::"), target._overloadname
+    packet = target.overloadpacket
+    others = [getattr(packet, other) for other in packet.overloads() if other != own]
+    if own != "default" and _needed(target) in map(_needed, others):
+        return target  # only arguments that may be left out tell which of them is meant
     for home in (torch._C._VariableFunctions, torch._C._nn, Tensor):
         function = getattr(home, name, None)
         if isinstance(function, BuiltinFunctionType | MethodDescriptorType):
             return function
     return target
+
+
+def _needed(target: OpOverload) -> list[str]:
+    """Types of the arguments that an operator cannot do without."""
+    return [str(x.type) for x in target._schema.arguments if not x.has_default_value()]
 
 
 def _source(template: Any, leaf: Callable[[Any], str]) -> str:

@@ -385,6 +385,7 @@ class Several(nn.Module):
         top, at = a.max(dim=0)
         z = torch.where(b > 0, b, 0.1).masked_fill(b.lt(-1), 3.0)
         z = nn.functional.interpolate(z.reshape(1, 1, 4, 4), scale_factor=2.0)
+        z = nn.functional.conv2d(z, z[:, :, :3, :3], padding="valid")
         z = nn.functional.pad(nn.functional.avg_pool2d(z, 2), (1, 0))
         return top, at, torch.einsum("abij,abij->ij", z, z), nn.functional.softmax(z, -1).sum(-1)
 
