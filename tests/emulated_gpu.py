@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,6 +56,9 @@ class Gpu:
         num_streams, num_poisoned, num_replays: so far.
         num_races: blocks that were freed while a stream used them that nobody had recorded, or
             used by a stream that did not wait for what the block's own stream had begun before.
+        num_aborts: how often the process would have ended: when pinned memory is freed, an event is
+            recorded on the streams that have used it, and no destructor may raise what that does on
+            a device that has failed.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
@@ -74,6 +78,7 @@ class Gpu:
     num_poisoned: int = 0
     num_replays: int = 0
     num_races: int = 0
+    num_aborts: int = 0
     open_pools: Counter[Any] = field(default_factory=Counter)
     used_pools: Counter[Any] = field(default_factory=Counter)
     spoiled_pools: set[Any] = field(default_factory=set)
@@ -92,6 +97,12 @@ class Gpu:
             )
         self.allocated[device] += num_bytes
         self.peak[device] = max(self.peak[device], self.allocated[device])
+
+    def pinned_is_free(self, used_by: list[Stream]) -> None:
+        """Pinned memory is free again."""
+        self.num_aborts += any(
+            each.index == x.index and x.error for each in used_by for x in self.streams
+        )
 
 
 _gpu: Gpu
@@ -126,7 +137,7 @@ class Stream:
             try:
                 launched()
             except BaseException as error:  # shown to whoever waits, from then on
-                self.error = self.error or error
+                self.error = self.error or error.with_traceback(None)  # which holds memory
             launched = None
             self.num_done += 1
 
@@ -407,7 +418,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 if graph.mode == "global":
                     graph.failed = True  # whoever allocates
             made.fill_(torch.nan if made.is_floating_point() else 0)
-            made.pinned = True
+            made.pinned = []
+            weakref.finalize(made, _gpu.pinned_is_free, made.pinned).atexit = False
             return made
         if func is aten._local_scalar_dense.default:
             current_stream(cuda[0].device).synchronize()
@@ -462,6 +474,7 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
     del memory
     if late and hasattr(target, "pinned"):
         gpu.copies["back"] += 1
+        target.pinned.append(on)
         return target
     gpu.copies["back and wait"] += 1
     on.synchronize()
@@ -474,6 +487,8 @@ def _from_host(
     """Pageable memory is read while the caller waits, after the stream has come so far."""
     if all(hasattr(x, "pinned") for x in host):
         _gpu.copies["pinned"] += 1
+        for x in host:
+            x.pinned.append(on)
         return args, kwargs
     _gpu.copies["pageable"] += 1
     on.synchronize()  # which a stream that is captured may not

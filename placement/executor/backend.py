@@ -14,6 +14,7 @@ they have planned by thread, and memory by stream.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import re
@@ -393,7 +394,13 @@ class _Gpu:
 
     def wait(self, event: Any, value: Any) -> Any:
         """``value``, once the event has happened."""
-        event.synchronize()
+        try:
+            event.synchronize()
+        except RuntimeError:
+            # The device has failed for good. Freeing pinned memory that it uses would ask it for an
+            # event, and what that raises ends the process: so it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+            raise
         self.events.append(event)
         return value
 

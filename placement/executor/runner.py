@@ -156,6 +156,7 @@ class Runner:
         self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._alone = self._alone_in_call()
+        self._caller: threading.Thread | None = None
         self._busy = threading.Lock()
         self._calling = threading.RLock()  # while a call launches: a signal's handler may close
         self.next_batch = 0
@@ -269,12 +270,14 @@ class Runner:
                 self._busy.release()
 
     def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
-        """``_stream`` of one micro-batch; the calling thread does it where a GPU runs all of it."""
-        if self._alone is None:
+        """``_stream`` of one micro-batch; the calling thread does it where a GPU runs all of it.
+
+        If it was the last that called: libraries plan for each thread anew, and others may come.
+        """
+        last, self._caller = self._caller, threading.current_thread()
+        if self._alone is None or not self.workers or last is not self._caller:
             yield from self._stream(iter([inputs]), None)
             return
-        if not self.workers:
-            self.call_on({self._alone: lambda: None})  # once it answers, its thread only waits
         with self._calling:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,10 +25,12 @@ from placement.executor import worker as worker_module
 from placement.executor.alone import last_seconds, on_one_device, run_seconds
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
-from placement.executor.share import compile_runs, fused, runs_of, shares
+from placement.executor.share import compile_runs, fused, quickest, runs_of, shares
 from placement.executor.worker import _Turns as Turns
 from placement.graph import OpGraph
 from placement.problem import ProblemError
+from placement.program import fill
+from placement.workloads import load
 
 CLUSTER = Cluster("two", (Device("cpu:a", "cpu"), Device("cpu:b", "cpu")))
 
@@ -407,3 +410,58 @@ def test_waiting_for_a_turn_makes_all_operators_slower_beside_others_and_no_slic
         seconds = last_seconds(runner, range(1, 2))
         np.testing.assert_allclose(seconds, took * (1 + waited[1] * 1e-9 / took.sum()))
         assert not worker.waits
+
+
+class Several(nn.Module):
+    """Overloads, scalars, views, what writes, and what returns several tensors."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x + 1).mul_(2).sub(x, alpha=0.5) / 3.0
+        y = torch.div(y, 0.7, rounding_mode="floor").clamp(min=-2).pow(2)
+        a, b = y.unsqueeze(0).transpose(0, 1).chunk(2, dim=-1)
+        top, at = a.max(dim=0)
+        z = torch.where(b > 0, b, 0.1).masked_fill(b.lt(-1), 3.0)
+        z = nn.functional.interpolate(z.reshape(1, 1, 4, 4), scale_factor=2.0)
+        z = nn.functional.pad(nn.functional.avg_pool2d(z, 2), (1, 0))
+        return top, at, torch.einsum("abij,abij->ij", z, z), nn.functional.softmax(z, -1).sum(-1)
+
+
+def test_an_operator_has_pytorchs_own_function_which_does_the_same():
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def run(function: Any, arguments: Any) -> tuple[list[str], list[Any]]:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, arguments)
+        with Seen() as seen:
+            found = function(*args, **kwargs)
+        return seen.names, pytree.tree_leaves(found)
+
+    models = [load(name) for name in ("tiny_cnn", "bert_tiny", "dlrm_tiny", "tiny_views")]
+    models.append((Several().eval(), torch.randn(4, 8)))
+    replaced = 0
+    for module, inputs in models:
+        program = capture(module, inputs).program
+        assert program is not None
+        env = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
+        with torch.inference_mode():
+            for step in program.steps:
+                given = tuple(fill(x, env, program.params) for x in (step.args, step.kwargs))
+                names, expected = run(step.target, given)
+                if (function := quickest(step.target)) is not step.target:
+                    replaced += 1
+                    seen, found = run(function, given)
+                    assert seen == names
+                    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+                value = step.target(*given[0], **given[1])
+                some = zip(step.outputs, step.output_index, strict=True) if step.multi else ()
+                env |= {t: value[i] for t, i in some}
+                env |= {} if step.multi else dict.fromkeys(step.outputs, value)
+    assert replaced > 100

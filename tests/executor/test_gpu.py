@@ -415,7 +415,7 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
             with Runner(graph, BOTH, all_on(graph, device)) as runner:
                 torch.testing.assert_close(runner(x), module(x))
         assert (gpu.num_streams, threading.active_count()) == before
-        assert gpu.copies["pageable"] == 2  # the inputs of two calls
+        assert gpu.copies["pageable"] == 0
         with torch.no_grad():
             module[0].weight.add_(1.0)
         with Runner(graph, BOTH, all_on(graph, 1)) as runner:
@@ -424,7 +424,7 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
                 module[1].weight.add_(1.0)
             torch.testing.assert_close(runner(x), module(x))
             torch.testing.assert_close(runner(x), module(x))
-        assert gpu.copies["pageable"] == 2 + 3 + 2  # of three more, and two parameters
+        assert gpu.copies["pageable"] == 2 + 2  # parameters, and inputs of the second and third
         gc.disable()  # in cycles a GPU's memory would wait for the collector
         try:
             del runner, graph
@@ -470,6 +470,32 @@ def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, la
 
 
 # --- memory and cores ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_device_that_has_failed_does_not_end_the_process(stays):
+    """Which frees pinned memory that it was to write, sooner or later."""
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+
+        def forward(self, at):
+            return self.table(at), at + 1
+
+    module = Looks().eval()
+    graph = capture(module, torch.arange(4))
+    with emulated_gpu.emulated(kernel_s=1e-3) as gpu:
+        placement = all_on(graph, 1)
+        placement[-1:] = 0 if stays else 1
+        with (
+            pytest.raises(RuntimeError, match="CUDA error"),
+            Runner(graph, BOTH, placement) as runner,
+        ):
+            list(runner.stream([torch.arange(4), torch.tensor([1, 2, 3, 99]), torch.arange(4)]))
+        gc.collect()
+        assert gpu.num_aborts == 0
 
 
 @pytest.mark.parametrize("way", ["graphs", "broken off", "fails", "device", "streamed", "trained"])
@@ -678,7 +704,7 @@ def test_what_a_device_says_is_understood(said, lacks, short):
 def test_an_error_that_no_kernel_explains_is_raised():
     module, inputs = wide()
     graph = capture(module, inputs)
-    with emulated_gpu.emulated(), pytest.raises((IndexError, RuntimeError)):
+    with emulated_gpu.emulated(), pytest.raises((IndexError, RuntimeError, TypeError)):
         steps = list(graph.program.steps)
         broken = replace(steps[0], target=torch.ops.aten.index_select.default)
         program = replace(graph.program, steps=(broken, *steps[1:]))
@@ -1173,6 +1199,29 @@ def test_a_call_is_interrupted_like_any_other(monkeypatch):
         monkeypatch.undo()
         torch.testing.assert_close(runner(x), module(x))
     assert gpu.num_races == 0
+
+
+def test_a_thread_that_calls_once_leaves_launching_to_the_one_that_has_planned(monkeypatch):
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    here = set()
+    launch = emulated_gpu._launch
+
+    def noted(func, *rest):
+        if func is graph.program.steps[0].target:
+            here.add(threading.current_thread())
+        return launch(func, *rest)
+
+    monkeypatch.setattr(emulated_gpu, "_launch", noted)
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        for _ in range(3):
+            caller = threading.Thread(target=runner, args=(x,))
+            caller.start()
+            caller.join()
+            assert caller not in here
+        for _ in range(2):
+            torch.testing.assert_close(runner(x), module(x))
+        assert threading.current_thread() in here
 
 
 def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
