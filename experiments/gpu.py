@@ -576,7 +576,7 @@ def kernels(b: Bench) -> None:
     warm_up(b.emulated)
     from numba.core.dispatcher import Dispatcher
 
-    found = [x for x in gc.get_objects() if isinstance(x, Dispatcher)]
+    found = [x for x in gc.get_objects() if issubclass(type(x), Dispatcher)]
     loaded, compiled = (
         sum(sum(getattr(x.stats, name).values()) for x in found)
         for name in ("cache_hits", "cache_misses")
@@ -1330,14 +1330,11 @@ def run(options: argparse.Namespace) -> int:
             forked(name, limit_s, options, models=models, part=(k, len(names))): name
             for k, name in enumerate(names)
         }
-        if i == 0:
-            parts = [i for i in range(6) if f"correct_{i + 1}" in wanted]
-            checked = [key for part in parts for key in CHECKED[part::6]]
-            prepare(models, ("tiny_mlp",) if options.emulated else checked, options)
-        elif i == 1 and not options.emulated:
-            prepare(models, options.models or PROFILED, options)
-            if "kernels" in done:
-                warm_up(training=False)  # that would ask CUDA for something
+        if i < 2:  # for the sections to come, while most is checked
+            keys = options.models or (PROFILED if i else PREDICTED)
+            prepare(models, ("tiny_mlp",) if options.emulated else keys, options)
+        if i == 1 and "kernels" in done:
+            warm_up(options.emulated, training=False)  # that would ask CUDA for something
         done |= watched(running, at, limit_s, options)
         with zipfile.ZipFile(options.work / "profiles", "w") as file:
             for path in sorted((*options.work.glob("*.npz"), *options.work.glob("*.json.gz"))):
