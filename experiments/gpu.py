@@ -1082,7 +1082,7 @@ def loss_and_gradients(
     loss = mean_of_squares(plain(*args, **kwargs))
     loss.backward()
     gradients = [x.grad.double().flatten().cpu() for x in plain.parameters()]  # type: ignore[union-attr]
-    return float(loss), torch.cat(gradients)
+    return loss.item(), torch.cat(gradients)
 
 
 def apart(found: tuple[float, Tensor], exact: tuple[float, Tensor]) -> float:
@@ -1104,7 +1104,7 @@ def eager_step(module: nn.Module, example: Any, device: torch.device) -> Callabl
         losses[1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        return [float(x) for x in losses]
+        return [x.item() for x in losses]
 
     return step
 

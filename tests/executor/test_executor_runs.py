@@ -428,20 +428,9 @@ class Several(nn.Module):
 
 
 def test_an_operator_has_pytorchs_own_function_which_does_the_same():
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     def run(function: Any, arguments: Any) -> tuple[list[str], list[Any]]:
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, arguments)
-        with Seen() as seen:
+        with Launches() as seen:
             found = function(*args, **kwargs)
         return seen.names, pytree.tree_leaves(found)
 
