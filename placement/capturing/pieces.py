@@ -206,7 +206,7 @@ def compile_piece(
             arguments = [source(x) for x in node.args]
             arguments += [f"{k}={source(x)}" for k, x in node.kwargs.items()]
             lines.append(
-                f"    {variable[node]} = {bind(kernel_of(node.target))}({', '.join(arguments)})"
+                f"    {variable[node]} = {bind(kernel_of(node))}({', '.join(arguments)})"
             )
         done = [variable[x] for x in dict.fromkeys((*node.all_input_nodes, node)) if last[x] == i]
         if done:

@@ -16,12 +16,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measure_module
 from experiments.runs import two_cores
 from placement.capturing import capture
+from placement.capturing.kernels import kernel_of
 from placement.capturing.training import mean_of_outputs, plain_step
 from placement.cli.train import difference as train_difference
 from placement.cluster import Cluster, ClusterError, Device
@@ -191,6 +194,73 @@ def test_what_only_a_cpu_has_a_kernel_for_is_trained_on_a_gpu_too(make, apart):
             plain_step(plain, other, [(inputs, None)], mean_of_outputs)
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention_kernels(mask, of_booleans):
+    """What is called for attention and its backward, where PyTorch or the user made the mask."""
+    graph = fx.Graph()
+    number = torch.ops.aten.scalar_tensor.default
+    nodes = [graph.call_function(number, (x,)) for x in (0.0, -torch.inf)]
+    made = graph.call_function(torch.ops.aten.where.self, (graph.placeholder("m"), *nodes))
+    given = {"attn_mask": None if mask is None else made if of_booleans else graph.placeholder("x")}
+    return [kernel_of(graph.call_function(x, (), given)) for x in (FORWARD, BACKWARD)]
+
+
+def laid_out(device, shape, dtype, how):
+    """Random numbers: ``[B, H, L, E]`` as they are, heads side by side, or cut out of others."""
+    b, h, n, e = shape
+    base = torch.randn(b, h, n, e) if how == 0 else torch.randn(b, n, h, e + 4)
+    x = base.to(dtype).to(device)
+    return x if how == 0 else x.narrow(3, how - 1, e).transpose(1, 2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 40, 40))),
+    width=st.sampled_from([4, 6, 8, 16]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]),
+    masked=st.sampled_from(["", "causal", "booleans", "lowest"]),
+    rows=st.integers(0, 3),
+    hows=st.tuples(*[st.integers(0, 5)] * 4),
+    scale=st.sampled_from([None, 0.3]),
+    places=st.tuples(st.booleans(), st.booleans()),
+)
+def test_attention_and_its_backward_are_the_cpus_wherever_they_run(
+    sizes, width, dtype, masked, rows, hows, scale, places
+):
+    b, h, n, m = sizes
+    mask, causal = None, masked == "causal"
+    if masked in ("booleans", "lowest"):
+        hidden = torch.rand([(n, m), (b, 1, n, m), (b, h, n, m), (1, 1, 1, m)][rows]) < 0.5
+        low = -torch.inf if masked == "booleans" else torch.finfo(dtype).min
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, low)
+    kernels = attention_kernels(mask, masked == "booleans")
+
+    def run(*on):
+        forward, backward = (torch.device("cuda:0" if x else "cpu") for x in on)
+        torch.manual_seed(rows)
+        shapes = ((b, h, n, width), (b, h, m, width), (b, h, m, width), (b, h, n, width))
+        *read, g = (laid_out(forward, x, dtype, how) for x, how in zip(shapes, hows, strict=True))
+        given = {"attn_mask": None if mask is None else mask.to(forward), "scale": scale}
+        made = kernels[0](*read, 0.0, causal, **given)
+        given["attn_mask"] = None if mask is None else mask.to(backward)
+        g, *read = (x.to(backward) for x in (g, *read, *made))
+        found = (*made, *kernels[1](g, *read, 0.0, causal, **given))
+        return [x.cpu() for x in found], [x.stride() for x in found]
+
+    expected, strides = run(False, False)
+    with emulated_gpu.emulated() as gpu:
+        found, others = run(*places)
+        suits = masked != "lowest" and dtype != torch.float64 and width * dtype.itemsize % 16 == 0
+        assert gpu.num_efficient == (sum(places) if suits else 0)
+    rough = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=rough, atol=rough)
+    assert others == strides
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiny_mlp", "AdamW"), ("dlrm_tiny", "SGD")])
