@@ -58,9 +58,9 @@ class Gpu:
         num_efficient: kernels of memory-efficient attention so far, forward and backward.
         num_races: blocks that were freed while a stream used them that nobody had recorded, or
             used by a stream that did not wait for what the block's own stream had begun before.
-        num_aborts: how often the process would have ended: when pinned memory is freed, an event is
-            recorded on the streams that have used it, and no destructor may raise what that does on
-            a device that has failed.
+        num_aborts: how often the process would have ended: when memory is freed, pinned or of a
+            device, an event is recorded on the other streams that have used it, and no destructor
+            may raise what that does on a device that has failed.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
@@ -103,9 +103,10 @@ class Gpu:
 
     def pinned_is_free(self, used_by: list[Stream]) -> None:
         """Pinned memory is free again."""
-        self.num_aborts += any(
-            each.index == x.index and x.error for each in used_by for x in self.streams
-        )
+        self.num_aborts += any(self.has_failed(each.index) for each in used_by)
+
+    def has_failed(self, device: int) -> bool:
+        return any(x.error for x in self.streams if x.index == device)
 
 
 _gpu: Gpu
@@ -280,6 +281,7 @@ class _Memory:
         for user, count in self.used.items():
             if user is not on and user not in self.users and user.num_done < count:
                 gpu.num_races += 1
+        gpu.num_aborts += bool(self.users) and gpu.has_failed(on.index)
         used = [user.record_event().done for user in self.users]
 
         def unused() -> None:
@@ -416,6 +418,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     cuda = [x for x in tensors if isinstance(x, CudaTensor)]
     host = [x for x in tensors if not isinstance(x, CudaTensor)]
+    if cuda and (errors := [x.error for x in _gpu.streams if x.error]):
+        raise RuntimeError(f"CUDA error: {errors[0]}")  # for good
     to_host = device is not None and torch.device(device).type == "cpu"
     with torch._C._DisableTorchDispatch():
         if kwargs.get("pin_memory") and not (device and torch.device(device).type == "cuda"):

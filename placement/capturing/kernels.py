@@ -51,7 +51,12 @@ def _of_booleans(mask: Any) -> bool:
 
 
 def _efficient(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, causal: bool = False, **by: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    **by: Any,
 ) -> tuple[Tensor, Tensor]:
     if not _suits(query, key, value, by):
         return _attention(query, key, value, dropout_p, causal, **by)

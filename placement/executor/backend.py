@@ -15,6 +15,7 @@ they have planned by thread, and memory by stream.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import re
@@ -374,14 +375,17 @@ class _Gpu:
         )
         torch.set_num_threads(torch.get_num_threads())  # new threads would have theirs: one
         self.events: deque[Any] = deque()
+        self.has_failed = False
         # Waiting without sleeping takes a core: only where it has one beside the launcher's.
         self._new = partial(torch.cuda.Event, blocking=len(cores) < 2)
 
     def finish(self) -> None:
         """Wait for all that was launched: memory that it reads or writes may go then."""
-        with suppress(RuntimeError):  # the device has failed, as somebody has been told
+        try:
             self.compute.synchronize()
             self.parameters.synchronize()
+        except RuntimeError:  # the device has failed, as somebody has been told
+            _keep(gc.get_objects())
 
     def record(self, stream: Any) -> Any:
         """An event, after what was launched on ``stream`` so far."""
@@ -397,12 +401,22 @@ class _Gpu:
         try:
             event.synchronize()
         except RuntimeError:
-            # The device has failed for good. Freeing pinned memory that it uses would ask it for an
-            # event, and what that raises ends the process: so it is never freed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+            _keep([value] if self.has_failed else [value, *gc.get_objects()])
+            self.has_failed = True
             raise
         self.events.append(event)
         return value
+
+
+def _keep(values: list[Any]) -> None:
+    """Never free the tensors among ``values``: a GPU has failed for good.
+
+    Freeing memory that another stream has used, pinned or not, would ask the device for an event,
+    and what that raises in a destructor ends the process. Which is pinned nobody can say any more.
+    """
+    for x in values:
+        if issubclass(type(x), Tensor):  # ``isinstance`` would ask a proxy
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
 _IDLE: defaultdict[tuple[torch.device, tuple[int, ...]], list[_Gpu]] = defaultdict(list)

@@ -186,12 +186,13 @@ def test_what_only_a_cpu_has_a_kernel_for_is_trained_on_a_gpu_too(make, apart):
     options = {"mode": "training", "loss": mean_of_outputs, "optimizer": mine}
     graph = capture(module, (inputs, None), colocate_backward=not apart, **options)
     places = [graph.is_backward, ~graph.is_backward] if apart else [True]
-    with emulated_gpu.emulated():
+    with emulated_gpu.emulated() as gpu:
         for on_gpu in places:
             placement = np.broadcast_to(on_gpu, graph.num_ops).astype(np.int32)
             with Trainer(graph, BOTH, placement, mine) as trainer:
                 trainer.step([(inputs, None)])
             plain_step(plain, other, [(inputs, None)], mean_of_outputs)
+    assert gpu.num_efficient
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-5)
 
@@ -221,11 +222,11 @@ def laid_out(device, shape, dtype, how):
 @settings(deadline=None, max_examples=40)
 @given(
     sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 40, 40))),
-    width=st.sampled_from([4, 6, 8, 16]),
-    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]),
+    width=st.sampled_from([6, 8, 8, 16]),
+    dtype=st.sampled_from([*[torch.float32] * 4, torch.bfloat16, torch.float64]),
     masked=st.sampled_from(["", "causal", "booleans", "lowest"]),
     rows=st.integers(0, 3),
-    hows=st.tuples(*[st.integers(0, 5)] * 4),
+    hows=st.tuples(*[st.sampled_from([0, 0, 1, 2, 5])] * 4),
     scale=st.sampled_from([None, 0.3]),
     places=st.tuples(st.booleans(), st.booleans()),
 )
@@ -236,6 +237,7 @@ def test_attention_and_its_backward_are_the_cpus_wherever_they_run(
     mask, causal = None, masked == "causal"
     if masked in ("booleans", "lowest"):
         hidden = torch.rand([(n, m), (b, 1, n, m), (b, h, n, m), (1, 1, 1, m)][rows]) < 0.5
+        hidden[..., 0, :] = True  # the first position looks nowhere
         low = -torch.inf if masked == "booleans" else torch.finfo(dtype).min
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, low)
     kernels = attention_kernels(mask, masked == "booleans")
@@ -250,7 +252,8 @@ def test_attention_and_its_backward_are_the_cpus_wherever_they_run(
         given["attn_mask"] = None if mask is None else mask.to(backward)
         g, *read = (x.to(backward) for x in (g, *read, *made))
         found = (*made, *kernels[1](g, *read, 0.0, causal, **given))
-        return [x.cpu() for x in found], [x.stride() for x in found]
+        steps = [[s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] for x in found]
+        return [x.cpu() for x in found], steps
 
     expected, strides = run(False, False)
     with emulated_gpu.emulated() as gpu:
@@ -544,7 +547,7 @@ def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, la
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_device_that_has_failed_does_not_end_the_process(stays):
-    """Which frees pinned memory that it was to write, sooner or later."""
+    """Which frees what it was to write, and memory that several streams have used, later on."""
 
     class Looks(nn.Module):
         def __init__(self):
@@ -559,13 +562,17 @@ def test_a_device_that_has_failed_does_not_end_the_process(stays):
     with emulated_gpu.emulated(kernel_s=1e-3) as gpu:
         placement = all_on(graph, 1)
         placement[-1:] = 0 if stays else 1
+        mine = torch.ones(4, device="cuda:0")
+        mine.record_stream(torch.cuda.Stream())
         with (
             pytest.raises(RuntimeError, match="CUDA error"),
             Runner(graph, BOTH, placement) as runner,
         ):
             list(runner.stream([torch.arange(4), torch.tensor([1, 2, 3, 99]), torch.arange(4)]))
+        before = gpu.num_aborts  # what was freed before anybody could know
+        del mine
         gc.collect()
-        assert gpu.num_aborts == 0
+        assert gpu.num_aborts == before
 
 
 @pytest.mark.parametrize("way", ["graphs", "broken off", "fails", "device", "streamed", "trained"])
