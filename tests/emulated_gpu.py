@@ -6,8 +6,8 @@ it, as soon as Python has dropped it, unless ``record_stream`` says who still us
 stream uses it then is counted), memory that is full, pinned and pageable host memory (a copy from
 the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured, and
 NVML's counters. Kernels are the CPU's, of those that a GPU has too; equal values have another order
-where nobody promises one. Memory-efficient attention, which only CUDA has, wants tensors of the form
-that CUDA's wants, and gives such.
+where nobody promises one. Memory-efficient attention, which only CUDA has, wants tensors of the
+form that CUDA's wants, and gives such.
 
     with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
         ...  # torch.cuda and tensors on cuda:0; ``gpu`` counts what was copied how
