@@ -69,13 +69,15 @@ class BestOf:
     of devices than a program takes, no time), and ``lower_bound_s`` is
     ``placement.problem.lower_bound``.
 
-    Where none of them finds a placement that fits in memory, and arithmetic does not prove that
-    there is none, ``macro_search`` and ``local_search`` go on from the closest one until the
-    budget ends (2,000 evaluations without one). Three quarters are kept for them, but for what
-    the quickest planners take.
+    What they leave of a budget ``macro_search`` and ``local_search`` spend, from the best placement
+    on, unless that is periodic or proved. They also go on (for 2,000 evaluations without a budget)
+    where none of the planners finds a placement that fits in memory, and arithmetic does not prove
+    that there is none. Three quarters are kept for that, but for what the quickest planners take.
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
+        search_on: whether what is left of a budget is spent where something fits. A search that
+            starts here asks for the planners alone: it goes on itself.
         ideal_seconds: most that ``ideal_dp`` gets of limited ``seconds``: on wide graphs it would
             take any time. Without them it ends after so many steps instead, about a second of
             them: what is found does not depend on the clock.
@@ -116,6 +118,7 @@ class BestOf:
         "replicated",
         "data_parallel",
     )
+    search_on: bool = True
     ideal_seconds: float = 15.0
     seconds: float | None = None
     evaluations: int | None = None
@@ -175,11 +178,12 @@ class BestOf:
             if name in _QUICK:
                 quick_s = max(quick_s, took_s)
             winner = name if search.best_cost < before else winner
-        if search.best_s == np.inf and may_search:
-            winner = _search_on(search, values) or winner
         if not values:
             raise PlannerError("; ".join(skipped.values()) or "best_of: no planners were named")
-        bound = lower_bound(problem)
+        bound = search.bound_s = lower_bound(problem)
+        limited = self.seconds is not None or self.evaluations is not None
+        if may_search and (search.best_s == np.inf or (self.search_on and limited)):
+            winner = _search_on(search, values) or winner
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
 
     def _order(self, problem: Problem) -> list[str]:
@@ -199,11 +203,11 @@ class BestOf:
 
 
 def _search_on(search: Search, values: dict[str, float]) -> str:
-    """Search from the closest placement; the name of who found the best that fits, if any."""
+    """Search from the best, or closest, placement; the name of who found a better one that fits."""
     search.limit(DEFAULT_EVALUATIONS)
     winner = ""
     for name, share in (("macro_search", 0.7), ("local_search", 1.0)):
-        if search.left and search.best is not None:
+        if search.left and search.best is not None and search.best.ndim == 1:
             placement, before = search.best[search.problem.graph.group], search.best_cost
             searcher = load(name, start=lambda _, p=placement: Solution(p, np.inf))
             values[name] = search.run(searcher, share, share).value_s
