@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cmp_to_key
+from collections.abc import Callable, Mapping, Sequence
+from functools import cmp_to_key, partial
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.problem import Floats, Problem
+from placement.problem import Floats, Problem, host_of
 from placement.tools.clock import loads
 
 
@@ -30,7 +31,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {
         "latency": _latency_bound_s(problem, path_s, load_s),
-        "period": load_s,
+        "period": _period_bound_s(problem, load_s),
         "max_load": load_s,
         "piecewise_latency": path_s,
     }
@@ -49,7 +50,9 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective is Objective.ENERGY:
         return lower_bounds(problem)[problem.objective]
     if problem.objective.is_throughput:
-        return _load_bound_s(problem)
+        load_s = _load_bound_s(problem)
+        of_period = problem.objective is Objective.PERIOD
+        return _period_bound_s(problem, load_s) if of_period else load_s
     path_s = _path_bound_s(problem)
     if problem.objective is Objective.LATENCY:
         return _latency_bound_s(problem, path_s, _load_bound_s(problem, _QUICK_LP))
@@ -79,7 +82,8 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
 
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
-    bound_s, grain = max(path_s, load_s, _one_device_s(problem)), grain_s(problem)
+    bound_s = max(path_s, load_s, _one_device_s(problem), _routes_bound_s(problem))
+    grain = grain_s(problem)
     if grain:
         bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain
     if problem.num_ops <= _ENERGETIC:
@@ -224,7 +228,220 @@ def _packed_heads_s(
     return head_s
 
 
+_REGIONS = 4_000  # operators: who precedes whom takes a byte for each two
+_WINDOW = 256  # most operators from a fork to a join
+_SHARES = (0.0, 0.5, 0.75, 0.875, 0.9375)  # of one device beside all others
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def _routes_bound_s(problem: Problem) -> float:
+    """TODO"""
+    g, regions = problem.graph, _regions(problem)
+    compute_s = np.where(problem.supported, problem.compute_s, np.inf)
+    share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
+    own_bytes = np.bincount(g.param_use_op, share[g.param_use], g.num_ops)
+    full = own_bytes.sum() > problem.memory_bytes
+    room_bytes = float(problem.memory_bytes[full].sum())
+    latest_s = _longest_route_s(problem, regions, compute_s, np.zeros_like(compute_s))
+    if full.any() and own_bytes.any():
+        longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
+
+        def priced_s(power: float) -> float:
+            price = 10.0**power * longest_s / own_bytes.sum()
+            held_s = price * own_bytes[:, None] * full
+            return _longest_route_s(problem, regions, compute_s, held_s) - price * room_bytes
+
+        latest_s = max(latest_s, _highest(priced_s, -4.0, 2.0))
+    return latest_s * (1 - 1e-12)
+
+
+def _highest(value: Callable[[float], float], low: float, high: float, steps: int = 16) -> float:
+    """The largest value found of a function with one peak (golden section)."""
+    a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_a, at_b = value(a), value(b)
+    highest = max(value(low), value(high), at_a, at_b)
+    for _ in range(steps):
+        if at_a < at_b:
+            low, a, at_a = a, b, at_b
+            b = low + _GOLDEN * (high - low)
+            at_b = value(b)
+        else:
+            high, b, at_b = b, a, at_a
+            a = high - _GOLDEN * (high - low)
+            at_a = value(a)
+        highest = max(highest, at_a, at_b)
+    return highest
+
+
+def _longest_route_s(
+    problem: Problem, regions: Mapping[int, Region], compute_s: Floats, held_s: Floats
+) -> float:
+    """The last ``end``, where operators take ``compute_s`` and hold what is worth ``held_s``."""
+    g, worker = problem.graph, problem.worker
+    host, shares_host = host_of(problem)
+    same = worker[:, None] == worker
+    weights, (out_s, in_s) = _weights_s(problem, compute_s, held_s), _leaving_s(problem)
+    trip_s = out_s + in_s
+    one_s, across_s = (f(out_s[:, None], in_s)[..., None] for f in (np.minimum, np.maximum))
+    end_s, cost_s = np.zeros_like(compute_s), compute_s + held_s
+    for i in range(g.num_ops):
+        begin_s = np.zeros(problem.num_devices)
+        for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]:
+            sent_s, src = _sent_s(problem, t), g.tensor_src[t]
+            if src < 0:
+                arrives_s = np.where(shares_host, 0.0, sent_s[host])
+            else:
+                arrives_s = (end_s[src][:, None] + sent_s).min(axis=0)
+            begin_s = np.maximum(begin_s, arrives_s)
+        if i in regions:
+            forks, first, inside = regions[i]
+            alone_s, *several_s = np.tensordot(weights[..., first:i], inside, (2, 1))
+            spread_s = [
+                x + (1 - s) * trip_s[:, None] for s, x in zip(_SHARES, several_s, strict=True)
+            ]
+            least_s = np.minimum(alone_s, np.max(spread_s, axis=0))  # [D, forks]
+            mixed_s = np.max(several_s, axis=0)
+            apart_s = np.maximum(across_s, one_s + np.maximum(mixed_s[:, None], mixed_s))
+            after_s = end_s[forks].T[:, None] + np.where(same[..., None], least_s, apart_s)
+            begin_s = np.maximum(begin_s, after_s.min(axis=0).max(axis=1))
+        end_s[i] = begin_s + cost_s[i]
+    return float(end_s.min(axis=1).max())
+
+
+Region = tuple[NDArray[np.intp], int, Floats]
+
+
+def _regions(problem: Problem) -> dict[int, Region]:
+    """By join: its forks ``[F]``, an operator, and which of those from it on lie between them.
+
+    The last is ``[F, W]``, 1 for what follows the fork and is followed by the join, else 0.
+    """
+    n, edges = problem.num_ops, np.unique(problem.graph.edges, axis=0)
+    if n > _REGIONS or problem.num_workers == 1:
+        return {}
+    follows = np.zeros((n, n), bool)
+    for src, dst in edges[::-1].tolist():
+        follows[src] |= follows[dst]
+        follows[src, dst] = True
+    is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
+    found = {}
+    for v in np.flatnonzero(is_join).tolist():
+        first = max(0, v - _WINDOW)
+        before = follows[first:v, v]
+        forks = first + np.flatnonzero(is_fork[first:v] & before)
+        if len(forks):
+            found[v] = forks, first, (follows[forks, first:v] & before).astype(np.float64)
+    return found
+
+
+def _weights_s(problem: Problem, compute_s: Floats, held_s: Floats) -> Floats:
+    """float64 ``[1 + shares, D, N]``: what a region has of an operator, see ``_routes_bound_s``."""
+    worker, supported = problem.worker, np.isfinite(compute_s)
+    taken_s = np.where(supported, compute_s, 0.0)
+    most_s = taken_s.sum() + held_s.sum()  # no region takes longer; 0 times inf is none
+    weights = np.empty((1 + len(_SHARES), problem.num_devices, problem.num_ops))
+    for d in range(problem.num_devices):
+        here = worker == worker[d]
+        weights[0, d] = np.where(supported & here, taken_s + held_s, most_s).min(axis=1)
+        for k, share in enumerate(_SHARES):
+            part = np.where(here, share, (1 - share) / max(problem.num_workers - 1, 1))
+            weights[1 + k, d] = np.where(supported, part * taken_s + held_s, np.inf).min(axis=1)
+    return weights
+
+
+def _leaving_s(problem: Problem) -> tuple[Floats, Floats]:
+    """float64 ``[D]`` each: the least time from a device to any other, and back from any."""
+    worker = problem.worker
+    least_s = np.full((problem.num_devices, problem.num_devices), np.inf)
+    for t in np.flatnonzero(problem.graph.tensor_src >= 0):
+        least_s = np.minimum(least_s, _sent_s(problem, t))
+    least_s[worker[:, None] == worker] = np.inf
+    return least_s.min(axis=1), least_s.min(axis=0)
+
+
+def _sent_s(problem: Problem, tensor: int | np.integer[Any]) -> Floats:
+    """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
+    given, worker = problem.profile.transfer_s, problem.worker
+    if given is None:
+        size = float(problem.graph.tensor_bytes[tensor])
+        return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
+    return np.where(worker[:, None] == worker, 0.0, given[tensor][np.ix_(worker, worker)])
+
+
 _LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway
+
+
+_NARROW = 1 / 64  # shares so close are not told apart
+_STEPS = 10  # of a golden section within another
+
+
+def _period_bound_s(problem: Problem, load_s: float) -> float:
+    """A period from ``load_s``, a load alone, up: operators are slower beside busy devices.
+
+    Of ``D`` devices with loads ``a[d]`` alone, ``m`` the largest, let
+    ``share = (sum a - m) / m / (D - 1)``. No operator is stretched by less (``durations``), and
+    ``sum a = m * (1 + (D - 1) * share)``. So for prices ``y`` of a second on each device, of sum 1,
+    and any ``0 <= u <= 1``, the period times ``1 + u * (D - 1) * share`` is at least what
+    ``(1 - u) * y * stretched + u * alone`` sums up to, each operator where that is least. That sum
+    is concave in ``share``, so that the quotient is least at an end of an interval of shares. The
+    interval of the least bound is halved again and again.
+
+    ``batch_s`` is spread over the operators by their seconds, of which the busiest device has
+    ``1 / D`` or more; and, as none of them is stretched by more than ``longer``,
+    ``1 / (1 + share * (longer * D - 1))`` or more.
+    """
+    devices, batch_s = problem.num_workers, problem.profile.batch_s
+    stretches = problem.profile.loaded_s is not None and devices > 1
+    if problem.num_microbatches == 1 or not (stretches or batch_s):
+        return load_s
+    batch_s = batch_s if problem.max_phases == 1 else 0.0  # some phases may have less of it
+    if not stretches:
+        return load_s + batch_s / devices
+    can = np.isfinite(problem.group_compute_s)
+    alone_s, slower_s = np.where(can, problem.group_compute_s, 0.0), np.zeros(can.shape)
+    more_s = np.where(problem.supported, problem.loaded_s, 0.0)
+    np.add.at(slower_s, problem.graph.group, more_s)
+    slower_s -= alone_s
+    longer = 1.0 + float((slower_s[can] / np.maximum(alone_s[can], 1e-300)).max())
+    first, last = _price_ends(problem, np.where(can, alone_s, np.inf), slower_s)
+
+    def cost_s(prices: Floats, u: float, share: float) -> float:
+        costs_s = (1 - u) * prices * (alone_s + share * slower_s) + u * alone_s
+        least_s = np.where(can, costs_s, np.inf).min(axis=1).sum()
+        return float(least_s) / (1 + u * (devices - 1) * share)
+
+    def between_s(*shares: float) -> float:
+        def value(at: float, u: float) -> float:
+            return min(cost_s((1 - at) * first + at * last, u, x) for x in shares)
+
+        def best(at: float) -> float:
+            return _highest(partial(value, at), 0.0, 1.0, _STEPS)
+
+        most_s = best(0.0) if np.array_equal(first, last) else _highest(best, 0.0, 1.0, _STEPS)
+        return most_s + batch_s * max(1 / devices, 1 / (1 + shares[1] * (longer * devices - 1)))
+
+    parts = [(max(load_s + batch_s / devices, between_s(0.0, 1.0)), 0.0, 1.0)]
+    while parts[0][2] - parts[0][1] > _NARROW:
+        bound_s, low, high = heappop(parts)
+        for ends in (low, (low + high) / 2), ((low + high) / 2, high):
+            heappush(parts, (max(bound_s, between_s(*ends)), *ends))
+    return parts[0][0] * (1 - 1e-12)
+
+
+def _price_ends(problem: Problem, alone_s: Floats, slower_s: Floats) -> tuple[Floats, Floats]:
+    """float64 ``[D]`` each: prices of a second, as all of one kind of device, or of the other.
+
+    Those that balance the loads, twice, where the kinds are not two.
+    """
+    own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
+    _, kind, count = _equal_columns(np.concatenate([alone_s, slower_s])[:, own])
+    if len(count) == 2:
+        ends = [np.where(kind == k, 1 / count[k], 0.0) for k in (0, 1)]
+    else:
+        ends = [balance_prices((alone_s + slower_s)[:, own])] * 2
+    prices = np.zeros((2, problem.num_devices))
+    prices[:, own] = ends
+    return tuple(prices[:, problem.worker])
 
 
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
