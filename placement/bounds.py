@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cmp_to_key, partial
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -228,144 +229,191 @@ def _packed_heads_s(
     return head_s
 
 
-_REGIONS = 4_000  # operators: who precedes whom takes a byte for each two
-_WINDOW = 256  # most operators from a fork to a join
+_REGIONS = 2_000  # operators: paths between each two take 8 bytes
+_FORKS = 8  # before a join: of those further away it is bounded by the joins between
 _SHARES = (0.0, 0.5, 0.75, 0.875, 0.9375)  # of one device beside all others
+_SIZES = 8  # of the largest parameter that is streamed
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 def _routes_bound_s(problem: Problem) -> float:
-    """TODO"""
-    g, regions = problem.graph, _regions(problem)
+    """The longest path to any operator, wherever all are placed, with transfers and memory.
+
+    Of devices that cannot hold all parameters a byte has a price. What ``_Routes`` finds then is no
+    more than the time plus the price of all that is held there; so it is no more than the time plus
+    the price of their memory, whatever the price. Devices that stream need two buffers for the
+    largest that they read: whichever that is, none larger is streamed, and the buffers take room.
+    """
+    g, routes = problem.graph, _Routes(problem)
     compute_s = np.where(problem.supported, problem.compute_s, np.inf)
     share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
-    own_bytes = np.bincount(g.param_use_op, share[g.param_use], g.num_ops)
-    full = own_bytes.sum() > problem.memory_bytes
-    room_bytes = float(problem.memory_bytes[full].sum())
-    latest_s = _longest_route_s(problem, regions, compute_s, np.zeros_like(compute_s))
-    if full.any() and own_bytes.any():
-        longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
+    own_bytes = np.bincount(g.param_use_op, share[g.param_use], g.num_ops)  # tied: held once
+    all_bytes, free_s = own_bytes.sum(), routes.longest_s(compute_s, np.zeros_like(compute_s))
+    full = all_bytes > problem.memory_bytes
+    if not full.any():
+        return free_s * (1 - 1e-12)
+    streams = problem.worker != np.arange(problem.num_devices)
+    sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
+    ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
+    longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
 
-        def priced_s(power: float) -> float:
-            price = 10.0**power * longest_s / own_bytes.sum()
-            held_s = price * own_bytes[:, None] * full
-            return _longest_route_s(problem, regions, compute_s, held_s) - price * room_bytes
+    def priced_s(taken_s: Floats, room_bytes: float, power: float) -> float:
+        price = 10.0**power * longest_s / all_bytes
+        held_s = price * own_bytes[:, None] * full
+        return routes.longest_s(taken_s, held_s) - price * room_bytes
 
-        latest_s = max(latest_s, _highest(priced_s, -4.0, 2.0))
-    return latest_s * (1 - 1e-12)
+    least_s, power = np.inf, -1.0
+    for most, less in pairwise(ends):  # the largest that is streamed is of these, or there is none
+        too_large = streams & (g.op_param_bytes > sizes[most])[:, None]
+        buffers = 2 * sizes[less + 1] if full[problem.worker[streams]].all() else 0
+        room_bytes = float(problem.memory_bytes[full].sum() - buffers)
+        value = partial(priced_s, np.where(too_large, np.inf, compute_s), room_bytes)
+        if value(power) < least_s:
+            bound_s, power = _highest(value, -4.0, 2.0)
+            least_s = min(least_s, bound_s)
+    return max(free_s, least_s) * (1 - 1e-12)
 
 
-def _highest(value: Callable[[float], float], low: float, high: float, steps: int = 16) -> float:
-    """The largest value found of a function with one peak (golden section)."""
-    a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    at_a, at_b = value(a), value(b)
-    highest = max(value(low), value(high), at_a, at_b)
+def _highest(
+    value: Callable[[float], float], low: float, high: float, steps: int = 16
+) -> tuple[float, float]:
+    """The largest value found of a function with one peak, and where (golden section)."""
+    step = _GOLDEN * (high - low)
+    a, b = (value(high - step), high - step), (value(low + step), low + step)
+    highest = max(a, b, (value(low), low), (value(high), high))
     for _ in range(steps):
-        if at_a < at_b:
-            low, a, at_a = a, b, at_b
-            b = low + _GOLDEN * (high - low)
-            at_b = value(b)
+        if a[0] < b[0]:
+            low, a = a[1], b
+            b = (value(x := low + _GOLDEN * (high - low)), x)
         else:
-            high, b, at_b = b, a, at_a
-            a = high - _GOLDEN * (high - low)
-            at_a = value(a)
-        highest = max(highest, at_a, at_b)
+            high, b = b[1], a
+            a = (value(x := high - _GOLDEN * (high - low)), x)
+        highest = max(highest, a, b)
     return highest
 
 
-def _longest_route_s(
-    problem: Problem, regions: Mapping[int, Region], compute_s: Floats, held_s: Floats
-) -> float:
-    """The last ``end``, where operators take ``compute_s`` and hold what is worth ``held_s``."""
-    g, worker = problem.graph, problem.worker
-    host, shares_host = host_of(problem)
-    same = worker[:, None] == worker
-    weights, (out_s, in_s) = _weights_s(problem, compute_s, held_s), _leaving_s(problem)
-    trip_s = out_s + in_s
-    one_s, across_s = (f(out_s[:, None], in_s)[..., None] for f in (np.minimum, np.maximum))
-    end_s, cost_s = np.zeros_like(compute_s), compute_s + held_s
-    for i in range(g.num_ops):
-        begin_s = np.zeros(problem.num_devices)
-        for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]:
-            sent_s, src = _sent_s(problem, t), g.tensor_src[t]
-            if src < 0:
-                arrives_s = np.where(shares_host, 0.0, sent_s[host])
-            else:
-                arrives_s = (end_s[src][:, None] + sent_s).min(axis=0)
-            begin_s = np.maximum(begin_s, arrives_s)
-        if i in regions:
-            forks, first, inside = regions[i]
-            alone_s, *several_s = np.tensordot(weights[..., first:i], inside, (2, 1))
-            spread_s = [
-                x + (1 - s) * trip_s[:, None] for s, x in zip(_SHARES, several_s, strict=True)
-            ]
-            least_s = np.minimum(alone_s, np.max(spread_s, axis=0))  # [D, forks]
-            mixed_s = np.max(several_s, axis=0)
-            apart_s = np.maximum(across_s, one_s + np.maximum(mixed_s[:, None], mixed_s))
-            after_s = end_s[forks].T[:, None] + np.where(same[..., None], least_s, apart_s)
-            begin_s = np.maximum(begin_s, after_s.min(axis=0).max(axis=1))
-        end_s[i] = begin_s + cost_s[i]
-    return float(end_s.min(axis=1).max())
+class _Routes:
+    """Least times at which operators can end, by the device they are placed on.
 
+    An operator begins when the latest of its inputs is there, each made where that lets it arrive
+    first. And when what lies between a fork and a join must be done: it begins after the one, and
+    ends before the other. Of that region, let
 
-Region = tuple[NDArray[np.intp], int, Floats]
+    * ``alone`` be its seconds on the fork's device, all of them one after another;
+    * ``trip`` be the least time from there to another device and back, and ``way`` the longest path
+      from fork to join through an operator. Where that is elsewhere, it takes ``way + trip``.
 
+    With the join on the same device the region takes ``alone``; or some of it is elsewhere, none of
+    which takes as long as ``alone`` with its way, and this is bounded by loads: that of the device,
+    or that of any other and a trip, is no less than any mean of the two. With the join elsewhere
+    every device lacks one of the two transfers at most.
 
-def _regions(problem: Problem) -> dict[int, Region]:
-    """By join: its forks ``[F]``, an operator, and which of those from it on lie between them.
-
-    The last is ``[F, W]``, 1 for what follows the fork and is followed by the join, else 0.
+    What an operator holds has a price in seconds too. An operator's time here is at most the time
+    at which it ends plus the price of what it and all before it hold, each once: what is in a
+    region is not before its fork.
     """
-    n, edges = problem.num_ops, np.unique(problem.graph.edges, axis=0)
-    if n > _REGIONS or problem.num_workers == 1:
-        return {}
-    follows = np.zeros((n, n), bool)
-    for src, dst in edges[::-1].tolist():
-        follows[src] |= follows[dst]
-        follows[src, dst] = True
-    is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
-    found = {}
-    for v in np.flatnonzero(is_join).tolist():
-        first = max(0, v - _WINDOW)
-        before = follows[first:v, v]
-        forks = first + np.flatnonzero(is_fork[first:v] & before)
-        if len(forks):
-            found[v] = forks, first, (follows[forks, first:v] & before).astype(np.float64)
-    return found
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, worker, d = problem, problem.worker, problem.num_devices
+        self.same = worker[:, None] == worker
+        sent_s = np.full((d, d), np.inf)
+        for t in np.flatnonzero(problem.graph.tensor_src >= 0):
+            sent_s = np.minimum(sent_s, self._sent_s(t))
+        sent_s[self.same] = np.inf
+        out_s, in_s = sent_s.min(axis=1), sent_s.min(axis=0)
+        self.trip_s = out_s + in_s
+        self.one_s, self.across_s = (
+            f(out_s[:, None], in_s)[..., None] for f in (np.minimum, np.maximum)
+        )
+        self.regions = self._regions() if problem.num_workers > 1 else {}
+
+    def _sent_s(self, tensor: int | np.integer[Any]) -> Floats:
+        """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
+        problem, given = self.problem, self.problem.profile.transfer_s
+        if given is None:
+            size = float(problem.graph.tensor_bytes[tensor])
+            return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
+        pairs = np.ix_(problem.worker, problem.worker)
+        return np.where(self.same, 0.0, given[tensor][pairs])
+
+    def _regions(self) -> dict[int, tuple[NDArray[np.intp], Floats]]:
+        """By join: its last forks ``[F]``, and the longest paths ``[F, W]`` from each through those
+        between the first and the join; -inf: there is none."""
+        n, edges = self.problem.num_ops, np.unique(self.problem.graph.edges, axis=0)
+        if n > _REGIONS:
+            return {}
+        way_s, own_s = np.full((n, n), -np.inf), _fastest_s(self.problem)
+        for src, dst in edges[::-1].tolist():
+            np.maximum(way_s[src], way_s[dst] + own_s[dst], out=way_s[src])
+            way_s[src, dst] = max(way_s[src, dst], 0.0)
+        is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
+        found = {}
+        for v in np.flatnonzero(is_join).tolist():
+            forks = np.flatnonzero(is_fork & np.isfinite(way_s[:, v]))[-_FORKS:]
+            if len(forks):
+                found[v] = forks, way_s[forks, forks[0] : v] + way_s[forks[0] : v, v]
+        return found
+
+    def longest_s(self, compute_s: Floats, held_s: Floats) -> float:
+        """The last end, where operators take ``compute_s`` and hold what is worth ``held_s``."""
+        problem, g = self.problem, self.problem.graph
+        host, shares_host = host_of(problem)
+        end_s, cost_s = np.zeros_like(compute_s), compute_s + held_s
+        shared = self._shared_s(compute_s, held_s)
+        for i in range(g.num_ops):
+            begin_s = np.zeros(problem.num_devices)
+            for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]:
+                sent_s, src = self._sent_s(t), g.tensor_src[t]
+                if src < 0:
+                    arrives_s = np.where(shares_host, 0.0, sent_s[host])
+                else:
+                    arrives_s = (end_s[src][:, None] + sent_s).min(axis=0)
+                begin_s = np.maximum(begin_s, arrives_s)
+            if i in self.regions:
+                forks, way_s = self.regions[i]
+                between_s = self._between_s(way_s, *(x[..., forks[0] : i] for x in shared))
+                after_s = end_s[forks].T[:, None] + between_s
+                begin_s = np.maximum(begin_s, after_s.min(axis=0).max(axis=1))
+            end_s[i] = begin_s + cost_s[i]
+        return float(end_s.min(axis=1).max())
+
+    def _shared_s(self, compute_s: Floats, held_s: Floats) -> tuple[Floats, Floats, Floats]:
+        """What a region has of an operator: float64 ``[1 + shares, D, N]`` twice, ``[D, N]``.
+
+        On the device; with a share of the device's seconds, and the rest of others', wherever that
+        is least; and the least seconds elsewhere.
+        """
+        can, others = np.isfinite(compute_s), max(self.problem.num_workers - 1, 1)
+        taken_s = np.where(can, compute_s, 0.0)
+        most_s = taken_s.sum() + held_s.sum()  # no region takes longer; 0 times inf is none
+        here_s, least_s = np.empty((2, 1 + len(_SHARES), *compute_s.T.shape))
+        other_s = np.empty(compute_s.T.shape)
+        for d, same in enumerate(self.same):
+            other_s[d] = np.where(can & ~same, taken_s, most_s).min(axis=1)
+            for k, share in enumerate((1.0, *_SHARES)):
+                part_s = np.where(same, share, (1 - share) / others) * taken_s + held_s
+                here_s[k, d] = np.where(can & same, part_s, most_s).min(axis=1)
+                least_s[k, d] = np.where(can, part_s, most_s).min(axis=1)
+        return here_s, least_s, other_s
+
+    def _between_s(self, way_s: Floats, here_s: Floats, least_s: Floats, other_s: Floats) -> Floats:
+        """float64 ``[D, D, F]``: from the end of each fork on until the join can begin."""
+        inside = np.isfinite(way_s)
+        alone_s = here_s[0] @ inside.T  # [D, F], as are the next
+        around_s = way_s + self.trip_s[:, None, None] + other_s[:, None]
+        away = inside & (around_s < alone_s[..., None])
+        soonest_s = np.where(away, around_s, np.inf).min(axis=-1)
+        several_s = _summed(least_s[1:], away) + _summed(here_s[1:], inside & ~away)
+        several_s += (1 - np.array(_SHARES))[:, None, None] * self.trip_s[:, None]
+        together_s = np.minimum(alone_s, np.maximum(soonest_s, several_s.max(axis=0)))
+        any_s = (least_s[1:] @ inside.T).max(axis=0)
+        apart_s = np.maximum(self.across_s, self.one_s + np.maximum(any_s[:, None], any_s))
+        return np.where(self.same[..., None], together_s, apart_s)
 
 
-def _weights_s(problem: Problem, compute_s: Floats, held_s: Floats) -> Floats:
-    """float64 ``[1 + shares, D, N]``: what a region has of an operator, see ``_routes_bound_s``."""
-    worker, supported = problem.worker, np.isfinite(compute_s)
-    taken_s = np.where(supported, compute_s, 0.0)
-    most_s = taken_s.sum() + held_s.sum()  # no region takes longer; 0 times inf is none
-    weights = np.empty((1 + len(_SHARES), problem.num_devices, problem.num_ops))
-    for d in range(problem.num_devices):
-        here = worker == worker[d]
-        weights[0, d] = np.where(supported & here, taken_s + held_s, most_s).min(axis=1)
-        for k, share in enumerate(_SHARES):
-            part = np.where(here, share, (1 - share) / max(problem.num_workers - 1, 1))
-            weights[1 + k, d] = np.where(supported, part * taken_s + held_s, np.inf).min(axis=1)
-    return weights
-
-
-def _leaving_s(problem: Problem) -> tuple[Floats, Floats]:
-    """float64 ``[D]`` each: the least time from a device to any other, and back from any."""
-    worker = problem.worker
-    least_s = np.full((problem.num_devices, problem.num_devices), np.inf)
-    for t in np.flatnonzero(problem.graph.tensor_src >= 0):
-        least_s = np.minimum(least_s, _sent_s(problem, t))
-    least_s[worker[:, None] == worker] = np.inf
-    return least_s.min(axis=1), least_s.min(axis=0)
-
-
-def _sent_s(problem: Problem, tensor: int | np.integer[Any]) -> Floats:
-    """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
-    given, worker = problem.profile.transfer_s, problem.worker
-    if given is None:
-        size = float(problem.graph.tensor_bytes[tensor])
-        return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
-    return np.where(worker[:, None] == worker, 0.0, given[tensor][np.ix_(worker, worker)])
+def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
+    """float64 ``[K, D, F]`` of ``[K, D, W]``, where it is so: ``[D, F, W]``."""
+    return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
 _LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway
@@ -415,9 +463,9 @@ def _period_bound_s(problem: Problem, load_s: float) -> float:
             return min(cost_s((1 - at) * first + at * last, u, x) for x in shares)
 
         def best(at: float) -> float:
-            return _highest(partial(value, at), 0.0, 1.0, _STEPS)
+            return _highest(partial(value, at), 0.0, 1.0, _STEPS)[0]
 
-        most_s = best(0.0) if np.array_equal(first, last) else _highest(best, 0.0, 1.0, _STEPS)
+        most_s = best(0.0) if np.array_equal(first, last) else _highest(best, 0.0, 1.0, _STEPS)[0]
         return most_s + batch_s * max(1 / devices, 1 / (1 + shares[1] * (longer * devices - 1)))
 
     parts = [(max(load_s + batch_s / devices, between_s(0.0, 1.0)), 0.0, 1.0)]
