@@ -50,6 +50,7 @@ _WALKS = ("critical_path_greedy",)  # it walks on as long as it may
 # Of evaluations that are limited these get a share of what is left.
 _SHARES = {"single_device": 0.1, "critical_path_greedy": 0.25, "contiguous_dp": 0.5}
 _SEARCH_SHARE = 0.75  # of seconds, for searches; of any budget where nothing fits
+_ENOUGH = 1000  # evaluations of a search, for each group and other device
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
 # These evaluate several placements: of few evaluations the others of the lists above come first.
 _SEVERAL = ("busy_heft", "level_pipeline", "contiguous_dp", "critical_path_greedy")
@@ -70,10 +71,10 @@ class BestOf:
     ``placement.problem.lower_bound``.
 
     Of limited seconds these planners get a quarter. With the rest, and with evaluations that they
-    leave, ``macro_search`` and ``local_search`` go on from the best placement until it is proved;
-    not where micro-batches take turns. They also go on (for 2,000 evaluations without a budget)
-    where none of the planners finds a placement that fits in memory, and arithmetic does not prove
-    that there is none.
+    leave, ``macro_search`` and ``local_search`` go on from the best placement until it is proved,
+    or they had 1,000 evaluations for each group and other device; not where micro-batches take
+    turns. They also go on (for 2,000 evaluations without a budget) where none of the planners finds
+    a placement that fits in memory, and arithmetic does not prove that there is none.
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
@@ -220,7 +221,10 @@ def _search_on(search: Search, values: dict[str, float]) -> str:
     for name, share in (("macro_search", 0.7), ("local_search", 1.0)):
         if search.left and search.best is not None:
             placement, before = search.best[search.problem.graph.group], search.best_cost
-            searcher = load(name, start=lambda _, p=placement: Solution(p, np.inf))
+            moves = search.problem.graph.num_groups * (search.problem.num_devices - 1)
+            most = _ENOUGH * moves if np.isfinite(search.best_s) else None
+            start = {"start": lambda _, p=placement: Solution(p, np.inf)}
+            searcher = load(name, **start, evaluations=most)
             values[name] = search.run(searcher, share, share).value_s
             winner = name if search.best_cost < min(before, INFEASIBLE) else winner
     return winner
