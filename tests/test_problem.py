@@ -268,7 +268,7 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
 
 
 def branches(rng: np.random.Generator, most: int) -> OpGraph:
-    """So many operators at most: blocks of a fork, two or three branches, and a join; tied parameters."""
+    """So many operators at most: forks, branches and joins. Some parameters are tied."""
     edges: list[tuple[int, int]] = []
     last = 0
     while (free := most - 1 - last) >= 3:
