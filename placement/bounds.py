@@ -249,10 +249,10 @@ def _routes_bound_s(problem: Problem) -> float:
     share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
     own_bytes = np.bincount(g.param_use_op, share[g.param_use], g.num_ops)  # tied: held once
     all_bytes, free_s = own_bytes.sum(), routes.longest_s(compute_s, np.zeros_like(compute_s))
-    full = all_bytes > problem.memory_bytes
+    streams = problem.worker != np.arange(problem.num_devices)
+    full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
         return free_s * (1 - 1e-12)
-    streams = problem.worker != np.arange(problem.num_devices)
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -399,26 +399,28 @@ class _Routes:
     def _between_s(self, way_s: Floats, here_s: Floats, least_s: Floats, other_s: Floats) -> Floats:
         """float64 ``[D, D, F]``: from the end of each fork on until the join can begin."""
         inside = np.isfinite(way_s)
-        alone_s = here_s[0] @ inside.T  # [D, F], as are the next
+        (alone_s,) = _summed(here_s[:1], inside)  # [D, F], as are the next
         around_s = way_s + self.trip_s[:, None, None] + other_s[:, None]
         away = inside & (around_s < alone_s[..., None])
         soonest_s = np.where(away, around_s, np.inf).min(axis=-1)
         several_s = _summed(least_s[1:], away) + _summed(here_s[1:], inside & ~away)
         several_s += (1 - np.array(_SHARES))[:, None, None] * self.trip_s[:, None]
         together_s = np.minimum(alone_s, np.maximum(soonest_s, several_s.max(axis=0)))
-        any_s = (least_s[1:] @ inside.T).max(axis=0)
+        any_s = _summed(least_s[1:], inside).max(axis=0)
         apart_s = np.maximum(self.across_s, self.one_s + np.maximum(any_s[:, None], any_s))
         return np.where(self.same[..., None], together_s, apart_s)
 
 
 def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
-    """float64 ``[K, D, F]`` of ``[K, D, W]``, where it is so: ``[D, F, W]``."""
+    """float64 ``[K, D, F]`` of ``[K, D, W]``, where it is so: ``[D, F, W]``, or alike on devices.
+
+    Not by BLAS, whose last digits depend on the processor.
+    """
+    where = np.broadcast_to(where, (seconds.shape[1], *where.shape[-2:]))
     return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
 _LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway
-
-
 _NARROW = 1 / 64  # shares so close are not told apart
 _STEPS = 10  # of a golden section within another
 

@@ -303,7 +303,9 @@ def like_a_gpu(seed: int) -> Problem:
         Link("gpu", "cpu", rng.random() / 10, 1e3),
     ]
     if seed % 4 == 1:
-        devices.append(Device("streamed", "cuda", streams="gpu"))
+        devices.append(
+            Device("streamed", "cuda", memory_bytes=1, streams="gpu")
+        )  # it holds nothing
         links.append(Link("cpu", "streamed", rng.random() / 10, 10.0 * rng.integers(1, 10)))
     loaded_s = seconds * (1 + rng.random((n, 2)) * rng.choice([0.2, 2, 10]))
     facts: Any = {"loaded_s": loaded_s, "batch_s": rng.random()}
