@@ -4,10 +4,11 @@
 #     [CACHE_PYTHON=python3.12] experiments/gpu.sh [PYTHON_VERSION]      default 3.12, the version there
 #
 # Wheels of the tested versions go to runs/gpu/wheels: pydantic, which `placement` needs, and what
-# policies need. Where CACHE_PYTHON names an interpreter of that version with PyTorch and the same
-# numba, compiled kernels go to runs/gpu/kernels: numba finds them again for the same path of the
-# files, the same times of them and the same processor features, so all three are fixed here and
-# there. It also shows that the wheels install without a network, and that the script starts.
+# policies need. Where CACHE_PYTHON names an interpreter of that version with PyTorch and the numba
+# that is there (NUMBA, default 0.68.0), compiled kernels go to runs/gpu/kernels. numba finds them
+# again for the same version of itself, the same path of the files, the same times of them and the
+# same processor features, so all are fixed here and there; the script says how many it found.
+# It also shows that the wheels install without a network, and that the script starts.
 set -eu
 cd "$(dirname "$0")/.."
 version=${1:-3.12}
@@ -32,9 +33,10 @@ rm "$wheels/wanted.txt"
 touched="find . -name '*.py' -exec touch -d @1700000000 {} +"
 install="-m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $there/.site"
 settings="PYTHONPATH=$there/.site:$there PYTHONUNBUFFERED=1 NUMBA_CPU_NAME=x86-64-v3 \
-NUMBA_CPU_FEATURES=+avx2,+fma,+bmi,+bmi2,+popcnt,+sse4.2"
+NUMBA_CPU_FEATURES=+avx2,+fma,+bmi,+bmi2,+popcnt,+sse4.2 OPENBLAS_NUM_THREADS=1" # or forks warn
 if [ -n "${CACHE_PYTHON:-}" ]; then
-    home=$PWD
+    home=$PWD numba=$("$CACHE_PYTHON" -c 'import numba; print(numba.__version__)')
+    [ "$numba" = "${NUMBA:-0.68.0}" ] || { echo "numba is $numba, there ${NUMBA:-0.68.0}" >&2 && exit 1; }
     rm -rf $there && mkdir $there
     git ls-files -z | xargs -0 cp --parents -t $there
     (
@@ -54,7 +56,7 @@ export $settings NUMBA_CACHE_DIR=$there/$kernels && python3 -m experiments.gpu -
 [ "$mib" -lt 64 ] || { echo "$mib MiB are more than the 64 that travel" >&2 && exit 1; }
 [ ${#command} -le 2000 ] || { echo "the command has ${#command} letters, more than 2,000" >&2 && exit 1; }
 cat <<END
-$mib MiB travel. Carry $wheels and $kernels along, allow 570 s, and run there:
+$mib MiB travel. Carry $wheels and $kernels along, allow 530 s, and run there:
 
 $command
 END

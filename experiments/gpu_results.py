@@ -80,7 +80,7 @@ def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
     told = known.get("nvidia-smi", {}).get("text", "").split(",")[2:]
     names = ("driver", "highest_clock", "clock", "power_limit")
     smi = dict(itertools.zip_longest(names, map(str.strip, told[:4]), fillvalue="unknown"))
-    versions = {k: v for k, v in known["versions"].items() if k not in ("section", "item")}
+    versions = {k: v for k, v in known["versions"].items() if k not in ("section", "item", "at")}
     kept = ("when", "cpu", "cores", "load", "cores_stay_awake")
     return {
         **{k: measured[k] for k in kept if k in measured},

@@ -62,5 +62,5 @@ def shared() -> Path:
 def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles as measured, but with the fewest runs: for tests that need one, of any accuracy."""
     few = {"PATIENCE": 1, "CALIBRATION_MOST": 1, "CALIBRATION_ROUNDS": 1, "STREAMED": 8}
-    for name, value in (few | {"CALIBRATION_FACTORS": (1.0,)}).items():
+    for name, value in (few | {"CALIBRATION_TRIES": 1}).items():
         monkeypatch.setattr(f"placement.costs.measure._{name}", value)

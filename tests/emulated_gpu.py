@@ -5,8 +5,8 @@ on), events, the order in which memory becomes free (poisoned with NaN by the st
 it, as soon as Python has dropped it, unless ``record_stream`` says who still uses it; that another
 stream uses it then is counted), memory that is full, pinned and pageable host memory (a copy from
 the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured, and
-NVML's counters.
-Kernels are the CPU's.
+NVML's counters. Kernels are the CPU's, of those that a GPU has too; equal values have another order
+where nobody promises one.
 
     with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
         ...  # torch.cuda and tensors on cuda:0; ``gpu`` counts what was copied how
@@ -15,19 +15,25 @@ Kernels are the CPU's.
 from __future__ import annotations
 
 import queue
+import re
 import sys
 import threading
 import time
+import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torchgen
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +56,9 @@ class Gpu:
         num_streams, num_poisoned, num_replays: so far.
         num_races: blocks that were freed while a stream used them that nobody had recorded, or
             used by a stream that did not wait for what the block's own stream had begun before.
+        num_aborts: how often the process would have ended: when pinned memory is freed, an event is
+            recorded on the streams that have used it, and no destructor may raise what that does on
+            a device that has failed.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
@@ -69,6 +78,7 @@ class Gpu:
     num_poisoned: int = 0
     num_replays: int = 0
     num_races: int = 0
+    num_aborts: int = 0
     open_pools: Counter[Any] = field(default_factory=Counter)
     used_pools: Counter[Any] = field(default_factory=Counter)
     spoiled_pools: set[Any] = field(default_factory=set)
@@ -87,6 +97,12 @@ class Gpu:
             )
         self.allocated[device] += num_bytes
         self.peak[device] = max(self.peak[device], self.allocated[device])
+
+    def pinned_is_free(self, used_by: list[Stream]) -> None:
+        """Pinned memory is free again."""
+        self.num_aborts += any(
+            each.index == x.index and x.error for each in used_by for x in self.streams
+        )
 
 
 _gpu: Gpu
@@ -121,7 +137,7 @@ class Stream:
             try:
                 launched()
             except BaseException as error:  # shown to whoever waits, from then on
-                self.error = self.error or error
+                self.error = self.error or error.with_traceback(None)  # which holds memory
             launched = None
             self.num_done += 1
 
@@ -332,6 +348,35 @@ class Mode(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@cache
+def _only_elsewhere() -> frozenset[str]:
+    """Operators for which PyTorch has no CUDA kernel, by the list that it comes with."""
+    listed = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    kernels: dict[str, str] = {}
+    for entry in re.sub(r"#.*", "", listed.read_text("utf-8")).split("\n- func: ")[1:]:
+        name, rest = entry.split("(", 1)
+        kinds = re.search(r"\n  dispatch:((?:\n    .*)+)", rest)
+        base = re.search(r"\n  structured_delegate: (\S+)", rest)
+        # Without either it is made of other operators, or by a template for all.
+        own = kinds[1] if kinds and "ufunc_inner_loop" not in rest else ""
+        kernels[name] = base[1] if base else own or "Composite"
+    kernels = {name: kernels.get(kinds, kinds) for name, kinds in kernels.items()}
+    lacking = [x for x, kinds in kernels.items() if not re.search(r"\bCUDA\b|Composite", kinds)]
+    return frozenset(f"aten.{x}" if "." in x else f"aten.{x}.default" for x in lacking)
+
+
+_ANY_ORDER = {aten.sort.default: 1, aten.topk.default: 2}  # of what is equal; place of ``dim``
+
+
+def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    at = _ANY_ORDER.get(func)
+    if at is None or args[0].dim() == 0:
+        return func(*args, **kwargs)
+    dim = args[at] if len(args) > at else kwargs.get("dim", -1)
+    values, where = func(args[0].flip(dim), *args[1:], **kwargs)
+    return values, args[0].shape[dim] - 1 - where
+
+
 def _moves(func: Any) -> bool:
     return str(func).startswith(("aten._to_copy.", "aten.to.", "aten.copy_."))
 
@@ -359,7 +404,7 @@ def _metas(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name, device = str(func), kwargs.get("device")
-    if name in _gpu.missing:
+    if name in _gpu.missing or name in _only_elsewhere():
         raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     cuda = [x for x in tensors if isinstance(x, CudaTensor)]
@@ -373,7 +418,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 if graph.mode == "global":
                     graph.failed = True  # whoever allocates
             made.fill_(torch.nan if made.is_floating_point() else 0)
-            made.pinned = True
+            made.pinned = []
+            weakref.finalize(made, _gpu.pinned_is_free, made.pinned).atexit = False
             return made
         if func is aten._local_scalar_dense.default:
             current_stream(cuda[0].device).synchronize()
@@ -428,6 +474,7 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
     del memory
     if late and hasattr(target, "pinned"):
         gpu.copies["back"] += 1
+        target.pinned.append(on)
         return target
     gpu.copies["back and wait"] += 1
     on.synchronize()
@@ -440,6 +487,8 @@ def _from_host(
     """Pageable memory is read while the caller waits, after the stream has come so far."""
     if all(hasattr(x, "pinned") for x in host):
         _gpu.copies["pinned"] += 1
+        for x in host:
+            x.pinned.append(on)
         return args, kwargs
     _gpu.copies["pageable"] += 1
     on.synchronize()  # which a stream that is captured may not
@@ -449,6 +498,17 @@ def _from_host(
         return read.get(id(x), x) if isinstance(x, Tensor) else x
 
     return pytree.tree_map(swap, args), pytree.tree_map(swap, kwargs)
+
+
+def _check_library(func: Any, on: Stream) -> None:
+    """What cuBLAS and cuDNN need in a thread they cannot get while a graph is captured."""
+    known = _here.__dict__.setdefault("libraries", set())
+    for library, words in {"cuBLAS": ("linear", "mm"), "cuDNN": ("conv", "lstm")}.items():
+        if any(word in str(func) for word in words) and library not in known:
+            if on.graph is not None:
+                on.graph.failed = True
+                raise RuntimeError(f"{library} cannot begin while the stream is capturing")
+            known.add(library)
 
 
 def _launch(
@@ -511,7 +571,7 @@ def _launch(
         if "non_blocking" in k:
             k["non_blocking"] = False
         with torch.inference_mode(inference), torch.no_grad():
-            found = pytree.tree_leaves(func(*a, **k))
+            found = pytree.tree_leaves(_computed(func, a, k))
             read = {
                 x.untyped_storage().data_ptr()
                 for x in pytree.tree_leaves((a, k))
@@ -523,10 +583,13 @@ def _launch(
                     shares = is_new and value.untyped_storage().data_ptr() in read
                     cell[0] = value.clone() if shares else value
 
+    _check_library(func, on)
     if on.graph is None and _draws(func):
         _check_generator()
     on.launch(kernel)
     is_view = all(cell is not None and not cell[1] for cell in cells)  # a kernel only here
+    if on.graph is not None and not is_view:
+        on.graph.is_empty = False
     # (Between GPUs streams wait for each other once there is memory.)
     for x in (
         ()
@@ -546,7 +609,7 @@ class CUDAGraph:
 
     def __init__(self) -> None:
         self.work: list[Any] = []
-        self.failed, self.ended = False, False
+        self.failed, self.ended, self.is_empty = False, False, True
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         self.stream, self.mode = current_stream(), capture_error_mode
@@ -568,6 +631,8 @@ class CUDAGraph:
         if self.failed:  # and neither allocators nor the generator are told
             _gpu.spoiled_pools.add(self.pool)
             raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
+        if self.is_empty:
+            warnings.warn("The CUDA Graph is empty.", UserWarning, stacklevel=2)
         _end_allocate(self.stream.index, self.pool)
         _gpu.captured = False
         self.ended = True

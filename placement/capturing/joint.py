@@ -7,12 +7,13 @@ holds the very kernels that eager training calls, forward and backward, and no d
 dozen element-wise operators). A second trace removes in-place operators, because a distributed
 run keeps no other order than that of the edges; new values of buffers become results.
 
-The kernels are those of the machine that traces: attention and recurrent layers, for which a CPU
-and a GPU have different ones, are captured as a CPU runs them.
+The kernels are those that a CPU runs, wherever the module is; ``kernels`` says what another device
+runs instead of those that it lacks.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
@@ -30,6 +31,7 @@ from placement.program import CaptureError, Param, Ref, storage_of
 
 _aten = torch.ops.aten
 _higher = torch.ops.higher_order
+_CPU = torch.device("cpu")
 Owner = tuple[int, bool]  # (number of the call in the forward, whether it is its backward)
 
 
@@ -102,6 +104,7 @@ class _Forward(fx.Interpreter):
         if target is autograd_call:
             name, *tensors = args
             return self._replays[name](*tensors)
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def _nested(self, body: Any, operands: Sequence[Any]) -> Any:
@@ -180,7 +183,7 @@ def trace_step(
     own = {param_at[name] for name in signature.inputs_to_parameters if name in param_at}
     trainable = _trainable(params, own, optimizer)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    flat = [x.detach() for x in (*params, *tensors)]
+    flat = _on_cpu([*params, *tensors])
     calls: list[fx.Node] = []
     with_gradient: list[int] = []
 
@@ -221,7 +224,7 @@ def trace_step(
         with quiet(), torch.enable_grad(), left_as_it_was(module):
             traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
             _lift_constants(traced, params, param_names)
-            flat = [x.detach() for x in (*params, *tensors)]
+            flat = _on_cpu([*params, *tensors])
             pure = make_fx(
                 torch.func.functionalize(functional, remove="mutations"), tracing_mode="fake"
             )(*flat)
@@ -236,7 +239,7 @@ def trace_step(
     entries = [n for n in nodes if n.op == "placeholder"]
     written = [n for n in nodes if n.target is _aten.copy_.default]
     loss, *gradients = nodes[-1].args[0]
-    new_buffers = [(entries.index(node.args[0]), node.args[1]) for node in written]
+    new_buffers = [(entries.index(node.args[0]), _copied(node.args[1])) for node in written]
     for at, node in new_buffers:
         _check_change(param_names[at] if at < len(params) else None, at in own, node, calls)
     _check_apart(params, param_names, {*trainable, *(i for i, _ in new_buffers)})
@@ -253,6 +256,21 @@ def trace_step(
         gradients=list(zip(with_gradient, gradients, strict=True)),
         new_buffers=new_buffers,
     )
+
+
+def _copied(value: fx.Node) -> fx.Node:
+    """The new statistics themselves, where ``value`` is no more than a copy of them."""
+    source: Any = value.args[1] if value.target is _aten.copy.default else value
+    made = source.target is operator.getitem and source.args[0].target
+    return source if made is _aten._native_batch_norm_legit_functional.default else value
+
+
+def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """For a trace: as they are, or like them, but on a CPU, where one of them is not."""
+    if all(x.device == _CPU for x in tensors):
+        return [x.detach() for x in tensors]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in tensors]
 
 
 def _trainable(

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from placement.capturing.joint import Joint
+from placement.capturing.kernels import kernel_of
 
 _aten = torch.ops.aten
 Part = tuple[int, str]  # (number of the call, "", "_backward" or "_weight_backward")
@@ -205,7 +206,7 @@ def compile_piece(
             arguments = [source(x) for x in node.args]
             arguments += [f"{k}={source(x)}" for k, x in node.kwargs.items()]
             lines.append(
-                f"    {variable[node]} = {bind(_callable(node.target))}({', '.join(arguments)})"
+                f"    {variable[node]} = {bind(kernel_of(node.target))}({', '.join(arguments)})"
             )
         done = [variable[x] for x in dict.fromkeys((*node.all_input_nodes, node)) if last[x] == i]
         if done:
@@ -214,17 +215,6 @@ def compile_piece(
     lines.append(f"    return {returned}")
     exec("\n".join(lines), names)
     return names["run"], list(operands)
-
-
-def _callable(target: Any) -> Callable[..., Any]:
-    if target is not _aten.mkldnn_rnn_layer.default:
-        return target  # type: ignore[no-any-return]
-
-    def layer(*args: Any) -> Any:
-        with torch.enable_grad():  # or it keeps nothing for its backward
-            return target(*args)
-
-    return layer
 
 
 def num_bytes(node: fx.Node) -> int:

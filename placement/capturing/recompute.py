@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from placement.graph import OpGraph
 from placement.program import CaptureError, Program, Ref, Step
 
+_OF_THE_BATCH = "aten.batch_norm.default"
+
 
 def recompute(graph: OpGraph, blocks: Sequence[str]) -> OpGraph:
     """The same training step with the activations inside ``blocks`` computed again.
 
     ``blocks`` are module paths, e.g. ``layers.3``. The second forward of a block waits for the
     gradient that its backward begins with, and is colocated like the first. Kept are what other
-    modules read, and the results of operators that read a buffer which the step changes (batch
-    normalisation in training mode). Parameters, losses and gradients are the same.
+    modules read, and the results of operators that read a buffer which the step changes, except
+    batch normalisation's. Parameters, buffers, losses and gradients are the same.
 
     ::
 
@@ -73,6 +75,8 @@ def _recompute(graph: OpGraph, block: str) -> OpGraph:
     changed = [p for p, _ in program.new_buffers]
     fixed = np.zeros(graph.num_ops, bool)
     fixed[graph.param_use_op[np.isin(graph.param_use, changed)]] = True
+    # What batch normalisation makes of a batch depends on that alone: others get the statistics.
+    fixed &= [kind != _OF_THE_BATCH for kind in graph.op_kind]
     stays |= fixed[made_by] & (src >= 0)
 
     wanted = set(np.unique(read[by_backward & of_forward[read] & ~stays[read]]).tolist())
@@ -146,10 +150,10 @@ def _with_copies(
         (int(old[n]), p)
         for n, p in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True)
     ]
-    num_params = len(program.params)
+    num_params, changed = len(program.params), {p for p, _ in program.new_buffers}
     for op in again:
         mine = graph.param_use[graph.param_use_op == op].tolist()
-        param_uses += [(place[op, True], p) for p in mine if p < num_params]
+        param_uses += [(place[op, True], p) for p in mine if p < num_params and p not in changed]
     taken = set(graph.op_name)
 
     def name(op: int, copied: bool) -> str:

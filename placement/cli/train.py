@@ -83,7 +83,7 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
             if off > tolerance.relative and not (
                 free and float((ours[name].cpu() - wanted.cpu()).abs().max()) <= free
             ):
-                return said(name, off, tolerance)
+                return said(name, ours[name], wanted, tolerance, scale)
         return ""
 
     plain = copy.deepcopy(module)

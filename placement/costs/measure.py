@@ -15,11 +15,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,45 +41,40 @@ from placement.executor.alone import (
 )
 from placement.executor.awake import cores_stay_awake
 from placement.executor.backend import is_cuda_here
-from placement.executor.executor import Executor, batched
+from placement.executor.executor import batched
 from placement.executor.runner import Runner
 from placement.graph import OpGraph, reuse_position
-from placement.problem import Problem, ProblemError
+from placement.problem import Problem
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
-from placement.timeline import Timeline, steady_period
+from placement.timeline import steady_period
 from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
-Ways = Mapping[Way, tuple[float, float]]  # of each a factor of transfers, and seconds of sending
-Costs = tuple[Any, ...]  # as ``scaled`` takes them
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)  # of tensors over links
 _LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
 _CHAIN_OPS, _CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
 _STREAMED, _STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
-# Calibration: which placements run, how long, and which costs are tried (see ``calibrated``).
+# Calibration: which placements run, and how long (see ``calibrated``).
 _CALIBRATION_CUTS, _CUT_SHARE = (1, 3, 7, 15, 31, 63, 127), 0.25  # at most a share of the operators
-_CALIBRATION_RUNS = (3, 8)  # micro-batches one by one, and in a pipeline
+_CALIBRATION_WARM, _CALIBRATION_RUNS = 3, (3, 8)  # micro-batches one by one, and in a pipeline
 _CALIBRATION_S, _CALIBRATION_MOST = 0.05, 32  # of shorter ones more, until they take so long
-_CALIBRATION_SIMULATED = 64  # micro-batches at most when costs are tried
+_CALIBRATION_SIMULATED = 16  # micro-batches at most when costs are tried
 _CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
 _CALIBRATION_SEED = 20  # of the places of the cuts
-_CALIBRATION_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of transfers, of waking, of busy neighbours
-_CALIBRATION_BETWEEN = (2**0.5, 2**0.25)  # steps between these, the finer one last
-_CALIBRATION_SENDING_S = (0.0, 1e-5, 2e-5, 4e-5)  # of handing over a tensor
-_CALIBRATION_WAY_S = (0.0, 2e-5, 5e-5, 1e-4, 2e-4)  # more, of one way between kinds of devices
-# A cost is believed where it takes away more of the error than it strays from what was measured:
-_CALIBRATION_PRIOR = 0.01  # error that a factor of e must take away
-_CALIBRATION_PRIOR_S = 4e-5  # of sending, as much as a factor of e; of one way, whose launching
-_CALIBRATION_WAY_PRIOR_S = 2e-4  # thread is asked for more than a queue
+_CALIBRATION_TRIES, _CALIBRATION_ENOUGH = 12, 0.99  # at most so many, while each brings so much
+_CALIBRATION_STEP, _CALIBRATION_DAMPING = 0.1, (0.0, 0.3, 3.0, 30.0)
+# How far from what was measured a cost is likely to be, each as far as a prediction by the error:
+_LIKELY_ERROR, _LIKELY_FACTOR = 0.03, 1.0  # logarithms, of transfers, of waking, of neighbours
+_LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # of all operators of a device
+_LIKELY_S, _LIKELY_UNLIKE_S = 4e-5, 2e-4  # more, of one kind of devices and of several
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
-_DISTURBED = 0.9  # of its measured seconds, in which a device later runs the whole graph
-_RULES = 9  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 10  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # in which a GPU's clock rises, and runs meanwhile at most
 _TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
@@ -230,130 +223,179 @@ def _steady(rounds: Sequence[Floats]) -> bool:
 
 
 def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
-    """The profile with costs between devices as they are in this graph.
+    """The profile with costs between devices, and speeds of devices, as they are in this graph.
 
     What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
-    part. So a few placements run, and a factor for each of the three, and the processor time of
-    handing over a tensor, are chosen with which their latencies and periods are predicted best,
-    by devices of the speed that they have meanwhile: single devices run too. Between unlike kinds
-    of devices each way (to a GPU, from it) has a factor and seconds of sending of its own. One that
-    is clearly faster then was disturbed when it was measured, as others only ever slow it down.
-    Replicas run as well: they send nothing, so only neighbours make their period longer. By how
-    much they are still missed then is the profile's ``error``. A placement that a GPU has no memory
-    for tells nothing; where that are all, the profile stays as it is.
+    part. So single devices, replicas and a few placements run as a user runs them, and the costs
+    that are most probable are taken, where each is near what was measured, and what ran near what
+    is predicted (see ``_most_probable``). Replicas send nothing: of neighbours they tell most.
+
+    Of a CPU both speeds count alike: that which was measured, and that it had meanwhile. Of a GPU
+    the latter counts: there recording takes the thread that launches as long as many operators do.
+    By how much what ran is still missed is the profile's ``error``. A placement that a GPU has no
+    memory for tells nothing; where that are all, the profile stays as it is.
     """
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
     short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, _CALIBRATION_MOST))
     alone, many = (runs * short for runs in _CALIBRATION_RUNS)
-    problem = Problem(graph, cluster, profile, num_microbatches=many)
-    ran, measured, whole_s = _ran(problem, alone)
+    few = min(many, _CALIBRATION_SIMULATED)
+    problem = Problem(graph, cluster, profile, num_microbatches=few)
+    ran, measured = _ran(problem, alone, many)
     if not ran:
         return profile
-    times = whole_s / profile.compute_s.sum(axis=0)
-    times = np.where(np.isfinite(times), times, 1.0)
-    meanwhile = replace(problem, profile=at_speed(profile, times))
-    costs, missed = _fitted(meanwhile, ran, measured)
-    names = ("transfers", "waking", "neighbours", "sending_s")
+    costs, missed = _most_probable(problem, ran, measured)
+    there = [x[np.isfinite(x)] for x in missed.T]
+    on_gpu = np.array([device.kind == "cuda" for device in cluster.devices])
     facts = {
-        "calibration": dict(zip(names, costs, strict=False)),
-        "ways": [[*sorted(way)[0], *own] for way, own in costs[-1].items()],
-        "alone": times.tolist(),
+        "calibration": {"neighbours": costs.neighbours.tolist(), "waking": costs.waking},
+        "ways": [[*sorted(way)[0], *own] for way, own in costs.ways.items()],
+        "alone": costs.times.tolist(),
+        "call_s": costs.call_s,
         # What all placements have in common does not make one look better than another.
-        "error": float(np.abs(missed - np.median(missed, axis=0)).mean()),
+        "error": float(np.abs(np.concatenate([x - np.median(x) for x in there if len(x)])).mean()),
     }
-    undisturbed = at_speed(profile, np.where(times < _DISTURBED, times, 1.0))
-    return replace(scaled(undisturbed, *costs), provenance=profile.provenance | facts)
+    both = replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5))
+    return replace(scaled(profile, both), provenance=profile.provenance | facts)
 
 
-def _ran(problem: Problem, alone: int) -> tuple[list[NDArray[np.int32]], Floats, Floats]:
-    """Placements that fit, what they took, and single devices: the faster of the rounds.
+def _ran(problem: Problem, alone: int, many: int) -> tuple[list[NDArray[np.int32]], Floats]:
+    """Placements that fit, and what they took: the faster of the rounds.
 
-    Returns float64 ``[P, 2]`` latency, of runs of ``alone`` micro-batches one by one, and period
-    of each of the ``P`` placements; and float64 ``[D]`` seconds of all operators on each device,
-    nan where they do not fit, or cannot run.
+    Returns float64 ``[P, 2]`` latency, the median of ``alone`` calls, and period of ``many``
+    micro-batches. Single devices, and replicas, whose turns are unlike, have no latency (nan): what
+    a call of one device costs besides its operators is not what one of several does.
     """
-    executor, n = Executor(problem), problem.num_ops
+    n = problem.num_ops
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], n, 1)
-    replicas = [singles] if problem.stays(singles[None])[0] else []
-    placements = [*_from_few_cuts_to_many(problem), *replicas]
-    rounds = np.empty((_CALIBRATION_ROUNDS, len(placements), 2))
-    whole = np.empty((_CALIBRATION_ROUNDS, len(singles)))
-
-    @contextmanager
-    def room(row: Floats, i: int) -> Iterator[None]:
-        """What does not fit, or cannot run there, is no number."""
-        try:
-            yield
-        except (RuntimeError, ProblemError) as error:
-            if not (isinstance(error, ProblemError) or is_short(error)):
-                raise
-            row[i] = np.nan
-
-    def one_by_one(placement: NDArray[np.int32]) -> Timeline:
-        return executor.run(placement, num_microbatches=alone, max_in_flight=1)
-
+    able = problem.supported.all(axis=0)
+    replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
+    placements = [*singles[able], *_from_few_cuts_to_many(problem), *replicas]
+    rounds = np.full((_CALIBRATION_ROUNDS, len(placements), 2), np.nan)
     for r in range(_CALIBRATION_ROUNDS):
-        for d, p in enumerate(singles):
-            with room(whole[r], d):
-                # Of operators alone: to a GPU inputs take a way, which is not its speed.
-                line = one_by_one(p)
-                whole[r, d] = np.median((line.end_s - line.start_s).sum(axis=1))
         for i, p in enumerate(placements):
-            with room(rounds[r], i):
-                # Turns of unlike devices have no one latency.
-                rounds[r, i] = executor.run(p).period_s
-                if p.ndim == 1:
-                    rounds[r, i, 0] = np.median(one_by_one(p).span_s)
-    fits = np.isfinite(rounds).all(axis=(0, 2))
-    ran = [placements[i] for i in np.flatnonzero(fits)]
-    return ran, rounds.min(axis=0)[fits], whole.min(axis=0)
+            try:
+                rounds[r, i] = run_placement(problem, p, alone, many)
+            except RuntimeError as error:
+                if not is_short(error):
+                    raise
+            if p.ndim > 1 or (p == p[0]).all():
+                rounds[r, i, 0] = np.nan
+    fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
+    return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
 
 
-def _fitted(
+def run_placement(
+    problem: Problem, placement: NDArray[np.int32], alone: int, many: int
+) -> tuple[float, float]:
+    """Latency and period as a user sees them, where nothing is recorded.
+
+    Medians of ``alone`` calls, and the steady period of a stream of ``many`` micro-batches.
+    """
+    graph, spans = problem.graph, list[float]()
+    inputs = graph.program.timing_inputs()
+    window = problem.max_in_flight
+    with Runner(
+        graph, problem.cluster, placement, max_in_flight=window, priority=problem.priority
+    ) as runner:
+        for i in range(_CALIBRATION_WARM + alone):
+            began = time.perf_counter()
+            for _ in runner.stream_tensors([inputs]):
+                pass
+            if i >= _CALIBRATION_WARM:
+                spans.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        ends = [time.perf_counter() - began for _ in runner.stream_tensors([inputs] * many)]
+        phases = runner.num_phases
+    return float(np.median(spans)), float(steady_period(np.array(ends), num_phases=phases))
+
+
+def _most_probable(
     problem: Problem, placements: list[NDArray[np.int32]], measured: Floats
 ) -> tuple[Costs, Floats]:
-    """The costs with which the ``measured`` float64 ``[P, 2]`` are predicted best.
+    """The most probable costs after ``measured`` float64 ``[P, 2]``, nan where there is nothing.
 
-    And float64 ``[P, 2]`` by how much they are missed then, as logarithms of ratios.
+    Each number is likely within one of its scale (``_costs``) and each measurement within
+    ``_LIKELY_ERROR``; what is far from that counts less than its square. All are looked for at
+    once: what one takes away another can give. Returns them, and float64 ``[P, 2]`` by how much
+    predictions miss then, as logarithms of ratios.
     """
-    simulated = min(problem.num_microbatches, _CALIBRATION_SIMULATED)
     by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
     batches = [np.stack(alike) for alike in by_ndim if alike]
+    there, (scale, least) = np.isfinite(measured), _scale(problem.cluster)
 
-    def missed(costs: Costs, num_microbatches: int) -> Floats:
-        profile = scaled(problem.profile, *costs)
-        guess = replace(problem, profile=profile, num_microbatches=num_microbatches)
-        predicted = []
-        for batch in batches:
-            v = evaluate(guess, batch)
-            predicted.append((v.latency_s if batch.ndim == 2 else v.period_s, v.period_s))
-        return np.log(np.concatenate(predicted, axis=1).T / measured)
+    def missed(numbers: Floats) -> Floats:
+        costs = _costs(problem.cluster, numbers * scale)
+        guess = replace(problem, profile=scaled(problem.profile, costs))
+        each = [evaluate(guess, batch) for batch in batches]
+        latency_s = np.concatenate([v.latency_s for v in each]) + costs.call_s
+        period_s = np.concatenate([v.period_s for v in each])
+        return np.log(np.stack([latency_s, period_s], axis=1) / measured)
 
-    def error(costs: Costs, num_microbatches: int) -> float:
-        # What makes no clear difference stays as it was measured.
-        *factors, sending_s, ways = costs
-        factors += [factor for factor, _ in ways.values()]
-        change = np.abs(np.log(factors)).sum() + sending_s / _CALIBRATION_PRIOR_S
-        change += sum(more_s for _, more_s in ways.values()) / _CALIBRATION_WAY_PRIOR_S
-        return float(np.abs(missed(costs, num_microbatches)).mean() + _CALIBRATION_PRIOR * change)
+    def unlikely(numbers: Floats) -> Floats:
+        return np.concatenate([missed(numbers)[there] / _LIKELY_ERROR, numbers])
 
-    # All combinations: what one factor takes away another can give, so one at a time gets stuck.
-    every: Iterator[Costs] = itertools.product(
-        *[_CALIBRATION_FACTORS] * 3, _CALIBRATION_SENDING_S, [{}]
+    def sum_of(rows: Floats) -> float:
+        return float((np.sqrt(1 + rows**2) - 1).sum())  # as squares where small, as sizes where not
+
+    found = np.zeros(len(scale))
+    rows = unlikely(found)
+    for _ in range(_CALIBRATION_TRIES):
+        # Levenberg-Marquardt. Slopes of small steps would see one schedule, which changes.
+        aside = found + _CALIBRATION_STEP * np.eye(len(found))
+        slopes = np.stack([unlikely(x) - rows for x in aside], axis=1) / _CALIBRATION_STEP
+        weighted = slopes / np.sqrt(1 + rows**2)[:, None]
+        tried = [
+            np.maximum(least, found - np.linalg.solve(weighted.T @ slopes + d, weighted.T @ rows))
+            for d in np.multiply.outer(_CALIBRATION_DAMPING, np.eye(len(found)))
+        ]
+        best = min(tried, key=lambda x: sum_of(unlikely(x)))
+        if sum_of(unlikely(best)) > _CALIBRATION_ENOUGH * sum_of(rows):
+            break
+        found, rows = best, unlikely(best)
+    return _costs(problem.cluster, found * scale), missed(found)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What changes a profile (see ``scaled``).
+
+    Attributes:
+        times: float64 ``[D]`` how many times as long operators take on each device.
+        neighbours: float64 ``[D]`` how many times as much they take longer beside busy ones.
+        waking: how many times as long waking takes.
+        ways: of pairs of devices, by name: how many times as long transfers take, seconds more of
+            each, and seconds more that handing over a tensor keeps the sender.
+        call_s: of a call of several devices, besides its first operator to its last.
+    """
+
+    times: Floats
+    neighbours: Floats
+    waking: float
+    ways: Mapping[Way, tuple[float, float, float]]
+    call_s: float = 0.0
+
+
+def _costs(cluster: Cluster, numbers: Floats) -> Costs:
+    """Of numbers ``[C]`` in the order of ``Costs``: logarithms of factors, and seconds."""
+    kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
+    times, by_kind, (waking,), of_ways, (call_s,) = np.split(
+        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 3 * len(ways)])
     )
-    best = min(every, key=lambda costs: error(costs, _CALIBRATION_RUNS[1]))
-    for factor in _CALIBRATION_BETWEEN:
-        steps = [sorted({c / factor, c, c * factor}) for c in best[:-1]]
-        between: Iterator[Costs] = itertools.product(*steps, [{}])
-        best = min(between, key=lambda costs: error(costs, simulated))
-    factors = sorted({round(c * 2**x, 4) for x in (-0.5, 0, 0.5) for c in _CALIBRATION_FACTORS})
-    for way in 2 * _ways(problem.cluster):  # what one has in excess of its own another may lack
-        best = (1.0, *best[1:3], 0.0, best[-1])
-        own = itertools.product(factors, _CALIBRATION_WAY_S)
-        some = [(*best[:-1], {**best[-1], way: costs}) for costs in own]
-        best = min(some, key=lambda costs: error(costs, simulated))
-    return best, missed(best, simulated)
+    neighbours = by_kind[np.unique(kinds, return_inverse=True)[1]]
+    each = [(float(np.exp(f)), float(a), float(b)) for f, a, b in of_ways.reshape(-1, 3)]
+    own = dict(zip(ways, each, strict=True))
+    return Costs(np.exp(times), np.exp(neighbours), float(np.exp(waking)), own, float(call_s))
+
+
+def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
+    """Float64 ``[C]`` how far each of these numbers is likely to be from 0, and the least of it."""
+    kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
+    seconds = _LIKELY_S if len(set(kinds)) == 1 else _LIKELY_UNLIKE_S
+    factors = [_LIKELY_TIMES[kind] for kind in kinds] + [_LIKELY_FACTOR] * (len(set(kinds)) + 1)
+    scale = [*factors, *[_LIKELY_FACTOR, seconds, seconds] * len(ways), seconds]
+    least = [-np.inf] * len(factors) + [-np.inf, 0.0, 0.0] * len(ways) + [0.0]
+    return np.array(scale), np.array(least)
 
 
 def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
@@ -380,48 +422,38 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
 
 
 def _ways(cluster: Cluster) -> list[Way]:
-    """Pairs of devices by kinds of both; none where all are of one kind."""
+    """Pairs of devices by kinds of both."""
     by_kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for a, b in itertools.permutations(cluster.devices, 2):
         by_kinds.setdefault((a.kind, b.kind), []).append((a.name, b.name))
-    return [frozenset(pairs) for pairs in by_kinds.values()] if len(by_kinds) > 1 else []
+    return [frozenset(pairs) for pairs in by_kinds.values()]
 
 
-def scaled(
-    profile: Profile,
-    transfers: float,
-    waking: float,
-    neighbours: float,
-    sending_s: float = 0.0,
-    ways: Ways = MappingProxyType({}),
-) -> Profile:
-    """The profile with other costs of transfers, of waking, of busy neighbours and of sending.
-
-    The first three are factors; ``sending_s`` is how long handing over a tensor keeps the sender.
-    ``ways``: another factor of transfers, and more seconds of sending, between some devices.
-    """
+def scaled(profile: Profile, costs: Costs) -> Profile:
+    """The profile with other costs of operators, of busy neighbours and between devices."""
     links = []
     for x in profile.links:
-        own = (own for way, own in ways.items() if (x.src, x.dst) in way)
-        factor, more_s = next(own, (1.0, 0.0))
+        own = (own for way, own in costs.ways.items() if (x.src, x.dst) in way)
+        factor, later_s, sending_s = next(own, (1.0, 0.0, 0.0))
         links.append(
             replace(
                 x,
-                latency_s=x.latency_s * transfers * factor,
-                bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / (transfers * factor),
-                wake_s=x.wake_s * waking,
-                send_s=x.send_s + sending_s + more_s,
+                latency_s=x.latency_s * factor + later_s,
+                bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / factor,
+                wake_s=x.wake_s * costs.waking,
+                send_s=x.send_s + sending_s,
             )
         )
-    if profile.loaded_s is None:
-        return replace(profile, links=tuple(links))
-    able = np.isfinite(profile.compute_s)
+    other = replace(at_speed(profile, costs.times), links=tuple(links))
+    if other.loaded_s is None:
+        return other
+    able = np.isfinite(other.compute_s)
     more = np.subtract(
-        profile.loaded_s, profile.compute_s, out=np.zeros_like(profile.compute_s), where=able
+        other.loaded_s, other.compute_s, out=np.zeros_like(other.compute_s), where=able
     )
-    loaded = profile.compute_s + neighbours * more
+    loaded = other.compute_s + costs.neighbours * more
     # An operator that was measured, by chance, faster beside busy neighbours still takes time.
-    return replace(profile, links=tuple(links), loaded_s=np.maximum(loaded, 0.1 * profile.loaded_s))
+    return replace(other, loaded_s=np.maximum(loaded, 0.1 * other.loaded_s))
 
 
 def at_speed(profile: Profile, times: Floats) -> Profile:
@@ -613,12 +645,13 @@ def _batch_seconds(cluster: Cluster, repeats: int) -> float:
 def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
     """Least squares of ``latency_s + bytes / bandwidth`` with both terms at least 0.
 
-    Relative errors count, so that the small transfers decide the latency.
+    Relative errors count, so that the small transfers decide the latency; where by chance nothing
+    was seen of one, those to what it would take in proportion to the longest.
     """
     from scipy.optimize import nnls
 
     size = np.asarray(sizes, np.float64)
-    weight = 1.0 / np.maximum(seconds, 1e-6)
+    weight = 1.0 / np.maximum.reduce([seconds, seconds.max() * size / size.max(), 0 * size + 1e-6])
     # Scaled columns: bytes and ones differ by seven orders of magnitude.
     (latency, slope), _ = nnls(
         np.stack([weight, weight * size / size.max()], axis=1), seconds * weight
@@ -706,8 +739,9 @@ def better_order(
         seconds = run_seconds(runner, inputs, 2)[:, None]
     one = Cluster("one", cluster.devices[:1])
     rank = Problem(graph, one, Profile(one.device_names, seconds, seconds * 0)).rank_position
-    if np.bincount(graph.param_use).max(initial=0) < 2:
-        return "rank", rank  # nothing is read twice
+    forward = ~graph.is_backward[graph.param_use_op]
+    if np.bincount(graph.param_use[forward]).max(initial=0) < 2:
+        return "rank", rank  # nothing is read twice, but by a backward, which is far
     reuse = reuse_position(graph)
     first = {device.kind: d for d, device in reversed(list(enumerate(cluster.devices)))}
     ratios = [_takes_of(graph, cluster, d, reuse, rank, inputs) for d in sorted(first.values())]

@@ -14,6 +14,7 @@ they have planned by thread, and memory by stream.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import re
@@ -34,6 +35,7 @@ from placement.executor.awake import wait_exactly
 
 _CLOCK_TRIES = 10  # to read the host's clock and the device's at the same time
 _DRIFT_MS = 500.0  # in which two clocks drift apart so far that it can be told
+_SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
@@ -233,9 +235,37 @@ class CudaBackend:
         self._gpu.compute.wait_event(mark)
         self._gpu.events.append(mark)
 
+    def call(self, launch: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+        """The outputs of the model that the calling thread launches, complete.
+
+        No other thread takes part, as waking one takes as long as many kernels. Autocast and a
+        default device, which are the thread's own, do not hold for operators of the model.
+        """
+        gpu = self._gpu
+        self.follow(self.callers_mark())
+        with torch.cuda.stream(gpu.compute):
+            with (
+                torch.inference_mode(),
+                torch._C._DisableAutocast(),
+                torch._C.DisableTorchFunction(),
+            ):
+                made = launch()
+            if not self.results_stay:
+                made = {t: x.cpu() if isinstance(x, Tensor) else x for t, x in made.items()}
+            gpu.compute.synchronize()
+        return made
+
     def bring(self, value: Any, deliver: Deliver) -> None:
-        """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way."""
-        self._gpu.porter.carry(partial(self._here, value), deliver)
+        """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
+
+        The calling thread copies what takes less than waking the porter.
+        """
+        tensors = value.values() if isinstance(value, dict) else (value,)
+        away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]
+        if sum(x.nbytes for x in away) <= _SMALL_BYTES:
+            _deliver(partial(self._here, value), deliver)
+        else:
+            self._gpu.porter.carry(partial(self._here, value), deliver)
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -325,14 +355,11 @@ class _Inbox:
         self.get, self.empty = self._arrived.get, self._arrived.empty
 
     def put(self, message: Any) -> None:
-        arrived = self._arrived
-        if message is None:  # the end: nothing before it matters any more
-            arrived.put(None)
-        elif isinstance(message, tuple):
-            batch, tensor, value, source, sent = message
-            self._backend.bring(value, lambda v: arrived.put((batch, tensor, v, source, sent)))
-        else:
-            self._backend.bring(message, arrived.put)
+        if not isinstance(message, tuple):
+            self._arrived.put(message)
+            return
+        batch, tensor, value, source, sent = message
+        self._backend.bring(value, lambda v: self._arrived.put((batch, tensor, v, source, sent)))
 
 
 class _Gpu:
@@ -367,7 +394,13 @@ class _Gpu:
 
     def wait(self, event: Any, value: Any) -> Any:
         """``value``, once the event has happened."""
-        event.synchronize()
+        try:
+            event.synchronize()
+        except RuntimeError:
+            # The device has failed for good. Freeing pinned memory that it uses would ask it for an
+            # event, and what that raises ends the process: so it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+            raise
         self.events.append(event)
         return value
 

@@ -311,10 +311,13 @@ class DistributedRunner(Runner):
     def _fail(self, failure: Failure) -> None:
         """Tell whoever waits, for whatever it is."""
         for inbox in (self._results, self._answers, self._orders):
-            inbox.put(failure)
+            inbox.put(replace(failure))
         self.on_failure(failure.error)
 
     # --- rank 0 ----------------------------------------------------------------------------------
+
+    def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
+        return self._stream(iter([inputs]), None)
 
     def _stream(
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None

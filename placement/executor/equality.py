@@ -61,40 +61,62 @@ def error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 
     The norm of the difference over the norm; or a tenth of the largest difference of an element,
     over its size plus the typical size, if that is more. inf: of another shape, not a number or
-    infinite in other places, or integers that are not the same.
+    infinite in other places, or integers that are not the same. Computed where ``expected`` is.
     """
-    if actual.shape != expected.shape:
+    if _unlike(actual, expected):
         return float("inf")
     if not expected.is_floating_point() and not expected.is_complex():
-        return 0.0 if torch.equal(actual.cpu(), expected.cpu()) else float("inf")
-    exact = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = (x.detach().cpu().to(exact).flatten() for x in (actual, expected))
+        return 0.0
+    a, b = _exact(actual, expected)
     finite = torch.isfinite(b)
-    alike = torch.where(finite, torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
-    if not alike.all():
-        return float("inf")
-    a, b = a[finite], b[finite]
+    if not finite.all():
+        a, b = a[finite], b[finite]
     if not len(b):
         return 0.0
-    typical = max(float(b.abs().square().mean().sqrt()), scale) or 1.0
+    typical = max(b.abs().square().mean().sqrt().item(), scale) or 1.0
     apart = (a - b).abs()
-    whole = float(apart.square().mean().sqrt()) / typical
-    return max(whole, float((apart / (typical + b.abs())).max()) / _ONE)
+    whole = apart.square().mean().sqrt().item() / typical
+    return max(whole, (apart / (typical + b.abs())).max().item() / _ONE)
+
+
+def _unlike(actual: Tensor, expected: Tensor) -> str:
+    """Where two tensors differ so that no number tells how far; empty if one does."""
+    if actual.shape != expected.shape:
+        return f"it has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if not expected.is_floating_point() and not expected.is_complex():
+        others = int((actual.cpu() != expected.cpu()).sum())
+        choice = "among equal values, or nearly equal ones, another device may choose another"
+        return f"{others} of {actual.numel()} integers are others ({choice})" if others else ""
+    a, b = _exact(actual, expected)
+    alike = torch.where(torch.isfinite(b), torch.isfinite(a), (a == b) | (a.isnan() & b.isnan()))
+    others = int(alike.logical_not().sum().item())
+    return f"{others} of {len(b)} numbers are not finite in the same way" if others else ""
+
+
+def _exact(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Flat, in float64, where the last is; it is complex, or they are real."""
+    last = tensors[-1]
+    dtype = torch.complex128 if last.is_complex() else torch.float64
+    return tuple(x.detach().to(last.device).to(dtype).flatten() for x in tensors)
 
 
 def difference(actual: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -> str:
     """Which of the tensors is not as expected, and by how much; empty if all are."""
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        if isinstance(b, Tensor) and (off := error(a, b)) > tolerance.relative:
-            return said(f"output {i}", off, tolerance)
+        if isinstance(b, Tensor) and error(a, b) > tolerance.relative:
+            return said(f"output {i}", a, b, tolerance)
     return ""
 
 
-def said(what: str, off: float, tolerance: Tolerance) -> str:
+def said(
+    what: str, actual: Tensor, expected: Tensor, tolerance: Tolerance, scale: float = 0.0
+) -> str:
     """The sentence about a tensor that is not close."""
+    if unlike := _unlike(actual, expected):
+        return f"{what} is not close: {unlike}"
     return (
-        f"{what} is not close: relative error {off:.2g}, at most {tolerance.relative:g} is "
-        f"allowed ({tolerance.what})"
+        f"{what} is not close: relative error {error(actual, expected, scale):.2g}, at most "
+        f"{tolerance.relative:g} is allowed ({tolerance.what})"
     )
 
 

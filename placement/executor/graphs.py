@@ -22,10 +22,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from placement.executor.share import Call, Compiled, Share
-from placement.program import Param, Program, Ref, Step, leaves_of
+from placement.program import Param, Program, Ref, leaves_of
 
-_WARM_CALLS = 2  # in which libraries choose kernels, and get memory that is not the graph's
-_LEAST = 3  # operators: copying what a shorter run reads and makes takes as many launches
+# In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
+# know every thread by itself.
+_WARM_CALLS = 2
+_LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _TURN = threading.Lock()
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
@@ -60,10 +62,10 @@ class Graphs:
         for run in runs:
             if not streamed.isdisjoint(run):
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
-            elif why := _obstacle(program.steps[run[0]], set()):
+            elif why := _obstacle(program, run[0], set()):
                 self.eager[run[0]] = why
-            elif len(run) < _LEAST:
-                self.eager[run[0]] = f"fewer than {_LEAST} operators"
+            elif sum(_launches(program.steps[op].target) for op in run) < _LEAST:
+                self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
                 calls[run[0]] = _Replayed(self, run[0], calls[run[0]], reads, makes)
@@ -71,14 +73,19 @@ class Graphs:
 
 
 def pieces_of(program: Program, runs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The runs, cut so that each operator that no graph can hold is by itself."""
+    """The runs, cut so that each operator that no graph can hold is by itself.
+
+    Those of a training step are of functional kernels, and stay whole.
+    """
+    if program.gradients:
+        return list(runs)
     pieces: list[list[int]] = []
     for run in runs:
         own: set[int] = set()  # tensors in memory that the piece has made
         closed = True
         for op in run:
             step = program.steps[op]
-            if _obstacle(step, own):
+            if _obstacle(program, op, own):
                 pieces.append([op])
                 own, closed = set(), True
                 continue
@@ -100,11 +107,21 @@ def _may_alias(target: Any) -> bool:
     return tagged or any(x.alias_info is not None for x in target._schema.returns)
 
 
-def _obstacle(step: Step, own: set[int]) -> str:
+def _launches(target: Any) -> bool:
+    """Whether an operator launches a kernel whatever it reads: no view."""
+    if not isinstance(target, OpOverload):
+        return True
+    return target._schema.is_mutable or not _may_alias(target)
+
+
+def _obstacle(program: Program, op: int, own: set[int]) -> str:
     """Why no graph can hold an operator, as far as that is known before it runs.
 
     It may write to the tensors ``own``, which its graph has made.
     """
+    if program.gradients:
+        return "the step draws random numbers" if program.is_random else ""
+    step = program.steps[op]
     target = step.target
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"
@@ -176,15 +193,17 @@ class _Replayed:
         self.__code__ = call.__code__  # by which an error is traced to its operator
         self._graphs, self._first, self._call = graphs, first, call
         self._reads, self._makes = list(reads), list(makes)
-        self._calls = 0
+        self._warm, self._tried = threading.local(), False
         self._graph: Any = None
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
     def __call__(self, env: list[Any], nothing_arrived: Callable[[], bool]) -> Iterator[int] | None:
-        self._calls += 1
-        if self._calls == _WARM_CALLS + 1:
-            self._capture(env)
+        if not self._tried:
+            self._warm.calls = calls = getattr(self._warm, "calls", 0) + 1
+            if calls > _WARM_CALLS:
+                self._tried = True
+                self._capture(env)
         if self._graph is None:
             return self._call(env, nothing_arrived)
         if self._inputs:
@@ -214,7 +233,7 @@ class _Replayed:
 
         try:
             graph, outputs = recorded(run, graphs.pool, graphs.device)
-        except Exception as error:
+        except RuntimeError as error:  # not what a signal's handler raises in the calling thread
             graphs.pool = None  # that one is spoiled
             self._inputs = []
             graphs.eager[self._first] = f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -154,7 +155,10 @@ class Runner:
         leaves = set(graph.output_tensor.tolist())
         self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._alone = self._alone_in_call()
+        self._caller: threading.Thread | None = None
         self._busy = threading.Lock()
+        self._calling = threading.RLock()  # while a call launches: a signal's handler may close
         self.next_batch = 0
         self.failed_op: int | None = None  # in which the last error was raised
         self._closed = False
@@ -170,8 +174,9 @@ class Runner:
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what an operator raised, with the operator's name as a note.
         """
+        inputs = self._program.flatten_inputs(args, kwargs)
         # To the end of the stream: one that is left early stops the workers.
-        (outputs,) = self.stream_tensors([self._program.flatten_inputs(args, kwargs)])
+        (outputs,) = self._exclusively(self._call(inputs))
         return outputs
 
     def stream(
@@ -220,7 +225,7 @@ class Runner:
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
-            yield from self._exclusively(map(self._flatten, items), items)
+            yield from self._exclusively(self._stream(map(self._flatten, items), items))
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
         try:
@@ -238,11 +243,9 @@ class Runner:
 
         They are taken by the calling thread as the pipeline has room.
         """
-        return self._exclusively(iter(inputs), None)
+        return self._exclusively(self._stream(iter(inputs), None))
 
-    def _exclusively(
-        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
-    ) -> Iterator[Any]:
+    def _exclusively(self, results: Iterator[Any]) -> Iterator[Any]:
         if self._closed:
             raise RunnerError("the runner is closed; bind the plan again")
         if self._process != os.getpid():
@@ -257,7 +260,7 @@ class Runner:
         clean = False
         try:
             with cores_awake() if len(self._used) > 1 else nullcontext():
-                yield from self._stream(source, items)
+                yield from results
             clean = True
         finally:
             try:
@@ -265,6 +268,32 @@ class Runner:
                     self.stop()
             finally:  # also where Ctrl-C comes again
                 self._busy.release()
+
+    def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
+        """``_stream`` of one micro-batch; the calling thread does it where a GPU runs all of it.
+
+        If it was the last that called: libraries plan for each thread anew, and others may come.
+        """
+        last, self._caller = self._caller, threading.current_thread()
+        if self._alone is None or not self.workers or last is not self._caller:
+            yield from self._stream(iter([inputs]), None)
+            return
+        with self._calling:
+            if self._closed:
+                raise RunnerError(_CLOSED_IN_USE)
+            worker = self.workers[self._alone]
+            self._refresh()
+            given = dict(zip(self._program.input_tensors, inputs, strict=True))
+            outputs = self._passed_on(given)
+            batch, self.next_batch = self.next_batch, self.next_batch + 1
+            mine = self._shares[batch % self.num_phases][self._alone].model_inputs
+            try:
+                outputs |= worker.call(batch, {t: given[t] for t in mine})
+            except Exception as error:
+                self._raise(worker.failure(error))
+        if self._closed:
+            raise RunnerError(_CLOSED_IN_USE)
+        yield self._assemble(outputs)
 
     def _stream(
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
@@ -351,12 +380,15 @@ class Runner:
 
     def _follow_caller(self) -> None:
         """GPUs read parameters as they are now, and wait for what the calling thread launched."""
-        weights.refresh(self._program, self._copies)
-        for streamed in self._streamed:
-            streamed.refresh()
+        self._refresh()
         for worker in (self.workers[d] for d in self._used):
             if isinstance(worker.backend, CudaBackend):
                 worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
+
+    def _refresh(self) -> None:
+        weights.refresh(self._program, self._copies)
+        for streamed in self._streamed:
+            streamed.refresh()
 
     def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""
@@ -372,18 +404,25 @@ class Runner:
         return self._program.unflatten_outputs(leaves)
 
     def _raise(self, failure: Failure) -> None:
-        if failure.device < 0:
-            raise failure.error
-        self.failed_op = failure.op
-        where = self.cluster.device_names[failure.device]
-        what = (
-            f"in operator {self.graph.op_name[failure.op]!r} "
-            f"(module {self.graph.op_module[failure.op]!r})"
-            if failure.op is not None
-            else "between operators"
-        )
-        failure.error.add_note(f"raised on device {where!r} {what}")
-        raise failure.error
+        error = failure.error
+        if failure.device >= 0:
+            self.failed_op = failure.op
+            where = self.cluster.device_names[failure.device]
+            what = (
+                f"in operator {self.graph.op_name[failure.op]!r} "
+                f"(module {self.graph.op_module[failure.op]!r})"
+                if failure.op is not None
+                else "between operators"
+            )
+            error.add_note(f"raised on device {where!r} {what}")
+        # Frames of the device hold tensors, and whoever catches the error may need their memory; so
+        # would those from here on, in a cycle.
+        traceback.clear_frames(error.__traceback__)
+        del failure.error
+        try:
+            raise error
+        finally:
+            del error
 
     def _busy_s(self) -> float:
         """How long the busiest device has worked since the workers started."""
@@ -510,6 +549,15 @@ class Runner:
                 "placement run plan.json --distributed --weights FILE"
             )
 
+    def _alone_in_call(self) -> int | None:
+        """The GPU on which the calling thread can launch a call, operator by operator."""
+        if len(self._used) != 1 or self._record or self._schedule is not None:
+            return None
+        (d,) = self._used
+        carries = any(phase[d].carried for phase in self._shares)
+        is_gpu = self.cluster.devices[d].kind == "cuda"
+        return d if is_gpu and self._is_topological() and not carries else None
+
     @property
     def not_graphed(self) -> dict[str, str]:
         """The first operator of each run that is no CUDA graph, and why not."""
@@ -526,6 +574,10 @@ class Runner:
         """What the operators of device ``d`` read, and the gradients that they add up."""
         program, params = self._program, {}
         read = set(self.graph.param_use[np.isin(self.graph.param_use_op, ops)].tolist())
+        home = np.atleast_2d(self.placement)[0]
+        sources = [(p, int(self.graph.tensor_src[t])) for p, t in program.gradients]
+        sources = [(p, op) for p, op in sources if op in ops]
+        read.update(p for p, op in sources if home[op] == d)  # a parameter is trained there
         weights.forget_others(device, program, read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
         for p in sorted(read):
@@ -544,15 +596,12 @@ class Runner:
         if device.type == "cuda" and not program.gradients:
             weights.flatten(program, ops, params)
         gradients: dict[int, Tensor] = {}
-        home = np.atleast_2d(self.placement)[0]
-        for p, t in program.gradients:
-            source = int(self.graph.tensor_src[t])
-            if source in ops:  # replicas add up what they make, each by itself
-                sums: Any = self.gradients if home[source] == d else self.partial
-                name = p if home[source] == d else (d, p)
-                if name not in sums:
-                    sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
-                gradients[p] = sums[name]
+        for p, op in sources:  # replicas add up what they make, each by itself
+            sums: Any = self.gradients if home[op] == d else self.partial
+            name = p if home[op] == d else (d, p)
+            if name not in sums:
+                sums[name] = torch.zeros_like(program.params[p].detach(), device=device)
+            gradients[p] = sums[name]
         return params, gradients
 
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:
@@ -589,7 +638,8 @@ class Runner:
         self._closed = True
         if self._busy.locked():
             self._results.put(Failure(RunnerError(_CLOSED_IN_USE), -1, None))
-        self.stop()
+        with self._calling:
+            self.stop()
         self.loaded.clear()
         self._copies.clear()
         self._streamed.clear()

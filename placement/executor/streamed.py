@@ -26,7 +26,7 @@ from placement.program import Program, storage_of
 
 _ALIGNED = 256  # bytes, as kernels may read several numbers at once
 _HOST = torch.device("cpu")
-_LINK_BYTES = 2**25  # of pinned memory, and a 512th of it, copied to find out how long that takes
+_LINK_BYTES = 2**23  # of pinned memory, and a 512th of it, copied to find out how long that takes
 _TRIES = 5
 
 

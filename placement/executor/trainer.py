@@ -40,6 +40,9 @@ class Trainer:
     from the generator of the device that runs it, in the order in which operators happen to
     run: masks are random, but not those of a plain run with the same seed.
 
+    ``trainer.runner.cuda_graphs = True`` before the first step, as for ``Runner``: what a GPU does
+    of a micro-batch is launched at once, unless it draws random numbers.
+
     Args:
         graph: from ``placement.capture(..., mode="training")``.
         cluster: devices of this machine.

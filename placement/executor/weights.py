@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _RECURRENT = {
     "aten.lstm.input": (2, 4),
     "aten.gru.input": (3, 3),
 }
+_version = attrgetter("_version")
 State = tuple[int, int]  # where a parameter is, and how often it was written
 Copies = dict[tuple[torch.device, int], tuple[State, Tensor]]  # by device and parameter
 
@@ -44,14 +46,17 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
 
 def refresh(program: Program, copies: Copies) -> bool:
     """Copy what was written since again, on the calling thread's stream; whether any was."""
-    written = False
-    for key, (state, copy) in copies.items():
-        value = program.params[key[1]].detach()
-        if state != (now := state_of(value)):
+    values = [program.params[p] for _, p in copies]
+    now, before = _states(values), [state for state, _ in copies.values()]
+    if now == before:
+        return False
+    for key, value, state, known in zip([*copies], values, now, before, strict=True):
+        if state != known:
+            copy = copies[key][1]
             with torch.no_grad():
-                copy.copy_(value)
-            copies[key], written = (now, copy), True
-    return written
+                copy.copy_(value.detach())
+            copies[key] = state, copy
+    return True
 
 
 def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> None:
@@ -107,5 +112,11 @@ def keep(program: Program, copies: Copies) -> None:
 
 def state_of(value: Tensor) -> State:
     """Where a parameter is, and how often it was written."""
-    # Nobody counts how often an inference tensor is written.
-    return value.data_ptr(), -1 if value.is_inference() else value._version
+    return _states([value])[0]
+
+
+def _states(values: Sequence[Tensor]) -> list[State]:
+    try:  # without a loop in Python: every call does this, and a GPU waits for it
+        return list(zip(map(Tensor.data_ptr, values), map(_version, values), strict=True))
+    except RuntimeError:  # nobody counts how often an inference tensor is written
+        return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in values]

@@ -35,9 +35,9 @@ _SHORT_NS = 5000  # on average, of which most is the interpreter's: two threads 
 _TRIES, _AGAIN, _LONGEST_TURN_S = 10, 64, 0.01
 
 
-@dataclass(frozen=True)
+@dataclass
 class Failure:
-    """What went wrong on a device, and in which operator (None: between operators)."""
+    """What went wrong on a device, and in which operator (None: between operators); raised once."""
 
     error: BaseException
     device: int
@@ -55,6 +55,13 @@ class _Flight:
         self.missing = share.num_inputs.copy()
         self.uses = share.num_uses.copy()
         self.left = len(share.ops)
+
+    def drop_read(self, op: int) -> None:
+        """Operator ``op`` has run: drop what nobody reads any more."""
+        for t in self.share.inputs[op]:
+            self.uses[t] -= 1
+            if self.uses[t] == 0:
+                self.env[t] = None
 
 
 class _Ready:
@@ -123,17 +130,14 @@ class _Flights(dict[int, _Flight]):
                 self._ready.push(batch, op)
 
     def ran(self, batch: int, op: int) -> bool:
-        """Operator ``op`` has run: drop what nobody reads any more; True: it was the last."""
+        """Operator ``op`` has run; True: it was the last."""
         flight = self[batch]
-        share = flight.share
-        for t in share.inputs[op]:
-            flight.uses[t] -= 1
-            if flight.uses[t] == 0:
-                flight.env[t] = None
-        if op in share.carried:
+        flight.drop_read(op)
+        carried = flight.share.carried
+        if op in carried:
             self._carried_to[op] = batch + 1
             if batch + 1 in self:
-                self.count_down(batch + 1, share.carried[op])
+                self.count_down(batch + 1, carried[op])
         flight.left -= 1
         if flight.left == 0:
             del self[batch]
@@ -231,6 +235,8 @@ class Worker(threading.Thread):
         self._order = None if order is None else iter(order)
         self._first_batch = first_batch
         self._stopped = False
+        self._running: int | None = None  # an operator, of micro-batch
+        self._batch = first_batch
 
     def stop(self) -> None:
         """End the thread after the operator that is running now; work in flight is dropped."""
@@ -246,8 +252,44 @@ class Worker(threading.Thread):
         """All that the thread does."""
         self.backend.run(self._work)
 
+    def call(self, batch: int, inputs: dict[int, Tensor]) -> dict[int, Any]:
+        """The outputs of a micro-batch that is all of this GPU, launched by the calling thread.
+
+        Meanwhile nobody may send anything here, and nothing is carried to the next micro-batch.
+        """
+        backend = self.backend
+        assert isinstance(backend, CudaBackend), "CPU devices have cores and threads of their own"
+        self._batch, k = batch, batch % len(self.shares)
+        share, calls = self.shares[k], self._compiled[k].calls
+        flight, outputs = _Flight(share), dict[int, Any]()
+
+        def launch() -> dict[int, Any]:
+            env, nothing_arrived = flight.env, self.inbox.empty
+            for t, value in inputs.items():
+                env[t] = value.to(backend.torch_device, non_blocking=True)
+            for op in sorted(share.ops, key=self._priority.__getitem__):
+                self._running = op
+                for _ in calls[op](env, nothing_arrived) or ():
+                    pass
+                for t in share.outputs[op]:
+                    if share.results[t]:
+                        outputs[t] = env[t]
+                    if not share.users[t]:
+                        env[t] = None
+                flight.drop_read(op)
+            self._running = None
+            return outputs
+
+        return backend.call(launch)
+
+    def failure(self, error: BaseException) -> Failure:
+        """``error``, and the operator that was being launched."""
+        op = self._running
+        if op is not None:
+            op = self._compiled[self._batch % len(self.shares)].failed_op(error, op)
+        return Failure(error, self.device, op)
+
     def _work(self) -> None:
-        self._running: int | None = None
         wait_exactly()
         try:
             with ExitStack() as stack, torch.inference_mode():
@@ -255,10 +297,7 @@ class Worker(threading.Thread):
                 self._loop()
         except BaseException as error:
             # The thread ends here; the error goes on in the thread that called.
-            op = self._running
-            if op is not None:
-                op = self._compiled[self._batch % len(self.shares)].failed_op(error, op)
-            self._results.put(Failure(error, self.device, op))
+            self._results.put(self.failure(error))
 
     def _loop(self) -> None:
         backend, inbox = self.backend, self.inbox
@@ -309,9 +348,9 @@ class Worker(threading.Thread):
                 self._running = None
                 continue
             self._hand_on(batch, op, env)
+            self._running = None  # first: whoever hears of the last one may ``call``
             if flights.ran(batch, op):
                 self._return(batch, -1, self.device)
-            self._running = None
 
     def _keep(self, batch: int, marks: list[Any]) -> None:
         """Note which operators have run, each from the end of the one before it."""

@@ -79,5 +79,5 @@ class TinyViews(nn.Module):
         y = F.relu(self.one(x), inplace=True)
         y += x * self.get_buffer("scale")
         left, right = y.chunk(2, 1)
-        values, where = self.two(y).masked_fill(mask, -1.0).sort(1)
+        values, where = self.two(y).masked_fill(mask, -1.0).sort(stable=True, dim=1)
         return {"sum": left + right.flip(1), "pair": (values, [where, left]), "mask": mask}

@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from placement.capturing import capture
@@ -16,6 +18,8 @@ from placement.cluster import Cluster, Device
 from placement.costs import measure as measure_module
 from placement.costs.measure import (
     _LINK_BYTES,
+    Costs,
+    _ways,
     at_speed,
     cached_path,
     calibrated,
@@ -30,7 +34,7 @@ from placement.executor.runner import Runner
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
-from placement.simulator import evaluate, simulate
+from placement.simulator import evaluate
 from placement.tools.files import FileError
 from placement.workloads import tiny
 from tests.machine import TWO, problem_of
@@ -45,19 +49,6 @@ def branches() -> OpGraph:
 
 def relus(count: int) -> OpGraph:
     return capture(nn.Sequential(*[nn.ReLU() for _ in range(count)]), torch.ones(4))
-
-
-class Machine:
-    """An executor that takes what a simulator says of its own seconds."""
-
-    def __init__(self, problem):
-        self.problem = problem
-
-    def run(self, placement, num_microbatches=None, max_in_flight=None):
-        return self.simulated(placement, 1 if max_in_flight == 1 else None)
-
-    def simulated(self, placement, num_microbatches):
-        return simulate(self.problem, placement, num_microbatches=num_microbatches)
 
 
 def errors(graph: OpGraph, cluster: Cluster, guess: Profile, truth: Profile) -> list[float]:
@@ -181,6 +172,13 @@ def test_small_transfers_decide_the_latency():
     assert fit_link("a", "b", _LINK_BYTES, seconds).latency_s == pytest.approx(2e-5, rel=0.3)
 
 
+def test_transfers_that_were_not_seen_do_not_hide_the_others():
+    """8 MiB took no longer than without them, by chance, 64 MiB a second."""
+    sizes = (*_LINK_BYTES, 2**26)
+    link = fit_link("a", "b", sizes, np.array([0.0, 0.0, 0.0, 0.0, 1.0]))
+    assert 2**26 < link.bandwidth_bytes_per_s < 2**29
+
+
 def test_nothing_measurable_is_a_free_link():
     link = fit_link("a", "b", _LINK_BYTES, np.zeros(len(_LINK_BYTES)))
     assert link.latency_s == 0 and link.bandwidth_bytes_per_s == float("inf")
@@ -262,42 +260,43 @@ def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, mo
     assert asked[2:] == [10]
 
 
+def like(truth: Profile, changed=lambda placement, truth: truth):
+    """In the place of ``run_placement``: what a simulator says that knows the true costs."""
+
+    def run(problem, placement, alone, many):
+        there = changed(placement, truth)
+        values = evaluate(replace(problem, profile=there), placement[None])
+        return float(values.latency_s[0]), float(values.period_s[0])
+
+    return run
+
+
 @pytest.mark.parametrize(("wake_s", "sending_s"), [(4e-5, 0.0), (0.0, 2e-5)])
 def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, wake_s, sending_s):
     """Transfers cost twice, waking half, neighbours 1.4x of what was measured; or 20 us to send.
 
     Other placements than those that ran are predicted better for it.
     """
-    graph = relus(12)
+    graph, ways = relus(12), _ways(TWO)
     links = tuple(replace(x, wake_s=wake_s) for x in every_link(TWO.device_names, 3e-5, 1e9))
     seconds = np.full((12, 2), 1e-4)
     profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0, links, loaded_s=1.5 * seconds)
-    truth = scaled(profile, 2.0, 0.5, 1.4, sending_s)
+    ones = np.ones(2)
+    truth = scaled(profile, Costs(ones, 1.4 * ones, 0.5, {ways[0]: (2.0, 0.0, sending_s)}))
 
     # By chance faster beside neighbours, 4x of that: 1e-4 - 4 * 0.5e-4 < 0, but not in no time.
-    lucky = scaled(replace(profile, loaded_s=0.5 * seconds), 1.0, 1.0, 4.0)
+    lucky = scaled(replace(profile, loaded_s=0.5 * seconds), Costs(ones, 4 * ones, 1.0, {}))
     np.testing.assert_allclose(lucky.loaded_s, 0.05 * seconds)
 
     runs = []
 
-    class Disturbed(Machine):
-        def run(self, placement, num_microbatches=None, max_in_flight=None):
-            self.problem = replace(self.problem, profile=truth)
-            if placement.ndim == 1 and (placement == placement[0]).all():
-                return self.simulated(placement, 1)
-            runs.append(placement)
-            if 5 < len(runs) < 12:  # somebody else uses a core for some time
-                slow = at_speed(truth, np.array([2.0, 2.0]))
-                return simulate(replace(self.problem, profile=slow), placement, None, 1)
-            return super().run(placement, num_microbatches, max_in_flight)
+    def disturbed(placement, truth):
+        runs.append(placement)
+        busy = 7 < len(runs) < 11  # somebody else uses a core for some time
+        return at_speed(truth, np.array([2.0, 2.0])) if busy else truth
 
-    monkeypatch.setattr(measure_module, "Executor", Disturbed)
-    # While cpu:1 was measured somebody else used it, so its operators look slower than they are.
-    found = calibrated(graph, TWO, at_speed(profile, np.array([1.0, 1.4])))
-    np.testing.assert_allclose(found.compute_s, truth.compute_s)
-    assert found.provenance["alone"] == pytest.approx([1.0, 1 / 1.4])
-    slower = calibrated(graph, TWO, at_speed(profile, np.array([1.0, 0.8])))
-    np.testing.assert_allclose(slower.compute_s[:, 1], 0.8 * truth.compute_s[:, 1])
+    monkeypatch.setattr(measure_module, "run_placement", like(truth, disturbed))
+    found = calibrated(graph, TWO, profile)
     # Replicas send nothing: of what neighbours cost they tell most, and are told best.
     turns = np.array([[[0] * 12, [1] * 12]], np.int32)
     said, true = (evaluate(Problem(graph, TWO, p), turns) for p in (found, truth))
@@ -305,17 +304,26 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
 
     before, after = (errors(graph, TWO, guess, truth) for guess in (profile, found))
     assert min(before) > 0.07 and max(after) < 0.04, (before, after)
-    # Devices that are slower while placements run than when they were measured change nothing.
-    for learned in (found, slower):
-        assert learned.provenance["calibration"]["transfers"] == 2.0
-        # What handing over takes and what waking adds to it can hardly be told apart.
-        assert abs(learned.provenance["calibration"]["sending_s"] - sending_s) < 1e-5
-        assert learned.error < 0.02
-    # Twice each, in a pipeline and alone: cut at 1 and 3 places, a quarter of all; and replicas.
-    assert len(runs) == 2 * (4 + 1) * 2  # of two profiles
-    assert [int((np.diff(p) != 0).sum()) for p in runs[:4:2]] == [1, 3]
-    assert [p.tolist() for p in runs if p.ndim == 2] == 4 * turns.tolist()
+    assert found.error < 0.02
+    # Twice each: single devices; cut at 1 and 3 places, a quarter of all; and replicas.
+    assert len(runs) == 2 * (2 + 2 + 1)
+    assert [int((np.diff(p) != 0).sum()) for p in runs[2:4]] == [1, 3]
+    assert runs[4].tolist() == turns[0].tolist()
     assert {p.shape[-1] for p in runs} == {12}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_speed_is_between_two_measurements_or_a_gpus_where_nothing_is_recorded(monkeypatch, kind):
+    """The second device looks 1.4 times as slow as it is later."""
+    graph, cluster = relus(24), Cluster("both", (Device("cpu:0"), Device("other", kind)))
+    seconds = np.full((24, 2), 1e-4)
+    links = every_link(cluster.device_names, 3e-5, 1e9)
+    truth = Profile(cluster.device_names, seconds, seconds * 0, links)
+    monkeypatch.setattr(measure_module, "run_placement", like(truth))
+    found = calibrated(graph, cluster, at_speed(truth, np.array([1.0, 1.4])))
+    assert found.provenance["alone"] == pytest.approx([1.0, 1 / 1.4], rel=0.03)
+    expected = truth.compute_s * [1.0, 1.0 if kind == "cuda" else 1.4**0.5]
+    np.testing.assert_allclose(found.compute_s, expected, rtol=0.03)
 
 
 def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
@@ -330,29 +338,40 @@ def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     there = replace(to, latency_s=9e-5, bandwidth_bytes_per_s=1e9 / 3)
     truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
 
-    monkeypatch.setattr(
-        measure_module, "Executor", lambda problem: Machine(replace(problem, profile=truth))
-    )
+    monkeypatch.setattr(measure_module, "run_placement", like(truth))
     found = calibrated(graph, cluster, profile)
     before, after = (errors(graph, cluster, guess, truth) for guess in (profile, found))
     assert min(before) > 0.1 and max(after) < 0.04, (before, after)
     assert [way[:2] for way in found.provenance["ways"]] == [list(names), list(names[::-1])]
-    assert found.links[1].send_s == pytest.approx(1e-4, rel=0.3) and found.links[0].send_s < 3e-5
+    assert found.links[1].send_s > 5e-5 and found.links[0].send_s < 3e-5
 
 
-def test_operators_of_a_gpu_are_no_slower_for_the_way_of_its_inputs(monkeypatch):
-    """Half a millisecond from host memory, of a whole graph that takes a third of one."""
-    graph = relus(16)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16))
+def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(seed):
+    """Others than the placements that ran are predicted better, at noise of 5 %."""
+    rng, graph = np.random.default_rng(seed), relus(60)
     cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
-    names = cluster.device_names
-    links = every_link(names, 5e-4, 1e9)
-    seconds = np.repeat([[1e-4, 2e-5]], 16, axis=0)
-    profile = Profile(names, seconds, seconds * 0, links, loaded_s=seconds)
+    seconds = rng.lognormal(-8.0, 0.7, (60, 2)) * [1.0, 0.2]
+    links = every_link(cluster.device_names, 5e-5, 1e10)
+    profile = Profile(cluster.device_names, seconds, 0 * seconds, links, 1.2 * seconds)
+    hidden = Costs(
+        np.exp(rng.normal(0.0, [0.1, 0.4])),
+        np.exp(rng.normal(0.0, 1.0, 2)),
+        1.0,
+        {way: (2.0, *rng.exponential([2e-4, 1e-4])) for way in _ways(cluster)},
+    )
+    truth = scaled(profile, hidden)
 
-    monkeypatch.setattr(measure_module, "Executor", Machine)
-    found = calibrated(graph, cluster, profile)
-    assert found.provenance["alone"] == pytest.approx([1.0, 1.0])
-    assert found.error < 0.01 and found.provenance["calibration"]["transfers"] == 1.0
+    def run(problem, placement, alone, many):
+        both = np.array(like(truth)(problem, placement, alone, many))
+        return tuple(both * np.exp(rng.normal(0.0, 0.05, 2)))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measure_module, "run_placement", run)
+        found = calibrated(graph, cluster, profile)
+    before, after = (np.mean(errors(graph, cluster, p, truth)) for p in (profile, found))
+    assert after < max(0.12, before / 2), (before, after)
 
 
 def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
@@ -361,17 +380,14 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
     seconds = np.full((60, 2), 1e-4)
     profile = Profile(TWO.device_names, seconds, 0 * seconds, loaded_s=1.5 * seconds)
 
-    class Slower(Machine):
-        def run(self, placement, num_microbatches=None, max_in_flight=None):
-            slower = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
-            there = at_speed(profile, np.array([slower, slower]))
-            self.problem = replace(self.problem, profile=there)
-            return super().run(placement, num_microbatches, max_in_flight)
+    def slower(placement, truth):
+        times = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
+        return at_speed(truth, np.array([times, times]))
 
-    monkeypatch.setattr(measure_module, "Executor", Slower)
+    monkeypatch.setattr(measure_module, "run_placement", like(profile, slower))
     found = calibrated(graph, TWO, profile)
-    # Cuts at 1, 3, 7 and 15 places: half of log(1.4) from the median each.
-    assert found.error == pytest.approx(0.5 * np.log(1.4), abs=0.04)
+    # Two of seven placements: cut at 1, 3, 7 and 15 places, two devices, and replicas.
+    assert found.error == pytest.approx(2 / 7 * np.log(1.4), abs=0.05)
     assert profile.error == 0.0
     found.save(tmp_path / "profile.npz")
     assert Profile.load(tmp_path / "profile.npz").for_cluster(TWO).error == found.error

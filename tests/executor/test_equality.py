@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from placement.executor.equality import (
     module_difference,
     tf32_is_allowed,
 )
+from tests import emulated_gpu
 
 CPU = Cluster("cpu", (Device("cpu:0"),))
 GPU = Cluster("gpu", (Device("cpu:0"), Device("cuda:0", "cuda")))
@@ -90,6 +93,20 @@ def test_what_is_no_number_must_be_at_the_same_places():
     assert error(torch.zeros(0), torch.zeros(0)) == 0
 
 
+@pytest.mark.parametrize(
+    ("actual", "expected", "why"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2), r"shape \(2, 3\) instead of \(3, 2\)"),
+        (torch.tensor([1, 2, 0]), torch.tensor([1, 0, 2]), "2 of 3 integers are others"),
+        (torch.tensor([True]), torch.tensor([False]), "1 of 1 integers"),
+        (torch.tensor([1.0, torch.nan]), torch.ones(2), "1 of 2 numbers are not finite in the"),
+    ],
+)
+def test_where_no_number_tells_how_far_two_are_apart_words_do(actual, expected, why):
+    wrong = difference([actual], [expected], Tolerance(1e-5, ""))
+    assert re.search(f"output 0 is not close: .*{why}", wrong) and "inf" not in wrong.split()
+
+
 def test_integers_are_equal_or_not():
     assert error(torch.tensor([1, 2]), torch.tensor([1, 2])) == 0
     assert error(torch.tensor([1, 3]), torch.tensor([1, 2])) > 1
@@ -119,3 +136,13 @@ def test_flags_that_differ_between_operators_allow_tf32(monkeypatch):
     assert not tf32_is_allowed()
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
     assert tf32_is_allowed()
+
+
+def test_what_is_expected_on_a_gpu_is_compared_there():
+    x = torch.randn(50, 60)
+    close = (x + 1e-4 * torch.randn(50, 60)).double()
+    with emulated_gpu.emulated() as gpu:
+        there, began = close.to("cuda:0"), gpu.copies["back and wait"]
+        assert error(x, there) == pytest.approx(error(x, close))
+        assert error(x.to("cuda:0"), close) == pytest.approx(error(x, close))
+        assert gpu.copies["back and wait"] - began < 10  # scalars, and one of the tensors

@@ -14,18 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placement.capturing import capture
+from placement.capturing.training import mean_of_outputs
 from placement.cluster import Cluster, Device
 from placement.executor import worker as worker_module
 from placement.executor.alone import last_seconds, on_one_device, run_seconds
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
-from placement.executor.share import compile_runs, fused, runs_of, shares
+from placement.executor.share import compile_runs, fused, quickest, runs_of, shares
 from placement.executor.worker import _Turns as Turns
 from placement.graph import OpGraph
 from placement.problem import ProblemError
+from placement.program import fill
+from placement.workloads import load
 
 CLUSTER = Cluster("two", (Device("cpu:a", "cpu"), Device("cpu:b", "cpu")))
 
@@ -121,13 +126,49 @@ def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(
         runs = runs_of(share, range(num_ops))
         assert [op for run in runs for op in run] == np.flatnonzero(place == d).tolist()
         sends = {u for u, v in edges if place[v] != place[u]}
-        sends |= {u for u in range(num_ops) if share.results[u]}
         for run in runs:
             assert all(awaited(op) == awaited(run[0]) for op in run)
             assert all(far(op) <= far(run[0]) for op in run)
             assert sends.isdisjoint(run[:-1])
         for run, (op, *_) in pairwise(runs):
             assert run[-1] in sends or awaited(op) != awaited(run[0]) or not far(op) <= far(run[0])
+
+
+def test_a_training_step_on_one_device_is_one_run() -> None:
+    """Its loss is a result in the midst; statistics it reads and writes in one operator."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    options: dict[str, Any] = {"loss": mean_of_outputs, "optimizer": optimizer}
+    graph = capture(module, (torch.randn(5, 3), None), mode="training", **options)
+    (share, _) = shares(graph, np.zeros(graph.num_ops, np.int32), 2)
+    assert len(share.carried) == 2
+    runs = runs_of(share, range(graph.num_ops))
+    assert runs == [tuple(range(graph.num_ops))]
+    # All gradients, and all new statistics of a dtype, are written by one call each.
+    seen = Launches()
+    program = graph.program
+    params = {p: x.detach().clone() for p, x in enumerate(program.params)}
+    sums = {p: torch.zeros_like(params[p]) for p, _ in program.gradients}
+    env: list[Any] = [None] * graph.num_tensors
+    env[program.input_tensors[0]] = torch.randn(5, 3)
+    (call,) = compile_runs(program, runs, share, params, sums, torch.device("cpu")).calls.values()
+    with seen, torch.no_grad():
+        assert list(call(env, lambda: True) or ()) == []
+    written = "aten._foreach_add_.List", "aten._foreach_copy_.default"
+    assert [seen.names.count(name) for name in written] == [1, 2]
+    assert all(x.any() for x in sums.values())
+
+
+class Launches(TorchDispatchMode):
+    """The names of all that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_run_lets_what_arrives_go_first() -> None:
@@ -369,3 +410,48 @@ def test_waiting_for_a_turn_makes_all_operators_slower_beside_others_and_no_slic
         seconds = last_seconds(runner, range(1, 2))
         np.testing.assert_allclose(seconds, took * (1 + waited[1] * 1e-9 / took.sum()))
         assert not worker.waits
+
+
+class Several(nn.Module):
+    """Overloads, scalars, views, what writes, and what returns several tensors."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x + 1).mul_(2).sub(x, alpha=0.5) / 3.0
+        y = torch.div(y, 0.7, rounding_mode="floor").clamp(min=-2).pow(2)
+        a, b = y.unsqueeze(0).transpose(0, 1).chunk(2, dim=-1)
+        top, at = a.max(dim=0)
+        z = torch.where(b > 0, b, 0.1).masked_fill(b.lt(-1), 3.0)
+        z = nn.functional.interpolate(z.reshape(1, 1, 4, 4), scale_factor=2.0)
+        z = nn.functional.conv2d(z, z[:, :, :3, :3], padding="valid")
+        z = nn.functional.pad(nn.functional.avg_pool2d(z, 2), (1, 0))
+        return top, at, torch.einsum("abij,abij->ij", z, z), nn.functional.softmax(z, -1).sum(-1)
+
+
+def test_an_operator_has_pytorchs_own_function_which_does_the_same():
+    def run(function: Any, arguments: Any) -> tuple[list[str], list[Any]]:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, arguments)
+        with Launches() as seen:
+            found = function(*args, **kwargs)
+        return seen.names, pytree.tree_leaves(found)
+
+    models = [load(name) for name in ("tiny_cnn", "bert_tiny", "dlrm_tiny", "tiny_views")]
+    models.append((Several().eval(), torch.randn(4, 8)))
+    replaced = 0
+    for module, inputs in models:
+        program = capture(module, inputs).program
+        assert program is not None
+        env = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
+        with torch.inference_mode():
+            for step in program.steps:
+                given = tuple(fill(x, env, program.params) for x in (step.args, step.kwargs))
+                names, expected = run(step.target, given)
+                if (function := quickest(step.target)) is not step.target:
+                    replaced += 1
+                    seen, found = run(function, given)
+                    assert seen == names
+                    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+                value = step.target(*given[0], **given[1])
+                some = zip(step.outputs, step.output_index, strict=True) if step.multi else ()
+                env |= {t: value[i] for t, i in some}
+                env |= {} if step.multi else dict.fromkeys(step.outputs, value)
+    assert replaced > 100

@@ -32,7 +32,7 @@ FACTS: tuple[dict[str, Any], ...] = (
         "text": "ACME G, Disabled, 580.1, 1980 MHz, 1900 MHz, 700.00 W\n",
     },
     {"section": "plans", "item": "m, latency", "gpu_ms": 2.0, "eager_ms": 1.5, "cpu_ms": 9.0},
-    {"section": "correct_1", "item": "m", "error": float("inf"), "ok": False},
+    {"section": "correct_1", "item": "m", "way": "x", "error": float("inf"), "ok": False},
 )
 
 
@@ -66,13 +66,16 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "old", "resnet50")), *words]) == 0
     assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "resnet50")), *words]) == 0
     read = json.loads((out / "gpu.json").read_text())
-    assert read["rows"][-1] == {"section": "correct_1", "item": "m", "error": None, "ok": False}
+    assert read["rows"][-1] == FACTS[-1] | {"error": None}
     about = read["provenance"]
     assert (about["card"], about["driver"], about["clock"]) == ("ACME G (1)", "580.1", "1900 MHz")
     assert (about["torch"], about["cores"], about["when"][:10]) == ("2.11", 8, "2026-11-27")
     page = capsys.readouterr().out
     assert "m, latency, operator by operator (0.75x)" in page
-    assert "| results of 12 models | all equal, the same bits twice | 0 of 1 | no |" in page
+    assert (
+        "| results of 12 models | all equal, the same bits twice | 0 of 1; 1 of 84 were done | no |"
+        in page
+    )
     # What the run before had measured is gone; the rest names the card, and not the host.
     (name, found), *others = dataset.load(data).items()
     assert name == "acme-g-1-6-cores/resnet50" and not others

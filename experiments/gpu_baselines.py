@@ -1,0 +1,195 @@
+"""What the executor is compared with on a GPU, each as fast as we know how to make it.
+
+Plain PyTorch, a CUDA graph of the whole model, and two ways to run a model that does not fit:
+accelerate's, and a stream of layers through pinned memory by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from placement.executor.graphs import recorded
+from placement.program import split_inputs
+
+
+def timed(call: Callable[[], Any], times: int = 1) -> float:
+    """Seconds of a call: the median of so many, after one that does not count."""
+    call()
+    return statistics.median(timed_once(call) for _ in range(times))
+
+
+def timed_once(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def resident(module: nn.Module, device: torch.device) -> Callable[[Any], list[Tensor]]:
+    """Plain PyTorch: a copy of the module on the GPU, called with inputs that are there."""
+    plain = copy.deepcopy(module).to(device)
+
+    @torch.inference_mode()
+    def call(inputs: Any) -> list[Tensor]:
+        args, kwargs = split_inputs(inputs)
+        return [x for x in pytree.tree_leaves(plain(*args, **kwargs)) if isinstance(x, Tensor)]
+
+    return call
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """On the device, at once or soon; other threads of the host can go on where it is pinned."""
+
+    def there(x: Any) -> Any:
+        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(there, inputs)
+
+
+def pinned(inputs: Any) -> Any:
+    """The same in memory of the host that the GPU reads fastest."""
+
+    def copied(x: Any) -> Any:
+        return torch.empty_like(x, pin_memory=True).copy_(x) if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(copied, inputs)
+
+
+class WholeGraph:
+    """A CUDA graph of all that a call launches."""
+
+    def __init__(self, call: Callable[[Any], list[Tensor]], inputs: Any, device: torch.device):
+        given = moved(inputs, device)
+        self.inputs = tensors_of(given)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries choose kernels, and get memory that is not the graph's
+                call(given)
+            side.synchronize()
+            pool = torch.cuda.graph_pool_handle()
+            self.graph, self.outputs = recorded(lambda: call(given), pool, device)
+        side.synchronize()
+
+    def __call__(self, inputs: Any) -> list[Tensor]:
+        for x, y in zip(self.inputs, tensors_of(inputs), strict=True):
+            x.copy_(y, non_blocking=True)
+        self.graph.replay()
+        return [x.clone() for x in self.outputs]
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(split_inputs(inputs)) if isinstance(x, Tensor)]
+
+
+class Layer(nn.Module):
+    """Attention and a perceptron; PyTorch's own may take another way where nothing is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Layers that are equal in form."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        one = Layer(width)  # drawing numbers for each would take longer than all that is measured
+        self.layers = nn.ModuleList(copy.deepcopy(one) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def streamed(model: Decoder, x: Tensor, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """The strong alternative, and how many layers stay: all for which there is room.
+
+    The others come from pinned memory, each in one copy, while the one before it is computed.
+    """
+    vectors = [pinned(nn.utils.parameters_to_vector(y.parameters()).detach()) for y in model.layers]
+
+    def placed(vector: Tensor) -> tuple[Tensor, nn.Module]:
+        """A vector on the device, and a layer whose parameters are its parts."""
+        there, layer = vector.to(device), copy.deepcopy(model.layers[0])
+        parts = there.split([y.numel() for y in layer.parameters()])
+        for (name, y), part in zip([*layer.named_parameters()], parts, strict=True):
+            owner = layer.get_submodule(name.rpartition(".")[0])
+            part = nn.Parameter(part.view(y.shape), requires_grad=False)
+            setattr(owner, name.rpartition(".")[2], part)
+        return there, layer
+
+    slots = [placed(vectors[0]) for _ in range(2)]
+    stay: dict[int, nn.Module] = {}
+    copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    arrived, used = ([torch.cuda.Event() for _ in slots] for _ in range(2))
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        y, come = x.to(device), [i for i in range(len(vectors)) if i not in stay]
+
+        def fetch(n: int) -> None:
+            """The ``n``-th of those that come, to its slot."""
+            if n < len(come):
+                with torch.cuda.stream(copies):
+                    copies.wait_event(used[n % 2])
+                    slots[n % 2][0].copy_(vectors[come[n]], non_blocking=True)
+                    arrived[n % 2].record(copies)
+
+        fetch(0)
+        for i in range(len(vectors)):
+            if i in stay:
+                y = stay[i](y)
+                continue
+            n = come.index(i)
+            fetch(n + 1)
+            compute.wait_event(arrived[n % 2])
+            y = slots[n % 2][1](y)
+            used[n % 2].record(compute)
+        return y.cpu()
+
+    run()  # libraries take what they need first
+    # Spread over the model, however many they are: while one that stays is computed another comes.
+    for i in sorted(range(len(vectors)), key=lambda i: f"{i:016b}"[::-1]):
+        try:
+            stay[i] = placed(vectors[i])[1]
+            run()
+        except torch.OutOfMemoryError:
+            stay.pop(i, None)
+            break
+    torch.cuda.empty_cache()
+    return run, len(stay)
+
+
+def offloaded_seconds(module: nn.Module, inputs: Any, limits: dict[Any, int]) -> float:
+    """Seconds with accelerate, which keeps what fits first and copies the rest for every call."""
+    import accelerate
+
+    args, kwargs = split_inputs(inputs)
+    whole = ["Layer", "EmbeddingBag"]
+    where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
+    accelerate.dispatch_model(module, where, main_device=next(iter(limits)))
+    return timed(
+        lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(module(*args, **kwargs))), 3
+    )
