@@ -404,6 +404,25 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(seed):
     assert after < max(0.12, before / 2), (before, after)
 
 
+def test_what_takes_less_time_runs_more_often(monkeypatch):
+    """A GPU that was idle is warm after some dozens of runs that take 4 ms, not after three."""
+    graph, cluster = relus(10), Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    seconds = np.tile([1e-2, 4e-4], (10, 1))
+    profile = Profile(cluster.device_names, seconds, 0 * seconds)
+    asked = {}
+
+    def run(problem, placement, *counts):
+        asked[tuple(placement.ravel())] = counts
+        return like(profile)(problem, placement)
+
+    monkeypatch.setattr(measure_module, "run_placement", run)
+    calibrated(graph, cluster, profile)
+    (alone, many), warm = measure_module._CALIBRATION_RUNS, measure_module._CALIBRATION_WARM
+    assert asked[(0,) * 10] == (1, many, warm)  # of one device no latency is taken
+    assert asked[(1,) * 10] == (1, 12 * many, 12 * warm)
+    assert all(counts[0] in (alone, 1) for counts in asked.values())
+
+
 def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
     """Every second placement takes 1.4x as long, which no cost of transfers explains."""
     graph = relus(60)
