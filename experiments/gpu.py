@@ -107,7 +107,7 @@ Model = tuple[nn.Module, Any, OpGraph]
 # Of measuring: what is learned once is not measured again, and what costs most is done once.
 _QUICK: dict[str, Any] = {
     "_PATIENCE": 1,
-    "_CALIBRATION_S": 0.03,
+    "_CALIBRATION_S": 0.02,
     "_CALIBRATION_CUTS": (1, 3, 7, 15, 31),
     "_CALIBRATION_ROUNDS": 1,
     "_LIKELY_ERROR": 0.08,  # of one run on a virtual machine
