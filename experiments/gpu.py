@@ -10,8 +10,9 @@ too. ``--emulated`` runs the same code on tiny models on the emulated GPU of the
 nothing but that the script runs to its end.
 ``experiments/gpu.sh`` builds what a bare machine needs.
 
-Sections are forked from one process that has imported everything, captured the models and loaded
-the planners' kernels, and has never asked CUDA for anything: a process that has cannot be forked.
+Sections are forked from one process that, while the first of them check, captures the models that
+others time and loads the planners' kernels. It has never asked CUDA for anything: a process that
+has cannot be forked.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,7 @@ from placement.executor import Executor, Runner, Trainer, weights
 from placement.executor.equality import Tolerance, error
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
+from placement.optimizing import fastest, median_s
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import split_inputs
@@ -88,9 +92,10 @@ LONGEST_S = 470.0
 AGAIN_S = 5.0  # until somebody whose time is over is told once more: a destructor hears nothing
 GIB = 2**30
 HOST_BYTES = 96 * GIB  # at least: memory of a lent machine grows as it is used, and says little
-CHECKED = (  # every sixth is checked in one process
-    "tiny_mlp", "tiny_branches", "tiny_views", "bert_tiny", "dlrm", "inception",
-    "gpt2", "vit", "bert_base", "lstm", "resnet50", "convnext",
+CHECKED = (  # a process each
+    ("tiny_mlp", "tiny_branches", "tiny_views", "bert_tiny"),
+    *((name,) for name in (
+        "dlrm", "inception", "gpt2", "vit", "bert_base", "lstm", "resnet50", "convnext")),
 )  # fmt: skip
 PROFILED: dict[str, tuple[str, dict[str, int]]] = {
     "bert_base": ("bert_base", {}),
@@ -98,7 +103,7 @@ PROFILED: dict[str, tuple[str, dict[str, int]]] = {
     "inception": ("inception", {}),
     "lstm_short": ("lstm", {"steps": 4}),
     "dlrm_b256": ("dlrm", {"batch": 256}),
-    "resnet50_b32": ("resnet50", {"batch": 32}),
+    "resnet50_b32": ("resnet50", {"batch": 32}),  # last: the CPU takes half a second for it
 }
 PREDICTED = ("resnet50", "bert_base", "inception")
 Model = tuple[nn.Module, Any, OpGraph]
@@ -428,6 +433,7 @@ def facts(b: Bench) -> None:
         with suppress(Exception):
             versions[name] = __import__(name).__version__
     b.emit("versions", **versions, cuda=str(torch.version.cuda))
+    b.emit("run", began=datetime.now(UTC).isoformat(timespec="minutes"))
     before = Cluster.detect().devices[0].memory_bytes
     b.emit("host memory", grew_bytes=Cluster.detect().devices[0].memory_bytes - before)
     with b.item("nvidia-smi"):
@@ -439,7 +445,7 @@ def facts(b: Bench) -> None:
 def correct(b: Bench, part: int) -> None:
     """Placements compute what the model does in float64; a stream twice gives the same bits."""
     cluster = b.cluster
-    names = (CHECKED[part % 4],) if b.emulated else CHECKED[part::6]
+    names = CHECKED[0][part % 4 :][:1] if b.emulated else CHECKED[part]
     for i, name in enumerate(names):
         with b.item(name, b.part_s(len(names) - i)):
             module, inputs, graph = b.model(name)
@@ -467,7 +473,7 @@ def correct(b: Bench, part: int) -> None:
                             not_graphed=len(eager),
                             why=next(iter(eager.values()), ""),
                         )
-    if part == 4:
+    if part == 0:
         with b.item("many micro-batches"):
             module, inputs, graph = b.model("tiny_branches")
             items = [others_like(inputs, s) for s in range(10 if b.emulated else 300)]
@@ -629,7 +635,7 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
 def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Where the CPU wins, and what of the GPU's time is dispatch."""
     cluster = b.cluster
-    measured = b.measured(key, graph, cluster)
+    measured = b.measured(key, graph, cluster, calibrate=not key.endswith("_b32"))
     cpu, gpu = measured.compute_s.T
     busy_s = math.nan
     with b.item(f"{key}, kernels alone"):
@@ -764,72 +770,92 @@ def agreement(
 def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Plans beside one device, plain PyTorch on the GPU and a CUDA graph of the whole model.
 
-    For a latency inputs are in host memory, and results are wanted there; for a period both are on
-    the GPU, except for ways that use the CPU.
+    ``plan`` is what ``placement.optimize`` keeps when it has run the planner's answer beside single
+    devices; ``planned`` that answer. For a latency inputs are in host memory, and results are
+    wanted there; for a period both are on the GPU, except for ways that use the CPU, which are
+    compared with the GPU alone as it is fed from there.
     """
     cluster = b.cluster
     measured = b.measured(key, graph, cluster)
     problem = Problem(graph, cluster, measured, objective="period", num_microbatches=16)
-    planner = planners.load("best_of", seconds=b.planning_s)
     plain: dict[str, Callable[[Any], list[Tensor]]] = {"eager": resident(module, b.gpu)}
     with b.item(f"{key}, CUDA graph of the whole model"):
         plain["graph"] = WholeGraph(plain["eager"], inputs, b.gpu)
     for objective in ("latency", "period"):
         with b.item(f"{key}, {objective}"):
             posed = replace(problem, objective=objective)
-            placement = planner(posed).placement
-            seconds = _compared(b, posed, placement, plain, inputs)
-            single = min(seconds.get(way, math.inf) for way in ("cpu", "gpu"))
-            uses = {(0,): "CPU", (1,): "GPU"}.get(tuple(np.unique(placement).tolist()), "both")
+            with fastest(posed, inputs, b.planning_s) as runner:
+                both = {"plan": runner.plan, "planned": runner.planned}
+                chosen_s = {way: median_s(m, objective) for way, m in runner.measured.items()}
+            placed = {way: plan.placement(graph, cluster) for way, plan in both.items()}
+            seconds = _compared(b, posed, placed, plain, inputs)
             b.emit(
                 f"{key}, {objective}",
                 **{f"{k}_ms": v * 1e3 for k, v in seconds.items()},
-                plan_over_single=_ratio(single, seconds.get("plan")),
+                **{f"{way}_over_single": _over_single(seconds, placed[way], way) for way in placed},
                 gpu_over_eager=_ratio(seconds.get("eager"), seconds.get("gpu")),
                 graphs_over_graph=_ratio(seconds.get("graph"), seconds.get("gpu_graphs")),
-                plan_uses=uses,
+                **{f"{way}_uses": uses(on) for way, on in placed.items()},
+                chosen_from=", ".join(f"{way} {s * 1e3:.3g} ms" for way, s in chosen_s.items()),
             )
-            if uses == "both":
-                b.emit(f"{key}, {objective}, peak", **peaks(problem, placement))
+            if uses(placed["planned"]) == "both":
+                b.emit(f"{key}, {objective}, peak", **peaks(problem, placed["planned"]))
     with b.item(f"{key}, peak"):
         b.emit(f"{key}, peak", **peaks(problem, all_on(graph, 1)))
+
+
+def uses(placement: np.ndarray) -> str:
+    return {(0,): "CPU", (1,): "GPU"}.get(tuple(np.unique(placement).tolist()), "both")
+
+
+def _over_single(seconds: dict[str, float], placement: np.ndarray, way: str) -> float:
+    """How many times as fast as the better device, with inputs from where this way has them."""
+    gpu = "gpu_fed" if uses(placement) == "both" and "gpu_fed" in seconds else "gpu"
+    alone = [seconds[name] for name in ("cpu", gpu) if name in seconds]
+    return _ratio(min(alone, default=None), seconds.get(way))
 
 
 def _compared(
     b: Bench,
     problem: Problem,
-    placement: np.ndarray,
+    plans: dict[str, np.ndarray],
     plain: dict[str, Callable[[Any], list[Tensor]]],
     inputs: Any,
 ) -> dict[str, float]:
-    """Seconds of the objective: each device alone, the plan, both as graphs, plain PyTorch."""
+    """Seconds of the objective: each device alone, the plans, as graphs too, plain PyTorch."""
     graph, latency, there = problem.graph, problem.objective == "latency", moved(inputs, b.gpu)
     name = f"{graph.name}, {problem.objective}"
-    placed = {"cpu": all_on(graph, 0), "gpu": all_on(graph, 1), "plan": placement}
+    placed = {"cpu": all_on(graph, 0), "gpu": all_on(graph, 1)}
+    if not latency and any(uses(on) == "both" for on in plans.values()):
+        placed["gpu_fed"] = placed["gpu"]
+    placed |= plans
     placed |= {f"{way}_graphs": placed[way] for way in ("gpu", "plan") if placed[way].any()}
     ways: dict[str, Callable[[], Sequence[float]]] = {}
-    alike: dict[str, str] = {}  # the plan is to use one device
+    made: dict[tuple[bytes, bool, bool], str] = {}
+    alike: dict[str, str] = {}  # the same in other words
     with ExitStack() as stack:
         for way, on in placed.items():
-            single = way.replace("plan", "gpu" if on.all() else "cpu")
-            if single != way and single in ways and (on == on[0]).all():
-                alike[way] = single
+            resident = bool(on.all()) and not latency and way != "gpu_fed"
+            graphs = way.endswith("_graphs")
+            if (known := (on.tobytes(), resident, graphs)) in made:
+                alike[way] = made[known]
                 continue
             if not problem.supported[np.arange(graph.num_ops), on].all():
                 continue
             with b.item(f"{name}, {way}", 15):
-                stays = "device" if on.all() and not latency else "host"
+                stays = "device" if resident else "host"
                 options: dict[str, Any] = {"priority": problem.priority, "outputs": stays}
                 runner = stack.enter_context(Runner(graph, problem.cluster, on, **options))
-                runner.cuda_graphs = way.endswith("_graphs")
-                given = there if stays == "device" else inputs
-                list(runner.stream([given] * 4))
+                runner.cuda_graphs = graphs
+                given = there if resident else inputs
+                list(runner.stream([given] * (4 if on.any() else 1)))
                 if latency:
                     args, kwargs = split_inputs(inputs)
                     ways[way] = partial(warm_calls, partial(runner, *args, **kwargs))
                 else:
                     count = counted(call_seconds(runner, given, 1))
                     ways[way] = lambda r=runner, g=given, n=count: [period_of(r, g, n)]  # type: ignore[misc]
+                made[known] = way
         for way, call in plain.items():
             if latency:
                 host = pinned(inputs)
@@ -837,7 +863,7 @@ def _compared(
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
         found = in_turns(b, name, ways, 2 if b.emulated else 5 if latency else 3)
-    return found | {way: found[single] for way, single in alike.items() if single in found}
+    return found | {way: found[same] for way, same in alike.items() if same in found}
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:
@@ -877,9 +903,9 @@ def memory(b: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
     with b.item("measured in parts"):
         _in_parts(b)
-    width, layers = (128, 8) if b.emulated else (2048, 12)
+    width, layers = (128, 8) if b.emulated else (2048, 8)
     shape = {"tables": 3, "rows": 20_000, "batch": 16} if b.emulated else {
-        "tables": 26, "rows": 200_000, "batch": 512}  # fmt: skip
+        "tables": 26, "rows": 100_000, "batch": 512}  # fmt: skip
     decoder = Decoder(layers, width).eval()
     few, many = (1, 16), (1, 64 if b.emulated else 256)
     models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -1033,13 +1059,14 @@ def training(b: Bench) -> None:
             torch.cuda.synchronize()
             facts["kept_mib"] = torch.cuda.memory_allocated() / 2**20
             torch.cuda.reset_peak_memory_stats()
-            step_s = timed(lambda: stepping.step([example] * 2), times)
+            step_s = timed(lambda: stepping.step([example] * 2), times if placement.all() else slow)
             facts["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         sizes.update({name: (facts["kept_mib"], facts["peak_mib"])})
         facts |= {"on_gpu": float((placement == 1).mean()), "allowed": allowed}
         b.emit(name, step_ms=step_s * 1e3, **facts, ok=facts["error"] <= allowed)
 
     sizes, times = dict[str, tuple[float, float]](), 1 if b.emulated else 5
+    slow = min(times, 2)  # where CPU cores take part
     with b.item("eager"):
         step_s = timed(eager_step(module, example, gpu), times)
         b.emit("eager", step_ms=step_s * 1e3, error=apart(mine, exact))
@@ -1156,7 +1183,7 @@ def energy(b: Bench) -> None:
     profile = b.measured(key, graph, cluster, repeats=1, calibrate=False)
     problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
     plan = planners.load("best_of", seconds=b.planning_s)(problem).placement
-    there, long_s = moved(inputs, b.gpu), 0.2 if b.emulated else 2.5
+    there, long_s = moved(inputs, b.gpu), 0.2 if b.emulated else 1.5
     before, began = meter.read_j(), time.perf_counter()
     time.sleep(long_s)
     idle_w = meter.since_j(before) / (time.perf_counter() - began)
@@ -1210,31 +1237,29 @@ def gpu_meter() -> power.Meter | None:
 
 Section = Callable[[Bench], None]
 SECTIONS: dict[str, Section] = {
+    **{f"correct_{i + 1}": partial(correct, part=i) for i in range(len(CHECKED))},
+    "train": train,
     "facts": facts,
     "errors": errors,
     "index": index,
     "kernels": kernels,
-    **{f"correct_{i + 1}": partial(correct, part=i) for i in range(6)},
-    "train": train,
     "profile": each(tuple(PROFILED), profile),
     "plans": each(tuple(PROFILED), plans),
     "memory": memory,
-    "fidelity": each(PREDICTED, fidelity),
     "training": training,
     "energy": energy,
     "policy": policy,
+    "fidelity": each(PREDICTED, fidelity),
 }
-# Sections that run beside each other, as nothing is timed in them; and seconds for them.
+# Sections that run beside each other, as nothing is timed in them; and their parts of the time. The
+# last one measures as often as what the others have left over allows.
+TIMED = {
+    "profile": 46, "plans": 50, "memory": 41, "training": 30, "energy": 14, "policy": 18,
+    "fidelity": 54,
+}  # fmt: skip
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("facts", "errors", "index", "kernels"), 30),
-    ((*(f"correct_{i + 1}" for i in range(6)), "train"), 60),
-    (("profile",), 65),
-    (("plans",), 75),
-    (("memory",), 60),
-    (("fidelity",), 75),
-    (("training",), 50),
-    (("energy",), 30),
-    (("policy",), 25),
+    (tuple(name for name in SECTIONS if name not in TIMED), 48),
+    *(((name,), part) for name, part in TIMED.items()),
 )
 
 
@@ -1266,7 +1291,10 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
 
 def forked(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> int:
     """The process of a section; from this one, or where CUDA forbids that, a new one."""
-    if pid := os.fork():
+    with warnings.catch_warnings():  # of threads of libraries: these are not used any more
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
         return pid
     code = 1
     try:
@@ -1311,11 +1339,11 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.work = Path(tempfile.mkdtemp(prefix="placement-gpu-"))
     torch.set_num_threads(1)  # threads do not survive a fork
-    wanted, scale = options.sections or list(SECTIONS), options.seconds / LONGEST_S
-    rounds = [([n for n in names if n in wanted], scale * limit_s) for names, limit_s in ROUNDS]
-    rounds = [(names, limit_s) for names, limit_s in rounds if names]
+    wanted = options.sections or list(SECTIONS)
+    rounds = [([n for n in names if n in wanted], part) for names, part in ROUNDS]
+    scale = options.seconds / sum(part for names, part in rounds if names)
+    rounds = [(names, scale * part) for names, part in rounds if names]
     models: dict[str, Model] = {}
-    done: set[str] = set()
     for i, (names, limit_s) in enumerate(rounds):
         # What earlier sections have left over, and not what later ones need.
         later = sum(limit_s for _, limit_s in rounds[i + 1 :])
@@ -1330,12 +1358,12 @@ def run(options: argparse.Namespace) -> int:
             forked(name, limit_s, options, models=models, part=(k, len(names))): name
             for k, name in enumerate(names)
         }
-        if i < 2:  # for the sections to come, while most is checked
-            keys = options.models or (PROFILED if i else PREDICTED)
+        if i == 0 and len(rounds) > 1:  # for the sections to come, while these check
+            keys = options.models or PROFILED
             prepare(models, ("tiny_mlp",) if options.emulated else keys, options)
-        if i == 1 and "kernels" in done:
             warm_up(options.emulated, training=False)  # that would ask CUDA for something
-        done |= watched(running, at, limit_s, options)
+            _emit(options, "prepare", status="done", threads=len(os.listdir("/proc/self/task")))
+        watched(running, at, limit_s, options)
         with zipfile.ZipFile(options.work / "profiles", "w") as file:
             for path in sorted((*options.work.glob("*.npz"), *options.work.glob("*.json.gz"))):
                 file.write(path, path.name)
@@ -1360,9 +1388,9 @@ def prepare(models: dict[str, Model], keys: Iterable[str], options: argparse.Nam
 
 def watched(
     running: dict[int, str], at: float, limit_s: float, options: argparse.Namespace
-) -> set[str]:
-    """Wait for processes begun at ``at``, and stop what is late; the sections that are done."""
-    done, until = set(), at + limit_s
+) -> None:
+    """Wait for processes begun at ``at``, and stop what is late."""
+    until = at + limit_s
     stopped: dict[int, str] = {}
     while running or stopped:
         now = time.perf_counter()
@@ -1375,7 +1403,6 @@ def watched(
                 number = os.waitstatus_to_exitcode(code)
                 status = "done" if number == 0 else f"exit code {number}"
                 _emit(options, name, status=status, **took)
-                done |= {name} if number == 0 else set()
             stopped.pop(pid, None)
         if now > until:
             for pid, name in running.items():
@@ -1386,7 +1413,6 @@ def watched(
         if now > until + 5:
             break  # a driver may keep a process that was killed
         time.sleep(0.02)
-    return done
 
 
 def _bench(options: argparse.Namespace, name: str, **known: Any) -> Bench:
@@ -1467,6 +1493,8 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
             goal = f"at least {least}x" + (" (published: 1.125x)" if least == 0.98 else "")
             enough = partial(lambda v, least: min(v) >= least, least=least)
             add(f"{what}: {says}", goal, of("plans", name, what), 6, span, enough)
+        add(f"{what}: the planner's answer, before it had run, over the best device", "named",
+            of("plans", "planned_over_single", what), 6, span)  # fmt: skip
     add("half of the memory: results", "all equal", of("memory", "ok"), 4, counted, all)
     add("half of the memory: plan over accelerate", "faster",
         of("memory", "plan_over_accelerate"), 3, span, lambda v: min(v) > 1)  # fmt: skip
@@ -1485,10 +1513,25 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
     add("joules per micro-batch: CPU, GPU, CUDA graphs, plan if it uses both", "named",
         of("energy", "gpu_j_per_microbatch"), 3, listed)  # fmt: skip
     add("learning on the GPU over the CPU", "named", of("policy", "gpu_over_cpu"), 2, span)
-    cards = [r["model"] for r in rows if r["section"] == "facts" and "cuda" in r["item"]]
     met = {True: "yes", False: "no", None: "–"}
-    head = ("what", "goal", f"reached on {cards[0] if cards else 'nothing'}", "met")
-    return to_table(head, [(*x[:3], met[x[3]]) for x in lines])
+    head = ("what", "goal", "reached", "met")
+    return f"{origin(rows)}\n\n{to_table(head, [(*x[:3], met[x[3]]) for x in lines])}"
+
+
+def origin(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence: when the run was, how long it took, and on what."""
+    known = {r["item"]: r for r in rows if r["section"] == "facts"}
+
+    def fact(item: str, name: str) -> str:
+        return str(known.get(item, {}).get(name, "unknown"))
+
+    driver = [x.strip() for x in fact("nvidia-smi", "text").split(",")][2:3] or ["unknown"]
+    cpu, versions = known.get("cpu:0", {}), f"torch {fact('versions', 'torch')}"
+    return (
+        f"Run of {fact('run', 'began')}, {max((r.get('at', 0) for r in rows), default=0):.0f} s: "
+        f"{fact('cuda:0', 'model')} beside {cpu.get('cores', 'unknown')} cores of "
+        f"{cpu.get('model', 'a CPU')}, driver {driver[0]}, {versions}."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

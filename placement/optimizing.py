@@ -183,7 +183,7 @@ def fastest(
         ways = _in_turns(problem, runner, plan, module, inputs, seconds, report)
         on_error.pop_all()
     singles = ways.keys() - {"plan", "plain"}
-    best = min(singles, key=lambda name: _median_s(ways[name], objective), default="")
+    best = min(singles, key=lambda name: median_s(ways[name], objective), default="")
     named = {"plan": "plan", "single": best, "plain": "plain"}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
     kept = "plan"
@@ -195,7 +195,7 @@ def fastest(
         runner = _runner(problem, plan)
     runner.plan = plan.model_copy(update={"measured": measured[kept]})
     runner.planned, runner.measured, runner.kept = planned, measured, kept
-    took_s = {way: _median_s(m, objective) for way, m in measured.items()}
+    took_s = {way: median_s(m, objective) for way, m in measured.items()}
     if took_s.get("plain", np.inf) <= took_s[kept]:
         runner.stop()
         runner.kept, runner._module = "plain", module
@@ -213,7 +213,7 @@ def _is_faster(plan: Measured, single: Measured, objective: str, devices: Sequen
 def verdict(runner: OptimizedRunner) -> str:
     """What was measured, and what follows."""
     plan = runner.plan
-    took_s = {way: _median_s(m, plan.objective) for way, m in runner.measured.items()}
+    took_s = {way: median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
     used = " and ".join(devices)
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
@@ -365,5 +365,6 @@ def _spread(measured: Measured, objective: str) -> Spread:
     return spread
 
 
-def _median_s(measured: Measured, objective: str) -> float:
+def median_s(measured: Measured, objective: str) -> float:
+    """What was measured of the objective."""
     return _spread(measured, objective).median_s
