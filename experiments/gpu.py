@@ -1344,6 +1344,7 @@ def run(options: argparse.Namespace) -> int:
     scale = options.seconds / sum(part for names, part in rounds if names)
     rounds = [(names, scale * part) for names, part in rounds if names]
     models: dict[str, Model] = {}
+    prepare(models, ("bert_tiny",), options)  # libraries are imported once, not by every section
     for i, (names, limit_s) in enumerate(rounds):
         # What earlier sections have left over, and not what later ones need.
         later = sum(limit_s for _, limit_s in rounds[i + 1 :])
