@@ -792,7 +792,7 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
             b.emit(
                 f"{key}, {objective}",
                 **{f"{k}_ms": v * 1e3 for k, v in seconds.items()},
-                **{f"{way}_over_single": _over_single(seconds, placed[way], way) for way in placed},
+                **{f"{way}_over_single": over_single(seconds, placed[way], way) for way in placed},
                 gpu_over_eager=_ratio(seconds.get("eager"), seconds.get("gpu")),
                 graphs_over_graph=_ratio(seconds.get("graph"), seconds.get("gpu_graphs")),
                 **{f"{way}_uses": uses(on) for way, on in placed.items()},
@@ -808,7 +808,7 @@ def uses(placement: np.ndarray) -> str:
     return {(0,): "CPU", (1,): "GPU"}.get(tuple(np.unique(placement).tolist()), "both")
 
 
-def _over_single(seconds: dict[str, float], placement: np.ndarray, way: str) -> float:
+def over_single(seconds: dict[str, float], placement: np.ndarray, way: str) -> float:
     """How many times as fast as the better device, with inputs from where this way has them."""
     gpu = "gpu_fed" if uses(placement) == "both" and "gpu_fed" in seconds else "gpu"
     alone = [seconds[name] for name in ("cpu", gpu) if name in seconds]
@@ -1363,7 +1363,8 @@ def run(options: argparse.Namespace) -> int:
             keys = options.models or PROFILED
             prepare(models, ("tiny_mlp",) if options.emulated else keys, options)
             warm_up(options.emulated, training=False)  # that would ask CUDA for something
-            _emit(options, "prepare", status="done", threads=len(os.listdir("/proc/self/task")))
+            threads = len(os.listdir("/proc/self/task"))
+            _bench(options, "prepare").emit("models and kernels", threads=threads)
         watched(running, at, limit_s, options)
         with zipfile.ZipFile(options.work / "profiles", "w") as file:
             for path in sorted((*options.work.glob("*.npz"), *options.work.glob("*.json.gz"))):
@@ -1527,11 +1528,12 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
         return str(known.get(item, {}).get(name, "unknown"))
 
     driver = [x.strip() for x in fact("nvidia-smi", "text").split(",")][2:3] or ["unknown"]
-    cpu, versions = known.get("cpu:0", {}), f"torch {fact('versions', 'torch')}"
+    ends = [r["at"] for r in rows if "at" in r]
+    took = f"{max(ends):.0f}" if ends else "unknown"
     return (
-        f"Run of {fact('run', 'began')}, {max((r.get('at', 0) for r in rows), default=0):.0f} s: "
-        f"{fact('cuda:0', 'model')} beside {cpu.get('cores', 'unknown')} cores of "
-        f"{cpu.get('model', 'a CPU')}, driver {driver[0]}, {versions}."
+        f"Run of {fact('run', 'began')}, {took} s: {fact('cuda:0', 'model')} beside "
+        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver {driver[0]}, "
+        f"torch {fact('versions', 'torch')}."
     )
 
 

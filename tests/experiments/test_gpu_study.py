@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -289,3 +290,14 @@ def test_all_sections_take_less_than_eight_minutes(tmp_path: Path) -> None:
     assert len({name for names in gpu.CHECKED for name in names}) == 12
     assert len(gpu.PROFILED) == 6 and len(gpu.PREDICTED) == 3
     assert gpu.main(["--out", str(tmp_path), "--sections", "nothing"]) == 2
+
+
+def test_a_plan_is_compared_with_devices_that_have_their_inputs_where_it_has_them() -> None:
+    """One on the GPU with what is there; one on both with what comes from the host."""
+    seconds = {"cpu": 9.0, "gpu": 2.0, "gpu_fed": 3.0, "plan": 2.0, "planned": 2.5}
+    gpu_only, both = np.ones(3, np.int32), np.array([0, 1, 1], np.int32)
+    assert (gpu.uses(gpu_only), gpu.uses(both), gpu.uses(0 * both)) == ("GPU", "both", "CPU")
+    assert gpu.over_single(seconds, gpu_only, "plan") == 1.0
+    assert gpu.over_single(seconds, both, "planned") == 1.2
+    assert gpu.over_single({"cpu": 9.0, "gpu": 2.0, "plan": 4.0}, both, "plan") == 0.5
+    assert np.isnan(gpu.over_single({"plan": 4.0}, both, "plan"))
