@@ -124,10 +124,10 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
     equal = row("correct_1", "bert", ok=True, way="random 0")
     many = row("correct_5", "many micro-batches", ok=True)
     failed = row("correct_2", "vit", failed="stopped, as 9 s for 'vit' were over")
-    assert "| 83 of 83; 83 of 84 were done | no |" in line(
-        "results of 12 models", *[equal] * 83, many, failed
+    assert "| 95 of 95; 95 of 96 were done | no |" in line(
+        "results of 12 models", *[equal] * 95, many, failed
     )
-    assert "| 84 of 84 | yes |" in line("results of 12 models", *[equal] * 84)
+    assert "| 96 of 96 | yes |" in line("results of 12 models", *[equal] * 96)
     assert "| 1 of 1 | yes |" in line("300 micro-batches", equal, many, failed)
     training = row("training", "half of the activations", ok=False, step_ms=7.0)
     assert "| nothing; 0 of 15 were done | no |" in line(
