@@ -89,6 +89,7 @@ from placement.workloads import load
 
 BEGAN = time.perf_counter()
 LONGEST_S = 470.0
+BESIDE = 7  # parts of the CPU cores at most: of two sections that share one, one has little to do
 AGAIN_S = 5.0  # until somebody whose time is over is told once more: a destructor hears nothing
 GIB = 2**30
 HOST_BYTES = 96 * GIB  # at least: memory of a lent machine grows as it is used, and says little
@@ -1343,10 +1344,11 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # threads do not survive a fork
     wanted = options.sections or list(SECTIONS)
     rounds = [([n for n in names if n in wanted], part) for names, part in ROUNDS]
-    scale = options.seconds / sum(part for names, part in rounds if names)
-    rounds = [(names, scale * part) for names, part in rounds if names]
     models: dict[str, Model] = {}
     prepare(models, ("bert_tiny",), options)  # libraries are imported once, not by every section
+    left = options.seconds - (time.perf_counter() - options.began) - 3
+    scale = left / sum(part for names, part in rounds if names)
+    rounds = [(names, scale * part) for names, part in rounds if names]
     for i, (names, limit_s) in enumerate(rounds):
         # What earlier sections have left over, and not what later ones need.
         later = sum(limit_s for _, limit_s in rounds[i + 1 :])
@@ -1356,9 +1358,9 @@ def run(options: argparse.Namespace) -> int:
             for name in names:
                 _emit(options, name, status="no time was left")
             continue
-        at = time.perf_counter()
+        at, parts = time.perf_counter(), min(len(names), BESIDE)
         running = {
-            forked(name, limit_s, options, models=models, part=(k, len(names))): name
+            forked(name, limit_s, options, models=models, part=(k % BESIDE, parts)): name
             for k, name in enumerate(names)
         }
         if i == 0 and len(rounds) > 1:  # for the sections to come, while these check
