@@ -101,14 +101,16 @@ PROFILED: dict[str, tuple[str, dict[str, int]]] = {
     "resnet50_b32": ("resnet50", {"batch": 32}),
 }
 PREDICTED = ("resnet50", "bert_base", "inception")
+_TURNS, _EVERY, _STEADY_S = 4, 5, 5.0  # at most; and of how a device's speed is followed meanwhile
 Model = tuple[nn.Module, Any, OpGraph]
 
 # Of measuring: what is learned once is not measured again, and what costs most is done once.
 _QUICK: dict[str, Any] = {
     "_PATIENCE": 1,
-    "_CALIBRATION_S": 0.03,
+    "_CALIBRATION_S": 0.02,
     "_CALIBRATION_CUTS": (1, 3, 7, 15, 31),
     "_CALIBRATION_ROUNDS": 1,
+    "_LIKELY_ERROR": 0.08,  # of one run on a virtual machine
     "_ORDER_ROUNDS": 2,
 }
 # And where nothing is to be learned from it.
@@ -678,44 +680,55 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
     """Predicted and measured latency and period of placements with few cuts and many.
 
     As a user runs them: nothing is recorded. A virtual machine changes its speed within seconds,
-    which no model foresees. So the whole model also runs on each device, before and after every few
-    placements, and predictions are for devices of that speed; ``plain`` are those for the speed of
-    the profile. All placements run twice, in turns: by how much one differs from itself is the
-    ``floor`` of what a prediction can miss.
+    which no model foresees. So after every few placements the whole model also runs on each device,
+    called and streamed alike, and predictions are for devices of that speed (see ``speeds_at``);
+    ``plain`` are those for the speed of the profile. Placements run again and again, in turns: by
+    how much the second time differs from the first is the ``floor`` of what a prediction can miss.
     """
-    cluster = b.cluster
+    until, cluster = time.perf_counter() + 0.9 * b.fair_s, b.cluster
     problem = Problem(graph, cluster, b.measured(key, graph, cluster), num_microbatches=8)
-    placements = cut(problem, (0, 0, 1, 2) if b.emulated else (0, 0, *(1, 2, 4, 8, 16, 32) * 3))
-    singles = np.stack([all_on(graph, d) for d in (0, 1)])
-    alone_s, until = evaluate(problem, singles).period_s, time.perf_counter() + b.fair_s
+    placements = cut(problem, (1, 2, 2) if b.emulated else (*(1, 2, 4, 8, 16, 32) * 3, 1, 2))
+    singles = [all_on(graph, d) for d in (0, 1)]
+    plain, alone = (np.array([said(problem, p) for p in some]) for some in (placements, singles))
 
-    def times() -> np.ndarray:
-        return np.array([run_placement(problem, p, 1, 8)[1] for p in singles]) / alone_s
-
-    plain = np.array([said(problem, p) for p in placements])
-    seen, turns, took = [times()], list[tuple[int, int]](), list[tuple[float, float]]()
-    for n in range(2 * len(placements)):
-        i = n % len(placements)
-        turns.append((i, len(seen)))
-        took.append(run_placement(problem, placements[i], 4, 8))
-        cuts = int((np.diff(placements[i][np.argsort(problem.priority)]) != 0).sum())
+    def run(what: str, placement: np.ndarray, predicted: np.ndarray) -> tuple[float, Any]:
+        """When, and latency and period; of quick ones more, as a GPU that was idle is warm late."""
+        more = 1 if b.emulated else int(np.clip(0.05 / predicted[0], 1, 8))
+        began = time.perf_counter()
+        both = run_placement(problem, placement, 3 * more, 8 * more, 2 * more)
+        ended = time.perf_counter()
         names = ("latency_s", "period_s", "measured_latency_s", "measured_period_s")
-        b.emit(f"{key}, {cuts} cuts", **dict(zip(names, [*plain[i], *took[-1]], strict=True)))
-        late = n > 6 and time.perf_counter() > until  # fewer of each rather than none of the last
-        if n % 4 == 3 or late or n + 1 == 2 * len(placements):
-            seen.append(times())
-        if late:
+        b.emit(f"{key}, {what}", **dict(zip(names, [*predicted, *both], strict=True)))
+        return (began + ended) / 2, both
+
+    ran, alone_ran = list[Any](), list[Any]()
+    for n in range(_TURNS * len(placements)):
+        if n % _EVERY == 0:
+            each_device = zip(cluster.device_names, singles, alone, strict=True)
+            alone_ran.append([run(*some) for some in each_device])
+        i = n % len(placements)
+        cuts = int((np.diff(placements[i][np.argsort(problem.priority)]) != 0).sum())
+        ran.append(run(f"{cuts} cuts", placements[i], plain[i]))
+        if n > 6 and time.perf_counter() > until:  # fewer of each rather than none of the last
             break
-    guessed = []
-    for i, k in turns:
-        there = at_speed(problem.profile, np.sqrt(seen[k - 1] * seen[k]))
-        guessed.append(said(replace(problem, profile=there), placements[i]))
-    which = np.array(turns)[:, 0]
-    b.emit(
-        key,
-        placements=len(set(which)),
-        **agreement(which, plain, np.array(guessed), np.array(took)),
-    )
+    at, measured = (np.array([x[k] for x in ran]) for k in (0, 1))
+    alone_at, alone_s = (np.array([[x[k] for x in both] for both in alone_ran]) for k in (0, 1))
+    guessed = np.empty_like(measured)
+    for n, times in enumerate(speeds_at(at, alone_at, alone_s / alone)):
+        for k in (0, 1):
+            there = replace(problem, profile=at_speed(problem.profile, times[:, k]))
+            guessed[n, k] = said(there, placements[n % len(placements)])[k]
+    b.emit(key, placements=min(len(ran), len(plain)), **agreement(plain, guessed, measured))
+
+
+def speeds_at(at: np.ndarray, timed_at: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """``times [R, D, K]``, as they were at ``timed_at [R, D]``, at other times: ``[N, D, K]``.
+
+    Means of the logarithms; those of some seconds before or after count most.
+    """
+    weights = np.exp(-np.abs(at[:, None, None] - timed_at) / _STEADY_S)
+    weights /= weights.sum(axis=1, keepdims=True)
+    return np.exp(np.einsum("nrd,rdk->ndk", weights, np.log(times)))
 
 
 def cut(problem: Problem, counts: Sequence[int]) -> list[np.ndarray]:
@@ -737,21 +750,20 @@ def said(problem: Problem, placement: np.ndarray) -> tuple[float, float]:
     return float(guess.latency_s[0]) + call_s, float(guess.period_s[0])
 
 
-def agreement(
-    which: np.ndarray, plain: np.ndarray, guessed: np.ndarray, took: np.ndarray
-) -> dict[str, float]:
+def agreement(plain: np.ndarray, guessed: np.ndarray, took: np.ndarray) -> dict[str, float]:
     """How well predictions ``guessed [R, 2]`` of runs agree with what they took.
 
-    ``which [R]`` are their placements, of which ``plain [P, 2]`` are other predictions.
+    Placements, of which ``plain [P, 2]`` are other predictions, ran in turns.
     """
     from scipy.stats import spearmanr
 
-    _, at, times = np.unique(which, return_index=True, return_counts=True)
-    last = len(which) - 1 - np.unique(which[::-1], return_index=True)[1]
-    total = [np.exp(np.log(x[at] * x[last]) / 2) for x in (guessed, took)]
-    off = np.abs(np.log(total[0] / total[1]))
-    plain_off = np.abs(np.log(plain[which[at]] / total[1]))
-    floor = np.abs(np.log(took[at] / took[last]))[times > 1]
+    num, there = len(plain), min(len(plain), len(took))
+    total = [
+        np.exp([np.log(x[i::num]).mean(axis=0) for i in range(there)]) for x in (guessed, took)
+    ]
+    off, plain_off = (np.abs(np.log(x / total[1])) for x in (total[0], plain[:there]))
+    again = took[num:][:num]
+    floor = np.abs(np.log(took[: len(again)] / again))
     facts = {}
     for k, name in enumerate(("latency", "period")):
         facts[f"{name}_error"] = float(np.median(off[:, k]))
