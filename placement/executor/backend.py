@@ -6,8 +6,8 @@ whatever leaves it goes through a *courier*: a thread that waits until the devic
 the value, and its copy in host memory is complete, and then delivers it. What comes in goes through
 a *porter*: a thread that copies it into pinned memory, and from there to the device, before the
 launching thread sees it. What is small takes no time beside that of a thread or stream that waits
-for another: the launching thread copies it, where it computes. Computing, leaving and arriving have a stream each, and so have parameters
-that come from host memory (``streamed``).
+for another: the launching thread copies it, where it computes. Computing, leaving and arriving have
+a stream each, and so have parameters that come from host memory (``streamed``).
 
 Streams and threads of a CUDA device stay when a runner ends, for the next one: libraries keep what
 they have planned by thread, and memory by stream.
