@@ -6,7 +6,8 @@ it, as soon as Python has dropped it, unless ``record_stream`` says who still us
 stream uses it then is counted), memory that is full, pinned and pageable host memory (a copy from
 the latter waits for the stream, and for the copy), CUDA graphs and what may not be captured, and
 NVML's counters. Kernels are the CPU's, of those that a GPU has too; equal values have another order
-where nobody promises one.
+where nobody promises one. Memory-efficient attention, which only CUDA has, wants tensors of the
+form that CUDA's wants, and gives such.
 
     with emulated_gpu.emulated(memory_bytes=2**30) as gpu:
         ...  # torch.cuda and tensors on cuda:0; ``gpu`` counts what was copied how
@@ -54,11 +55,12 @@ class Gpu:
         copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
             memory), ``back and wait``.
         num_streams, num_poisoned, num_replays: so far.
+        num_efficient: kernels of memory-efficient attention so far, forward and backward.
         num_races: blocks that were freed while a stream used them that nobody had recorded, or
             used by a stream that did not wait for what the block's own stream had begun before.
-        num_aborts: how often the process would have ended: when pinned memory is freed, an event is
-            recorded on the streams that have used it, and no destructor may raise what that does on
-            a device that has failed.
+        num_aborts: how often the process would have ended: when memory is freed, pinned or of a
+            device, an event is recorded on the other streams that have used it, and no destructor
+            may raise what that does on a device that has failed.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
@@ -77,6 +79,7 @@ class Gpu:
     num_streams: int = 0
     num_poisoned: int = 0
     num_replays: int = 0
+    num_efficient: int = 0
     num_races: int = 0
     num_aborts: int = 0
     open_pools: Counter[Any] = field(default_factory=Counter)
@@ -100,9 +103,10 @@ class Gpu:
 
     def pinned_is_free(self, used_by: list[Stream]) -> None:
         """Pinned memory is free again."""
-        self.num_aborts += any(
-            each.index == x.index and x.error for each in used_by for x in self.streams
-        )
+        self.num_aborts += any(self.has_failed(each.index) for each in used_by)
+
+    def has_failed(self, device: int) -> bool:
+        return any(x.error for x in self.streams if x.index == device)
 
 
 _gpu: Gpu
@@ -288,6 +292,7 @@ class _Memory:
         for user, count in self.used.items():
             if user is not on and user not in self.users and user.num_done < count:
                 gpu.num_races += 1
+        gpu.num_aborts += bool(self.users) and gpu.has_failed(on.index)
         used = [user.record_event().done for user in self.users]
 
         def unused() -> None:
@@ -326,6 +331,10 @@ class CudaTensor(Tensor):
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> CudaTensor:
         return _dispatch(aten.copy_.default, (self, source, non_blocking), {})
+
+    def contiguous(self) -> Tensor:
+        like = torch.contiguous_format
+        return self if self.is_contiguous() else self.clone(memory_format=like)
 
     def untyped_storage(self) -> Any:
         return self.meta.untyped_storage()
@@ -420,6 +429,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     cuda = [x for x in tensors if isinstance(x, CudaTensor)]
     host = [x for x in tensors if not isinstance(x, CudaTensor)]
+    if cuda and (errors := [x.error for x in _gpu.streams if x.error]):
+        raise RuntimeError(f"CUDA error: {errors[0]}")  # for good
     to_host = device is not None and torch.device(device).type == "cpu"
     with torch._C._DisableTorchDispatch():
         if kwargs.get("pin_memory") and not (device and torch.device(device).type == "cuda"):
@@ -611,6 +622,94 @@ def _launch(
     return pytree.tree_unflatten(made, spec)
 
 
+def _may_be_efficient(read: Any, debug: bool = False) -> bool:
+    """``torch.backends.cuda.can_use_efficient_attention`` of a recent GPU."""
+    q, k, v = tensors = (read.query, read.key, read.value)
+    return (
+        all(x.device.type == "cuda" and x.dim() == 4 and x.stride(-1) == 1 for x in tensors)
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and q.shape[:2] == k.shape[:2] == v.shape[:2]
+        and q.shape[-1] == k.shape[-1]
+        and not any(x.shape[-1] * x.element_size() % 16 for x in tensors)
+        and all(x.numel() for x in tensors)
+    )
+
+
+def _check_form(*tensors: Tensor | None) -> None:
+    """What the kernels check of ``[B, H, L, E]``, or take for granted."""
+    _gpu.num_efficient += 1
+    for x in tensors:
+        if x is not None:
+            step = 16 // x.element_size()
+            assert x.dtype == tensors[0].dtype and x.stride(3) == 1
+            assert not any(at % step for at in (*x.stride()[:3], x.storage_offset()))
+
+
+def _efficient_scores(q: Tensor, k: Tensor, bias: Any, causal: bool, scale: Any) -> Tensor:
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        assert bias.shape == scores.shape
+        scores = scores + bias * 1.4426950408889634 / 1.4426950408889634  # may be -inf then
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -torch.inf) if causal else scores
+
+
+def _efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keep: bool,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: Any = None,
+) -> Any:
+    _check_form(q, k, v, bias)
+    assert keep and dropout_p == 0
+    scores = _efficient_scores(q, k, bias, causal, scale)
+    sums = scores.logsumexp(-1)
+    sums = torch.where(sums == -torch.inf, 0.0, sums)
+    padded = torch.full((*q.shape[:2], -(-q.shape[2] // 32) * 32), torch.nan)
+    padded[..., : q.shape[2]] = sums
+    output = ((scores - sums[..., None]).exp() @ v.float()).to(q.dtype)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output, padded, torch.empty(0), torch.empty(0)
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    out: Tensor,
+    sums: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout_p: float,
+    wanted: list[bool],
+    causal: bool = False,
+    *,
+    scale: Any = None,
+) -> Any:
+    _check_form(gradient, q, k, v, bias)
+    length = q.shape[2]
+    assert dropout_p == 0 and wanted == [True, True, True, False] and sums.is_contiguous()
+    assert sums.shape[2] % 32 == 0 and sums[..., length:].isposinf().all()
+    assert out.storage_offset() % 4 == 0
+    strides = (out.stride(0), out.stride(1), v.shape[1] * v.shape[3], 1)
+    out = out.as_strided(out.shape, strides).float()  # the second last is not asked for
+    q, k, v, g = (x.float() for x in (q, k, v, gradient))
+    weights = (_efficient_scores(q, k, bias, causal, scale) - sums[..., :length, None]).exp()
+    of_scores = weights * (g @ v.mT - (g * out).sum(-1, keepdim=True))
+    of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    results = (of_scores @ k, of_scores.mT @ q, weights.mT @ g)
+    made = (x.to(gradient.dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in results)
+    return (*made, None)
+
+
 def _draws(func: Any) -> bool:
     return any(word in str(func) for word in ("aten.rand", "aten.bernoulli", "aten.native_dropout"))
 
@@ -769,6 +868,12 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             "_cuda_releasePool": _release_pool,
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
+        stack.enter_context(
+            patch.object(torch.backends.cuda, "can_use_efficient_attention", _may_be_efficient)
+        )
+        kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        for name, kernel in {"": _efficient, "_backward": _efficient_backward}.items():
+            kernels.impl(f"_scaled_dot_product_efficient_attention{name}", kernel, "CPU")
         stack.enter_context(patch.object(threading.Thread, "start", start_in_mode))
         # ``patch.dict`` would forget what is imported for the first time meanwhile.
         before = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}

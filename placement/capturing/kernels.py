@@ -2,7 +2,8 @@
 
 PyTorch chooses kernels by the device of a tensor, and a training step is traced on a CPU. What
 these make, and read again in the backward, means the same on all devices: forward and backward may
-be on different ones.
+be on different ones. On CUDA, attention is PyTorch's memory-efficient one where PyTorch allows it:
+it never holds a score for every pair of positions.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.nn.functional import pad
 
 _aten = torch.ops.aten
 _LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 
 
-def kernel_of(target: Any) -> Callable[..., Any]:
-    """What to call for the target of a traced node, with tensors of any device."""
+def kernel_of(node: fx.Node) -> Callable[..., Any]:
+    """What to call for a traced node, with tensors of any device."""
+    target: Any = node.target
     elsewhere = _ELSEWHERE.get(target)
     if elsewhere is None:
         return target  # type: ignore[no-any-return]
+    if target in _EFFICIENT and _of_booleans(node.kwargs.get("attn_mask")):
+        elsewhere = _EFFICIENT[target]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # Without a workspace the forward was elsewhere.
@@ -33,16 +38,102 @@ def kernel_of(target: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _of_booleans(mask: Any) -> bool:
+    """Whether a mask is absent, or 0 and -inf chosen by booleans: PyTorch makes such of those.
+
+    The efficient kernel multiplies by ``log2(e)``: the lowest finite numbers become -inf there, and
+    a position whose scores all have one then looks nowhere instead of everywhere.
+    """
+    if mask is None:
+        return True
+    numbers = [x.args for x in mask.args[1:]] if mask.target is _aten.where.self else []
+    return numbers == [(0.0,), (-torch.inf,)]
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    **by: Any,
+) -> tuple[Tensor, Tensor]:
+    if not _suits(query, key, value, by):
+        return _attention(query, key, value, dropout_p, causal, **by)
+    bias = _bias(query, key, by)
+    read = [_aligned(x) for x in (query, key, value)]
+    output, total, *_ = _aten._scaled_dot_product_efficient_attention(
+        *read, bias, True, 0.0, causal, scale=by.get("scale")
+    )
+    return _like(query, output), _by_position(total.narrow(-1, 0, query.shape[2]))
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    total: Tensor,
+    dropout_p: float,
+    causal: bool,
+    **by: Any,
+) -> tuple[Tensor, ...]:
+    if not _suits(query, key, value, by):
+        read = (query, key, value, output, total)
+        return _attention_backward(gradient, *read, dropout_p, causal, **by)
+    bias = _bias(query, key, by)
+    # The kernel takes for granted that heads of the output are side by side.
+    output = _aligned(output.transpose(1, 2).contiguous()).transpose(1, 2)
+    padded = pad(total.contiguous(), (0, -total.shape[2] % 32), value=torch.inf)
+    seed = torch.empty((), dtype=torch.int64, device=total.device)  # of dropout: nobody reads it
+    results = _aten._scaled_dot_product_efficient_attention_backward(
+        *(_aligned(x.to(query.dtype)) for x in (gradient, query, key, value)),
+        *(bias, output.to(query.dtype), padded, seed, seed),
+        *(0.0, [True, True, True, False], causal),
+        scale=by.get("scale"),
+    )
+    return tuple(results[:3])
+
+
+def _suits(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether the efficient kernel may be called; always ``False`` without CUDA."""
+    read = torch.backends.cuda.SDPAParams(
+        *(query, key, value, options.get("attn_mask"), 0.0, False, False)
+    )
+    return max(query.shape[:2]) < 2**16 and torch.backends.cuda.can_use_efficient_attention(read)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy: the efficient kernel reads 16 bytes at once."""
+    step = 16 // x.element_size()
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) == 1 and not any(start % step for start in starts):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _bias(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """The mask as ``[B, H, L, S]``, in rows of a multiple of 16 numbers."""
+    mask, length = options.get("attn_mask"), key.shape[2]
+    if mask is None:
+        return None
+    rows = pad(mask.expand(*mask.shape[:-1], length).contiguous(), (0, -length % 16))
+    return rows.narrow(-1, 0, length).expand(*query.shape[:3], length)
+
+
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention without dropout, and the logarithm of what its softmax divides by."""
     scores = _scores(query, key, *_, **options)
-    total = scores.logsumexp(-1)
-    total = total.masked_fill(total == -torch.inf, 0.0)  # a position that may look nowhere
-    weights = (scores - total.unsqueeze(-1)).exp()
-    output = torch.matmul(weights, value.to(weights.dtype)).to(query.dtype)
-    return _by_position(output), _by_position(total)
+    most = scores.amax(-1, keepdim=True)
+    most = most.masked_fill(most == -torch.inf, 0.0)  # a position that may look nowhere
+    weights = (scores - most).exp()
+    sums = weights.sum(-1, keepdim=True)
+    sums = sums.masked_fill(sums == 0, 1.0)
+    output = torch.matmul(weights, value.to(weights.dtype)) / sums
+    return _like(query, output), _by_position((most + sums.log()).squeeze(-1))
 
 
 def _attention_backward(gradient: Tensor, *read: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -82,8 +173,15 @@ def _scale(query: Tensor, options: dict[str, Any]) -> float:
     return query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
+def _like(query: Tensor, output: Tensor) -> Tensor:
+    """As the kernel for CPUs lays out what it makes: views of it were traced so."""
+    like = torch.empty_like(query)
+    same = (like.dtype, like.stride()) == (output.dtype, output.stride())
+    return output if same else like.copy_(output)
+
+
 def _by_position(x: Tensor) -> Tensor:
-    """As the kernel for CPUs lays out ``[B, H, L, ...]``: head beside head."""
+    """The same for gradients and logarithms, ``[B, H, L, ...]``: head beside head."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
@@ -164,4 +262,8 @@ _ELSEWHERE: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _aten.mkldnn_rnn_layer.default: _lstm,
     _LSTM_BACKWARD: _lstm_backward,
+}
+_EFFICIENT: dict[Any, Callable[..., Any]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _efficient,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _efficient_backward,
 }

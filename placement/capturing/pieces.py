@@ -205,9 +205,7 @@ def compile_piece(
         else:
             arguments = [source(x) for x in node.args]
             arguments += [f"{k}={source(x)}" for k, x in node.kwargs.items()]
-            lines.append(
-                f"    {variable[node]} = {bind(kernel_of(node.target))}({', '.join(arguments)})"
-            )
+            lines.append(f"    {variable[node]} = {bind(kernel_of(node))}({', '.join(arguments)})")
         done = [variable[x] for x in dict.fromkeys((*node.all_input_nodes, node)) if last[x] == i]
         if done:
             lines.append(f"    del {', '.join(done)}")

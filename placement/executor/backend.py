@@ -16,6 +16,7 @@ they have planned by thread, and memory by stream.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import re
@@ -283,7 +284,7 @@ class CudaBackend:
         if sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
             return made | {t: x.cpu() for t, x in there.items()}  # waits for all before it
         copies: dict[int, Tensor] = {}
-        with _kept_if_it_fails(copies):
+        with gpu.kept_if_it_fails(copies):
             for t, x in there.items():
                 copies[t] = _pinned_like(x).copy_(x, non_blocking=True)
             gpu.compute.synchronize()
@@ -386,20 +387,6 @@ def _pinned_like(value: Tensor) -> Tensor:
     return torch.empty_like(value, device="cpu", pin_memory=True)
 
 
-@contextmanager
-def _kept_if_it_fails(value: Any) -> Iterator[None]:
-    """``value`` is never freed where the device fails meanwhile, which is for good.
-
-    Freeing pinned memory that it uses would ask it for an event, and what that raises ends the
-    process.
-    """
-    try:
-        yield
-    except RuntimeError:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-        raise
-
-
 @dataclass(frozen=True, slots=True)
 class _Brought:
     """A tensor in device memory, complete when the mark has happened."""
@@ -436,14 +423,36 @@ class _Gpu:
         )
         torch.set_num_threads(torch.get_num_threads())  # new threads would have theirs: one
         self.events: deque[Any] = deque()
+        self.has_failed = False
         # Waiting without sleeping takes a core: only where it has one beside the launcher's.
         self._new = partial(torch.cuda.Event, blocking=len(cores) < 2)
 
     def finish(self) -> None:
         """Wait for all that was launched: memory that it reads or writes may go then."""
-        with suppress(RuntimeError):  # the device has failed, as somebody has been told
+        # Where the device has failed somebody has been told.
+        with suppress(RuntimeError), self.kept_if_it_fails(None):
             self.compute.synchronize()
             self.parameters.synchronize()
+
+    @contextmanager
+    def kept_if_it_fails(self, value: Any) -> Iterator[None]:
+        """``value``, and all tensors that there are, are never freed if the device fails meanwhile.
+
+        Which is for good. Freeing memory that another stream has used, pinned or not, would ask the
+        device for an event, and what that raises in a destructor ends the process. Which is pinned
+        nobody can say any more.
+        """
+        try:
+            yield
+        except RuntimeError:
+            kept = [value]
+            if not self.has_failed:
+                # ``isinstance`` would ask a proxy.
+                kept += [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+            self.has_failed = True
+            for x in kept:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
+            raise
 
     def record(self, stream: Any) -> Any:
         """An event, after what was launched on ``stream`` so far."""
@@ -456,7 +465,7 @@ class _Gpu:
 
     def wait(self, event: Any, value: Any) -> Any:
         """``value``, once the event has happened."""
-        with _kept_if_it_fails(value):
+        with self.kept_if_it_fails(value):
             event.synchronize()
         self.events.append(event)
         return value

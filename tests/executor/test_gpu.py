@@ -16,12 +16,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measure_module
 from experiments.runs import two_cores
 from placement.capturing import capture
+from placement.capturing.kernels import kernel_of
 from placement.capturing.training import mean_of_outputs, plain_step
 from placement.cli.train import difference as train_difference
 from placement.cluster import Cluster, ClusterError, Device
@@ -187,14 +190,84 @@ def test_what_only_a_cpu_has_a_kernel_for_is_trained_on_a_gpu_too(make, apart):
     options = {"mode": "training", "loss": mean_of_outputs, "optimizer": mine}
     graph = capture(module, (inputs, None), colocate_backward=not apart, **options)
     places = [graph.is_backward, ~graph.is_backward] if apart else [True]
-    with emulated_gpu.emulated():
+    with emulated_gpu.emulated() as gpu:
         for on_gpu in places:
             placement = np.broadcast_to(on_gpu, graph.num_ops).astype(np.int32)
             with Trainer(graph, BOTH, placement, mine) as trainer:
                 trainer.step([(inputs, None)])
             plain_step(plain, other, [(inputs, None)], mean_of_outputs)
+    assert gpu.num_efficient
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention_kernels(mask, of_booleans):
+    """What is called for attention and its backward, where PyTorch or the user made the mask."""
+    graph = fx.Graph()
+    number = torch.ops.aten.scalar_tensor.default
+    nodes = [graph.call_function(number, (x,)) for x in (0.0, -torch.inf)]
+    made = graph.call_function(torch.ops.aten.where.self, (graph.placeholder("m"), *nodes))
+    given = {"attn_mask": None if mask is None else made if of_booleans else graph.placeholder("x")}
+    return [kernel_of(graph.call_function(x, (), given)) for x in (FORWARD, BACKWARD)]
+
+
+def laid_out(device, shape, dtype, how):
+    """Random numbers: ``[B, H, L, E]`` as they are, heads side by side, or cut out of others."""
+    b, h, n, e = shape
+    base = torch.randn(b, h, n, e) if how == 0 else torch.randn(b, n, h, e + 4)
+    x = base.to(dtype).to(device)
+    return x if how == 0 else x.narrow(3, how - 1, e).transpose(1, 2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 40, 40))),
+    width=st.sampled_from([6, 8, 8, 16]),
+    dtype=st.sampled_from([*[torch.float32] * 4, torch.bfloat16, torch.float64]),
+    masked=st.sampled_from(["", "causal", "booleans", "lowest"]),
+    rows=st.integers(0, 3),
+    hows=st.tuples(*[st.sampled_from([0, 0, 1, 2, 5])] * 4),
+    scale=st.sampled_from([None, 0.3]),
+    places=st.tuples(st.booleans(), st.booleans()),
+)
+def test_attention_and_its_backward_are_the_cpus_wherever_they_run(
+    sizes, width, dtype, masked, rows, hows, scale, places
+):
+    b, h, n, m = sizes
+    mask, causal = None, masked == "causal"
+    if masked in ("booleans", "lowest"):
+        hidden = torch.rand([(n, m), (b, 1, n, m), (b, h, n, m), (1, 1, 1, m)][rows]) < 0.5
+        hidden[..., 0, :] = True  # the first position looks nowhere
+        low = -torch.inf if masked == "booleans" else torch.finfo(dtype).min
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, low)
+    kernels = attention_kernels(mask, masked == "booleans")
+
+    def run(*on):
+        forward, backward = (torch.device("cuda:0" if x else "cpu") for x in on)
+        torch.manual_seed(rows)
+        shapes = ((b, h, n, width), (b, h, m, width), (b, h, m, width), (b, h, n, width))
+        *read, g = (laid_out(forward, x, dtype, how) for x, how in zip(shapes, hows, strict=True))
+        given = {"attn_mask": None if mask is None else mask.to(forward), "scale": scale}
+        made = kernels[0](*read, 0.0, causal, **given)
+        given["attn_mask"] = None if mask is None else mask.to(backward)
+        g, *read = (x.to(backward) for x in (g, *read, *made))
+        found = (*made, *kernels[1](g, *read, 0.0, causal, **given))
+        steps = [[s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] for x in found]
+        return [x.cpu() for x in found], steps
+
+    expected, strides = run(False, False)
+    with emulated_gpu.emulated() as gpu:
+        found, others = run(*places)
+        suits = masked != "lowest" and dtype != torch.float64 and width * dtype.itemsize % 16 == 0
+        assert gpu.num_efficient == (sum(places) if suits else 0)
+    rough = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=rough, atol=rough)
+    assert others == strides
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiny_mlp", "AdamW"), ("dlrm_tiny", "SGD")])
@@ -479,7 +552,7 @@ def test_weights_of_recurrent_layers_are_laid_out_for_cudnn_once(monkeypatch, la
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_device_that_has_failed_does_not_end_the_process(stays):
-    """Which frees pinned memory that it was to write, sooner or later."""
+    """Which frees what it was to write, and memory that several streams have used, later on."""
 
     class Looks(nn.Module):
         def __init__(self):
@@ -494,13 +567,17 @@ def test_a_device_that_has_failed_does_not_end_the_process(stays):
     with emulated_gpu.emulated(kernel_s=1e-3) as gpu:
         placement = all_on(graph, 1)
         placement[-1:] = 0 if stays else 1
+        mine = torch.ones(4, device="cuda:0")
+        mine.record_stream(torch.cuda.Stream())
         with (
             pytest.raises(RuntimeError, match="CUDA error"),
             Runner(graph, BOTH, placement) as runner,
         ):
             list(runner.stream([torch.arange(4), torch.tensor([1, 2, 3, 99]), torch.arange(4)]))
+        before = gpu.num_aborts  # what was freed before anybody could know
+        del mine
         gc.collect()
-        assert gpu.num_aborts == 0
+        assert gpu.num_aborts == before
 
 
 @pytest.mark.parametrize("way", ["graphs", "broken off", "fails", "device", "streamed", "trained"])
