@@ -38,16 +38,15 @@ def tables_of(problem: Problem) -> Tables:
     """What the kernels need of a problem.
 
     Raises:
-        PlannerError: a device streams, whose memory these kernels would count wrongly.
+        PlannerError: a device streams, and the objective is a formula: those do not know of it.
     """
-    if problem.cluster.streaming:
-        name = problem.cluster.device_names[problem.cluster.streaming[0]]
+    g, objective, streaming = problem.graph, problem.objective, problem.cluster.streaming
+    if streaming and objective.is_analytic:
+        name = problem.cluster.device_names[streaming[0]]
         raise PlannerError(
-            f"guided search does not know where device {name!r} keeps parameters: use best_of or "
-            "macro_search, or leave that device out of the cluster"
+            f"guided search for {objective} does not know where device {name!r} keeps parameters: "
+            "use best_of or macro_search, or leave that device out of the cluster"
         )
-    g = problem.graph
-    objective = problem.objective
     kind = {
         "max_load": guided_kernels.LOAD,
         "piecewise_latency": guided_kernels.PIECEWISE,
@@ -74,6 +73,7 @@ def tables_of(problem: Problem) -> Tables:
         busy_w=power.busy_w,
         idle_w=power.idle_w,
         second_j=problem.second_j,
+        read_bytes=g.op_param_bytes if streaming else np.zeros(0, np.int64),
     )
 
 

@@ -152,6 +152,7 @@ class Tables(Struct):
     busy_w: Array  # float64 [D]
     idle_w: Array  # float64 [D]
     second_j: float
+    read_bytes: Array  # int64 [N] parameters of each operator, or [0]: no device streams
 
 
 class Tried(Struct):
@@ -222,14 +223,32 @@ def _evaluate(t, s):
             most = kernels.durations(t.simulator, run)
             kernels.run(t.simulator, run)
             value = _energy_j(t) if t.kind == ENERGY else _steady(run.finish, most)
+    if len(t.read_bytes) > 0:
+        _stream(t, s)
     overflow = 0.0
     for d in range(num_devices):
-        need = run.peak[d] + held[d]
+        need = run.peak[d]
+        if t.simulator.worker[d] == d:
+            need += held[d]
         if need > memory[d]:
             overflow += (need - memory[d]) / memory[d]
     if overflow > 0.0:
         return INFEASIBLE * (1.0 + overflow)
     return min(value, 2.0 * INFEASIBLE)  # inf: pieces that wait for each other
+
+
+@kernel
+def _stream(t, s):
+    """Adds what ``Problem.param_bytes_on`` says of devices that stream to the peaks of others."""
+    device, worker, peak = s.moves.device, t.simulator.worker, t.run.peak
+    for d in range(len(worker)):
+        if worker[d] != d:
+            most = 0
+            for i in range(len(t.read_bytes)):
+                if device[t.group[i]] == d:
+                    most = max(most, t.read_bytes[i])
+            peak[worker[d]] += 2 * most
+            peak[t.simulator.host] += s.moves.held[d]
 
 
 @inlined

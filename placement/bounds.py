@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cmp_to_key
+from collections.abc import Callable, Sequence
+from functools import cmp_to_key, partial
 from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.problem import Floats, Problem
+from placement.problem import Floats, Problem, host_of
 from placement.tools.clock import loads
 
 
@@ -30,7 +32,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {
         "latency": _latency_bound_s(problem, path_s, load_s),
-        "period": load_s,
+        "period": _period_bound_s(problem, load_s),
         "max_load": load_s,
         "piecewise_latency": path_s,
     }
@@ -49,7 +51,9 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective is Objective.ENERGY:
         return lower_bounds(problem)[problem.objective]
     if problem.objective.is_throughput:
-        return _load_bound_s(problem)
+        load_s = _load_bound_s(problem)
+        of_period = problem.objective is Objective.PERIOD
+        return _period_bound_s(problem, load_s) if of_period else load_s
     path_s = _path_bound_s(problem)
     if problem.objective is Objective.LATENCY:
         return _latency_bound_s(problem, path_s, _load_bound_s(problem, _QUICK_LP))
@@ -79,7 +83,8 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
 
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
-    bound_s, grain = max(path_s, load_s, _one_device_s(problem)), grain_s(problem)
+    bound_s = max(path_s, load_s, _one_device_s(problem), _routes_bound_s(problem))
+    grain = grain_s(problem)
     if grain:
         bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain
     if problem.num_ops <= _ENERGETIC:
@@ -224,7 +229,269 @@ def _packed_heads_s(
     return head_s
 
 
+_REGIONS = 2_000  # operators: paths between each two take 8 bytes
+_FORKS = 8  # before a join: of those further away it is bounded by the joins between
+_SHARES = (0.0, 0.5, 0.75, 0.875, 0.9375)  # of one device beside all others
+_SIZES = 8  # of the largest parameter that is streamed
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def _routes_bound_s(problem: Problem) -> float:
+    """The longest path to any operator, wherever all are placed, with transfers and memory.
+
+    Of devices that cannot hold all parameters a byte has a price. What ``_Routes`` finds then is no
+    more than the time plus the price of all that is held there; so it is no more than the time plus
+    the price of their memory, whatever the price. Devices that stream need two buffers for the
+    largest that they read: whichever that is, none larger is streamed, and the buffers take room.
+    """
+    g, routes = problem.graph, _Routes(problem)
+    compute_s = np.where(problem.supported, problem.compute_s, np.inf)
+    share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
+    own_bytes = np.bincount(g.param_use_op, share[g.param_use], g.num_ops)  # tied: held once
+    all_bytes, free_s = own_bytes.sum(), routes.longest_s(compute_s, np.zeros_like(compute_s))
+    streams = problem.worker != np.arange(problem.num_devices)
+    full = (all_bytes > problem.memory_bytes) & ~streams
+    if not full.any():
+        return free_s * (1 - 1e-12)
+    sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
+    ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
+    longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
+
+    def priced_s(taken_s: Floats, room_bytes: float, power: float) -> float:
+        price = 10.0**power * longest_s / all_bytes
+        held_s = price * own_bytes[:, None] * full
+        return routes.longest_s(taken_s, held_s) - price * room_bytes
+
+    least_s, power = np.inf, -1.0
+    for most, less in pairwise(ends):  # the largest that is streamed is of these, or there is none
+        too_large = streams & (g.op_param_bytes > sizes[most])[:, None]
+        buffers = 2 * sizes[less + 1] if full[problem.worker[streams]].all() else 0
+        room_bytes = float(problem.memory_bytes[full].sum() - buffers)
+        value = partial(priced_s, np.where(too_large, np.inf, compute_s), room_bytes)
+        if value(power) < least_s:
+            bound_s, power = _highest(value, -4.0, 2.0)
+            least_s = min(least_s, bound_s)
+    return max(free_s, least_s) * (1 - 1e-12)
+
+
+def _highest(
+    value: Callable[[float], float], low: float, high: float, steps: int = 16
+) -> tuple[float, float]:
+    """The largest value found of a function with one peak, and where (golden section)."""
+    step = _GOLDEN * (high - low)
+    a, b = (value(high - step), high - step), (value(low + step), low + step)
+    highest = max(a, b, (value(low), low), (value(high), high))
+    for _ in range(steps):
+        if a[0] < b[0]:
+            low, a = a[1], b
+            b = (value(x := low + _GOLDEN * (high - low)), x)
+        else:
+            high, b = b[1], a
+            a = (value(x := high - _GOLDEN * (high - low)), x)
+        highest = max(highest, a, b)
+    return highest
+
+
+class _Routes:
+    """Least times at which operators can end, by the device they are placed on.
+
+    An operator begins when the latest of its inputs is there, each made where that lets it arrive
+    first. And when what lies between a fork and a join must be done: it begins after the one, and
+    ends before the other. Of that region, let
+
+    * ``alone`` be its seconds on the fork's device, all of them one after another;
+    * ``trip`` be the least time from there to another device and back, and ``way`` the longest path
+      from fork to join through an operator. Where that is elsewhere, it takes ``way + trip``.
+
+    With the join on the same device the region takes ``alone``; or some of it is elsewhere, none of
+    which takes as long as ``alone`` with its way, and this is bounded by loads: that of the device,
+    or that of any other and a trip, is no less than any mean of the two. With the join elsewhere
+    every device lacks one of the two transfers at most.
+
+    What an operator holds has a price in seconds too. An operator's time here is at most the time
+    at which it ends plus the price of what it and all before it hold, each once: what is in a
+    region is not before its fork.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, worker, d = problem, problem.worker, problem.num_devices
+        self.same = worker[:, None] == worker
+        sent_s = np.full((d, d), np.inf)
+        for t in np.flatnonzero(problem.graph.tensor_src >= 0):
+            sent_s = np.minimum(sent_s, self._sent_s(t))
+        sent_s[self.same] = np.inf
+        out_s, in_s = sent_s.min(axis=1), sent_s.min(axis=0)
+        self.trip_s = out_s + in_s
+        self.one_s, self.across_s = (
+            f(out_s[:, None], in_s)[..., None] for f in (np.minimum, np.maximum)
+        )
+        self.regions = self._regions() if problem.num_workers > 1 else {}
+
+    def _sent_s(self, tensor: int | np.integer[Any]) -> Floats:
+        """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
+        problem, given = self.problem, self.problem.profile.transfer_s
+        if given is None:
+            size = float(problem.graph.tensor_bytes[tensor])
+            return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
+        pairs = np.ix_(problem.worker, problem.worker)
+        return np.where(self.same, 0.0, given[tensor][pairs])
+
+    def _regions(self) -> dict[int, tuple[NDArray[np.intp], Floats]]:
+        """By join: its last forks ``[F]``, and the longest paths ``[F, W]`` from each through those
+        between the first and the join; -inf: there is none."""
+        n, edges = self.problem.num_ops, np.unique(self.problem.graph.edges, axis=0)
+        if n > _REGIONS:
+            return {}
+        way_s, own_s = np.full((n, n), -np.inf), _fastest_s(self.problem)
+        for src, dst in edges[::-1].tolist():
+            np.maximum(way_s[src], way_s[dst] + own_s[dst], out=way_s[src])
+            way_s[src, dst] = max(way_s[src, dst], 0.0)
+        is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
+        found = {}
+        for v in np.flatnonzero(is_join).tolist():
+            forks = np.flatnonzero(is_fork & np.isfinite(way_s[:, v]))[-_FORKS:]
+            if len(forks):
+                found[v] = forks, way_s[forks, forks[0] : v] + way_s[forks[0] : v, v]
+        return found
+
+    def longest_s(self, compute_s: Floats, held_s: Floats) -> float:
+        """The last end, where operators take ``compute_s`` and hold what is worth ``held_s``."""
+        problem, g = self.problem, self.problem.graph
+        host, shares_host = host_of(problem)
+        end_s, cost_s = np.zeros_like(compute_s), compute_s + held_s
+        shared = self._shared_s(compute_s, held_s)
+        for i in range(g.num_ops):
+            begin_s = np.zeros(problem.num_devices)
+            for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]:
+                sent_s, src = self._sent_s(t), g.tensor_src[t]
+                if src < 0:
+                    arrives_s = np.where(shares_host, 0.0, sent_s[host])
+                else:
+                    arrives_s = (end_s[src][:, None] + sent_s).min(axis=0)
+                begin_s = np.maximum(begin_s, arrives_s)
+            if i in self.regions:
+                forks, way_s = self.regions[i]
+                between_s = self._between_s(way_s, *(x[..., forks[0] : i] for x in shared))
+                after_s = end_s[forks].T[:, None] + between_s
+                begin_s = np.maximum(begin_s, after_s.min(axis=0).max(axis=1))
+            end_s[i] = begin_s + cost_s[i]
+        return float(end_s.min(axis=1).max())
+
+    def _shared_s(self, compute_s: Floats, held_s: Floats) -> tuple[Floats, Floats, Floats]:
+        """What a region has of an operator: float64 ``[1 + shares, D, N]`` twice, ``[D, N]``.
+
+        On the device; with a share of the device's seconds, and the rest of others', wherever that
+        is least; and the least seconds elsewhere.
+        """
+        can, others = np.isfinite(compute_s), max(self.problem.num_workers - 1, 1)
+        taken_s = np.where(can, compute_s, 0.0)
+        most_s = taken_s.sum() + held_s.sum()  # no region takes longer; 0 times inf is none
+        here_s, least_s = np.empty((2, 1 + len(_SHARES), *compute_s.T.shape))
+        other_s = np.empty(compute_s.T.shape)
+        for d, same in enumerate(self.same):
+            other_s[d] = np.where(can & ~same, taken_s, most_s).min(axis=1)
+            for k, share in enumerate((1.0, *_SHARES)):
+                part_s = np.where(same, share, (1 - share) / others) * taken_s + held_s
+                here_s[k, d] = np.where(can & same, part_s, most_s).min(axis=1)
+                least_s[k, d] = np.where(can, part_s, most_s).min(axis=1)
+        return here_s, least_s, other_s
+
+    def _between_s(self, way_s: Floats, here_s: Floats, least_s: Floats, other_s: Floats) -> Floats:
+        """float64 ``[D, D, F]``: from the end of each fork on until the join can begin."""
+        inside = np.isfinite(way_s)
+        (alone_s,) = _summed(here_s[:1], inside)  # [D, F], as are the next
+        around_s = way_s + self.trip_s[:, None, None] + other_s[:, None]
+        away = inside & (around_s < alone_s[..., None])
+        soonest_s = np.where(away, around_s, np.inf).min(axis=-1)
+        several_s = _summed(least_s[1:], away) + _summed(here_s[1:], inside & ~away)
+        several_s += (1 - np.array(_SHARES))[:, None, None] * self.trip_s[:, None]
+        together_s = np.minimum(alone_s, np.maximum(soonest_s, several_s.max(axis=0)))
+        any_s = _summed(least_s[1:], inside).max(axis=0)
+        apart_s = np.maximum(self.across_s, self.one_s + np.maximum(any_s[:, None], any_s))
+        return np.where(self.same[..., None], together_s, apart_s)
+
+
+def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
+    """float64 ``[K, D, F]`` of ``[K, D, W]``, where it is so: ``[D, F, W]``, or alike on devices.
+
+    Not by BLAS, whose last digits depend on the processor.
+    """
+    where = np.broadcast_to(where, (seconds.shape[1], *where.shape[-2:]))
+    return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
+
+
 _LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway
+_NARROW = 1 / 64  # shares so close are not told apart
+_STEPS = 10  # of a golden section within another
+
+
+def _period_bound_s(problem: Problem, load_s: float) -> float:
+    """A period from ``load_s``, a load alone, up: operators are slower beside busy devices.
+
+    Of ``D`` devices with loads ``a[d]`` alone, ``m`` the largest, let
+    ``share = (sum a - m) / m / (D - 1)``. No operator is stretched by less (``durations``), and
+    ``sum a = m * (1 + (D - 1) * share)``. So for prices ``y`` of a second on each device, of sum 1,
+    and any ``0 <= u <= 1``, the period times ``1 + u * (D - 1) * share`` is at least what
+    ``(1 - u) * y * stretched + u * alone`` sums up to, each operator where that is least. That sum
+    is concave in ``share``, so that the quotient is least at an end of an interval of shares. The
+    interval of the least bound is halved again and again.
+
+    ``batch_s`` is spread over the operators by their seconds, of which the busiest device has
+    ``1 / D`` or more; and, as none of them is stretched by more than ``longer``,
+    ``1 / (1 + share * (longer * D - 1))`` or more.
+    """
+    devices, batch_s = problem.num_workers, problem.profile.batch_s
+    stretches = problem.profile.loaded_s is not None and devices > 1
+    if problem.num_microbatches == 1 or not (stretches or batch_s):
+        return load_s
+    batch_s = batch_s if problem.max_phases == 1 else 0.0  # some phases may have less of it
+    if not stretches:
+        return load_s + batch_s / devices
+    can = np.isfinite(problem.group_compute_s)
+    alone_s, slower_s = np.where(can, problem.group_compute_s, 0.0), np.zeros(can.shape)
+    more_s = np.where(problem.supported, problem.loaded_s, 0.0)
+    np.add.at(slower_s, problem.graph.group, more_s)
+    slower_s -= alone_s
+    longer = 1.0 + float((slower_s[can] / np.maximum(alone_s[can], 1e-300)).max())
+    first, last = _price_ends(problem, np.where(can, alone_s, np.inf), slower_s)
+
+    def cost_s(prices: Floats, u: float, share: float) -> float:
+        costs_s = (1 - u) * prices * (alone_s + share * slower_s) + u * alone_s
+        least_s = np.where(can, costs_s, np.inf).min(axis=1).sum()
+        return float(least_s) / (1 + u * (devices - 1) * share)
+
+    def between_s(*shares: float) -> float:
+        def value(at: float, u: float) -> float:
+            return min(cost_s((1 - at) * first + at * last, u, x) for x in shares)
+
+        def best(at: float) -> float:
+            return _highest(partial(value, at), 0.0, 1.0, _STEPS)[0]
+
+        most_s = best(0.0) if np.array_equal(first, last) else _highest(best, 0.0, 1.0, _STEPS)[0]
+        return most_s + batch_s * max(1 / devices, 1 / (1 + shares[1] * (longer * devices - 1)))
+
+    parts = [(max(load_s + batch_s / devices, between_s(0.0, 1.0)), 0.0, 1.0)]
+    while parts[0][2] - parts[0][1] > _NARROW:
+        bound_s, low, high = heappop(parts)
+        for ends in (low, (low + high) / 2), ((low + high) / 2, high):
+            heappush(parts, (max(bound_s, between_s(*ends)), *ends))
+    return parts[0][0] * (1 - 1e-12)
+
+
+def _price_ends(problem: Problem, alone_s: Floats, slower_s: Floats) -> tuple[Floats, Floats]:
+    """float64 ``[D]`` each: prices of a second, as all of one kind of device, or of the other.
+
+    Those that balance the loads, twice, where the kinds are not two.
+    """
+    own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
+    _, kind, count = _equal_columns(np.concatenate([alone_s, slower_s])[:, own])
+    if len(count) == 2:
+        ends = [np.where(kind == k, 1 / count[k], 0.0) for k in (0, 1)]
+    else:
+        ends = [balance_prices((alone_s + slower_s)[:, own])] * 2
+    prices = np.zeros((2, problem.num_devices))
+    prices[:, own] = ends
+    return tuple(prices[:, problem.worker])
 
 
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:

@@ -19,22 +19,24 @@ from placement.executor import Runner
 from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
-from placement.problem import Problem
+from placement.problem import Problem, Solution
 from placement.program import split_inputs
 from placement.runs.ways import ROUNDS, Way, alone, calls, difference, measure, timed
+from placement.simulator import score
 from placement.tools.named import meant
-from placement.tools.progress import progress, say, says_when_compiling
+from placement.tools.progress import Progress, progress, say, says_when_compiling
 from placement.tools.shown import count
 from placement.tools.shown import seconds as shown
 
 if TYPE_CHECKING:
     from placement.executor.loader import InputPipeline
-    from placement.plan import Measured, Plan
+    from placement.plan import Measured, Plan, Spread
 
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
 _LEAST_BATCHES = 6  # of a stream that tells a period
 _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
+_CLOSE = 2.0  # times the best device's prediction: another device may be the best one
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
 
@@ -47,14 +49,17 @@ class OptimizedRunner(Runner):
 
     Attributes:
         measured: the ways to run the module that took turns: ``plan``, ``single`` (the best
-            device alone, where the plan uses several) and ``plain`` (the module itself, with the
+            device alone, where the plan is another) and ``plain`` (the module itself, with the
             threads that PyTorch has in this process).
-        kept: the fastest of them, which calls and streams go; of equal ones the simplest.
-        plan: the faster of ``plan`` and ``single``, with what was predicted and measured, also
+        kept: the fastest of them, which calls and streams go. Several devices are kept only
+            where they are faster than one by more than the measurements vary.
+        plan: the better of ``plan`` and ``single``, with what was predicted and measured, also
             where ``kept`` is ``plain``; ``plan.save(path)``.
+        planned: what the planner chose, before anything had run.
     """
 
     plan: Plan
+    planned: Plan
     measured: Mapping[str, Measured]
     kept: str
     _module: nn.Module | None = None  # called itself, where plain PyTorch is the fastest
@@ -98,9 +103,9 @@ def optimize(
 
     Captures the module, measures every operator on every device (kept for the next call), plans
     with ``best_of``, checks that the results are the module's, and runs the plan, the best device
-    alone and the plain module in turns. Where several devices are not faster than one, the runner
-    uses that one. Where plain PyTorch is the fastest, the runner calls the module itself. What came
-    out is said on standard error.
+    alone and the plain module in turns. Where several devices are not clearly faster than one, the
+    runner uses that one. Where plain PyTorch is the fastest, the runner calls the module itself.
+    What came out is said on standard error.
 
     Args:
         module: in evaluation mode.
@@ -140,58 +145,96 @@ def optimize(
         goal = Objective(objective)
         phases = MAX_PHASES if goal.is_throughput else 1
         problem = Problem(graph, cluster, profile, objective=goal, max_phases=phases)
-        report(f"planning with {PLANNER}", None)
-        plan = _plan(problem, workload, PLANNER, seconds=seconds)
-        runner = _runner(problem, plan)
-        with ExitStack() as on_error:
-            on_error.callback(runner.close)
-            for _ in plan.assignments if not graph.program.is_random else ():  # replicas take turns
-                wrong = difference(runner, module, inputs)
-                if wrong:
-                    raise OptimizeError(f"the results differ from those of the module: {wrong}")
-            measured = _in_turns(runner, plan, module, inputs, seconds, report)
-            on_error.pop_all()
-    took_s = {way: _median_s(m, objective) for way, m in measured.items()}
-    carried_out = "plan"
-    if took_s.get("single", np.inf) <= took_s["plan"]:
-        runner.close()
-        carried_out, plan = "single", _plan(problem, workload, "single_device")
-        runner = _runner(problem, plan)
-    runner.plan = plan.model_copy(update={"measured": measured[carried_out]})
-    runner.measured = measured
-    runner.kept = carried_out
-    if took_s["plain"] <= took_s[carried_out]:
-        runner.stop()
-        runner.kept, runner._module = "plain", module
+        runner = fastest(problem, inputs, seconds, module, report=report, workload=workload)
     if not quiet:
         say(verdict(runner))
     return runner
 
 
+def fastest(
+    problem: Problem,
+    inputs: Any,
+    seconds: float,
+    module: nn.Module | None = None,
+    *,
+    report: Progress = lambda *_: None,
+    workload: str | None = None,
+) -> OptimizedRunner:
+    """``optimize`` from the problem on: plans, and keeps what is the fastest when it runs.
+
+    Args:
+        module: whose results are to be equal, and which takes part itself; None: neither.
+
+    Raises:
+        OptimizeError: results that differ, or nothing that fits.
+    """
+    report(f"planning with {PLANNER}", None)
+    planner = planners.load(PLANNER, seconds=seconds)
+    plan = planned = _plan(problem, workload, planner(problem), planner)
+    runner = _runner(problem, plan)
+    graph, objective = problem.graph, plan.objective
+    with ExitStack() as on_error:
+        on_error.callback(runner.close)
+        checked = module is not None and not graph.program.is_random
+        for _ in plan.assignments if checked else ():  # replicas take turns
+            wrong = difference(runner, module, inputs)
+            if wrong:
+                raise OptimizeError(f"the results differ from those of the module: {wrong}")
+        ways = _in_turns(problem, runner, plan, module, inputs, seconds, report)
+        on_error.pop_all()
+    singles = ways.keys() - {"plan", "plain"}
+    best = min(singles, key=lambda name: median_s(ways[name], objective), default="")
+    named = {"plan": "plan", "single": best, "plain": "plain"}
+    measured = {way: ways[name] for way, name in named.items() if name in ways}
+    kept = "plan"
+    if best and not _is_faster(measured["plan"], measured["single"], objective, devices_of(plan)):
+        runner.close()
+        on = np.full(problem.num_ops, problem.cluster.index(best), np.int32)
+        solution = Solution(on, float(score(problem, on[None])[0]))
+        kept, plan = "single", _plan(problem, workload, solution)
+        runner = _runner(problem, plan)
+    runner.plan = plan.model_copy(update={"measured": measured[kept]})
+    runner.planned, runner.measured, runner.kept = planned, measured, kept
+    took_s = {way: median_s(m, objective) for way, m in measured.items()}
+    if took_s.get("plain", np.inf) <= took_s[kept]:
+        runner.stop()
+        runner.kept, runner._module = "plain", module
+    return runner
+
+
+def _is_faster(plan: Measured, single: Measured, objective: str, devices: Sequence[str]) -> bool:
+    """Whether the plan is kept: if it uses several devices, the middle halves are to be apart."""
+    (a, a_iqr), (b, b_iqr) = (
+        (x.median_s, x.iqr_s) for x in (_spread(m, objective) for m in (plan, single))
+    )
+    return a + (a_iqr + b_iqr) / 2 < b if len(devices) > 1 else a <= b
+
+
 def verdict(runner: OptimizedRunner) -> str:
     """What was measured, and what follows."""
     plan = runner.plan
-    took_s = {way: _median_s(m, plan.objective) for way, m in runner.measured.items()}
+    took_s = {way: median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
     used = " and ".join(devices)
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
     ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}", "plain": plain}
-    if "single" in took_s and len(devices) == 1:
-        ways |= {"single": f"on {used}", "plan": "by the best plan for several"}
+    if plan.planner.name != runner.planned.planner.name:
+        ways |= {"single": f"on {used}", "plan": "as it was planned"}
     elif "single" in took_s:
         ways["single"] = "on one"
     if runner.kept == "plain":
         begin = f"{plain} is the fastest here, so the runner calls the module itself"
-    elif "single" not in took_s:
-        begin = f"the best plan is {used} alone"
-    elif runner.kept == "single":
+    elif runner.kept == "single" and len(devices_of(runner.planned)) > 1:
         begin = f"several devices do not pay here, so {used} works alone"
+    elif len(devices) == 1:
+        begin = f"the best plan is {used} alone"
     else:
-        than_plain, than_one = (took_s[way] / took_s["plan"] for way in ("plain", "single"))
-        begin = (
-            f"{len(devices)} devices are {than_plain:.2f} times as fast as {plain}, and "
-            f"{than_one:.2f} times as fast as one device"
-        )
+        faster = [
+            f"{took_s[way] / took_s['plan']:.2f} times as fast as {name}"
+            for way, name in (("plain", plain), ("single", "one device"))
+            if way in took_s
+        ]
+        begin = f"{len(devices)} devices are {', and '.join(faster)}"
     what = "a call" if plan.objective == "latency" else "between two results"
     each = ", ".join(f"{shown(s)} {ways[way]}" for way, s in took_s.items())
     return f"{begin}; measured {what}: {each}{_doubt(plan, took_s)}"
@@ -200,7 +243,8 @@ def verdict(runner: OptimizedRunner) -> str:
 def _doubt(plan: Plan, took_s: Mapping[str, float]) -> str:
     """A warning where one device took another time than its profile says."""
     one_s = took_s.get("single", took_s["plan"])
-    assert plan.fallback is not None
+    if plan.fallback is None:
+        return ""
     told_s = getattr(plan.fallback, f"{plan.objective}_s")
     if told_s < _LEAST_TOLD_S or max(one_s / told_s, told_s / one_s) < _UNLIKE:
         return ""
@@ -244,14 +288,13 @@ def _cluster(devices: Cluster | Sequence[str] | None) -> Cluster:
     return replace(here, devices=tuple(here.devices[here.index(name)] for name in names))
 
 
-def _plan(problem: Problem, workload: str | None, name: str, **options: Any) -> Plan:
-    """Raises: OptimizeError, the planner has no answer that fits."""
-    planner = planners.load(name, **options)
-    solution = planner(problem)
+def _plan(problem: Problem, workload: str | None, solution: Solution, planner: Any = None) -> Plan:
+    """That of a planner, or of a single device. Raises: OptimizeError, no answer that fits."""
     if not np.isfinite(solution.value_s):
         why = solution.stats.get("infeasible", "no placement that fits and can run was found")
         raise OptimizeError(why)
-    facts: Any = {"parameters": parameters_of(planner), "workload": workload}
+    facts: Any = {"parameters": parameters_of(planner) if planner else {}, "workload": workload}
+    name = PLANNER if planner else "single_device"
     return make_plan(problem, solution, planner=name, **facts)
 
 
@@ -262,19 +305,42 @@ def _runner(problem: Problem, plan: Plan) -> OptimizedRunner:
 
 
 def _in_turns(
-    runner: Runner, plan: Plan, module: nn.Module, inputs: Any, seconds: float, report: Any
+    problem: Problem,
+    runner: Runner,
+    plan: Plan,
+    module: nn.Module | None,
+    inputs: Any,
+    seconds: float,
+    report: Progress,
 ) -> dict[str, Measured]:
-    """The plan, the best device alone and the plain module, timed in turns."""
-    several = len(devices_of(plan)) > 1
+    """The plan, devices alone, by name, and the plain module, timed in turns."""
+    others = _singles(problem, plan)
     expected_s = plan.fallback.period_s if plan.fallback else plan.predicted.latency_s
-    fit = seconds / ((2 + several) * (ROUNDS + 1) * max(expected_s, 1e-9))
+    fit = seconds / ((2 + len(others)) * (ROUNDS + 1) * max(expected_s, 1e-9))
     batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))
     ways = {"plan": calls(runner, runner, inputs, batches)}
-    with ExitStack() as others:
-        if several and plan.fallback:
-            other = others.enter_context(alone(plan, runner, plan.fallback.device))
-            ways["single"] = calls(other, other, inputs, batches)
-        return measure(ways | {"plain": _plain(module, inputs, batches)}, report)
+    with ExitStack() as stack:
+        for name in others:
+            other = stack.enter_context(alone(plan, runner, name))
+            ways[name] = calls(other, other, inputs, batches)
+        if module is not None:
+            ways["plain"] = _plain(module, inputs, batches)
+        return measure(ways, report)
+
+
+def _singles(problem: Problem, plan: Plan) -> list[str]:
+    """The best device by its profile, and of other kinds those that may be it; not the plan's."""
+    if plan.fallback is None:
+        return []
+    devices = problem.cluster.devices
+    able = [d for d in range(len(devices)) if problem.supported[:, d].all()]
+    alone_s = score(problem, np.repeat(np.array(able, np.int32)[:, None], problem.num_ops, 1))
+    found: dict[tuple[str, str, int], str] = {}  # of devices that are alike the best one
+    for i in np.argsort(alone_s, kind="stable"):
+        if alone_s[i] <= _CLOSE * plan.fallback.value_s:
+            device = devices[able[i]]
+            found.setdefault((device.kind, device.model, device.threads), device.name)
+    return [name for name in found.values() if [name] != devices_of(plan)]
 
 
 def _plain(module: nn.Module, inputs: Any, batches: int) -> Way:
@@ -293,7 +359,12 @@ def _plain(module: nn.Module, inputs: Any, batches: int) -> Way:
     return once, often
 
 
-def _median_s(measured: Measured, objective: str) -> float:
+def _spread(measured: Measured, objective: str) -> Spread:
     spread = measured.latency_s if objective == "latency" else measured.period_s
     assert spread is not None, "both were measured"
-    return spread.median_s
+    return spread
+
+
+def median_s(measured: Measured, objective: str) -> float:
+    """What was measured of the objective."""
+    return _spread(measured, objective).median_s

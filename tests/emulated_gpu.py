@@ -173,6 +173,12 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
+    def query(self) -> bool:
+        done = self.num_done == self.num_launched
+        if done:
+            self.record_event().synchronize()
+        return done
+
     def synchronize(self) -> None:
         self.may_wait()
         self.record_event().synchronize()
@@ -227,10 +233,15 @@ def current_stream(device: Any = None) -> Stream:
     return chosen or default_stream(device)
 
 
+def set_stream(chosen: Stream) -> None:
+    before = getattr(_here, "streams", {})
+    _here.streams, _here.device = {**before, chosen.index: chosen}, chosen.index
+
+
 @contextmanager
 def stream(chosen: Stream) -> Iterator[None]:
     before, device = getattr(_here, "streams", {}), _number()
-    _here.streams, _here.device = {**before, chosen.index: chosen}, chosen.index
+    set_stream(chosen)
     try:
         yield
     finally:
@@ -799,7 +810,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
     from placement.executor import backend
 
     _gpu = gpu = Gpu(num_devices, memory_bytes, **options)
-    gpu.unused = Stream()
+    gpu.unused, _here.streams = Stream(), {}
     start = threading.Thread.start
 
     def start_in_mode(thread: threading.Thread) -> None:
@@ -834,6 +845,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "is_current_stream_capturing": lambda: current_stream().graph is not None,
         "current_stream": current_stream,
         "default_stream": default_stream,
+        "set_stream": set_stream,
         "stream": stream,
         "device": _on,
         "mem_get_info": lambda device=None: (

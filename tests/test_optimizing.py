@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,20 @@ def _kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Plans alternate between all devices, and the ways take so many seconds."""
+    """Plans alternate between all devices, and ways take so many seconds, or so much, varied."""
 
     def alternating(problem: Problem) -> Solution:
         group = problem.graph.group
         return Solution((group % problem.num_devices).astype(np.int32), 1.0)
 
-    def set_seconds(**took_s: float) -> None:
+    def set_seconds(single: float = 0.0, **took: float | Measured) -> None:
         load = planners.load
         monkeypatch.setattr(
             planners, "load", lambda n, **o: alternating if n == "best_of" else load(n, **o)
         )
         monkeypatch.setattr(optimizing, "parameters_of", lambda planner: {})
         monkeypatch.setattr(
-            optimizing, "measure", lambda ways, report: {w: measured(took_s[w]) for w in ways}
+            optimizing, "measure", lambda ways, report: {w: told(took.get(w, single)) for w in ways}
         )
 
     return set_seconds
@@ -74,8 +75,12 @@ def median_s(spread: Spread | None) -> float:
     return spread.median_s
 
 
-def measured(seconds: float) -> Measured:
-    spread = Spread(median_s=seconds, iqr_s=0.0)
+def told(took: float | Measured) -> Measured:
+    return took if isinstance(took, Measured) else measured(took)
+
+
+def measured(seconds: float, iqr_s: float = 0.0) -> Measured:
+    spread = Spread(median_s=seconds, iqr_s=iqr_s)
     return Measured(latency_s=spread, period_s=spread, n=5, when="now", machine="here")
 
 
@@ -112,6 +117,45 @@ def test_one_device_where_several_do_not_pay(objective: str, in_turns: Callable[
         assert runner.kept == "single"
     assert verdict(runner).startswith("several devices do not pay here, so cpu:")
     assert "the module itself" not in verdict(runner)
+
+
+@needs_two
+@pytest.mark.parametrize(("iqr", "kept"), [(0.05e-3, "plan"), (0.3e-3, "single")])
+def test_several_devices_only_if_they_are_clearly_faster(
+    iqr: float, kept: str, in_turns: Callable[..., None]
+) -> None:
+    """By more than what one of them measured varies."""
+    in_turns(plan=measured(1.9e-3, iqr), single=2e-3, plain=9e-3)
+    with optimize(module(), INPUT, quiet=True) as runner:
+        assert runner.kept == kept
+        assert len(np.unique(runner.placement)) == (2 if kept == "plan" else 1)
+        assert len(set(runner.planned.assignment.values())) == 2
+
+
+@needs_two
+@pytest.mark.parametrize("planner_uses", ["both", "one"])
+def test_devices_of_another_kind_are_tried_where_the_profile_finds_them_close(
+    planner_uses: str, in_turns: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a profile says of two devices that are nearly alike may be the other way round."""
+    first, second = Cluster.detect().devices[:2]
+    cluster = Cluster("two", (first, replace(second, model="another")))
+    in_turns(**{"plan": 3e-3, first.name: 4e-3, second.name: 2e-3, "plain": 9e-3})
+    if planner_uses == "one":
+        alone = Solution(np.zeros(4, np.int32), 1.0)
+        monkeypatch.setattr(planners, "load", lambda *_, **__: lambda problem: alone)
+    monkeypatch.setattr(optimizing, "_CLOSE", np.inf)
+    with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
+        assert runner.kept == "single" and set(runner.plan.assignment.values()) == {second.name}
+        assert median_s(runner.plan.measured.period_s) == 2e-3
+        torch.testing.assert_close(runner(INPUT), module()(INPUT))
+        said = verdict(runner)
+    assert f"2 ms on {second.name}" in said and "3 ms as it was planned" in said
+    monkeypatch.setattr(optimizing, "_CLOSE", 0.0)
+    in_turns(**{"plan": 3e-3, "plain": 9e-3})  # nothing else is measured
+    with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
+        assert runner.kept == "plan" and set(runner.measured) == {"plan", "plain"}
+    assert "times as fast as plain" in verdict(runner) or "alone; " in verdict(runner)
 
 
 @needs_two

@@ -16,7 +16,7 @@ from placement.bounds import _equal_columns, balance_bound, lower_bound, lower_b
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
-from placement.profile import ProfileError
+from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
 from tests.problems import problem_on, problems, random_placement, random_problem
 
@@ -265,6 +265,112 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
     assert values.energy_j.min() >= bounds["energy"] * (1 - 1e-9)
     assert bounds == {what: lower_bound(problem.with_objective(what)) for what in bounds}
+
+
+def branches(rng: np.random.Generator, most: int) -> OpGraph:
+    """So many operators at most: forks, branches and joins. Some parameters are tied."""
+    edges: list[tuple[int, int]] = []
+    last = 0
+    while (free := most - 1 - last) >= 3:
+        width = int(rng.integers(2, min(3, free - 1) + 1))
+        ends = [last] * width
+        at = last + 1
+        for k in range(width + int(rng.integers(0, free - width))):  # the last is the join
+            branch = k if k < width else int(rng.integers(width))
+            edges.append((ends[branch], at))
+            ends[branch], at = at, at + 1
+        edges += [(end, at) for end in ends]
+        last = at
+    n = last + 1
+    tied = rng.integers(n, size=(int(rng.integers(3)), 2))
+    uses = [(0, 0), *((1 + src, dst) for src, dst in edges)]
+    return OpGraph.build(
+        "branches", [f"op{i}" for i in range(n)], [-1, *range(n)], rng.integers(0, 3, n + 1), uses,
+        param_bytes=rng.integers(0, 50, n), param_uses=[*((i, i) for i in range(n)), *tied],
+    )  # fmt: skip
+
+
+def like_a_gpu(seed: int) -> Problem:
+    """Blocks on a CPU and a GPU, which may stream, may be small, and slow each other."""
+    rng = np.random.default_rng(seed)
+    graph = branches(rng, 6 if seed % 4 == 1 else 9)
+    n, all_bytes = graph.num_ops, int(graph.param_bytes.sum())
+    seconds = rng.random((n, 2)) * [rng.choice([1, 2, 5]), 1]
+    room = int(all_bytes * rng.random()) + 20 if seed % 2 else 10**6
+    devices = [Device("cpu"), Device("gpu", "cuda", memory_bytes=room)]
+    links = [
+        Link("cpu", "gpu", rng.random() * rng.choice([0.2, 1, 3]), 1e3, wake_s=0.1, send_s=0.1),
+        Link("gpu", "cpu", rng.random() / 10, 1e3),
+    ]
+    if seed % 4 == 1:
+        devices.append(
+            Device("streamed", "cuda", memory_bytes=1, streams="gpu")
+        )  # it holds nothing
+        links.append(Link("cpu", "streamed", rng.random() / 10, 10.0 * rng.integers(1, 10)))
+    loaded_s = seconds * (1 + rng.random((n, 2)) * rng.choice([0.2, 2, 10]))
+    facts: Any = {"loaded_s": loaded_s, "batch_s": rng.random()}
+    profile = Profile(("cpu", "gpu"), seconds, 0 * seconds, **facts)
+    cluster = Cluster("c", tuple(devices), tuple(links))
+    return Problem(graph, cluster, profile.for_cluster(cluster), num_microbatches=4)
+
+
+CLOSE = (32, 37, 62, 96, 117, 149, 157, 180, 193, 210, 221, 240, 242, 244)  # to the least
+
+
+@pytest.mark.parametrize("seed", [*range(16), *CLOSE])
+def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
+    problem = like_a_gpu(seed)
+    choices = [range(problem.num_devices)] * problem.graph.num_groups
+    every = np.array(list(itertools.product(*choices)), np.int32)[:, problem.graph.group]
+    values, bounds = evaluate(problem, every), lower_bounds(problem)
+    can = values.feasible
+    assert values.latency_s[can].min(initial=np.inf) >= bounds["latency"] * (1 - 1e-9)
+    assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
+
+
+def test_a_call_pays_for_its_input_and_runs_branches_one_after_another() -> None:
+    # Input ─▶ A ─▶ B, C, D ─▶ E. On the GPU 4 + 5 s; there A to E is a path of 3 s, and whatever of
+    # B, C and D is elsewhere takes 4 s to come back; on the CPU all is 50 s.
+    uses = [(0, 0), *((1, i) for i in (1, 2, 3)), *((i, 4) for i in (2, 3, 4))]
+    graph = OpGraph.build("branches", list("ABCDE"), [-1, 0, 1, 2, 3], [0] * 5, uses)
+    cluster = Cluster("c", (Device("cpu"), Device("gpu", "cuda")))
+    links = (Link("cpu", "gpu", 4.0),)
+    problem = problem_on(graph, [[10.0, 1.0]] * 5, cluster=cluster, links=links)
+    assert lower_bounds(problem)["latency"] == pytest.approx(9.0)
+    assert evaluate(problem, [1] * 5).latency_s[0] == pytest.approx(9.0)
+
+
+def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
+    """Of four operators with 10 bytes the GPU holds 25: one, and the buffers; three take 2 s."""
+    graph = OpGraph.build(
+        "chain", list("ABCD"), [0, 1, 2], [0] * 3, [(0, 1), (1, 2), (2, 3)],
+        param_bytes=[10] * 4, param_uses=[(i, i) for i in range(4)],
+    )  # fmt: skip
+    devices = (Device("cpu"), Device("gpu", "cuda", memory_bytes=30))
+    cluster = Cluster(
+        "c", (*devices, Device("s", "cuda", streams="gpu")), (Link("cpu", "s", 0.0, 5.0),)
+    )
+    seconds = np.array([[9.0, 1.0]] * 4)
+    profile = Profile(("cpu", "gpu"), seconds, 0 * seconds).for_cluster(cluster)
+    problem = Problem(graph, cluster, profile)
+    assert evaluate(problem, [1, 2, 2, 2]).latency_s[0] == pytest.approx(7.0)
+    assert lower_bounds(problem)["latency"] == pytest.approx(7.0, rel=0.01)
+
+
+def test_a_stream_of_items_is_as_slow_as_busy_devices_make_each_other() -> None:
+    """Two operators of 1 s, or 3 s beside another: on two devices 3 s an item, on one 2 s.
+
+    If they could be cut, and one device did x of the other's work, an item would take 1 + 2 x
+    seconds or more, and 2 / (1 + x) or more: as much as where these meet, at x = 0.28.
+    """
+    graph = OpGraph.build("two", list("AB"), [0], [0], [(0, 1)])
+    slow = {"loaded_s": np.full((2, 2), 3.0)}
+    problem = problem_on(graph, [[1, 1]] * 2, profile=slow)
+    assert evaluate(problem, [[0, 1], [0, 0]]).period_s.tolist() == [3.0, 2.0]
+    assert lower_bounds(problem)["period"] == pytest.approx(1.5616, rel=1e-4)
+    alone = problem_on(graph, [[1, 9]] * 2, profile=slow | {"batch_s": 1.0})
+    assert evaluate(alone, [[0, 0]]).period_s[0] == pytest.approx(3.0)
+    assert lower_bounds(alone)["period"] == pytest.approx(3.0, rel=0.1)
 
 
 def test_what_only_one_device_can_run_takes_turns_there() -> None:

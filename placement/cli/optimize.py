@@ -16,7 +16,8 @@ EXAMPLE = """examples:
   placement optimize resnet50 --objective latency --seconds 30
 
 It measures three ways in turns: the best plan, the best device alone, and plain PyTorch with its
-threads. It says which is the fastest. The plan that --out writes is the faster of the first two.
+threads. It says which is the fastest. The plan that --out writes is the faster of the first two:
+one device, unless several are faster by more than the measurements vary.
 
 The machine-readable result (--json) has the keys kept (the fastest: plan, single or plain),
 objective, planner, assignments (one, or one for each turn of replicas), predicted, and measured
@@ -84,7 +85,8 @@ def _show(runner: OptimizedRunner) -> None:
     from placement.optimizing import devices_of
 
     plan = runner.plan
-    single = plan.fallback.device if plan.fallback else ""
+    is_moved = plan.planner.name != runner.planned.planner.name
+    single = devices_of(plan)[0] if is_moved else "the best device"
     names = {
         "plan": "the plan" if runner.kept != "plan" else f"on {' and '.join(devices_of(plan))}",
         "single": f"{single} alone",

@@ -74,7 +74,7 @@ _LIKELY_S, _LIKELY_UNLIKE_S = 4e-5, 2e-4  # more, of one kind of devices and of 
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
-_RULES = 10  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 11  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # in which a GPU's clock rises, and runs meanwhile at most
 _TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
@@ -237,11 +237,10 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     memory for tells nothing; where that are all, the profile stays as it is.
     """
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
-    short = int(np.clip(_CALIBRATION_S / least.sum(axis=0).mean(), 1, _CALIBRATION_MOST))
-    alone, many = (runs * short for runs in _CALIBRATION_RUNS)
+    many = _CALIBRATION_RUNS[1] * _repeated(least.sum(axis=0).max())
     few = min(many, _CALIBRATION_SIMULATED)
     problem = Problem(graph, cluster, profile, num_microbatches=few)
-    ran, measured = _ran(problem, alone, many)
+    ran, measured = _ran(problem)
     if not ran:
         return profile
     costs, missed = _most_probable(problem, ran, measured)
@@ -259,12 +258,17 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     return replace(scaled(profile, both), provenance=profile.provenance | facts)
 
 
-def _ran(problem: Problem, alone: int, many: int) -> tuple[list[NDArray[np.int32]], Floats]:
+def _repeated(whole_s: float) -> int:
+    """How many times as often something runs that takes so long: a GPU is warm late."""
+    return int(np.clip(_CALIBRATION_S / whole_s, 1, _CALIBRATION_MOST))
+
+
+def _ran(problem: Problem) -> tuple[list[NDArray[np.int32]], Floats]:
     """Placements that fit, and what they took: the faster of the rounds.
 
-    Returns float64 ``[P, 2]`` latency, the median of ``alone`` calls, and period of ``many``
-    micro-batches. Single devices, and replicas, whose turns are unlike, have no latency (nan): what
-    a call of one device costs besides its operators is not what one of several does.
+    Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
+    unlike, have no latency (nan): what a call of one device costs besides its operators is not what
+    one of several does.
     """
     n = problem.num_ops
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], n, 1)
@@ -274,40 +278,47 @@ def _ran(problem: Problem, alone: int, many: int) -> tuple[list[NDArray[np.int32
     rounds = np.full((_CALIBRATION_ROUNDS, len(placements), 2), np.nan)
     for r in range(_CALIBRATION_ROUNDS):
         for i, p in enumerate(placements):
+            whole_s = problem.compute_s[np.arange(n), p].sum(axis=-1).mean()
+            times = _repeated(whole_s)
+            one = p.ndim > 1 or bool((p == p[0]).all())
+            alone, many = (runs * times for runs in _CALIBRATION_RUNS)
+            warm = _CALIBRATION_WARM * times
             try:
-                rounds[r, i] = run_placement(problem, p, alone, many)
+                rounds[r, i] = run_placement(problem, p, 1 if one else alone, many, warm)
             except RuntimeError as error:
                 if not is_short(error):
                     raise
-            if p.ndim > 1 or (p == p[0]).all():
+            if one:
                 rounds[r, i, 0] = np.nan
     fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
     return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
 
 
 def run_placement(
-    problem: Problem, placement: NDArray[np.int32], alone: int, many: int
+    problem: Problem, placement: NDArray[np.int32], alone: int, many: int, warm: int
 ) -> tuple[float, float]:
-    """Latency and period as a user sees them, where nothing is recorded.
-
-    Medians of ``alone`` calls, and the steady period of a stream of ``many`` micro-batches.
-    """
-    graph, spans = problem.graph, list[float]()
-    inputs = graph.program.timing_inputs()
+    """Latency and period as a user sees them, where nothing is recorded (see ``run_plain``)."""
     window = problem.max_in_flight
     with Runner(
-        graph, problem.cluster, placement, max_in_flight=window, priority=problem.priority
+        problem.graph, problem.cluster, placement, max_in_flight=window, priority=problem.priority
     ) as runner:
-        for i in range(_CALIBRATION_WARM + alone):
-            began = time.perf_counter()
-            for _ in runner.stream_tensors([inputs]):
-                pass
-            if i >= _CALIBRATION_WARM:
-                spans.append(time.perf_counter() - began)
+        return run_plain(runner, alone, many, warm)
+
+
+def run_plain(runner: Runner, alone: int, many: int, warm: int) -> tuple[float, float]:
+    """The median seconds of ``alone`` calls, after ``warm`` others, and the steady period of a
+    stream of ``many`` micro-batches.
+    """
+    inputs, spans = runner.graph.program.timing_inputs(), list[float]()
+    for _ in range(warm + alone):
         began = time.perf_counter()
-        ends = [time.perf_counter() - began for _ in runner.stream_tensors([inputs] * many)]
-        phases = runner.num_phases
-    return float(np.median(spans)), float(steady_period(np.array(ends), num_phases=phases))
+        for _ in runner.stream_tensors([inputs]):
+            pass
+        spans.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    ends = [time.perf_counter() - began for _ in runner.stream_tensors([inputs] * many)]
+    period_s = steady_period(np.array(ends), num_phases=runner.num_phases)
+    return float(np.median(spans[warm:])), float(period_s)
 
 
 def _most_probable(
@@ -551,9 +562,11 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
 
     A chain of two operators runs on one device, and split over the pair; what the split costs
     more is the transfer: handing over, waking the other worker, and reading memory that the
-    other device wrote. A line through the medians gives latency and bandwidth. How long waking
-    the receiver keeps the sender busy (``Link.wake_s``) shows in a longer chain whose every
-    operator has a quick reader on the other device, or none.
+    other device wrote. It is at least what passes until the tensor is there: on one device the
+    second operator also frees the tensor, which takes as long as some transfers. A line through the
+    medians gives latency and bandwidth. How long waking the receiver keeps the sender busy
+    (``Link.wake_s``) shows in a longer chain whose every operator has a quick reader on the other
+    device, or none.
     """
     pairs = [(a, b) for a in range(cluster.num_devices) for b in range(cluster.num_devices)]
     on_gpu = any(d.kind == "cuda" for d in cluster.devices)
@@ -567,16 +580,17 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
         apart = {pair: placed(graph, cluster, list(pair)) for pair in extra}
         together = {b: placed(graph, cluster, [b, b]) for _, b in extra}
         try:
-            spans: dict[Any, list[float]] = {key: [] for key in (*apart, *together)}
+            spans: dict[Any, list[tuple[float, float]]] = {key: [] for key in (*apart, *together)}
             for _ in range(repeats + 1):
                 for key, runner in (*apart.items(), *together.items()):
                     spans[key].append(_span(runner, inputs))
-            middle = {key: float(np.median(v[1:])) for key, v in spans.items()}
+            middle = {key: np.median(v[1:], axis=0) for key, v in spans.items()}
         finally:
             for runner in (*apart.values(), *together.values()):
                 runner.close()
         for a, b in extra:
-            extra[a, b][i] = max(middle[a, b] - middle[b], 0.0)
+            more_s, on_way_s = middle[a, b] - middle[b]
+            extra[a, b][i] = max(more_s, on_way_s, 0.0)
     wake_s = _wake_seconds(cluster, list(extra), repeats)
     return tuple(
         replace(
@@ -646,11 +660,19 @@ def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
     """Least squares of ``latency_s + bytes / bandwidth`` with both terms at least 0.
 
     Relative errors count, so that the small transfers decide the latency; where by chance nothing
-    was seen of one, those to what it would take in proportion to the longest.
+    was seen of one, those to what it would take in proportion to the longest. What took less than
+    half as long as smaller ones, or more than twice as long as larger ones, does not count.
     """
     from scipy.optimize import nnls
 
-    size = np.asarray(sizes, np.float64)
+    size, kept = np.asarray(sizes, np.float64), np.arange(len(sizes))
+    while True:
+        against = np.triu(seconds[kept] < 0.5 * seconds[kept, None])
+        number = against.sum(axis=0) + against.sum(axis=1)
+        if not number.any():
+            break
+        kept = np.delete(kept, len(kept) - 1 - number[::-1].argmax())
+    size, seconds = size[kept], seconds[kept]
     weight = 1.0 / np.maximum.reduce([seconds, seconds.max() * size / size.max(), 0 * size + 1e-6])
     # Scaled columns: bytes and ones differ by seven orders of magnitude.
     (latency, slope), _ = nnls(
@@ -816,14 +838,17 @@ def _run_together(runners: Sequence[Alone], inputs: Sequence[Tensor], whole_s: f
     return means
 
 
-def _span(runner: Runner, inputs: Sequence[Tensor]) -> float:
-    """Seconds from the end of the first operator to the end of the second."""
+def _span(runner: Runner, inputs: Sequence[Tensor]) -> tuple[float, float]:
+    """Seconds from the end of the first operator to that of the second; of them, on the way."""
     for _ in runner.stream_tensors([inputs]):
         pass
-    end = {}
+    end, on_way_ns = {}, 0
     for worker in runner.workers:
+        clock = worker.backend.resolve_ns
         for _, op, _, until in batched(worker.slices, 4):
-            end[op] = worker.backend.resolve_ns(until)
+            end[op] = clock(until)
+        for _, _, source, sent, received in batched(worker.arrivals, 5):
+            on_way_ns = clock(received) - runner.workers[source].backend.resolve_ns(sent)
         worker.slices.clear()
         worker.arrivals.clear()
-    return (end[1] - end[0]) * 1e-9
+    return (end[1] - end[0]) * 1e-9, on_way_ns * 1e-9

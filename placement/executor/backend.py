@@ -5,8 +5,9 @@ device a tensor is handed over by reference. A CUDA device runs behind its launc
 whatever leaves it goes through a *courier*: a thread that waits until the device has produced
 the value, and its copy in host memory is complete, and then delivers it. What comes in goes through
 a *porter*: a thread that copies it into pinned memory, and from there to the device, before the
-launching thread sees it. Computing, leaving and arriving have a stream each, and so have parameters
-that come from host memory (``streamed``).
+launching thread sees it. What is small takes no time beside that of a thread or stream that waits
+for another: the launching thread copies it, where it computes. Computing, leaving and arriving have
+a stream each, and so have parameters that come from host memory (``streamed``).
 
 Streams and threads of a CUDA device stay when a runner ends, for the next one: libraries keep what
 they have planned by thread, and memory by stream.
@@ -22,8 +23,8 @@ import re
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -180,7 +181,10 @@ class CudaBackend:
         return _Inbox(self)
 
     def admit(self, value: Tensor) -> Any:
-        return _Brought(value, self.callers_mark()) if self.holds(value) else value.cpu()
+        if not self.holds(value):
+            return value.cpu()
+        mark = self.callers_mark()
+        return value if mark is None else _Brought(value, mark)
 
     def holds(self, value: Tensor) -> bool:
         """Whether the tensor is in this device's memory."""
@@ -192,8 +196,9 @@ class CudaBackend:
         return self._gpu.parameters
 
     def callers_mark(self) -> Any:
-        """After what the calling thread has launched on this device so far."""
-        return self._gpu.record(torch.cuda.current_stream(self.torch_device))
+        """After what the calling thread has launched on this device so far; None: all is done."""
+        stream = torch.cuda.current_stream(self.torch_device)
+        return None if stream.query() else self._gpu.record(stream)
 
     def enter(self, stack: ExitStack) -> None:
         gpu = self._gpu
@@ -236,37 +241,68 @@ class CudaBackend:
         self._gpu.compute.wait_event(mark)
         self._gpu.events.append(mark)
 
-    def call(self, launch: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+    def call(
+        self, launch: Callable[[], dict[int, Any]], is_late: Callable[[], bool]
+    ) -> dict[int, Any]:
         """The outputs of the model that the calling thread launches, complete.
 
-        No other thread takes part, as waking one takes as long as many kernels. Autocast and a
-        default device, which are the thread's own, do not hold for operators of the model.
+        No other thread takes part, as waking one takes as long as many kernels. If ``is_late``
+        says so, which is asked while the device computes, it is all launched once more. Autocast
+        and a default device, which are the thread's own, do not hold for operators of the model.
         """
-        gpu = self._gpu
-        self.follow(self.callers_mark())
-        with torch.cuda.stream(gpu.compute):
+        gpu, device = self._gpu, torch.cuda.current_device()
+        theirs = torch.cuda.current_stream(self.torch_device)
+        if not theirs.query():
+            self.follow(gpu.record(theirs))
+        try:
+            torch.cuda.set_stream(gpu.compute)  # in a third of the time that the context takes
             with (
                 torch.inference_mode(),
                 torch._C._DisableAutocast(),
                 torch._C.DisableTorchFunction(),
             ):
-                made = launch()
-            if not self.results_stay:
-                made = {t: x.cpu() if isinstance(x, Tensor) else x for t, x in made.items()}
+                try:
+                    made = launch()
+                except Exception:  # perhaps because it is late
+                    if not is_late():
+                        raise
+                    made = launch()
+                else:
+                    made = launch() if is_late() else made
+            return self._complete(made)
+        finally:
+            torch.cuda.set_stream(theirs)
+            torch.cuda.set_device(device)
+
+    def _complete(self, made: dict[int, Any]) -> dict[int, Any]:
+        """Outputs of the model, in host memory unless they stay, once all was computed."""
+        gpu = self._gpu
+        there = {t: x for t, x in made.items() if isinstance(x, Tensor) and x.is_cuda}
+        if self.results_stay or not there:
             gpu.compute.synchronize()
-        return made
+            return made
+        if sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
+            return made | {t: x.cpu() for t, x in there.items()}  # waits for all before it
+        copies: dict[int, Tensor] = {}
+        with gpu.kept_if_it_fails(copies):
+            for t, x in there.items():
+                copies[t] = _pinned_like(x).copy_(x, non_blocking=True)
+            gpu.compute.synchronize()
+        return made | {t: x.clone() for t, x in copies.items()}
 
     def bring(self, value: Any, deliver: Deliver) -> None:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
 
-        The calling thread copies what takes less than waking the porter.
+        What is small the launching thread copies, in less time than streams wait for each other.
         """
         tensors = value.values() if isinstance(value, dict) else (value,)
         away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]
-        if sum(x.nbytes for x in away) <= _SMALL_BYTES:
+        if sum(x.nbytes for x in away) > _SMALL_BYTES:
+            self._gpu.porter.carry(partial(self._here, value), deliver)
+        elif any(x.is_cuda for x in away):
             _deliver(partial(self._here, value), deliver)
         else:
-            self._gpu.porter.carry(partial(self._here, value), deliver)
+            deliver(value)
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -275,47 +311,54 @@ class CudaBackend:
             return value
         arrivals = self._gpu.arrivals
         with torch.inference_mode(), torch.cuda.stream(arrivals):
-            if value.is_cuda:  # a copy between two devices runs on the other one's stream
-                value.record_stream(torch.cuda.current_stream(value.device))
-            elif not value.is_pinned():
-                # From other memory CUDA copies slowly, and only when the stream is idle.
-                value = torch.empty_like(value, pin_memory=True).copy_(value)
-            return _Brought(
-                value.to(self.torch_device, non_blocking=True), self._gpu.record(arrivals)
-            )
+            return _Brought(self.copied(value), self._gpu.record(arrivals))
+
+    def copied(self, value: Tensor, target: Tensor | None = None) -> Tensor:
+        """A copy on this device, or in ``target``, on the current stream; nobody waits for it."""
+        if value.is_cuda:  # a copy between two devices runs on the other one's stream
+            value.record_stream(torch.cuda.current_stream(value.device))
+        elif not value.is_pinned():
+            # From other memory CUDA copies slowly, and only when the stream is idle.
+            value = _pinned_like(value).copy_(value)
+        if target is None:
+            return value.to(self.torch_device, non_blocking=True)
+        return target.copy_(value, non_blocking=True)
 
     def receive(self, value: Any) -> Tensor:
         if isinstance(value, _Brought):
             self.follow(value.mark)
             value = value.tensor
-        if value.is_cuda:  # made on another stream
-            value.record_stream(self._gpu.compute)
+        if not self.holds(value):
+            return self.copied(value)
+        value.record_stream(self._gpu.compute)  # made on another stream
         return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
         gpu = self._gpu
-        produced = gpu.record(gpu.compute)
         if stay or not isinstance(value, Tensor) or not value.is_cuda:
-            gpu.courier.carry(partial(gpu.wait, produced, value), deliver)
+            gpu.courier.carry(partial(gpu.wait, gpu.record(gpu.compute), value), deliver)
         else:
-            gpu.courier.carry(partial(gpu.wait, *self._copied(value, produced)), deliver)
+            gpu.courier.carry(partial(gpu.wait, *self._copied_back(value)), deliver)
 
     def give(self, value: Any, deliver: Deliver) -> None:
         if self.results_stay or not isinstance(value, Tensor) or not value.is_cuda:
             self.ship(value, deliver, stay=True)
             return
         gpu = self._gpu
-        copied, host = self._copied(value, gpu.record(gpu.compute))
+        copied, host = self._copied_back(value)
         # Pinned memory is scarce, and never returned to the system: the caller gets other.
         gpu.courier.carry(lambda: gpu.wait(copied, host).clone(), deliver)
 
-    def _copied(self, value: Tensor, produced: Any) -> tuple[Any, Tensor]:
+    def _copied_back(self, value: Tensor) -> tuple[Any, Tensor]:
         """A copy in pinned memory, complete when the mark has happened."""
-        gpu = self._gpu
+        gpu, host = self._gpu, _pinned_like(value)
+        if value.nbytes <= _SMALL_BYTES:  # in less time than streams wait for each other
+            host.copy_(value, non_blocking=True)
+            return gpu.record(gpu.compute), host
+        produced = gpu.record(gpu.compute)
         with torch.cuda.stream(gpu.copies):
             gpu.copies.wait_event(produced)
             value.record_stream(gpu.copies)
-            host = torch.empty_like(value, device="cpu", pin_memory=True)  # with its strides
             host.copy_(value, non_blocking=True)
             copied = gpu.record(gpu.copies)
         gpu.events.append(produced)
@@ -337,6 +380,11 @@ class CudaBackend:
         if since_ms > FAR_MS:
             self._base, self._base_ns = mark, now_ns
         return now_ns
+
+
+def _pinned_like(value: Tensor) -> Tensor:
+    """Memory of the host that a GPU reads and writes fast, for a tensor with these strides."""
+    return torch.empty_like(value, device="cpu", pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,11 +429,30 @@ class _Gpu:
 
     def finish(self) -> None:
         """Wait for all that was launched: memory that it reads or writes may go then."""
-        try:
+        # Where the device has failed somebody has been told.
+        with suppress(RuntimeError), self.kept_if_it_fails(None):
             self.compute.synchronize()
             self.parameters.synchronize()
-        except RuntimeError:  # the device has failed, as somebody has been told
-            _keep(gc.get_objects())
+
+    @contextmanager
+    def kept_if_it_fails(self, value: Any) -> Iterator[None]:
+        """``value``, and all tensors that there are, are never freed if the device fails meanwhile.
+
+        Which is for good. Freeing memory that another stream has used, pinned or not, would ask the
+        device for an event, and what that raises in a destructor ends the process. Which is pinned
+        nobody can say any more.
+        """
+        try:
+            yield
+        except RuntimeError:
+            kept = [value]
+            if not self.has_failed:
+                # ``isinstance`` would ask a proxy.
+                kept += [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+            self.has_failed = True
+            for x in kept:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
+            raise
 
     def record(self, stream: Any) -> Any:
         """An event, after what was launched on ``stream`` so far."""
@@ -398,25 +465,10 @@ class _Gpu:
 
     def wait(self, event: Any, value: Any) -> Any:
         """``value``, once the event has happened."""
-        try:
+        with self.kept_if_it_fails(value):
             event.synchronize()
-        except RuntimeError:
-            _keep([value] if self.has_failed else [value, *gc.get_objects()])
-            self.has_failed = True
-            raise
         self.events.append(event)
         return value
-
-
-def _keep(values: list[Any]) -> None:
-    """Never free the tensors among ``values``: a GPU has failed for good.
-
-    Freeing memory that another stream has used, pinned or not, would ask the device for an event,
-    and what that raises in a destructor ends the process. Which is pinned nobody can say any more.
-    """
-    for x in values:
-        if issubclass(type(x), Tensor):  # ``isinstance`` would ask a proxy
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
 _IDLE: defaultdict[tuple[torch.device, tuple[int, ...]], list[_Gpu]] = defaultdict(list)

@@ -68,7 +68,7 @@ class Graphs:
                 self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
-                calls[run[0]] = _Replayed(self, run[0], calls[run[0]], reads, makes)
+                calls[run[0]] = Replayed(self, run[0], calls[run[0]], reads, makes)
         return replace(compiled, calls=calls)
 
 
@@ -179,8 +179,12 @@ def _abandon(pool: Any, device: torch.device) -> None:
     graph.capture_end()
 
 
-class _Replayed:
-    """A run of operators: called as it is at first, then captured, and replayed from then on."""
+class Replayed:
+    """A run of operators: called as it is at first, then captured, and replayed from then on.
+
+    Attributes:
+        slots: by tensor, where the graph reads it.
+    """
 
     def __init__(
         self,
@@ -195,10 +199,21 @@ class _Replayed:
         self._reads, self._makes = list(reads), list(makes)
         self._warm, self._tried = threading.local(), False
         self._graph: Any = None
-        self._inputs: list[Tensor] = []
+        self.slots: dict[int, Tensor] = {}
         self._outputs: list[Tensor] = []
 
     def __call__(self, env: list[Any], nothing_arrived: Callable[[], bool]) -> Iterator[int] | None:
+        rest = self.launch(env, nothing_arrived)
+        if self._graph is not None:
+            for t in self._makes:
+                env[t] = env[t].clone()
+        return rest
+
+    def launch(self, env: list[Any], nothing_arrived: Callable[[], bool]) -> Iterator[int] | None:
+        """As when it is called, but the next replay writes over what it has made.
+
+        What is in its slot is read there.
+        """
         if not self._tried:
             self._warm.calls = calls = getattr(self._warm, "calls", 0) + 1
             if calls > _WARM_CALLS:
@@ -206,12 +221,13 @@ class _Replayed:
                 self._capture(env)
         if self._graph is None:
             return self._call(env, nothing_arrived)
-        if self._inputs:
-            torch._foreach_copy_(self._inputs, [env[t] for t in self._reads])
+        come = {t: slot for t, slot in self.slots.items() if env[t] is not slot}
+        if come:
+            torch._foreach_copy_([*come.values()], [env[t] for t in come])
         with _TURN:
             self._graph.replay()
         for t, output in zip(self._makes, self._outputs, strict=True):
-            env[t] = output.clone()
+            env[t] = output
         return None
 
     def _capture(self, env: list[Any]) -> None:
@@ -219,11 +235,11 @@ class _Replayed:
         if not all(isinstance(x, Tensor) and x.is_cuda for x in inputs):
             graphs.eager[self._first] = "it reads what is not in the memory of the GPU"
             return
-        self._inputs = [x.clone() for x in inputs]
+        slots = {t: x.clone() for t, x in zip(self._reads, inputs, strict=True)}
         if graphs.pool is None:
             graphs.pool = torch.cuda.graph_pool_handle()
         own: list[Any] = [None] * len(env)
-        for t, x in zip(self._reads, self._inputs, strict=True):
+        for t, x in slots.items():
             own[t] = x
 
         def run() -> list[Any]:
@@ -235,11 +251,9 @@ class _Replayed:
             graph, outputs = recorded(run, graphs.pool, graphs.device)
         except RuntimeError as error:  # not what a signal's handler raises in the calling thread
             graphs.pool = None  # that one is spoiled
-            self._inputs = []
             graphs.eager[self._first] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             return
         if not all(isinstance(x, Tensor) and x.is_cuda for x in outputs):
-            self._inputs = []
             graphs.eager[self._first] = "it makes what is not in the memory of the GPU"
             return
-        self._graph, self._outputs = graph, outputs
+        self._graph, self._outputs, self.slots = graph, outputs, slots

@@ -282,13 +282,17 @@ class Runner:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)
             worker = self.workers[self._alone]
-            self._refresh()
+            # Asking every parameter takes as long as many kernels: it is asked while they run.
+            program, is_late = self._program, self._refresh
+            if program.is_random or program.new_buffers or program.gradients or self._streamed:
+                self._refresh()
+                is_late = bool  # never, as it cannot be launched twice
             given = dict(zip(self._program.input_tensors, inputs, strict=True))
             outputs = self._passed_on(given)
             batch, self.next_batch = self.next_batch, self.next_batch + 1
             mine = self._shares[batch % self.num_phases][self._alone].model_inputs
             try:
-                outputs |= worker.call(batch, {t: given[t] for t in mine})
+                outputs |= worker.call(batch, {t: given[t] for t in mine}, is_late)
             except Exception as error:
                 self._raise(worker.failure(error))
         if self._closed:
@@ -383,12 +387,15 @@ class Runner:
         self._refresh()
         for worker in (self.workers[d] for d in self._used):
             if isinstance(worker.backend, CudaBackend):
-                worker.inbox.put((-1, -1, worker.backend.callers_mark(), -1, None))
+                mark = worker.backend.callers_mark()
+                if mark is not None:
+                    worker.inbox.put((-1, -1, mark, -1, None))
 
-    def _refresh(self) -> None:
-        weights.refresh(self._program, self._copies)
+    def _refresh(self) -> bool:
+        """Devices read parameters as they are now; whether any was written since the last time."""
         for streamed in self._streamed:
             streamed.refresh()
+        return weights.refresh(self._program, self._copies)
 
     def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""

@@ -53,7 +53,7 @@ def refresh(program: Program, copies: Copies) -> bool:
     for key, value, state, known in zip([*copies], values, now, before, strict=True):
         if state != known:
             copy = copies[key][1]
-            with torch.no_grad():
+            with torch.inference_mode():  # in which it may have been made
                 copy.copy_(value.detach())
             copies[key] = state, copy
     return True

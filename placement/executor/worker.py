@@ -18,7 +18,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from placement.executor.awake import wait_exactly
 from placement.executor.backend import Backend, CudaBackend
+from placement.executor.graphs import Replayed
 from placement.executor.share import Compiled, Share
 
 _TURN = threading.Lock()  # of all runners of this process: they share its interpreter
@@ -252,7 +253,9 @@ class Worker(threading.Thread):
         """All that the thread does."""
         self.backend.run(self._work)
 
-    def call(self, batch: int, inputs: dict[int, Tensor]) -> dict[int, Any]:
+    def call(
+        self, batch: int, inputs: dict[int, Tensor], is_late: Callable[[], bool]
+    ) -> dict[int, Any]:
         """The outputs of a micro-batch that is all of this GPU, launched by the calling thread.
 
         Meanwhile nobody may send anything here, and nothing is carried to the next micro-batch.
@@ -261,15 +264,25 @@ class Worker(threading.Thread):
         assert isinstance(backend, CudaBackend), "CPU devices have cores and threads of their own"
         self._batch, k = batch, batch % len(self.shares)
         share, calls = self.shares[k], self._compiled[k].calls
-        flight, outputs = _Flight(share), dict[int, Any]()
+        graphs = {op: call for op, call in calls.items() if isinstance(call, Replayed)}
+        readers = {t: graphs.get(share.users[t][0]) for t in inputs if len(share.users[t]) == 1}
 
         def launch() -> dict[int, Any]:
+            flight, outputs = _Flight(share), dict[int, Any]()
             env, nothing_arrived = flight.env, self.inbox.empty
             for t, value in inputs.items():
-                env[t] = value.to(backend.torch_device, non_blocking=True)
+                if backend.holds(value):
+                    env[t] = value
+                else:  # at once to where a graph reads it
+                    graph = readers.get(t)
+                    slot = None if graph is None else graph.slots.get(t)
+                    env[t] = backend.copied(value, slot)
             for op in sorted(share.ops, key=self._priority.__getitem__):
                 self._running = op
-                for _ in calls[op](env, nothing_arrived) or ():
+                call = calls[op]
+                if op in graphs and not backend.results_stay:  # one after another, to their end
+                    call = graphs[op].launch
+                for _ in call(env, nothing_arrived) or ():
                     pass
                 for t in share.outputs[op]:
                     if share.results[t]:
@@ -280,7 +293,7 @@ class Worker(threading.Thread):
             self._running = None
             return outputs
 
-        return backend.call(launch)
+        return backend.call(launch, is_late)
 
     def failure(self, error: BaseException) -> Failure:
         """``error``, and the operator that was being launched."""

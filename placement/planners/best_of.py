@@ -49,7 +49,8 @@ _REPLICAS = ("data_parallel", "replicated")
 _WALKS = ("critical_path_greedy",)  # it walks on as long as it may
 # Of evaluations that are limited these get a share of what is left.
 _SHARES = {"single_device": 0.1, "critical_path_greedy": 0.25, "contiguous_dp": 0.5}
-_SEARCH_SHARE = 0.75  # of a budget, for a search where nothing fits
+_SEARCH_SHARE = 0.75  # of seconds, for searches; of any budget where nothing fits
+_ENOUGH = 1000  # evaluations of a search, for each group and other device
 _LATENCY_SHARE = 0.8  # of seconds that are limited: for latency it wins most often
 # These evaluate several placements: of few evaluations the others of the lists above come first.
 _SEVERAL = ("busy_heft", "level_pipeline", "contiguous_dp", "critical_path_greedy")
@@ -69,13 +70,15 @@ class BestOf:
     of devices than a program takes, no time), and ``lower_bound_s`` is
     ``placement.problem.lower_bound``.
 
-    Where none of them finds a placement that fits in memory, and arithmetic does not prove that
-    there is none, ``macro_search`` and ``local_search`` go on from the closest one until the
-    budget ends (2,000 evaluations without one). Three quarters are kept for them, but for what
-    the quickest planners take.
+    Of limited seconds these planners get a quarter. With the rest, and with evaluations that they
+    leave, ``macro_search`` and ``local_search`` go on from the best placement until it is proved,
+    or they had 1,000 evaluations for each group and other device; not where micro-batches take
+    turns. They also go on (for 2,000 evaluations without a budget) where none of the planners finds
+    a placement that fits in memory, and arithmetic does not prove that there is none.
 
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
+        search_on: whether searches go on. One that starts here asks for the planners alone.
         ideal_seconds: most that ``ideal_dp`` gets of limited ``seconds``: on wide graphs it would
             take any time. Without them it ends after so many steps instead, about a second of
             them: what is found does not depend on the clock.
@@ -116,6 +119,7 @@ class BestOf:
         "replicated",
         "data_parallel",
     )
+    search_on: bool = True
     ideal_seconds: float = 15.0
     seconds: float | None = None
     evaluations: int | None = None
@@ -129,12 +133,15 @@ class BestOf:
         Raises:
             PlannerError: no such planner, none that can be run, or a budget that is not positive.
         """
+        may_search = can_move(problem) and not cannot_fit(problem)
+        limited = self.seconds is not None or self.evaluations is not None
+        if self.search_on and limited and may_search and problem.max_phases == 1:
+            return self._and_search(problem)
         search = Search(problem, self.seconds, self.evaluations)
         chosen = [(name, load(name)) for name in self._order(problem)]
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s, quick_s = "", 0.0, 0.0
-        may_search = can_move(problem) and not cannot_fit(problem)
         tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own = options_of(planner)
@@ -175,12 +182,21 @@ class BestOf:
             if name in _QUICK:
                 quick_s = max(quick_s, took_s)
             winner = name if search.best_cost < before else winner
-        if search.best_s == np.inf and may_search:
-            winner = _search_on(search, values) or winner
         if not values:
             raise PlannerError("; ".join(skipped.values()) or "best_of: no planners were named")
+        if search.best_s == np.inf and may_search:
+            winner = _search_on(search, values) or winner
         bound = lower_bound(problem)
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
+
+    def _and_search(self, problem: Problem) -> Solution:
+        """The planners within a quarter of the seconds; then searches, with all that is left."""
+        search = Search(problem, self.seconds, self.evaluations)
+        stats = search.run(replace(self, search_on=False), 1.0 - _SEARCH_SHARE).stats
+        search.bound_s = lower_bound(problem)
+        winner = _search_on(search, stats["values_s"]) or stats["winner"]
+        told = {k: stats[k] for k in ("values_s", "skipped")}
+        return search.solution(search.bound_s, winner=winner, **told)
 
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""
@@ -199,13 +215,16 @@ class BestOf:
 
 
 def _search_on(search: Search, values: dict[str, float]) -> str:
-    """Search from the closest placement; the name of who found the best that fits, if any."""
+    """Search from the best, or closest, placement; the name of who found a better one that fits."""
     search.limit(DEFAULT_EVALUATIONS)
     winner = ""
     for name, share in (("macro_search", 0.7), ("local_search", 1.0)):
         if search.left and search.best is not None:
             placement, before = search.best[search.problem.graph.group], search.best_cost
-            searcher = load(name, start=lambda _, p=placement: Solution(p, np.inf))
+            moves = search.problem.graph.num_groups * (search.problem.num_devices - 1)
+            most = _ENOUGH * moves if np.isfinite(search.best_s) else None
+            start = {"start": lambda _, p=placement: Solution(p, np.inf)}
+            searcher = load(name, **start, evaluations=most)
             values[name] = search.run(searcher, share, share).value_s
             winner = name if search.best_cost < min(before, INFEASIBLE) else winner
     return winner

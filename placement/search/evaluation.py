@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from placement.planners import PlannerError, load
 from placement.problem import Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.search.budget import Budget, prepared
+from placement.search.budget import Budget, options_of, prepared
 from placement.search.macro import Neighbours
 from placement.simulator import analytic, evaluate, score, simulate, value_of
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
@@ -178,13 +179,16 @@ class Search:
     ) -> Solution:
         """Run where a search starts from, with a share of limited evaluations.
 
-        Of limited seconds it gets ``START_SHARE``.
+        Of limited seconds it gets ``START_SHARE``, and what it leaves of them is the search's.
 
         Raises:
             PlannerError: it cannot be run with its share, which names the ``option`` it is.
         """
+        start = load(planner) if isinstance(planner, str) else planner
+        if "search_on" in options_of(start):
+            start = replace(start, search_on=False)  # type: ignore[type-var]
         try:
-            return self.run(planner, START_SHARE, of_evaluations, True)  # with one phase
+            return self.run(start, START_SHARE, of_evaluations, True)  # with one phase
         except PlannerError as error:
             if self._asked is None:
                 raise

@@ -139,13 +139,21 @@ def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_ke
         host=host,
         shares_host=shares_host,
         may_bind=problem.memory_may_bind,
-        capacity=problem.memory_bytes,
+        capacity=room_bytes(problem),
         param_ptr=param_ptr,
         param=param,
         produced=activations * produced_bytes(problem),
         channel=problem.link_channel,
         busy=busy,
     )
+
+
+def room_bytes(problem: Problem) -> NDArray[np.int64]:
+    """int64 ``[D]``: memory, less two buffers where a device that streams may need them."""
+    room: NDArray[np.int64] = problem.memory_bytes.copy()
+    if problem.cluster.streaming:
+        room[problem.worker[problem.cluster.streaming]] -= 2 * problem.graph.op_param_bytes.max()
+    return room
 
 
 class Memory:
@@ -161,7 +169,7 @@ class Memory:
         self._may_bind = problem.memory_may_bind  # otherwise nothing need be counted
         if not self._may_bind:
             return
-        self._capacity = problem.memory_bytes
+        self._capacity = room_bytes(problem)
         self._param_bytes = g.param_bytes
         self._missing = np.ones((problem.num_devices, len(g.param_bytes)), bool)
         self._used = np.zeros(problem.num_devices, np.int64)

@@ -148,6 +148,18 @@ def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
     assert watched.op_kind.count("aten.add.Tensor") == silent.num_ops
 
 
+def test_a_transfer_takes_at_least_what_passes_until_it_is_there(monkeypatch):
+    """On one device the chain took longer than on two, as it frees what the others leave."""
+
+    def span(runner, inputs):
+        apart = len(set(runner.placement.ravel().tolist())) > 1
+        return (5e-3, 3e-3) if apart else (8e-3, 0.0)
+
+    monkeypatch.setattr(measure_module, "_span", span)
+    for link in measure_links(TWO, repeats=1):
+        assert link.latency_s == pytest.approx(3e-3)
+
+
 def test_measured_links_are_links():
     for link in measure_links(TWO, repeats=1):
         assert 0 <= link.latency_s < 1
@@ -177,6 +189,24 @@ def test_transfers_that_were_not_seen_do_not_hide_the_others():
     sizes = (*_LINK_BYTES, 2**26)
     link = fit_link("a", "b", sizes, np.array([0.0, 0.0, 0.0, 0.0, 1.0]))
     assert 2**26 < link.bandwidth_bytes_per_s < 2**29
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "latency_s", "bandwidth"),
+    [
+        ((304, 297, 538, 2423, 16677), 3e-4, 4e9),
+        ((219, 225, 189, 407, 0), 2.1e-4, 4.5e10),  # 64 MiB were not seen
+        ((219, 225, 189, 30, 1400), 2.1e-4, 5.5e10),
+        ((9000, 225, 189, 407, 1400), 2.1e-4, 5.5e10),  # somebody disturbed the first
+    ],
+)
+def test_one_transfer_that_contradicts_the_others_does_not_count(
+    microseconds, latency_s, bandwidth
+):
+    """What 4 KiB to 64 MiB took between a CPU and an H200, and what may come of it."""
+    link = fit_link("a", "b", (*_LINK_BYTES, 2**26), np.array(microseconds) * 1e-6)
+    assert link.latency_s == pytest.approx(latency_s, rel=0.1)
+    assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.2)
 
 
 def test_nothing_measurable_is_a_free_link():
@@ -263,7 +293,7 @@ def test_a_profile_of_fewer_rounds_than_asked_for_is_measured_again(tmp_path, mo
 def like(truth: Profile, changed=lambda placement, truth: truth):
     """In the place of ``run_placement``: what a simulator says that knows the true costs."""
 
-    def run(problem, placement, alone, many):
+    def run(problem, placement, *counts):
         there = changed(placement, truth)
         values = evaluate(replace(problem, profile=there), placement[None])
         return float(values.latency_s[0]), float(values.period_s[0])
@@ -363,8 +393,8 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(seed):
     )
     truth = scaled(profile, hidden)
 
-    def run(problem, placement, alone, many):
-        both = np.array(like(truth)(problem, placement, alone, many))
+    def run(problem, placement, *counts):
+        both = np.array(like(truth)(problem, placement))
         return tuple(both * np.exp(rng.normal(0.0, 0.05, 2)))
 
     with pytest.MonkeyPatch.context() as patched:
@@ -372,6 +402,25 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(seed):
         found = calibrated(graph, cluster, profile)
     before, after = (np.mean(errors(graph, cluster, p, truth)) for p in (profile, found))
     assert after < max(0.12, before / 2), (before, after)
+
+
+def test_what_takes_less_time_runs_more_often(monkeypatch):
+    """A GPU that was idle is warm after some dozens of runs that take 4 ms, not after three."""
+    graph, cluster = relus(10), Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    seconds = np.tile([1e-2, 4e-4], (10, 1))
+    profile = Profile(cluster.device_names, seconds, 0 * seconds)
+    asked = {}
+
+    def run(problem, placement, *counts):
+        asked[tuple(placement.ravel())] = counts
+        return like(profile)(problem, placement)
+
+    monkeypatch.setattr(measure_module, "run_placement", run)
+    calibrated(graph, cluster, profile)
+    (alone, many), warm = measure_module._CALIBRATION_RUNS, measure_module._CALIBRATION_WARM
+    assert asked[(0,) * 10] == (1, many, warm)  # of one device no latency is taken
+    assert asked[(1,) * 10] == (1, 12 * many, 12 * warm)
+    assert all(counts[0] in (alone, 1) for counts in asked.values())
 
 
 def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,6 +33,7 @@ from placement.costs.measure import cached_path, measure
 from placement.executor import Executor, Runner, Trainer
 from placement.executor import backend as backend_module
 from placement.executor import runner as runner_module
+from placement.executor import weights as weights_module
 from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
 from placement.executor.graphs import pieces_of, recorded
@@ -91,7 +92,9 @@ def check_streams(names, cluster, seeds=2, count=6):
                     )
 
 
-def test_random_placements_compute_what_the_plain_module_does():
+@pytest.mark.parametrize("small", [0, 2**16])
+def test_random_placements_compute_what_the_plain_module_does(small, monkeypatch):
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
     with emulated_gpu.emulated(copy_s=5e-4, kernel_s=1e-4) as gpu:
         check_streams(["tiny_mlp", "tiny_branches", "tiny_views", "dlrm_tiny"], THREE)
     assert gpu.num_poisoned > 100
@@ -112,6 +115,7 @@ def test_what_is_equal_has_another_order_on_a_gpu():
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
     """Otherwise the test before says little."""
     monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # each copy on a stream of its own
     with (
         emulated_gpu.emulated(copy_s=2e-3),
         pytest.raises(AssertionError, match="not close"),
@@ -453,8 +457,9 @@ def test_what_goes_to_the_device_is_pinned_and_does_not_wait_for_it():
         assert gpu.copies["pinned"] and not gpu.copies["pageable"]
 
 
-def test_a_pipeline_copies_while_it_computes():
+def test_a_pipeline_copies_while_it_computes(monkeypatch):
     """Three operators of 5 ms, 5 ms to the device and 5 ms back: 25 ms, one after another."""
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
     torch.manual_seed(0)
     module, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).eval(), torch.randn(4, 64)
     graph = capture(module, x)
@@ -497,7 +502,7 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
                 module[1].weight.add_(1.0)
             torch.testing.assert_close(runner(x), module(x))
             torch.testing.assert_close(runner(x), module(x))
-        assert gpu.copies["pageable"] == 2 + 2  # parameters, and inputs of the second and third
+        assert gpu.copies["pageable"] == 2  # the parameters
         gc.disable()  # in cycles a GPU's memory would wait for the collector
         try:
             del runner, graph
@@ -1081,12 +1086,13 @@ def test_a_capture_that_fails_costs_later_ones_nothing():
         assert not any(gpu.open_pools.values()) and gpu.used_pools[pool] == 1
 
 
-def test_what_draws_or_has_another_form_every_time_is_in_no_graph():
-    class Draws(nn.Module):
-        def forward(self, x):
-            x = torch.tanh(x * 2) + 1
-            return torch.relu(x + torch.rand_like(x)) * 2
+class Draws(nn.Module):
+    def forward(self, x):
+        x = torch.tanh(x * 2) + 1
+        return torch.relu(x + torch.rand_like(x)) * 2
 
+
+def test_what_draws_or_has_another_form_every_time_is_in_no_graph():
     graph = capture(Draws().eval(), torch.ones(3))
     with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
         found = [runner(torch.ones(3)) for _ in range(6)]
@@ -1220,6 +1226,125 @@ def test_a_call_of_one_gpu_is_launched_by_the_calling_thread(graphs, sent, monke
             assert sent
             torch.testing.assert_close(runner(*items[0]), module(*items[0]), rtol=1e-5, atol=1e-5)
         assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What a call does: kernels and graphs to launch, and to ask what parameters were written."""
+    order = []
+
+    def note(where, name, what):
+        does = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a: (order.append(what), does(*a))[1])
+
+    note(emulated_gpu, "_launch", "work")
+    note(emulated_gpu.CUDAGraph, "replay", "work")
+    note(weights_module, "refresh", "ask")
+    return order
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_whether_parameters_were_written_is_asked_while_the_gpu_computes(graphs, order):
+    module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
+    graph, weight = capture(module, x), module.layers[2].weight
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner.cuda_graphs = graphs
+
+        def steps():
+            order.clear()
+            torch.testing.assert_close(runner(*x), module(*x), rtol=1e-5, atol=1e-5)
+            assert order.count("ask") == 1 and order.index("ask") >= 3
+            return len(order)
+
+        with torch.inference_mode():  # so are the copies made
+            for _ in range(4):
+                runner(*x)
+        once = steps()
+        with torch.no_grad():
+            weight.mul_(2)
+        assert steps() > once + 3
+        assert steps() == once
+        weight.data = weight.data + 1
+        assert steps() > once + 3
+    assert gpu.num_races == 0
+
+
+def test_a_call_in_which_the_device_fails_does_not_end_the_process(monkeypatch):
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
+    graph = capture(nn.Embedding(10, 4).eval(), torch.arange(4))
+    with emulated_gpu.emulated(kernel_s=1e-2) as gpu, Runner(graph, BOTH, all_on(graph, 1)) as run:
+        run(torch.arange(4))
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            run(torch.tensor([1, 2, 3, 99]))
+        gc.collect()
+        assert gpu.num_aborts == 0
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_fails_with_parameters_as_they_were_is_launched_with_those_that_are(written):
+    module, x = two_layers()
+    graph, fails = capture(module.eval(), x), []
+    *steps, last = graph.program.steps
+
+    def once(*args):
+        if fails:
+            raise ArithmeticError(fails.pop())
+        return last.target(*args)
+
+    steps.append(replace(last, target=once))
+    graph = replace(graph, program=replace(graph.program, steps=tuple(steps)))
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        fails.append("now")
+        with torch.no_grad():
+            for weight in [module[0].weight] * written:
+                weight.mul_(2)
+        with nullcontext() if written else pytest.raises(ArithmeticError, match="now"):
+            torch.testing.assert_close(runner(x), module(x))
+
+
+def test_what_draws_random_numbers_asks_first_and_is_launched_once(order):
+    module, x = nn.Sequential(nn.Linear(4, 4), Draws()).eval(), torch.randn(3, 4)
+    graph = capture(module, x)
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        lengths = []
+        for _ in range(2):
+            order.clear()
+            runner(x)
+            lengths.append(len(order))
+            assert order.index("ask") < 2
+            with torch.no_grad():
+                module[0].weight.mul_(2)
+        assert lengths[1] == lengths[0] + 1  # the copy that is made again
+
+
+@pytest.mark.parametrize("small", [0, 2**16])
+@pytest.mark.parametrize("stays", ["host", "device"])
+def test_results_of_a_call_are_the_callers_and_so_is_its_stream(stays, small, monkeypatch):
+    """Of a graph, which writes over what it has made; on the GPU that is not the current one."""
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
+    graph = capture(module, items[0])
+    with emulated_gpu.emulated(2, kernel_s=1e-4) as gpu:
+        with graphed(graph, BOTH, all_on(graph, 1), outputs=stays) as runner:
+            for item in items[:4]:
+                runner(*item)
+            torch.cuda.set_device(1)
+            mine = torch.cuda.Stream(0)
+            torch.cuda.set_stream(mine)
+            torch.cuda.set_device(1)
+            gpu.copies.clear()
+            found = [runner(*item) for item in items]
+            assert torch.cuda.current_device() == 1 and torch.cuda.current_stream(0) is mine
+            torch.cuda.set_device(0)
+            assert not gpu.copies["pageable"]
+            for item, one in zip(items, found, strict=True):
+                assert not any(x.is_inference() or x.is_pinned() for x in one if not x.is_cuda)
+                here = [x.cpu() for x in one]
+                torch.testing.assert_close(here, [*module(*item)], rtol=1e-5, atol=1e-5)
+        assert gpu.num_races == 0 and gpu.num_replays > 6
 
 
 def test_calls_and_streams_take_turns_in_the_phases_of_a_placement():

@@ -73,7 +73,7 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     page = capsys.readouterr().out
     assert "m, latency, operator by operator (0.75x)" in page
     assert (
-        "| results of 12 models | all equal, the same bits twice | 0 of 1; 1 of 84 were done | no |"
+        "| results of 12 models | all equal, the same bits twice | 0 of 1; 1 of 96 were done | no |"
         in page
     )
     # What the run before had measured is gone; the rest names the card, and not the host.

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.cluster import Cluster, Device, Link
 from placement.objective import Objective
 from placement.planners import PlannerError, contiguous_dp, load
 from placement.planners.antichain_dp import enumerate_ideals
@@ -25,6 +26,7 @@ from placement.planners.level_balance import balance, levels
 from placement.planners.m_sct import favourite_children
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, ProblemError
+from placement.profile import Profile
 from placement.search import list_kernels
 from placement.search.coarsen import coarsen, expand
 from placement.search.evaluation import Search
@@ -111,6 +113,27 @@ PEFT_EDGES = [
     (1, 2, 17), (1, 3, 31), (1, 4, 29), (1, 5, 13), (1, 6, 7), (2, 8, 3), (2, 9, 30), (3, 7, 16),
     (4, 8, 11), (4, 9, 7), (5, 9, 57), (6, 8, 5), (7, 10, 9), (8, 10, 42), (9, 10, 7),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["heft", "peft", "busy_heft", "m_etf", "m_topo", "level_balance"])
+def test_what_a_small_gpu_cannot_hold_is_streamed_past_it(name: str) -> None:
+    """Of four operators with 10 bytes the GPU holds one beside two buffers; the CPU takes 99 s."""
+    cluster = Cluster(
+        "capped",
+        (
+            Device("cpu"),
+            Device("gpu", "cuda", memory_bytes=30),
+            Device("streamed", "cuda", streams="gpu"),
+        ),
+        (Link("cpu", "streamed", 0.0, 5.0),),
+    )
+    few = small_problem([[99, 1]] * 4, chain(4), param_bytes=10, objective="latency")
+    seconds = few.profile.compute_s
+    profile = Profile(("cpu", "gpu"), seconds, 0 * seconds).for_cluster(cluster)
+    found = load(name)(replace(few, cluster=cluster, profile=profile))
+    assert found.value_s <= 99 * 4
+    if name in ("heft", "peft", "busy_heft"):
+        assert found.value_s == pytest.approx(1 + 3 * 2)
 
 
 def test_peft_reproduces_the_example_of_its_paper() -> None:

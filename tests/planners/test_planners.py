@@ -568,18 +568,41 @@ SEARCHED = ("single_device", "heft", "critical_path_greedy")
 def test_best_of_leaves_evaluations_to_those_who_come_after() -> None:
     """Of 100 one goes to heft, 3 to single_device, and the walker has a quarter of the others."""
     problem = make(np.random.default_rng(0).random((40, 3)), chain(40), tensor_bytes=10)
+    few = load("best_of", planners=SEARCHED, evaluations=100, search_on=False)(problem)
+    assert 4 < few.stats["evaluations"] <= 25 + 4
     found = load("best_of", planners=SEARCHED, evaluations=100)(problem)
-    assert 4 < found.stats["evaluations"] <= 25 + 4
+    assert list(found.stats["values_s"]) == [*few.stats["values_s"], "macro_search", "local_search"]
+    assert found.stats["evaluations"] == 100 and found.value_s <= few.value_s
     alone = load("best_of", planners=SEARCHED)(problem)
     walk = load("critical_path_greedy")(problem)
     assert alone.stats["evaluations"] == 4 + walk.stats["evaluations"]
     assert alone.value_s <= walk.value_s
 
 
+def test_best_of_goes_on_until_the_best_is_proved_or_had_enough() -> None:
+    """Two operators of 1 s that may be apart, with a result of 9 s: together they take 2 s."""
+    proved = make([[1, 1]] * 2, chain(2), tensor_bytes=9).with_objective("latency")
+    found = load("best_of", seconds=60)(proved)
+    assert found.value_s == found.lower_bound_s == pytest.approx(2.0)
+    assert "macro_search" not in found.stats["values_s"]
+    unproved = random_small(1, objective="period")
+    found = load("best_of", seconds=60)(unproved)
+    moves = unproved.graph.num_groups * (unproved.num_devices - 1)
+    assert moves < found.stats["evaluations"] < 2500 * moves
+    assert found.value_s <= load("best_of")(unproved).value_s
+
+
+def test_a_search_that_starts_at_best_of_has_what_that_leaves() -> None:
+    problem = random_small(2, objective="period")
+    found = load("local_search", evaluations=400)(problem)
+    alone = load("best_of", search_on=False, evaluations=100)(problem)
+    assert found.stats["curve"][0][1] <= alone.stats["evaluations"] < 100
+
+
 def test_best_of_begins_with_what_evaluates_one_placement_where_evaluations_are_few() -> None:
     names = ("contiguous_dp", "round_robin", "single_device", "antichain_dp", "ideal_dp")
     problem = random_small(0).with_objective("period")
-    found = load("best_of", planners=names, evaluations=50)(problem)
+    found = load("best_of", planners=names, evaluations=50, search_on=False)(problem)
     order = ["ideal_dp", "single_device", "antichain_dp", "contiguous_dp", "round_robin"]
     assert list(found.stats["values_s"]) == order
     few = load("best_of", evaluations=2)(problem)
@@ -633,7 +656,9 @@ def peft_takes_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_best_of_begins_no_slow_planner_without_a_clock_late() -> None:
     """Of 8 s, m_etf could take more than what is left after peft; heft comes first."""
     for seconds, ran in ((8, {"peft", "heft"}), (20, {"peft", "m_etf", "heft"})):
-        found = load("best_of", planners=("peft", "m_etf", "heft"), seconds=seconds)
+        found = load(
+            "best_of", planners=("peft", "m_etf", "heft"), seconds=seconds, search_on=False
+        )
         assert set(found(random_small(0)).stats["values_s"]) == ran
 
 
@@ -672,7 +697,8 @@ def test_best_of_begins_with_what_takes_a_moment_where_seconds_are_limited() -> 
     problem = random_small(0, objective="period")
     late, quick = ("m_sct", "antichain_dp", "coarsened"), ("heft", "m_topo", "level_balance")
     chosen = (*late, "ideal_dp", "critical_path_greedy", *quick)
-    order = list(load("best_of", planners=chosen, seconds=60)(problem).stats["values_s"])
+    alone = load("best_of", planners=chosen, seconds=60, search_on=False)
+    order = list(alone(problem).stats["values_s"])
     assert set(order[:3]) == set(quick) and set(order[-3:]) == set(late)
     order = list(load("best_of", planners=chosen)(problem).stats["values_s"])
     assert order[:2] == ["ideal_dp", "antichain_dp"]

@@ -36,6 +36,7 @@ from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.timeline import steady_period
 from tests.envs.test_envs import chain
+from tests.executor.test_streamed import with_twins
 from tests.problems import random_placement, random_problem, small_problem
 
 RNG = np.random.default_rng
@@ -74,13 +75,25 @@ def test_the_kernel_evaluates_as_the_planners_do(seed: int) -> None:
     if not can_move(drawn):
         return
     for objective in objectives_of(drawn):
-        problem = drawn.with_objective(objective)
-        tables, state = started(problem, seed)
-        for _ in range(3):
-            cost = Search(problem).cost(state.moves.device.copy())
-            expected = cost if np.isfinite(cost) else 2 * INFEASIBLE
-            assert state.cost == pytest.approx(expected, rel=1e-9)
-            take(tables, state, int(np.argmax(state.count)), 0.5)
+        check_costs(drawn.with_objective(objective), seed)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000))
+def test_the_kernel_knows_where_the_parameters_are_of_devices_that_stream(seed: int) -> None:
+    drawn = with_twins(seed)
+    if can_move(drawn):
+        check_costs(drawn.with_objective(Objective.PERIOD), seed)
+        check_costs(drawn.with_objective(Objective.LATENCY), seed)
+
+
+def check_costs(problem: Problem, seed: int) -> None:
+    tables, state = started(problem, seed)
+    for _ in range(3):
+        cost = Search(problem).cost(state.moves.device.copy())
+        expected = cost if np.isfinite(cost) else 2 * INFEASIBLE
+        assert state.cost == pytest.approx(expected, rel=1e-9)
+        take(tables, state, int(np.argmax(state.count)), 0.5)
 
 
 @settings(max_examples=60)
