@@ -65,6 +65,7 @@ class Gpu:
         used_pools: by how many graphs each is used; 0: no other may use it.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
         captured: the random generator is a graph's, from a capture's begin until one ends well.
+        asks_a_graph: pinned memory waits for an event that became part of a graph.
         allocated, peak: bytes by device number.
     """
 
@@ -86,6 +87,7 @@ class Gpu:
     used_pools: Counter[Any] = field(default_factory=Counter)
     spoiled_pools: set[Any] = field(default_factory=set)
     captured: bool = False
+    asks_a_graph: bool = False
     allocated: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     streams: list[Stream] = field(default_factory=list)
@@ -102,8 +104,9 @@ class Gpu:
         self.peak[device] = max(self.peak[device], self.allocated[device])
 
     def pinned_is_free(self, used_by: list[Stream]) -> None:
-        """Pinned memory is free again."""
+        """Pinned memory is free again, once an event has happened on each stream that used it."""
         self.num_aborts += any(self.has_failed(each.index) for each in used_by)
+        self.asks_a_graph |= any(each.graph is not None for each in used_by)
 
     def has_failed(self, device: int) -> bool:
         return any(x.error for x in self.streams if x.index == device)
@@ -439,6 +442,9 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             for graph in [each.graph for each in _gpu.streams if each.graph is not None]:
                 if graph.mode == "global":
                     graph.failed = True  # whoever allocates
+            if _gpu.asks_a_graph:
+                _gpu.asks_a_graph = False
+                raise RuntimeError("CUDA error: invalid argument")  # as which one is free is asked
             made.fill_(torch.nan if made.is_floating_point() else 0)
             made.pinned = []
             weakref.finalize(made, _gpu.pinned_is_free, made.pinned).atexit = False
@@ -807,7 +813,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
     Threads that are started meanwhile see them too.
     """
     global _gpu
-    from placement.executor import backend
+    from placement.executor import backend, graphs
 
     _gpu = gpu = Gpu(num_devices, memory_bytes, **options)
     gpu.unused, _here.streams = Stream(), {}
@@ -881,6 +887,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         stack.callback(lambda: [sys.modules.pop("pynvml", None), sys.modules.update(before)])
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
+        stack.enter_context(patch.object(graphs, "_STREAMS", {}))
         stack.enter_context(Mode())
         try:
             yield gpu

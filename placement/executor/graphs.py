@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _TURN = threading.Lock()
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
 _failed: list[Any] = []
+_STREAMS: dict[torch.device, Any] = {}  # on which graphs are captured
 
 
 class Graphs:
@@ -145,11 +146,17 @@ def _obstacle(program: Program, op: int, own: set[int]) -> str:
 def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Any, Any]:
     """A CUDA graph of what ``work`` launches on the current stream, and what it has returned.
 
+    That is another stream than the caller's: where a thread frees pinned memory PyTorch records an
+    event on the streams that have used it, and could not ask for one that is part of a graph.
+
     Raises:
         Exception: what ``work`` did that cannot be captured; PyTorch is as it was before.
     """
     graph = torch.cuda.CUDAGraph()
-    with _TURN:
+    with _TURN, ExitStack() as stack:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        stack.enter_context(torch.cuda.stream(_STREAMS[device]))
         try:
             # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -1126,6 +1126,28 @@ def test_what_writes_is_in_the_graph_that_made_the_memory():
     assert (n,) in pieces_of(program, [ops[:n], ops[n:]])
 
 
+def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
+    """An event that is recorded then on the stream that used it must not be a part of the graph."""
+    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner.cuda_graphs = True
+        list(runner.stream([x] * 2))
+        pinned = [torch.ones(4, pin_memory=True)]
+        compute = runner.workers[1].backend._gpu.compute
+        with torch.cuda.stream(compute):
+            pinned[0].to("cuda:0", non_blocking=True)
+        compute.synchronize()
+        end = emulated_gpu.CUDAGraph.capture_end
+        monkeypatch.setattr(
+            emulated_gpu.CUDAGraph, "capture_end", lambda self: (pinned.clear(), end(self))
+        )
+        outputs = list(runner.stream([x] * 4))
+        assert not pinned and gpu.num_replays and not runner.not_graphed
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, [module(x)] * 4)
+
+
 def test_a_run_of_views_is_no_graph():
     """It would be empty, as PyTorch warns."""
 
