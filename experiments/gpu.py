@@ -956,6 +956,9 @@ def memory_of(b: Bench, num_bytes: float) -> Iterator[Cluster]:
     cpu, card = b.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()  # accelerate leaves modules that hold themselves
+    if not b.emulated:  # and cuBLAS 32 MiB for each thread that has launched
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     workspaces = 0 if b.emulated else 2**26

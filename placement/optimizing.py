@@ -37,6 +37,7 @@ MAX_PHASES = 8  # replicas may take so many turns
 _LEAST_BATCHES = 6  # of a stream that tells a period
 _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
 _CLOSE = 2.0  # times the best device's prediction: another device may be the best one
+_WORTH = 0.95  # of the time of one device: several that take longer are not kept
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
 
@@ -52,7 +53,7 @@ class OptimizedRunner(Runner):
             device alone, where the plan is another) and ``plain`` (the module itself, with the
             threads that PyTorch has in this process).
         kept: the fastest of them, which calls and streams go. Several devices are kept only
-            where they are faster than one by more than the measurements vary.
+            where they are faster than one by 5 %, and by more than the measurements vary.
         plan: the better of ``plan`` and ``single``, with what was predicted and measured, also
             where ``kept`` is ``plain``; ``plan.save(path)``.
         planned: what the planner chose, before anything had run.
@@ -203,11 +204,14 @@ def fastest(
 
 
 def _is_faster(plan: Measured, single: Measured, objective: str, devices: Sequence[str]) -> bool:
-    """Whether the plan is kept: if it uses several devices, the middle halves are to be apart."""
+    """Whether the plan is kept: several devices only if they are clearly faster.
+
+    By some percent, as a machine's speed drifts, and the middle halves are apart.
+    """
     (a, a_iqr), (b, b_iqr) = (
         (x.median_s, x.iqr_s) for x in (_spread(m, objective) for m in (plan, single))
     )
-    return a + (a_iqr + b_iqr) / 2 < b if len(devices) > 1 else a <= b
+    return a < min(_WORTH * b, b - (a_iqr + b_iqr) / 2) if len(devices) > 1 else a <= b
 
 
 def verdict(runner: OptimizedRunner) -> str:

@@ -17,7 +17,7 @@ EXAMPLE = """examples:
 
 It measures three ways in turns: the best plan, the best device alone, and plain PyTorch with its
 threads. It says which is the fastest. The plan that --out writes is the faster of the first two:
-one device, unless several are faster by more than the measurements vary.
+one device, unless several are faster by 5 %, and by more than the measurements vary.
 
 The machine-readable result (--json) has the keys kept (the fastest: plan, single or plain),
 objective, planner, assignments (one, or one for each turn of replicas), predicted, and measured
