@@ -1454,7 +1454,7 @@ def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
     with emulated_gpu.emulated() as gpu:
         runner = Runner(graph, BOTH, all_on(graph, 1))
         runner(x)
-        gpu.kernel_s, said, before = 0.1, [], gpu.allocated[0]
+        gpu.kernel_s, said, gpu.peak[0] = 0.1, [], 0
 
         def call():
             try:
@@ -1464,7 +1464,7 @@ def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
 
         caller = threading.Thread(target=call)
         caller.start()
-        while gpu.allocated[0] == before:
+        while not gpu.peak[0]:
             time.sleep(1e-3)  # until it is in the midst of it
         runner.close()
         caller.join()
