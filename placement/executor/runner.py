@@ -70,8 +70,8 @@ class Runner:
 
     Attributes:
         cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
-            CUDA graphs, where they can be (``not_graphed`` says where not). Off, as only an
-            emulated GPU has shown it so far.
+            CUDA graphs, where they can be (``not_graphed`` says where not). Off, as a GPU has shown
+            it for some models only.
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
