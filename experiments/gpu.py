@@ -21,6 +21,7 @@ import argparse
 import copy
 import faulthandler
 import gc
+import itertools
 import json
 import math
 import os
@@ -36,7 +37,7 @@ import traceback
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -83,7 +84,7 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import split_inputs
 from placement.simulator import evaluate, simulate
-from placement.timeline import steady_period
+from placement.timeline import streamed_period
 from placement.tools.files import write_atomic
 from placement.workloads import load
 
@@ -377,12 +378,6 @@ def tf32(allowed: bool) -> Iterator[None]:
 def call_seconds(runner: Runner, inputs: Any, times: int) -> float:
     args, kwargs = split_inputs(inputs)
     return timed(lambda: runner(*args, **kwargs), times)
-
-
-def period_of(runner: Runner, inputs: Any, count: int) -> float:
-    began = time.perf_counter()
-    ends = [time.perf_counter() - began for _ in runner.stream([inputs] * count)]
-    return float(steady_period(np.array(ends)))
 
 
 def period_of_calls(call: Callable[[], Any], count: int) -> float:
@@ -850,26 +845,26 @@ def _compared(
     alike: dict[str, str] = {}  # the same in other words
     with ExitStack() as stack:
         for way, on in placed.items():
-            resident = bool(on.all()) and not latency and way != "gpu_fed"
+            is_there = bool(on.all()) and not latency and way != "gpu_fed"
             graphs = way.endswith("_graphs")
-            if (known := (on.tobytes(), resident, graphs)) in made:
+            if (known := (on.tobytes(), is_there, graphs)) in made:
                 alike[way] = made[known]
                 continue
             if not problem.supported[np.arange(graph.num_ops), on].all():
                 continue
             with b.item(f"{name}, {way}", 15):
-                stays = "device" if resident else "host"
+                stays = "device" if is_there else "host"
                 options: dict[str, Any] = {"priority": problem.priority, "outputs": stays}
                 runner = stack.enter_context(Runner(graph, problem.cluster, on, **options))
                 runner.cuda_graphs = graphs
-                given = there if resident else inputs
+                given = there if is_there else inputs
                 list(runner.stream([given] * (4 if on.any() else 1)))
                 if latency:
                     args, kwargs = split_inputs(inputs)
                     ways[way] = partial(warm_calls, partial(runner, *args, **kwargs))
                 else:
                     count = counted(call_seconds(runner, given, 1))
-                    ways[way] = lambda r=runner, g=given, n=count: [period_of(r, g, n)]  # type: ignore[misc]
+                    ways[way] = lambda r=runner, g=[given] * count: [streamed_period(r.stream(g))]  # type: ignore[misc]
                 made[known] = way
         for way, call in plain.items():
             if latency:
@@ -939,7 +934,7 @@ def _in_parts(b: Bench) -> None:
     module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).eval()
     inputs = torch.randn(8, width)
     graph = capture(module, inputs, name="parts")
-    with memory_of(b, 0.6 * sum(x.nbytes for x in module.state_dict().values())) as cluster:
+    with memory_of(b, 0.6 * bytes_of(module)) as cluster:
         profile = b.measured("parts", graph, cluster, 1, calibrate=False)
         problem = Problem(graph, cluster, profile, num_microbatches=1)
         solution = planners.load("heft")(problem)
@@ -971,9 +966,7 @@ def memory_of(b: Bench, num_bytes: float) -> Iterator[Cluster]:
 
 def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
     """One model: measured without the cap, which would take longer; then all ways under it."""
-    graph, size = capture(module, inputs, name=name), sum(
-        x.nbytes for x in module.state_dict().values()
-    )  # fmt: skip
+    graph, size = capture(module, inputs, name=name), bytes_of(module)
     key = name.replace(", ", "_").replace(" ", "_")
     profile = b.measured(key, graph, b.cluster, 1, calibrate=False)
     streaming = with_streaming(b.cluster)  # whose copies are measured with memory of their own
@@ -1035,6 +1028,10 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         **facts,
         ok=all(v <= 3e-3 for k, v in facts.items() if k.endswith("_error")),
     )
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(x.nbytes for x in module.state_dict().values())
 
 
 def _tensors_of(module: nn.Module, inputs: Any) -> list[Tensor]:
@@ -1207,7 +1204,7 @@ def energy(b: Bench) -> None:
     idle_w = meter.since_j(before) / (time.perf_counter() - began)
     b.emit("rest, with a context", watts=idle_w, meter=meter.name)
     ways = {"CPU": all_on(graph, 0), "GPU": all_on(graph, 1), "GPU, CUDA graphs": all_on(graph, 1)}
-    if len(np.unique(plan)) > 1:  # else it is one of these
+    if uses(plan) == "both":  # else it is one of these
         ways["plan"] = plan
     for name, placement in ways.items():
         stays = "device" if placement.all() else "host"
@@ -1227,7 +1224,7 @@ def energy(b: Bench) -> None:
                 ms=took / count * 1e3,
                 count=count,
             )
-    b.emit("plan", uses={(0,): "the CPU", (1,): "the GPU"}.get(tuple(np.unique(plan)), "both"))
+    b.emit("plan", uses=uses(plan))
 
 
 def gpu_meter() -> power.Meter | None:
@@ -1546,14 +1543,21 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
     def fact(item: str, name: str) -> str:
         return str(known.get(item, {}).get(name, "unknown"))
 
-    driver = [x.strip() for x in fact("nvidia-smi", "text").split(",")][2:3] or ["unknown"]
-    ends = [r["at"] for r in rows if "at" in r]
+    driver, ends = card_of(rows)["driver"], [r["at"] for r in rows if "at" in r]
     took = f"{max(ends):.0f}" if ends else "unknown"
     return (
         f"Run of {fact('run', 'began')}, {took} s: {fact('cuda:0', 'model')} beside "
-        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver {driver[0]}, "
+        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver {driver}, "
         f"torch {fact('versions', 'torch')}."
     )
+
+
+def card_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What ``nvidia-smi`` told of the card."""
+    told = [str(r.get("text", "")) for r in rows if r["item"] == "nvidia-smi"] or [""]
+    names = ("driver", "highest_clock", "clock", "power_limit")
+    values = map(str.strip, told[-1].split(",")[2:6])
+    return dict(itertools.zip_longest(names, values, fillvalue="unknown"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ with. The second needs nothing but these problems.
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import json
 import re
 import sys
@@ -77,9 +76,6 @@ def rows(options: Options) -> list[dict[str, Any]]:
 def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
     """Machine, card, clocks and versions of a run; ``measured`` is of one of its profiles."""
     known: dict[str, Fact] = {r["item"]: r for r in rows if r["section"] == "facts"}
-    told = known.get("nvidia-smi", {}).get("text", "").split(",")[2:]
-    names = ("driver", "highest_clock", "clock", "power_limit")
-    smi = dict(itertools.zip_longest(names, map(str.strip, told[:4]), fillvalue="unknown"))
     versions = {k: v for k, v in known["versions"].items() if k not in ("section", "item", "at")}
     kept = ("when", "cpu", "cores", "load", "cores_stay_awake")
     return {
@@ -87,7 +83,7 @@ def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
         **versions,
         "card": known["cuda:0"]["model"],
         "cpu_device_cores": known["cpu:0"]["cores"],
-        **smi,
+        **gpu.card_of(rows),
     }
 
 
@@ -228,7 +224,7 @@ RUN = Study(
 # --- plans, made at home -------------------------------------------------------------------------
 
 
-def problems(data: Path = DATASET, patterns: Sequence[str] = ()) -> dict[str, Problem]:
+def problems(patterns: Sequence[str] = ()) -> dict[str, Problem]:
     """``latency/<model>`` and ``period/<model>`` of all machines with a GPU.
 
     Raises:
@@ -317,7 +313,7 @@ def where(measured: Mapping[str, Problem]) -> str:
 def plan_parts(rows: Sequence[baselines.Row], options: Options) -> dict[str, str]:
     measured = {
         name: p
-        for name, p in problems(patterns=("latency/*",)).items()
+        for name, p in problems(("latency/*",)).items()
         if not p.cluster.streaming and np.isfinite(p.compute_s).all()
     }
     return {
@@ -331,7 +327,7 @@ PLANS = Study(
     name="gpu_plans",
     module="experiments.gpu_results",
     word="plans",
-    rows=partial(baselines.rows, of=problems),
+    rows=partial(baselines.rows, of=lambda _, patterns: problems(patterns)),
     row=baselines.Row,
     parts=plan_parts,
     options=baselines.OPTIONS

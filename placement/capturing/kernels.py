@@ -123,10 +123,10 @@ def _bias(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, *how: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention without dropout, and the logarithm of what its softmax divides by."""
-    scores = _scores(query, key, *_, **options)
+    scores = _scores(query, key, *how, **options)
     most = scores.amax(-1, keepdim=True)
     most = most.masked_fill(most == -torch.inf, 0.0)  # a position that may look nowhere
     weights = (scores - most).exp()

@@ -47,7 +47,7 @@ from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
-from placement.timeline import steady_period
+from placement.timeline import streamed_period
 from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
@@ -315,10 +315,8 @@ def run_plain(runner: Runner, alone: int, many: int, warm: int) -> tuple[float, 
         for _ in runner.stream_tensors([inputs]):
             pass
         spans.append(time.perf_counter() - began)
-    began = time.perf_counter()
-    ends = [time.perf_counter() - began for _ in runner.stream_tensors([inputs] * many)]
-    period_s = steady_period(np.array(ends), num_phases=runner.num_phases)
-    return float(np.median(spans[warm:])), float(period_s)
+    period_s = streamed_period(runner.stream_tensors([inputs] * many), runner.num_phases)
+    return float(np.median(spans[warm:])), period_s
 
 
 def _most_probable(
@@ -646,11 +644,10 @@ def _batch_seconds(cluster: Cluster, repeats: int) -> float:
             Runner(graph, cluster, [d] * graph.num_ops) as streaming,
         ):
             for r in range(3 * repeats + 1):
-                began = time.perf_counter()
-                ends = [time.perf_counter() - began for _ in streaming.stream([x] * _STREAMED)]
+                period_s = streamed_period(streaming.stream([x] * _STREAMED))
                 operators_s = run_seconds(alone, inputs, _STREAMED // 4).sum()
                 if r:
-                    excess = float(steady_period(np.array(ends))) - operators_s
+                    excess = period_s - operators_s
                     more.setdefault(device.kind, []).append(excess)
     # Others only ever make a stream longer.
     return max(0.0, *(float(np.percentile(of_kind, 25)) for of_kind in more.values()))

@@ -252,8 +252,8 @@ class CudaBackend:
         """
         gpu, device = self._gpu, torch.cuda.current_device()
         theirs = torch.cuda.current_stream(self.torch_device)
-        if not theirs.query():
-            self.follow(gpu.record(theirs))
+        if (mark := self.callers_mark()) is not None:
+            self.follow(mark)
         try:
             torch.cuda.set_stream(gpu.compute)  # in a third of the time that the context takes
             with (

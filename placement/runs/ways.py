@@ -87,17 +87,13 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
     """A single call of ``one``, and the period of a stream through ``many``."""
-    import numpy as np
-
     from placement.program import split_inputs
-    from placement.timeline import steady_period
+    from placement.timeline import streamed_period
 
     args, kwargs = split_inputs(inputs)
 
     def often() -> float:
-        began = time.perf_counter()
-        ends = [time.perf_counter() - began for _ in many.stream([inputs] * batches)]
-        return float(steady_period(np.array(ends), num_phases=many.num_phases))
+        return streamed_period(many.stream([inputs] * batches), many.num_phases)
 
     return lambda: one(*args, **kwargs), often
 
