@@ -296,7 +296,6 @@ SMALL = {
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2 "
     "--planner contiguous_dp",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
-    "input_pipeline": "--rounds 1 --count 4 --width 64",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
@@ -310,7 +309,6 @@ SAYS = {
     "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
-    "input_pipeline": r"\| 1 \| Python, in a process \| 200 % \| .* \| – \| – \|",
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
     "scale": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
@@ -324,8 +322,6 @@ def test_a_small_run(
     name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
-    monkeypatch.setattr("experiments.input_pipeline.SHARES", (2.0,))
-    monkeypatch.setattr("experiments.input_pipeline.KINDS", ("Python", "Python, in a process"))
     cut = dict.fromkeys(("best cut", "best found"), "contiguous_dp")
     monkeypatch.setattr("experiments.pipelining.PLANNED", pipelining.PLANNED | cut)
     monkeypatch.setattr("experiments.pipelining.ROUND_S", 0.0)
@@ -442,7 +438,7 @@ def test_ours_against_random_on_a_machine_unlike_the_simulator(tmp_path: Path) -
     hidden = with_errors(problem, 0.3, seed=5)
     budget = replace(measured.QUICK, measurements=40, random=100, seeds=2, evaluations=256)
     runtime = Biased(hidden, noise(0.01, 0.05, 0))
-    rows, summaries, _ = measured.compete("it", problem, runtime, tmp_path, budget)
+    rows, summaries = measured.compete("it", problem, runtime, tmp_path, budget)
     by_way = {s.way: s for s in summaries}
     assert by_way[measured.OURS].against_random[0] > 1.0
     assert by_way[measured.OURS].gain[0] > 1.5  # of two devices
@@ -580,7 +576,7 @@ def test_baselines_from_the_command_line(
     # A planner without answers counts as one device: 8 / 4.75 on this problem.
     (line,) = [x for x in text.splitlines() if x.startswith(f"| {HERE}:Dies | ")]
     assert "5 of 5" in line and f"{8 / 4.75:.3f}" in line
-    assert "operators are too many" in text and (out / "baselines.png").stat().st_size > 0
+    assert "operators are too many" in text
     # A second run finds everything; the table is the same.
     no_more_runs()
     assert baselines.main(words) == 0
@@ -664,7 +660,6 @@ def test_scale_survives_planners_that_do_not(
     status = run("100", "150")  # what a limit stopped is not tried on more operators
     assert status["Sleeps", "150"] == status["Dies", "150"] == "not tried"
     assert status["Refuses", "150"] == "refused" and status["", "150"] == "ok"
-    assert (tmp_path / "out" / "scale.png").stat().st_size > 0
     no_more_runs()
     assert run("100", "150") == status
 

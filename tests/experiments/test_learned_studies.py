@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -372,15 +371,6 @@ def test_loads_are_searched_by_what_ships_which_is_the_hand_written_score() -> N
     assert {a.value_s for a in some.values()} == {some[guided.HAND].value_s}
     assert some[guided.POLICY].placement.tolist() == some[guided.HAND].placement.tolist()
     assert some[guided.FROZEN].stats["policy"] == "given"
-
-
-def test_curves_begin_with_the_first_answer() -> None:
-    curve = ((0.001, 1, 4.0), (0.5, 50, 2.0))
-    some = [cell("p", "x", 0, 2.0, curve=curve), cell("p", "y", 0, 1.0, curve=((0.9, 9, 1.0),))]
-    lines = guided.curves(some, points=3)["load seconds"]
-    assert lines["at"][-1] == 1.0
-    assert lines["x"] == [4.0, 4.0, 2.0] and lines["y"] == [1.0, 1.0, 1.0]
-    assert json.loads(json.dumps(lines)) == lines
 
 
 def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
