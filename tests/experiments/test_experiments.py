@@ -666,11 +666,24 @@ def test_scale_survives_planners_that_do_not(
 
 @needs_two_cores
 @pytest.mark.usefixtures("quick_profiles")
-def test_the_demo_goes_the_whole_way(tmp_path: Path) -> None:
-    from experiments import demo
-    from placement.plan import load_plan
+def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands of the Makefile, of a small model and with a small budget."""
+    import agents.compare
+    from placement.__main__ import main
 
-    words = ["--workload", "tiny_mlp", "--seconds", "0.3", "--rounds", "1"]
-    demo.main([*words, "--out", str(tmp_path)])
-    assert load_plan(tmp_path / "plan.json").graph.workload == "tiny_mlp"
-    assert (tmp_path / "gantt-heft.png").is_file() and (tmp_path / "compare.md").is_file()
+    makefile = (study.ROOT / "Makefile").read_text().replace("\\\n", " ")
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    small = {"runs/demo": str(tmp_path), "resnet50": "tiny_mlp", "seconds=20": "seconds=0.3"}
+    text = recipe[1].replace("rounds=3 repeats=8", "rounds=1 repeats=1")
+    for old, new in small.items():
+        text = text.replace(old, new)
+    compare, *others = map(shlex.split, text.splitlines())
+    assert agents.compare.main(compare[1:]) == 0
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "tiny_mlp/gantt.png").is_file()
+    planners = {r["planner"] for r in rows_of(tmp_path / "compare.csv")}
+    assert {"heft", "policy", "trained"} <= planners
+    for words in others:
+        assert main(words[1:]) == 0
+    assert "dist" in (tmp_path / "pipeline.py").read_text()
+    assert "tiny_mlp" in capsys.readouterr().out
