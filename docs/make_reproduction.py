@@ -31,7 +31,6 @@ class Study(NamedTuple):
 STUDIES = {
     "pipelining": Study("Two cores: replicas, a cut, or plain PyTorch?", 6),
     "fidelity": Study("How far are predictions from measurements?", 57),
-    "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),

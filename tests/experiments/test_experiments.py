@@ -295,7 +295,6 @@ SMALL = {
     "pipelining": "tiny_mlp tiny_mlp:0.6 tiny_mlp:latency --rounds 1 --count 8",
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2 "
     "--planner contiguous_dp",
-    "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
     "measured": "tiny_cnn --quick",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
@@ -308,7 +307,6 @@ SAYS = {
     "learned.__main__": r"\n48 to 48 operators on 17 (?s:.*)\| policy \| \+\d.* % \(.*\) \| 1 \|",
     "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
-    "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
     "scale": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
@@ -662,6 +660,20 @@ def test_scale_survives_planners_that_do_not(
     assert status["Refuses", "150"] == "refused" and status["", "150"] == "ok"
     no_more_runs()
     assert run("100", "150") == status
+
+
+@needs_two_cores
+def test_the_peer_computes_what_the_module_does() -> None:
+    from experiments.peers import TINY, Peer
+
+    (stack,) = TINY
+    peer = Peer(stack, 2, [d.cores[0] for d in runs.two_cores().devices])
+    try:
+        assert peer.run() > 0.0
+    finally:
+        peer.close()
+    expected = stack.build()(stack.inputs(2)).detach().numpy()
+    np.testing.assert_allclose(peer.outputs, expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_two_cores
