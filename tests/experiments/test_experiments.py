@@ -340,27 +340,6 @@ def test_a_small_run(
         assert main(words) == 0 and capsys.readouterr().out == text
 
 
-def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
-    pytest.importorskip("ortools")
-    from experiments import schedules
-
-    rows = [(0, [0], 1, 1, []), (1, [1], 1, 1, [0]), (2, [1], 3, -1, [1]), (3, [0], 3, -1, [2])]
-    keys = ("id", "devices", "time", "memory", "deps")
-    case = {"ndevs": 2, "mode": "train", "blocks": [dict(zip(keys, r, strict=True)) for r in rows]}
-    record = {"case": "v", "memory": 2, "period": 4, "best_makespan": {"8": [36, "known"]}}
-    folder = tmp_path / "data" / "schedules"
-    folder.mkdir(parents=True)
-    (folder / "cases.json").write_text(json.dumps({"cases": {"v": case}}))
-    (folder / "truth.json").write_text(json.dumps({"records": [record]}))
-    words = ["--data", str(tmp_path / "data"), *places]
-    assert schedules.main(words) == 0
-    text = (tmp_path / "out" / "schedules.md").read_text()
-    # GPipe would hold 32 micro-batches; 1F1B two.
-    assert "| v | 2 | 4 | 4 | 4 |" in text and "| 36 / 36 | 68 / – | 132 / – | – | 132 |" in text
-    assert "period of truth.json reached or less: 1 of 1" in text
-    assert schedules.main([*words, "--cases", "nix"]) == 2
-
-
 def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from experiments import prediction
     from placement.costs import predictors
