@@ -557,12 +557,10 @@ def _spec(cfg: DictConfig, workload: str) -> str | None:
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of
+    from placement.search.budget import Budget, prepared
 
-    names = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
-    values = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
-    return parameters_of(planner) | {
-        k: v for k, v in values.items() if k in names and v is not None
-    }
+    budget = Budget(seconds=cfg.get("seconds"), evaluations=cfg.get("evaluations"))
+    return parameters_of(None if planner is None else prepared(planner, seed, budget))
 
 
 def _measured(row: Row) -> Any:
