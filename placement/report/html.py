@@ -264,7 +264,7 @@ def _planned(plan: Plan, workload: str) -> Row:
         alone, mine = getattr(plan.fallback, f"{what}_s"), getattr(said, f"{what}_s")
         facts["speedup"] = alone / mine if mine else None
     for name in ("latency", "period"):
-        spread = plan.measured and getattr(plan.measured, f"{name}_s")
+        spread: Any = getattr(plan.measured, f"{name}_s", None)
         if spread is not None:
             predicted_s, measured_s = getattr(said, f"{name}_s"), spread.median_s
             facts |= {f"measured_{name}_s": measured_s, f"measured_{name}_iqr_s": spread.iqr_s}

@@ -296,7 +296,8 @@ SMALL = {
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2 "
     "--planner contiguous_dp",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
-    "measured": "tiny_cnn --quick",
+    "measured": "tiny_cnn --measurements 12 --random 20 --seeds 2 --rounds 3 --evaluations 64 "
+    "--repeats 1 --microbatches 4",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
     "homes": "--clusters 2 --planners by_memory layer_dp",
 }
@@ -404,14 +405,12 @@ def test_regret_and_rank_correlation() -> None:
 
 
 def test_ours_against_random_on_a_machine_unlike_the_simulator(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from experiments import measured
     from tests.runtimes import Biased, layered, noise, with_errors
 
     problem = layered(24, seed=5)
     hidden = with_errors(problem, 0.3, seed=5)
-    budget = replace(measured.QUICK, measurements=40, random=100, seeds=2, evaluations=256)
+    budget = study.Options(measurements=40, random=100, seeds=2, rounds=3, evaluations=256)
     runtime = Biased(hidden, noise(0.01, 0.05, 0))
     rows, summaries = measured.compete("it", problem, runtime, tmp_path, budget)
     by_way = {s.way: s for s in summaries}
