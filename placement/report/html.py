@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Placement, Problem, Solution
-from placement.report import curves, table
+from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.runs.compare import Comparison
 from placement.runs.row import SINGLE, Row
@@ -34,6 +34,7 @@ from placement.tools.ownership import version
 
 Progress = Callable[[str, float | None], None]
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
+NUM_BINS = 400  # of utilisation and memory over time
 MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
 NUM_POINTS = 200  # of a best-so-far curve
 
@@ -140,6 +141,7 @@ class _Decision:
     placement: Placement
     predicted: Timeline | None
     measured: Timeline | None
+    window: int  # micro-batches in flight
 
 
 def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decision]:
@@ -160,13 +162,15 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
             solution.placement,
             _simulated(problem, solution),
             workload.measured.get(row.placement_id),
+            problem.max_in_flight if problem else 1,
         )
     if plan is not None and not rows:
         devices = [d.name for d in plan.cluster.devices]
         phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
         on = np.array(phases if plan.phases else phases[0], np.int32)
         predicted = None if problem is None else plan.timeline(problem)
-        return [_Decision([plan.planner.name], on, predicted, None)]
+        window = plan.num_microbatches if plan.order else plan.max_in_flight
+        return [_Decision([plan.planner.name], on, predicted, None, window)]
     return list(decisions.values())
 
 
@@ -221,7 +225,7 @@ def _workload(
         "devices": _devices(workload, decisions),
         "best": _best(comparison, workload.name),
         "planners": planners,
-        "decisions": [_decision(d, batches) for d in decisions],
+        "decisions": [_decision(problem, d, batches) for d in decisions],
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),
     }
@@ -309,18 +313,20 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
     return shown
 
 
-def _decision(decision: _Decision, batches: int) -> dict[str, Any]:
+def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
     said, measured = decision.predicted, decision.measured
     return {
         "planners": decision.planners,
         "placement": _packed(decision.placement.astype("<u2")),
-        "predicted": _timeline(said, batches) if said else None,
-        "measured": _timeline(measured, batches) if measured else None,
+        "predicted": _timeline(problem, said, decision.window, batches) if said else None,
+        "measured": _timeline(problem, measured, decision.window, batches) if measured else None,
     }
 
 
-def _timeline(timeline: Timeline, batches: int) -> dict[str, Any]:
-    """A timeline: its figures, and its bars in ticks.
+def _timeline(
+    problem: Problem | None, timeline: Timeline, window: int, batches: int
+) -> dict[str, Any]:
+    """A timeline: its figures, its bars in ticks, and what devices do in equal slices.
 
     ``bars``: uint32 little-endian ``start[K, N]``, ``took[K, N]``, ``transfers[X, 4]``,
     ``sent[X]``, ``took[X]``, deflated; times are ticks from the begin of the run. Starts are
@@ -344,6 +350,13 @@ def _timeline(timeline: Timeline, batches: int) -> dict[str, Any]:
         sent,
         until - sent,
     )
+    edges = begin + np.linspace(0.0, timeline.makespan_s, NUM_BINS + 1)
+    memory = None
+    # Timelines do not say which operators of a device have parameters in host memory.
+    if problem is not None and not problem.cluster.streaming:
+        steps = usage.memory_steps(problem, timeline, window)
+        memory = [usage.largest(s, edges).tolist() for s in steps]
+    busy = usage.busy_share(timeline, NUM_BINS)
     return {
         "bars": _packed(*(b.astype("<i8").astype("<u4") for b in bars)),
         "tick_s": tick_s,
@@ -355,6 +368,8 @@ def _timeline(timeline: Timeline, batches: int) -> dict[str, Any]:
         "period_s": timeline.period_s,
         "utilisation": timeline.utilisation.tolist(),
         "peak_bytes": None if timeline.peak_bytes is None else timeline.peak_bytes.tolist(),
+        "busy": [[round(float(x), 3) for x in row] for row in busy],
+        "memory": memory,
     }
 
 

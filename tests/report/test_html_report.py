@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from placement.__main__ import main
@@ -23,7 +25,7 @@ from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
 from placement.planners.round_robin import RoundRobin
 from placement.problem import Problem
-from placement.report import table
+from placement.report import table, usage
 from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
 from placement.runs.compare import Comparison, compare, placement_id
@@ -186,6 +188,10 @@ def test_every_planner_has_its_timelines(run_dir: Path, data: dict[str, Any]) ->
                 np.testing.assert_allclose(end, timeline.end_s - timeline.begin_s, atol=tick)
                 np.testing.assert_array_equal(transfers, timeline.transfers)
                 assert decision[kind]["period_s"] == timeline.period_s
+                busy = np.mean(decision[kind]["busy"], axis=1)
+                np.testing.assert_allclose(busy, timeline.utilisation, atol=1e-3)
+            peak = np.max(decision["predicted"]["memory"], axis=1)
+            np.testing.assert_array_equal(peak, expected["predicted"].peak_bytes)
 
 
 def test_curves_end_at_the_value_of_the_table(run_dir: Path, data: dict[str, Any]) -> None:
@@ -364,6 +370,36 @@ def test_timelines_survive_their_files(tmp_path: Path) -> None:
     (tmp_path / "t.npz").write_bytes(b"PK")
     with pytest.raises(TimelineError, match=r"t\.npz"):
         Timeline.load(tmp_path / "t.npz")
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30, deadline=None)
+def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
+    problem = random_problem(seed)
+    p = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_ops)
+    timeline = simulate(problem, p)
+    steps = usage.memory_steps(problem, timeline, problem.max_in_flight)
+    assert timeline.peak_bytes is not None
+    np.testing.assert_array_equal([held.max() for _, held in steps], timeline.peak_bytes)
+    # In the end only parameters are left; slices of the run keep the peak.
+    np.testing.assert_array_equal(
+        [held[-1] for _, held in steps], problem.param_bytes_on(p.astype(np.int32))
+    )
+    edges = np.linspace(-1.0, timeline.begin_s + timeline.makespan_s + 1.0, 8)
+    np.testing.assert_array_equal(
+        [usage.largest(s, edges).max() for s in steps], timeline.peak_bytes
+    )
+
+
+def test_busy_share_of_a_drawn_timeline() -> None:
+    # 0 1 2 3 s:  batch 0 runs for 1 s, batch 1 from 1.5 s to 2 s, then until 4 s nothing but b.
+    timeline = Timeline(
+        ("a", "b"),
+        np.array([0, 1], np.int32),
+        np.array([[0.0, 1.0], [1.5, 2.0]]),
+        np.array([[1.0, 2.0], [2.0, 4.0]]),
+    )
+    np.testing.assert_allclose(usage.busy_share(timeline, 4), [[1, 0.5, 0, 0], [0, 1, 1, 1]])
 
 
 def test_a_csv_file_of_an_older_version(tmp_path: Path) -> None:

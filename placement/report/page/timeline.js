@@ -1,6 +1,6 @@
 "use strict";
-// Predicted and measured timelines of one or two planners, on one time axis: a lane of operators
-// for every device. Wheel, keys, buttons and drag move the axis.
+// Predicted and measured timelines of one or two planners, on one time axis: lanes of operators,
+// busy share and memory of every device. Wheel, keys, buttons and drag move the axis.
 
 const AXIS = 24;
 const TITLE = 26;
@@ -112,6 +112,13 @@ class Panel {
       add({ kind: "title", height: TITLE, text: `${source}${cut}` });
       devices.forEach((_, device) => add({ kind: "lane", height: high, source, device }));
     }
+    const both = Object.keys(this.parts).length > 1 ? "area predicted, line measured" : "";
+    add({ kind: "title", height: TITLE, text: "busy share", more: both });
+    devices.forEach((_, device) => add({ kind: "busy", height: high + 4, device }));
+    if (Object.keys(this.parts).some((source) => this.decision[source].memory)) {
+      add({ kind: "title", height: TITLE, text: "memory held", more: both });
+      devices.forEach((_, device) => add({ kind: "memory", height: high + 4, device }));
+    }
     this.height = y + AXIS;
     this.canvas.style.height = `${this.height}px`;
     return tracks;
@@ -148,7 +155,8 @@ class Panel {
         c.beginPath();
         c.rect(this.gutter, track.y, width - this.gutter, track.height);
         c.clip();
-        this.lane(c, theme, track, width);
+        if (track.kind === "lane") this.lane(c, theme, track, width);
+        else this.curve(c, theme, track, width);
         c.restore();
       }
     }
@@ -183,9 +191,16 @@ class Panel {
     c.textAlign = "left";
     c.font = "600 12px system-ui, sans-serif";
     c.fillStyle = theme.card;
-    c.fillRect(0, track.y + 4, c.measureText(track.text).width + 8, track.height - 6);
+    const text = track.text;
+    const size = c.measureText(text).width;
+    c.fillRect(0, track.y + 4, size + 8, track.height - 6);
     c.fillStyle = theme.ink;
-    c.fillText(track.text, 0, track.y + track.height / 2 + 2);
+    c.fillText(text, 0, track.y + track.height / 2 + 2);
+    if (track.more) {
+      c.font = "11px system-ui, sans-serif";
+      c.fillStyle = theme.faint;
+      c.fillText(track.more, size + 10, track.y + track.height / 2 + 2);
+    }
   }
 
   name(c, theme, track) {
@@ -194,10 +209,12 @@ class Panel {
     c.font = "11px system-ui, sans-serif";
     const right = this.gutter - 8;
     const middle = track.y + track.height / 2;
-    const text = percent(this.decision[track.source].utilisation[track.device], 0);
+    let text = "";
+    if (track.kind === "lane") text = percent(this.decision[track.source].utilisation[track.device], 0);
+    if (track.kind === "memory") text = bytes(Math.max(...this.largest(track.device)));
     const limit = this.gutter < 80 ? 9 : 13;
     c.fillStyle = theme.ink;
-    if (track.height > 24) {
+    if (track.height > 24 && text) {
       c.fillText(shortened(device.name, limit), right, middle - 6);
       c.fillStyle = theme.faint;
       c.font = "10px system-ui, sans-serif";
@@ -205,6 +222,10 @@ class Panel {
     } else c.fillText(shortened(device.name, limit), right, middle);
     c.fillStyle = deviceColour(track.device);
     c.fillRect(this.gutter - 4, track.y + 3, 3, track.height - 6);
+  }
+
+  largest(device) {
+    return ["predicted", "measured"].filter((s) => this.decision[s]?.memory).map((s) => Math.max(...this.decision[s].memory[device]));
   }
 
   lane(c, theme, track, width) {
@@ -294,6 +315,39 @@ class Panel {
     }
   }
 
+  curve(c, theme, track, width) {
+    const [top, bottom] = [track.y + 3, track.y + track.height - 3];
+    c.fillStyle = theme.lane;
+    c.fillRect(this.gutter, top, width - this.gutter, bottom - top);
+    const most = track.kind === "busy" ? 1 : Math.max(1, ...this.workload.devices.flatMap((_, d) => this.largest(d)));
+    for (const source of ["predicted", "measured"]) {
+      const timeline = this.decision[source];
+      const values = timeline?.[track.kind]?.[track.device];
+      if (!values) continue;
+      const size = timeline.makespan_s / values.length;
+      const asArea = source === "predicted" || !this.decision.predicted;
+      c.beginPath();
+      if (asArea) c.moveTo(this.x(0), bottom);
+      for (let i = 0; i < values.length; i++) {
+        const y = bottom - (values[i] / most) * (bottom - top - 1);
+        c.lineTo(this.x(i * size), y);
+        c.lineTo(this.x((i + 1) * size), y);
+      }
+      if (asArea) {
+        c.lineTo(this.x(timeline.makespan_s), bottom);
+        c.fillStyle = deviceColour(track.device);
+        c.globalAlpha = 0.45;
+        c.fill();
+        c.globalAlpha = 1;
+      } else {
+        c.strokeStyle = theme.ink;
+        c.globalAlpha = 0.75;
+        c.stroke();
+        c.globalAlpha = 1;
+      }
+    }
+  }
+
   op(number) {
     return this.workload.graph ? this.workload.graph.ops[number] : `operator ${number}`;
   }
@@ -302,6 +356,7 @@ class Panel {
   hit(x, y) {
     const track = this.tracks?.find((t) => y >= t.y && y < t.y + t.height && t.kind !== "title");
     if (!track || x < this.gutter) return null;
+    if (track.kind !== "lane") return { track };
     const parts = this.parts[track.source];
     const slack = this.time(x + 3) - this.time(x);
     const near = (order, start, took) => {
@@ -352,7 +407,17 @@ class Panel {
         ["takes", seconds(sending[hit.transfer] * tick)],
       ]];
     }
-    return [`${device}: idle`, [["at", seconds(time)]]];
+    const shown = hit.track.kind === "memory" ? bytes : (v) => percent(v, 0);
+    const at = (source) => {
+      const timeline = this.decision[source];
+      const values = timeline?.[hit.track.kind]?.[hit.track.device];
+      if (!values || time < 0 || time > timeline.makespan_s) return null;
+      return shown(values[Math.min(values.length - 1, Math.floor((time / timeline.makespan_s) * values.length))]);
+    };
+    if (hit.track.kind === "lane") return [`${device}: idle`, [["at", seconds(time)]]];
+    return [`${device}: ${hit.track.kind === "memory" ? "memory held" : "busy share"}`,
+      [["at", seconds(time)], ["predicted", at("predicted")], ["measured", at("measured")],
+        ["limit", hit.track.kind === "memory" ? bytes(workload.devices[hit.track.device].memory_bytes) : null]]];
   }
 
   listen() {
