@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,14 @@ from numpy.typing import NDArray
 from placement.problem import Placement, Problem, Solution
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
-from placement.runs.compare import Comparison
+from placement.runs.compare import Comparison, placement_id
 from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
 from placement.tools.ownership import version
+
+if TYPE_CHECKING:
+    from placement.plan import Plan
 
 Progress = Callable[[str, float | None], None]
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
@@ -147,6 +150,12 @@ class _Decision:
 def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decision]:
     decisions: dict[str, _Decision] = {}
     plan, problem = workload.plan, workload.problem
+    plan_id = None
+    if plan is not None:
+        devices = [d.name for d in plan.cluster.devices]
+        phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
+        on = np.array(phases if plan.phases else phases[0], np.int32)
+        plan_id = placement_id(on)
     rows = [] if comparison is None else _representatives(comparison, workload.name)
     for row in rows:
         solution = None
@@ -157,20 +166,28 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
         if row.placement_id in decisions:
             decisions[row.placement_id].planners.append(row.planner)
             continue
+        traces = workload.traces if row.placement_id == plan_id else {}
+        window = problem.max_in_flight if problem else 1
         decisions[row.placement_id] = _Decision(
             [row.planner],
             solution.placement,
-            _simulated(problem, solution),
-            workload.measured.get(row.placement_id),
-            problem.max_in_flight if problem else 1,
+            _simulated(problem, solution) or traces.get("predicted"),
+            workload.measured.get(row.placement_id) or traces.get("measured"),
+            window,
         )
-    if plan is not None and not rows:
-        devices = [d.name for d in plan.cluster.devices]
-        phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
-        on = np.array(phases if plan.phases else phases[0], np.int32)
-        predicted = None if problem is None else plan.timeline(problem)
-        window = plan.num_microbatches if plan.order else plan.max_in_flight
-        return [_Decision([plan.planner.name], on, predicted, None, window)]
+    if plan is not None and plan_id is not None and plan_id not in decisions and not rows:
+        predicted, window = workload.traces.get("predicted"), plan.max_in_flight
+        if problem is not None:
+            predicted = plan.timeline(problem)
+            window = plan.num_microbatches if plan.order else window
+        others = [t for k, t in workload.traces.items() if k not in ("predicted", "measured")]
+        measured = workload.traces.get("measured")
+        for other in others:
+            if predicted is None and not other.measured:
+                predicted = other
+            elif measured is None and other.measured:
+                measured = other
+        decisions[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
     return list(decisions.values())
 
 
@@ -527,6 +544,9 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
             continue
         name = workload.name
         if plan.graph.workload is not None:
+            again = _plan_command(plan, plan.graph.workload)
+            if again is not None:
+                commands.append({"what": f"{name}: plan again", "command": again})
             model = [] if ":" not in plan.graph.workload else ["--model", plan.graph.workload]
             run_it = f"placement run {path} --against-single-device {shlex.join(model)}".strip()
             commands.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
@@ -535,6 +555,30 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
         )
     page = f"placement report {shlex.quote(str(run.path))}"
     return [*commands, {"what": "this page again", "command": page}]
+
+
+def _plan_command(plan: Plan, workload: str) -> str | None:
+    """What makes a plan like it; None if its planner has a name that only its run knows."""
+    from placement import planners
+
+    planner, parameters = plan.planner.name, plan.planner.parameters
+    if planner.startswith(SINGLE):
+        planner, parameters = "single_device", {}
+    if planner not in (*planners.names(), "policy") and ":" not in planner:
+        return None
+    words = ["placement", "plan", workload, "--planner", planner, "--objective", plan.objective]
+    words += ["--microbatches", str(plan.num_microbatches)]
+    words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
+    words += ["--second-j", f"{plan.second_j:g}"] if plan.second_j else []
+    if plan.graph.mode == "training":
+        words += ["--mode", "training"]
+        words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []
+    words += [
+        f"{key}={_said(value)}"
+        for key, value in parameters.items()
+        if isinstance(value, bool | int | float | str)
+    ]
+    return shlex.join(words)
 
 
 def _hydra_command(run: RunFolder) -> str | None:

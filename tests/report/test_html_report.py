@@ -25,7 +25,7 @@ from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
 from placement.planners.round_robin import RoundRobin
 from placement.problem import Problem
-from placement.report import table, usage
+from placement.report import table, trace, usage
 from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
 from placement.runs.compare import Comparison, compare, placement_id
@@ -297,6 +297,32 @@ def test_a_workload_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     assert workload.plan is None and workload.problem is not None
 
 
+def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace(
+    tmp_path: Path,
+) -> None:
+    problem = modular(10)
+    comparison = compared(tmp_path, {"net": problem})
+    for file in (*tmp_path.glob("problems/*"), *tmp_path.glob("measured/*.npz")):
+        file.unlink()
+    best = next(row for row in comparison.rows if row.planner == "heft")  # the same for all seeds
+    solution = comparison.solutions["net", best.planner, best.seed]
+    make_plan(problem, solution, planner=best.planner).save(tmp_path / "net" / "plan.json")
+    timelines = {
+        "predicted": simulate(problem, solution.placement),
+        "measured": Noisy(problem).run(solution.placement, num_microbatches=6),
+    }
+    trace.write_trace(tmp_path / "net" / "trace.json", timelines, problem.graph.op_name)
+    (shown,) = page_data(read_run(tmp_path))["workloads"]
+    index = next(p["decision"] for p in shown["planners"] if p["name"] == best.planner)
+    for i, decision in enumerate(shown["decisions"]):
+        for kind, timeline in timelines.items():
+            assert (decision[kind] is not None) == (i == index)
+            if i == index:
+                found = decision[kind]["period_s"]
+                assert found == pytest.approx(timeline.period_s, rel=1e-6)
+    assert shown["graph"]["edges"] is None and len(shown["graph"]["ops"]) == 10
+
+
 def test_a_plan_alone(tmp_path: Path) -> None:
     problem = modular(10)
     plan = make_plan(problem, Heft()(problem), planner="heft")
@@ -400,6 +426,22 @@ def test_busy_share_of_a_drawn_timeline() -> None:
         np.array([[1.0, 2.0], [2.0, 4.0]]),
     )
     np.testing.assert_allclose(usage.busy_share(timeline, 4), [[1, 0.5, 0, 0], [0, 1, 1, 1]])
+
+
+def test_traces_are_read_back(tmp_path: Path) -> None:
+    problem = modular(8, 3)
+    made = simulate(problem, np.arange(8, dtype=np.int32) % 3)
+    trace.write_trace(tmp_path / "t.json", {"predicted": made, "measured": made})
+    read = trace.read_traces(tmp_path / "t.json")
+    assert [t.measured for t in read.values()] == [False, True]
+    found = read["predicted"]
+    assert found.device_names == made.device_names
+    np.testing.assert_array_equal(found.placement, made.placement)
+    np.testing.assert_array_equal(found.transfers, made.transfers)
+    np.testing.assert_allclose(found.end_s, made.end_s, rtol=1e-9)
+    (tmp_path / "t.json").write_text('{"traceEvents": [{"pid": 0}]}')
+    with pytest.raises(TimelineError, match=r"t\.json"):
+        trace.read_traces(tmp_path / "t.json")
 
 
 def test_a_csv_file_of_an_older_version(tmp_path: Path) -> None:
