@@ -529,13 +529,28 @@ def save_best(
             job.mirror.image(f"gantt/{name}", picture)
 
 
+def save_pictures(job: Job, comparison: Comparison) -> None:
+    """``curves.png``, what every planner found over time, and ``pareto.png``: what latency,
+    period and energy cost each other."""
+    from placement.report import curves, gantt, pareto
+
+    for name, plot in (("curves", curves.plot_curves), ("pareto", pareto.plot_pareto)):
+        path = job.folder / f"{name}.png"
+        try:
+            plot(comparison, path)
+        except gantt.PlotError as error:
+            cli.say(f"no {path.name}: {error}")
+        else:
+            job.mirror.image(name, path)
+
+
 def save_report(job: Job) -> None:
-    """``report.html``, unless the run is one of a sweep; with the tables an artifact."""
+    """``report.html``, unless the run is one of a sweep; with tables and curves an artifact."""
     from placement.report import html
 
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         html.write_report(job.folder, progress=job.report)
-    names = ("report.html", "compare.csv", "compare.md")
+    names = ("report.html", "compare.csv", "compare.md", "curves.png", "pareto.png")
     present = [job.folder / name for name in names if (job.folder / name).exists()]
     job.mirror.artifact("report", "report", *present)
 

@@ -16,6 +16,7 @@ from agents.app import (
     make_problems,
     metric_s,
     save_best,
+    save_pictures,
     save_report,
     seeds_of,
     show,
@@ -59,9 +60,13 @@ def _compare(cfg: DictConfig) -> float:
             parallel=cfg.parallel,
         )
         run.mirror.comparison(comparison)
+        save_pictures(run, comparison)
         save_best(run, comparison, problems, planners)
         save_report(run)
-    files = "report.html, compare.csv, compare.md; per workload plan.json, trace.json"
+    files = (
+        "report.html, compare.csv, compare.md, curves.png, pareto.png; "
+        "per workload plan.json, trace.json"
+    )
     show(run, comparison, files)
     return metric_s(comparison)
 

@@ -31,7 +31,9 @@ class Study(NamedTuple):
 STUDIES = {
     "pipelining": Study("Two cores: replicas, a cut, or plain PyTorch?", 6),
     "fidelity": Study("How far are predictions from measurements?", 57),
+    "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
+    "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
     "leaderboard": Study("How far from proved optima does a planner stay?", 8, True),
     "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),

@@ -30,6 +30,7 @@ from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, geometric_mean, groups, number, table
 from placement import importers, planners
 from placement.problem import Planner, Problem
+from placement.report import gantt
 from placement.runs.compare import Comparison, compare, geometric_interval
 from placement.runs.row import SINGLE
 from placement.workloads.synthetic import families
@@ -45,6 +46,7 @@ NEEDS_A_FILE = ("expert",)
 # For few of these problems, and there it is what LEARNED does; its answer is no placement.
 APART = ("order_search", "replicated", "data_parallel", "phase_search")
 TIES = 1 + 1e-6  # values this close are equal
+LEAST = 0.05  # per cent above the best found that the picture tells from none
 MEMORY_BYTES = 2**40  # of a PipeDream device: never binds
 BANDWIDTH = 12e9  # bytes per second between them
 IN_FLIGHT = 8  # micro-batches, two per device: with fewer, forward and backward wait in turns
@@ -323,6 +325,34 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
     }
 
 
+def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
+    """PNG: a line per planner, how far it ends above the best found and after how many seconds."""
+    by_planner, runs = ratios(rows), groups(rows, "planner")
+    figure = gantt.figure_class()(figsize=(9, 0.8 + 0.2 * len(by_planner)), dpi=130)
+    far, long = axes = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+    for line, (planner, each) in enumerate(by_planner.items()):
+        seconds = [r.seconds for r in runs[planner]]
+        ends = geometric_interval(list(each.values()))
+        above = [max(LEAST, 100 * (x - 1)) for x in (*ends, geometric_mean(each.values()))]
+        spent = [min(seconds), max(seconds), float(np.median(seconds))]
+        for axis, (low, high, middle) in ((far, above), (long, spent)):
+            axis.plot((low, high), (line, line), color=gantt.COLOURS[0], lw=1.5)
+            axis.plot(middle, line, "o", color=gantt.COLOURS[0], ms=5)
+    for axis in axes:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.minorticks_off()
+        gantt.plain_axis(axis)
+        axis.tick_params(axis="y", length=0, labelsize=8)
+        axis.grid(axis="y", color=gantt.FAINT, alpha=0.25, lw=0.6)
+    far.set_yticks(range(len(by_planner)), by_planner)
+    far.set_ylim(len(by_planner) - 0.5, -0.5)  # the best planner on top
+    far.set_xlabel("per cent above the best found: geometric mean, 95 % interval", fontsize=9)
+    long.set_xlabel("seconds of planning: median, range", fontsize=9)
+    figure.tight_layout()
+    gantt.save_figure(figure, path)
+
+
 OPTIONS = {
     "patterns": Option((), "names of problems", word=True, metavar="PATTERN"),
     "seconds": Option(2.0, "budget of every planner"),
@@ -342,6 +372,7 @@ STUDY = Study(
     rows=rows,
     row=Row,
     parts=parts,
+    plot=plot,
     options=OPTIONS,
     facts=facts,
 )

@@ -1,10 +1,25 @@
-"""``torch.distributed.pipelining`` in two processes, and models to run in it."""
+"""Our pipeline beside other frameworks', on the same machine in the same run.
+
+    python -m experiments.peers pipelining [--rounds 9] [--micro-batches 16]
+
+``torch.distributed.pipelining``: two processes over gloo, each pinned to one core with one
+thread, stages cut at the middle block, ``ScheduleGPipe`` without gradients. Against it our
+``Runner`` on two one-core devices with the same cut, and with the cut of our own planner. All
+run the same number of micro-batches, filling and draining included, and their outputs are
+compared with the plain module's. Rounds are interleaved: in every round each of them runs once,
+while the others wait; ratios are medians over rounds.
+Writes ``experiments/results/peers.json`` and ``.md``.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -15,8 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.runs import in_turns, measured_problem, threads, timed
+from experiments.study import Option, Options, Rows, Study, run
+from experiments.tables import Column, table
+from placement import planners
+from placement.capturing import capture
+from placement.cluster import Cluster
+from placement.executor import Runner
 from placement.graph import OpGraph
 
+PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
 PATIENCE_S = 300.0  # a peer that does not answer has failed
 
 
@@ -72,6 +95,7 @@ class Stack:
 
 STACKS = (
     Stack("transformer 8 x 384, 128 tokens", 8, (1, 128, 384), heads=6),
+    Stack("transformer 8 x 128, 32 tokens", 8, (1, 32, 128), heads=4),
     Stack("MLP 16 x 1024, batch 32", 16, (32, 1024)),
 )
 TINY = (Stack("tiny", 2, (2, 8, 16), heads=2),)
@@ -166,3 +190,90 @@ def same_cut(graph: OpGraph, num_blocks: int) -> np.ndarray[Any, Any]:
     """Int32 ``[N]``: operators of the second half of the blocks on device 1."""
     block = [int(path.split(".")[0]) for path in graph.op_module]
     return (np.array(block) >= num_blocks // 2).astype(np.int32)
+
+
+def rows(options: Options) -> Iterator[dict[str, Any]]:
+    torch.set_num_threads(1)
+    for stack in TINY if options.tiny else STACKS:
+        yield row(stack, options.rounds, options.micro_batches, options.repeats)
+
+
+def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[str, Any]:
+    """Seconds of each way, ratios to the peer (above 1: we are faster), and what was compared."""
+    module, inputs = stack.build(), stack.inputs(num_microbatches)
+    items = list(inputs.split(stack.item[0]))
+    problem = measured_problem(capture(module, items[0], name=stack.name), repeats)
+    graph, cluster = problem.graph, problem.cluster
+    own = planners.load("best_of")(problem).placement
+    cuts = {SAME: same_cut(graph, stack.num_blocks), OWN: own}
+    with torch.inference_mode():
+        expected = module(inputs)
+    outputs: dict[str, Any] = {}
+
+    def ours(name: str, runner: Runner) -> None:
+        outputs[name] = torch.cat(list(runner.stream(items)))  # as the peer does
+
+    def plain() -> None:
+        with torch.inference_mode():
+            outputs[PLAIN] = torch.cat([module(x) for x in items])
+
+    def plain_s() -> float:
+        with threads(Cluster.detect().num_devices):
+            return timed(plain)
+
+    with ExitStack() as opened:
+        peer = Peer(stack, num_microbatches, [d.cores[0] for d in cluster.devices])
+        opened.callback(peer.close)
+        ways = {PEER: peer.run}
+        for name, placement in cuts.items():
+            runner = opened.enter_context(
+                Runner(graph, cluster, placement, priority=problem.priority)
+            )
+            ways[name] = partial(timed, partial(ours, name, runner))
+        seconds = in_turns(ways | {PLAIN: plain_s}, rounds, warm_up=2, shift=True)
+        outputs[PEER] = torch.from_numpy(peer.outputs)
+    for name, output in outputs.items():
+        torch.testing.assert_close(output, expected, msg=f"{name} computes something else")
+    ratios = {name: seconds[PEER] / v for name, v in seconds.items() if name != PEER}
+    return {
+        "stack": stack.name,
+        "operators": graph.num_ops,
+        "micro_batches": num_microbatches,
+        "seconds": {name: float(np.median(v)) for name, v in seconds.items()},
+        "ratio": {name: float(np.median(v)) for name, v in ratios.items()},
+        "ratio_iqr": {name: np.percentile(v, [25, 75]).tolist() for name, v in ratios.items()},
+        "operators_on_second_device": {name: int(p.sum()) for name, p in cuts.items()},
+    }
+
+
+def parts(rows: Rows, options: Options) -> dict[str, str]:
+    def against(name: str, row: dict[str, Any]) -> str:
+        low, high = row["ratio_iqr"][name]
+        return f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})"
+
+    columns = (
+        Column("model", "stack"),
+        Column("operators", "operators"),
+        Column(PEER, lambda r: r["seconds"][PEER] / r["micro_batches"], 2, 1e3, " ms"),
+        *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN)),
+    )
+    return {"table": table(rows, *columns)}
+
+
+STUDY = Study(
+    name="peers",
+    word="pipelining",
+    rows=rows,
+    parts=parts,
+    options={
+        "rounds": 9,
+        "micro_batches": 16,
+        "repeats": Option(10, "of the profile"),
+        "tiny": Option(False, "a model of a millisecond, as a test"),
+    },
+    facts=lambda options: {"rounds": options.rounds, "micro_batches": options.micro_batches},
+)
+main = partial(run, (STUDY,))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -302,6 +302,8 @@ def when_to_do_what(results: Path) -> str:
          "operator/bert_L-12_training"),
         ("one device is slow (BERT's 24 layers, a CPU beside 6 accelerators)",
          "give it the few operators that it is good at", "layer/bert24_inference"),
+        ("devices are unlike per operator (BERT-base; one computes as in 2008)", "cut, by a little",
+         "bert_base:unlike"),
         ("latency counts (Inception-v3)", "cut: replicas end more often, not sooner",
          "inception:latency"),
         ("an item takes a fraction of a millisecond", "one device, or plain PyTorch", "dlrm"),

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from placement import planners
 from placement.cluster import Cluster, Device, Link
 from placement.problem import Problem
 from placement.profile import Profile
+from placement.report import gantt
 from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
 
@@ -259,6 +261,76 @@ def by_devices(rows: Rows, options: Options) -> dict[str, str]:
     return {"table": "\n".join(tables), "periods": periods}
 
 
+def plot_panels(
+    rows: Rows,
+    path: Path,
+    line: str,
+    x: str,
+    measures: Mapping[str, Callable[[Any], float]],
+    columns: int,
+    base: int = 10,
+) -> Path:
+    """PNG: each measure over ``x``, a panel per subject, a colour per ``line``; all logarithmic.
+
+    A cross: ended by a limit. ``line`` and ``x`` are fields of the rows. Each measure has so many
+    ``columns`` of panels.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        FileError: the file cannot be written.
+    """
+    colours = dict(zip(sorted({getattr(r, line) for r in rows}), gantt.COLOURS, strict=False))
+    subjects = groups(rows, "subject")
+    lines = -(-len(subjects) // columns)
+    size = (1.8 * columns * len(measures), 0.8 + 1.3 * lines)
+    figure = gantt.figure_class()(figsize=size, dpi=130, layout="constrained")
+    parts = figure.subfigures(1, len(measures), squeeze=False)[0]
+    for part, (what, measure) in zip(parts, measures.items(), strict=True):
+        part.supxlabel(x, fontsize=9, color=gantt.INK)
+        part.supylabel(what, fontsize=9, color=gantt.INK)
+        axes = part.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+        for axis in axes[len(subjects) :]:
+            axis.remove()
+        for axis, (subject, mine) in zip(axes, subjects.items(), strict=False):
+            for which, here in groups(mine, line).items():
+                style = {"color": colours[which], "ms": 4, "lw": 1.3}
+                for states, mark in ((("ok",), "o-"), (STOPPED, "x")):
+                    some = [r for r in here if r.status in states]
+                    points = [getattr(r, x) for r in some], [measure(r) for r in some]
+                    axis.plot(*points, mark, **style, label=f"{which:,} {line}")
+            axis.set_xscale("log", base=base)
+            axis.set_yscale("log")
+            axis.minorticks_off()
+            gantt.plain_axis(axis)
+            axis.grid(axis="y", color=gantt.FAINT, alpha=0.25, lw=0.6)
+            axis.tick_params(axis="both", colors=gantt.FAINT, labelsize=7)
+            axis.set_title(subject, loc="left", fontsize=8, color=gantt.INK)
+    marks = [axes[0].plot([], [], "o-", color=c, ms=4, lw=1.3)[0] for c in colours.values()]
+    names = [f"{which:,} {line}" for which in colours]
+    how = {"loc": "outside upper center", "ncols": len(names), "frameon": False, "fontsize": 9}
+    figure.legend(marks, names, **how)
+    return gantt.save_figure(figure, path)
+
+
+SECONDS: dict[str, Callable[[Row], float]] = {  # a logarithmic axis begins above 0
+    "seconds": lambda row: max(1e-3, row.seconds or 0.0)
+}
+MIB: dict[str, Callable[[Row], float]] = {
+    "MiB above the problem": lambda row: (
+        np.nan if row.grown_bytes is None else max(1.0, row.grown_bytes / 2**20)
+    )
+}
+
+
+def plot_operators(rows: Rows, path: Path, options: Options) -> Path:
+    rows = sorted(rows, key=lambda r: r.subject)
+    return plot_panels(rows, path, "devices", "operators", SECONDS | MIB, 4)
+
+
+def plot_devices(rows: Rows, path: Path, options: Options) -> Path:
+    return plot_panels(rows, path, "operators", "devices", SECONDS, 3, 2)
+
+
 SIZES: dict[str, Any] = {
     "operators": (1_000, 10_000, 100_000),
     "devices": (2, 8, 64),
@@ -273,6 +345,7 @@ STUDIES = (
         rows=more_operators,
         row=Row,
         parts=matrix,
+        plot=plot_operators,
         options={"planners": Option((), "default: all", word=True, metavar="PLANNER"), **SIZES},
         facts=lambda o: {"budget_s": o.seconds, "limit_s": o.limit, "address_space_GiB": o.memory},
     ),
@@ -283,6 +356,7 @@ STUDIES = (
         rows=more_devices,
         row=Row,
         parts=by_devices,
+        plot=plot_devices,
         options=SIZES
         | {"devices": (8, 64, 512, 4096), "seconds": replace(SIZES["seconds"], default=5.0)}
         | {"memory": replace(SIZES["memory"], default=16.0)},

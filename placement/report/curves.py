@@ -1,14 +1,17 @@
-"""What planners find over time: best-so-far curves of a ``Comparison``."""
+"""What planners find over time: best-so-far curves of a ``Comparison``, as numbers and as PNG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Solution
+from placement.report import gantt
+from placement.report.gantt import COLOURS, FAINT, INK
 from placement.runs.row import SINGLE
 
 if TYPE_CHECKING:
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from placement.runs.row import Row
 
 Floats = NDArray[np.float64]
+_SHORTEST_S = 1e-3
+_LEAST = 0.05  # per cent above the best found that the picture tells from none
+_LABEL = 9  # points that a label is high
 
 
 def best_so_far(comparison: Comparison, at_s: Floats) -> dict[str, Floats]:
@@ -49,3 +55,86 @@ def steps(
     value = np.array([point[2] for point in curve], float)
     finite = np.isfinite(value)
     return when[finite], np.maximum(value, row.value_s)[finite]
+
+
+def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Path:
+    """PNG: how far above the best found planners are over time, both axes logarithmic.
+
+    Planners that run with seeds are lines (``best_so_far``); the others are dots at their median
+    seconds and at what they end with.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+        FileError: the file cannot be written.
+    """
+    figure = gantt.figure_class()(figsize=(10, 6), dpi=150)
+    axis = figure.subplots()
+    plan_s: dict[str, list[float]] = {}
+    for row in comparison.rows:
+        plan_s.setdefault(row.planner, []).append(row.plan_s)
+    drawn = {row.planner for row in comparison.rows if row.seed is not None}
+    shown = [s for planner in drawn or plan_s.keys() for s in plan_s[planner]]
+    at_s = np.geomspace(_SHORTEST_S, max([10 * _SHORTEST_S, *shown]), 300)
+    above = {
+        planner: np.maximum(100 * (ratio - 1), _LEAST)
+        for planner, ratio in best_so_far(comparison, at_s).items()
+    }
+    ended = {
+        planner: max(_LEAST, float(100 * (ratio[0] - 1)))
+        for planner, ratio in best_so_far(comparison, np.array([np.inf])).items()
+    }
+    order = sorted(ended, key=ended.__getitem__)
+    for k, planner in enumerate(p for p in order if p in drawn):
+        dash, colour = ("-", "--", ":")[min(2, k // len(COLOURS))], COLOURS[k % len(COLOURS)]
+        label = f"{gantt.as_text(planner)}  {_percent(ended[planner])}"
+        axis.plot(at_s, above[planner], dash, color=colour, lw=1.8, label=label)
+    dots = {
+        planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), ended[planner])
+        for planner in order
+        if planner not in drawn
+    }
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    for x, y in dots.values():
+        axis.plot(x, y, "o", ms=4, color=INK)
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
+    axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
+    workloads = len({row.workload for row in comparison.rows})
+    what = f"best so far above the best found, geometric mean of {workloads} workloads"
+    axis.set_ylabel(what, fontsize=9, color=INK)
+    if drawn & above.keys():
+        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    gantt.plain_axis(axis)
+    axis.tick_params(axis="y", colors=FAINT, labelsize=9)
+    axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
+    gantt.entitle(figure, title)
+    figure.tight_layout()
+    _label(axis, dots)
+    return gantt.save_figure(figure, path)
+
+
+def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:
+    """Names beside the dots, moved up, with a line to its dot, where one would cover another."""
+    to_points = 72 / axis.figure.dpi
+    at = {name: axis.transData.transform(xy) * to_points for name, xy in dots.items()}
+    # Left, right and bottom of what labels must not cover: dots, and labels that are there.
+    taken = [(x - 2, x + 2, y - _LABEL / 2) for x, y in at.values()]
+    for name, (left, middle) in sorted(at.items(), key=lambda item: item[1][1]):
+        left, bottom = left + 5, middle - _LABEL / 2
+        right = left + 4.2 * len(name)
+        for other_left, other_right, other_bottom in sorted(taken, key=lambda t: t[2]):
+            beside = left > other_right or right < other_left
+            if not beside and abs(bottom - other_bottom) < _LABEL:
+                bottom = other_bottom + _LABEL
+        taken.append((left, right, bottom))
+        where: dict[str, Any] = {"xytext": (5, bottom - middle), "textcoords": "offset points"}
+        if bottom > middle:
+            line = {"arrowstyle": "-", "color": FAINT, "lw": 0.5, "shrinkA": 0}
+            where["arrowprops"] = line | {"relpos": (0, 0.5)}  # from the left end of the name
+        axis.annotate(gantt.as_text(name), dots[name], fontsize=7, color=INK, **where)
+
+
+def _percent(value: float) -> str:
+    return "≤ 0.05 %" if value <= _LEAST else f"{value:.3g} %"

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Placement, Problem, Solution
-from placement.report import curves, table
+from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
-from placement.runs.compare import Comparison
+from placement.runs.compare import Comparison, placement_id
 from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float | None], None]
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
+NUM_BINS = 400  # of utilisation and memory over time
 MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
 NUM_POINTS = 200  # of a best-so-far curve
 
@@ -143,11 +144,18 @@ class _Decision:
     placement: Placement
     predicted: Timeline | None
     measured: Timeline | None
+    window: int  # micro-batches in flight
 
 
 def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decision]:
     decisions: dict[str, _Decision] = {}
     plan, problem = workload.plan, workload.problem
+    plan_id = None
+    if plan is not None:
+        devices = [d.name for d in plan.cluster.devices]
+        phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
+        on = np.array(phases if plan.phases else phases[0], np.int32)
+        plan_id = placement_id(on)
     rows = [] if comparison is None else _representatives(comparison, workload.name)
     for row in rows:
         solution = None
@@ -158,18 +166,28 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
         if row.placement_id in decisions:
             decisions[row.placement_id].planners.append(row.planner)
             continue
+        traces = workload.traces if row.placement_id == plan_id else {}
+        window = problem.max_in_flight if problem else 1
         decisions[row.placement_id] = _Decision(
             [row.planner],
             solution.placement,
-            _simulated(problem, solution),
-            workload.measured.get(row.placement_id),
+            _simulated(problem, solution) or traces.get("predicted"),
+            workload.measured.get(row.placement_id) or traces.get("measured"),
+            window,
         )
-    if plan is not None and not rows:
-        devices = [d.name for d in plan.cluster.devices]
-        phases = [[devices.index(d) for d in on.values()] for on in plan.assignments]
-        on = np.array(phases if plan.phases else phases[0], np.int32)
-        predicted = None if problem is None else plan.timeline(problem)
-        return [_Decision([plan.planner.name], on, predicted, None)]
+    if plan is not None and plan_id is not None and plan_id not in decisions and not rows:
+        predicted, window = workload.traces.get("predicted"), plan.max_in_flight
+        if problem is not None:
+            predicted = plan.timeline(problem)
+            window = plan.num_microbatches if plan.order else window
+        others = [t for k, t in workload.traces.items() if k not in ("predicted", "measured")]
+        measured = workload.traces.get("measured")
+        for other in others:
+            if predicted is None and not other.measured:
+                predicted = other
+            elif measured is None and other.measured:
+                measured = other
+        decisions[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
     return list(decisions.values())
 
 
@@ -216,7 +234,7 @@ def _workload(
         "devices": _devices(workload, decisions),
         "best": _best(comparison, workload.name),
         "planners": [_planner(name, mine, index) for name, mine in by_planner.items()],
-        "decisions": [_decision(d, batches) for d in decisions],
+        "decisions": [_decision(problem, d, batches) for d in decisions],
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),
     }
@@ -305,18 +323,20 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
     return shown
 
 
-def _decision(decision: _Decision, batches: int) -> dict[str, Any]:
+def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
     said, measured = decision.predicted, decision.measured
     return {
         "planners": decision.planners,
         "placement": _packed(decision.placement.astype("<u2")),
-        "predicted": _timeline(said, batches) if said else None,
-        "measured": _timeline(measured, batches) if measured else None,
+        "predicted": _timeline(problem, said, decision.window, batches) if said else None,
+        "measured": _timeline(problem, measured, decision.window, batches) if measured else None,
     }
 
 
-def _timeline(timeline: Timeline, batches: int) -> dict[str, Any]:
-    """A timeline: its figures, and its bars in ticks.
+def _timeline(
+    problem: Problem | None, timeline: Timeline, window: int, batches: int
+) -> dict[str, Any]:
+    """A timeline: its figures, its bars in ticks, and what devices do in equal slices.
 
     ``bars``: uint32 little-endian ``start[K, N]``, ``took[K, N]``, ``transfers[X, 4]``,
     ``sent[X]``, ``took[X]``, deflated; times are ticks from the begin of the run. Starts are
@@ -340,6 +360,13 @@ def _timeline(timeline: Timeline, batches: int) -> dict[str, Any]:
         sent,
         until - sent,
     )
+    edges = begin + np.linspace(0.0, timeline.makespan_s, NUM_BINS + 1)
+    memory = None
+    # Timelines do not say which operators of a device have parameters in host memory.
+    if problem is not None and not problem.cluster.streaming:
+        steps = usage.memory_steps(problem, timeline, window)
+        memory = [usage.largest(s, edges).tolist() for s in steps]
+    busy = usage.busy_share(timeline, NUM_BINS)
     return {
         "bars": _packed(*(b.astype("<i8").astype("<u4") for b in bars)),
         "tick_s": tick_s,
@@ -351,6 +378,8 @@ def _timeline(timeline: Timeline, batches: int) -> dict[str, Any]:
         "period_s": timeline.period_s,
         "utilisation": timeline.utilisation.tolist(),
         "peak_bytes": None if timeline.peak_bytes is None else timeline.peak_bytes.tolist(),
+        "busy": [[round(float(x), 3) for x in row] for row in busy],
+        "memory": memory,
     }
 
 
@@ -504,6 +533,9 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
             continue
         name = workload.name
         if plan.graph.workload is not None:
+            again = _plan_command(plan, plan.graph.workload)
+            if again is not None:
+                commands.append({"what": f"{name}: plan again", "command": again})
             model = [] if ":" not in plan.graph.workload else ["--model", plan.graph.workload]
             run_it = f"placement run {path} --against-single-device {shlex.join(model)}".strip()
             commands.append({"what": f"{name}: run, compare with PyTorch", "command": run_it})
@@ -512,6 +544,30 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
         )
     page = f"placement report {shlex.quote(str(run.path))}"
     return [*commands, {"what": "this page again", "command": page}]
+
+
+def _plan_command(plan: Plan, workload: str) -> str | None:
+    """What makes a plan like it; None if its planner has a name that only its run knows."""
+    from placement import planners
+
+    planner, parameters = plan.planner.name, plan.planner.parameters
+    if planner.startswith(SINGLE):
+        planner, parameters = "single_device", {}
+    if planner not in (*planners.names(), "policy") and ":" not in planner:
+        return None
+    words = ["placement", "plan", workload, "--planner", planner, "--objective", plan.objective]
+    words += ["--microbatches", str(plan.num_microbatches)]
+    words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
+    words += ["--second-j", f"{plan.second_j:g}"] if plan.second_j else []
+    if plan.graph.mode == "training":
+        words += ["--mode", "training"]
+        words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []
+    words += [
+        f"{key}={_said(value)}"
+        for key, value in parameters.items()
+        if isinstance(value, bool | int | float | str)
+    ]
+    return shlex.join(words)
 
 
 def _hydra_command(run: RunFolder) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from placement.problem import Problem, Solution
-from placement.report import table
+from placement.report import table, trace
 from placement.runs.compare import Comparison, placement_id, solution_of
 from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
@@ -37,6 +37,7 @@ class Workload:
         problem: what was decided, None where the run did not save it.
         plan: the best plan, or the folder's only one.
         measured: the recorded ``Timeline`` of placements, by placement id.
+        traces: ``predicted`` and ``measured`` of the plan, or the names of trace files.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Workload:
     plan: Plan | None
     plan_path: Path | None
     measured: dict[str, Timeline]
+    traces: dict[str, Timeline]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +186,7 @@ def _compared(path: Path, name: str, fingerprint: str | None, kept: Kept) -> Wor
                 measured |= {} if timeline is None else {placement: timeline}
     own = path / name
     if not own.resolve().is_relative_to(path.resolve()):  # a name must not lead elsewhere
-        return Workload(name, problem, None, None, measured)
+        return Workload(name, problem, None, None, measured, {})
     if not own.is_dir() and (path / "plan.json").is_file():
         own = path
     return _with_plan(name, own, problem, measured, kept)
@@ -218,7 +220,11 @@ def _with_plan(
         saved = kept(_problem, folder / "problem.json")
         if saved is not None and _is_about(plan, saved):
             problem = saved
-    return Workload(name, problem, plan, None if plan is None else file, measured)
+    traces: dict[str, Timeline] = {}
+    for each in sorted(folder.glob("*trace*.json")):
+        read = kept(trace.read_traces, each) or {}
+        traces |= {what or each.stem: timeline for what, timeline in read.items()}
+    return Workload(name, problem, plan, None if plan is None else file, measured, traces)
 
 
 def _is_about(plan: Plan, problem: Problem) -> bool:

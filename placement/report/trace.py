@@ -7,23 +7,90 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from placement.timeline import Timeline
-from placement.tools.files import write_atomic
+import numpy as np
+
+from placement.timeline import Timeline, TimelineError
+from placement.tools.files import parse_json, write_atomic
 
 
-def write_trace(
-    path: str | Path, timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
-) -> Path:
-    """Write named timelines, e.g. ``{"predicted": ..., "measured": ...}``, as one trace.
-
-    Open the file at https://ui.perfetto.dev or chrome://tracing.
-
-    Raises:
-        FileError: it cannot be written there.
-    """
+def merge_traces(
+    timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """One trace of named timelines, e.g. ``{"predicted": ..., "measured": ...}``."""
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
         args = {"name": name}
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": args})
         events += [e | {"pid": pid} for e in timeline.to_trace(op_name)["traceEvents"]]
-    return write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(
+    path: str | Path, timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
+) -> Path:
+    """Write ``merge_traces``; open the file at https://ui.perfetto.dev or chrome://tracing.
+
+    Raises:
+        FileError: it cannot be written there.
+    """
+    return write_atomic(path, json.dumps(merge_traces(timelines, op_name)))
+
+
+def read_traces(path: str | Path) -> dict[str, Timeline]:
+    """The timelines of a file that ``write_trace`` wrote, or ``Timeline.to_trace`` gave.
+
+    By the name of their process; ``""`` where it has none. Peak memory and loaders are not in a
+    trace, and times are rounded to what microseconds in floating point hold.
+
+    Raises:
+        TimelineError: it cannot be read, or is not such a trace.
+    """
+    try:
+        events = parse_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        by_pid: dict[int, list[dict[str, Any]]] = {}
+        for event in events:
+            by_pid.setdefault(event["pid"], []).append(event)
+        return dict(map(_timeline, by_pid.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TimelineError(f"{path}: not a trace of ours ({error!r})") from error
+
+
+def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
+    """One process: its name, and what its tracks say."""
+    named = {e["name"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X"]
+    ran = [e for e in slices if "operator" in e["args"]]
+    sent = [e for e in slices if "tensor" in e["args"]]
+    # Devices come first; then a track "a -> b" per pair of devices that talk, then the loader.
+    others = {e["tid"] for e in slices if "operator" not in e["args"]}
+    devices = [name for tid, name in sorted(tracks.items()) if tid < min(others, default=np.inf)]
+    pairs = {f"{a} -> {b}": (i, j) for i, a in enumerate(devices) for j, b in enumerate(devices)}
+    batch = np.array([e["args"]["micro_batch"] for e in ran], np.int64)
+    op = np.array([e["args"]["operator"] for e in ran], np.int64)
+    if (batch.max() + 1) * (op.max() + 1) > len(ran) or min(batch.min(), op.min()) < 0:
+        raise ValueError("an operator is missing in a micro-batch")
+    start = np.full((batch.max() + 1, op.max() + 1), np.nan)
+    end, on = start.copy(), np.zeros(start.shape, np.int32)
+    start[batch, op] = np.array([e["ts"] for e in ran]) * 1e-6
+    end[batch, op] = np.array([e["ts"] + e["dur"] for e in ran]) * 1e-6
+    on[batch, op] = [e["tid"] for e in ran]
+    if np.isnan(end).any():
+        raise ValueError("an operator is missing in a micro-batch")
+    name, m = named.get("process_name", ""), np.arange(len(on))
+    num_phases = next(k for k in range(1, len(on) + 1) if np.array_equal(on, on[m % k]))
+    transfers = [
+        (e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]) for e in sent
+    ]
+    line = Timeline(
+        tuple(devices),
+        on[0] if num_phases == 1 else on[:num_phases],
+        start,
+        end,
+        np.array(transfers, np.int32).reshape(-1, 4),
+        np.array([e["ts"] for e in sent]) * 1e-6,
+        np.array([e["ts"] + e["dur"] for e in sent]) * 1e-6,
+        measured=name == "measured",
+    )  # fmt: skip
+    line.check()
+    return name, line

@@ -258,7 +258,7 @@ def test_compare_from_the_shell(tmp_path: Path) -> None:
             assert (out / workload / name).stat().st_size > 0
     assert "seed: 0" in (out / ".hydra" / "config.yaml").read_text()
     assert "torch" in json.loads((out / "versions.json").read_text())
-    assert (out / "compare.md").exists() and (out / "report.html").stat().st_size > 0
+    assert (out / "compare.md").exists() and (out / "curves.png").stat().st_size > 0
     # Profiles are measured once: both are saved, and nothing else was written beside the folder.
     assert len(list((tmp_path / "home").rglob("*.npz"))) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"home", "out"}

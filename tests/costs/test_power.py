@@ -24,6 +24,7 @@ from placement.plan import load_plan, make_plan
 from placement.planners import load as planner
 from placement.problem import Problem, ProblemError
 from placement.report import html, table
+from placement.report.pareto import plot_pareto
 from placement.runs.compare import compare, pareto_front
 from placement.simulator import evaluate, score, simulate
 from tests.problems import random_problem, small_problem
@@ -308,6 +309,8 @@ def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(
     notes = table.tables(found)[0].notes
     assert notes[0] == "on the front of latency, period and energy: single:fast, split"
     assert "declared watts" in notes[1]
+    picture = plot_pareto(found, tmp_path / "pareto.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     html.write_report(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert '"pareto":true' in page and '"power_source":"declared"' in page
@@ -322,6 +325,7 @@ def test_without_watts_the_front_is_of_latency_and_period(tmp_path: Path) -> Non
     notes = table.tables(found)[0].notes
     assert notes[0].startswith("on the front of latency and period: ")
     assert not any("watts" in note for note in notes)
+    plot_pareto(found, tmp_path / "pareto.png")
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=8))

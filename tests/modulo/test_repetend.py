@@ -416,7 +416,7 @@ def test_published_cases(shared: Path, key: str, memory: int | None) -> None:
     records = json.loads((folder / "truth.json").read_text())["records"]
     truth = next(r for r in records if r["case"] == key and r["memory"] == memory)
     work, ids = read_work(case, memory)
-    # Annealing is given little time.
+    # Annealing is given little time; the study of schedules compares in full.
     longest = 1.1 * truth["best_makespan"]["8"][0]
     for seconds in BUDGETS:
         answer = search_schedule(work, 8, unroll=1, seconds=seconds)

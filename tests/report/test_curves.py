@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.problem import Solution
-from placement.report.curves import best_so_far
+from placement.report.curves import best_so_far, plot_curves
 from placement.runs.compare import Comparison
 from placement.runs.row import Row
 
@@ -107,3 +108,12 @@ def test_curves_fall_and_end_where_the_table_says(runs: list[list[tuple[float, f
     curve = best_so_far(made, np.linspace(0, 10, 50))["p"]
     assert (np.diff(curve) <= 1e-12).all()
     assert curve[-1] == pytest.approx(made.ratios()["p"]["w"])
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    many = [(row(f"seeded{k}", 2.0 + k, 0), [(0.1, 1, 6.0 + k)]) for k in range(10)]
+    once = [(row(f"once{k}", 4.0), None) for k in range(6)]
+    path = plot_curves(comparison(SINGLE, *many, *once), tmp_path / "new" / "c.png", "title")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    # Nobody has an answer: still a picture.
+    plot_curves(comparison((row("p", np.inf, 0), None)), tmp_path / "none.png")

@@ -41,7 +41,7 @@ def shown(browser: Page, report: Path) -> Iterator[Page]:
     browser.open(report)
     browser.run("document.documentElement.style.scrollBehavior = 'auto'")
     browser.until("document.querySelector('#gantt-0').dataset.to")
-    browser.until("document.querySelector('#outline').dataset.rows")
+    browser.until("document.querySelector('#graph-canvas').dataset.nodes")
     yield browser
     browser.run("new Promise((done) => setTimeout(done, 50))")
     assert browser.errors == []
@@ -59,11 +59,8 @@ def tip(page: Page) -> str:
     return str(page.run("document.querySelector('#tip').hidden ? '' : $('tip').innerText"))
 
 
-def num_rows(page: Page) -> int:
-    """Rows of the outline that are not inside a closed module; filled in after an event."""
-    page.run("new Promise((done) => setTimeout(done, 50))")
-    rows = "[...document.querySelectorAll('#outline .row')]"
-    return int(page.run(f"{rows}.filter((row) => row.checkVisibility()).length - 1"))
+def num_nodes(page: Page) -> int:
+    return int(page.run("document.querySelector('#graph-canvas').dataset.nodes"))
 
 
 def test_every_section_is_drawn(shown: Page) -> None:
@@ -153,6 +150,15 @@ def test_marks_of_logarithmic_axes(shown: Page) -> None:
     assert shown.run("logTicks(1.9, 4.1)") == [2, 3, 4]
 
 
+def test_keys_step_through_operators_and_say_them(shown: Page) -> None:
+    shown.run("document.querySelector('#gantt-0').focus()")
+    shown.key(".")
+    first = shown.run("document.querySelector('#live').textContent")
+    assert first.startswith("op ") and "micro-batch 0" in first and tip(shown)
+    shown.key(".")
+    assert shown.run("document.querySelector('#live').textContent") != first
+
+
 def test_two_planners_side_by_side(shown: Page) -> None:
     shown.run("""(() => {
         const select = document.querySelector('#planner-right');
@@ -170,47 +176,39 @@ def test_two_planners_side_by_side(shown: Page) -> None:
 
 def test_the_graph_opens_by_mouse_and_keys(shown: Page) -> None:
     shown.click("#graph-fold")
-    folded = num_rows(shown)
-    summary = "#outline details:not([open]) > summary"
-    shown.click(summary)
-    opened = num_rows(shown)
+    folded = num_nodes(shown)
+    assert folded <= 2
+    group = "#graph-canvas .node[aria-expanded=false]"
+    shown.click(group)
+    opened = num_nodes(shown)
     assert opened > folded
-    shown.run("document.querySelector('#outline details[open] > summary').focus()")
+    assert shown.run("document.activeElement.ariaExpanded") == "true"
     shown.key("Enter")
-    assert num_rows(shown) == folded
-    shown.click("#graph-split")
-    assert num_rows(shown) > opened
-
-
-def test_the_graph_says_what_modules_take(shown: Page) -> None:
-    """The row around the whole model: its operators, and what crosses between devices in it."""
-    shown.click("#graph-fold")
-    row = "[...document.querySelector('#outline > details > summary').children]"
-    said = shown.run(f"{row}.map((cell) => cell.innerText)")
-    sent = shown.run("""(async () => {
-        const { graph, decisions, planners } = data.workloads[0];
-        const { decision } = planners.find((p) => p.name === state.left);
-        const on = new Uint16Array(await inflate(decisions[decision].placement));
-        const cut = (e, i) => i % 3 === 2 && on[graph.edges[i - 2]] !== on[graph.edges[i - 1]];
-        return bytes(graph.edges.filter(cut).reduce((a, b) => a + b, 0));
-    })()""")
-    assert said[0].endswith("body") and said[2] == "60" and said[5] == sent
+    assert num_nodes(shown) == folded
+    shown.key("Enter")
+    shown.key("ArrowDown")
+    name = shown.run("document.activeElement.getAttribute('aria-label')")
+    assert name
+    shown.key("Escape")
+    assert num_nodes(shown) == folded
 
 
 def test_an_operator_is_found_by_name(shown: Page) -> None:
     shown.run("document.querySelector('#graph input').value = 'op 33'")
     shown.run("document.querySelector('#graph input').focus()")
     shown.key("Enter")
-    assert shown.run("document.querySelector('.found span').textContent") == "op 33"
-    assert shown.run("document.activeElement === document.querySelector('.found')")
+    assert shown.run("document.querySelector('.node.found .name').textContent") == "op 33"
 
 
 def test_light_and_dark(shown: Page) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     light = shown.run(background)
     shown.theme(dark=True)
-    assert shown.run(background) != light
-    shown.theme(dark=False)
+    dark = shown.run(background)
+    assert dark != light
+    shown.click("#theme")
+    assert shown.run(background) == light
+    shown.run("localStorage.clear()")
 
 
 def test_a_phone(browser: Page, report: Path) -> None:
@@ -242,14 +240,15 @@ def test_two_thousand_operators(browser: Page, tmp_path: Path) -> None:
     problem = modular(2000, 4)
     compare({"large": problem}, {"round_robin": RoundRobin()}, out_dir=tmp_path)
     browser.open(write_report(tmp_path).path)
-    browser.until("document.querySelector('#outline').dataset.rows")
-    assert 1 < num_rows(browser) <= 60
+    browser.until("document.querySelector('#graph-canvas').dataset.nodes")
+    assert 1 < num_nodes(browser) <= 60
+    browser.click("#graph-canvas .node[aria-expanded=false]")
     browser.until("document.querySelector('#gantt-0').dataset.to")
     browser.run("document.querySelector('#graph input').value = 'op 1234'")
     browser.run("document.querySelector('#graph input').focus()")
     browser.key("Enter")
-    assert browser.run("document.querySelector('.found span').textContent") == "op 1234"
-    assert num_rows(browser) <= 600
+    assert browser.run("document.querySelector('.node.found .name').textContent") == "op 1234"
+    assert num_nodes(browser) <= 200
     assert browser.errors == []
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from placement.__main__ import main
@@ -23,7 +25,7 @@ from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
 from placement.planners.round_robin import RoundRobin
 from placement.problem import Problem
-from placement.report import table
+from placement.report import table, trace, usage
 from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
 from placement.runs.compare import Comparison, compare, placement_id
@@ -186,6 +188,10 @@ def test_every_planner_has_its_timelines(run_dir: Path, data: dict[str, Any]) ->
                 np.testing.assert_allclose(end, timeline.end_s - timeline.begin_s, atol=tick)
                 np.testing.assert_array_equal(transfers, timeline.transfers)
                 assert decision[kind]["period_s"] == timeline.period_s
+                busy = np.mean(decision[kind]["busy"], axis=1)
+                np.testing.assert_allclose(busy, timeline.utilisation, atol=1e-3)
+            peak = np.max(decision["predicted"]["memory"], axis=1)
+            np.testing.assert_array_equal(peak, expected["predicted"].peak_bytes)
 
 
 def test_curves_end_at_the_value_of_the_table(run_dir: Path, data: dict[str, Any]) -> None:
@@ -291,6 +297,32 @@ def test_a_workload_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     assert workload.plan is None and workload.problem is not None
 
 
+def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace(
+    tmp_path: Path,
+) -> None:
+    problem = modular(10)
+    comparison = compared(tmp_path, {"net": problem})
+    for file in (*tmp_path.glob("problems/*"), *tmp_path.glob("measured/*.npz")):
+        file.unlink()
+    best = next(row for row in comparison.rows if row.planner == "heft")  # the same for all seeds
+    solution = comparison.solutions["net", best.planner, best.seed]
+    make_plan(problem, solution, planner=best.planner).save(tmp_path / "net" / "plan.json")
+    timelines = {
+        "predicted": simulate(problem, solution.placement),
+        "measured": Noisy(problem).run(solution.placement, num_microbatches=6),
+    }
+    trace.write_trace(tmp_path / "net" / "trace.json", timelines, problem.graph.op_name)
+    (shown,) = page_data(read_run(tmp_path))["workloads"]
+    index = next(p["decision"] for p in shown["planners"] if p["name"] == best.planner)
+    for i, decision in enumerate(shown["decisions"]):
+        for kind, timeline in timelines.items():
+            assert (decision[kind] is not None) == (i == index)
+            if i == index:
+                found = decision[kind]["period_s"]
+                assert found == pytest.approx(timeline.period_s, rel=1e-6)
+    assert shown["graph"]["edges"] is None and len(shown["graph"]["ops"]) == 10
+
+
 def test_a_plan_alone(tmp_path: Path) -> None:
     problem = modular(10)
     plan = make_plan(problem, Heft()(problem), planner="heft")
@@ -364,6 +396,52 @@ def test_timelines_survive_their_files(tmp_path: Path) -> None:
     (tmp_path / "t.npz").write_bytes(b"PK")
     with pytest.raises(TimelineError, match=r"t\.npz"):
         Timeline.load(tmp_path / "t.npz")
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30, deadline=None)
+def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
+    problem = random_problem(seed)
+    p = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_ops)
+    timeline = simulate(problem, p)
+    steps = usage.memory_steps(problem, timeline, problem.max_in_flight)
+    assert timeline.peak_bytes is not None
+    np.testing.assert_array_equal([held.max() for _, held in steps], timeline.peak_bytes)
+    # In the end only parameters are left; slices of the run keep the peak.
+    np.testing.assert_array_equal(
+        [held[-1] for _, held in steps], problem.param_bytes_on(p.astype(np.int32))
+    )
+    edges = np.linspace(-1.0, timeline.begin_s + timeline.makespan_s + 1.0, 8)
+    np.testing.assert_array_equal(
+        [usage.largest(s, edges).max() for s in steps], timeline.peak_bytes
+    )
+
+
+def test_busy_share_of_a_drawn_timeline() -> None:
+    # 0 1 2 3 s:  batch 0 runs for 1 s, batch 1 from 1.5 s to 2 s, then until 4 s nothing but b.
+    timeline = Timeline(
+        ("a", "b"),
+        np.array([0, 1], np.int32),
+        np.array([[0.0, 1.0], [1.5, 2.0]]),
+        np.array([[1.0, 2.0], [2.0, 4.0]]),
+    )
+    np.testing.assert_allclose(usage.busy_share(timeline, 4), [[1, 0.5, 0, 0], [0, 1, 1, 1]])
+
+
+def test_traces_are_read_back(tmp_path: Path) -> None:
+    problem = modular(8, 3)
+    made = simulate(problem, np.arange(8, dtype=np.int32) % 3)
+    trace.write_trace(tmp_path / "t.json", {"predicted": made, "measured": made})
+    read = trace.read_traces(tmp_path / "t.json")
+    assert [t.measured for t in read.values()] == [False, True]
+    found = read["predicted"]
+    assert found.device_names == made.device_names
+    np.testing.assert_array_equal(found.placement, made.placement)
+    np.testing.assert_array_equal(found.transfers, made.transfers)
+    np.testing.assert_allclose(found.end_s, made.end_s, rtol=1e-9)
+    (tmp_path / "t.json").write_text('{"traceEvents": [{"pid": 0}]}')
+    with pytest.raises(TimelineError, match=r"t\.json"):
+        trace.read_traces(tmp_path / "t.json")
 
 
 def test_a_csv_file_of_an_older_version(tmp_path: Path) -> None:

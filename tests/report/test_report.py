@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from placement.report import gantt, table, trace
 from placement.report.gantt import PlotError, merged, plot_gantt, text_gantt
+from placement.report.pareto import plot_pareto
 from placement.runs.compare import Comparison
 from placement.runs.row import Row
 from placement.timeline import Timeline
@@ -222,6 +223,8 @@ def test_markdown_escapes_what_would_break_a_table() -> None:
 def test_names_with_dollars_are_no_mathematics(tmp_path: Path) -> None:
     """matplotlib would draw two of them as a formula, and fail on one that is none."""
     name = "a$^$b"
+    made = [replace(r, workload=name, planner=r.planner + "$_$") for r in rows()]
+    assert plot_pareto(comparison(*made), tmp_path / "c.png", name).stat().st_size > 1000
     plan = replace(pipeline(), device_names=("x$^$", "y"))
     assert plot_gantt(plan, None, tmp_path / "g.png", name).stat().st_size > 1000
 

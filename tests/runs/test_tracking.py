@@ -269,5 +269,6 @@ def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "report": ("report", ["latest"]),
     }
     names = [p.name for p in (tmp_path / "out/wandb").glob("offline-run-*/files/media/*/*")]
-    # The table, and the folder of the workload's picture.
-    assert sorted(name.split("_")[0] for name in names) == ["comparison", "gantt"]
+    # The table, the best-so-far curves, the folder of the workload's picture, time and energy.
+    parts = ["comparison", "curves", "gantt", "pareto"]
+    assert sorted(name.split("_")[0] for name in names) == parts

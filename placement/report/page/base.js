@@ -62,6 +62,7 @@ const cycled = (colours, i) =>
   i < colours.length ? colours[i] : `hsl(${(i * 137.5) % 360} 52% ${i % 2 ? 48 : 60}%)`;
 const batchColour = (i) => BATCH[i % BATCH.length];
 const deviceColour = (i) => cycled(DEVICE, i);
+const lineColour = (i) => cycled(DEVICE, i);
 
 function isDark(colour) {
   const [red, green, blue] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
@@ -100,6 +101,9 @@ const tip = {
   hide() {
     $("tip").hidden = true;
   },
+};
+const announce = (text) => {
+  $("live").textContent = text;
 };
 
 // Arrays that were deflated into base64

@@ -101,7 +101,7 @@ function curvesChart(workload, unit) {
           paint();
           holder.querySelectorAll(".legend button")[i].focus();
         },
-      }, swatch(deviceColour(i)), name)));
+      }, swatch(lineColour(i)), name)));
     if (!all.length) return holder.replaceChildren(legend);
     const [low, high] = range(all, 0.06, false);
     holder.replaceChildren(chart({
@@ -117,7 +117,7 @@ function curvesChart(workload, unit) {
           );
         }
         for (const line of shown) {
-          const colour = deviceColour(names.indexOf(line.planner));
+          const colour = lineColour(names.indexOf(line.planner));
           const at = line.points.map(([s, v]) => [toX(Math.max(SHORTEST, s)), toY(v)]);
           const end = toX(Math.max(SHORTEST, line.end_s));
           const last = at[at.length - 1];

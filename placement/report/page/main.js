@@ -150,7 +150,8 @@ function provenanceSection() {
     type: "button", onclick: (e) => {
       navigator.clipboard?.writeText(text).then(() => {
         e.target.textContent = "copied";
-      });
+        announce("copied");
+      }, () => announce("cannot copy"));
     },
   }, "copy");
   const commands = data.commands.map(({ what, command }) => el("div", { class: "command" }, el("span", {}, what), el("pre", { tabindex: 0 }, command), copy(command)));
@@ -173,6 +174,7 @@ function showWorkload() {
   if (!workload) return;
   shown.abort();
   shown = new AbortController();
+  if (workload.graph && !workload.outline) workload.outline = new Outline(workload.graph);
   const names = workload.planners.filter((p) => known(p.decision)).map((p) => p.name);
   const best = workload.planners.find((p) => p.name === workload.best && known(p.decision));
   if (!names.includes(state.left)) state.left = best?.name || names[0] || "";
@@ -187,9 +189,42 @@ function showWorkload() {
 function showLinks() {
   const sections = [...document.querySelectorAll("section[data-title]")].filter((s) => !s.hidden);
   $("links").replaceChildren(...sections.map((s) => el("a", { href: `#${s.id}` }, s.dataset.title)));
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      for (const link of $("links").children) {
+        if (link.getAttribute("href") === `#${entry.target.id}`) link.setAttribute("aria-current", "true");
+        else link.removeAttribute("aria-current");
+      }
+    }
+  }, { rootMargin: "-15% 0px -75% 0px" });
+  sections.forEach((s) => seen.observe(s));
+}
+
+function theme() {
+  const remember = (value) => {
+    try {
+      localStorage.setItem("placement-theme", value);
+    } catch { /* files may have no storage; then the choice lasts until the page is closed */ }
+  };
+  let chosen = null;
+  try {
+    chosen = localStorage.getItem("placement-theme");
+  } catch { /* see above */ }
+  const root = document.documentElement;
+  if (chosen === "light" || chosen === "dark") root.dataset.theme = chosen;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  $("theme").addEventListener("click", () => {
+    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
+    root.dataset.theme = isDark ? "light" : "dark";
+    remember(root.dataset.theme);
+    changed("theme");
+  });
+  system.addEventListener("change", () => changed("theme"));
 }
 
 function begin() {
+  theme();
   document.title = `${data.title} · placement report`;
   $("title").textContent = data.title;
   const made = data.made.replace("T", " ").replace(/:\d\d\+00:00$/, " UTC");

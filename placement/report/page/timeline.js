@@ -1,12 +1,12 @@
 "use strict";
-// Predicted and measured timelines of one or two planners, on one time axis: a lane of operators
-// for every device. Wheel, keys, buttons and drag move the axis.
+// Predicted and measured timelines of one or two planners, on one time axis: lanes of operators,
+// busy share and memory of every device. Wheel, keys, buttons, drag and pinch move the axis.
 
 const AXIS = 24;
 const TITLE = 26;
 
 // The bars of a timeline in ticks, and for every device its bars by start.
-async function bars(timeline, placement) {
+const bars = remembered(async ({ timeline, placement }) => {
   const buffer = await inflate(timeline.bars);
   const devices = new Uint16Array(await inflate(placement));
   const [m, n, x] = [timeline.num_shown, timeline.num_ops, timeline.num_transfers];
@@ -27,7 +27,7 @@ async function bars(timeline, placement) {
     lanes: lanes.map((lane) => Uint32Array.from(lane).sort(by(start))),
     arriving: arriving.map((lane) => Uint32Array.from(lane).sort(by(sent))),
   };
-}
+});
 
 // The first of ``order`` (by start) that ends after ``tick``: bars of a lane follow each other.
 function firstAfter(order, start, took, tick) {
@@ -67,10 +67,12 @@ class Panel {
   constructor(workload, planner, number) {
     this.workload = workload;
     this.decision = workload.decisions[workload.planners.find((p) => p.name === planner).decision];
+    this.colour = "batch";
+    this.cursor = null; // {track, position} of the bar that keys point at
     this.hovered = null;
     this.canvas = el("canvas", {
       id: `gantt-${number}`, tabindex: 0, role: "application", "aria-roledescription": "timeline",
-      "aria-label": `Timeline of ${planner}. Plus and minus zoom, left and right move, 0 shows everything.`,
+      "aria-label": `Timeline of ${planner}. Plus and minus zoom, left and right move, up and down choose a device, comma and full stop choose an operator, 0 shows everything.`,
     });
     const facts = ["predicted", "measured"].filter((kind) => this.decision[kind]).map((kind) => {
       const t = this.decision[kind];
@@ -88,12 +90,18 @@ class Panel {
   async load() {
     this.parts = {};
     for (const kind of ["predicted", "measured"]) {
-      if (!this.decision[kind]) continue;
-      this.decision[kind].read ??= bars(this.decision[kind], this.decision.placement);
-      this.parts[kind] = await this.decision[kind].read;
+      const timeline = this.decision[kind];
+      if (timeline) this.parts[kind] = await bars(this.keys(kind));
     }
     this.tracks = this.layout();
     this.draw();
+  }
+
+  keys(kind) {
+    const d = this.decision;
+    d.keys = d.keys || {};
+    d.keys[kind] = d.keys[kind] || { timeline: d[kind], placement: d.placement };
+    return d.keys[kind];
   }
 
   // Rows from top to bottom: {kind, y, height, ...}.
@@ -111,6 +119,13 @@ class Panel {
       const cut = t.num_shown < t.num_microbatches ? `, the first ${t.num_shown} of ${t.num_microbatches} micro-batches` : "";
       add({ kind: "title", height: TITLE, text: `${source}${cut}` });
       devices.forEach((_, device) => add({ kind: "lane", height: high, source, device }));
+    }
+    const both = Object.keys(this.parts).length > 1 ? "area predicted, line measured" : "";
+    add({ kind: "title", height: TITLE, text: "busy share", more: both });
+    devices.forEach((_, device) => add({ kind: "busy", height: high + 4, device }));
+    if (Object.keys(this.parts).some((source) => this.decision[source].memory)) {
+      add({ kind: "title", height: TITLE, text: "memory held", more: both });
+      devices.forEach((_, device) => add({ kind: "memory", height: high + 4, device }));
     }
     this.height = y + AXIS;
     this.canvas.style.height = `${this.height}px`;
@@ -148,7 +163,8 @@ class Panel {
         c.beginPath();
         c.rect(this.gutter, track.y, width - this.gutter, track.height);
         c.clip();
-        this.lane(c, theme, track, width);
+        if (track.kind === "lane") this.lane(c, theme, track, width);
+        else this.curve(c, theme, track, width);
         c.restore();
       }
     }
@@ -183,9 +199,16 @@ class Panel {
     c.textAlign = "left";
     c.font = "600 12px system-ui, sans-serif";
     c.fillStyle = theme.card;
-    c.fillRect(0, track.y + 4, c.measureText(track.text).width + 8, track.height - 6);
+    const text = track.text;
+    const size = c.measureText(text).width;
+    c.fillRect(0, track.y + 4, size + 8, track.height - 6);
     c.fillStyle = theme.ink;
-    c.fillText(track.text, 0, track.y + track.height / 2 + 2);
+    c.fillText(text, 0, track.y + track.height / 2 + 2);
+    if (track.more) {
+      c.font = "11px system-ui, sans-serif";
+      c.fillStyle = theme.faint;
+      c.fillText(track.more, size + 10, track.y + track.height / 2 + 2);
+    }
   }
 
   name(c, theme, track) {
@@ -194,10 +217,12 @@ class Panel {
     c.font = "11px system-ui, sans-serif";
     const right = this.gutter - 8;
     const middle = track.y + track.height / 2;
-    const text = percent(this.decision[track.source].utilisation[track.device], 0);
+    let text = "";
+    if (track.kind === "lane") text = percent(this.decision[track.source].utilisation[track.device], 0);
+    if (track.kind === "memory") text = bytes(Math.max(...this.largest(track.device)));
     const limit = this.gutter < 80 ? 9 : 13;
     c.fillStyle = theme.ink;
-    if (track.height > 24) {
+    if (track.height > 24 && text) {
       c.fillText(shortened(device.name, limit), right, middle - 6);
       c.fillStyle = theme.faint;
       c.font = "10px system-ui, sans-serif";
@@ -205,6 +230,15 @@ class Panel {
     } else c.fillText(shortened(device.name, limit), right, middle);
     c.fillStyle = deviceColour(track.device);
     c.fillRect(this.gutter - 4, track.y + 3, 3, track.height - 6);
+  }
+
+  largest(device) {
+    return ["predicted", "measured"].filter((s) => this.decision[s]?.memory).map((s) => Math.max(...this.decision[s].memory[device]));
+  }
+
+  fill(bar, parts) {
+    if (this.colour === "batch") return batchColour(Math.floor(bar / parts.num));
+    return this.workload.outline.colourOf(bar % parts.num);
   }
 
   lane(c, theme, track, width) {
@@ -233,7 +267,7 @@ class Panel {
       if (run && run.batch === batch && left - run.right < 3) run.right = right;
       else runs.push({ batch, left, right, single: null });
       if (right - left > 46) runs[runs.length - 1].single = true;
-      const colour = batchColour(batch);
+      const colour = this.fill(bar, parts);
       if (right - left < 4) {
         if (solid && solid.colour === colour && left - solid.right < 0.8) solid.right = Math.max(solid.right, right);
         else if (!solid || right > solid.right + 0.2 || right - left > 1) {
@@ -254,14 +288,15 @@ class Panel {
     c.font = "600 11px system-ui, sans-serif";
     for (const run of runs) {
       const [left, right] = [Math.max(run.left, this.gutter), Math.min(run.right, width)];
-      if (run.single || right - left < 15) continue;
+      if (run.single || right - left < 15 || this.colour !== "batch") continue;
       c.fillStyle = isDark(batchColour(run.batch)) ? "#fff" : "#1f2328";
       c.fillText(String(run.batch), (left + right) / 2, top + height / 2 + 0.5);
     }
     this.arrivals(c, theme, track, parts);
-    if (this.hovered?.track === track) {
-      const left = this.x(start[this.hovered.bar] * tick);
-      const right = Math.max(this.x((start[this.hovered.bar] + took[this.hovered.bar]) * tick), left + 2);
+    for (const marked of [this.hovered, this.cursor]) {
+      if (marked?.track !== track) continue;
+      const left = this.x(start[marked.bar] * tick);
+      const right = Math.max(this.x((start[marked.bar] + took[marked.bar]) * tick), left + 2);
       c.strokeStyle = theme.ink;
       c.lineWidth = 2;
       c.strokeRect(left, top, right - left, height);
@@ -275,7 +310,8 @@ class Panel {
     if (room < 4) return;
     c.font = "11px system-ui, sans-serif";
     c.textAlign = "left";
-    c.fillStyle = isDark(batchColour(Math.floor(bar / parts.num))) ? "#fff" : "#1f2328";
+    const colour = this.fill(bar, parts);
+    c.fillStyle = isDark(colour) ? "#fff" : "#1f2328";
     c.fillText(shortened(this.op(bar % parts.num), room), from + 4, middle + 0.5);
   }
 
@@ -294,14 +330,48 @@ class Panel {
     }
   }
 
+  curve(c, theme, track, width) {
+    const [top, bottom] = [track.y + 3, track.y + track.height - 3];
+    c.fillStyle = theme.lane;
+    c.fillRect(this.gutter, top, width - this.gutter, bottom - top);
+    const most = track.kind === "busy" ? 1 : Math.max(1, ...this.workload.devices.flatMap((_, d) => this.largest(d)));
+    for (const source of ["predicted", "measured"]) {
+      const timeline = this.decision[source];
+      const values = timeline?.[track.kind]?.[track.device];
+      if (!values) continue;
+      const size = timeline.makespan_s / values.length;
+      const asArea = source === "predicted" || !this.decision.predicted;
+      c.beginPath();
+      if (asArea) c.moveTo(this.x(0), bottom);
+      for (let i = 0; i < values.length; i++) {
+        const y = bottom - (values[i] / most) * (bottom - top - 1);
+        c.lineTo(this.x(i * size), y);
+        c.lineTo(this.x((i + 1) * size), y);
+      }
+      if (asArea) {
+        c.lineTo(this.x(timeline.makespan_s), bottom);
+        c.fillStyle = deviceColour(track.device);
+        c.globalAlpha = 0.45;
+        c.fill();
+        c.globalAlpha = 1;
+      } else {
+        c.strokeStyle = theme.ink;
+        c.globalAlpha = 0.75;
+        c.stroke();
+        c.globalAlpha = 1;
+      }
+    }
+  }
+
   op(number) {
     return this.workload.graph ? this.workload.graph.ops[number] : `operator ${number}`;
   }
 
-  // What is at a point: {track, bar | transfer}.
+  // What is at a point: {track, bar | transfer, position}.
   hit(x, y) {
     const track = this.tracks?.find((t) => y >= t.y && y < t.y + t.height && t.kind !== "title");
     if (!track || x < this.gutter) return null;
+    if (track.kind !== "lane") return { track };
     const parts = this.parts[track.source];
     const slack = this.time(x + 3) - this.time(x);
     const near = (order, start, took) => {
@@ -315,7 +385,7 @@ class Panel {
       if (i !== null) return { track, transfer: parts.arriving[track.device][i] };
     }
     const i = near(parts.lanes[track.device], parts.start, parts.took);
-    return i === null ? { track } : { track, bar: parts.lanes[track.device][i] };
+    return i === null ? { track } : { track, bar: parts.lanes[track.device][i], position: i };
   }
 
   // Title and pairs of what a hit is about.
@@ -352,11 +422,22 @@ class Panel {
         ["takes", seconds(sending[hit.transfer] * tick)],
       ]];
     }
-    return [`${device}: idle`, [["at", seconds(time)]]];
+    const shown = hit.track.kind === "memory" ? bytes : (v) => percent(v, 0);
+    const at = (source) => {
+      const timeline = this.decision[source];
+      const values = timeline?.[hit.track.kind]?.[hit.track.device];
+      if (!values || time < 0 || time > timeline.makespan_s) return null;
+      return shown(values[Math.min(values.length - 1, Math.floor((time / timeline.makespan_s) * values.length))]);
+    };
+    if (hit.track.kind === "lane") return [`${device}: idle`, [["at", seconds(time)]]];
+    return [`${device}: ${hit.track.kind === "memory" ? "memory held" : "busy share"}`,
+      [["at", seconds(time)], ["predicted", at("predicted")], ["measured", at("measured")],
+        ["limit", hit.track.kind === "memory" ? bytes(workload.devices[hit.track.device].memory_bytes) : null]]];
   }
 
   listen() {
     const { canvas } = this;
+    const pointers = new Map();
     canvas.addEventListener("wheel", (e) => {
       const focused = document.activeElement === canvas;
       if (Math.abs(e.deltaX) > Math.abs(e.deltaY) || (e.shiftKey && focused)) {
@@ -370,11 +451,23 @@ class Panel {
     canvas.addEventListener("pointerdown", (e) => {
       canvas.focus({ preventScroll: true });
       canvas.setPointerCapture(e.pointerId);
+      pointers.set(e.pointerId, e.offsetX);
     });
+    for (const what of ["pointerup", "pointercancel"]) {
+      canvas.addEventListener(what, (e) => pointers.delete(e.pointerId));
+    }
     canvas.addEventListener("pointermove", (e) => {
-      if (e.buttons) {
+      if (pointers.has(e.pointerId)) {
+        const [before, after] = [pointers.get(e.pointerId), e.offsetX];
+        const other = [...pointers].find(([id]) => id !== e.pointerId)?.[1];
+        if (other === undefined) {
+          const by = this.time(before) - this.time(after);
+          view.set(view.from + by, view.to + by);
+        } else if (Math.abs(after - other) > 4) {
+          view.zoom(Math.abs(before - other) / Math.abs(after - other), this.time(other));
+        }
+        pointers.set(e.pointerId, after);
         tip.hide();
-        view.pan(-e.movementX / (canvas.clientWidth - this.gutter));
         return;
       }
       const hit = this.hit(e.offsetX, e.offsetY);
@@ -391,15 +484,54 @@ class Panel {
       this.draw();
       tip.hide();
     });
-    const keys = {
-      "+": () => view.zoom(0.7), "=": () => view.zoom(0.7), "-": () => view.zoom(1 / 0.7), 0: () => view.reset(),
-      ArrowLeft: () => view.pan(-0.15), ArrowRight: () => view.pan(0.15),
-    };
-    canvas.addEventListener("keydown", (e) => {
-      if (e.ctrlKey || e.metaKey || e.altKey || !keys[e.key]) return;
-      e.preventDefault();
-      keys[e.key]();
+    canvas.addEventListener("dblclick", (e) => view.zoom(0.4, this.time(e.offsetX)));
+    canvas.addEventListener("blur", () => {
+      this.cursor = null;
+      tip.hide();
+      this.draw();
     });
+    canvas.addEventListener("keydown", (e) => {
+      if (e.ctrlKey || e.metaKey || e.altKey) return;
+      const acts = {
+        "+": () => view.zoom(0.7), "=": () => view.zoom(0.7), "-": () => view.zoom(1 / 0.7),
+        0: () => view.reset(), Home: () => view.reset(),
+        ArrowLeft: () => view.pan(-0.15), ArrowRight: () => view.pan(0.15),
+        ArrowUp: () => this.step(-1, 0), ArrowDown: () => this.step(1, 0),
+        ".": () => this.step(0, 1), ",": () => this.step(0, -1),
+        Escape: () => {
+          this.cursor = null;
+          tip.hide();
+          this.draw();
+        },
+      };
+      if (!acts[e.key]) return;
+      e.preventDefault();
+      acts[e.key]();
+    });
+  }
+
+  // Move the keys' cursor over lanes or along one, and say what is there.
+  step(lanes, along) {
+    const all = this.tracks.filter((t) => t.kind === "lane");
+    const index = this.cursor ? all.indexOf(this.cursor.track) : -1;
+    const track = all[Math.min(Math.max(index + lanes, 0), all.length - 1)];
+    const parts = this.parts[track.source];
+    const order = parts.lanes[track.device];
+    if (!order.length) return announce("this device runs nothing");
+    let position = firstAfter(order, parts.start, parts.took, view.from / parts.tick);
+    if (this.cursor && !lanes) position = this.cursor.position + along;
+    position = Math.min(Math.max(position, 0), order.length - 1);
+    const bar = order[position];
+    this.cursor = { track, position, bar };
+    const [from, to] = [parts.start[bar] * parts.tick, (parts.start[bar] + parts.took[bar]) * parts.tick];
+    if (from < view.from || to > view.to) {
+      const width = view.to - view.from;
+      view.set((from + to) / 2 - width / 2, (from + to) / 2 + width / 2);
+    } else this.draw();
+    const [title, pairs] = this.explain(this.cursor, from);
+    const box = this.canvas.getBoundingClientRect();
+    tip.show(box.left + this.x(Math.max(from, view.from)), box.top + track.y + track.height, title, pairs);
+    announce([title, ...pairs.filter(([, v]) => v).map(([k, v]) => `${k} ${v}`)].join(", "));
   }
 
   summary() {
@@ -415,7 +547,7 @@ class Panel {
   }
 }
 
-// The section: which planners, and the buttons.
+// The section: which planners, how coloured, and the buttons.
 function timelineSection(workload, state) {
   const usable = workload.decisions.map((d, i) => [d, i]).filter(([d]) => d.predicted || d.measured);
   if (!usable.length) return null;
@@ -423,12 +555,17 @@ function timelineSection(workload, state) {
     .filter((p) => known(p.decision) && usable.some(([, i]) => i === p.decision))
     .map((p) => [p.name, p.name]);
   let panels = [];
+  const show = (made) => {
+    panels = onPage.panels = made;
+  };
+  let colour = "batch";
   const holder = el("div", { class: "panels" });
   const valid = (name) => (options.some(([n]) => n === name) ? name : options[0][0]);
 
   function paint(keepView) {
     const chosen = [valid(state.left), state.right && valid(state.right)].filter(Boolean);
-    panels = onPage.panels = chosen.map((name, i) => new Panel(workload, name, i));
+    show(chosen.map((name, i) => new Panel(workload, name, i)));
+    for (const panel of panels) panel.colour = colour;
     holder.classList.toggle("pair", panels.length > 1);
     holder.replaceChildren(...panels.map((p) => p.node));
     const spans = panels.flatMap((p) => [p.decision.predicted, p.decision.measured]).filter(Boolean).map((t) => t.makespan_s);
@@ -447,6 +584,13 @@ function timelineSection(workload, state) {
   first.querySelector("select").id = "planner-left";
   second.querySelector("select").id = "planner-right";
   const button = (id, text, name, act) => el("button", { type: "button", id, "aria-label": name, title: name, onclick: act }, text);
+  const colours = choice("colour by", [["batch", "micro-batch"], ["module", "module"]], colour, (value) => {
+    colour = value;
+    for (const panel of panels) {
+      panel.colour = value;
+      panel.draw();
+    }
+  });
   const period = () => {
     const t = panels[0].decision.predicted || panels[0].decision.measured;
     const at = t.makespan_s * 0.5;
@@ -461,17 +605,20 @@ function timelineSection(workload, state) {
       for (const panel of panels) panel.draw();
     });
   };
-  on("view", redraw);
-  on("change", redraw, matchMedia("(prefers-color-scheme: dark)"));
-  on("planner", () => {
-    choose(first, valid(state.left));
-    choose(second, state.right || "");
-    paint(true);
-  });
-  new ResizeObserver(redraw).observe(holder);
+  const act = {
+    view: redraw, theme: redraw,
+    planner: () => {
+      choose(first, valid(state.left));
+      choose(second, state.right || "");
+      paint(true);
+    },
+  };
+  for (const [what, does] of Object.entries(act)) on(what, does);
+  const resize = new ResizeObserver(redraw);
+  resize.observe(holder);
   paint(false);
   return card("Timeline", "When every operator runs, as the simulator predicts it and as the devices ran it. Orange marks under a lane are tensors that arrive from other devices.",
-    el("div", { class: "tools" }, first, second, el("span", { class: "gap" }),
+    el("div", { class: "tools" }, first, second, colours, el("span", { class: "gap" }),
       el("span", { class: "group", role: "group", "aria-label": "Zoom" },
         button("zoom-in", "+", "Zoom in", () => view.zoom(0.6)),
         button("zoom-out", "−", "Zoom out", () => view.zoom(1 / 0.6)),
@@ -481,5 +628,6 @@ function timelineSection(workload, state) {
         button("zoom-all", "all", "Show everything", () => view.reset()))),
     holder,
     el("p", { class: "hint keys" }, "Drag to move. Click, then the wheel zooms (or Ctrl and the wheel). Keys: ",
-      ["+", "−", "←", "→", "0"].map((k) => [el("kbd", {}, k), " "]), "."));
+      ["+", "−", "←", "→", "0"].map((k) => [el("kbd", {}, k), " "]), "move, ", ["↑", "↓"].map((k) => [el("kbd", {}, k), " "]), "choose a device, ",
+      [",", "."].map((k) => [el("kbd", {}, k), " "]), "step through its operators."));
 }
