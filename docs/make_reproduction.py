@@ -54,7 +54,7 @@ STUDIES = {
     "prediction": Study("How well are times of unseen models predicted?", 22),
     "scale": Study("Planners up to 100,000 operators", 22),
     "scale_out": Study("From 8 to 4,096 devices", 20),
-    "distributed": Study("Plans over processes: as predicted, how fast?", 3),
+    "distributed": Study("Plans over processes: equal results, as predicted, how fast?", 3),
     "neusight": Study("How well are times of a GPU predicted that was never measured?", 1, True),
     "decoding": Study("Seconds for a token: predicted and measured", 2),
     "homes": Study("Language models on clusters at home: how much faster?", 3),

@@ -1,19 +1,22 @@
-"""Plans over processes: prediction, and a peer.
+"""Plans over processes: equal results, prediction, a peer, and what happens when something fails.
 
     python -m experiments.distributed [--rounds 7] [--tiny]
 
+Outputs with two and four gloo processes and training losses with two, against the plain module.
 The measured period against the predicted one, with the links that ``placement profile
 --distributed`` measures; also between two network namespaces with limited bandwidth, where this
 process may make them. Throughput against ``torch.distributed.pipelining`` with the same cut in the
-same number of processes, round by round in turns, and of a plan that it cannot express. (That
-results are equal, and that every process ends whatever fails, tests/executor/test_distributed.py
-checks.) Writes ``experiments/results/distributed.md`` and ``.json``.
+same number of processes, round by round in turns, and of a plan that it cannot express. The time
+until every process has ended after ``kill -9``, SIGSTOP and a dropped link.
+Writes ``experiments/results/distributed.md`` and ``.json``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from experiments.fidelity import merged
 from experiments.peers import STACKS, TINY, Peer, Stack, same_cut
@@ -34,9 +38,10 @@ from experiments.runs import in_turns, two_cores
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
 from placement.capturing import capture
+from placement.capturing.training import plain_step
 from placement.cluster import Cluster
 from placement.costs.measure import measure
-from placement.executor.distributed import DistributedRunner, pin
+from placement.executor.distributed import DistributedRunner, DistributedTrainer, pin
 from placement.executor.distributed_world import World
 from placement.problem import Problem
 from placement.simulator import simulate
@@ -44,6 +49,7 @@ from placement.timeline import steady_period
 
 NAMESPACES = ("placement-a", "placement-b")
 RATE, LIMIT = "400mbit", "burst 64kb latency 50ms"
+TIMEOUT_S = 5.0  # of the runs in which something fails
 PATIENCE_S = 120.0
 
 
@@ -58,9 +64,12 @@ def rank_main(path: str) -> None:
     torch.set_num_threads(1)
     module, inputs = stack.build(), stack.inputs(job["micro_batches"])
     data = list(inputs.split(stack.item[0]))
+    if job["train"]:
+        _train(module, data, cluster, place, path)
+        return
     graph = capture(module, data[0], name=stack.name)
     pin(cluster)
-    with World.join() as world:
+    with World.join(job["timeout_s"]) as world:
         runner = DistributedRunner(graph, cluster, place, world=world, max_in_flight=4)
         if world.rank:
             runner.serve()
@@ -71,10 +80,32 @@ def rank_main(path: str) -> None:
         for line in sys.stdin:
             if line.strip() == "stop":
                 break
+            feed = itertools.cycle(data) if line.strip() == "forever" else iter(data)
             began = time.perf_counter()
-            ends = [time.perf_counter() - began for _ in runner.stream(data)]
+            ends = [time.perf_counter() - began for _ in runner.stream(feed)]
             print(json.dumps(ends), flush=True)
         runner.close()
+
+
+def _train(
+    module: nn.Module, data: list[torch.Tensor], cluster: Cluster, place: Any, path: str
+) -> None:
+    loss, optimizer = nn.functional.mse_loss, torch.optim.AdamW(module.parameters(), lr=1e-3)
+    pairs = [(x, x.flip(0)) for x in data]
+    graph = capture(module, pairs[0], mode="training", loss=loss, optimizer=optimizer)
+    # Backward is where its forward is: by the block that an operator belongs to.
+    block = [int((p.removeprefix("module.") or "0").split(".")[0]) for p in graph.op_module]
+    _, first, member = np.unique(graph.group, return_index=True, return_inverse=True)
+    place = (np.array(block) >= (max(block) + 1) // 2)[first][member].astype(np.int32)
+    with World.join(60.0) as world:
+        trainer = DistributedTrainer(graph, cluster, place, optimizer, world=world)
+        if world.rank:
+            trainer.serve()
+            return
+        losses = [trainer.step(pairs).tolist() for _ in range(4)]
+        trainer.close()
+    Path(path).with_suffix(".losses").write_text(json.dumps(losses))
+    print("ready", flush=True)
 
 
 class Ranks:
@@ -87,14 +118,18 @@ class Ranks:
         placement: Any,
         stack: Stack,
         num_batches: int,
-        namespaces: bool,
+        *,
+        train: bool = False,
+        timeout_s: float = 60.0,
+        namespaces: bool = False,
     ) -> None:
         self.path = Path(tempfile.mkdtemp(dir=folder)) / "job.json"
         yaml = self.path.with_suffix(".yaml")
         cluster.to_yaml(yaml)
         job = {
             "stack": asdict(stack), "placement": np.asarray(placement).tolist(),
-            "micro_batches": num_batches, "cluster": str(yaml),
+            "micro_batches": num_batches, "cluster": str(yaml), "train": train,
+            "timeout_s": timeout_s,
         }  # fmt: skip
         self.path.write_text(json.dumps(job))
         self.errors = [self.path.with_suffix(f".{r}.err") for r in range(cluster.num_devices)]
@@ -206,6 +241,36 @@ def links(folder: Path, cluster: Cluster, namespaces: bool) -> Cluster:
 # --- the parts of the study -----------------------------------------------------------------------
 
 
+def equal(folder: Path, cluster: Cluster, stack: Stack, num_batches: int) -> dict[str, float]:
+    """Largest difference from the plain module: outputs with 2 and 4 processes, losses with 2."""
+    module, inputs = stack.build(), stack.inputs(num_batches)
+    data = list(inputs.split(stack.item[0]))
+    graph = capture(module, data[0], name=stack.name)
+    expected = plain_outputs(stack, data)
+    differences = {}
+    block = np.array([int(p.split(".")[0]) for p in graph.op_module])
+    for size in (2, 4):
+        named = [replace(cluster.devices[i % 2], name=f"cpu:{i}") for i in range(size)]
+        place = block * size // (block.max() + 1)
+        ranks = Ranks(folder, Cluster("four", tuple(named)), place, stack, num_batches)
+        ranks.line()
+        ranks.close()
+        differences[f"outputs, {size} processes"] = ranks.difference(expected)
+    ranks = Ranks(folder, cluster, [], stack, num_batches, train=True)
+    ranks.line()
+    ranks.close()
+    losses = json.loads(ranks.path.with_suffix(".losses").read_text())
+    module = stack.build().train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    pairs = [(x, x.flip(0)) for x in data]
+    loss = nn.functional.mse_loss
+    plain = [plain_step(module, optimizer, pairs, loss).tolist() for _ in range(4)]
+    differences["training losses of 4 steps, 2 processes"] = float(
+        np.abs(np.subtract(losses, plain)).max()
+    )
+    return differences
+
+
 def plain_outputs(stack: Stack, data: list[torch.Tensor]) -> np.ndarray[Any, Any]:
     """What the module computes without us."""
     module = stack.build()
@@ -217,11 +282,11 @@ def against(
     folder: Path,
     cluster: Cluster,
     stack: Stack,
-    options: Options,
+    num_batches: int,
+    rounds: int,
     slow: Cluster | None,
 ) -> Iterator[dict[str, Any]]:
     """Throughput beside the peer's, and periods beside the predicted ones: a row per plan."""
-    num_batches = options.micro_batches
     data = list(stack.inputs(num_batches).split(stack.item[0]))
     graph = capture(stack.build(), data[0], name=stack.name)
     plain = replace(cluster, links=())
@@ -243,12 +308,12 @@ def against(
         ours = {}
         for name, (linked, place) in setups.items():
             far = linked is slow
-            ours[name] = Ranks(folder, plain, place, stack, num_batches, far)
+            ours[name] = Ranks(folder, plain, place, stack, num_batches, namespaces=far)
             opened.callback(ours[name].close)
         for ranks in ours.values():
             ranks.line()
         ways = {"peer": lambda: (peer.run(), 0.0)} | {n: r.run for n, r in ours.items()}
-        times = in_turns(ways, options.rounds, shift=True)
+        times = in_turns(ways, rounds, shift=True)
     # The machine changes its speed within minutes: what holds for the rounds lies in between.
     profile = merged([before, measure(graph, plain, repeats=5)])
     expected, peer_s = plain_outputs(stack, data), times["peer"][:, 0]
@@ -271,10 +336,54 @@ def against(
         }
 
 
+def faults(
+    folder: Path, cluster: Cluster, stack: Stack, can_drop: bool
+) -> Iterator[dict[str, Any]]:
+    """Seconds from the fault to the end of the last process, and what rank 0 wrote."""
+    graph = capture(stack.build(), stack.inputs(1), name=stack.name)
+    plain, half = replace(cluster, links=()), same_cut(graph, stack.num_blocks)
+    ways: dict[str, Any] = {
+        "kill -9 of rank 1": signal.SIGKILL, "SIGSTOP of rank 1": signal.SIGSTOP,
+    }  # fmt: skip
+    if can_drop:
+        ways["link down"] = f"ip -n {NAMESPACES[1]} link set cable down"
+    for name, how in ways.items():
+        by_cable = isinstance(how, str)
+        ranks = Ranks(folder, plain, half, stack, 8, timeout_s=TIMEOUT_S, namespaces=by_cable)
+        ranks.line()
+        ranks.send("forever")
+        time.sleep(1.0)
+        began = time.monotonic()
+        if by_cable:
+            subprocess.run(how.split(), check=True)
+        else:
+            os.kill(ranks.processes[1].pid, how)
+        left = [ended_late(process) for process in ranks.processes]
+        seconds = time.monotonic() - began
+        said = ranks.errors[0].read_text().strip()
+        at = said.rfind("RankError: ")
+        yield {
+            "fault": name, "timeout_s": TIMEOUT_S, "seconds": seconds,
+            "left_running": any(left), "said": said[at + 11 :] if at >= 0 else said[-300:],
+        }  # fmt: skip
+
+
+def ended_late(process: subprocess.Popen[str]) -> bool:
+    """Whether it did not end by itself in time."""
+    try:
+        process.wait(PATIENCE_S)
+        return False
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
+
+
 def rows(options: Options) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     two = two_cores()
     stacks = TINY if options.tiny else (STACKS[0], STACKS[2])
+    small = TINY[0] if options.tiny else Stack("small", 4, (4, 16, 64), heads=4)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         why_not = make_namespaces()
@@ -282,26 +391,43 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
             say("links")
             near = links(folder, two, False)
             far = None if why_not else links(folder, two, True)
-            if why_not:
-                say(f"no network namespaces: {why_not}")
+            namespaces = f"not made here, {why_not}" if why_not else "made here"
+            yield {"part": "namespaces", "said": namespaces}
+            say("equal results")
+            for what, value in equal(folder, near, small, 4).items():
+                yield {"part": "equal", "what": what, "difference": value}
             for stack in stacks:
                 say(stack.name)
-                yield from against(folder, near, stack, options, far)
+                batches, rounds = options.micro_batches, options.rounds
+                for row in against(folder, near, stack, batches, rounds, far):
+                    yield {"part": "against", **row}
+            say("faults")
+            for row in faults(folder, two, TINY[0], not why_not):
+                yield {"part": "faults", **row}
         finally:
             drop_namespaces()
 
 
 def parts(rows: Rows, options: Options) -> dict[str, Any]:
+    by: dict[str, list[Any]] = {}
+    for row in rows:
+        by.setdefault(row["part"], []).append(row)
+
     def ratio(row: dict[str, Any]) -> str:
         low, high = row["ratio_quartiles"]
         return f"{row['ratio_to_peer']:.2f}x ({low:.2f} to {high:.2f})"
 
     return {
         "rate": RATE,
-        "namespaces": f"{'' if any('networks' in r['plan'] for r in rows) else 'not '}made here",
-        "error": 100 * float(np.mean([abs(r["error"]) for r in rows])),
+        "namespaces": by["namespaces"][0]["said"],
+        "error": 100 * float(np.mean([abs(r["error"]) for r in by["against"]])),
+        "equal": table(
+            by["equal"],
+            Column("largest difference from the plain module", "what"),
+            Column("", lambda r: f"{r['difference']:.1e}"),
+        ),
         "against": table(
-            rows,
+            by["against"],
             Column("model", "stack"),
             Column("plan", "plan"),
             Column("peer", "peer_s", 2, 1e3, " ms"),
@@ -310,6 +436,14 @@ def parts(rows: Rows, options: Options) -> dict[str, Any]:
             Column("predicted", "predicted_s", 2, 1e3, " ms"),
             Column("measured", "measured_s", 2, 1e3, " ms"),
             Column("error", lambda r: f"{100 * r['error']:+.0f} %"),
+        ),
+        "faults": table(
+            by["faults"],
+            Column("fault", "fault"),
+            Column("timeout", "timeout_s", 0, unit=" s"),
+            Column("every process ended after", "seconds", 1, unit=" s"),
+            Column("left running", lambda r: "yes" if r["left_running"] else "no"),
+            Column("rank 0 said", lambda r: " ".join(r["said"].split())),
         ),
     }
 
