@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.utils import _pytree as pytree
@@ -82,7 +83,7 @@ def export(
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
-                _encoders_as_called(),
+                _transformers_as_called(),
                 _unchecked_distributions(),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
@@ -159,12 +160,13 @@ def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
 
 
 @contextmanager
-def _encoders_as_called() -> Iterator[None]:
+def _transformers_as_called() -> Iterator[None]:
     """Trace ``nn.TransformerEncoder`` as a call computes it: padded positions come out as zeros.
 
-    A call makes nested tensors of padded sequences, which a trace leaves out.
+    A call makes nested tensors of padded sequences, which a trace leaves out. Whether a mask is the
+    causal one, which a call finds out for the sake of a faster kernel, is not asked.
     """
-    traced = nn.TransformerEncoder.forward
+    traced, detected = nn.TransformerEncoder.forward, transformer._detect_is_causal_mask
 
     def forward(
         self: nn.TransformerEncoder,
@@ -201,10 +203,12 @@ def _encoders_as_called() -> Iterator[None]:
         return output if norm is None else norm(output)
 
     nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
         nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
+        transformer._detect_is_causal_mask = detected
 
 
 @contextmanager
@@ -315,7 +319,8 @@ def _export_error(
         return CaptureError(
             f"the module returns a {what}: "
             + (
-                "add use_cache=False to its keyword inputs"
+                "add use_cache=False to its keyword inputs; to decode with a cache: "
+                "docs/transformers.md"
                 if what.endswith("Cache")
                 else "let it return tensors, constants, or tuples, lists and dicts of them; a data "
                 "class is one of these after torch.export.register_dataclass"
