@@ -122,9 +122,7 @@ def _function(spec: str) -> Any:
     else:
         families = family_of()
         if spec not in families and os.path.isdir(spec):
-            from placement.workloads.hugging_face import pretrained
-
-            return partial(pretrained, spec)
+            return partial(_function(f"{__name__}.hugging_face:pretrained"), spec)
         if spec not in families:
             stem = spec.removesuffix(".py")
             here = f"; {stem}.py is here: name a function of it, {stem}:function;"
