@@ -682,7 +682,7 @@ class Plan(_Strict):
             if max(numbers, default=0) >= n:
                 wrong.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         on = list(self.assignment.values())
-        if self.stages != _stages(list(self.assignment), on):
+        if self.stages != stages_of(list(self.assignment), on):
             wrong.append("stages do not follow from assignment")
         modules = self.graph.modules
         if len(modules) == len(on) and self.device_map != whole_modules(modules, on):
@@ -821,7 +821,7 @@ def make_plan(
             ),
             priority=tuple(priority.tolist()),
             order=None if schedule is None else _named_order(schedule, graph, devices),
-            stages=_stages(graph.op_name, on),
+            stages=stages_of(graph.op_name, on),
             device_map=module_map(graph, on),
             predicted=Predicted(
                 value_s=_value_s(problem, solution, one, many),
@@ -1037,7 +1037,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
+def stages_of(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
+    """The runs of operators, given by name in order, that are on one device."""
     cuts = [0, *(i for i in range(1, len(on)) if on[i] != on[i - 1]), len(on)]
     return tuple(
         Stage(device=on[a], first=names[a], last=names[b - 1], num_ops=b - a)
