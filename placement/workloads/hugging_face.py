@@ -63,7 +63,7 @@ def example_inputs(module: Any, batch: int, size: int) -> dict[str, Any]:
 
     config, name = module.config, module.main_input_name
     bins = getattr(config, "num_mel_bins", None)
-    shapes = {
+    shapes: dict[str, tuple[Any, ...]] = {
         "pixel_values": (batch, getattr(config, "num_channels", None) or 3, size, size),
         "input_values": (batch, size, bins) if bins else (batch, size),
         "input_features": (batch, bins, size),
