@@ -393,6 +393,14 @@ def test_autocast_and_gradient_regions_become_plain_operators(region):
     assert {"linear", "add"} < set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
+def test_autocast_around_a_capture_is_refused():
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(CaptureError, match="in the module's"),
+    ):
+        capture(nn.Linear(4, 4), X)
+
+
 def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
     """What is wrong is found by calling the module itself, in training mode too."""
 
