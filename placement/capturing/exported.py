@@ -524,6 +524,49 @@ def module_path(node: fx.Node) -> str:
     return re.sub(r"@\d+", "", path)
 
 
+def view_of(x: Tensor) -> Any:
+    """Equal for tensors that see the same memory the same way."""
+    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def parameters_of(
+    exported: Any, trained: nn.Module | None = None, *, unread: bool = False
+) -> tuple[list[Tensor], list[str], dict[str, int]]:
+    """Distinct parameters, buffers and constants, their names, and which a placeholder is.
+
+    The same memory seen the same way is one (tied parameters); of what is ``trained`` two
+    parameters are two, by their names in the module. ``unread``: also those that no operator of the
+    forward reads.
+    """
+    own = () if trained is None else (*trained.named_parameters(), *trained.named_buffers())
+    own_name = {id(x): name for name, x in own}
+    signature = exported.graph_signature
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    seen: dict[Any, int] = {}
+    params: list[Tensor] = []
+    param_names: list[str] = []
+    param_at: dict[str, int] = {}
+    for node in exported.graph.nodes:
+        if node.op != "placeholder" or node.name not in names or not (node.users or unread):
+            continue
+        full_name = names[node.name]
+        stored = exported.state_dict
+        real = stored[full_name] if full_name in stored else exported.constants[full_name]
+        key = view_of(real)
+        one = params[seen[key]] if key in seen else None
+        apart = trained and one is not real and nn.Parameter in (type(one), type(real))
+        if one is None or apart:
+            seen[key] = len(params)
+            params.append(real)
+            param_names.append(own_name.get(id(real), full_name))
+        param_at[node.name] = seen[key]
+    return params, param_names, param_at
+
+
 def check_static(nodes: Sequence[fx.Node]) -> None:
     """Every operator must give tensors of fixed shapes, and there must be no control flow."""
     for node in nodes:
