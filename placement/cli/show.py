@@ -227,7 +227,7 @@ def shipped(plan: Plan) -> str | None:
     return plan.graph.workload if plan.graph.workload in workloads.names() else None
 
 
-def unnamed(plan: Plan, remedy: str = "if there is a model, name a function") -> str:
+def unnamed(plan: Plan, remedy: str = "there is no model, unless you name the function") -> str:
     """What to type where a plan does not say what it is of, or says what is not ours."""
     if plan.graph.workload:
         model = shlex.quote(plan.graph.workload)

@@ -204,7 +204,7 @@ def test_plan_of_a_problem_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     checked = answer(capsys, "validate", out)
     assert checked["valid"] is True and "made from a problem file" in checked["notes"][0]
     assert "exists in the simulator only" in checked["notes"][1]
-    assert "there is no model to run" in error(capsys, "run", out)
+    assert "there is no model, unless you name" in error(capsys, "run", out)
     assert "--profile is for workloads" in error(
         capsys, "plan", file, "--planner", "heft", "--profile", "x.npz"
     )
