@@ -191,8 +191,9 @@ class Runner:
         """Outputs for each item of ``loader``, in order, computed in a pipeline.
 
         Each item, or what ``preprocess`` makes of it, is what ``capture`` accepts as example
-        inputs, or a list of positional ones. Items are loaded by threads while the devices work
-        on earlier ones, if that pays: the time of an item and of a step are measured, and the
+        inputs, or a list of positional ones; each has tensors of its own, as they are read until
+        its outputs are there. Items are loaded by threads while the devices work on earlier ones,
+        if that pays: the time of an item and of a step are measured, and the
         number of ``workers`` and of items loaded ahead (``prefetch``, at most
         ``prefetch_bytes``) chosen from them. An iterable is read by one thread at a time; a
         list or map-style data set, and ``preprocess``, are called by several at once

@@ -1,4 +1,4 @@
-"""Parameters in the memory of GPUs: copied once, and kept for the next runner of the program."""
+"""Parameters in the memory of GPUs: copied once, and kept for the next runner of the module."""
 
 from __future__ import annotations
 
@@ -87,12 +87,25 @@ def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> 
 
 
 def forget_others(device: torch.device, program: Program, read: set[int]) -> None:
-    """Drop kept copies that are not of these parameters: their memory may be needed."""
-    entry = _kept.get(device)
-    if entry is not None:
-        is_same = entry[0]() is program
-        for key in [key for key in entry[1] if not (is_same and key[1] in read)]:
-            del entry[1][key]
+    """Drop kept copies that are not of these parameters: their memory may be needed.
+
+    Copies that a program of the same module kept, for other inputs, are this one's from now on.
+    """
+    entry = _kept.pop(device, None)
+    before = None if entry is None else entry[0]()
+    if entry is None or before is None:
+        return
+    copies = entry[1]
+    if before is not program:
+        of = {_memory(before.params[p]): copy for (_, p), copy in copies.items()}
+        mine = {p: of.get(_memory(program.params[p])) for p in read if p < len(program.params)}
+        copies = {(device, p): copy for p, copy in mine.items() if copy is not None}
+    here = {key: copy for key, copy in copies.items() if key[1] in read}
+    _remember(device, program, here)
+
+
+def _memory(value: Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def keep(program: Program, copies: Copies) -> None:
@@ -101,13 +114,17 @@ def keep(program: Program, copies: Copies) -> None:
     So a device holds no more than this runner needs, and nothing when the program is gone.
     """
     for device in {device for device, _ in copies}:
+        _remember(device, program, {k: copy for k, copy in copies.items() if k[0] == device})
 
-        def forget(ref: Any, device: torch.device = device) -> None:
-            if device in _kept and _kept[device][0] is ref:
-                del _kept[device]
 
-        mine = {key: copy for key, copy in copies.items() if key[0] == device}
-        _kept[device] = weakref.ref(program, forget), mine
+def _remember(device: torch.device, program: Program, copies: Copies) -> None:
+    """Until another runner is started there, or the program is gone."""
+
+    def forget(ref: Any) -> None:
+        if device in _kept and _kept[device][0] is ref:
+            del _kept[device]
+
+    _kept[device] = weakref.ref(program, forget), copies
 
 
 def state_of(value: Tensor) -> State:

@@ -511,6 +511,22 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
             gc.enable()
 
 
+def test_runners_of_one_module_for_other_shapes_have_the_same_copies_of_parameters():
+    module, x = two_layers()
+    inputs = x, torch.cat([x, x])
+    graphs = [capture(module.eval(), y) for y in inputs]
+    with emulated_gpu.emulated() as gpu, ExitStack() as stack:
+        runners = [stack.enter_context(Runner(g, BOTH, all_on(g, 1))) for g in graphs]
+        for written in (False, True):
+            for runner, y in zip(runners, inputs, strict=True):
+                torch.testing.assert_close(runner(y), module(y))
+            first, second = (runner.loaded for runner in runners)
+            assert all(first[key] is second[key] for key in first)
+            assert gpu.copies["pageable"] == 4 + 2 * written  # each asks by itself
+            with torch.no_grad():
+                module[0].weight.mul_(2.0)
+
+
 @pytest.mark.parametrize(
     ("layer", "form"),
     [
