@@ -149,7 +149,8 @@ class Link:
     Links with the same ``channel`` name share one serial channel; without a name each
     ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile. ``wake_s``: how
     long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken;
-    ``send_s + bytes * send_s_per_byte``: by handing over any tensor.
+    ``send_s + bytes * send_s_per_byte``: by handing over any tensor. ``receive_s``: how much longer
+    the receiver's worker takes for the first operator that reads what arrives.
     """
 
     src: str
@@ -161,16 +162,16 @@ class Link:
     wake_s: float = 0.0
     send_s: float = 0.0
     send_s_per_byte: float = 0.0
+    receive_s: float = 0.0
 
     def __post_init__(self) -> None:
-        costs = (self.latency_s, self.wake_s, self.send_s, self.send_s_per_byte)
+        busy = (self.wake_s, self.send_s, self.send_s_per_byte, self.receive_s)
         speed = self.bandwidth_bytes_per_s
         # Comparisons with NaN are false.
-        if not (all(0 <= x < LONGEST_S for x in costs) and speed > 1 / LONGEST_S):
+        if not (all(0 <= x < LONGEST_S for x in (self.latency_s, *busy)) and speed > 1 / LONGEST_S):
             raise ClusterError(
-                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, wake_s = "
-                f"{self.wake_s}, send_s = {self.send_s} and send_s_per_byte = "
-                f"{self.send_s_per_byte} must be >= 0 and below {LONGEST_S:g}, and "
+                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, and wake_s, send_s, "
+                f"send_s_per_byte and receive_s = {busy} must be >= 0 and below {LONGEST_S:g}, and "
                 f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0 (a link that "
                 "must not be used: a latency of hours)"
             )

@@ -374,14 +374,14 @@ class Costs:
         neighbours: float64 ``[D]`` how many times as much they take longer beside busy ones.
         waking: how many times as long waking takes.
         ways: of pairs of devices, by name: how many times as long transfers take, seconds more of
-            each, and seconds more that handing over a tensor keeps the sender.
+            each, and seconds more that a tensor keeps the sender, and the receiver.
         call_s: of a call of several devices, besides its first operator to its last.
     """
 
     times: Floats
     neighbours: Floats
     waking: float
-    ways: Mapping[Way, tuple[float, float, float]]
+    ways: Mapping[Way, tuple[float, ...]]
     call_s: float = 0.0
 
 
@@ -389,10 +389,10 @@ def _costs(cluster: Cluster, numbers: Floats) -> Costs:
     """Of numbers ``[C]`` in the order of ``Costs``: logarithms of factors, and seconds."""
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
     times, by_kind, (waking,), of_ways, (call_s,) = np.split(
-        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 3 * len(ways)])
+        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 4 * len(ways)])
     )
     neighbours = by_kind[np.unique(kinds, return_inverse=True)[1]]
-    each = [(float(np.exp(f)), float(a), float(b)) for f, a, b in of_ways.reshape(-1, 3)]
+    each = [(float(np.exp(f)), *more) for f, *more in of_ways.reshape(-1, 4).tolist()]
     own = dict(zip(ways, each, strict=True))
     return Costs(np.exp(times), np.exp(neighbours), float(np.exp(waking)), own, float(call_s))
 
@@ -402,8 +402,8 @@ def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
     seconds = _LIKELY_S if len(set(kinds)) == 1 else _LIKELY_UNLIKE_S
     factors = [_LIKELY_TIMES[kind] for kind in kinds] + [_LIKELY_FACTOR] * (len(set(kinds)) + 1)
-    scale = [*factors, *[_LIKELY_FACTOR, seconds, seconds] * len(ways), seconds]
-    least = [-np.inf] * len(factors) + [-np.inf, 0.0, 0.0] * len(ways) + [0.0]
+    scale = [*factors, *[_LIKELY_FACTOR, *[seconds] * 3] * len(ways), seconds]
+    least = [-np.inf] * len(factors) + [-np.inf, *[0.0] * 3] * len(ways) + [0.0]
     return np.array(scale), np.array(least)
 
 
@@ -443,7 +443,7 @@ def scaled(profile: Profile, costs: Costs) -> Profile:
     links = []
     for x in profile.links:
         own = (own for way, own in costs.ways.items() if (x.src, x.dst) in way)
-        factor, later_s, sending_s = next(own, (1.0, 0.0, 0.0))
+        factor, later_s, sending_s, receiving_s = next(own, (1.0, 0.0, 0.0, 0.0))
         links.append(
             replace(
                 x,
@@ -451,6 +451,7 @@ def scaled(profile: Profile, costs: Costs) -> Profile:
                 bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / factor,
                 wake_s=x.wake_s * costs.waking,
                 send_s=x.send_s + sending_s,
+                receive_s=x.receive_s + receiving_s,
             )
         )
     other = replace(at_speed(profile, costs.times), links=tuple(links))
