@@ -346,7 +346,7 @@ class Cluster:
                     del device[rate]
         links = [asdict(x) for x in self.links]
         for link in links:
-            for new in ("wake_s", "send_s", "send_s_per_byte"):
+            for new in ("wake_s", "send_s", "send_s_per_byte", "receive_s"):
                 if not link[new]:
                     del link[new]
         text = json.dumps([devices, links])

@@ -385,7 +385,9 @@ def _most_probable(
         free = np.flatnonzero((found > least) | (down < 0))  # what is least, and wants less, stays
         tried = [found.copy() for _ in _CALIBRATION_DAMPING]
         for x, d in zip(tried, _CALIBRATION_DAMPING, strict=True):
-            step = np.linalg.solve((curved + d * np.eye(len(found)))[np.ix_(free, free)], down[free])
+            step = np.linalg.solve(
+                (curved + d * np.eye(len(found)))[np.ix_(free, free)], down[free]
+            )
             x[free] -= step
             np.maximum(least, x, out=x)
         best = min(tried, key=lambda x: sum_of(unlikely(x)))

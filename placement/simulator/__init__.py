@@ -90,7 +90,9 @@ def receiving(problem: Problem, placement: Placement) -> Floats:
     made = g.tensor_src[g.use_tensor] >= 0
     tensor, reader = g.use_tensor[made], g.use_dst[made]
     if problem.link_receive_s.any():
-        for row, on in zip(more.reshape(-1, problem.num_ops), np.atleast_2d(placement), strict=True):
+        for row, on in zip(
+            more.reshape(-1, problem.num_ops), np.atleast_2d(placement), strict=True
+        ):
             worker = problem.worker[on]
             to = worker[reader]
             _, first = np.unique(tensor.astype(np.int64) * d + to, return_index=True)

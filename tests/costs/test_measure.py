@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
+from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.costs import measure as measure_module
@@ -34,7 +33,7 @@ from placement.executor.runner import Runner
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
-from placement.simulator import evaluate
+from placement.simulator import evaluate, score
 from placement.tools.files import FileError
 from placement.workloads import tiny
 from tests.machine import TWO, problem_of
@@ -378,10 +377,19 @@ def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     assert found.links[1].send_s > 5e-5 and found.links[0].send_s < 3e-5
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**16))
-def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(seed):
-    """Others than the placements that ran are predicted better, at noise of 5 %."""
+def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(monkeypatch):
+    """Others than the placements that ran are predicted better, at noise of 5 %.
+
+    So is what a planner then answers, which is what was predicted too short.
+    """
+    found = np.array([learned(seed, monkeypatch) for seed in range(4)])
+    before, after, answer, answer_before = np.median(found, axis=0)
+    assert after < min(0.1, before / 2) and found[:, 1].max() < 0.15, found
+    assert answer > 0.9 > answer_before and found[:, 2].min() > 0.75, found
+
+
+def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Mean errors before and after; what a planner answers for streams, over what that takes."""
     rng, graph = np.random.default_rng(seed), relus(60)
     cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     seconds = rng.lognormal(-8.0, 0.7, (60, 2)) * [1.0, 0.2]
@@ -399,11 +407,15 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(seed):
         both = np.array(like(truth)(problem, placement))
         return tuple(both * np.exp(rng.normal(0.0, 0.05, 2)))
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measure_module, "run_placement", run)
-        found = calibrated(graph, cluster, profile)
-    before, after = (np.mean(errors(graph, cluster, p, truth)) for p in (profile, found))
-    assert after < max(0.12, before / 2), (before, after)
+    def answered(profile: Profile) -> float:
+        problem = Problem(graph, cluster, profile, num_microbatches=8)
+        answer = planners.load("local_search", evaluations=500)(problem)
+        return answer.value_s / score(replace(problem, profile=truth), answer.placement[None])[0]
+
+    monkeypatch.setattr(measure_module, "run_placement", run)
+    found = calibrated(graph, cluster, profile)
+    before, after = (float(np.mean(errors(graph, cluster, p, truth))) for p in (profile, found))
+    return [before, after, answered(found), answered(profile)]
 
 
 def test_what_takes_less_time_runs_more_often(monkeypatch):
