@@ -7,6 +7,7 @@ they will be. Devices take turns, round after round, so drift of the machine fal
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import platform
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,19 +126,20 @@ def measure(
             runners.append(runner)
             workspace = np.maximum(workspace, needed)
         runs = [_runs(runner, 0.0) for runner in runners]
-        while len(alone) < repeats or (
-            len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
-        ):
-            done = len(alone)
-            again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
-            say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
-            # The first of the two finds the caches as another device left them.
-            each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
-            alone.append(np.stack(each, axis=1))
-            runs = [_runs(r, s.sum()) for r, s in zip(runners, each, strict=True)]
-            if cluster.num_devices > 1:
-                whole_s = float(alone[-1].sum(axis=0).mean())
-                loaded.append(_run_together(runners, inputs, whole_s))
+        with nothing_collected():
+            while len(alone) < repeats or (
+                len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
+            ):
+                done = len(alone)
+                again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
+                say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+                # The first of the two finds the caches as another device left them.
+                each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
+                alone.append(np.stack(each, axis=1))
+                runs = [_runs(r, s.sum()) for r, s in zip(runners, each, strict=True)]
+                if cluster.num_devices > 1:
+                    whole_s = float(alone[-1].sum(axis=0).mean())
+                    loaded.append(_run_together(runners, inputs, whole_s))
         say("links", 1.0)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
         marks_s = np.array([_mark_seconds(r, priority, inputs, min(repeats, 5)) for r in runners])
@@ -173,6 +176,22 @@ def measure(
         profile = calibrated(graph, cluster, profile)
     seconds = round(time.time() - began, 2)
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile.
+
+    What a round has recorded is dropped at its end, and the next one makes as many objects: so the
+    collector would interrupt the same operator in each, which no median takes out.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _runs(runner: Alone, whole_s: float) -> int:
@@ -382,14 +401,12 @@ def _most_probable(
         slopes = np.stack([unlikely(x) - rows for x in aside], axis=1) / _CALIBRATION_STEP
         weighted = slopes / np.sqrt(1 + rows**2)[:, None]
         down, curved = weighted.T @ rows, weighted.T @ slopes
-        free = np.flatnonzero((found > least) | (down < 0))  # what is least, and wants less, stays
+        # What is least and would be less stays: else the others would step as if it moved too.
+        free = np.flatnonzero((found > least) | (down < 0))
         tried = [found.copy() for _ in _CALIBRATION_DAMPING]
-        for x, d in zip(tried, _CALIBRATION_DAMPING, strict=True):
-            step = np.linalg.solve(
-                (curved + d * np.eye(len(found)))[np.ix_(free, free)], down[free]
-            )
-            x[free] -= step
-            np.maximum(least, x, out=x)
+        for x, damping in zip(tried, _CALIBRATION_DAMPING, strict=True):
+            damped = curved[np.ix_(free, free)] + damping * np.eye(len(free))
+            x[free] = np.maximum(least[free], x[free] - np.linalg.solve(damped, down[free]))
         best = min(tried, key=lambda x: sum_of(unlikely(x)))
         if sum_of(unlikely(best)) > _CALIBRATION_ENOUGH * sum_of(rows):
             break

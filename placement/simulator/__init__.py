@@ -25,11 +25,11 @@
   from there on.
 * Model inputs are present for every device that shares host memory (kind ``cpu``) at
   admission, and are sent to the others from the first CPU device.
-* Operators take ``compute_s + share * (loaded_s - compute_s)``, besides that. In a run of one micro-batch
-  ``share`` is the share of the other devices that run something when the operator begins (or
-  begin at the same moment). In a pipelined run it is how much of the time they are busy (their
-  mean load over the largest load, and a load the mean over the phases), and operators are
-  stretched alike so that all of a micro-batch together take ``batch_s`` longer.
+* Besides that operators take ``compute_s + share * (loaded_s - compute_s)``. In a run of one
+  micro-batch ``share`` is the share of the other devices that run something when the operator
+  begins (or begin at the same moment). In a pipelined run it is how much of the time they are
+  busy (their mean load over the largest load, and a load the mean over the phases), and
+  operators are stretched alike so that all of a micro-batch together take ``batch_s`` longer.
 * In training, what replicas have added up travels after the last operator to the device that
   makes the gradient in phase 0, from each device of other memory (those of kind ``cpu`` share
   one); when all is there, new values travel back. Of that the period has the ``M``-th part.
@@ -86,18 +86,16 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
 
 def receiving(problem: Problem, placement: Placement) -> Floats:
     """float64, as ``placement``: seconds more of operators that take in what other devices made."""
-    g, d, more = problem.graph, problem.num_devices, np.zeros(np.shape(placement))
+    g, more = problem.graph, np.zeros(np.shape(placement))
     made = g.tensor_src[g.use_tensor] >= 0
     tensor, reader = g.use_tensor[made], g.use_dst[made]
-    if problem.link_receive_s.any():
-        for row, on in zip(
-            more.reshape(-1, problem.num_ops), np.atleast_2d(placement), strict=True
-        ):
-            worker = problem.worker[on]
-            to = worker[reader]
-            _, first = np.unique(tensor.astype(np.int64) * d + to, return_index=True)
-            source = worker[g.tensor_src[tensor[first]]]
-            np.add.at(row, reader[first], problem.link_receive_s[source, to[first]])
+    if not problem.link_receive_s.any():
+        return more
+    for row, on in zip(np.atleast_2d(more), np.atleast_2d(placement), strict=True):
+        worker = problem.worker[on]
+        _, first = np.unique(np.stack([tensor, worker[reader]]), axis=1, return_index=True)
+        by, source = reader[first], worker[g.tensor_src[tensor[first]]]
+        np.add.at(row, by, problem.link_receive_s[source, worker[by]])
     return more
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from dataclasses import replace
@@ -97,12 +98,18 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
 
     assert measure_module._steady(rounds(2, 2, 3, 2, 2.1)) and measure_module._steady([])
     assert not measure_module._steady(rounds(2, 3, 3, 2, 2))
-    steady = iter([False, False, True, True])
-    monkeypatch.setattr(measure_module, "_steady", lambda found: next(steady))
+    steady, collects = iter([False, False, True, True]), []
+
+    def next_steady(found):
+        collects.append(gc.isenabled())  # it would fall on the same operator in every round
+        return next(steady)
+
+    monkeypatch.setattr(measure_module, "_steady", next_steady)
     one = Cluster("one", TWO.devices[:1])
     # Two rounds, not steady; a third, not steady; a fourth, steady both alone and loaded.
     profile = measure(branches(), one, repeats=2)
     assert profile.provenance["rounds"] == 4 and profile.provenance["repeats"] == 2
+    assert not any(collects) and gc.isenabled()
     monkeypatch.setattr(measure_module, "_steady", lambda found: False)
     assert measure(branches(), one, repeats=1).provenance["rounds"] == 3
 
