@@ -165,15 +165,16 @@ class Link:
     receive_s: float = 0.0
 
     def __post_init__(self) -> None:
-        busy = (self.wake_s, self.send_s, self.send_s_per_byte, self.receive_s)
+        names = ("latency_s", "wake_s", "send_s", "send_s_per_byte", "receive_s")
+        costs = {name: getattr(self, name) for name in names}
         speed = self.bandwidth_bytes_per_s
         # Comparisons with NaN are false.
-        if not (all(0 <= x < LONGEST_S for x in (self.latency_s, *busy)) and speed > 1 / LONGEST_S):
+        if not (all(0 <= x < LONGEST_S for x in costs.values()) and speed > 1 / LONGEST_S):
+            each = ", ".join(f"{name} = {x}" for name, x in costs.items())
             raise ClusterError(
-                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, and wake_s, send_s, "
-                f"send_s_per_byte and receive_s = {busy} must be >= 0 and below {LONGEST_S:g}, and "
-                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0 (a link that "
-                "must not be used: a latency of hours)"
+                f"link {self.src} -> {self.dst}: {each} must be >= 0 and below {LONGEST_S:g}, and "
+                f"bandwidth_bytes_per_s = {speed} must be > 0 (a link that must not be used: a "
+                "latency of hours)"
             )
 
 
