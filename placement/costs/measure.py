@@ -365,6 +365,17 @@ def run_plain(runner: Runner, alone: int, many: int, warm: int) -> tuple[float, 
     return float(np.median(spans[warm:])), period_s
 
 
+def corrected(problem: Problem, placements: list[NDArray[np.int32]], measured: Floats) -> Profile:
+    """The profile with the costs that are most probable after placements have run.
+
+    ``measured`` float64 ``[P, 2]``: latency and period, nan where it is not known. A periodic
+    placement is the last.
+    """
+    few = min(problem.num_microbatches, _CALIBRATION_SIMULATED)
+    costs, _ = _most_probable(replace(problem, num_microbatches=few), placements, measured)
+    return scaled(problem.profile, costs)
+
+
 def _most_probable(
     problem: Problem, placements: list[NDArray[np.int32]], measured: Floats
 ) -> tuple[Costs, Floats]:
