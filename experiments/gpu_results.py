@@ -295,7 +295,9 @@ def where(measured: Mapping[str, Problem]) -> str:
         return float(np.minimum(cpu_s, gpu_s).sum() / gpu_s.sum() - 1)
 
     def trip_s(name: str) -> float:
-        return sum(x.latency_s + x.wake_s + x.send_s for x in measured[name].profile.links)
+        return sum(
+            x.latency_s + x.wake_s + x.send_s + x.receive_s for x in measured[name].profile.links
+        )
 
     return table(
         measured,

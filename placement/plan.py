@@ -171,6 +171,7 @@ class LinkInfo(_Strict):
     wake_s: Seconds = 0.0
     send_s: Seconds = 0.0
     send_s_per_byte: Seconds = 0.0
+    receive_s: Seconds = 0.0
     declared: bool
 
 
