@@ -147,7 +147,8 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
     """A CUDA graph of what ``work`` launches on the current stream, and what it has returned.
 
     That is another stream than the caller's: where a thread frees pinned memory PyTorch records an
-    event on the streams that have used it, and could not ask for one that is part of a graph.
+    event on the streams that have used it, and could not ask for one that is part of a graph. It is
+    nobody else's: of most streams PyTorch has 32, and who asks for more gets one that others use.
 
     Raises:
         Exception: what ``work`` did that cannot be captured; PyTorch is as it was before.
@@ -155,8 +156,10 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
     graph = torch.cuda.CUDAGraph()
     with _TURN, ExitStack() as stack:
         if device not in _STREAMS:
-            _STREAMS[device] = torch.cuda.Stream(device)
+            _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         stack.enter_context(torch.cuda.stream(_STREAMS[device]))
+        # Else the next graph would have cuBLAS' workspace from this one's memory, and run beside it.
+        stack.callback(torch._C._cuda_clearCublasWorkspaces)
         try:
             # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -262,5 +265,6 @@ class Replayed:
             return
         if not all(isinstance(x, Tensor) and x.is_cuda for x in outputs):
             graphs.eager[self._first] = "it makes what is not in the memory of the GPU"
+            graphs.pool = None  # perhaps of this graph alone, and gone with it
             return
         self._graph, self._outputs, self.slots = graph, outputs, slots

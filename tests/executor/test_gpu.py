@@ -1135,6 +1135,9 @@ def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
         list(runner.stream([x] * 2))
         pinned = [torch.ones(4, pin_memory=True)]
         compute = runner.workers[1].backend._gpu.compute
+        ordinary = gpu.pools[0, 0]
+        while len(ordinary) < 32 or ordinary[0] is not compute:  # it would be had once more
+            torch.cuda.Stream()
         with torch.cuda.stream(compute):
             pinned[0].to("cuda:0", non_blocking=True)
         compute.synchronize()
@@ -1146,6 +1149,26 @@ def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
         assert not pinned and gpu.num_replays and not runner.not_graphed
     with torch.no_grad():
         torch.testing.assert_close(outputs, [module(x)] * 4)
+
+
+def test_graphs_of_two_runners_share_no_workspace_of_cublas():
+    """Both are captured by this thread, on the same stream, and run beside each other."""
+    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, ExitStack() as stack:
+        mine, other = (
+            stack.enter_context(graphed(graph, BOTH, all_on(graph, 1))) for _ in range(2)
+        )
+        for runner in (mine, other):
+            for _ in range(4):
+                runner(x)
+        assert gpu.num_replays == 2 and gpu.num_races == 0
+        gpu.kernel_s = 5e-3
+        results = mine.stream([x] * 4)
+        found = [next(results), other(x), *results]
+        assert gpu.num_replays == 7 and gpu.num_races == 0
+    with torch.no_grad():
+        torch.testing.assert_close(found, [module(x)] * 5)
 
 
 def test_a_run_of_views_is_no_graph():
