@@ -37,7 +37,7 @@ from placement.executor.awake import wait_exactly
 
 _CLOCK_TRIES = 10  # to read the host's clock and the device's at the same time
 _DRIFT_MS = 500.0  # in which two clocks drift apart so far that it can be told
-_SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
+SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
@@ -242,53 +242,44 @@ class CudaBackend:
         self._gpu.events.append(mark)
 
     def call(
-        self, launch: Callable[[], dict[int, Any]], is_late: Callable[[], bool]
-    ) -> dict[int, Any]:
-        """The outputs of the model that the calling thread launches, complete.
+        self, launch: Callable[[], dict[int, Any]], is_late: Callable[[], bool], is_last: bool
+    ) -> Callable[[], dict[int, Any]]:
+        """Launch outputs of the model in the calling thread; what waits for them, and gives them.
 
         No other thread takes part, as waking one takes as long as many kernels. If ``is_late``
         says so, which is asked while the device computes, it is all launched once more. Autocast
         and a default device, which are the thread's own, do not hold for operators of the model.
+        ``is_last``: nothing else is launched before they are waited for.
         """
-        gpu, device = self._gpu, torch.cuda.current_device()
+        device = torch.cuda.current_device()
         theirs = torch.cuda.current_stream(self.torch_device)
-        if (mark := self.callers_mark()) is not None:
-            self.follow(mark)
         try:
-            torch.cuda.set_stream(gpu.compute)  # in a third of the time that the context takes
+            torch.cuda.set_stream(self._gpu.compute)  # in a third of the time of the context
             with (
                 torch.inference_mode(),
                 torch._C._DisableAutocast(),
                 torch._C.DisableTorchFunction(),
             ):
                 try:
-                    made = launch()
+                    outputs = self._leaving(launch(), is_last)
                 except Exception:  # perhaps because it is late
                     if not is_late():
                         raise
-                    made = launch()
-                else:
-                    made = launch() if is_late() else made
-            return self._complete(made)
+                    return self._leaving(launch(), is_last)
+                return self._leaving(launch(), is_last) if is_late() else outputs
         finally:
             torch.cuda.set_stream(theirs)
             torch.cuda.set_device(device)
 
-    def _complete(self, made: dict[int, Any]) -> dict[int, Any]:
-        """Outputs of the model, in host memory unless they stay, once all was computed."""
+    def _leaving(self, made: dict[int, Any], is_last: bool) -> Callable[[], dict[int, Any]]:
+        """What gives outputs of the model, in host memory unless they stay, once they are there."""
         gpu = self._gpu
+        if self.results_stay:
+            return partial(gpu.wait, gpu.record(gpu.compute), made)
         there = {t: x for t, x in made.items() if isinstance(x, Tensor) and x.is_cuda}
-        if self.results_stay or not there:
-            gpu.compute.synchronize()
-            return made
-        if sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
-            return made | {t: x.cpu() for t, x in there.items()}  # waits for all before it
-        copies: dict[int, Tensor] = {}
-        with gpu.kept_if_it_fails(copies):
-            for t, x in there.items():
-                copies[t] = _pinned_like(x).copy_(x, non_blocking=True)
-            gpu.compute.synchronize()
-        return made | {t: x.clone() for t, x in copies.items()}
+        others = {t: x for t, x in made.items() if t not in there}
+        copies = {t: self._copied_back(x, is_last) for t, x in there.items()}
+        return lambda: others | {t: gpu.wait(*copy).clone() for t, copy in copies.items()}
 
     def bring(self, value: Any, deliver: Deliver) -> None:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
@@ -297,7 +288,7 @@ class CudaBackend:
         """
         tensors = value.values() if isinstance(value, dict) else (value,)
         away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]
-        if sum(x.nbytes for x in away) > _SMALL_BYTES:
+        if sum(x.nbytes for x in away) > SMALL_BYTES:
             self._gpu.porter.carry(partial(self._here, value), deliver)
         elif any(x.is_cuda for x in away):
             _deliver(partial(self._here, value), deliver)
@@ -324,12 +315,13 @@ class CudaBackend:
             return value.to(self.torch_device, non_blocking=True)
         return target.copy_(value, non_blocking=True)
 
-    def receive(self, value: Any) -> Tensor:
+    def receive(self, value: Any, target: Tensor | None = None) -> Tensor:
+        """As ``Backend`` says; what has not come yet is copied to ``target``, if that is given."""
         if isinstance(value, _Brought):
             self.follow(value.mark)
             value = value.tensor
         if not self.holds(value):
-            return self.copied(value)
+            return self.copied(value, target)
         value.record_stream(self._gpu.compute)  # made on another stream
         return value  # type: ignore[no-any-return]
 
@@ -349,10 +341,13 @@ class CudaBackend:
         # Pinned memory is scarce, and never returned to the system: the caller gets other.
         gpu.courier.carry(lambda: gpu.wait(copied, host).clone(), deliver)
 
-    def _copied_back(self, value: Tensor) -> tuple[Any, Tensor]:
-        """A copy in pinned memory, complete when the mark has happened."""
+    def _copied_back(self, value: Tensor, is_last: bool = False) -> tuple[Any, Tensor]:
+        """A copy in pinned memory, complete when the mark has happened.
+
+        ``is_last``: the device computes nothing meanwhile.
+        """
         gpu, host = self._gpu, _pinned_like(value)
-        if value.nbytes <= _SMALL_BYTES:  # in less time than streams wait for each other
+        if is_last or value.nbytes <= SMALL_BYTES:  # in less time than streams wait for each other
             host.copy_(value, non_blocking=True)
             return gpu.record(gpu.compute), host
         produced = gpu.record(gpu.compute)

@@ -158,7 +158,7 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
         if device not in _STREAMS:
             _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         stack.enter_context(torch.cuda.stream(_STREAMS[device]))
-        # Else the next graph would have cuBLAS' workspace from this one's memory, and run beside it.
+        # Else another runner's graphs would have cuBLAS' workspace in this one's memory.
         stack.callback(torch._C._cuda_clearCublasWorkspaces)
         try:
             # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture.

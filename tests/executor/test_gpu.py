@@ -94,7 +94,7 @@ def check_streams(names, cluster, seeds=2, count=6):
 
 @pytest.mark.parametrize("small", [0, 2**16])
 def test_random_placements_compute_what_the_plain_module_does(small, monkeypatch):
-    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", small)
     with emulated_gpu.emulated(copy_s=5e-4, kernel_s=1e-4) as gpu:
         check_streams(["tiny_mlp", "tiny_branches", "tiny_views", "dlrm_tiny"], THREE)
     assert gpu.num_poisoned > 100
@@ -115,7 +115,7 @@ def test_what_is_equal_has_another_order_on_a_gpu():
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
     """Otherwise the test before says little."""
     monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # each copy on a stream of its own
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)  # each copy on a stream of its own
     with (
         emulated_gpu.emulated(copy_s=2e-3),
         pytest.raises(AssertionError, match="not close"),
@@ -459,7 +459,7 @@ def test_what_goes_to_the_device_is_pinned_and_does_not_wait_for_it():
 
 def test_a_pipeline_copies_while_it_computes(monkeypatch):
     """Three operators of 5 ms, 5 ms to the device and 5 ms back: 25 ms, one after another."""
-    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)
     torch.manual_seed(0)
     module, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).eval(), torch.randn(4, 64)
     graph = capture(module, x)
@@ -1244,8 +1244,11 @@ def sent(monkeypatch):
     return senders
 
 
+@pytest.mark.parametrize("small", [0, 2**16])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_call_of_one_gpu_is_launched_by_the_calling_thread(graphs, sent, monkeypatch):
+def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent, monkeypatch):
+    """Other threads only copy what a stream has that is long."""
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", small)
     module = Layers().eval()
     items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
     graph = capture(module, items[0])
@@ -1264,11 +1267,15 @@ def test_a_call_of_one_gpu_is_launched_by_the_calling_thread(graphs, sent, monke
                 with torch.autocast("cuda"):  # is the caller's, not the model's
                     found = runner(*item)
                 torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
-            assert threads == {threading.get_ident()} and not sent
+            me = threading.current_thread()
+            assert threads == {me.ident} and {*sent} == {me.name}
             assert not any(x.is_inference() or x.is_pinned() for x in found)
-            for item, found in zip(items, runner.stream(items), strict=True):
+            taken = []
+            stream = runner.stream_tensors(taken.append(x) or x for x in items)
+            for n, (item, found) in enumerate(zip(items, stream, strict=True)):
+                assert len(taken) == min(n + runner.max_in_flight, len(items))
                 torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
-            assert sent
+            assert (threads == {me.ident} and {*sent} == {me.name}) == bool(small)
             torch.testing.assert_close(runner(*items[0]), module(*items[0]), rtol=1e-5, atol=1e-5)
         assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
 
@@ -1284,7 +1291,7 @@ def order(monkeypatch):
 
     note(emulated_gpu, "_launch", "work")
     note(emulated_gpu.CUDAGraph, "replay", "work")
-    note(weights_module, "refresh", "ask")
+    note(weights_module.Copies, "refresh", "ask")
     return order
 
 
@@ -1315,7 +1322,7 @@ def test_whether_parameters_were_written_is_asked_while_the_gpu_computes(graphs,
 
 
 def test_a_call_in_which_the_device_fails_does_not_end_the_process(monkeypatch):
-    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)
     graph = capture(nn.Embedding(10, 4).eval(), torch.arange(4))
     with emulated_gpu.emulated(kernel_s=1e-2) as gpu, Runner(graph, BOTH, all_on(graph, 1)) as run:
         run(torch.arange(4))
@@ -1368,7 +1375,7 @@ def test_what_draws_random_numbers_asks_first_and_is_launched_once(order):
 @pytest.mark.parametrize("stays", ["host", "device"])
 def test_results_of_a_call_are_the_callers_and_so_is_its_stream(stays, small, monkeypatch):
     """Of a graph, which writes over what it has made; on the GPU that is not the current one."""
-    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", small)
     module = Layers().eval()
     items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
     graph = capture(module, items[0])
@@ -1403,6 +1410,21 @@ def test_calls_and_streams_take_turns_in_the_phases_of_a_placement():
         assert runner.next_batch == 9
     for item, one in zip(items, found, strict=True):
         torch.testing.assert_close(one, module(*item))
+
+
+def test_a_loaders_error_comes_after_the_results_before_it():
+    module, inputs = load("tiny_branches")
+    graph, found = capture(module, inputs), []
+
+    def items():
+        yield from [inputs] * 3
+        raise ArithmeticError("no more")
+
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        with pytest.raises(ArithmeticError, match="no more") as raised:
+            found.extend(runner.stream(items()))
+        assert raised.value.__notes__ == ["raised for micro-batch 3 of the stream"]
+        torch.testing.assert_close([*found, runner(*inputs)], [module(*inputs)] * 4)
 
 
 def test_an_error_of_a_call_names_its_operator_and_the_next_call_works():
