@@ -686,6 +686,9 @@ class _Direct:
         self._backend = worker.backend
         self._coming: deque[tuple[int, queue.SimpleQueue[Any]]] = deque()
         self._launched: deque[Callable[[], dict[int, Any]]] = deque()
+        self._follow_caller()
+
+    def _follow_caller(self) -> None:
         if (mark := self._backend.callers_mark()) is not None:
             self._backend.follow(mark)
 
@@ -695,7 +698,10 @@ class _Direct:
         mine = {t: inputs[t] for t in share.model_inputs}
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if self._is_late is bool:
-            mine = {t: self._backend.admit(x) for t, x in mine.items()}
+            here = {t for t, x in mine.items() if self._backend.holds(x)}
+            if here:
+                self._follow_caller()
+            mine = {t: x if t in here else x.cpu() for t, x in mine.items()}
             self._backend.bring(mine, arrived.put)
         else:
             arrived.put(mine)

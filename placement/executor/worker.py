@@ -69,18 +69,18 @@ class _Whole:
     """A share that is launched from its begin to its end.
 
     Attributes:
-        calls: operators in order, what runs each, and what makes what the next one writes over.
+        calls: operators in order, and what runs each.
+        graphs: those of them that are CUDA graphs.
         readers: by input of the model, the graph that alone reads it.
     """
 
     def __init__(self, share: Share, compiled: Compiled, priority: list[int]) -> None:
         order = sorted(share.ops, key=priority.__getitem__)
-        graphs = {op: x for op, x in compiled.calls.items() if isinstance(x, Replayed)}
-        quick = {op: x.launch for op, x in graphs.items()}
-        self.calls = [(op, x := compiled.calls[op], quick.get(op, x)) for op in order]
+        self.calls = [(op, compiled.calls[op]) for op in order]
+        self.graphs = {op: call for op, call in self.calls if isinstance(call, Replayed)}
         users = {t: share.users[t] for t in share.model_inputs}
         self.readers = {
-            t: graphs.get(ops[0]) if len(ops) == 1 else None for t, ops in users.items()
+            t: self.graphs.get(ops[0]) if len(ops) == 1 else None for t, ops in users.items()
         }
 
 
@@ -294,15 +294,18 @@ class Worker(threading.Thread):
             for t, graph in whole.readers.items():
                 slot = None if graph is None else graph.slots.get(t)
                 env[t] = backend.receive(inputs.pop(t) if is_late is bool else inputs[t], slot)
-            for op, call, passing in whole.calls:
+            passes = bool(whole.graphs) and not backend.results_stay
+            for op, call in whole.calls:
                 self._running = op
-                stays = call is passing or backend.results_stay
-                for _ in (call if stays else passing)(env, nothing_arrived) or ():
+                quick = whole.graphs[op].launch if passes and op in whole.graphs else call
+                for _ in quick(env, nothing_arrived) or ():
                     pass
                 for t in share.outputs[op]:
                     if share.results[t]:
-                        long = not stays and not is_last and env[t].nbytes > SMALL_BYTES
-                        outputs[t] = env[t].clone() if long else env[t]  # copied beside the next
+                        # It is, or is a part of, what the next micro-batch writes over; copying
+                        # what is long takes place beside that.
+                        long = passes and not is_last and getattr(env[t], "nbytes", 0) > SMALL_BYTES
+                        outputs[t] = env[t].clone() if long else env[t]
                     if not share.users[t]:
                         env[t] = None
                 flight.drop_read(op)
