@@ -316,7 +316,7 @@ class DistributedRunner(Runner):
 
     # --- rank 0 ----------------------------------------------------------------------------------
 
-    def _alone_in_call(self) -> None:
+    def _one_gpu(self) -> None:
         """The GPU may be another rank's."""
 
     def _stream(

@@ -156,7 +156,7 @@ class Runner:
         leaves = set(graph.output_tensor.tolist())
         self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._alone = self._alone_in_call()
+        self._alone = self._one_gpu()
         self._caller: threading.Thread | None = None
         self._busy = threading.Lock()
         self._calling = threading.RLock()  # while a call launches: a signal's handler may close
@@ -570,8 +570,8 @@ class Runner:
                 "placement run plan.json --distributed --weights FILE"
             )
 
-    def _alone_in_call(self) -> int | None:
-        """The GPU on which the calling thread can launch a call, operator by operator."""
+    def _one_gpu(self) -> int | None:
+        """The GPU that runs all, so that the calling thread can launch it from begin to end."""
         if len(self._used) != 1 or self._record or self._schedule is not None:
             return None
         (d,) = self._used

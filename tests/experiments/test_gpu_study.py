@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import gpu
+from experiments import gpu, gpu_goals
 from experiments.study import ROOT
 
 # What the emulated device, or this machine, cannot do; and it frees late where the machine is busy.
@@ -58,7 +58,7 @@ def test_every_section_runs_to_its_end(tmp_path: Path) -> None:
 
 def options(out: Path) -> argparse.Namespace:
     return argparse.Namespace(
-        out=out, work=out, sections=[], models=[], emulated=True, began=time.perf_counter()
+        out=out, work=out, sections=[], emulated=True, began=time.perf_counter()
     )
 
 
@@ -97,12 +97,12 @@ def test_an_item_that_fails_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     assert "unspecified launch failure" in wrong["failed"]
     assert right["value"] is None
     assert "unspecified launch failure" in (tmp_path / "traces.txt").read_text()
-    assert "| slow |" in gpu.table((tmp_path / "gpu.jsonl").read_text().splitlines())
+    assert "| slow |" in gpu_goals.table((tmp_path / "gpu.jsonl").read_text().splitlines())
 
 
 def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
     def line(what: str, *rows: dict[str, Any]) -> str:
-        return next(x for x in gpu.goals(rows).splitlines() if x.startswith(f"| {what} |"))
+        return next(x for x in gpu_goals.goals(rows).splitlines() if x.startswith(f"| {what} |"))
 
     def row(section: str, item: str, **facts: Any) -> dict[str, Any]:
         return {"section": section, "item": item, **facts}
@@ -135,11 +135,11 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
         row("facts", "versions", torch="2.11.0+cu130"),
         row("facts", "run", began="2026-11-27T03:52+00:00", at=301.2),
     )
-    assert gpu.goals(facts).splitlines()[0] == (
+    assert gpu_goals.goals(facts).splitlines()[0] == (
         "Run of 2026-11-27T03:52+00:00, 301 s: NVIDIA H200 beside 14 cores of Xeon, driver "
         "580.159.04, torch 2.11.0+cu130."
     )
-    assert "unknown" in gpu.goals([])
+    assert "unknown" in gpu_goals.goals([])
 
 
 def test_an_item_within_another_leaves_it_its_time(tmp_path: Path) -> None:
