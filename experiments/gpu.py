@@ -897,6 +897,8 @@ def beside(problem: Problem, placement: np.ndarray, found: float) -> dict[str, f
 
 def memory(b: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
+    with b.item("copies to the GPU"):
+        _copies(b)
     with b.item("measured in parts"):
         _in_parts(b)
     width, layers = (128, 8) if b.emulated else (2048, 8)
@@ -912,6 +914,30 @@ def memory(b: Bench) -> None:
     for i, (name, make) in enumerate(models.items()):
         with b.item(name, b.part_s(len(models) - i)):
             _capped(b, name, *make())
+
+
+def _copies(b: Bench) -> None:
+    """GB/s to the GPU of what is pinned, and of what is not: staged by us, in whole or in parts."""
+    x, threads = torch.zeros(2**20 if b.emulated else 2**26), torch.get_num_threads()
+    there, pin = x.to(b.gpu), pinned(x)
+    parts = [*zip(there.chunk(64), pin.chunk(64), x.chunk(64), strict=True)]
+    ways: dict[str, Callable[[], Any]] = {
+        "pinned": lambda: there.copy_(pin, non_blocking=True),
+        "pageable": lambda: there.copy_(x),
+        "staged": lambda: there.copy_(pin.copy_(x), non_blocking=True),
+        "in_parts": lambda: [a.copy_(p.copy_(y), non_blocking=True) for a, p, y in parts],
+    }
+    for count in (1, 2, threads):
+        torch.set_num_threads(count)
+        took = {
+            way: timed(lambda c=call: (c(), torch.cuda.synchronize()), 3)
+            for way, call in ways.items()
+        }
+        b.emit(
+            f"copies to the GPU, {count} threads",
+            **{w: x.nbytes / s * 1e-9 for w, s in took.items()},
+        )
+    torch.set_num_threads(threads)
 
 
 def _in_parts(b: Bench) -> None:
@@ -1279,6 +1305,8 @@ def child(name: str, limit_s: float, options: argparse.Namespace, **known: Any) 
     os.setpgid(0, 0)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // known["part"][1]))
     section(name, limit_s, options, **known)
+    sys.stdout.flush()
+    os._exit(0)  # after a kernel's assertion nothing else ends well
 
 
 def run(options: argparse.Namespace) -> int:
