@@ -858,6 +858,8 @@ def _compared(
                 ways[way] = partial(warm_calls, partial(_to_and_fro, call, host, b.gpu))
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
+        # Threads of CPU cores go on for a while, beside what comes next: they come last.
+        ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
         found = in_turns(b, name, ways, 2 if b.emulated else 5 if latency else 3)
     return found | {way: found[same] for way, same in alike.items() if same in found}
 
