@@ -920,7 +920,7 @@ def memory(b: Bench) -> None:
 
 def _copies(b: Bench) -> None:
     """GB/s to the GPU of what is pinned, and of what is not: staged by us, in whole or in parts."""
-    x, threads = torch.zeros(2**20 if b.emulated else 2**26), torch.get_num_threads()
+    x, threads = torch.ones(2**18 if b.emulated else 2**24), torch.get_num_threads()
     there, pin = x.to(b.gpu), pinned(x)
     parts = [*zip(there.chunk(64), pin.chunk(64), x.chunk(64), strict=True)]
     ways: dict[str, Callable[[], Any]] = {
