@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,61 +43,11 @@ FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions 
 Deliver = Callable[[Any], None]
 
 
-class Backend(Protocol):
-    """One device as its worker sees it; used from the worker's thread only."""
-
-    torch_device: torch.device
-
-    def begin(self) -> None:
-        """Called before ``run``, in the thread that starts the worker."""
-        ...
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in the thread that launches operators, and wait for its end."""
-        ...
-
-    def inbox(self) -> Any:
-        """A queue of messages to the worker."""
-        ...
-
-    def admit(self, value: Tensor) -> Any:
-        """An input of the model, in the caller's thread, as the inbox takes it."""
-        ...
-
-    def follow(self, mark: Any) -> None:
-        """Launch nothing more before ``mark`` has happened."""
-        ...
-
-    def enter(self, stack: ExitStack) -> None:
-        """Prepare the calling thread; what must be undone goes on ``stack``."""
-        ...
-
-    def receive(self, value: Any) -> Tensor:
-        """A tensor out of the inbox, as one that operators of this device can read."""
-        ...
-
-    def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
-        """Call ``deliver(value in host memory)`` once the device has produced it, in order.
-
-        ``stay``: in device memory, as it is.
-        """
-        ...
-
-    def give(self, value: Any, deliver: Deliver) -> None:
-        """``ship`` for an output of the model, which the caller may keep."""
-        ...
-
-    def mark(self) -> Any:
-        """A point in this device's time: after what was launched so far."""
-        ...
-
-    def resolve_ns(self, mark: Any) -> int:
-        """A mark on the host clock (``time.perf_counter_ns``); after everything has ended."""
-        ...
-
-
 class CpuBackend:
-    """A pinned group of cores. Tensors are handed over by reference; the host clock counts."""
+    """A pinned group of cores. Tensors are handed over by reference; the host clock counts.
+
+    What is said of its methods holds for every backend; they are for the worker's thread only.
+    """
 
     def __init__(self, device: Device) -> None:
         self.torch_device = torch.device("cpu")
@@ -106,22 +56,26 @@ class CpuBackend:
         self._threads_before = torch.get_num_threads()  # of the caller, not of another worker
 
     def begin(self) -> None:
-        pass
+        """Called before ``run``, in the thread that starts the worker."""
 
     def run(self, work: Callable[[], None]) -> None:
+        """Call ``work`` in the thread that launches operators, and wait for its end."""
         work()
 
     def inbox(self) -> Any:
+        """A queue of messages to the worker."""
         return queue.SimpleQueue()
 
-    def admit(self, value: Tensor) -> Tensor:
+    def admit(self, value: Tensor) -> Any:
+        """An input of the model, in the caller's thread, as the inbox takes it."""
         # What another stream still computes would be read too early.
         return value.cpu()
 
     def follow(self, mark: Any) -> None:
-        pass  # this device is never ahead of its thread
+        """Launch nothing more before ``mark`` has happened."""
 
     def enter(self, stack: ExitStack) -> None:
+        """Prepare the calling thread; what must be undone goes on ``stack``."""
         set_own_num_threads(self._threads)
         # New threads of the process inherit the last setting: put it back.
         stack.callback(torch.set_num_threads, self._threads_before)
@@ -129,20 +83,28 @@ class CpuBackend:
             with suppress(OSError):  # a container may forbid it; the worker then floats
                 os.sched_setaffinity(0, self._cores)
 
-    def receive(self, value: Tensor) -> Tensor:
-        return value
+    def receive(self, value: Any) -> Tensor:
+        """A tensor out of the inbox, as one that operators of this device can read."""
+        return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
+        """Call ``deliver(value in host memory)`` once the device has produced it, in order.
+
+        ``stay``: in device memory, as it is.
+        """
         deliver(value)
 
     def give(self, value: Any, deliver: Deliver) -> None:
+        """``ship`` for an output of the model, which the caller may keep."""
         self.ship(value, deliver)
 
-    def mark(self) -> int:
+    def mark(self) -> Any:
+        """A point in this device's time: after what was launched so far."""
         return time.perf_counter_ns()
 
-    def resolve_ns(self, mark: int) -> int:
-        return mark
+    def resolve_ns(self, mark: Any) -> int:
+        """A mark on the host clock (``time.perf_counter_ns``); after everything has ended."""
+        return mark  # type: ignore[no-any-return]
 
 
 def set_own_num_threads(count: int) -> None:
@@ -237,7 +199,6 @@ class CudaBackend:
         self._compared_ns = now_ns
 
     def follow(self, mark: Any) -> None:
-        """Launch nothing more before ``mark`` has happened."""
         self._gpu.compute.wait_event(mark)
         self._gpu.events.append(mark)
 
@@ -375,6 +336,9 @@ class CudaBackend:
         if since_ms > FAR_MS:
             self._base, self._base_ns = mark, now_ns
         return now_ns
+
+
+Backend = CpuBackend | CudaBackend
 
 
 def _pinned_like(value: Tensor) -> Tensor:
