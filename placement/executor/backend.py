@@ -226,19 +226,29 @@ class CudaBackend:
                 except Exception:  # perhaps because it is late
                     if not is_late():
                         raise
-                    return self._leaving(launch(), is_last)
-                return self._leaving(launch(), is_last) if is_late() else outputs
+                    outputs = self._leaving(launch(), is_last)
+                else:
+                    outputs = self._leaving(launch(), is_last) if is_late() else outputs
+            if is_last:
+                made = outputs()
+                return lambda: made
+            return outputs
         finally:
             torch.cuda.set_stream(theirs)
             torch.cuda.set_device(device)
 
     def _leaving(self, made: dict[int, Any], is_last: bool) -> Callable[[], dict[int, Any]]:
-        """What gives outputs of the model, in host memory unless they stay, once they are there."""
+        """What gives outputs of the model, in host memory unless they stay, once they are there.
+
+        If ``is_last``, to be called while the stream that computes is the current one.
+        """
         gpu = self._gpu
         if self.results_stay:
             return partial(gpu.wait, gpu.record(gpu.compute), made)
         there = {t: x for t, x in made.items() if isinstance(x, Tensor) and x.is_cuda}
         others = {t: x for t, x in made.items() if t not in there}
+        if is_last and sum(x.nbytes for x in there.values()) <= SMALL_BYTES:
+            return lambda: others | {t: x.cpu() for t, x in there.items()}  # waits for all before
         copies = {t: self._copied_back(x, is_last) for t, x in there.items()}
         return lambda: others | {t: gpu.wait(*copy).clone() for t, copy in copies.items()}
 
@@ -424,8 +434,11 @@ class _Gpu:
 
     def wait(self, event: Any, value: Any) -> Any:
         """``value``, once the event has happened."""
-        with self.kept_if_it_fails(value):
+        try:  # not in a context, which takes longer than this
             event.synchronize()
+        except RuntimeError as error:
+            with self.kept_if_it_fails(value):
+                raise error
         self.events.append(event)
         return value
 
