@@ -210,7 +210,7 @@ class CudaBackend:
         No other thread takes part, as waking one takes as long as many kernels. If ``is_late``
         says so, which is asked while the device computes, it is all launched once more. Autocast
         and a default device, which are the thread's own, do not hold for operators of the model.
-        ``is_last``: nothing else is launched before they are waited for.
+        ``is_last``: nothing else is under way, nor launched before they are waited for.
         """
         device = torch.cuda.current_device()
         theirs = torch.cuda.current_stream(self.torch_device)

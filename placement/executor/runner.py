@@ -713,7 +713,7 @@ class _Direct:
             batch, arrived = self._coming.popleft()
             if isinstance(inputs := arrived.get(), Exception):
                 raise inputs
-            is_last = no_more and not self._coming
+            is_last = no_more and not self._coming and not self._launched
             self._launched.append(self.worker.launch(batch, inputs, self._is_late, is_last))
         return self._launched.popleft()()
 
