@@ -346,7 +346,8 @@ class CudaTensor(Tensor):
         return made
 
     def record_stream(self, used_by: Stream) -> None:
-        self.memory.users.add(used_by)
+        if not any(each.graph for each in _gpu.streams if each.index == used_by.index):
+            self.memory.users.add(used_by)  # else PyTorch takes it for a use in that graph
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> CudaTensor:
         return _dispatch(aten.copy_.default, (self, source, non_blocking), {})

@@ -41,6 +41,9 @@ SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread th
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
+# Of who captures a CUDA graph, or replays one, or says that a stream uses a tensor: PyTorch takes
+# what is said meanwhile, by any thread, for said of the graph, and forgets it when the tensor goes.
+TURN = threading.Lock()
 
 
 class CpuBackend:
@@ -278,7 +281,7 @@ class CudaBackend:
     def copied(self, value: Tensor, target: Tensor | None = None) -> Tensor:
         """A copy on this device, or in ``target``, on the current stream; nobody waits for it."""
         if value.is_cuda:  # a copy between two devices runs on the other one's stream
-            value.record_stream(torch.cuda.current_stream(value.device))
+            used_on(value, torch.cuda.current_stream(value.device))
         elif not value.is_pinned():
             # From other memory CUDA copies slowly, and only when the stream is idle.
             value = _pinned_like(value).copy_(value)
@@ -293,7 +296,7 @@ class CudaBackend:
             value = value.tensor
         if not self.holds(value):
             return self.copied(value, target)
-        value.record_stream(self._gpu.compute)  # made on another stream
+        used_on(value, self._gpu.compute)  # made on another stream
         return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
@@ -324,7 +327,7 @@ class CudaBackend:
         produced = gpu.record(gpu.compute)
         with torch.cuda.stream(gpu.copies):
             gpu.copies.wait_event(produced)
-            value.record_stream(gpu.copies)
+            used_on(value, gpu.copies)
             host.copy_(value, non_blocking=True)
             copied = gpu.record(gpu.copies)
         gpu.events.append(produced)
@@ -349,6 +352,12 @@ class CudaBackend:
 
 
 Backend = CpuBackend | CudaBackend
+
+
+def used_on(value: Tensor, stream: Any) -> None:
+    """``stream`` was asked to use a tensor that another one has made."""
+    with TURN:
+        value.record_stream(stream)
 
 
 def _pinned_like(value: Tensor) -> Tensor:

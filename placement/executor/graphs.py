@@ -11,6 +11,7 @@ thread draws there, or replays, is refused. Graphs of this module take turns.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from placement.executor.backend import TURN
 from placement.executor.share import Call, Compiled, Share
 from placement.program import Param, Program, Ref, leaves_of
 
@@ -29,7 +31,6 @@ from placement.program import Param, Program, Ref, leaves_of
 _WARM_CALLS = 2
 _LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
-_TURN = threading.Lock()
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
 _failed: list[Any] = []
 _STREAMS: dict[torch.device, Any] = {}  # on which graphs are captured
@@ -154,7 +155,10 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
         Exception: what ``work`` did that cannot be captured; PyTorch is as it was before.
     """
     graph = torch.cuda.CUDAGraph()
-    with _TURN, ExitStack() as stack:
+    with TURN, ExitStack() as stack:
+        if gc.isenabled():  # a runner that is collected here waits for threads that wait for a turn
+            gc.disable()
+            stack.callback(gc.enable)
         if device not in _STREAMS:
             _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         stack.enter_context(torch.cuda.stream(_STREAMS[device]))
@@ -234,7 +238,7 @@ class Replayed:
         come = {t: slot for t, slot in self.slots.items() if env[t] is not slot}
         if come:
             torch._foreach_copy_([*come.values()], [env[t] for t in come])
-        with _TURN:
+        with TURN:
             self._graph.replay()
         for t, output in zip(self._makes, self._outputs, strict=True):
             env[t] = output

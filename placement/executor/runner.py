@@ -22,7 +22,14 @@ from torch import Tensor
 from placement.cluster import Cluster, Device
 from placement.executor import weights
 from placement.executor.awake import cores_awake
-from placement.executor.backend import Backend, Carrier, CpuBackend, CudaBackend, backend_for
+from placement.executor.backend import (
+    Backend,
+    Carrier,
+    CpuBackend,
+    CudaBackend,
+    backend_for,
+    used_on,
+)
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import (
@@ -419,7 +426,7 @@ class Runner:
     def _assemble(self, outputs: dict[int, Any]) -> Any:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
-                value.record_stream(torch.cuda.current_stream(value.device))
+                used_on(value, torch.cuda.current_stream(value.device))
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)

@@ -1171,6 +1171,38 @@ def test_graphs_of_two_runners_share_no_workspace_of_cublas():
         torch.testing.assert_close(found, [module(x)] * 5)
 
 
+def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_too_early(
+    monkeypatch,
+):
+    """PyTorch forgets streams that are said to use a tensor while any thread captures."""
+    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)  # results are copied on another stream
+    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
+    graph, captures, goes_on = capture(module, x), threading.Event(), threading.Event()
+    end = emulated_gpu.CUDAGraph.capture_end
+
+    def ends(self):
+        captures.set()
+        goes_on.wait(1)
+        end(self)
+
+    with emulated_gpu.emulated(copy_s=5e-3) as gpu, ExitStack() as stack:
+        first = stack.enter_context(graphed(graph, BOTH, all_on(graph, 1)))
+        other = stack.enter_context(Runner(graph, BOTH, all_on(graph, 1)))
+        list(first.stream([x] * 2))
+        list(other.stream([x] * 2))
+        monkeypatch.setattr(emulated_gpu.CUDAGraph, "capture_end", ends)
+        capturing = threading.Thread(target=lambda: [list(first.stream([x] * 2)) for _ in range(2)])
+        capturing.start()
+        assert captures.wait(30)
+        streaming = threading.Thread(target=lambda: list(other.stream([x] * 4)))
+        streaming.start()
+        streaming.join(0.3)
+        goes_on.set()
+        for thread in (capturing, streaming):
+            thread.join()
+        assert gpu.num_races == 0
+
+
 def test_a_run_of_views_is_no_graph():
     """It would be empty, as PyTorch warns."""
 
