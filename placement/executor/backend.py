@@ -37,7 +37,7 @@ from placement.executor.awake import wait_exactly
 
 _CLOCK_TRIES = 10  # to read the host's clock and the device's at the same time
 _DRIFT_MS = 500.0  # in which two clocks drift apart so far that it can be told
-SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
+_SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
@@ -250,7 +250,7 @@ class CudaBackend:
             return partial(gpu.wait, gpu.record(gpu.compute), made)
         there = {t: x for t, x in made.items() if isinstance(x, Tensor) and x.is_cuda}
         others = {t: x for t, x in made.items() if t not in there}
-        if is_last and sum(x.nbytes for x in there.values()) <= SMALL_BYTES:
+        if is_last and sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
             return lambda: others | {t: x.cpu() for t, x in there.items()}  # waits for all before
         copies = {t: self._copied_back(x, is_last) for t, x in there.items()}
         return lambda: others | {t: gpu.wait(*copy).clone() for t, copy in copies.items()}
@@ -262,7 +262,7 @@ class CudaBackend:
         """
         tensors = value.values() if isinstance(value, dict) else (value,)
         away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]
-        if sum(x.nbytes for x in away) > SMALL_BYTES:
+        if sum(x.nbytes for x in away) > _SMALL_BYTES:
             self._gpu.porter.carry(partial(self._here, value), deliver)
         elif any(x.is_cuda for x in away):
             _deliver(partial(self._here, value), deliver)
@@ -321,7 +321,7 @@ class CudaBackend:
         ``is_last``: the device computes nothing meanwhile.
         """
         gpu, host = self._gpu, _pinned_like(value)
-        if is_last or value.nbytes <= SMALL_BYTES:  # in less time than streams wait for each other
+        if is_last or not is_long(value):  # in less time than streams wait for each other
             host.copy_(value, non_blocking=True)
             return gpu.record(gpu.compute), host
         produced = gpu.record(gpu.compute)
@@ -358,6 +358,11 @@ def used_on(value: Tensor, stream: Any) -> None:
     """``stream`` was asked to use a tensor that another one has made."""
     with TURN:
         value.record_stream(stream)
+
+
+def is_long(value: Any) -> bool:
+    """Whether it is copied beside what is computed next."""
+    return isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES
 
 
 def _pinned_like(value: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from placement.executor.awake import wait_exactly
-from placement.executor.backend import SMALL_BYTES, Backend, CudaBackend
+from placement.executor.backend import Backend, CudaBackend, is_long
 from placement.executor.graphs import Replayed
 from placement.executor.share import Compiled, Share
 
@@ -302,10 +302,9 @@ class Worker(threading.Thread):
                     pass
                 for t in share.outputs[op]:
                     if share.results[t]:
-                        # It is, or is a part of, what the next micro-batch writes over; copying
-                        # what is long takes place beside that.
-                        long = passes and not is_last and getattr(env[t], "nbytes", 0) > SMALL_BYTES
-                        outputs[t] = env[t].clone() if long else env[t]
+                        # It is, or is a part of, what the next micro-batch writes over.
+                        beside = passes and not is_last and is_long(env[t])
+                        outputs[t] = env[t].clone() if beside else env[t]
                     if not share.users[t]:
                         env[t] = None
                 flight.drop_read(op)

@@ -94,7 +94,7 @@ def check_streams(names, cluster, seeds=2, count=6):
 
 @pytest.mark.parametrize("small", [0, 2**16])
 def test_random_placements_compute_what_the_plain_module_does(small, monkeypatch):
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", small)
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
     with emulated_gpu.emulated(copy_s=5e-4, kernel_s=1e-4) as gpu:
         check_streams(["tiny_mlp", "tiny_branches", "tiny_views", "dlrm_tiny"], THREE)
     assert gpu.num_poisoned > 100
@@ -115,7 +115,7 @@ def test_what_is_equal_has_another_order_on_a_gpu():
 def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
     """Otherwise the test before says little."""
     monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)  # each copy on a stream of its own
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # each copy on a stream of its own
     with (
         emulated_gpu.emulated(copy_s=2e-3),
         pytest.raises(AssertionError, match="not close"),
@@ -459,7 +459,7 @@ def test_what_goes_to_the_device_is_pinned_and_does_not_wait_for_it():
 
 def test_a_pipeline_copies_while_it_computes(monkeypatch):
     """Three operators of 5 ms, 5 ms to the device and 5 ms back: 25 ms, one after another."""
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
     torch.manual_seed(0)
     module, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).eval(), torch.randn(4, 64)
     graph = capture(module, x)
@@ -1191,7 +1191,7 @@ def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_t
     monkeypatch,
 ):
     """PyTorch forgets streams that are said to use a tensor while any thread captures."""
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)  # results are copied on another stream
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # results are copied on another stream
     module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
     graph, captures, goes_on = capture(module, x), threading.Event(), threading.Event()
     end = emulated_gpu.CUDAGraph.capture_end
@@ -1296,7 +1296,7 @@ def sent(monkeypatch):
 @pytest.mark.parametrize("graphs", [False, True])
 def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent, monkeypatch):
     """Other threads only copy what a stream has that is long."""
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", small)
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
     module = Layers().eval()
     items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
     graph = capture(module, items[0])
@@ -1370,7 +1370,7 @@ def test_whether_parameters_were_written_is_asked_while_the_gpu_computes(graphs,
 
 
 def test_a_call_in_which_the_device_fails_does_not_end_the_process(monkeypatch):
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
     graph = capture(nn.Embedding(10, 4).eval(), torch.arange(4))
     with emulated_gpu.emulated(kernel_s=1e-2) as gpu, Runner(graph, BOTH, all_on(graph, 1)) as run:
         run(torch.arange(4))
@@ -1423,7 +1423,7 @@ def test_what_draws_random_numbers_asks_first_and_is_launched_once(order):
 @pytest.mark.parametrize("stays", ["host", "device"])
 def test_results_of_a_call_are_the_callers_and_so_is_its_stream(stays, small, monkeypatch):
     """Of a graph, which writes over what it has made; on the GPU that is not the current one."""
-    monkeypatch.setattr(backend_module, "SMALL_BYTES", small)
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
     module = Layers().eval()
     items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
     graph = capture(module, items[0])
