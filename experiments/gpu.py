@@ -74,7 +74,7 @@ from placement.capturing.training import mean_of_outputs
 from placement.cli.train import difference as training_difference
 from placement.cluster import Cluster, Device
 from placement.costs import power
-from placement.costs.measure import at_speed, measure, run_placement
+from placement.costs.measure import at_speed, measure, pieces, run_placement
 from placement.executor import Executor, Runner, Trainer, weights
 from placement.executor.equality import Tolerance, error
 from placement.executor.streamed import with_streaming
@@ -133,6 +133,7 @@ _BRIEF: dict[str, Any] = {
     "_CALIBRATION_CUTS": (1, 3),
     "_CALIBRATION_ROUNDS": 1,
     "_CALIBRATION_TRIES": 2,
+    "_CALIBRATION_SEARCH": 20,
 }
 
 
@@ -674,7 +675,8 @@ def fidelity(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph)
     """
     until, cluster = time.perf_counter() + 0.9 * b.fair_s, b.cluster
     problem = Problem(graph, cluster, b.measured(key, graph, cluster), num_microbatches=8)
-    placements = cut(problem, (1, 2, 2) if b.emulated else (*(1, 2, 4, 8, 16, 32) * 3, 1, 2))
+    counts = (1, 2, 4, 8, 16, 32, 2, 1, 8, 4, 32, 16, 1, 2, 4, 8, 16, 32, 2, 1)
+    placements = list(pieces(problem, counts[: 3 if b.emulated else None], seed=0))
     singles = [all_on(graph, d) for d in (0, 1)]
     plain, alone = (np.array([said(problem, p) for p in some]) for some in (placements, singles))
 
@@ -716,18 +718,6 @@ def speeds_at(at: np.ndarray, timed_at: np.ndarray, times: np.ndarray) -> np.nda
     weights = np.exp(-np.abs(at[:, None, None] - timed_at) / _STEADY_S)
     weights /= weights.sum(axis=1, keepdims=True)
     return np.exp(np.einsum("nrd,rdk->ndk", weights, np.log(times)))
-
-
-def cut(problem: Problem, counts: Sequence[int]) -> list[np.ndarray]:
-    """Placements with so many cuts of the order that runs, at random places."""
-    graph, rng, placements = problem.graph, np.random.default_rng(0), []
-    first = np.full(graph.num_groups, graph.num_ops)
-    np.minimum.at(first, graph.group, problem.priority)
-    for i, cuts in enumerate(counts):
-        at = np.sort(rng.choice(graph.num_ops - 1, min(cuts, graph.num_ops - 1), replace=False))
-        chosen = (np.searchsorted(at, first) + i + i // 8) % 2
-        placements.append(np.where(problem.supported.all(axis=1), chosen[graph.group], 0))
-    return [p.astype(np.int32) for p in placements]
 
 
 def said(problem: Problem, placement: np.ndarray) -> tuple[float, float]:
@@ -789,6 +779,8 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
                 gpu_over_eager=_ratio(seconds.get("eager"), seconds.get("gpu")),
                 graphs_over_graph=_ratio(seconds.get("graph"), seconds.get("gpu_graphs")),
                 **{f"{way}_uses": uses(on) for way, on in placed.items()},
+                planned_told_ms=said(posed, placed["planned"])[objective == "period"] * 1e3,
+                planned=np.packbits(placed["planned"]).tobytes().hex(),  # by operator: 1 the GPU
                 chosen_from=", ".join(f"{way} {s * 1e3:.3g} ms" for way, s in chosen_s.items()),
             )
             if uses(placed["planned"]) == "both":

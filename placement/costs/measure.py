@@ -298,7 +298,8 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
     able = problem.supported.all(axis=0)
     replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
-    return [*singles[able], *_from_few_cuts_to_many(problem), *replicas]
+    cuts = pieces(problem, _CALIBRATION_CUTS, _CALIBRATION_SEED)
+    return [*singles[able], *cuts, *replicas]
 
 
 def _answers(problem: Problem) -> list[NDArray[np.int32]]:
@@ -467,8 +468,8 @@ def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
     return np.array(scale), np.array(least)
 
 
-def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
-    """Placements int32 ``[B, N]`` of pieces of the order that runs.
+def pieces(problem: Problem, counts: Sequence[int], seed: int) -> NDArray[np.int32]:
+    """Placements int32 ``[B, N]`` of pieces of the order that runs, with so many cuts each.
 
     Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
     crossing costs cannot be told from what neighbours do. Each begins on the next device: what
@@ -476,14 +477,14 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
     has the longer pieces the faster it is: else the slowest would set all periods.
     """
     graph, devices = problem.graph, problem.num_devices
-    rng = np.random.default_rng(_CALIBRATION_SEED)
+    rng = np.random.default_rng(seed)
     first = np.full(graph.num_groups, graph.num_ops)
     np.minimum.at(first, graph.group, problem.priority)
     most = max(1, int(_CUT_SHARE * graph.num_ops))
     able = np.isfinite(problem.compute_s)
     speed = 1 / np.maximum(problem.compute_s.sum(axis=0, where=able), 1e-12)
     choices = []
-    for i, cuts in enumerate(_CALIBRATION_CUTS):
+    for i, cuts in enumerate(counts):
         if cuts <= most:
             at = np.sort(rng.choice(max(1, graph.num_ops - 1), cuts, replace=False))
             on = (np.arange(cuts + 1) + i) % devices

@@ -27,6 +27,7 @@ from placement.costs.measure import (
     load_or_measure,
     measure,
     measure_links,
+    pieces,
     scaled,
     typical,
 )
@@ -466,6 +467,6 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
 
 
 def test_placements_for_calibration_are_cut_at_few_places_to_a_quarter_of_all():
-    placements = measure_module._from_few_cuts_to_many(problem_of(relus(60), TWO))
+    placements = pieces(problem_of(relus(60), TWO), measure_module._CALIBRATION_CUTS, 20)
     assert (np.diff(placements, axis=1) != 0).sum(axis=1).tolist() == [1, 3, 7, 15]
     assert placements.shape == (4, 60) and placements.dtype == np.int32
