@@ -60,7 +60,8 @@ def shared() -> Path:
 
 @pytest.fixture
 def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles as measured, but with the fewest runs: for tests that need one, of any accuracy."""
+    """Profiles and plans as measured, but in the fewest runs: for tests to which all are equal."""
     few = {"PATIENCE": 1, "CALIBRATION_MOST": 1, "CALIBRATION_ROUNDS": 1, "STREAMED": 8}
     for name, value in (few | {"CALIBRATION_TRIES": 1}).items():
         monkeypatch.setattr(f"placement.costs.measure._{name}", value)
+    monkeypatch.setattr("placement.runs.ways.ROUNDS", 2)
