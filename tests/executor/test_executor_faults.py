@@ -30,15 +30,6 @@ PAUSE_S = 0.001
 WORKERS = pytest.mark.parametrize("workers", [None, 0, 1, 3])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def only_our_garbage():
-    """What was there before need not be looked at in every collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Picky(nn.Module):
     """Fails on the index 9, in its first operator."""
 
