@@ -19,7 +19,6 @@ from gymnasium import spaces
 
 from agents.encoder import NetworkConfig, PolicyError
 from agents.expert import _batches, demonstrations, load_solutions, solve
-from agents.planner import PolicyPlanner
 from agents.trained import TrainedPolicy
 from agents.training import PerGraphBuffer, Row, TrainConfig, train
 from envs.problems import Measured, ProblemSet, canonical
@@ -497,43 +496,3 @@ def test_equivalent_solutions_teach_the_same() -> None:
         demonstrations(chosen, [np.zeros(4, np.int32)], "refine")
     with pytest.raises(PolicyError, match="0 solutions for 1 problems"):
         demonstrations(chosen, [], "sequential")
-
-
-def test_guided_search_learns() -> None:
-    """Operator i is fast only on device i mod D, which the hand-written score does not favour."""
-    n, d = 24, 4
-    seconds = np.full((n, d), 1.2)
-    seconds[np.arange(n), np.arange(n) % d] = 1.0
-    problem = chain(seconds, latency_s=0.001).with_objective("latency")
-    returns = {}
-    for rate in (0.0, 3e-3):
-        config = TrainConfig(
-            total_steps=6000,
-            formulation="guided_search",
-            learning_rate=rate,
-            last_learning_rate=rate / 10,
-            num_envs=8,
-            steps_per_env=40,
-            moves=20,
-            again=0.0,
-            num_checks=1,
-        )
-        rows: list[Row] = []
-        policy = train([problem], config=config, callback=rows.append)
-        returns[rate] = np.mean([r["reward_mean"] for r in rows[-3:-1]])
-    assert returns[3e-3] > 1.2 * returns[0.0] > 0.0
-    answer = PolicyPlanner(policy, "guided_search", evaluations=300, baseline="single_device")
-    assert answer(problem).value_s < load("heft")(problem).value_s * 1.001
-
-
-def test_refine_learns() -> None:
-    n, d = 8, 2
-    seconds = np.full((n, d), 3.0)
-    seconds[np.arange(n), np.arange(n) % d] = 1.0
-    problem = chain(seconds, latency_s=0.01)
-    config = TrainConfig(
-        total_steps=2000, formulation="refine", network=SMALL, moves=8, num_envs=8, num_checks=1
-    )
-    rows: list[Row] = []
-    train([problem], config=config, callback=rows.append)
-    assert rows[-2]["reward_mean"] > 1.2 * rows[1]["reward_mean"] > 0

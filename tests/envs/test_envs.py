@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env as gymnasium_check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stable_baselines3.common.env_checker import check_env as sb3_check
 
 from envs.perturbation import Perturbation
 from envs.placement import DevicePlacementEnv, OneShotRules
@@ -35,7 +32,6 @@ from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
 from placement.runs.trials import TrialError
-from placement.search.evaluation import can_move
 from placement.simulator import score, simulate
 from tests.problems import chain as edges_of
 from tests.problems import random_problem, small_problem
@@ -63,23 +59,6 @@ def chain(compute_s: Any, *, latency_s: float = 0.5, **settings: Any) -> Problem
 
 def mixed() -> list[Problem]:
     return [random_problem(s, grouped=s % 2 == 0, unsupported=s % 3 == 0) for s in range(12)]
-
-
-def movable() -> list[Problem]:
-    """Those with something to search."""
-    return [p for p in mixed() if can_move(p)]
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_both_checkers_pass(name: str) -> None:
-    problems = movable() if "Guided" in name else mixed()
-    env = gym.make(name, problems=problems, render_mode="ansi").unwrapped
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # A policy of ours reads the two-dimensional observation; SB3's default ones would not.
-        warnings.filterwarnings("ignore", message=".*(unconventional shape|image).*")
-        gymnasium_check(env)
-        sb3_check(env)
 
 
 @pytest.mark.parametrize("name", BUILDING)

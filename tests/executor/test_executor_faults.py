@@ -203,6 +203,9 @@ def test_a_micro_batch_of_another_shape_type_or_number_of_inputs(workers, item, 
         assert caught.value.__notes__ == ["raised for micro-batch 2 of the stream"]
         with pytest.raises(InputError, match=says):
             r.stream([item]).__next__()
+        if isinstance(item, torch.Tensor):
+            with pytest.raises(InputError, match=says):
+                r(item)
         assert alive() == [] and works(r)
 
 
