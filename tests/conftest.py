@@ -38,9 +38,10 @@ def pytest_collection_finish() -> None:
 # A shell starts what it puts into the background with Ctrl-C ignored, which children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples every time, and no deadline: the machine may be busy.
+# The same examples every time: few, as more say the same. And no deadline: the machine may be busy.
+slow = [HealthCheck.too_slow]
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "suite", max_examples=50, deadline=None, derandomize=True, suppress_health_check=slow
 )
 settings.load_profile("suite")
 

@@ -126,7 +126,7 @@ def test_nothing_beats_brute_force_and_bounds_hold(seed: int) -> None:
 )
 @pytest.mark.parametrize("start", ["best_of", "random"])
 def test_searches_find_the_optimum_of_small_problems(name: str, options: dict, start: str) -> None:
-    for seed in range(10):
+    for seed in range(5):
         problem = random_small(seed, num_ops=5)
         best = score(problem, every_placement(problem)).min()
         planner = load(name, start=start, evaluations=2_000, **options)
@@ -940,7 +940,7 @@ print(*sorted(late))
 
 @pytest.mark.parametrize(
     ("planner", "objective"),
-    [("best_of", "latency"), ("local_search", "period"), ("order_search", "latency"),
+    [("local_search", "period"), ("order_search", "latency"),  # they begin with best_of
      ("agents.planner:PolicyPlanner", "latency"), ("agents.planner:PolicyPlanner", "max_load")],
 )  # fmt: skip
 def test_nothing_is_compiled_once_the_clock_runs(planner: str, objective: str) -> None:
