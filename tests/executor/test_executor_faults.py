@@ -211,9 +211,9 @@ def test_a_micro_batch_of_another_shape_type_or_number_of_inputs(workers, item, 
 
 def test_what_a_stream_refuses_before_it_begins():
     with runner() as r:
-        with pytest.raises(LoaderError, match="workers = -2"):
+        with pytest.raises(LoaderError, match="workers = -2: give 0 to load in the calling thread"):
             r.stream([GOOD], workers=-2)
-        with pytest.raises(LoaderError, match="prefetch = 0"):
+        with pytest.raises(LoaderError, match="prefetch = 0: give at least 1"):
             r.stream([GOOD], prefetch=0)
         with pytest.raises(LoaderError, match="an iterator, which one worker reads"):
             r.stream(iter([GOOD]), workers=2)
