@@ -330,16 +330,16 @@ def test_another_problem_or_parameter_is_not_resumed(
     assert len(list((tmp_path / "cells").iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda text: text[:40], lambda text: re.sub(r"\[\s*0,", f"[{2**40},", text)]
-)
-def test_a_damaged_cell_is_planned_again(tmp_path: Path, damage: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("device", [None, 7, 2**40])
+def test_a_damaged_cell_is_planned_again(tmp_path: Path, device: int | None) -> None:
+    """One that is cut off, or names a device that is not there."""
     log = Log()
     planners = {"p": Fixed((0, 0, 1, 1), log)}
     compare({"w": chain()}, planners, out_dir=tmp_path)
     (cell,) = (tmp_path / "cells").iterdir()
     whole = cell.read_text()
-    cell.write_text(damage(whole))
+    other = re.sub(r"\[\s*0,", f"[{device},", whole)
+    cell.write_text(whole[:40] if device is None else other)
     assert cell.read_text() != whole
     compare({"w": chain()}, planners, out_dir=tmp_path)
     assert len(log.calls) == 2
