@@ -22,7 +22,7 @@ profile of 10 rounds, measured once and kept.
 
 About 12 minutes for ``bert_tiny_hidden128`` and 45 for ``resnet50`` on an idle machine with 2 cores
 at 2.8 GHz (1,800 runs each). What has run lies in ``runs/measured``: after Ctrl-C the same command
-continues. Writes ``experiments/results/measured.csv``, ``measured_curves.csv`` and ``measured.md``.
+continues. Writes ``experiments/results/measured.csv`` and ``measured.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import numpy as np
 
 from experiments.runs import Floats, two_cores
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import Column, number, table, to_csv
+from experiments.tables import Column, number, table
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Problem
 from placement.runs.measured_search import search_measured
@@ -98,17 +98,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The objective of the incumbent, as believed after so many runs."""
-
-    workload: str
-    way: str
-    seed: int
-    num_runs: int
-    believed_s: float
-
-
-@dataclass(frozen=True)
 class Summary:
     """All seeds of a way: geometric means of ``Row``'s ratios, intervals over seeds and rounds."""
 
@@ -151,10 +140,9 @@ def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
 
 def compete(
     name: str, problem: Problem, runtime: Runtime, folder: Path, budget: Budget
-) -> tuple[list[Row], list[Summary], list[Point]]:
+) -> tuple[list[Row], list[Summary]]:
     """Everything that is measured of one problem; the trials are kept in ``folder``."""
     entries: dict[Entry, Placement] = {}
-    points: list[Point] = []
     singles = single_devices(problem)[:, problem.graph.group]
     for device, placement in zip(problem.cluster.device_names, singles, strict=True):
         entries[SINGLE + device, 0, 0] = placement
@@ -174,9 +162,8 @@ def compete(
         trials = Trials(problem, runtime, measurements=most, path=path)
         answer = search_measured(trials, evaluations=budget.evaluations, seed=seed)
         entries[OURS, seed, most] = answer.placement
-        points += [Point(name, OURS, seed, *p) for p in answer.stats["curve"]]
     seconds = finals(problem, runtime, entries, folder / "finals.jsonl", budget.rounds)
-    return *judge(name, problem, entries, seconds), points
+    return judge(name, problem, entries, seconds)
 
 
 def draw(problem: Problem, count: int, seed: int) -> Placement:
@@ -267,13 +254,12 @@ def rows(options: Options) -> Iterator[Row]:
 
     torch.set_num_threads(1)
     budget = budget_of(options)
-    options.points, options.summaries = list[Point](), list[Summary]()
+    options.summaries = list[Summary]()
     for workload in options.workloads:
         kind = "quick" if options.quick else "full"
         folder = options.work / kind / workload.replace(":", "-")
         problem = prepare(workload, folder, budget)
-        ways, summaries, points = compete(workload, problem, Executor(problem), folder, budget)
-        options.points += points
+        ways, summaries = compete(workload, problem, Executor(problem), folder, budget)
         options.summaries += summaries
         yield from ways
 
@@ -305,7 +291,6 @@ STUDY = Study(
         "quick": Option(False, "a rehearsal of a minute or two"),
     },
     facts=lambda options: asdict(budget_of(options)),
-    files=lambda rows, options: {"measured_curves.csv": to_csv(options.points)},
 )
 main = partial(run, (STUDY,))
 
