@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HYDRA_FULL_ERROR"] = "1"
 
+import gc
 import random
 import signal
 import sys
@@ -25,12 +26,22 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks again at what was imported: a tenth of the suite's time."""
+    gc.freeze()
+    gc.enable()
+
+
 # A shell starts what it puts into the background with Ctrl-C ignored, which children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples every time, and no deadline: the machine may be busy.
+# The same examples every time: few, as more say the same. And no deadline: the machine may be busy.
+slow = [HealthCheck.too_slow]
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "suite", max_examples=50, deadline=None, derandomize=True, suppress_health_check=slow
 )
 settings.load_profile("suite")
 
@@ -60,7 +71,8 @@ def shared() -> Path:
 
 @pytest.fixture
 def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles as measured, but with the fewest runs: for tests that need one, of any accuracy."""
+    """Profiles and plans as measured, but in the fewest runs: for tests to which all are equal."""
     few = {"PATIENCE": 1, "CALIBRATION_MOST": 1, "CALIBRATION_ROUNDS": 1, "STREAMED": 8}
     for name, value in (few | {"CALIBRATION_TRIES": 1}).items():
         monkeypatch.setattr(f"placement.costs.measure._{name}", value)
+    monkeypatch.setattr("placement.runs.ways.ROUNDS", 2)

@@ -121,8 +121,8 @@ def main(experiments: list[str]) -> None:
         with initialize_config_module("conf", version_base="1.3"):
             given = compose("train", [f"experiment={name}"])
         config = replace(
-            instantiate(given.training, _convert_="all"), device="strict", total_steps=64,
-            num_checks=1, num_envs=2, steps_per_env=32, samples=1, imitation_epochs=1,
+            instantiate(given.training, _convert_="all"), device="strict", total_steps=32,
+            num_checks=1, num_envs=2, steps_per_env=16, samples=1, imitation_epochs=1,
         )  # fmt: skip
         solutions = [heft(p).placement for p in problems] if name == "doppler" else None
         with tempfile.TemporaryDirectory() as folder:  # with the checkpoint that a run writes

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stable_baselines3 import PPO
 
 from agents.training import TrainConfig
 from placement import planners
@@ -33,7 +34,11 @@ OWN = ("own_encoder.py", "own_reward.py", "own_generator.py", "grpo.py")
 
 
 @pytest.mark.parametrize("name", ["train_ppo.py", "cleanrl_ppo.py"])
-def test_a_first_agent_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_agent_learns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = PPO.learn
+    monkeypatch.setattr(PPO, "learn", lambda agent, steps: learn(agent, min(steps, 3_000)))
     run(name)
     rewards = [float(x) for x in re.findall(r"-?\d\.\d+", capsys.readouterr().out)]
     assert rewards[-1] > rewards[0] + 0.1

@@ -13,18 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.encoder import NetworkConfig, PolicyError
-from agents.trained import TrainedPolicy, untrained_net
 from placement.__main__ import main
 from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, _matching
-from placement.planners.heft import Heft
 from placement.problem import ProblemError
-from placement.runs.compare import compare
 from placement.runs.trials import TrialError, Trials, fingerprint
 from placement.simulator import simulate
 from placement.timeline import Timeline, TimelineError, steady_period
@@ -200,25 +195,6 @@ def test_a_period_of_many_micro_batches_does_not_take_their_square() -> None:
     assert steady_period(done) == pytest.approx(2.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("factor", [1e6, 1e38, np.nan, np.inf])
-def test_weights_far_from_any_trained_are_refused(factor: float, tmp_path: Path) -> None:
-    path = tmp_path / "p.safetensors"
-    policy = TrainedPolicy(untrained_net(NetworkConfig(hidden=8, layers=1), "sequential"))
-    with torch.no_grad():
-        next(iter(policy.net.parameters())).view(-1)[0] = factor
-    policy.save(path)
-    with pytest.raises(PolicyError, match="no number, or above 10000"):
-        TrainedPolicy.load(path)
-
-
-@pytest.mark.parametrize(
-    ("what", "value"), [("changes", 4e-300), ("max_change", 1e-30), ("attention", 4096)]
-)
-def test_a_network_that_no_training_makes_is_refused(what: str, value: float) -> None:
-    with pytest.raises(PolicyError, match=what):
-        NetworkConfig(**{what: value})  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def trials(tmp_path: Path) -> tuple[Any, Path]:
     """A problem, and the file of two rounds of trials of it."""
@@ -289,17 +265,6 @@ def test_a_timeline_is_whole_or_refused(what: str, value: Any, tmp_path: Path) -
     np.savez(tmp_path / "bad.npz", **arrays | {what: value(arrays[what])})
     with pytest.raises(TimelineError):
         Timeline.load(tmp_path / "bad.npz")
-
-
-def test_a_comparison_goes_on_from_damaged_cells(tmp_path: Path) -> None:
-    problem = layered(6)
-    rows = compare({"w": problem}, {"heft": Heft()}, out_dir=tmp_path).rows
-    (cell,) = (tmp_path / "cells").glob("*.json")
-    saved = json.loads(cell.read_text())
-    saved["solution"]["placement"][0] = 2**40
-    cell.write_text(json.dumps(saved))
-    again = compare({"w": problem}, {"heft": Heft()}, out_dir=tmp_path).rows
-    assert [r.value_s for r in again] == [r.value_s for r in rows]
 
 
 HOSTILE = {  # the command of each file, by how its name begins

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -37,7 +36,6 @@ from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.simulator import list_schedule
-from placement.tools.files import FileError
 
 ROOT = Path(__file__).parents[1]
 
@@ -428,33 +426,6 @@ def test_reading_leaves_contradictions_to_the_caller(path: Path) -> None:
 def test_placement_that_does_not_fit() -> None:
     with pytest.raises(PlanError, match=r"does not fit: device 'cpu:0' needs 1,1\d\d bytes.*1,000"):
         plan_of(problem(chain(tensor_bytes=[8, 8, 8, 1000])), [0] * 4)
-
-
-def test_saving_is_whole_or_not_at_all(
-    plan: Plan, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = path.read_bytes()
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(FileError, match="no space left"):
-        plan.save(path)
-    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
-
-
-def test_saving_below_a_file(plan: Plan, path: Path) -> None:
-    with pytest.raises(FileError, match="is a file, not a folder"):
-        plan.save(path / "plan.json")
-
-
-def test_saving_replaces_files_only(plan: Plan, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(FileError, match="it is not a file"):
-            plan.save(path)
-    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:

@@ -171,9 +171,11 @@ BROKEN_ORDERS = {
 
 @pytest.mark.parametrize("name", schedulers.names())
 def test_every_scheduler_keeps_its_promises(name: str) -> None:
+    options = {}
     if name == "searched":
         pytest.importorskip("ortools")
-    check_scheduler(schedulers.load(name))
+        options = {"seconds": 0.1}
+    check_scheduler(schedulers.load(name, **options))
 
 
 @pytest.mark.parametrize("message", BROKEN_ORDERS)

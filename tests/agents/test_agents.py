@@ -156,26 +156,6 @@ def test_samples_follow_the_softmax_and_never_the_illegal() -> None:
     assert greedy(logits).unique().tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        {"formulation": ["sequential"]},
-        {"formulation": "os:system"},
-        {"formulation": None},
-        {"network": {"encoder": "subprocess:Popen"}},
-        {"network": {"encoder": ["sage"]}},
-        {"network": {"encoder": "os:nothing"}},
-    ],
-)
-def test_a_policy_file_that_names_code_runs_none(tmp_path: Path, head: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    whole = {"format": 3, "formulation": "sequential", "network": {}, "card": {}} | head
-    save_file({"a": torch.zeros(1)}, tmp_path / "p.safetensors", {"policy": json.dumps(whole)})
-    with pytest.raises(PolicyError, match=r"unknown|is not ours|does not fit|do not fit"):
-        TrainedPolicy.load(tmp_path / "p.safetensors")
-
-
 def test_log_probabilities_are_means_over_the_real_groups() -> None:
     chosen = ProblemSet.build([chain([[1, 1]] * 3), chain([[1, 1, 1]] * 5)])
     rules = OneShotRules(chosen, 2)
@@ -362,6 +342,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
     assert not sprung.exists()
 
 
+CODE = r"unknown|is not ours|does not fit|do not fit"
 HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "layers": 2}}
 
 
@@ -371,6 +352,11 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({"format": 99}, {}, "format 99, this version reads 3; train again"),
         ({"formulation": "other"}, {}, "formulation 'other' is unknown"),
         ({"formulation": None}, {}, "formulation None is unknown"),
+        ({"formulation": ["sequential"]}, {}, "unknown"),
+        ({"formulation": "os:system"}, {}, CODE),  # what names code runs none
+        ({"network": {"encoder": "subprocess:Popen"}}, {}, CODE),
+        ({"network": {"encoder": "os:nothing"}}, {}, CODE),
+        ({"network": {"encoder": ["sage"]}}, {}, CODE),
         ({}, {"more": np.zeros(3)}, r"weights do not fit .*other layers: \['more'\]"),
         ({"network": {"hidden": 4000000000}}, {}, "weights do not fit"),  # nothing is allocated
         ({"network": {"layers": 10**9}}, {}, "layers = 1000000000 must be 0..64"),
@@ -390,8 +376,9 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         (
             {},
             {"value.2.bias": np.full(1, np.nan, np.float32)},
-            "value.2.bias has a weight that is no number",
+            "value.2.bias has a weight that is no number, or above 10000",
         ),
+        ({}, {"value.2.bias": np.full(1, 1e6, np.float32)}, "no number, or above 10000"),
     ],
 )
 def test_heads_and_weights_that_do_not_fit(
@@ -757,9 +744,11 @@ def test_policies_of_the_wrong_formulation() -> None:
         NetworkConfig(encoder="other")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):
         NetworkConfig(hidden=6)
-    for changes in (0.0, -1.0, float("nan"), float("inf")):
+    for changes in (0.0, 4e-300, -1.0, float("nan"), float("inf")):
         with pytest.raises(PolicyError, match=f"changes = {changes} must be a number of groups"):
             NetworkConfig(changes=changes)
-    for share in (0.0, 1.0, float("nan")):
+    with pytest.raises(PolicyError, match="attention"):
+        NetworkConfig(attention=4096)
+    for share in (0.0, 1e-30, 1.0, float("nan")):
         with pytest.raises(PolicyError, match=f"max_change = {share} must be a share from"):
             NetworkConfig(max_change=share)

@@ -6,9 +6,6 @@ import csv
 import importlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -29,9 +26,11 @@ from agents.trained import TrainedPolicy
 from placement import planners, workloads
 from placement.planners import PlannerError
 from placement.problem import Problem, Solution
+from placement.report.gantt import PlotError
 from placement.report.html import write_report
 from placement.testing import small_problems
 
+pytestmark = pytest.mark.usefixtures("quick_profiles")
 CONF = Path(__file__).parents[2] / "conf"
 FROM_CODE = ("planner", "workload")
 GROUPS = {
@@ -209,7 +208,13 @@ def test_a_glob_is_a_list_in_one_job_and_a_sweep_in_many() -> None:
 def run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., int]:
-    """A command in this process, in a new folder; profiles are shared by the tests."""
+    """A command in this process, in a new folder, without pictures; tests share the profiles."""
+
+    def not_drawn(*_: Any) -> None:
+        raise PlotError("drawing takes long")
+
+    for plot in ("gantt.plot_gantt", "curves.plot_curves", "pareto.plot_pareto"):
+        monkeypatch.setattr(f"placement.report.{plot}", not_drawn)
     home = tmp_path_factory.getbasetemp() / "profiles"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACEMENT_HOME", str(home))
@@ -232,15 +237,16 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_compare_from_the_shell(tmp_path: Path) -> None:
+def test_compare_runs_what_it_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Two workloads, two planners, run for real: one job, one table, and everything in the folder.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
     words = ["workload=[tiny_mlp,tiny_branches]", "planner=glob([heft,round_robin])", "rounds=1"]
     words += ["repeats=1", "num_microbatches=4", "tracker=none", "hydra.run.dir=out"]
-    env = os.environ | {"PLACEMENT_HOME": str(tmp_path / "home"), "PYTHONPATH": str(CONF.parent)}
-    command = [sys.executable, "-m", "agents.compare", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "tiny_branches, measured" in done.stdout
+    assert agents.compare.main(words) == 0
+    assert "tiny_branches, measured" in capsys.readouterr().out
     out = tmp_path / "out"
     rows = rows_of(out)
     for workload in ("tiny_mlp", "tiny_branches"):

@@ -19,7 +19,6 @@ from gymnasium import spaces
 
 from agents.encoder import NetworkConfig, PolicyError
 from agents.expert import _batches, demonstrations, load_solutions, solve
-from agents.planner import PolicyPlanner
 from agents.trained import TrainedPolicy
 from agents.training import PerGraphBuffer, Row, TrainConfig, train
 from envs.problems import Measured, ProblemSet, canonical
@@ -53,16 +52,15 @@ def layered(seed: int, width: int, depth: int, devices: int) -> Problem:
 def test_learning_beats_the_frozen_policy() -> None:
     """With learning rate 0 what is left is sampled list scheduling: clearly worse.
 
-    Measured over 8,000 steps (287 placements), seeds 0 to 2: greedy 7.51 frozen and 6.05 to 6.57
-    trained, best ever 6.36 to 6.58 and 5.93 to 6.01; the best list scheduler reaches 6.76, local
-    search with 3,000 placements 6.61, the best of all constructive planners 6.27.
+    Measured: greedy 9.63 frozen and 6.05 trained, best ever 6.46 and 5.92; the best list scheduler
+    reaches 6.76, the best of all constructive planners 6.27.
     """
     problem = layered(3, 6, 5, 3)
     network = NetworkConfig(hidden=32, layers=2)  # starts at list scheduling
     greedy, best, sampled = {}, {}, {}
     for rate in (0.0, 6e-3):
         config = TrainConfig(
-            total_steps=8000, learning_rate=rate, last_learning_rate=rate / 30, network=network
+            total_steps=4000, learning_rate=rate, last_learning_rate=rate / 30, network=network
         )
         rows: list[Row] = []
         policy = train([problem], config=config, callback=rows.append)
@@ -498,43 +496,3 @@ def test_equivalent_solutions_teach_the_same() -> None:
         demonstrations(chosen, [np.zeros(4, np.int32)], "refine")
     with pytest.raises(PolicyError, match="0 solutions for 1 problems"):
         demonstrations(chosen, [], "sequential")
-
-
-def test_guided_search_learns() -> None:
-    """Operator i is fast only on device i mod D, which the hand-written score does not favour."""
-    n, d = 24, 4
-    seconds = np.full((n, d), 1.2)
-    seconds[np.arange(n), np.arange(n) % d] = 1.0
-    problem = chain(seconds, latency_s=0.001).with_objective("latency")
-    returns = {}
-    for rate in (0.0, 3e-3):
-        config = TrainConfig(
-            total_steps=6000,
-            formulation="guided_search",
-            learning_rate=rate,
-            last_learning_rate=rate / 10,
-            num_envs=8,
-            steps_per_env=40,
-            moves=20,
-            again=0.0,
-            num_checks=1,
-        )
-        rows: list[Row] = []
-        policy = train([problem], config=config, callback=rows.append)
-        returns[rate] = np.mean([r["reward_mean"] for r in rows[-3:-1]])
-    assert returns[3e-3] > 1.2 * returns[0.0] > 0.0
-    answer = PolicyPlanner(policy, "guided_search", evaluations=300, baseline="single_device")
-    assert answer(problem).value_s < load("heft")(problem).value_s * 1.001
-
-
-def test_refine_learns() -> None:
-    n, d = 8, 2
-    seconds = np.full((n, d), 3.0)
-    seconds[np.arange(n), np.arange(n) % d] = 1.0
-    problem = chain(seconds, latency_s=0.01)
-    config = TrainConfig(
-        total_steps=2000, formulation="refine", network=SMALL, moves=8, num_envs=8, num_checks=1
-    )
-    rows: list[Row] = []
-    train([problem], config=config, callback=rows.append)
-    assert rows[-2]["reward_mean"] > 1.2 * rows[1]["reward_mean"] > 0

@@ -20,17 +20,13 @@ from agents.app import make_planner
 from agents.encoder import NetworkConfig, PolicyError, sample
 from agents.expert import demonstrations
 from agents.planner import PolicyPlanner
-from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, make_net
-from agents.training import PerGraphBuffer, Row, TrainConfig, elites, train
-from envs.features import features
+from agents.training import Row, TrainConfig, elites, train
 from envs.group_place import GroupPlaceRules, heaviest_producer
 from envs.problems import ProblemSet
 from envs.refine import RefineRules
-from envs.rewards import INFEASIBLE_REWARD, log_speedups
 from envs.select_place import SelectPlaceRules
-from envs.vec import PlacementVecEnv
 from placement.graph import OpGraph
 from placement.planners import load as planner
 from placement.problem import Problem
@@ -307,16 +303,6 @@ def test_a_bad_placement_is_no_elite_for_being_alone() -> None:
 # -- what the released code does wrong, and ours does not
 
 
-def test_faster_is_better() -> None:
-    """Park, HSDAG's recurrent baseline, ...: the sign of the reward is wrong."""
-    problem = identity()
-    chosen = ProblemSet.build([problem], [6.0])
-    seconds = np.array([3.0, 6.0, 12.0, np.inf])
-    rewards = log_speedups(seconds, chosen.reference_s[0])
-    assert rewards[1] == 0 and rewards[0] == -rewards[2] == pytest.approx(np.log(2))
-    assert (np.diff(rewards) < 0).all() and rewards[3] == INFEASIBLE_REWARD  # not all positive
-
-
 def test_a_reward_does_not_depend_on_what_was_tried_before() -> None:
     """DOPPLER subtracts the mean of all episodes so far, this one included: the first earns 0."""
     rules = SelectPlaceRules(ProblemSet.build([identity()], [6.0]), 1)
@@ -331,36 +317,6 @@ def test_a_reward_does_not_depend_on_what_was_tried_before() -> None:
     first = earned([0] * 6)
     earned([0, 1, 0, 1, 0, 1])
     assert earned([0] * 6) == first != 0
-
-
-def buffer(rewards: list[float], gamma: float) -> PerGraphBuffer:
-    """One episode whose value is estimated as 0."""
-    env = PlacementVecEnv(SelectPlaceRules(ProblemSet.build([identity()]), 1))
-    made = PerGraphBuffer(
-        len(rewards), env.observation_space, env.action_space, gamma=gamma, gae_lambda=1.0
-    )
-    obs = env.reset()
-    for step, reward in enumerate(rewards):
-        zero = torch.zeros(1)
-        made.add(obs, np.zeros((1, 1)), np.array([reward]), np.array([step == 0]), zero, zero)
-    made.compute_returns_and_advantage(torch.zeros(1), np.array([True]))
-    return made
-
-
-def test_returns_are_of_what_follows() -> None:
-    """GiPH's Placeto sums them up from the front, HSDAG weighs the last reward most and gives
-    every step the same return."""
-    returns = buffer([1.0, 0.0, 4.0], gamma=0.5).returns[:, 0].tolist()
-    assert returns == [1 + 0.5 * 0 + 0.25 * 4, 0 + 0.5 * 4, 4]
-
-
-def test_the_baseline_of_a_return_is_a_return() -> None:
-    """GiPH subtracts the mean of rewards from returns. A value network estimates returns: where
-    it is right, nothing is left."""
-    made = buffer([1.0, 0.0, 4.0], gamma=1.0)
-    made.values[:, 0] = made.returns[:, 0]
-    super(PerGraphBuffer, made).compute_returns_and_advantage(torch.zeros(1), np.array([True]))
-    assert np.allclose(made.advantages, 0)
 
 
 def test_the_learning_rate_falls_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,68 +337,6 @@ def test_the_learning_rate_falls_where_it_is_used(monkeypatch: pytest.MonkeyPatc
     # HSDAG names the epochs and the clipping of PPO, and uses neither.
     train([identity()], config=TrainConfig(320, "one_shot", epochs=3, **rates, **options))
     assert len(used) - once == 3 * once
-
-
-def test_everything_on_one_device_is_a_placement_like_any_other() -> None:
-    """HSDAG says 1e10 s for all-CPU and all-GPU placements."""
-    problem = drawn([[1, 2]] * 3, [(0, 1), (1, 2)], latency_s=5.0)
-    chosen = ProblemSet.build([problem])
-    ones = np.array([[0, 0, 0], [1, 1, 1], [0, 1, 0]], np.int32)
-    assert chosen.values(0, ones).tolist() == [3, 6, 14.2]
-    rules = GroupPlaceRules(chosen, 1)
-    for device, value in ((0, 3), (1, 6)):
-        rules.start(np.array([0]), np.array([0]))
-        rules.act(np.array([[0, 1, 1]]))
-        rules.act(np.array([[device] * 3]))
-        assert rules.value_s[0] == value
-    config = TrainConfig(400, "one_shot", cold=True, num_envs=4, network=SMALL)
-    assert train([problem], config=config).card["best_speedup"] == pytest.approx(1.0)
-
-
-def test_features_keep_the_scale_that_matters_and_no_other() -> None:
-    """GiPH scales each feature of a graph to -1..1, Placeto divides by its maximum: whether
-    transfers are cheap or dear beside computing cannot be seen, and equal values become nan."""
-    cheap = drawn([[1.0, 1.0]] * 4, [(0, 1), (1, 2), (2, 3)], size=1)
-    dear = drawn([[1.0, 1.0]] * 4, [(0, 1), (1, 2), (2, 3)], size=1000)
-    assert not np.allclose(features(cheap).group, features(dear).group)
-    assert np.isfinite(features(cheap).group).all()
-    # Twice the time for everything looks the same.
-    slow = drawn([[2.0, 2.0]] * 4, [(0, 1), (1, 2), (2, 3)], size=2)
-    for a, b in zip(
-        (features(cheap).group, features(cheap).edge),
-        (features(slow).group, features(slow).edge),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-def test_features_of_every_method_are_of_moderate_size() -> None:
-    """DOPPLER normalises its own features, and gives its baselines costs of 1e12."""
-    huge = drawn([[1e12, 1e12]] * 4, [(0, 1), (1, 2), (2, 3)], size=4 * 10**12)
-    found = features(huge)
-    for array in (found.group, found.device, found.pair, found.edge):
-        assert np.abs(array).max() <= 10
-
-
-def test_what_is_learned_from_is_drawn_from_the_policy() -> None:
-    """DOPPLER takes the best action, or with a chance of epsilon any, and then learns as if it had
-    drawn from its softmax."""
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1e9]]).expand(40_000, -1)
-    torch.manual_seed(0)
-    often = torch.bincount(sample(logits), minlength=4) / len(logits)
-    torch.testing.assert_close(often, torch.softmax(logits[0], dim=0), atol=0.01, rtol=0)
-    problem = identity()
-    env = PlacementVecEnv(SelectPlaceRules(ProblemSet.build([problem]), 4))
-    policy = PlacementPolicy(
-        env.observation_space,
-        env.action_space,
-        lambda _: 1e-3,
-        net=make_net(SMALL, "select_place"),
-        store=GraphStore([problem]),
-    )
-    obs = {k: torch.from_numpy(v) for k, v in env.reset().items()}
-    actions, _, log_prob = policy(obs)
-    torch.testing.assert_close(policy.evaluate_actions(obs, actions)[1], log_prob)
 
 
 def test_an_operator_begins_when_its_inputs_are_there() -> None:
@@ -505,11 +399,3 @@ def test_the_policy_that_is_kept_is_the_best_one() -> None:
     trained = train([problem], config=config, reference_s=[6.0])
     value = score(problem, trained.place(problem)[0])[0]
     assert 6.0 / value == pytest.approx(trained.card["greedy_speedup"])
-
-
-def test_gaps_between_operators_are_used() -> None:
-    """GiPH's HEFT looks for gaps in a list that is always empty."""
-    # d0  P            Q waits for P's output, 5 s, and R, last by rank, runs before it
-    # d1  R.....QQ
-    problem = drawn([[1, np.inf], [np.inf, 2], [np.inf, 1]], [(0, 1)], size=500)
-    assert planner("heft")(problem).stats["makespan_s"] == 8

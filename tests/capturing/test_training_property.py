@@ -23,7 +23,7 @@ from placement.program import CaptureError
 from tests.module_grammar import Part, batches, build, draws, kinds_of, parts
 
 CORE = min(os.sched_getaffinity(0))
-EXAMPLES = int(os.environ.get("TRAINING_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("TRAINING_EXAMPLES", "12"))
 
 # The parts that may be refused, and how the message names them.
 REFUSED = {

@@ -187,6 +187,7 @@ def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: An
         (["plan", "tiny_mpl", "--planner", "heft"], "did you mean 'tiny_mlp'?"),
         (["plan", "problem.json", "--planner", "heft", "--objective", "x"], "--objective x"),
         (["plan", "problem.json", "--planner", "heft", "--microbatches", str(10**9)], "1,000,000"),
+        (["plan", "problem.json", "--planner", "heft", "--microbatches", "0"], "must be from 1 to"),
         (["plan", "problem.json", "--planner", "heft", "--in-flight", "-1"], "--in-flight -1"),
         (["plan", "problem.json", "--planner", "local_search", "--seconds", "nan"], "--seconds"),
         (["plan", "problem.json", "--planner", "mip", "--seconds", "-1"], "--seconds -1.0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env as gymnasium_check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stable_baselines3.common.env_checker import check_env as sb3_check
 
 from envs.perturbation import Perturbation
 from envs.placement import DevicePlacementEnv, OneShotRules
@@ -35,19 +32,15 @@ from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
 from placement.runs.trials import TrialError
-from placement.search.evaluation import can_move
 from placement.simulator import score, simulate
 from tests.problems import chain as edges_of
 from tests.problems import random_problem, small_problem
 
-BUILDING = (
+IDS = (
     "envs:DevicePlacement-v0",
     "envs:SequentialDevicePlacement-v0",
     "envs:SelectPlaceDevicePlacement-v0",
     "envs:GroupPlaceDevicePlacement-v0",
-)
-IDS = (
-    *BUILDING,
     "envs:RefineDevicePlacement-v0",
     "envs:GuidedSearch-v0",
     "envs:Dispatch-v0",
@@ -63,56 +56,6 @@ def chain(compute_s: Any, *, latency_s: float = 0.5, **settings: Any) -> Problem
 
 def mixed() -> list[Problem]:
     return [random_problem(s, grouped=s % 2 == 0, unsupported=s % 3 == 0) for s in range(12)]
-
-
-def movable() -> list[Problem]:
-    """Those with something to search."""
-    return [p for p in mixed() if can_move(p)]
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_both_checkers_pass(name: str) -> None:
-    problems = movable() if "Guided" in name else mixed()
-    env = gym.make(name, problems=problems, render_mode="ansi").unwrapped
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # A policy of ours reads the two-dimensional observation; SB3's default ones would not.
-        warnings.filterwarnings("ignore", message=".*(unconventional shape|image).*")
-        gymnasium_check(env)
-        sb3_check(env)
-
-
-@pytest.mark.parametrize("name", BUILDING)
-def test_episodes_over_problems_of_different_sizes(name: str) -> None:
-    problems = mixed()
-    env = gym.make(name, problems=problems)
-    rng = np.random.default_rng(0)
-    seen = set()
-    for seed in range(30):
-        _, info = env.reset(seed=seed)
-        seen.add(info["problem"])
-        problem = problems[info["problem"]]
-        sequential = isinstance(env.action_space, gym.spaces.Discrete)
-        steps = 0
-        while True:
-            mask = env.unwrapped.action_masks()
-            rows = mask[None] if sequential else mask.reshape(env.action_space.shape[0], -1)
-            picked = [rng.choice(np.flatnonzero(row)) for row in rows]
-            obs, reward, over, truncated, info = env.step(picked[0] if sequential else picked)
-            assert obs in env.observation_space
-            assert not truncated
-            steps += 1
-            if over:
-                break
-            assert reward == 0
-        grouping = 2 if "GroupPlace" in name else 1
-        assert steps == (problem.graph.num_groups if sequential else grouping)
-        value = score(problem, info["placement"])[0]
-        assert info["value_s"] == value
-        problem.check_placement(info["placement"])
-        if not np.isfinite(value):
-            assert reward == INFEASIBLE_REWARD
-    assert len(seen) > 5
 
 
 def test_reset_is_seeded_and_takes_a_problem() -> None:

@@ -28,6 +28,7 @@ from safetensors.torch import save
 from torch import nn
 
 from placement import workloads
+from placement.__main__ import main
 from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.cli.show import costless_problem
@@ -112,7 +113,7 @@ def scattered(graph: Any, seed: int, num_devices: int) -> np.ndarray[Any, Any]:
 
 def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int) -> Schedule:
     """Any order that a machine could run: repeatedly one of all operators that are ready."""
-    rng = np.random.default_rng(seed)
+    rng, turns = np.random.default_rng(seed), np.atleast_2d(placement)
     order: list[list[tuple[int, int]]] = [[] for _ in range(CLUSTER.num_devices)]
     before = [
         {int(s) for s in graph.tensor_src[graph.in_tensor[a:b]] if s >= 0}
@@ -123,7 +124,7 @@ def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int
         ready = sorted((n, m) for n, m in left if not any((s, m) in left for s in before[n]))
         op, m = ready[rng.integers(len(ready))]
         left.remove((op, m))
-        order[placement[op]].append((op, m))
+        order[turns[m % len(turns), op]].append((op, m))
     rows = tuple(np.array(x, np.int32).reshape(-1, 2) for x in order)
     return Schedule(rows, num_microbatches)
 
@@ -656,10 +657,11 @@ def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
 # --- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["inference in turns", "inference in order", "training in order"])
-def test_the_command_starts_ranks_compares_and_writes_one_trace(what, tmp_path):
-    name = "tiny_branches" if "inference" in what else "tiny_mlp"
-    if "inference" in what:
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, monkeypatch, capfd):
+    """In the order of a plan, and of a model that is called in turns."""
+    name = "tiny_branches" if mode == "inference" else "tiny_mlp"
+    if mode == "inference":
         graph = capture(*workloads.load(name), name=name)
     else:
         module, example, loss = workloads.load_training(name)
@@ -667,20 +669,18 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(what, tmp_path):
         options = {"mode": "training", "loss": loss, "optimizer": optimizer}
         graph = capture(module, example, name=name, **options)
     two = Cluster("two", CLUSTER.devices[:2])
-    problem = problem_of(graph, two, num_microbatches=4)
+    problem = problem_of(graph, two, num_microbatches=6)
     place = scattered(graph, 0, 2)
     assert set(place.tolist()) == {0, 1}
-    if "turns" in what:
+    if mode == "inference":
         place = np.stack([place, scattered(graph, 1, 2), 1 - place])
-    order = random_schedule(graph, place, 4, 0) if "order" in what else None
-    if order is not None:
-        order = Schedule(order.order[:2], 4)
+    order = Schedule(random_schedule(graph, place, 6, 0).order[:2], 6)
     plan = make_plan(
         problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
     )
     plan.save(tmp_path / "plan.json")
     command = [sys.executable, "-m", "placement", "run", "plan.json", "--distributed", "--json"]
-    command += ["--batches", "4", "--trace", "trace.json", "--timeout", "120"]
+    command += ["--batches", "6", "--trace", "trace.json", "--timeout", "120"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
@@ -690,28 +690,19 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(what, tmp_path):
     assert "torchrun --nnodes HOSTS" in done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["tid"] for e in events if e["ph"] == "X"} >= {0, 1}
-    if order is not None:
-        for d in (0, 1):
-            mine = [e for e in events if e["tid"] == d and "operator" in e["args"]]
-            mine.sort(key=lambda e: e["ts"])
-            rows = [(e["args"]["operator"], e["args"]["micro_batch"]) for e in mine]
-            assert rows == list(map(tuple, order.order[d].tolist()))
-    if "training" in what:
-        refused = [*command[:5], "--distributed", "--against-single-device"]
-        done = subprocess.run(
-            refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2 and "not with --distributed and training" in done.stderr
+    for d in (0, 1):
+        mine = [e for e in events if e["tid"] == d and "operator" in e["args"]]
+        mine.sort(key=lambda e: e["ts"])
+        rows = [(e["args"]["operator"], e["args"]["micro_batch"]) for e in mine]
+        assert rows == list(map(tuple, order.order[d].tolist()))
+    missing = "none.safetensors: cannot be read as safetensors: No such file"
+    wrong = {"--processes 3": "--processes 3: the plan has 2 devices"}
+    if mode == "inference":
+        wrong["--weights none.safetensors"] = missing
     else:
-        refused = [*command[:5], "--distributed", "--weights", "none.safetensors"]
-        done = subprocess.run(
-            refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        said = "placement: error: none.safetensors: cannot be read as safetensors: No such file"
-        assert done.returncode == 2 and done.stderr.startswith(said), done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    refused = [*command[:5], "--distributed", "--processes", "3"]
-    done = subprocess.run(
-        refused, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and "--processes 3: the plan has 2 devices" in done.stderr
+        wrong["--against-single-device"] = "not with --distributed and training"
+    monkeypatch.chdir(tmp_path)
+    for words, said in wrong.items():
+        assert main(["run", "plan.json", "--distributed", *words.split()]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith("placement: error: ") and said in line

@@ -16,7 +16,6 @@ from placement.executor import loader
 from placement.executor.loader import (
     MAX_WORKERS,
     InputPipeline,
-    LoaderError,
     Tuning,
     Window,
     is_dataset,
@@ -216,15 +215,6 @@ def test_closing_in_mid_stream_ends_the_threads(workers):
     items.close()
     assert alive() == [] and list(items) == []
     items.close()
-
-
-def test_impossible_wishes_say_what_to_give():
-    with pytest.raises(LoaderError, match="workers = -1: give 0 to load in the calling thread"):
-        InputPipeline([1], workers=-1)
-    with pytest.raises(LoaderError, match="prefetch = 0: give at least 1"):
-        InputPipeline([1], prefetch=0)
-    with pytest.raises(LoaderError, match="workers = 2, but generator is an iterator"):
-        InputPipeline((i for i in range(3)), workers=2)
 
 
 def test_what_several_threads_may_read():

@@ -259,42 +259,6 @@ def test_device_map_has_one_host(
     assert list(found.value.nearest.values()) == nearest
 
 
-def captured(name: str, cut: str | None) -> tuple[Any, Any, Problem, Plan]:
-    """A shipped model on two GPUs that need not be there: from module ``cut`` on the second."""
-    from placement.capturing import capture
-    from placement.workloads import load
-
-    module, inputs = load(name)
-    graph = capture(module, inputs, name=name)
-    p = consumers.problem_of(graph)
-    at = [m == cut or m.startswith(f"{cut}.") for m in graph.op_module]
-    first = at.index(True) if cut else graph.num_ops
-    on = [int(i >= first) for i in range(graph.num_ops)]
-    return module, inputs, p, consumers.placed(p, on, workload=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "cut"), [("tiny_mlp", "2"), ("tiny_cnn", "head"), ("tiny_views", None)]
-)
-def test_accelerate_takes_the_device_map(name: str, cut: str | None) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    import torch
-
-    module, inputs, _, plan = captured(name, cut)
-    where = json.loads(export("huggingface", plan).files[""])
-    accelerate.utils.check_device_map(module, where)  # raises where a parameter is not covered
-    assert set(where.values()) == ({*GPUS} if cut else {"cuda:0"})
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    with torch.no_grad():
-        expected = module(*args, **kwargs)
-        here = dict.fromkeys(where, "cpu")
-        accelerate.dispatch_model(module, here, main_device="cpu", force_hooks=True)
-        actual = module(*args, **kwargs)
-    torch.testing.assert_close(actual, expected)
-    modules = dict(module.named_modules())
-    assert all(hasattr(modules[path], "_hf_hook") for path in where)
-
-
 @pytest.mark.parametrize("name", consumers.FAMILIES)
 def test_accelerate_runs_any_cut(name: str, monkeypatch: Any) -> None:
     """A sample of all contiguous cuts, on pretended GPUs; and both in turns."""

@@ -152,7 +152,6 @@ def test_peft_reproduces_the_example_of_its_paper() -> None:
 # --- Baechi ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
 @given(seed=st.integers(0, 10**6))
 def test_what_is_known_of_all_devices_at_once_is_what_is_known_of_each(seed: int) -> None:
     problem = anything(seed, grouped=True, unsupported=True)
@@ -178,7 +177,6 @@ def test_what_is_known_of_all_devices_at_once_is_what_is_known_of_each(seed: int
         memory.hold(*placed[-1])
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6))
 def test_gaps_are_those_between_operators(seed: int) -> None:
     problem = random_problem(seed)  # small whole seconds: many operators touch, some take none
@@ -208,7 +206,6 @@ def some_problem(seed: int) -> tuple[Problem, np.random.Generator]:
     return anything(seed, num_ops, grouped=grouped, unsupported=unsupported), rng
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
 def test_the_kernel_places_as_the_reference_does(seed: int, activations: int) -> None:
     problem, rng = some_problem(seed)
@@ -229,7 +226,6 @@ def test_the_kernel_places_as_the_reference_does(seed: int, activations: int) ->
     assert found.makespan_s == expected.makespan_s
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
 def test_the_kernel_takes_first_what_the_reference_does(seed: int, activations: int) -> None:
     problem, rng = some_problem(seed)
@@ -243,7 +239,6 @@ def test_the_kernel_takes_first_what_the_reference_does(seed: int, activations: 
     assert found.finish_s.tolist() == expected.finish_s.tolist()
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
 def test_the_kernel_balances_as_the_reference_does(seed: int, activations: int) -> None:
     problem, rng = some_problem(seed)
@@ -600,7 +595,6 @@ def test_expert_needs_a_file_and_a_possible_split(tmp_path) -> None:
 
 
 @given(seed=st.integers(0, 10**6), num_ops=st.integers(1, 12))
-@settings(max_examples=150)
 def test_coarsening_closes_no_cycle_and_keeps_what_counts(seed: int, num_ops: int) -> None:
     problem = random_problem(seed)
     coarse, label = coarsen(problem, num_ops)  # ``OpGraph`` refuses edges that point backwards

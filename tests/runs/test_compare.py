@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
@@ -329,19 +330,20 @@ def test_another_problem_or_parameter_is_not_resumed(
     assert len(list((tmp_path / "cells").iterdir())) == 2
 
 
-def test_a_damaged_cell_is_planned_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", [None, 7, 2**40])
+def test_a_damaged_cell_is_planned_again(tmp_path: Path, device: int | None) -> None:
+    """One that is cut off, or names a device that is not there."""
     log = Log()
     planners = {"p": Fixed((0, 0, 1, 1), log)}
     compare({"w": chain()}, planners, out_dir=tmp_path)
     (cell,) = (tmp_path / "cells").iterdir()
-    cell.write_text(cell.read_text()[:40])
+    whole = cell.read_text()
+    other = re.sub(r"\[\s*0,", f"[{device},", whole)
+    cell.write_text(whole[:40] if device is None else other)
+    assert cell.read_text() != whole
     compare({"w": chain()}, planners, out_dir=tmp_path)
-    assert len(log.calls) == 2 and json.loads(cell.read_text())["solution"]["placement"] == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    assert len(log.calls) == 2
+    assert json.loads(cell.read_text())["solution"]["placement"] == [0, 0, 1, 1]
 
 
 def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_errors() -> None:
         search_measured(Trials(full, Biased(full), measurements=9))
 
 
+@pytest.mark.usefixtures("quick_profiles")
 def test_the_command_continues_what_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

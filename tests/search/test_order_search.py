@@ -83,7 +83,6 @@ def started(problem: Problem, seed: int, width: int = 16) -> Any:
     return tables, state
 
 
-@settings(max_examples=200)
 @given(seed=st.integers(0, 100_000), contention=st.booleans())
 def test_timetables_are_the_simulators(seed: int, contention: bool) -> None:
     problem = replace(
@@ -247,7 +246,6 @@ def test_another_order_by_hand() -> None:
     assert state.sequence.tolist() == list(range(5))
 
 
-@settings(max_examples=100)
 @given(seed=st.integers(0, 100_000))
 def test_no_latency_is_below_the_estimate_where_channels_are_free(seed: int) -> None:
     """Of one that stays where it is in the sequence: the path through it is one afterwards, too.

@@ -147,7 +147,6 @@ def test_pieces_that_wait_for_each_other_are_named() -> None:
     assert "2 operators of 'acc:0' from 0 ('0')" in said and "'acc:1' from 1 ('1')" in said
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 10**6))
 def test_a_circle_is_told_where_and_only_where_the_latency_is_inf(seed: int) -> None:
     problem = draw_problem(seed).with_objective("piecewise_latency")
@@ -160,7 +159,6 @@ def test_a_circle_is_told_where_and_only_where_the_latency_is_inf(seed: int) -> 
             assert not set(piece) & set(awaited)
 
 
-@settings(max_examples=150)
 @given(st.integers(0, 10**6))
 def test_kernels_equal_the_references(seed: int) -> None:
     problem = draw_problem(seed)
@@ -177,7 +175,6 @@ def test_kernels_equal_the_references(seed: int) -> None:
     np.testing.assert_allclose(latency, [piecewise_latency(problem, p) for p in rows], rtol=1e-12)
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 10**6))
 def test_moves_equal_evaluation_from_scratch(seed: int) -> None:
     problem = draw_problem(seed)

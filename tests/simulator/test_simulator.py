@@ -508,21 +508,20 @@ def check(problem: Problem, seed: int) -> None:
         assert values.peak_bytes[0].tolist() == expected.peak_bytes.tolist()
 
 
-def test_kernel_equals_reference_on_2000_random_problems() -> None:
-    for seed in range(2000):
+def test_kernel_equals_reference_on_800_random_problems() -> None:
+    for seed in range(800):
         check(random_problem(seed, 1 + seed % 8, unsupported=seed % 3 == 0), seed)
 
 
 @pytest.mark.parametrize("ready_order", ["priority", "arrival"])
 @pytest.mark.parametrize("num_devices", [65, 130])
 def test_kernel_equals_reference_on_many_devices(num_devices: int, ready_order: Any) -> None:
-    for seed in range(3):  # the kernel looks at 64 devices at a time
-        problem = random_problem(seed, 150, num_devices)
-        problem = replace(problem, ready_order=ready_order)
-        check(problem, seed)
-        p = random_placement(problem, seed)
-        order = list_schedule(problem, p, problem.num_microbatches)
-        assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order))
+    problem = random_problem(0, 150, num_devices)  # the kernel looks at 64 devices at a time
+    problem = replace(problem, ready_order=ready_order)
+    check(problem, 0)
+    p = random_placement(problem, 0)
+    order = list_schedule(problem, p, problem.num_microbatches)
+    assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order))
 
 
 @given(problems(grouped=True, unsupported=True), st.integers(0, 100))
