@@ -858,8 +858,8 @@ def proved_bound_s(problem: Problem, solution: Solution) -> float:
 
 def _in_order(problem: Problem, schedule: Schedule | None) -> Problem:
     """With as many micro-batches in flight as a schedule admits: all of them."""
-    many = problem.max_in_flight if schedule is None else schedule.num_microbatches
-    return replace(problem, max_in_flight=many)
+    many = 1 if schedule is None else schedule.num_microbatches
+    return replace(problem, max_in_flight=max(problem.max_in_flight, many))
 
 
 def load_plan(path: str | Path) -> Plan:
