@@ -446,7 +446,7 @@ def _period_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     ``1 / (1 + share * (longer * D - 1))`` or more.
     """
     devices, batch_s = problem.num_workers, problem.profile.batch_s
-    if problem.num_microbatches == 1 or (columns := _columns(problem)) > lp_size:
+    if problem.num_microbatches == 1:
         return load_s
     if problem.max_phases > 1 or _fastest_s(problem).sum() == 0.0:
         batch_s = 0.0  # some phases may have less of it, as has what takes no time
@@ -458,15 +458,16 @@ def _period_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
         )
         longer = float((most_s / np.maximum(took_s, 1e-300))[most_s > 0].max(initial=1.0))
 
+    columns, tells_more = _columns(problem), stretches or devices == 2 or problem.cluster.streaming
+    solves = devices > 1 and tells_more and columns <= lp_size
+
     def between_s(low: float, high: float) -> float:
         more_s = batch_s * max(1 / devices, 1 / (1 + high * (longer * devices - 1)))
         least_s = load_s + more_s * (1 - 1e-12)
-        if devices == 1 or not (stretches or devices == 2 or problem.cluster.streaming):
-            return least_s  # the program has no more rows
-        return max(least_s, period_s(problem, low, high, more_s))
+        return max(least_s, period_s(problem, low, high, more_s)) if solves else least_s
 
     parts = [(between_s(0.0, 1.0), 0.0, 1.0)]
-    while stretches and parts[0][2] - parts[0][1] > _NARROW and lp_size > 0:
+    while solves and stretches and parts[0][2] - parts[0][1] > _NARROW and lp_size > 0:
         bound_s, low, high = heappop(parts)
         for ends in (low, (low + high) / 2), ((low + high) / 2, high):
             heappush(parts, (max(bound_s, between_s(*ends)), *ends))

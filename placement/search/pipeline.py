@@ -455,9 +455,13 @@ def constructed(problem: Problem, net: Net | None, seed: int = 0) -> Iterator[Ch
 
     Nothing is evaluated. By hand and, where there is one, with the network walks go down from the
     split of the least period that is foreseen; the network decides which of the two ends is first.
-    Then come the cheapest split itself, and walks from further splits.
+    Then come the cheapest split itself, and walks from further splits. The fastest device alone
+    counts as one, where all surely fits there: others cost what they do beside busy devices.
     """
     starts = [split.choice for split in cheapest(problem)]
+    if not problem.memory_may_bind and np.isfinite(problem.group_compute_s.sum(axis=0)).any():
+        alone = np.argmin(problem.group_compute_s.sum(axis=0))
+        starts.append(np.full(problem.graph.num_groups, alone, np.int32))
     ways = [Pipeline(problem, seed, x) for x in ([None] if net is None else [net, None])]
     begins = [sorted(starts, key=way.foresee) for way in ways]
 
