@@ -14,7 +14,12 @@ help:  ## list the verbs
 setup: $(INSTALLED)  ## the environment in .venv, and nothing else
 
 demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two cores
-	$(BIN)/python -m experiments.demo
+	$(BIN)/placement-compare workload=resnet50 'planner=[heft,contiguous_dp,random_search,policy]' \
+	  '+planner.trained={_target_: agents.planner.PolicyPlanner, mode: finetune, steps: 1000000}' \
+	  num_microbatches=16 seconds=20 rounds=3 repeats=8 hydra.run.dir=runs/demo
+	$(BIN)/placement export runs/demo/resnet50/plan.json --to torch_pipelining \
+	  --out runs/demo/pipeline.py --nearest
+	$(BIN)/placement run runs/demo/resnet50/plan.json
 
 test: $(INSTALLED)  ## the whole test suite, on two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile

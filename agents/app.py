@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from agents.sweeps import is_best_of_sweep
-from placement import cli
+from placement import cli, workloads
 from placement.tools.ownership import DISTRIBUTION, version
 
 if TYPE_CHECKING:
@@ -139,14 +139,17 @@ def _only_names(arg: str) -> list[str]:
     value = OverridesParser.create().parse_override(arg).value()
     items = value if isinstance(value, list) else [value]
     words = [x for x in items if isinstance(x, str)]
+    folders = [x for x in words if Path(x).is_dir() and x not in workloads.names()]
     specs = [x for x in words if re.fullmatch(r"[\w.]+:\w+", x) and not Path(x).is_file()]
+    specs += folders
     files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
     if not specs and not files:
         return [arg]
     others = [str(x) for x in items if x not in (*specs, *files)]
     lists = [f"workload=[{','.join(others)}]"]
     lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
-    names = [*others, *(spec.partition(":")[2] for spec in specs)]
+    given = [spec.partition(":")[2] or Path(spec).resolve().name for spec in specs]
+    names = [*others, *(re.sub(r"\W", "_", name) for name in given)]
     for name, spec in zip(names[len(others) :], specs, strict=True):
         node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
         if names.count(name) > 1:
@@ -560,8 +563,6 @@ def _spec(cfg: DictConfig, workload: str) -> str | None:
 
     None: it came from a file, or has options that are not the function's defaults.
     """
-    from placement import workloads
-
     node = (cfg.get("workload") or {}).get(workload)
     if node is None or node.get("spec") is None:
         return None
@@ -572,12 +573,10 @@ def _spec(cfg: DictConfig, workload: str) -> str | None:
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of
+    from placement.search.budget import Budget, prepared
 
-    names = {f.name for f in fields(planner)} if is_dataclass(planner) else ()
-    values = {"seed": seed, "seconds": cfg.get("seconds"), "evaluations": cfg.get("evaluations")}
-    return parameters_of(planner) | {
-        k: v for k, v in values.items() if k in names and v is not None
-    }
+    budget = Budget(seconds=cfg.get("seconds"), evaluations=cfg.get("evaluations"))
+    return parameters_of(None if planner is None else prepared(planner, seed, budget))
 
 
 def _measured(row: Row) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from envs.features import PAIR_FEATURES, Features, features
-from envs.graphs import KEYS
+from envs.graphs import KEYS, stacked
 from placement.problem import Placement, Problem
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
@@ -43,6 +43,15 @@ class Graphs:
     real: Tensor
     warm: Tensor
 
+    def __init__(self, seen: dict[str, Tensor]) -> None:
+        """From the arrays of ``envs.graphs``, ``[P, ...]``."""
+        self.num_groups = seen["sizes"][:, 0].long()
+        self.device, self.pair = seen["device_features"].float(), seen["pair_features"].float()
+        self.legal = seen["supported"].bool()
+        groups = torch.arange(self.legal.shape[1], device=self.legal.device)
+        self.real = groups < self.num_groups[:, None]
+        self.warm = self.pair[..., _WARM] > 0
+
     def __len__(self) -> int:
         """``P``."""
         return len(self.num_groups)
@@ -71,24 +80,7 @@ class GraphStore(Graphs):
         """``warm[i]`` int32 ``[N]`` is the placement that the policy starts from, or None."""
         starts = warm if warm is not None else [None] * len(problems)
         facts = [features(p, w) for p, w in zip(problems, starts, strict=True)]
-        count = len(facts)
-        groups = max(len(f.group) for f in facts)
-        devices = max(len(f.device) for f in facts)
-        self.num_groups = torch.tensor([len(f.group) for f in facts])
-        self.device = torch.zeros(count, devices, facts[0].device.shape[1])
-        self.pair = torch.zeros(count, groups, devices, facts[0].pair.shape[2])
-        self.legal = torch.zeros(count, groups, devices, dtype=torch.bool)
-        self.real = torch.zeros(count, groups, dtype=torch.bool)
-        self.warm = torch.zeros(count, groups, devices, dtype=torch.bool)
-        for i, f in enumerate(facts):
-            g, d = f.legal.shape
-            self.device[i, :d] = torch.from_numpy(f.device)
-            self.pair[i, :g, :d] = torch.from_numpy(f.pair)
-            self.legal[i, :g, :d] = torch.from_numpy(f.legal)
-            self.legal[i, g:, 0] = True
-            self.real[i, :g] = True
-            if f.warm[0] >= 0:
-                self.warm[i, torch.arange(g), torch.from_numpy(f.warm)] = True
+        super().__init__({k: torch.from_numpy(x) for k, x in stacked(facts)[1].items()})
         self._graphs = [_data(f) for f in facts]
         self._batches: dict[tuple[int, ...], Batch] = {}
         self._all_waves: dict[tuple[int, ...], Waves] = {}
@@ -134,13 +126,8 @@ class ObservedGraphs(Graphs):
 
         self.key, self.row, first = _distinct(obs)
         seen = {name: obs[name][first] for name in KEYS}
+        super().__init__(seen)
         sizes = seen["sizes"].long()
-        self.num_groups = sizes[:, 0]
-        self.device, self.pair = seen["device_features"].float(), seen["pair_features"].float()
-        self.legal = seen["supported"].bool()
-        groups = torch.arange(self.legal.shape[1], device=sizes.device)
-        self.real = groups < self.num_groups[:, None]
-        self.warm = self.pair[..., _WARM] > 0
         some = torch.arange(seen["edges"].shape[2], device=sizes.device) < sizes[:, 1, None]
         begin = self.num_groups.cumsum(0) - self.num_groups
         edges = seen["edges"].long() + begin[:, None, None]

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,10 +24,10 @@ from placement import cli
 from placement.report import table
 from placement.runs.compare import describe, on_one_device
 from placement.runs.row import SINGLE, Row
-from placement.tools.files import csv_text, parse_json, parse_yaml, short, write_atomic
+from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 
 RESULT = "result.json"
-STATUSES = ("finished", "failed", "unfinished", "not started")
+STATUSES = ("finished", "failed", "unfinished")
 _NOT_OF_THE_RESULT = ("tracker",)
 _OWN_COLUMNS = ("planner", "workload", "seed")
 _NUM_NAMED = 20
@@ -122,7 +120,7 @@ class SweepJob:
 
 
 def read_sweep(folder: str | Path) -> tuple[SweepJob, ...]:
-    """Every job of a sweep, those that have not begun included where the sweep can be expanded.
+    """Every job of a sweep that has begun.
 
     Raises:
         SweepError: there are no jobs in the folder.
@@ -130,26 +128,23 @@ def read_sweep(folder: str | Path) -> tuple[SweepJob, ...]:
     folder = Path(folder)
     if not folder.is_dir():
         raise SweepError(f"{folder}: no such folder; name the folder of a sweep, hydra.sweep.dir")
-    jobs = {p.parent.parent.name: _read_job(p.parent.parent) for p in _job_files(folder)}
-    for name, overrides in _expected(folder).items():
-        jobs.setdefault(name, SweepJob(name, overrides, "not started"))
-    if not jobs:
+    folders = {p.parent.parent for p in folder.glob("*/.hydra/overrides.yaml")}
+    if not folders:
         raise SweepError(
             f"{folder}: no jobs of a sweep; they are made by: placement-compare sweep=planners"
         )
-    return tuple(jobs[name] for name in sorted(jobs, key=lambda n: (len(n), n)))
-
-
-def _job_files(folder: Path) -> list[Path]:
-    return list(folder.glob("*/.hydra/overrides.yaml"))
+    return tuple(map(_read_job, sorted(folders, key=lambda path: (len(path.name), path.name))))
 
 
 def _read_job(folder: Path) -> SweepJob:
     saved = _read_json(folder / RESULT)
     overrides = saved.get("overrides")
     if overrides is None:
-        loaded = _read_yaml(folder / ".hydra" / "overrides.yaml")
-        overrides = [str(text) for text in loaded]
+        path = folder / ".hydra" / "overrides.yaml"
+        try:
+            overrides = [str(text) for text in parse_yaml(path.read_text(encoding="utf-8"))]
+        except (TypeError, ValueError) as error:
+            raise SweepError(f"{path}: cannot be read: {error}") from error
     job = SweepJob(
         folder.name,
         dict(_split(text) for text in overrides),
@@ -164,49 +159,6 @@ def _read_job(folder: Path) -> SweepJob:
     except (OSError, ValueError) as error:
         return SweepJob(job.name, job.overrides, "failed", error=f"compare.csv: {error}")
     return SweepJob(job.name, job.overrides, "finished", job.metric_s, rows=rows)
-
-
-def _expected(folder: Path) -> dict[str, dict[str, str]]:
-    """Overrides by name of all jobs that the sweep has; empty where nobody can tell yet."""
-    trials = [_num_trials(path.with_name("hydra.yaml")) for path in _job_files(folder)[:1]]
-    if trials and trials[0]:
-        return {str(i): {} for i in range(trials[0])}
-    choices: dict[str, list[str]] = {}
-    try:
-        loaded = _read_yaml(folder / "multirun.yaml")
-        hydra = loaded["hydra"]
-        words = [f"{k}={v}" for k, v in (hydra.sweeper.params or {}).items()]
-        for override in OverridesParser.create().parse_overrides([*words, *hydra.overrides.task]):
-            if override.is_sweep_override():
-                values = list(override.sweep_string_iterator())
-            else:
-                values = [override.get_value_element_as_str()]
-            choices[_split(override.get_key_element())[0]] = values
-    except (OSError, HydraException):  # HydraException: only the sweep knew what a glob matches
-        return {}
-    jobs: list[dict[str, str]] = [{}]
-    for key, options in choices.items():
-        jobs = [{**job, key: value} for job in jobs for value in options]
-    return {str(i): job for i, job in enumerate(jobs)}
-
-
-def _num_trials(path: Path) -> int:
-    """Of a sweeper that suggests (Optuna's); 0 for one that takes all combinations."""
-    if not path.exists():
-        return 0
-    loaded = _read_yaml(path)
-    return int(loaded["hydra"].sweeper.get("n_trials", 0))
-
-
-def _read_yaml(path: Path) -> Any:
-    """Raises: OSError; SweepError, it is no YAML of lists or mappings."""
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict | list):
-            raise ValueError(f"{short(content)} is no list or mapping")
-    except ValueError as error:
-        raise SweepError(f"{path}: cannot be read: {error}") from error
-    return OmegaConf.create(content)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -406,7 +358,7 @@ def _notes(report: Report) -> list[str]:
             notes.append(f"{status}: job {job.name} {asked}" + f": {job.error}" * bool(job.error))
         if len(jobs) > _NUM_NAMED:
             notes.append(f"{status}: and {len(jobs) - _NUM_NAMED} more jobs")
-    if report.named("not started") or report.named("unfinished"):
+    if report.named("unfinished"):
         notes.append("to go on: the same command again, with the same hydra.sweep.dir")
     return notes
 

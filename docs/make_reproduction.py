@@ -33,7 +33,6 @@ STUDIES = {
     "fidelity": Study("How far are predictions from measurements?", 57),
     "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
-    "input_pipeline": Study("What does loading ahead gain, and cost in memory?", 4),
     "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
     "leaderboard": Study("How far from proved optima does a planner stay?", 8, True),
@@ -99,7 +98,7 @@ def files_by_study(names: list[str]) -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {stem: [] for stem in STUDIES}
     order = [".md", ".json", ".csv", ".png"]
     for name in sorted(names, key=lambda name: order.index(Path(name).suffix)):
-        stem = Path(name).stem.removesuffix("_curves").removesuffix("_curve")
+        stem = Path(name).stem.removesuffix("_curve")
         if stem not in STUDIES:
             raise KeyError(f"experiments/results/{name} belongs to no study in {__file__}")
         paths[stem].append(name)

@@ -79,7 +79,6 @@ class Features:
         level: int64 ``[G]`` longest path that ends here, in edges (colocation can close circles:
             edges from a later group by number do not count).
         legal: bool ``[G, D]``.
-        warm: int64 ``[G]`` the warm start's device, -1 = there is none.
     """
 
     group: NDArray[np.float32]
@@ -89,7 +88,6 @@ class Features:
     edge: NDArray[np.float32]
     level: NDArray[np.int64]
     legal: NDArray[np.bool_]
-    warm: NDArray[np.int64]
 
 
 def features(problem: Problem, warm: Placement | None = None) -> Features:
@@ -110,7 +108,6 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
         edge=np.stack(edge, axis=1).astype(np.float32),
         level=_group_level(problem.graph.num_groups, traffic.edges),
         legal=costs.legal,
-        warm=choice,
     )
 
 

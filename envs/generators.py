@@ -6,7 +6,7 @@ that does not, some problems are drawn first, and there is room for half as much
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,17 +160,7 @@ class Models:
             lambda: transformer(whole(1, 5), whole(2, 4)),
             lambda: transformer(whole(1, 2), 2),
         )
-        kind = int(rng.integers(len(shapes)))
-        family = Family(
-            shapes[kind](),
-            whole(2, 8),
-            ccr=float(np.exp(rng.uniform(np.log(0.05), np.log(2.0)))),
-            heterogeneity=float(rng.choice([0.0, 0.0, 0.5, 1.0, 1.5])),
-            speeds=(1.0,) if rng.random() < 0.6 else (1.0, 2.0, 4.0),
-            memory=float(rng.uniform(0.4, 0.8)) if rng.random() < 0.1 else None,
-            training=kind == len(shapes) - 1,
-        )
-        return replace(family(int(rng.integers(2**32))), objective=Objective.LATENCY)
+        return replace(_of_shapes(shapes, 0.1, rng), objective=Objective.LATENCY)
 
 
 class Pipelines:
@@ -201,17 +191,7 @@ class Pipelines:
             lambda: transformer(max(1, n // 35), even(2, 4)),
             lambda: transformer(max(1, n // 70), 2),
         )
-        kind = int(rng.integers(len(shapes)))
-        family = Family(
-            shapes[kind](),
-            int(rng.integers(2, 9)),
-            ccr=float(np.exp(rng.uniform(np.log(0.05), np.log(2.0)))),
-            heterogeneity=float(rng.choice([0.0, 0.0, 0.5, 1.0, 1.5])),
-            speeds=(1.0,) if rng.random() < 0.6 else (1.0, 2.0, 4.0),
-            memory=float(rng.uniform(0.4, 0.8)) if rng.random() < 0.15 else None,
-            training=kind == len(shapes) - 1,
-        )
-        problem = family(int(rng.integers(2**32)))
+        problem = _of_shapes(shapes, 0.15, rng)
         return replace(problem, max_in_flight=int(rng.choice([2, 3, 4, 4, 4, 6, 8])))
 
 
@@ -225,6 +205,23 @@ class Latency:
         drawn = rng.random()
         chosen = Shops if drawn < 0.4 else Models if drawn < 0.92 else TaskGraphs
         return chosen()(rng)
+
+
+def _of_shapes(
+    shapes: Sequence[Callable[[], Shape]], tight: float, rng: np.random.Generator
+) -> Problem:
+    """One of the shapes, the last to be trained, on a drawn machine; memory binds in a share."""
+    kind = int(rng.integers(len(shapes)))
+    family = Family(
+        shapes[kind](),
+        int(rng.integers(2, 9)),
+        ccr=float(np.exp(rng.uniform(np.log(0.05), np.log(2.0)))),
+        heterogeneity=float(rng.choice([0.0, 0.0, 0.5, 1.0, 1.5])),
+        speeds=(1.0,) if rng.random() < 0.6 else (1.0, 2.0, 4.0),
+        memory=float(rng.uniform(0.4, 0.8)) if rng.random() < tight else None,
+        training=kind == len(shapes) - 1,
+    )
+    return family(int(rng.integers(2**32)))
 
 
 def _without_transfers(name: str, seconds: Any, edges: Edges) -> Problem:

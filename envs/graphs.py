@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
+from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, Features, features
 from envs.problems import MAX_ID, Sizes
 from placement.problem import Problem
 
@@ -50,32 +50,39 @@ class Graphs:
     """
 
     def __init__(self, problems: Sequence[Problem], room: Sizes | None = None) -> None:
-        facts = [features(p) for p in problems]
-        least = room or Sizes(1, 1, 1)
-        groups = max(least.groups, *(len(f.group) for f in facts))
-        devices = max(least.devices, *(len(f.device) for f in facts))
-        edges = max(least.edges, *(f.edges.shape[1] for f in facts))
-        self.spaces = _spaces(groups, devices, edges)
-        self._arrays: dict[str, NDArray[Any]] = {
-            key: np.zeros((len(facts), *(space.shape or ())), space.dtype)
-            for key, space in self.spaces.items()
-        }
-        self._arrays["edges"][:] = -1
-        for i, f in enumerate(facts):
-            g, d = f.legal.shape
-            e = f.edges.shape[1]
-            self._arrays["nodes"][i, :g] = f.group
-            self._arrays["edges"][i, :, :e] = f.edges
-            self._arrays["edge_features"][i, :e] = f.edge
-            self._arrays["device_features"][i, :d] = f.device
-            self._arrays["pair_features"][i, :g, :d] = f.pair
-            self._arrays["supported"][i, :g, :d] = f.legal
-            self._arrays["supported"][i, g:, 0] = 1
-            self._arrays["sizes"][i] = g, e, d
+        self.spaces, self._arrays = stacked([features(p) for p in problems], room)
 
     def __call__(self, ids: NDArray[np.integer[Any]]) -> dict[str, NDArray[Any]]:
         """Arrays ``[B, ...]`` of problems ``ids [B]``, new ones."""
         return {key: rows[ids] for key, rows in self._arrays.items()}
+
+
+def stacked(
+    facts: Sequence[Features], room: Sizes | None = None
+) -> tuple[dict[str, spaces.Box], dict[str, NDArray[Any]]]:
+    """The spaces and the arrays above of ``P`` graphs, with room for ``room`` at least."""
+    least = room or Sizes(1, 1, 1)
+    groups = max(least.groups, *(len(f.group) for f in facts))
+    devices = max(least.devices, *(len(f.device) for f in facts))
+    edges = max(least.edges, *(f.edges.shape[1] for f in facts))
+    seen = _spaces(groups, devices, edges)
+    arrays: dict[str, NDArray[Any]] = {
+        key: np.zeros((len(facts), *(space.shape or ())), space.dtype)
+        for key, space in seen.items()
+    }
+    arrays["edges"][:] = -1
+    for i, f in enumerate(facts):
+        g, d = f.legal.shape
+        e = f.edges.shape[1]
+        arrays["nodes"][i, :g] = f.group
+        arrays["edges"][i, :, :e] = f.edges
+        arrays["edge_features"][i, :e] = f.edge
+        arrays["device_features"][i, :d] = f.device
+        arrays["pair_features"][i, :g, :d] = f.pair
+        arrays["supported"][i, :g, :d] = f.legal
+        arrays["supported"][i, g:, 0] = 1
+        arrays["sizes"][i] = g, e, d
+    return seen, arrays
 
 
 def _spaces(groups: int, devices: int, edges: int) -> dict[str, spaces.Box]:

@@ -28,7 +28,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Placement, Problem
 from placement.profile import Profile
-from placement.simulator import evaluate, kernels, score, simulate, simulate_reference
+from placement.simulator import kernels, score, simulate, simulate_reference
 
 ROUNDS = 7
 
@@ -137,59 +137,27 @@ def kernel_against_reference() -> Iterator[Row]:
 
 
 def seconds_per_operator() -> Iterator[Row]:
-    """Event-driven cost per operator, contention included."""
-    for num_ops in (100, 600, 2000):
-        for devices in (2, 4):
-            problem = layered_problem(num_ops, devices)
-            limited = tight(problem)
-            for kind, batch in KINDS:
-                placements = batch(problem, 120_000 // num_ops)
-                free, tracked = medians_s(
-                    lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
-                    lambda q=limited, p=placements: score(q, p),  # type: ignore[misc]
-                )
-                unit = 1e9 / placements.size
-                note = f"{num_ops} operators, {devices} devices, {kind}"
-                goal = 80 if num_ops == 600 else None
-                yield Row("one micro-batch, per operator", free * unit, "ns", goal, note=note)
-                name = "one micro-batch and its memory, per operator"
-                yield Row(name, tracked * unit, "ns", note=note)
-
-
-def pipelined() -> Iterator[Row]:
-    """Cost per operator and micro-batch in a pipelined run."""
-    for num_microbatches in (8, 32):
-        problem = replace(
-            layered_problem(600, 4), objective="period", num_microbatches=num_microbatches
-        )
+    """Event-driven cost per operator (and micro-batch of a pipelined run), contention included."""
+    alone = [(num_ops, devices, 1) for num_ops in (100, 600, 2000) for devices in (2, 4)]
+    for num_ops, devices, batches in (*alone, (600, 4, 8), (600, 4, 32)):
+        problem, note = layered_problem(num_ops, devices), f"{num_ops} operators, {devices} devices"
+        names, size = ("one micro-batch", "one micro-batch and its memory"), 120_000 // num_ops
+        if batches > 1:
+            problem = replace(problem, objective="period", num_microbatches=batches)
+            names, size = ("pipelined", "pipelined and memory"), 200 // batches
+            note += f", {batches} micro-batches"
         limited = tight(problem)
         for kind, batch in KINDS:
-            placements = batch(problem, 200 // num_microbatches)
-            free, tracked = medians_s(
+            placements = batch(problem, size)
+            took_s = medians_s(
                 lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
                 lambda q=limited, p=placements: score(q, p),  # type: ignore[misc]
             )
-            unit = 1e9 / placements.size / num_microbatches
-            note = f"600 operators, 4 devices, {num_microbatches} micro-batches, {kind}"
-            yield Row("pipelined, per operator and micro-batch", free * unit, "ns", note=note)
-            name = "pipelined and memory, per operator and micro-batch"
-            yield Row(name, tracked * unit, "ns", note=note)
-
-
-def placements_per_second() -> Iterator[Row]:
-    """What a search gets: latency alone, and latency with period, in batches of 256."""
-    for devices in (2, 4):
-        problem = layered_problem(600, devices)
-        placements = random_batch(problem, 256)
-        latency, both = medians_s(
-            lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
-            lambda q=problem, p=placements: evaluate(q, p),  # type: ignore[misc]
-            rounds=3,
-        )
-        note = f"600 operators, {devices} devices, random, one core"
-        yield Row("placements scored by latency", 256 / latency, "1/s", more=True, note=note)
-        name = "placements evaluated (latency, period of 32)"
-        yield Row(name, 256 / both, "1/s", more=True, note=note)
+            goals = (80 if num_ops == 600 and batches == 1 else None, None)
+            each = ", per operator" + " and micro-batch" * (batches > 1)
+            for name, seconds, goal in zip(names, took_s, goals, strict=True):
+                value = seconds * 1e9 / placements.size / batches
+                yield Row(name + each, value, "ns", goal, note=f"{note}, {kind}")
 
 
 def problem_tables() -> Iterator[Row]:
@@ -336,8 +304,6 @@ def random_problem(num_ops: int) -> Problem:
 SECTIONS: tuple[Callable[[], Iterator[Row]], ...] = (
     kernel_against_reference,
     seconds_per_operator,
-    pipelined,
-    placements_per_second,
     problem_tables,
     planners,
     environments,

@@ -241,7 +241,7 @@ def predicted(problem: Problem, profile: Profile, placement: Placement) -> tuple
 def merged(profiles: list[Profile]) -> Profile:
     """Medians over several profiles of the same graph and cluster."""
     compute = np.median([p.compute_s for p in profiles], axis=0)
-    figures = ("latency_s", "bandwidth_bytes_per_s", "wake_s")
+    figures = ("latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "receive_s")
     links = tuple(
         replace(same[0], **{f: float(np.median([getattr(x, f) for x in same])) for f in figures})
         for same in zip(*(p.links for p in profiles), strict=True)

@@ -21,9 +21,9 @@ import argparse
 import copy
 import faulthandler
 import gc
-import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -64,9 +64,9 @@ from experiments.gpu_baselines import (
     timed,
     timed_once,
 )
+from experiments.gpu_goals import table
 from experiments.runs import warm
 from experiments.study import ROOT, StudyError, launch, say
-from experiments.tables import number, to_table
 from placement import importers, planners
 from placement.capturing import capture
 from placement.capturing.recompute import recompute
@@ -91,7 +91,9 @@ from placement.workloads import load
 BEGAN = time.perf_counter()
 LONGEST_S = 470.0
 BESIDE = 7  # parts of the CPU cores at most: of two sections that share one, one has little to do
+LONG_S = 0.25  # of a call: it is not made more often than it must be
 AGAIN_S = 5.0  # until somebody whose time is over is told once more: a destructor hears nothing
+FORK = multiprocessing.get_context("fork")
 GIB = 2**30
 HOST_BYTES = 96 * GIB  # at least: memory of a lent machine grows as it is used, and says little
 CHECKED = (  # a process each
@@ -159,7 +161,6 @@ class Bench:
         part: which of how many sections that run beside each other this one is.
         until: when it will be stopped.
         fair_s: the part of one model.
-        only: of the models that are timed, these.
         began: when the script did.
         limits: of each item that is under way; the outermost first.
     """
@@ -172,7 +173,6 @@ class Bench:
     part: tuple[int, int] = (0, 1)
     until: float = field(default_factory=lambda: time.perf_counter() + LONGEST_S)
     fair_s: float = LONGEST_S
-    only: Sequence[str] = ()
     began: float = field(default_factory=time.perf_counter)
     limits: list[Limit] = field(default_factory=list)
 
@@ -400,8 +400,8 @@ def in_turns(
     """
     found: dict[str, list[float]] = {way: [] for way in ways}
     spent = dict.fromkeys(ways, 0.0)
-    for _ in range(turns):
-        for way, call in ways.items():
+    for turn in range(turns):
+        for way, call in [*ways.items()][:: -1 if turn % 2 else 1]:  # each is after others
             if spent[way] < 2:
                 began, before, spent[way] = time.perf_counter(), spent[way], math.inf
                 with b.item(f"{name}, {way}", 15):
@@ -413,9 +413,9 @@ def in_turns(
 def warm_calls(call: Callable[[], Any]) -> list[float]:
     """Seconds of three calls, after others in which the clock of a GPU rises."""
     until = time.perf_counter() + 0.03
-    while time.perf_counter() < until:
-        call()
-    return [timed_once(call) for _ in range(3)]
+    while (took_s := timed_once(call)) and time.perf_counter() < until:
+        pass
+    return [took_s] if took_s > LONG_S else [timed_once(call) for _ in range(3)]
 
 
 # --- check ---------------------------------------------------------------------------------------
@@ -432,8 +432,6 @@ def facts(b: Bench) -> None:
             versions[name] = __import__(name).__version__
     b.emit("versions", **versions, cuda=str(torch.version.cuda))
     b.emit("run", began=datetime.now(UTC).isoformat(timespec="minutes"))
-    before = Cluster.detect().devices[0].memory_bytes
-    b.emit("host memory", grew_bytes=Cluster.detect().devices[0].memory_bytes - before)
     with b.item("nvidia-smi"):
         asked = "name,mig.mode.current,driver_version,clocks.max.sm,clocks.sm,power.limit"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
@@ -598,22 +596,6 @@ def warm_up(emulated: bool = False, training: bool = True) -> None:
             steps_per_s("cpu", 16, 1)
 
 
-@contextmanager
-def told_of_compiling(b: Bench) -> Iterator[None]:
-    """A row, if kernels are compiled meanwhile: that time is not what was to be measured."""
-    from numba.core import event
-
-    with event.install_recorder("numba:compile") as found:
-        yield
-    depth, began, seconds = 0, 0.0, 0.0
-    for at, happened in found.buffer:  # kernels are compiled inside of others
-        began = at if not depth else began
-        depth += 1 if happened.is_start else -1
-        seconds += 0.0 if depth else at - began
-    if found.buffer:
-        b.emit("compiled meanwhile", kernels=len(found.buffer) // 2, seconds=seconds)
-
-
 # --- study ---------------------------------------------------------------------------------------
 
 One = Callable[["Bench", str, nn.Module, Any, OpGraph], None]
@@ -623,7 +605,7 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
     """The section that does the same with models."""
 
     def section(b: Bench) -> None:
-        names = ("tiny_mlp",) if b.emulated else [k for k in keys if k in (b.only or keys)]
+        names = ("tiny_mlp",) if b.emulated else keys
         for i, key in enumerate(names):
             b.fair_s = (b.until - time.perf_counter()) / (len(names) - i)
             with b.item(key, b.part_s(len(names) - i)):
@@ -635,7 +617,8 @@ def each(keys: Sequence[str], one: One) -> Callable[[Bench], None]:
 def profile(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
     """Where the CPU wins, and what of the GPU's time is dispatch."""
     cluster = b.cluster
-    measured = b.measured(key, graph, cluster, calibrate=not key.endswith("_b32"))
+    is_long = key.endswith("_b32")
+    measured = b.measured(key, graph, cluster, 1 if is_long else 3, calibrate=not is_long)
     cpu, gpu = measured.compute_s.T
     busy_s = math.nan
     with b.item(f"{key}, kernels alone"):
@@ -781,9 +764,9 @@ def plans(b: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) ->
     """Plans beside one device, plain PyTorch on the GPU and a CUDA graph of the whole model.
 
     ``plan`` is what ``placement.optimize`` keeps when it has run the planner's answer beside single
-    devices; ``planned`` that answer. For a latency inputs are in host memory, and results are
-    wanted there; for a period both are on the GPU, except for ways that use the CPU, which are
-    compared with the GPU alone as it is fed from there.
+    devices; ``planned`` that answer. For a latency inputs are in pinned memory of the host, and
+    results are wanted there; for a period both are on the GPU, except for ways that use the CPU,
+    which are compared with the GPU alone as it is fed from there.
     """
     cluster = b.cluster
     measured = b.measured(key, graph, cluster)
@@ -833,7 +816,8 @@ def _compared(
     inputs: Any,
 ) -> dict[str, float]:
     """Seconds of the objective: each device alone, the plans, as graphs too, plain PyTorch."""
-    graph, latency, there = problem.graph, problem.objective == "latency", moved(inputs, b.gpu)
+    graph, latency = problem.graph, problem.objective == "latency"
+    host, there = pinned(inputs), moved(inputs, b.gpu)
     name = f"{graph.name}, {problem.objective}"
     placed = {"cpu": all_on(graph, 0), "gpu": all_on(graph, 1)}
     if not latency and any(uses(on) == "both" for on in plans.values()):
@@ -857,21 +841,25 @@ def _compared(
                 options: dict[str, Any] = {"priority": problem.priority, "outputs": stays}
                 runner = stack.enter_context(Runner(graph, problem.cluster, on, **options))
                 runner.cuda_graphs = graphs
-                given = there if is_there else inputs
+                given = there if is_there else host
                 list(runner.stream([given] * (4 if on.any() else 1)))
+                args, kwargs = split_inputs(given)
+                call_s = 0.0 if latency else timed_once(partial(runner, *args, **kwargs))
                 if latency:
-                    args, kwargs = split_inputs(inputs)
                     ways[way] = partial(warm_calls, partial(runner, *args, **kwargs))
+                elif call_s > LONG_S:  # on one device, and as long in a stream
+                    ways[way] = lambda seconds=call_s: [seconds]  # type: ignore[misc]
                 else:
-                    count = counted(call_seconds(runner, given, 1))
+                    count = counted(call_s)
                     ways[way] = lambda r=runner, g=[given] * count: [streamed_period(r.stream(g))]  # type: ignore[misc]
                 made[known] = way
         for way, call in plain.items():
             if latency:
-                host = pinned(inputs)
                 ways[way] = partial(warm_calls, partial(_to_and_fro, call, host, b.gpu))
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
+        # Threads of CPU cores go on for a while, beside what comes next: they come last.
+        ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
         found = in_turns(b, name, ways, 2 if b.emulated else 5 if latency else 3)
     return found | {way: found[same] for way, same in alike.items() if same in found}
 
@@ -892,7 +880,7 @@ def _ratio(a: float | None, b: float | None) -> float:
 
 def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:
     """Predicted and allocator's peak of a GPU, in MiB, without what else is in its memory."""
-    weights.forget_others(torch.device("cuda:0"), problem.graph.program, set())
+    forget(problem.graph)
     before = torch.cuda.memory_allocated(0)
     line = Executor(problem).run(placement, num_microbatches=6)
     found = float(line.peak_bytes[1] - before) / 2**20
@@ -911,6 +899,8 @@ def beside(problem: Problem, placement: np.ndarray, found: float) -> dict[str, f
 
 def memory(b: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
+    with b.item("copies to the GPU"):
+        _copies(b)
     with b.item("measured in parts"):
         _in_parts(b)
     width, layers = (128, 8) if b.emulated else (2048, 8)
@@ -926,6 +916,30 @@ def memory(b: Bench) -> None:
     for i, (name, make) in enumerate(models.items()):
         with b.item(name, b.part_s(len(models) - i)):
             _capped(b, name, *make())
+
+
+def _copies(b: Bench) -> None:
+    """GB/s to the GPU of what is pinned, and of what is not: staged by us, in whole or in parts."""
+    x, threads = torch.ones(2**18 if b.emulated else 2**24), torch.get_num_threads()
+    there, pin = x.to(b.gpu), pinned(x)
+    parts = [*zip(there.chunk(64), pin.chunk(64), x.chunk(64), strict=True)]
+    ways: dict[str, Callable[[], Any]] = {
+        "pinned": lambda: there.copy_(pin, non_blocking=True),
+        "pageable": lambda: there.copy_(x),
+        "staged": lambda: there.copy_(pin.copy_(x), non_blocking=True),
+        "in_parts": lambda: [a.copy_(p.copy_(y), non_blocking=True) for a, p, y in parts],
+    }
+    for count in (1, 2, threads):
+        torch.set_num_threads(count)
+        took = {
+            way: timed(lambda c=call: (c(), torch.cuda.synchronize()), 3)
+            for way, call in ways.items()
+        }
+        b.emit(
+            f"copies to the GPU, {count} threads",
+            **{w: x.nbytes / s * 1e-9 for w, s in took.items()},
+        )
+    torch.set_num_threads(threads)
 
 
 def _in_parts(b: Bench) -> None:
@@ -945,18 +959,27 @@ def _in_parts(b: Bench) -> None:
     b.emit("measured in parts", parts=str(parts), error=off, on_gpu=used, ok=off < 1e-2)
 
 
+def forget(graph: OpGraph | None = None) -> None:
+    """The GPU's memory is free: of a graph's parameters, of what PyTorch's allocator keeps.
+
+    And of cuBLAS' workspaces, 32 MiB for each thread and stream that has launched.
+    """
+    if graph is not None:
+        weights.forget_others(torch.device("cuda:0"), graph.program, set())
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
 @contextmanager
 def memory_of(b: Bench, num_bytes: float) -> Iterator[Cluster]:
     """The GPU can allocate so much, and is promised less: blocks, and libraries' workspaces."""
     cpu, card = b.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()  # accelerate leaves modules that hold themselves
-    if not b.emulated:  # and cuBLAS 32 MiB for each thread that has launched
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    forget()
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
-    workspaces = 0 if b.emulated else 2**26
+    workspaces = 0 if b.emulated else 2**26  # of the calling thread and the one that launches
     promised = max(1, int(0.85 * num_bytes) - workspaces)
     try:
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
@@ -973,7 +996,7 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
     expected = [x.clone() for x in _tensors_of(module, inputs)]
     ways: dict[str, float] = {}
     facts: dict[str, Any] = {}
-    weights.forget_others(b.gpu, graph.program, set())
+    forget(graph)
     with memory_of(b, 0.5 * size) as cluster:
         more = replace(streaming, devices=(*cluster.devices, streaming.devices[2]))
         alike = {"objective": "latency", "num_microbatches": 1}
@@ -985,8 +1008,9 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
             placed["stream"] = all_on(graph, 2)
         # The best without the third choice: what stays on the CPU is computed there.
         placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
-        before = torch.cuda.memory_allocated()
         for way, placement in placed.items():
+            forget(graph)
+            before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             with (
                 b.item(f"{name}, {way}", 30),
@@ -1000,15 +1024,14 @@ def _capped(b: Bench, name: str, module: nn.Module, inputs: Any) -> None:
             if way == "plan":
                 found = (torch.cuda.max_memory_allocated() - before) / 2**20
                 facts |= beside(problem, placement, found)
-        weights.forget_others(b.gpu, graph.program, set())
-        torch.cuda.empty_cache()
+        forget(graph)
         if isinstance(module, Decoder):
             with b.item(f"{name}, streamed", 30):
                 call, kept = streamed(module, inputs, b.gpu)
                 ways["streamed_ms"] = timed(call, 5) * 1e3
                 facts |= {"streamed_error": error(call(), expected[0]), "streamed_kept": kept}
             call = None
-        torch.cuda.empty_cache()
+        forget()
         with b.item(f"{name}, accelerate", 30), torch.no_grad():
             room = cluster.devices[1].memory_bytes
             limits = {"cpu": 2**40} if b.emulated else {0: room, "cpu": 2**40}
@@ -1189,10 +1212,7 @@ def steps_per_s(device: str, hidden: int, updates: int, num_ops: int = 64) -> fl
 
 def energy(b: Bench) -> None:
     """Joules of the GPU per micro-batch by NVML: at rest with a context, and at work."""
-    meter = gpu_meter()
-    if meter is None:
-        b.emit("no meter", ok=False)
-        return
+    meter, *_ = power.nvml_meters()
     cluster, key = b.cluster, "tiny_mlp" if b.emulated else "resnet50"
     _, inputs, graph = b.model(key)
     profile = b.measured(key, graph, cluster, repeats=1, calibrate=False)
@@ -1227,27 +1247,6 @@ def energy(b: Bench) -> None:
     b.emit("plan", uses=uses(plan))
 
 
-def gpu_meter() -> power.Meter | None:
-    """NVML's counter of joules; or its watts, added up, where a virtual machine hides that."""
-    with suppress(power.PowerError):
-        return next(iter(power.nvml_meters()), None)
-    import threading
-
-    import pynvml
-
-    handle, joules = pynvml.nvmlDeviceGetHandleByIndex(0), [0.0]
-
-    def add_up() -> None:
-        at = time.perf_counter()
-        while True:
-            time.sleep(0.05)
-            at, before = time.perf_counter(), at
-            joules[0] += pynvml.nvmlDeviceGetPowerUsage(handle) * 1e-3 * (at - before)
-
-    threading.Thread(target=add_up, daemon=True).start()
-    return power.Meter("watts, added up", "cuda", lambda: joules[0])
-
-
 # --- processes -----------------------------------------------------------------------------------
 
 Section = Callable[[Bench], None]
@@ -1269,11 +1268,11 @@ SECTIONS: dict[str, Section] = {
 # Sections that run beside each other, as nothing is timed in them; and their parts of the time. The
 # last one measures as often as what the others have left over allows.
 TIMED = {
-    "profile": 46, "plans": 50, "memory": 41, "training": 30, "energy": 14, "policy": 18,
-    "fidelity": 54,
+    "profile": 36, "plans": 74, "memory": 38, "training": 30, "energy": 12, "policy": 15,
+    "fidelity": 50,
 }  # fmt: skip
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (tuple(name for name in SECTIONS if name not in TIMED), 48),
+    (tuple(name for name in SECTIONS if name not in TIMED), 40),
     *(((name,), part) for name, part in TIMED.items()),
 )
 
@@ -1292,7 +1291,6 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
 
             stack.enter_context(emulated_gpu.emulated())
             torch.__future__.set_overwrite_module_params_on_conversion(True)
-        stack.enter_context(told_of_compiling(bench))
         ended = False
         with bench.item(name, limit_s * 0.95):
             SECTIONS[name](bench)
@@ -1304,43 +1302,13 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
     traces.close()
 
 
-def forked(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> int:
-    """The process of a section; from this one, or where CUDA forbids that, a new one."""
-    with warnings.catch_warnings():  # of threads of libraries: these are not used any more
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // known["part"][1]))
-        if not options.emulated and (why := why_no_cuda()):
-            _emit(options, name, status=f"begun anew: {why}")
-            words = ["-m", "experiments.gpu", "--one", name, "--limit", f"{limit_s:g}"]
-            words += ["--out", str(options.out), "--work", str(options.work)]
-            words += ["--began", str(options.began), "--part", *map(str, known["part"])]
-            words += ["--models", *options.models]
-            os.execv(sys.executable, [sys.executable, *words])
-        section(name, limit_s, options, **known)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        with (options.out / "traces.txt").open("a", encoding="utf-8") as file:
-            traceback.print_exc(file=file)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def why_no_cuda() -> str:
-    """Why this process cannot use a GPU that is there: the one before it has asked for one."""
-    try:
-        torch.cuda.init()
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return ""
+def child(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> None:
+    """The process of a section: with a group of its own, which is stopped together."""
+    os.setpgid(0, 0)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // known["part"][1]))
+    section(name, limit_s, options, **known)
+    sys.stdout.flush()
+    os._exit(0)  # after a kernel's assertion nothing else ends well
 
 
 def run(options: argparse.Namespace) -> int:
@@ -1370,14 +1338,15 @@ def run(options: argparse.Namespace) -> int:
             for name in names:
                 _emit(options, name, status="no time was left")
             continue
-        at, parts = time.perf_counter(), min(len(names), BESIDE)
-        running = {
-            forked(name, limit_s, options, models=models, part=(k % BESIDE, parts)): name
-            for k, name in enumerate(names)
-        }
+        at, parts, running = time.perf_counter(), min(len(names), BESIDE), {}
+        for k, name in enumerate(names):
+            known = {"models": models, "part": (k % BESIDE, parts)}
+            running[name] = FORK.Process(target=child, args=(name, limit_s, options), kwargs=known)
+            with warnings.catch_warnings():  # of threads of libraries: these are not used any more
+                warnings.simplefilter("ignore", DeprecationWarning)
+                running[name].start()
         if i == 0 and len(rounds) > 1:  # for the sections to come, while these check
-            keys = options.models or PROFILED
-            prepare(models, ("tiny_mlp",) if options.emulated else keys, options)
+            prepare(models, ("tiny_mlp",) if options.emulated else PROFILED, options)
             warm_up(options.emulated, training=False)  # that would ask CUDA for something
             threads = len(os.listdir("/proc/self/task"))
             _bench(options, "prepare").emit("models and kernels", threads=threads)
@@ -1405,181 +1374,39 @@ def prepare(models: dict[str, Model], keys: Iterable[str], options: argparse.Nam
 
 
 def watched(
-    running: dict[int, str], at: float, limit_s: float, options: argparse.Namespace
+    running: Mapping[str, Any], at: float, limit_s: float, options: argparse.Namespace
 ) -> None:
     """Wait for processes begun at ``at``, and stop what is late."""
-    until = at + limit_s
-    stopped: dict[int, str] = {}
-    while running or stopped:
-        now = time.perf_counter()
-        for pid, name in list((running | stopped).items()):
-            ended, code = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                continue
-            took = {"seconds": now - at}
-            if running.pop(pid, None) is not None:
-                number = os.waitstatus_to_exitcode(code)
-                status = "done" if number == 0 else f"exit code {number}"
-                _emit(options, name, status=status, **took)
-            stopped.pop(pid, None)
-        if now > until:
-            for pid, name in running.items():
-                with suppress(OSError):
-                    os.killpg(pid, signal.SIGKILL)
-                _emit(options, name, status="stopped", seconds=now - at)
-            stopped, running = stopped | running, {}
-        if now > until + 5:
-            break  # a driver may keep a process that was killed
-        time.sleep(0.02)
+    for name, process in running.items():
+        process.join(max(0.0, at + limit_s - time.perf_counter()))
+        status = {None: "stopped", 0: "done"}.get(process.exitcode, f"exit code {process.exitcode}")
+        if process.exitcode is None:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        _emit(options, name, status=status, seconds=time.perf_counter() - at)
+    for process in running.values():
+        process.join(5)  # a driver may keep one that was killed
 
 
 def _bench(options: argparse.Namespace, name: str, **known: Any) -> Bench:
-    known |= {"began": options.began, "only": options.models}
-    return Bench(options.out, options.work, name, options.emulated, **known)
+    return Bench(options.out, options.work, name, options.emulated, began=options.began, **known)
 
 
 def _emit(options: argparse.Namespace, name: str, **facts: Any) -> None:
     _bench(options, name).emit("section", **facts)
 
 
-def table(lines: Sequence[str]) -> str:
-    """A table per section and kind of row."""
-    sections: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        row = json.loads(line)
-        del row["at"]
-        sections.setdefault(row.pop("section"), []).append(row)
-    texts = []
-    for name, rows in sections.items():
-        texts.append(f"\n### {name}\n")
-        for columns in dict.fromkeys(map(tuple, rows)):
-            alike = [row.values() for row in rows if tuple(row) == columns]
-            cells = [[number(v, 4) if isinstance(v, float) else str(v) for v in r] for r in alike]
-            texts.append(to_table(columns, cells))
-    return "\n".join(texts) + "\n### goals\n\n" + goals([json.loads(line) for line in lines])
-
-
-def goals(rows: Sequence[dict[str, Any]]) -> str:
-    """What was to be shown, what was, and whether that is enough."""
-
-    def of(section: str, name: str, item: str = "") -> list[float]:
-        mine = [r for r in rows if r["section"].split("_")[0] == section and item in r["item"]]
-        return [r[name] for r in mine if isinstance(r.get(name), int | float)]
-
-    def span(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
-        low, high = (number(f(values), 3, scale, unit) for f in (min, max))
-        return low if low == high else f"{low} to {high}"
-
-    def listed(values: Sequence[float], digits: int = 3, unit: str = "") -> str:
-        return ", ".join(number(x, digits, unit=unit) for x in values)
-
-    lines: list[tuple[str, str, str, bool | None]] = []
-
-    def add(
-        what: str, goal: str, values: Sequence[Any], wanted: int, reached: Any, met: Any = None
-    ) -> None:
-        """``reached`` and ``met`` of the values, of which so many are ``wanted``."""
-        text = reached(values) if values else "nothing"
-        text += f"; {len(values)} of {wanted} were done" if len(values) < wanted else ""
-        enough = None if met is None else bool(len(values) >= wanted and met(values))
-        lines.append((what, goal, text, enough))
-
-    def counted(oks: Sequence[Any]) -> str:
-        return f"{sum(oks)} of {len(oks)}"
-
-    percent = partial(span, scale=100, unit=" %")
-    results, many = [r["ok"] for r in rows if "way" in r], of("correct", "ok", "many")
-    add("results of 12 models", "all equal, the same bits twice", results, 96, counted, all)
-    add("300 micro-batches", "no fault", many, 1, counted, all)
-    add("training: losses and parameters", "all equal", of("train", "ok"), 15, counted, all)
-    add("errors are said", "3", of("errors", "ok") + of("index", "ok"), 3, counted, all)
-    for what, name in (
-        ("GPU time that is dispatch", "dispatch_share"),
-        ("operators that the CPU does faster", "cpu_faster_share"),
-    ):
-        add(f"profile: share of {what}", "6 models", of("profile", name), 6, percent, any)
-    for what in ("latency", "period"):
-        add(f"{what} predicted, median error", "at most 10 %, aim 5 %",
-            of("fidelity", f"{what}_error"), 3, percent, lambda v: max(v) <= 0.10)  # fmt: skip
-        add(f"{what} predicted, rank correlation", "at least 0.95",
-            of("fidelity", f"{what}_rank"), 3, span, lambda v: min(v) >= 0.95)  # fmt: skip
-        for name, says, least in (
-            ("gpu_over_eager", "GPU alone over eager PyTorch", 0.95),
-            ("graphs_over_graph", "graphs per run over one graph", 0.8),
-            ("plan_over_single", "plan over the best device", 0.98),
-        ):
-            goal = f"at least {least}x" + (" (published: 1.125x)" if least == 0.98 else "")
-            enough = partial(lambda v, least: min(v) >= least, least=least)
-            add(f"{what}: {says}", goal, of("plans", name, what), 6, span, enough)
-        add(f"{what}: the planner's answer, before it had run, over the best device", "named",
-            of("plans", "planned_over_single", what), 6, span)  # fmt: skip
-    add("half of the memory: results", "all equal", of("memory", "ok"), 4, counted, all)
-    add("half of the memory: plan over accelerate", "faster",
-        of("memory", "plan_over_accelerate"), 3, span, lambda v: min(v) > 1)  # fmt: skip
-    add("half of the memory: better of cut and stream", "named",
-        [f"{r['item']}: {r['better']}" for r in rows if "better" in r], 3, "; ".join)  # fmt: skip
-    add("half of the memory: plan over a stream by hand", "named",
-        of("memory", "plan_over_streamed"), 2, span)  # fmt: skip
-    add("peak memory predicted", "within 10 % of the allocator's",
-        of("plans", "predicted_off") + of("memory", "predicted_off"), 9,
-        percent, lambda v: max(map(abs, v)) <= 0.10)  # fmt: skip
-    add("training with half of the activations", "runs, losses equal",
-        of("training", "ok", "half"), 2, counted, all)  # fmt: skip
-    add("training step: eager, GPU, CUDA graph, half recomputed, half CPU", "named",
-        of("training", "step_ms"), 5, partial(listed, unit=" ms", digits=1))  # fmt: skip
-    add("watts at rest, with a context", "named", of("energy", "watts", "rest"), 1, span)
-    add("joules per micro-batch: CPU, GPU, CUDA graphs, plan if it uses both", "named",
-        of("energy", "gpu_j_per_microbatch"), 3, listed)  # fmt: skip
-    add("learning on the GPU over the CPU", "named", of("policy", "gpu_over_cpu"), 2, span)
-    met = {True: "yes", False: "no", None: "–"}
-    head = ("what", "goal", "reached", "met")
-    return f"{origin(rows)}\n\n{to_table(head, [(*x[:3], met[x[3]]) for x in lines])}"
-
-
-def origin(rows: Sequence[dict[str, Any]]) -> str:
-    """A sentence: when the run was, how long it took, and on what."""
-    known = {r["item"]: r for r in rows if r["section"] == "facts"}
-
-    def fact(item: str, name: str) -> str:
-        return str(known.get(item, {}).get(name, "unknown"))
-
-    driver, ends = card_of(rows)["driver"], [r["at"] for r in rows if "at" in r]
-    took = f"{max(ends):.0f}" if ends else "unknown"
-    return (
-        f"Run of {fact('run', 'began')}, {took} s: {fact('cuda:0', 'model')} beside "
-        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver {driver}, "
-        f"torch {fact('versions', 'torch')}."
-    )
-
-
-def card_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What ``nvidia-smi`` told of the card."""
-    told = [str(r.get("text", "")) for r in rows if r["item"] == "nvidia-smi"] or [""]
-    names = ("driver", "highest_clock", "clock", "power_limit")
-    values = map(str.strip, told[-1].split(",")[2:6])
-    return dict(itertools.zip_longest(names, values, fillvalue="unknown"))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sections", nargs="*", default=[], metavar="NAME", help="only these")
-    parser.add_argument("--models", nargs="*", default=[], metavar="NAME", help="time only these")
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="in all: 470")
     parser.add_argument("--emulated", action="store_true", help="tiny models, no real GPU")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
-    parser.add_argument("--limit", type=float, default=LONGEST_S, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
-    parser.add_argument("--began", type=float, default=BEGAN, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    options.out = options.out.resolve()
+    options.out, options.began = options.out.resolve(), BEGAN
     # Or the first question for a GPU would be one that a forked process cannot ask again.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    if options.one:
-        section(options.one, options.limit, options, part=tuple(options.part))
-        sys.stdout.flush()
-        os._exit(0)  # after a kernel's assertion nothing else ends well
     return launch(lambda: run(options))
 
 

@@ -68,15 +68,10 @@ class WholeGraph:
     def __init__(self, call: Callable[[Any], list[Tensor]], inputs: Any, device: torch.device):
         given = moved(inputs, device)
         self.inputs = tensors_of(given)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(3):  # libraries choose kernels, and get memory that is not the graph's
-                call(given)
-            side.synchronize()
-            pool = torch.cuda.graph_pool_handle()
-            self.graph, self.outputs = recorded(lambda: call(given), pool, device)
-        side.synchronize()
+        for _ in range(3):  # libraries choose kernels, and get memory that is not the graph's
+            call(given)
+        pool = torch.cuda.graph_pool_handle()
+        self.graph, self.outputs = recorded(lambda: call(given), pool, device)
 
     def __call__(self, inputs: Any) -> list[Tensor]:
         for x, y in zip(self.inputs, tensors_of(inputs), strict=True):

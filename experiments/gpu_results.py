@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import baselines, gpu
+from experiments import baselines, gpu, gpu_goals
 from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
 from experiments.tables import Column, groups, table
 from placement import importers, workloads
@@ -83,7 +83,7 @@ def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
         **versions,
         "card": known["cuda:0"]["model"],
         "cpu_device_cores": known["cpu:0"]["cores"],
-        **gpu.card_of(rows),
+        **gpu_goals.card_of(rows),
     }
 
 
@@ -199,7 +199,7 @@ def ended(rows: Sequence[Fact]) -> str:
 
 def run_parts(rows: Sequence[Fact], options: Options) -> dict[str, str]:
     return {
-        "goals": gpu.goals(rows),
+        "goals": gpu_goals.goals(rows),
         "speeds": speeds(rows),
         "slower": slower(rows),
         "half": half(rows),
@@ -295,7 +295,9 @@ def where(measured: Mapping[str, Problem]) -> str:
         return float(np.minimum(cpu_s, gpu_s).sum() / gpu_s.sum() - 1)
 
     def trip_s(name: str) -> float:
-        return sum(x.latency_s + x.wake_s + x.send_s for x in measured[name].profile.links)
+        return sum(
+            x.latency_s + x.wake_s + x.send_s + x.receive_s for x in measured[name].profile.links
+        )
 
     return table(
         measured,
@@ -374,7 +376,7 @@ def headlines(results: Path = RESULTS, most: int | None = None) -> str:
         if np.isnan(least_s(runs, f"{SINGLE}cuda")):
             kind = "where the GPU alone cannot hold or run the model"
         changes.setdefault(kind, []).append(100 * change(runs))
-    goals = gpu.goals(rows)
+    goals = gpu_goals.goals(rows)
     met, missed = (goals.count(f"| {x} |") for x in ("yes", "no"))
     lines = [
         "{card}, driver {driver}, beside {cpu_device_cores} cores of an {cpu}; PyTorch {torch}, "

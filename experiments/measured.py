@@ -1,6 +1,6 @@
 """Few real measurements: ours with 100 runs against the best of 500 random placements.
 
-    python -m experiments.measured [WORKLOAD[:latency] ...] [--seeds 5] [--quick]
+    python -m experiments.measured [WORKLOAD[:latency] ...] [--seeds 5]
 
 Written before the first run. Two one-core CPU devices, a captured model in inference, the period
 of 16 micro-batches with 4 in flight, or (``:latency``) the latency of one micro-batch alone;
@@ -22,22 +22,24 @@ profile of 10 rounds, measured once and kept.
 
 About 12 minutes for ``bert_tiny_hidden128`` and 45 for ``resnet50`` on an idle machine with 2 cores
 at 2.8 GHz (1,800 runs each). What has run lies in ``runs/measured``: after Ctrl-C the same command
-continues. Writes ``experiments/results/measured.csv``, ``measured_curves.csv`` and ``measured.md``.
+continues (with other numbers in another folder: ``--work``). Writes
+``experiments/results/measured.csv`` and ``measured.md``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from experiments.runs import Floats, two_cores
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import Column, number, table, to_csv
+from experiments.tables import Column, number, table
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Problem
 from placement.runs.measured_search import search_measured
@@ -55,20 +57,15 @@ CHOSEN = "random, by its own runs"
 _TOP = 5  # of the random placements are finalists
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Runs of each way, and how often everything is done (see the top of this file)."""
-
-    measurements: int = 100
-    random: int = 500
-    seeds: int = 5
-    rounds: int = 15
-    evaluations: int = 1024
-    repeats: int = 10
-    microbatches: int = 16
-
-
-QUICK = Budget(12, 20, 2, 3, 64, 1, 4)
+BUDGET: Mapping[str, Any] = {  # how often everything is done (see the top of this file)
+    "measurements": Option(100, "of our search"),
+    "random": Option(500, "random placements"),
+    "seeds": Option(5, "of both searches"),
+    "rounds": Option(15, "of the finals"),
+    "evaluations": 1024,
+    "repeats": Option(10, "of the profile"),
+    "microbatches": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -98,17 +95,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The objective of the incumbent, as believed after so many runs."""
-
-    workload: str
-    way: str
-    seed: int
-    num_runs: int
-    believed_s: float
-
-
-@dataclass(frozen=True)
 class Summary:
     """All seeds of a way: geometric means of ``Row``'s ratios, intervals over seeds and rounds."""
 
@@ -124,7 +110,7 @@ class Summary:
 Entry = tuple[str, int, int]  # way, seed, runs spent
 
 
-def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
+def prepare(workload: str, folder: Path, options: Options) -> Problem:
     """``NAME`` or ``NAME:latency`` on the first two devices of this machine.
 
     The profile is kept in ``folder``.
@@ -142,41 +128,39 @@ def prepare(workload: str, folder: Path, budget: Budget) -> Problem:
     path = folder / "profile.npz"
     if not path.exists():
         say(f"{workload}: {graph.num_ops} operators; measuring them")
-        measure(graph, cluster, repeats=budget.repeats).save(path)
+        measure(graph, cluster, repeats=options.repeats).save(path)
     profile = Profile.load(path)
     profile.check(graph)
-    problem = Problem(graph, cluster, profile, num_microbatches=budget.microbatches)
+    problem = Problem(graph, cluster, profile, num_microbatches=options.microbatches)
     return problem.with_objective("latency") if objective == "latency" else problem
 
 
 def compete(
-    name: str, problem: Problem, runtime: Runtime, folder: Path, budget: Budget
-) -> tuple[list[Row], list[Summary], list[Point]]:
+    name: str, problem: Problem, runtime: Runtime, folder: Path, options: Options
+) -> tuple[list[Row], list[Summary]]:
     """Everything that is measured of one problem; the trials are kept in ``folder``."""
     entries: dict[Entry, Placement] = {}
-    points: list[Point] = []
     singles = single_devices(problem)[:, problem.graph.group]
     for device, placement in zip(problem.cluster.device_names, singles, strict=True):
         entries[SINGLE + device, 0, 0] = placement
-    effort = 8 * budget.evaluations
+    effort = 8 * options.evaluations
     entries[NONE, 0, 0] = MacroSearch(evaluations=effort, seed=0)(problem).placement
-    say(f"{name}: {budget.random} random placements")
-    drawn = draw(problem, budget.random, 0)
+    say(f"{name}: {options.random} random placements")
+    drawn = draw(problem, options.random, 0)
     levels = Trials(problem, runtime, path=folder / "random-0.jsonl")(drawn)
     for rank, i in enumerate(np.argsort(levels, kind="stable")[:_TOP]):
         entries[RANDOM, rank, len(drawn)] = drawn[i]
     entries[CHOSEN, 0, len(drawn)] = drawn[np.argmin(levels)]
-    few = min(budget.measurements, len(drawn))
+    few = min(options.measurements, len(drawn))
     entries[EQUAL, 0, few] = drawn[np.argmin(levels[:few])]
-    for seed in range(budget.seeds):
+    for seed in range(options.seeds):
         say(f"{name}: {OURS}, seed {seed}")
-        most, path = budget.measurements, folder / f"{OURS}-{seed}.jsonl"
+        most, path = options.measurements, folder / f"{OURS}-{seed}.jsonl"
         trials = Trials(problem, runtime, measurements=most, path=path)
-        answer = search_measured(trials, evaluations=budget.evaluations, seed=seed)
+        answer = search_measured(trials, evaluations=options.evaluations, seed=seed)
         entries[OURS, seed, most] = answer.placement
-        points += [Point(name, OURS, seed, *p) for p in answer.stats["curve"]]
-    seconds = finals(problem, runtime, entries, folder / "finals.jsonl", budget.rounds)
-    return *judge(name, problem, entries, seconds), points
+    seconds = finals(problem, runtime, entries, folder / "finals.jsonl", options.rounds)
+    return judge(name, problem, entries, seconds)
 
 
 def draw(problem: Problem, count: int, seed: int) -> Placement:
@@ -255,25 +239,17 @@ def interval(logs: Floats, num_resamples: int = 10_000) -> tuple[float, float, f
     return float(np.exp(np.median(logs, axis=0).mean())), float(low), float(high)
 
 
-def budget_of(options: Options) -> Budget:
-    """As written above, or a rehearsal."""
-    return QUICK if options.quick else Budget(seeds=options.seeds)
-
-
 def rows(options: Options) -> Iterator[Row]:
     import torch
 
     from placement.executor import Executor
 
     torch.set_num_threads(1)
-    budget = budget_of(options)
-    options.points, options.summaries = list[Point](), list[Summary]()
+    options.summaries = list[Summary]()
     for workload in options.workloads:
-        kind = "quick" if options.quick else "full"
-        folder = options.work / kind / workload.replace(":", "-")
-        problem = prepare(workload, folder, budget)
-        ways, summaries, points = compete(workload, problem, Executor(problem), folder, budget)
-        options.points += points
+        folder = options.work / workload.replace(":", "-")
+        problem = prepare(workload, folder, options)
+        ways, summaries = compete(workload, problem, Executor(problem), folder, options)
         options.summaries += summaries
         yield from ways
 
@@ -299,13 +275,8 @@ STUDY = Study(
     rows=rows,
     row=Row,
     parts=parts,
-    options={
-        "workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"),
-        "seeds": Option(Budget.seeds, "of both searches"),
-        "quick": Option(False, "a rehearsal of a minute or two"),
-    },
-    facts=lambda options: asdict(budget_of(options)),
-    files=lambda rows, options: {"measured_curves.csv": to_csv(options.points)},
+    options={"workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"), **BUDGET},
+    facts=lambda options: {name: getattr(options, name) for name in BUDGET},
 )
 main = partial(run, (STUDY,))
 

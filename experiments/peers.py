@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.runs import in_turns, measured_problem, threads, timed
+from experiments.runs import in_turns, measured_problem, threads
 from experiments.study import Option, Options, Rows, Study, run
 from experiments.tables import Column, table
 from placement import planners
@@ -38,6 +38,7 @@ from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.graph import OpGraph
+from placement.runs.ways import timed
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
 PATIENCE_S = 300.0  # a peer that does not answer has failed

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.runs import in_turns, measured_problem, seconds_per_item, timed
+from experiments.runs import in_turns, measured_problem, seconds_per_item
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column
 from experiments.unlike import streamed, unlike_problem
@@ -35,6 +35,7 @@ from placement.planners import PlannerError
 from placement.problem import Placement, Problem
 from placement.program import split_inputs
 from placement.report import gantt
+from placement.runs.ways import timed
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
 

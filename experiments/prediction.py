@@ -36,7 +36,6 @@ from placement.costs.features import features
 from placement.costs.measure import measure
 from placement.costs.measure_within import correction
 from placement.costs.predictors import Sample
-from placement.costs.predictors.roofline import Roofline
 from placement.executor import Executor
 from placement.problem import Placement, Problem
 from placement.profile import Profile
@@ -139,13 +138,9 @@ def place(entry: dataset.Entry, others: Sequence[Sample]) -> dict[str, Any]:
     cluster = Cluster.detect(max_cpu_devices=2, gpus=False)
     profile = measure(graph, cluster, repeats=6)
     problem = Problem(graph, cluster, profile, num_microbatches=RUNS)
-    profiles, seconds = {"measured": profile}, dict[str, float]()
-    for method in PLANNED:
-        began = time.perf_counter()
-        profiles[method] = guessed(method, problem, others)
-        seconds[method] = time.perf_counter() - began
+    profiles = {"measured": profile} | {m: guessed(m, problem, others) for m in PLANNED}
     rng = np.random.default_rng(0)
-    placements, spent = plans(problem, profiles, rng)
+    placements = plans(problem, profiles, rng)
     executor = Executor(problem)
 
     def once(placement: Placement) -> list[float]:
@@ -168,7 +163,6 @@ def place(entry: dataset.Entry, others: Sequence[Sample]) -> dict[str, Any]:
         "ranks": {m: spearman(said_s, periods["measured"]) for m, said_s in periods.items()},
         "measured": {name: np.median(m, axis=0).tolist() for name, m in measured.items()},
         "simulated": simulated,
-        "seconds": seconds | spent,
     }
 
 
@@ -184,30 +178,21 @@ def guessed(method: str, problem: Problem, others: Sequence[Sample]) -> Profile:
 
 def plans(
     problem: Problem, profiles: Mapping[str, Profile], rng: np.random.Generator
-) -> tuple[dict[str, Placement], dict[str, float]]:
-    """Single devices, searches with every profile, a static plan, random ones; and seconds."""
-    graph, cluster, measured = problem.graph, problem.cluster, problem.profile
+) -> dict[str, Placement]:
+    """Single devices, searches with every profile, random ones."""
+    graph = problem.graph
     placements: dict[str, Placement] = {
-        name: np.full(graph.num_ops, d, np.int32) for d, name in enumerate(cluster.device_names)
+        name: np.full(graph.num_ops, d, np.int32)
+        for d, name in enumerate(problem.cluster.device_names)
     }
     search = planners.load("local_search", seconds=SEARCH_S)
-    spent = {}
     for method, times in profiles.items():
-        began = time.perf_counter()
         placements[f"search, {method}"] = search(replace(problem, profile=times)).placement
-        if times is measured:
-            took_s = float(measured.provenance["seconds"]) + time.perf_counter() - began
-            spent["measuring and searching"] = took_s
-    began = time.perf_counter()
-    static = predictors.profile_of(graph, cluster, Roofline(), links=measured.links)
-    balanced = planners.load("balanced_split")(replace(problem, profile=static))
-    spent["static"] = time.perf_counter() - began
-    placements["static"] = balanced.placement
     for i in range(NUM_RANDOM):
         device = rng.choice(2, graph.num_groups, p=rng.dirichlet(np.ones(2)))
         device = np.sort(device) if i % 2 else device
         placements[f"random {i}"] = device[graph.group].astype(np.int32)
-    return placements, spent
+    return placements
 
 
 def measure_all(folder: Path, work: Path, seconds: float) -> None:
@@ -397,25 +382,6 @@ def placed(models: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def strategies(models: Sequence[Mapping[str, Any]]) -> str:
-    """Seconds of a plan from the static description, and what it loses."""
-
-    def loss(case: Mapping[str, Any]) -> float:
-        return case["measured"]["static"][1] / case["measured"]["search, measured"][1] - 1
-
-    def faster(case: Mapping[str, Any]) -> float:
-        return case["seconds"]["measuring and searching"] / case["seconds"]["static"]
-
-    return table(
-        models,
-        Column("model", "model"),
-        Column("static s", lambda c: c["seconds"]["static"]),
-        Column("measuring and searching s", lambda c: c["seconds"]["measuring and searching"], 1),
-        Column("faster", faster, 0, unit="x"),
-        Column("slower plan %", loss, 1, 100),
-    )
-
-
 def placements(models: Sequence[Mapping[str, Any]]) -> str:
     """What is said of plans, where some were made."""
     return f"""## Placements on two devices, {len(models)} models
@@ -425,10 +391,7 @@ measured times. Rank correlation: Spearman's, of the simulated periods of {NUM_R
 placements with these and with measured times, and of the few placements that ran, most of which \
 are about as good; medians over models. The published bound for periods is 12 %.
 
-{placed(models)}
-## Plans from the static description alone
-
-{strategies(models)}"""
+{placed(models)}"""
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:

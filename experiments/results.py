@@ -263,15 +263,6 @@ def first_table(results: Path) -> str:
     )
 
 
-def what_threads_cost(results: Path) -> str:
-    """In ``docs/concepts.md``."""
-    return models_table(
-        results,
-        Column("two one-core devices against one", "against one device", 2, 1, "x"),
-        Column("against plain PyTorch with both cores", "against plain", 2, 1, "x"),
-    )
-
-
 def when_to_do_what(results: Path) -> str:
     """In ``docs/replicas.md``: when to replicate, to cut, and to leave one device alone."""
     measured = of_models(results)
@@ -321,7 +312,6 @@ def when_to_do_what(results: Path) -> str:
 BEGIN, END = "<!-- figures: experiments.results -->\n", "<!-- end of figures -->"
 TABLES = {
     "../README.md": (first_table, gpu_results.headlines),
-    "concepts.md": (what_threads_cost,),
     "replicas.md": (when_to_do_what,),
 }
 

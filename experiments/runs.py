@@ -185,12 +185,6 @@ def in_turns(
     return {name: np.array(v) for name, v in values.items()}
 
 
-def timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def seconds_per_item(run: Callable[[int], Any], count: int, num_phases: int = 1) -> float:
     """Steady seconds per item of a stream ``run(items)``, whose first quarter does not count.
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments.runs import in_turns, measured_problem, threads, timed
+from experiments.runs import in_turns, measured_problem, threads
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
 from placement import planners, schedulers
@@ -32,6 +32,7 @@ from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.executor import Trainer
 from placement.problem import Problem
+from placement.runs.ways import timed
 from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
 from placement.workloads import import_transformers

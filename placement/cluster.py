@@ -149,7 +149,8 @@ class Link:
     Links with the same ``channel`` name share one serial channel; without a name each
     ordered pair is its own. ``blocking``: the sender's worker is busy meanwhile. ``wake_s``: how
     long it is kept busy by handing a tensor to a worker that waits idle, and so must be woken;
-    ``send_s + bytes * send_s_per_byte``: by handing over any tensor.
+    ``send_s + bytes * send_s_per_byte``: by handing over any tensor. ``receive_s``: how much longer
+    the receiver's worker takes for the first operator that reads what arrives.
     """
 
     src: str
@@ -161,18 +162,19 @@ class Link:
     wake_s: float = 0.0
     send_s: float = 0.0
     send_s_per_byte: float = 0.0
+    receive_s: float = 0.0
 
     def __post_init__(self) -> None:
-        costs = (self.latency_s, self.wake_s, self.send_s, self.send_s_per_byte)
+        names = ("latency_s", "wake_s", "send_s", "send_s_per_byte", "receive_s")
+        costs = {name: getattr(self, name) for name in names}
         speed = self.bandwidth_bytes_per_s
         # Comparisons with NaN are false.
-        if not (all(0 <= x < LONGEST_S for x in costs) and speed > 1 / LONGEST_S):
+        if not (all(0 <= x < LONGEST_S for x in costs.values()) and speed > 1 / LONGEST_S):
+            each = ", ".join(f"{name} = {x}" for name, x in costs.items())
             raise ClusterError(
-                f"link {self.src} -> {self.dst}: latency_s = {self.latency_s}, wake_s = "
-                f"{self.wake_s}, send_s = {self.send_s} and send_s_per_byte = "
-                f"{self.send_s_per_byte} must be >= 0 and below {LONGEST_S:g}, and "
-                f"bandwidth_bytes_per_s = {self.bandwidth_bytes_per_s} must be > 0 (a link that "
-                "must not be used: a latency of hours)"
+                f"link {self.src} -> {self.dst}: {each} must be >= 0 and below {LONGEST_S:g}, and "
+                f"bandwidth_bytes_per_s = {speed} must be > 0 (a link that must not be used: a "
+                "latency of hours)"
             )
 
 
@@ -345,7 +347,7 @@ class Cluster:
                     del device[rate]
         links = [asdict(x) for x in self.links]
         for link in links:
-            for new in ("wake_s", "send_s", "send_s_per_byte"):
+            for new in ("wake_s", "send_s", "send_s_per_byte", "receive_s"):
                 if not link[new]:
                     del link[new]
         text = json.dumps([devices, links])

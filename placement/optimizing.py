@@ -14,7 +14,7 @@ from torch import nn
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
-from placement.costs.measure import check_here, load_or_measure
+from placement.costs.measure import check_here, corrected, load_or_measure
 from placement.executor import Runner
 from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
@@ -37,6 +37,7 @@ MAX_PHASES = 8  # replicas may take so many turns
 _LEAST_BATCHES = 6  # of a stream that tells a period
 _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
 _CLOSE = 2.0  # times the best device's prediction: another device may be the best one
+_LONGER = 1.1  # times as long as predicted: planned again with what that shows of the costs
 _WORTH = 0.95  # of the time of one device: several that take longer are not kept
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
@@ -104,9 +105,10 @@ def optimize(
 
     Captures the module, measures every operator on every device (kept for the next call), plans
     with ``best_of``, checks that the results are the module's, and runs the plan, the best device
-    alone and the plain module in turns. Where several devices are not clearly faster than one, the
-    runner uses that one. Where plain PyTorch is the fastest, the runner calls the module itself.
-    What came out is said on standard error.
+    alone and the plain module in turns. If a plan of several devices takes longer than predicted,
+    it plans and runs once more, with costs corrected by what ran. Where several devices are not
+    clearly faster than one, the runner uses that one. Where plain PyTorch is the fastest, the
+    runner calls the module itself. What came out is said on standard error.
 
     Args:
         module: in evaluation mode.
@@ -170,21 +172,36 @@ def fastest(
         OptimizeError: results that differ, or nothing that fits.
     """
     report(f"planning with {PLANNER}", None)
-    planner = planners.load(PLANNER, seconds=seconds)
-    plan = planned = _plan(problem, workload, planner(problem), planner)
-    runner = _runner(problem, plan)
-    graph, objective = problem.graph, plan.objective
+    planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
+    planned = _plan(problem, workload, planner(problem), planner)
+    objective = planned.objective
+
+    def run(plan: Plan) -> tuple[OptimizedRunner, dict[str, Measured]]:
+        runner = _runner(problem, plan)
+        with ExitStack() as on_error:
+            on_error.callback(runner.close)
+            checked = module is not None and not problem.graph.program.is_random
+            for _ in plan.assignments if checked else ():  # replicas take turns
+                wrong = difference(runner, module, inputs)
+                if wrong:
+                    raise OptimizeError(f"the results differ from those of the module: {wrong}")
+            ways = _in_turns(problem, runner, plan, module, inputs, seconds / 2, report)
+            on_error.pop_all()
+        return runner, ways
+
+    plan, (runner, ways) = planned, run(planned)
     with ExitStack() as on_error:
         on_error.callback(runner.close)
-        checked = module is not None and not graph.program.is_random
-        for _ in plan.assignments if checked else ():  # replicas take turns
-            wrong = difference(runner, module, inputs)
-            if wrong:
-                raise OptimizeError(f"the results differ from those of the module: {wrong}")
-        ways = _in_turns(problem, runner, plan, module, inputs, seconds, report)
+        if corrects := _with_costs_of(problem, plan, ways):
+            report(f"planning again with {PLANNER}", None)
+            again = _plan(corrects, workload, planner(corrects), planner)
+            if len(devices_of(again)) > 1 and again.assignments != plan.assignments:
+                other, others_ways = run(again)
+                if _over_single(others_ways, objective) < _over_single(ways, objective):
+                    plan, runner, other, ways = again, other, runner, others_ways
+                other.close()
         on_error.pop_all()
-    singles = ways.keys() - {"plan", "plain"}
-    best = min(singles, key=lambda name: median_s(ways[name], objective), default="")
+    best = _best_single(ways, objective)
     named = {"plan": "plan", "single": best, "plain": "plain"}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
     kept = "plan"
@@ -201,6 +218,37 @@ def fastest(
         runner.stop()
         runner.kept, runner._module = "plain", module
     return runner
+
+
+def _best_single(ways: Mapping[str, Measured], objective: str) -> str:
+    """The best device of those that took turns with the plan; empty: none did."""
+    singles = ways.keys() - {"plan", "plain"}
+    return min(singles, key=lambda name: median_s(ways[name], objective), default="")
+
+
+def _over_single(ways: Mapping[str, Measured], objective: str) -> float:
+    """How many times as long as that device the plan takes."""
+    plan, best = ways["plan"], ways[_best_single(ways, objective)]
+    return median_s(plan, objective) / median_s(best, objective)
+
+
+def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -> Problem | None:
+    """The problem with the costs that the plan had when it ran, if it took longer than it was to.
+
+    What a search finds first is what is predicted too short. None: there is nothing to learn.
+    """
+    told_s = getattr(plan.predicted, f"{plan.objective}_s")
+    singles = ways.keys() - {"plan", "plain"}
+    unlike = len(devices_of(plan)) > 1 and median_s(ways["plan"], plan.objective) > _LONGER * told_s
+    if not (unlike and singles) or problem.cluster.streaming:
+        return None
+    graph, cluster = problem.graph, problem.cluster
+    rows = [np.full(problem.num_ops, cluster.index(name), np.int32) for name in singles]
+    took = [(np.nan, median_s(ways[name], "period")) for name in singles]
+    latency_s = np.nan if plan.phases else median_s(ways["plan"], "latency")
+    rows.append(plan.placement(graph, cluster))
+    took.append((latency_s, median_s(ways["plan"], "period")))
+    return replace(problem, profile=corrected(problem, rows, np.array(took)))
 
 
 def _is_faster(plan: Measured, single: Measured, objective: str, devices: Sequence[str]) -> bool:

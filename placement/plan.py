@@ -171,6 +171,7 @@ class LinkInfo(_Strict):
     wake_s: Seconds = 0.0
     send_s: Seconds = 0.0
     send_s_per_byte: Seconds = 0.0
+    receive_s: Seconds = 0.0
     declared: bool
 
 
@@ -386,22 +387,33 @@ class Plan(_Strict):
         """
         write_atomic(path, self.model_dump_json(indent=1) + "\n")
 
-    def placement(self, graph: OpGraph, cluster: Cluster) -> Placement:
+    def placement(
+        self, graph: OpGraph, cluster: Cluster, *, other_shapes: bool = False
+    ) -> Placement:
         """The assignment as int32 ``[N]`` of ``graph`` on ``cluster``; with phases ``[K, N]``.
+
+        ``other_shapes``: as for ``bind``.
 
         Raises:
             PlanMismatch: made for another graph or other devices; names the parts that differ.
         """
-        differs = [*self.graph_differences(graph), *self.cluster_differences(cluster)]
+        by_name = graph.op_name == (*self.assignment,)
+        differs = [] if other_shapes and by_name else self.graph_differences(graph)
+        differs += self.cluster_differences(cluster)
         if differs:
             raise PlanMismatch(
                 f"the plan was made for {self.graph.name!r} ({self.graph.fingerprint[:12]}) on "
                 f"{[d.name for d in self.cluster.devices]}: {'; '.join(differs)}. Plan "
                 "for the model and devices at hand: "
                 "placement plan MODEL --planner best_of --out plan.json"
+                + ("; or, as it has these operators: bind(..., other_shapes=True)" * by_name)
             )
         rows = [[cluster.index(on[x]) for x in graph.op_name] for on in self.assignments]
-        return np.array(rows if self.phases else rows[0], np.int32)
+        placed = np.array(rows if self.phases else rows[0], np.int32)
+        if not other_shapes:
+            return placed
+        # Another operator may be a view then: it goes where its memory is.
+        return placed[..., graph.group_op[graph.group_ptr[graph.group]]]
 
     def graph_differences(self, graph: OpGraph) -> list[str]:
         """In which parts ``graph`` is not the one of the plan; empty if it is."""
@@ -474,15 +486,19 @@ class Plan(_Strict):
         module: Any,
         example_inputs: Any = None,
         *,
+        other_shapes: bool = False,
+        outputs: str = "host",
         in_order: bool = False,
         record: bool = False,
     ) -> Runner:
         """``module`` on the devices of the plan: call the runner, or stream through it.
 
         The module is captured with ``example_inputs``, or with inputs of the shapes and dtypes
-        of the plan; ``record`` keeps what a measured ``Timeline`` needs. ``in_order``: the runner
-        follows the order of the plan, if it has one, and takes exactly its micro-batches at a
-        time; otherwise it uses the list rule, and takes any number.
+        of the plan. ``other_shapes``: those of ``example_inputs`` may be others, if the operators
+        have the same names; what the plan predicts is not about them. ``outputs`` and ``record``
+        are those of ``Runner``. ``in_order``: the runner follows the order of the plan, if it has
+        one, and takes exactly its micro-batches at a time; otherwise it uses the list rule, and
+        takes any number.
 
         Raises:
             PlanMismatch: another module than the plan's, or this machine lacks a device.
@@ -497,8 +513,9 @@ class Plan(_Strict):
             )
         graph = self._captured(module, example_inputs, inputs_from_spec)
         cluster = self.cluster.build()
+        placement = self.placement(graph, cluster, other_shapes=other_shapes)
         options = self.run_options(graph, in_order=in_order)
-        return Runner(graph, cluster, self.placement(graph, cluster), record=record, **options)
+        return Runner(graph, cluster, placement, record=record, outputs=outputs, **options)
 
     def bind_training(
         self,
@@ -666,7 +683,7 @@ class Plan(_Strict):
             if max(numbers, default=0) >= n:
                 wrong.append(f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}")
         on = list(self.assignment.values())
-        if self.stages != _stages(list(self.assignment), on):
+        if self.stages != stages_of(list(self.assignment), on):
             wrong.append("stages do not follow from assignment")
         modules = self.graph.modules
         if len(modules) == len(on) and self.device_map != whole_modules(modules, on):
@@ -806,7 +823,7 @@ def make_plan(
             ),
             priority=tuple(priority.tolist()),
             order=None if schedule is None else _named_order(schedule, graph, devices),
-            stages=_stages(graph.op_name, on),
+            stages=stages_of(graph.op_name, on),
             device_map=module_map(graph, on),
             predicted=Predicted(
                 value_s=_value_s(problem, solution, one, many),
@@ -1029,7 +1046,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _stages(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
+def stages_of(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
+    """The runs of operators, given by name in order, that are on one device."""
     cuts = [0, *(i for i in range(1, len(on)) if on[i] != on[i - 1]), len(on)]
     return tuple(
         Stage(device=on[a], first=names[a], last=names[b - 1], num_ops=b - a)

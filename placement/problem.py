@@ -259,6 +259,11 @@ class Problem:
         """float64 ``[D, D]``: and each of its bytes so much longer."""
         return self._of_workers(self._of_links(lambda x: x.send_s_per_byte))
 
+    @cached_property
+    def link_receive_s(self) -> Floats:
+        """float64 ``[D, D]``: taking a tensor in keeps the receiver's worker busy so long."""
+        return self._of_workers(self._of_links(lambda x: x.receive_s))
+
     def _of_links(self, value: Callable[[Link], float]) -> Floats:
         """float64 ``[D, D]`` of a link between each two devices; 0 where there is none."""
         values = np.zeros((self.num_devices, self.num_devices))

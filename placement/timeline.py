@@ -57,7 +57,7 @@ class Timeline:
     load_s: Floats | None = None
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: figures, and a drawing of who was busy when."""
+        """What a notebook shows: figures, and who was busy when."""
         from placement.tools.shown import lanes, mebibytes, seconds, table
 
         batch = np.broadcast_to(np.arange(self.num_microbatches)[:, None], self.start_s.shape)
@@ -66,7 +66,7 @@ class Timeline:
         for d, name in enumerate(self.device_names):
             mine = on == d
             begin, end = self.start_s[mine] - self.begin_s, self.end_s[mine] - self.begin_s
-            tracks.append((name, begin, end, batch[mine]))
+            tracks.append((name, begin, end, batch[mine], self.utilisation[d]))
             peak = "-" if self.peak_bytes is None else mebibytes(float(self.peak_bytes[d]))
             share = f"{100 * self.utilisation[d]:.0f} %"
             counts = " / ".join(f"{n}" for n in (np.atleast_2d(self.placement) == d).sum(axis=1))

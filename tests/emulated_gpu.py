@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +66,8 @@ class Gpu:
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
         captured: the random generator is a graph's, from a capture's begin until one ends well.
         asks_a_graph: pinned memory waits for an event that became part of a graph.
+        pools: by device and priority, streams that are given out in turns.
+        workspaces: cuBLAS' memory by thread and stream: how far each stream had come that used it.
         allocated, peak: bytes by device number.
     """
 
@@ -91,6 +93,10 @@ class Gpu:
     allocated: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     streams: list[Stream] = field(default_factory=list)
+    pools: defaultdict[Any, deque[Stream]] = field(default_factory=lambda: defaultdict(deque))
+    workspaces: defaultdict[Any, dict[Stream, int]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     defaults: dict[int, Stream] = field(default_factory=dict)
     unused: Any = None  # waits until nobody uses a block any more
 
@@ -185,6 +191,16 @@ class Stream:
     def synchronize(self) -> None:
         self.may_wait()
         self.record_event().synchronize()
+
+
+def pooled(device: Any = None, priority: int = 0) -> Stream:
+    """A stream: one of 32 of this priority that PyTorch has, and gives out again and again."""
+    pool = _gpu.pools[_number(device), priority]
+    if len(pool) < 32:
+        pool.append(Stream(device))
+    else:
+        pool.rotate(-1)
+    return pool[-1]
 
 
 class Event:
@@ -330,7 +346,8 @@ class CudaTensor(Tensor):
         return made
 
     def record_stream(self, used_by: Stream) -> None:
-        self.memory.users.add(used_by)
+        if not any(each.graph for each in _gpu.streams if each.index == used_by.index):
+            self.memory.users.add(used_by)  # else PyTorch takes it for a use in that graph
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> CudaTensor:
         return _dispatch(aten.copy_.default, (self, source, non_blocking), {})
@@ -537,6 +554,10 @@ def _check_library(func: Any, on: Stream) -> None:
                 on.graph.failed = True
                 raise RuntimeError(f"{library} cannot begin while the stream is capturing")
             known.add(library)
+        if library == "cuBLAS" and any(word in str(func) for word in words):
+            workspace = _gpu.workspaces[threading.get_ident(), on]
+            if on.graph is not None:
+                on.graph.workspaces.append(workspace)
 
 
 def _launch(
@@ -725,6 +746,7 @@ class CUDAGraph:
 
     def __init__(self) -> None:
         self.work: list[Any] = []
+        self.workspaces: list[dict[Stream, int]] = []
         self.failed, self.ended, self.is_empty = False, False, True
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -759,6 +781,10 @@ class CUDAGraph:
         _gpu.num_replays += 1
         stream, work = current_stream(), list(self.work)
         stream.launch(lambda: [each() for each in work])
+        for used in self.workspaces:  # by graphs that run beside this one
+            others = used.keys() - {stream, *stream.seen}
+            _gpu.num_races += any(other.num_done < used[other] for other in others)
+            used[stream] = stream.num_launched
 
 
 def _end_allocate(device: int, pool: Any) -> None:
@@ -844,7 +870,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "set_device": lambda device: setattr(_here, "device", _number(device)),
         "set_per_process_memory_fraction": limited,
         "synchronize": synchronize,
-        "Stream": Stream,
+        "Stream": pooled,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "graph_pool_handle": object,
@@ -872,6 +898,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         for name, inner in {
             "_cuda_endAllocateToPool": _end_allocate,
             "_cuda_releasePool": _release_pool,
+            "_cuda_clearCublasWorkspaces": gpu.workspaces.clear,
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(

@@ -174,7 +174,7 @@ def random_problem(
     if unsupported:
         # Device 0 runs everything, so that every colocation group has a device.
         compute[:, 1:][rng.random((n, d - 1)) < 0.2] = np.inf
-    wakes = np.random.default_rng(seed + 2)  # likewise
+    wakes, receives = (np.random.default_rng(seed + i) for i in (2, 3))  # likewise
     links = tuple(
         Link(
             a,
@@ -186,6 +186,7 @@ def random_problem(
             wake_s=float(wakes.integers(0, 3)) if wakes.random() < 0.3 else 0.0,
             send_s=float(wakes.integers(0, 3)) if wakes.random() < 0.2 else 0.0,
             send_s_per_byte=float(wakes.integers(0, 3)) / 64 if wakes.random() < 0.2 else 0.0,
+            receive_s=float(receives.integers(0, 3)) if receives.random() < 0.2 else 0.0,
         )
         for a in names
         for b in names

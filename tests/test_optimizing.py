@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from placement.plan import Measured, Spread, load_plan
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
 from placement.program import InputError
+from placement.simulator import score
 from placement.tools.shown import count
 
 INPUT = torch.arange(16.0).reshape(2, 8)
@@ -159,6 +161,29 @@ def test_devices_of_another_kind_are_tried_where_the_profile_finds_them_close(
     with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
         assert runner.kept == "plan" and set(runner.measured) == {"plan", "plain"}
     assert "times as fast as plain" in verdict(runner) or "alone; " in verdict(runner)
+
+
+@needs_two
+def test_what_takes_longer_than_predicted_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    posed, took_s = list[Any](), iter([9e-3, 1e-3])
+    answers = [np.array(p, np.int32) for p in ([0, 0, 1, 1], [0, 1, 1, 1])]
+
+    def planner(problem: Any) -> Solution:
+        answer = answers[len(posed)]
+        posed.append(problem)
+        return Solution(answer, float(score(problem, answer[None])[0]))
+
+    def fake(ways: Any, report: Any) -> Any:
+        return {name: measured(next(took_s) if name == "plan" else 2e-3) for name in ways}
+
+    monkeypatch.setattr(optimizing, "planners", SimpleNamespace(load=lambda *_, **__: planner))
+    monkeypatch.setattr(optimizing, "measure", fake)
+    with optimize(module(), INPUT, quiet=True) as runner:
+        assert runner.kept == "plan" and runner.placement.tolist() == answers[1].tolist()
+        assert len(set(runner.planned.assignment.values())) == 2
+        torch.testing.assert_close(runner(INPUT), module()(INPUT))
+    before, after = (float(score(problem, answers[0][None])[0]) for problem in posed)
+    assert after > 1.5 * before  # what has run is not predicted so short once more
 
 
 @needs_two

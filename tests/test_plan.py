@@ -525,13 +525,36 @@ def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
         torch.testing.assert_close(runner(*inputs), module(*inputs))
         for out in runner.stream([inputs] * 3):
             torch.testing.assert_close(out, module(*inputs))
-    with pytest.raises(PlanMismatch, match="kinds, shapes, dtypes"):
-        plan.bind(module, (torch.randn(5, 16),))
+    larger = torch.randn(5, 16)
+    with pytest.raises(PlanMismatch, match=r"kinds, shapes, dtypes.*other_shapes=True\)$"):
+        plan.bind(module, (larger,))
+    with plan.bind(module, (larger,), other_shapes=True) as runner:
+        np.testing.assert_array_equal(runner.placement, [i % 2 for i in range(graph.num_ops)])
+        torch.testing.assert_close(runner(larger), module(larger))
     other, _ = workloads.load("tiny_mlp")
     with pytest.raises(PlanMismatch, match="operators in the plan, 6 here"):
-        plan.bind(other)
+        plan.bind(other, other_shapes=True)
     with pytest.raises(CaptureError, match=r"the plan's inputs are given: it is of 'TinyBr"):
         plan.bind(torch.nn.Bilinear(4, 4, 4))
+
+
+def test_of_other_shapes_a_view_is_where_its_memory_is() -> None:
+    torch = pytest.importorskip("torch")
+    from placement import capture
+
+    class Copied(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return x.exp().expand(3, 4).reshape(12).sin()  # of three rows a view, of one a copy
+
+    graph, other = (capture(Copied(), torch.randn(n, 4)) for n in (1, 3))
+    assert graph.op_name == other.op_name and graph.num_groups > other.num_groups
+    here = problem(graph, 2**30)
+    plan = plan_of(here, graph.group % 2)
+    with plan.bind(Copied(), torch.ones(3, 4), other_shapes=True) as runner:
+        assert all(
+            runner.placement == runner.placement[other.group_op[other.group_ptr[other.group]]]
+        )
+        torch.testing.assert_close(runner(torch.ones(3, 4)), Copied()(torch.ones(3, 4)))
 
 
 # -- what is published, and what it costs ----------------------------------------------------

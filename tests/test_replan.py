@@ -264,7 +264,7 @@ def test_mistakes(
 
 def test_the_problem_must_be_named(files: tuple[Path, Path], capsys: Any) -> None:
     assert command(files[0], "--without", "a") == BAD_INPUT
-    assert "made from a problem file: name it with --model" in capsys.readouterr().err
+    assert "name the file with --model FILE, or the function that makes" in capsys.readouterr().err
 
 
 def test_another_problem(files: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:

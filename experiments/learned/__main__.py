@@ -10,7 +10,6 @@
     python -m experiments.learned published                  # seven published learners, trained
     python -m experiments.learned dispatch                   # one decode, and the best of many
     python -m experiments.learned resched --checkout FOLDER  # beside a published network
-    python -m experiments.learned goals                      # the table of goals, from the CSVs
 
 Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
 trained without the encoder. Each study writes ``experiments/results/learned_NAME.csv`` and ``.md``,
@@ -34,7 +33,6 @@ from experiments.learned import (
     executed,
     few,
     giph,
-    goals,
     guided,
     published,
     resched,
@@ -47,7 +45,7 @@ STUDIES = tuple(module.STUDY for module in MODULES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run((*STUDIES, goals.GOALS), argv)
+    return run(STUDIES, argv)
 
 
 if __name__ == "__main__":

@@ -2,92 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from experiments import measured
 from experiments.learned import against, dispatch, few, giph, guided, resched, zero_shot
 from experiments.learned.cells import Cell, best_known, gain
-from experiments.study import Options, Study
-from experiments.tables import Column, Mean, geometric, groups, read_csv, share, table
-from placement import cli
+from experiments.study import Study
+from experiments.tables import Column, Mean, geometric, groups, share, table
 
-NOT_RUN = "not run yet"
 KNOWN = "best known"  # an oracle: at each problem the least value of all runs
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A row: what was aimed for, what was reached with its 95 % interval, and the command.
+    """A row: what was aimed for, and what was reached with its 95 % interval.
 
-    ``met`` is None where the study has not been run. ``attainable``: what would be reached with
-    the best value that any run found, where that can be said.
+    ``attainable``: what would be reached with the best value that any run found, where that can be
+    said.
     """
 
     regime: str
     goal: str
     reached: str
-    met: bool | None
-    command: str
+    met: bool
     attainable: str = "–"
 
 
-def goals(results: Path) -> list[Goal]:
-    """Every row; one whose goal is not reached stays."""
-    return [
-        *_never_worse(results),
-        *_guided(results),
-        *_constructor(results),
-        *_beside_resched(results),
-        *_quarter(results),
-        *_zero_shot(results),
-        _few_evaluations(results),
-        *_few_measurements(results),
-    ]
+def goals(results: Path) -> list[tuple[Goal, Study]]:
+    """Every row and its study; one whose goal is not reached stays."""
+    read = ((study, of, study.read(results)) for study, of in GOALS)
+    return [(goal, study) for study, of, rows in read if rows for goal in of(rows)]
 
 
 def page(results: Path) -> str:
-    met = {True: "yes", False: "**no**", None: "–"}
     return table(
         goals(results),
-        Column("regime", "regime"),
-        Column("goal", "goal"),
-        Column("reached (95 %)", "reached"),
-        Column("met", lambda row: met[row.met]),
-        Column("with the best known values", "attainable"),
-        Column("command", lambda row: f"`{row.command}`"),
+        Column("regime", lambda row: row[0].regime),
+        Column("goal", lambda row: row[0].goal),
+        Column("reached (95 %)", lambda row: row[0].reached),
+        Column("met", lambda row: "yes" if row[0].met else "**no**"),
+        Column("with the best known values", lambda row: row[0].attainable),
+        Column("command", lambda row: f"`python -m {row[1].program} {row[1].word}".rstrip() + "`"),
     ).replace("---:", "---")
 
 
-def show(options: Options) -> None:
-    """Print it; a file among the tables would change the digest that ``docs/results.md`` states."""
-    cli.put(page(options.out))
-
-
-def _never_worse(results: Path) -> list[Goal]:
-    cells = read_csv(Cell, results / "learned_against.csv")
-    regime = "start at the best of all constructive methods and DPs"
-    command = "python -m experiments.learned against"
-    goal = "never worse, on every problem"
-    rows = []
+def _never_worse(cells: Sequence[Cell]) -> Iterator[Goal]:
     for planner in (against.UNHURRIED, against.LEARNED):
-        gains = against.gains(cells, planner)
-        if not gains:
-            rows.append(Goal(f"{regime}: {planner}", goal, NOT_RUN, None, command))
-            continue
-        worse = against.worse(cells, planner)
+        regime = f"start at the best of all constructive methods and DPs: {planner}"
+        gains, worse = against.gains(cells, planner), against.worse(cells, planner)
         text = f"worse on {len(worse)} of {len(gains)} problems; {geometric(gains).percent()}"
-        rows.append(Goal(f"{regime}: {planner}", goal, text, not worse, command))
-    return rows
+        yield Goal(regime, "never worse, on every problem", text, not worse)
 
 
-def _guided(results: Path) -> list[Goal]:
-    cells = read_csv(Cell, results / "learned_guided.csv")
-    command = "python -m experiments.learned guided"
+def _guided(cells: Sequence[Cell]) -> Iterator[Goal]:
     load = guided.of_group(cells, f"{guided.LOAD} seconds")
     latency = guided.of_group(cells, f"{guided.LATENCY} seconds")
-    aims = (
+    best_s = best_known(cells)
+    for regime, goal, mine, others, aim in (
         # The published dynamic program finds the best contiguous split, as ``ideal_dp`` does.
         ("throughput, operator graphs, against DP", "-12 to -28 %", load, [guided.DP], 0.88),
         ("the same, against the best of three DPs", "-12 to -28 %", load, guided.EXACT, 0.88),
@@ -95,85 +69,96 @@ def _guided(results: Path) -> list[Goal]:
         ("the same, against softmax(-delta/T), which ships", "-1 %", load, [guided.HAND], 0.99),
         ("latency, >= 1500 operators, 2 s, against the field", "-5 %", latency, guided.FIELD, 0.95),
         ("the same, against the hand-written score", "-1 %", latency, [guided.HAND], 0.99),
-    )
-    best_s = best_known(cells)
-    rows = []
-    for regime, goal, mine, others, aim in aims:
+    ):
         mean = geometric(gain(mine, guided.POLICY, others))
-        reached = mean.percent(2) if mean.count else NOT_RUN
         best = geometric(gain(mine + _as_if(best_s, mine, guided.POLICY), KNOWN, others))
-        attainable = f"{100 * (best.value - 1):+.2f} %" if best.count else "–"
-        rows.append(Goal(regime, goal, reached, _below(mean, aim), command, attainable))
-    return rows
+        attainable = f"{100 * (best.value - 1):+.2f} %"
+        if mean.count:
+            yield Goal(regime, goal, mean.percent(2), _below(mean, aim), attainable)
 
 
-def _constructor(results: Path) -> list[Goal]:
+def _constructor(rows: Sequence[dispatch.Row]) -> Iterator[Goal]:
     """Of the constructor of orders and devices, alone and in the planner."""
-    rows = read_csv(dispatch.Row, results / f"{dispatch.NAME}.csv")
     seeds = len({r.seed for r in rows if r.who == dispatch.TRAINED})
+    mine = [r for r in rows if r.suite == "families"]
+    mean = geometric(dispatch.over(mine, dispatch.TRAINED, 1, dispatch.UNTRAINED))
     first = f"constructor, {seeds} seeds, against itself untrained"
-
-    def one_decode(suite: str, base: str | None) -> Mean:
-        mine = [r for r in rows if r.suite == suite]
-        return geometric(dispatch.over(mine, dispatch.TRAINED, 1, base))
-
-    def row(regime: str, goal: str, mean: Mean, met: bool | None) -> Goal:
-        reached = mean.percent() if mean.count else NOT_RUN
-        return Goal(regime, goal, reached, met, "python -m experiments.learned dispatch")
-
-    families = one_decode("families", dispatch.UNTRAINED)
     regime = f"{first}: one decode, families never trained on"
-    found = [row(regime, "-3 %", families, _below(families, 0.97))]
+    if mean.count:
+        yield Goal(regime, "-3 %", mean.percent(), _below(mean, 0.97))
     for what, suites in list(dispatch.SEARCHED.items())[:2]:
         mean = dispatch.searches(rows, suites)
         regime = f"the same in the planner, 2,000 evaluations, {mean.count} {what}"
-        found.append(row(regime, "-1 %", mean, _below(mean, 0.99)))
-    return found
+        if mean.count:
+            yield Goal(regime, "-1 %", mean.percent(), _below(mean, 0.99))
 
 
-def _beside_resched(results: Path) -> list[Goal]:
+def _beside_resched(rows: Sequence[resched.Row]) -> Iterator[Goal]:
     """One decode of the constructor on the files of a published network."""
-    rows = read_csv(resched.Row, results / f"{resched.NAME}.csv")
-    kinds = groups((r for r in rows if r.who in (resched.TRAINED, resched.PUBLISHED)), "kind")
-    command = "python -m experiments.learned resched"
-    found = []
-    for kind, mine in kinds.items():
+    both = (resched.TRAINED, resched.PUBLISHED)
+    for kind, mine in groups((r for r in rows if r.who in both), "kind").items():
         ours, theirs = (
             geometric({r.problem: [r.value / r.known] for r in mine if r.who == who})
-            for who in (resched.TRAINED, resched.PUBLISHED)
+            for who in both
         )
         if kind == "Brandimarte":
             regime = "constructor, one decode of Brandimarte's ten shops"
-            goal, met = "<= 9 % above the best known", ours.value <= 1.09
-            found.append(Goal(regime, goal, ours.percent(), met, command))
+            goal = "<= 9 % above the best known"
+            yield Goal(regime, goal, ours.percent(), ours.value <= 1.09)
         regime = f"the same on {ours.count} files {kind}, beside ReSched"
-        goal = f"<= {theirs.percent()}"
-        met = ours.value <= theirs.value
-        found.append(Goal(regime, goal, ours.percent(), met, command))
-    return found
+        yield Goal(regime, f"<= {theirs.percent()}", ours.percent(), ours.value <= theirs.value)
 
 
-def _quarter(results: Path) -> list[Goal]:
+def _quarter(cells: Sequence[Cell]) -> Iterator[Goal]:
     """The planner with 10 + G / 4 evaluations."""
-    cells = read_csv(Cell, results / "learned_few.csv")
-    if not cells:
-        return []
-    command = "python -m experiments.learned few"
     mean = few.over_known(cells, few.POLICY)
     regime = f"10 + G / 4 evaluations, {mean.count} graphs of all objectives"
+    yield Goal(regime, "<= 1.02 of the best known", mean.ratio(), mean.value <= 1.02)
     p, low, high = few.ahead(cells, few.POLICY)
-    share_of = f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
     num_behind = few.behind(cells, few.POLICY)
-    return [
-        Goal(regime, "<= 1.02 of the best known", mean.ratio(), mean.value <= 1.02, command),
-        Goal(
-            "the same, where contiguous_dp is 1 % or more above the best known",
-            "ahead of it on >= 90 %, behind the best rule nowhere",
-            f"{share_of} of {len(few.headroom(cells))} graphs; behind a rule on {num_behind}",
-            p >= 0.9 and num_behind == 0,
-            command,
-        ),
-    ]
+    yield Goal(
+        "the same, where contiguous_dp is 1 % or more above the best known",
+        "ahead of it on >= 90 %, behind the best rule nowhere",
+        f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(few.headroom(cells))} "
+        f"graphs; behind a rule on {num_behind}",
+        p >= 0.9 and num_behind == 0,
+    )
+
+
+def _zero_shot(cells: Sequence[Cell]) -> Iterator[Goal]:
+    mine = zero_shot.of_group(cells, zero_shot.ONE)
+    single, ratios = zero_shot.against_single(mine)
+    p, low, high = share([v < 1 for v in ratios.values()])
+    best = _as_if(best_known(mine), mine, zero_shot.TRAINED)
+    _, limit = zero_shot.against_single(mine + best, KNOWN)
+    yield Goal(
+        "one evaluation, 95 graphs",
+        "better than the best single heuristic on >= 80 % of graphs",
+        f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(ratios)} graphs, "
+        f"against {single}",
+        p >= 0.8,
+        f"{100 * share([v < 1 for v in limit.values()])[0]:.0f} %",
+    )
+    time_s = zero_shot.plan_s(cells)
+    regime = f"the same, a period of about {zero_shot.TIMED} operators"
+    yield Goal(regime, "< 100 ms", f"{1e3 * time_s:.0f} ms", time_s < 0.1)
+
+
+def _few_evaluations(cells: Sequence[Cell]) -> Iterator[Goal]:
+    mean = giph.above_known(cells, giph.POLICY)
+    regime = "few evaluations: 2 N simulator calls, GiPH's own distribution"
+    yield Goal(regime, "<= 1.5 % above best known", mean.percent(2), mean.value <= 1.015)
+
+
+def _few_measurements(rows: Sequence[measured.Row]) -> Iterator[Goal]:
+    goal = "at least as good as the best of 500 random measurements"
+    for name, runs in groups((r for r in rows if r.way == measured.OURS), "workload").items():
+        ratio = geometric({name: [r.against_random for r in runs]})
+        single = geometric({name: [r.gain for r in runs]})
+        text = f"{ratio.ratio()}x, best single device {single.ratio()}x"
+        model, _, objective = name.partition(":")
+        regime = f"real executor, <= 100 measurements: {model}, {objective or 'period'}"
+        yield Goal(regime, goal, text, ratio.value >= 1)
 
 
 def _as_if(best_s: Mapping[str, float], cells: Sequence[Cell], planner: str) -> list[Cell]:
@@ -185,67 +170,18 @@ def _as_if(best_s: Mapping[str, float], cells: Sequence[Cell], planner: str) -> 
     ]
 
 
-def _below(mean: Mean, aim: float) -> bool | None:
+def _below(mean: Mean, aim: float) -> bool:
     """Reached on average, and surely better than 1."""
-    return None if mean.count == 0 else mean.value <= aim and mean.high < 1
+    return mean.value <= aim and mean.high < 1
 
 
-def _zero_shot(results: Path) -> list[Goal]:
-    cells = read_csv(Cell, results / "learned_zero_shot.csv")
-    command = "python -m experiments.learned zero_shot"
-    regime = "one evaluation, 95 graphs"
-    goal = "better than the best single heuristic on >= 80 % of graphs"
-    mine = zero_shot.of_group(cells, zero_shot.ONE)
-    if not mine:
-        return [Goal(regime, goal, NOT_RUN, None, command)]
-    single, ratios = zero_shot.against_single(mine)
-    p, low, high = share([v < 1 for v in ratios.values()])
-    text = (
-        f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(ratios)} graphs, "
-        f"against {single}"
-    )
-    best = _as_if(best_known(mine), mine, zero_shot.TRAINED)
-    _, limit = zero_shot.against_single(mine + best, KNOWN)
-    attainable = f"{100 * share([v < 1 for v in limit.values()])[0]:.0f} %"
-    time_s = zero_shot.plan_s(cells)
-    return [
-        Goal(regime, goal, text, p >= 0.8, command, attainable),
-        Goal(
-            f"the same, a period of about {zero_shot.TIMED} operators",
-            "< 100 ms",
-            f"{1e3 * time_s:.0f} ms",
-            time_s < 0.1,
-            command,
-        ),
-    ]
-
-
-def _few_evaluations(results: Path) -> Goal:
-    cells = read_csv(Cell, results / "learned_giph.csv")
-    command = "python -m experiments.learned giph"
-    regime = "few evaluations: 2 N simulator calls, GiPH's own distribution"
-    mean = giph.above_known(cells, giph.POLICY)
-    reached = mean.percent(2) if mean.count else NOT_RUN
-    met = None if mean.count == 0 else mean.value <= 1.015
-    return Goal(regime, "<= 1.5 % above best known", reached, met, command)
-
-
-def _few_measurements(results: Path) -> list[Goal]:
-    command = "python -m experiments.measured"
-    regime = "real executor, <= 100 measurements"
-    goal = "at least as good as the best of 500 random measurements"
-    ways = groups(read_csv(measured.Row, results / "measured.csv"), "way")
-    if measured.OURS not in ways:
-        return [Goal(regime, goal, NOT_RUN, None, command)]
-    rows = []
-    for name, runs in groups(ways[measured.OURS], "workload").items():
-        ratio = geometric({name: [r.against_random for r in runs]})
-        single = geometric({name: [r.gain for r in runs]})
-        text = f"{ratio.ratio()}x, best single device {single.ratio()}x"
-        model, _, objective = name.partition(":")
-        what = f"{regime}: {model}, {objective or 'period'}"
-        rows.append(Goal(what, goal, text, ratio.value >= 1, command))
-    return rows
-
-
-GOALS = Study(name="goals", word="goals", module="experiments.learned", rows=show)
+GOALS: tuple[tuple[Study, Callable[[Sequence[Any]], Iterator[Goal]]], ...] = (
+    (against.STUDY, _never_worse),
+    (guided.STUDY, _guided),
+    (dispatch.STUDY, _constructor),
+    (resched.STUDY, _beside_resched),
+    (few.STUDY, _quarter),
+    (zero_shot.STUDY, _zero_shot),
+    (giph.STUDY, _few_evaluations),
+    (measured.STUDY, _few_measurements),
+)

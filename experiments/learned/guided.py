@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,6 @@ from experiments.learned import problems as families
 from experiments.learned.cells import (
     Cell,
     Task,
-    best_known,
     enforced,
     gain,
     policy_file,
@@ -141,31 +139,6 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     return {"enforced": enforced(cells), "groups": "\n".join(tables)}
 
 
-def curves(cells: Sequence[Cell], points: int = 40) -> dict[str, dict[str, list[float]]]:
-    """Best so far over the best known, by group and planner that draws.
-
-    Geometric means over problems and seeds at ``at``: ``points`` seconds or evaluations, the last
-    the budget.
-    """
-    by_group: dict[str, dict[str, list[float]]] = {}
-    for group, mine in groups(cells, "group").items():
-        best_s = best_known(mine)
-        by_seconds = group.endswith("seconds")
-        limit = max((c.budget_s if by_seconds else c.budget_evaluations) or 0 for c in mine)
-        grid = np.geomspace(limit / 1000, limit, points)
-        lines = by_group[group] = {"at": [float(f"{at:.4g}") for at in grid]}
-        drawn = [c for c in mine if c.seed is not None and c.curve]
-        for planner, runs in groups(drawn, "planner").items():
-            logs = []
-            for cell in runs:
-                when = np.array([p[0] if by_seconds else p[1] for p in cell.curve])
-                value = np.minimum.accumulate([p[2] for p in cell.curve])
-                at = np.clip(np.searchsorted(when, grid, side="right") - 1, 0, None)
-                logs.append(np.log(value[at] / best_s[cell.problem]))
-            lines[planner] = [float(f"{x:.5f}") for x in np.exp(np.mean(logs, axis=0))]
-    return by_group
-
-
 STUDY = learned_study(
     "guided",
     GUIDED,
@@ -173,5 +146,4 @@ STUDY = learned_study(
     partial(run_tasks, tasks),
     row=Cell,
     parts=parts,
-    files=lambda cells, options: {"learned_guided.json": json.dumps(curves(cells)) + "\n"},
 )

@@ -63,10 +63,15 @@ def capture(
         CaptureError: the module fails on these inputs, does not export (data-dependent control
             flow or shapes, unsupported types), or changes its inputs; for inference, if it
             changes its buffers, or computes other numbers when it is called (which is done once);
-            for training, if it changes its parameters or there is no loss.
+            autocast is on; for training, if it changes its parameters or there is no loss.
     """
     if not isinstance(module, nn.Module):
         raise CaptureError(f"a {type(module).__name__} is given, not a torch.nn.Module")
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise CaptureError(
+            "autocast is on around the capture, but would not be where the module is run: use it "
+            "in the module's forward, or capture outside of it"
+        )
     if mode == "training":
         return capture_training(
             module,

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.utils import _pytree as pytree
@@ -82,7 +83,7 @@ def export(
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
-                _encoders_as_called(),
+                _transformers_as_called(),
                 _unchecked_distributions(),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
@@ -159,12 +160,13 @@ def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
 
 
 @contextmanager
-def _encoders_as_called() -> Iterator[None]:
+def _transformers_as_called() -> Iterator[None]:
     """Trace ``nn.TransformerEncoder`` as a call computes it: padded positions come out as zeros.
 
-    A call makes nested tensors of padded sequences, which a trace leaves out.
+    A call makes nested tensors of padded sequences, which a trace leaves out. Whether a mask is the
+    causal one, which a call finds out for the sake of a faster kernel, is not asked.
     """
-    traced = nn.TransformerEncoder.forward
+    traced, detected = nn.TransformerEncoder.forward, transformer._detect_is_causal_mask
 
     def forward(
         self: nn.TransformerEncoder,
@@ -201,10 +203,12 @@ def _encoders_as_called() -> Iterator[None]:
         return output if norm is None else norm(output)
 
     nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
         nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
+        transformer._detect_is_causal_mask = detected
 
 
 @contextmanager
@@ -315,7 +319,8 @@ def _export_error(
         return CaptureError(
             f"the module returns a {what}: "
             + (
-                "add use_cache=False to its keyword inputs"
+                "add use_cache=False to its keyword inputs; to decode with a cache: "
+                "docs/transformers.md"
                 if what.endswith("Cache")
                 else "let it return tensors, constants, or tuples, lists and dicts of them; a data "
                 "class is one of these after torch.export.register_dataclass"
@@ -517,6 +522,49 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return re.sub(r"@\d+", "", path)
+
+
+def view_of(x: Tensor) -> Any:
+    """Equal for tensors that see the same memory the same way."""
+    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def parameters_of(
+    exported: Any, trained: nn.Module | None = None, *, unread: bool = False
+) -> tuple[list[Tensor], list[str], dict[str, int]]:
+    """Distinct parameters, buffers and constants, their names, and which a placeholder is.
+
+    The same memory seen the same way is one (tied parameters); of what is ``trained`` two
+    parameters are two, by their names in the module. ``unread``: also those that no operator of the
+    forward reads.
+    """
+    own = () if trained is None else (*trained.named_parameters(), *trained.named_buffers())
+    own_name = {id(x): name for name, x in own}
+    signature = exported.graph_signature
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    seen: dict[Any, int] = {}
+    params: list[Tensor] = []
+    param_names: list[str] = []
+    param_at: dict[str, int] = {}
+    for node in exported.graph.nodes:
+        if node.op != "placeholder" or node.name not in names or not (node.users or unread):
+            continue
+        full_name = names[node.name]
+        stored = exported.state_dict
+        real = stored[full_name] if full_name in stored else exported.constants[full_name]
+        key = view_of(real)
+        one = params[seen[key]] if key in seen else None
+        apart = trained and one is not real and nn.Parameter in (type(one), type(real))
+        if one is None or apart:
+            seen[key] = len(params)
+            params.append(real)
+            param_names.append(own_name.get(id(real), full_name))
+        param_at[node.name] = seen[key]
+    return params, param_names, param_at
 
 
 def check_static(nodes: Sequence[fx.Node]) -> None:

@@ -20,6 +20,7 @@ from placement.capturing.exported import (
     module_path,
     named_leaves,
     node_line,
+    parameters_of,
     signature_of,
 )
 from placement.capturing.numerics import check_numbers
@@ -34,7 +35,6 @@ from placement.program import (
     leaves_of,
     run_program,
     split_inputs,
-    storage_of,
 )
 
 
@@ -91,8 +91,6 @@ def _build(
     for node, leaf in zip(inputs, example_leaves, strict=True):
         builder.add_input(node, leaf)
     input_tensors = tuple(range(len(builder.tensor_src)))
-    for node in placeholders[: len(placeholders) - len(example_leaves)]:
-        builder.add_param(node)
     calls = calls_of(exported)
     for node in calls:
         builder.add_call(node)
@@ -138,11 +136,11 @@ class _Builder:
     """Collects the arrays of the graph while the nodes of the trace pass by once."""
 
     def __init__(self, exported: Any) -> None:
-        self.exported = exported
-        self.value: dict[fx.Node, Any] = {}  # what a node is in a template
-        self.param_at: dict[Any, int] = {}
-        self.params: list[Tensor] = []
-        self.param_names: list[str] = []
+        self.params, self.param_names, at = parameters_of(exported)
+        # What a node is in a template.
+        self.value: dict[fx.Node, Any] = {
+            node: Param(at[node.name]) for node in exported.graph.nodes if node.name in at
+        }
         self.steps: list[Step] = []
         self.op_name: list[str] = []
         self.op_module: list[str] = []
@@ -159,26 +157,6 @@ class _Builder:
             self.value[node] = Ref(self._add_tensor(-1, node))
         else:
             self.value[node] = leaf
-
-    def add_param(self, node: fx.Node) -> None:
-        """A parameter, buffer or constant; the same memory seen the same way is one."""
-        signature = self.exported.graph_signature
-        names = {
-            **signature.inputs_to_parameters,
-            **signature.inputs_to_buffers,
-            **signature.inputs_to_lifted_tensor_constants,
-        }
-        if not node.users:
-            return
-        full_name = names[node.name]
-        stored = self.exported.state_dict
-        real = stored[full_name] if full_name in stored else self.exported.constants[full_name]
-        key = (storage_of(real), real.storage_offset(), real.shape, real.stride(), real.dtype)
-        if key not in self.param_at:
-            self.param_at[key] = len(self.params)
-            self.params.append(real)
-            self.param_names.append(full_name)
-        self.value[node] = Param(self.param_at[key])
 
     def add_call(self, node: fx.Node) -> None:
         target = node.target

@@ -25,7 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
-from placement.capturing.exported import first_line, left_as_it_was, quiet, user_line
+from placement.capturing.exported import (
+    first_line,
+    left_as_it_was,
+    parameters_of,
+    quiet,
+    user_line,
+    view_of,
+)
 from placement.capturing.replay import IN_CHECKPOINT, Calls, autograd_call
 from placement.program import CaptureError, Param, Ref, storage_of
 
@@ -179,7 +186,7 @@ def trace_step(
     """Trace loss and gradients of an exported program whose inputs have these leaves."""
     signature = exported.graph_signature
     placeholders = [n.name for n in exported.graph.nodes if n.op == "placeholder"]
-    params, param_names, param_at = _parameters(exported, module, bool(replays))
+    params, param_names, param_at = parameters_of(exported, module, unread=bool(replays))
     own = {param_at[name] for name in signature.inputs_to_parameters if name in param_at}
     trainable = _trainable(params, own, optimizer)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -191,7 +198,7 @@ def trace_step(
         recorder = _Recorder()
         for i in trainable:
             arguments[i].requires_grad_()
-        _put_into(module, dict(zip(map(_view_of, params), arguments, strict=False)))
+        _put_into(module, dict(zip(map(view_of, params), arguments, strict=False)))
         rest = iter(arguments[len(params) :])
         operands = [
             arguments[param_at[name]] if name in param_at else None
@@ -317,8 +324,8 @@ def _put_into(module: nn.Module, tensors: dict[Any, Tensor]) -> None:
     for m in module.modules():
         for held in (m._parameters, m._buffers):
             for name, x in held.items():
-                if x is not None and _view_of(x) in tensors:
-                    held[name] = tensors[_view_of(x)]  # type: ignore[assignment]
+                if x is not None and view_of(x) in tensors:
+                    held[name] = tensors[view_of(x)]  # type: ignore[assignment]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -340,7 +347,7 @@ def _hooked(param: Tensor, gradient: Tensor) -> Tensor:
 
 def _lift_constants(traced: fx.GraphModule, params: list[Tensor], param_names: list[str]) -> None:
     """Make tensors that hooks and functions hold by themselves parameters: placeholders too."""
-    at = {_view_of(x): i for i, x in enumerate(params)}
+    at = {view_of(x): i for i, x in enumerate(params)}
     entries = [n for n in traced.graph.nodes if n.op == "placeholder"]
     behind = entries[len(params) - 1]
     for node in [n for n in traced.graph.nodes if n.op == "get_attr"]:
@@ -350,22 +357,17 @@ def _lift_constants(traced: fx.GraphModule, params: list[Tensor], param_names: l
                 "a hook, or the argument of an autograd.Function, holds a tensor that the forward "
                 "made: give it to an autograd.Function as an argument of its own"
             )
-        if _view_of(real) not in at:
-            at[_view_of(real)] = len(params)
+        if view_of(real) not in at:
+            at[view_of(real)] = len(params)
             params.append(real.detach())
             param_names.append(node.target)
             with traced.graph.inserting_after(behind):
                 behind = traced.graph.placeholder(node.target)
             behind.meta.update(node.meta)
             entries.insert(len(params) - 1, behind)
-        node.replace_all_uses_with(entries[at[_view_of(real)]])
+        node.replace_all_uses_with(entries[at[view_of(real)]])
         traced.graph.erase_node(node)
     traced.recompile()
-
-
-def _view_of(x: Tensor) -> Any:
-    """Equal for tensors that see the same memory the same way."""
-    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def _check_apart(params: list[Tensor], names: list[str], changed: set[int]) -> None:
@@ -391,43 +393,6 @@ def _check_apart(params: list[Tensor], names: list[str], changed: set[int]) -> N
                 f"{names[i]!r} and {names[j]!r} are two tensors in the same memory, and training "
                 "changes it: make them one (as tied parameters are: b.weight = a.weight), or copies"
             )
-
-
-def _parameters(
-    exported: Any, module: nn.Module, unread: bool
-) -> tuple[list[Tensor], list[str], dict[str, int]]:
-    """Distinct parameters, buffers and constants, their names, and which a placeholder is.
-
-    ``unread``: also those that no operator of the forward reads.
-
-    The same memory seen the same way is one (tied parameters), by its first name in the module.
-    """
-    own_name = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
-    signature = exported.graph_signature
-    names = {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
-    seen: dict[Any, int] = {}
-    params: list[Tensor] = []
-    param_names: list[str] = []
-    param_at: dict[str, int] = {}
-    for node in exported.graph.nodes:
-        if node.op != "placeholder" or node.name not in names or not (node.users or unread):
-            continue
-        full_name = names[node.name]
-        stored = exported.state_dict
-        real = stored[full_name] if full_name in stored else exported.constants[full_name]
-        key = _view_of(real)
-        one = params[seen[key]] if key in seen else None
-        apart = one is not real and nn.Parameter in (type(one), type(real))
-        if one is None or apart:
-            seen[key] = len(params)
-            params.append(real)
-            param_names.append(own_name.get(id(real), full_name))
-        param_at[node.name] = seen[key]
-    return params, param_names, param_at
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -48,6 +48,7 @@ AFTER_INTERRUPT = (
     "no file is half written, and profiles that were finished are kept for the same command"
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
+A_MODEL = "a shipped one, your own package.module:function, or a folder of save_pretrained"
 BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
@@ -264,13 +265,22 @@ def search_here(spec: str | None) -> None:
 
 
 def load_workload(spec: str) -> tuple[Any, Any]:
-    """``(module, inputs)`` of a shipped workload or of the user's ``package.module:function``."""
+    """``(module, inputs)``; see ``placement.workloads.load``."""
     from placement import workloads
 
     search_here(spec)
     with says_nothing_in_answers():
         loaded: tuple[Any, Any] = workloads.load(spec)
     return loaded
+
+
+def run_command(plan: str, spec: str) -> str:
+    """What to type to run a plan of a workload."""
+    from placement import workloads
+
+    # Code of yours is not called on a plan's word: it is named again.
+    model = [] if spec in workloads.names() else ["--model", spec]
+    return shlex.join(["placement", "run", plan, *model])
 
 
 def capture_workload(
@@ -389,8 +399,6 @@ def is_file(spec: str) -> bool:
         return False
     if not os.path.exists(spec):
         raise UsageError(f"{spec}: no such file")
-    if os.path.isdir(spec):
-        raise UsageError(f"{spec}: is a folder, not a file")
     return True
 
 
@@ -403,16 +411,21 @@ def check_is_model(spec: str) -> None:
             f"{spec}: "
             + (
                 model_file(spec, b"")
-                or "a file, where a model is needed: a shipped one, as resnet50, or yours, as "
-                f"package.module:function; a file is planned: placement plan {shlex.quote(spec)} "
+                or f"a file, where a model is needed: {A_MODEL}; a file is planned: placement plan "
+                f"{shlex.quote(spec)} "
                 "--planner best_of"
             )
         )
 
 
 def looks_like_file(spec: str) -> bool:
-    """A name that no workload can have, or that of a file that is there."""
+    """A name that no workload can have, or that of a file that is there.
+
+    A folder is a workload: a model of transformers.
+    """
     suffixes = (".json", ".txt", ".npz", ".onnx", ".gguf", ".yaml", ".pt", ".pt2", ".pth", ".py")
+    if os.path.isdir(spec):
+        return False
     return "/" in spec or Path(spec).suffix in suffixes or os.path.isfile(spec)
 
 

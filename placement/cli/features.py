@@ -19,7 +19,7 @@ NUM_SHOWN = 15
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    parser.add_argument("workload", help=f"a model: {cli.A_MODEL}")
     cli.add_mode(parser)
     parser.add_argument("--profile", metavar="FILE", help="seconds for slack and critical path")
     parser.add_argument("--csv", metavar="FILE", help="write all operators and columns")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from typing import TYPE_CHECKING
 
 from placement import cli
@@ -26,7 +25,7 @@ objective, planner, assignments (one, or one for each turn of replicas), predict
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help="a shipped model, or your own package.module:function")
+    parser.add_argument("workload", help=f"a model: {cli.A_MODEL}")
     parser.add_argument(
         "--objective", metavar="NAME", default="period", help="period or latency (%(default)s)"
     )
@@ -70,10 +69,8 @@ def run(args: argparse.Namespace) -> int:
         cli.say("the plan is not kept: --out plan.json keeps it")
         return cli.OK
     plan.save(args.out)
-    # Code of yours is not called on a plan's word: it is named again.
-    model = ["--model", args.workload] if ":" in args.workload else []
     cli.say(
-        f"plan written to {args.out}; next: {shlex.join(['placement', 'run', args.out, *model])}, "
+        f"plan written to {args.out}; next: {cli.run_command(args.out, args.workload)}, "
         f"or in Python: placement.load_plan({args.out!r}).bind(module)"
     )
     return cli.OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -92,9 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def configure_problem(parser: argparse.ArgumentParser) -> None:
     """The arguments that ``load_problem`` reads."""
-    parser.add_argument(
-        "workload", help="a shipped model, your own package.module:function, or a problem file"
-    )
+    parser.add_argument("workload", help=f"a model ({cli.A_MODEL}) or a problem file")
     parser.add_argument(
         "--objective",
         metavar="NAME",
@@ -350,10 +347,8 @@ def _show_and_save(
             serving.table(args, problem, solution)
     if args.out:
         plan.save(args.out)
-        # Code of yours is not called on a plan's word: it is named again.
-        model = ["--model", args.workload] if ":" in args.workload else []
         here = problem.graph.program is not None and not plan.missing_devices()
-        runs = f"; next: {shlex.join(['placement', 'run', args.out, *model])}" if here else ""
+        runs = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
         cli.say(f"plan written to {args.out}{runs}")
 
 

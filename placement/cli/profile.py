@@ -27,9 +27,7 @@ devices, and these links with the interfaces that hosts share.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "workload", nargs="?", help="a shipped model, or your own package.module:function"
-    )
+    parser.add_argument("workload", nargs="?", help=f"a model: {cli.A_MODEL}")
     cli.add_mode(parser)
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")

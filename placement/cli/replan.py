@@ -134,18 +134,13 @@ def problem_of(plan: Plan, args: argparse.Namespace, report: cli.Progress) -> Pr
         UsageError: nobody says what was planned.
         NotMeasured: there is no profile of it.
     """
-    from placement.cli.show import shipped
+    from placement.cli.show import shipped, unnamed
     from placement.problem import Problem
     from placement.profile import Profile
 
     spec = args.model or shipped(plan)
     if spec is None:
-        raise cli.UsageError(
-            f"the plan is of a model of yours: name it with --model {plan.graph.workload}"
-            if plan.graph.workload
-            else "the plan was made from a problem file: name it with --model FILE; or from a "
-            "workload with options: a function that makes it, --model package.module:function"
-        )
+        raise cli.UsageError(unnamed(plan, "name the file with --model FILE, or the function"))
     if cli.is_file(spec):
         return problem_in_file(plan, args, spec)
     cluster = plan.cluster.build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
@@ -196,12 +197,7 @@ def run_validate(args: argparse.Namespace) -> int:
     if not failures:
         model = args.model or shipped(plan)
         if model is None:
-            notes.append(
-                f"not checked against its model; name it: --model {plan.graph.workload}"
-                if plan.graph.workload
-                else "not checked against a model: it was made from a problem file, or from a "
-                "workload with options; if there is one: --model package.module:function"
-            )
+            notes.append(f"not checked against its model: {unnamed(plan)}")
         else:
             with cli.progress() as report:
                 graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
@@ -229,6 +225,17 @@ def shipped(plan: Plan) -> str | None:
     from placement import workloads
 
     return plan.graph.workload if plan.graph.workload in workloads.names() else None
+
+
+def unnamed(plan: Plan, remedy: str = "there is no model, unless you name the function") -> str:
+    """What to type where a plan does not say what it is of, or says what is not ours."""
+    if plan.graph.workload:
+        model = shlex.quote(plan.graph.workload)
+        return f"the plan is of a model of yours: name it with --model {model}"
+    return (
+        f"the plan was made from a problem file, or from a workload with options: {remedy} that "
+        "makes the model with --model package.module:function"
+    )
 
 
 def _order_failures(plan: Plan, graph: OpGraph) -> list[str]:

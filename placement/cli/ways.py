@@ -68,19 +68,12 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
 
 def model_of(plan: Plan, model: str | None) -> str:
     """The workload to load. A plan is data: the code that it names runs only if it is ours."""
-    from placement import workloads
+    from placement.cli.show import shipped, unnamed
 
-    named = plan.graph.workload
-    if model is not None:
-        return model
-    if named is None:
-        raise cli.UsageError(
-            "the plan was made from a problem file, or from a workload with options: there is no "
-            "model to run; if there is one: --model package.module:function"
-        )
-    if named not in workloads.names():
-        raise cli.UsageError(f"the plan is of a model of yours: name it with --model {named}")
-    return named
+    spec = model or shipped(plan)
+    if spec is None:
+        raise cli.UsageError(unnamed(plan))
+    return spec
 
 
 def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[str, Any]:

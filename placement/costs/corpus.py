@@ -204,7 +204,7 @@ class Corpus:
         for (text,) in texts:
             for link in json.loads(text):
                 pairs.setdefault((link["src"], link["dst"]), []).append(link)
-        numbers = ("latency_s", "bandwidth_bytes_per_s", "wake_s", "send_s", "send_s_per_byte")
+        numbers = [x.name for x in fields(Link) if x.type == "float"]
 
         def median(all_: list[dict[str, Any]], key: str) -> float:
             return float(np.median([x.get(key, 0.0) for x in all_]))  # older ones lack some

@@ -7,6 +7,7 @@ they will be. Devices take turns, round after round, so drift of the machine fal
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import platform
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster, Device, Link
 from placement.costs.corpus import Corpus, CorpusError
@@ -44,6 +47,7 @@ from placement.executor.backend import is_cuda_here
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
 from placement.graph import OpGraph, reuse_position
+from placement.objective import Objective
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
@@ -65,6 +69,7 @@ _CALIBRATION_S, _CALIBRATION_MOST = 0.05, 32  # of shorter ones more, until they
 _CALIBRATION_SIMULATED = 16  # micro-batches at most when costs are tried
 _CALIBRATION_ROUNDS = 2  # of which the faster counts: others disturb one of them
 _CALIBRATION_SEED = 20  # of the places of the cuts
+_CALIBRATION_SEARCH = 400  # placements that the planner tries whose answers run
 _CALIBRATION_TRIES, _CALIBRATION_ENOUGH = 12, 0.99  # at most so many, while each brings so much
 _CALIBRATION_STEP, _CALIBRATION_DAMPING = 0.1, (0.0, 0.3, 3.0, 30.0)
 # How far from what was measured a cost is likely to be, each as far as a prediction by the error:
@@ -74,7 +79,7 @@ _LIKELY_S, _LIKELY_UNLIKE_S = 4e-5, 2e-4  # more, of one kind of devices and of 
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, _PATIENCE = 0.15, 3
-_RULES = 11  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 12  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # in which a GPU's clock rises, and runs meanwhile at most
 _TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other
 _ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
@@ -121,19 +126,20 @@ def measure(
             runners.append(runner)
             workspace = np.maximum(workspace, needed)
         runs = [_runs(runner, 0.0) for runner in runners]
-        while len(alone) < repeats or (
-            len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
-        ):
-            done = len(alone)
-            again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
-            say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
-            # The first of the two finds the caches as another device left them.
-            each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
-            alone.append(np.stack(each, axis=1))
-            runs = [_runs(r, s.sum()) for r, s in zip(runners, each, strict=True)]
-            if cluster.num_devices > 1:
-                whole_s = float(alone[-1].sum(axis=0).mean())
-                loaded.append(_run_together(runners, inputs, whole_s))
+        with nothing_collected():
+            while len(alone) < repeats or (
+                len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
+            ):
+                done = len(alone)
+                again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
+                say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+                # The first of the two finds the caches as another device left them.
+                each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
+                alone.append(np.stack(each, axis=1))
+                runs = [_runs(r, s.sum()) for r, s in zip(runners, each, strict=True)]
+                if cluster.num_devices > 1:
+                    whole_s = float(alone[-1].sum(axis=0).mean())
+                    loaded.append(_run_together(runners, inputs, whole_s))
         say("links", 1.0)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
         marks_s = np.array([_mark_seconds(r, priority, inputs, min(repeats, 5)) for r in runners])
@@ -170,6 +176,22 @@ def measure(
         profile = calibrated(graph, cluster, profile)
     seconds = round(time.time() - began, 2)
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile.
+
+    What a round has recorded is dropped at its end, and the next one makes as many objects: so the
+    collector would interrupt the same operator in each, which no median takes out.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _runs(runner: Alone, whole_s: float) -> int:
@@ -230,6 +252,8 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     part. So single devices, replicas and a few placements run as a user runs them, and the costs
     that are most probable are taken, where each is near what was measured, and what ran near what
     is predicted (see ``_most_probable``). Replicas send nothing: of neighbours they tell most.
+    With those costs a planner answers, and what it answered runs too: whatever is predicted too
+    short by mistake is what a planner finds, and what no other placement may show.
 
     Of a CPU both speeds count alike: that which was measured, and that it had meanwhile. Of a GPU
     the latter counts: there recording takes the thread that launches as long as many operators do.
@@ -240,12 +264,19 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     many = _CALIBRATION_RUNS[1] * _repeated(least.sum(axis=0).max())
     few = min(many, _CALIBRATION_SIMULATED)
     problem = Problem(graph, cluster, profile, num_microbatches=few)
-    ran, measured = _ran(problem)
+    ran, measured = _ran(problem, _for_calibration(problem))
     if not ran:
         return profile
+    on_gpu = np.array([device.kind == "cuda" for device in cluster.devices])
+
+    def with_costs(costs: Costs) -> Profile:
+        return scaled(profile, replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5)))
+
+    costs, _ = _most_probable(problem, ran, measured)
+    answers, took = _ran(problem, _answers(replace(problem, profile=with_costs(costs))))
+    ran, measured = [*answers, *ran], np.concatenate([took, measured])
     costs, missed = _most_probable(problem, ran, measured)
     there = [x[np.isfinite(x)] for x in missed.T]
-    on_gpu = np.array([device.kind == "cuda" for device in cluster.devices])
     facts = {
         "calibration": {"neighbours": costs.neighbours.tolist(), "waking": costs.waking},
         "ways": [[*sorted(way)[0], *own] for way, own in costs.ways.items()],
@@ -254,8 +285,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         # What all placements have in common does not make one look better than another.
         "error": float(np.abs(np.concatenate([x - np.median(x) for x in there if len(x)])).mean()),
     }
-    both = replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5))
-    return replace(scaled(profile, both), provenance=profile.provenance | facts)
+    return replace(with_costs(costs), provenance=profile.provenance | facts)
 
 
 def _repeated(whole_s: float) -> int:
@@ -263,22 +293,38 @@ def _repeated(whole_s: float) -> int:
     return int(np.clip(_CALIBRATION_S / whole_s, 1, _CALIBRATION_MOST))
 
 
-def _ran(problem: Problem) -> tuple[list[NDArray[np.int32]], Floats]:
-    """Placements that fit, and what they took: the faster of the rounds.
+def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
+    """Single devices, cuts, and replicas where every device can hold all."""
+    singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
+    able = problem.supported.all(axis=0)
+    replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
+    return [*singles[able], *_from_few_cuts_to_many(problem), *replicas]
+
+
+def _answers(problem: Problem) -> list[NDArray[np.int32]]:
+    """What a planner answers, for a call and for a stream, where it uses several devices."""
+    search = planners.load("local_search", evaluations=_CALIBRATION_SEARCH)
+    found = (
+        search(replace(problem, objective=objective)).placement
+        for objective in (Objective.LATENCY, Objective.PERIOD)
+    )
+    return list({p.tobytes(): p for p in found if (p != p[0]).any()}.values())
+
+
+def _ran(
+    problem: Problem, placements: list[NDArray[np.int32]]
+) -> tuple[list[NDArray[np.int32]], Floats]:
+    """Those of the placements that fit, and what they took: the faster of the rounds.
 
     Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
     unlike, have no latency (nan): what a call of one device costs besides its operators is not what
     one of several does.
     """
-    n = problem.num_ops
-    singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], n, 1)
-    able = problem.supported.all(axis=0)
-    replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
-    placements = [*singles[able], *_from_few_cuts_to_many(problem), *replicas]
+    rows = np.arange(problem.num_ops)
     rounds = np.full((_CALIBRATION_ROUNDS, len(placements), 2), np.nan)
     for r in range(_CALIBRATION_ROUNDS):
         for i, p in enumerate(placements):
-            whole_s = problem.compute_s[np.arange(n), p].sum(axis=-1).mean()
+            whole_s = problem.compute_s[rows, p].sum(axis=-1).mean()
             times = _repeated(whole_s)
             one = p.ndim > 1 or bool((p == p[0]).all())
             alone, many = (runs * times for runs in _CALIBRATION_RUNS)
@@ -319,6 +365,17 @@ def run_plain(runner: Runner, alone: int, many: int, warm: int) -> tuple[float, 
     return float(np.median(spans[warm:])), period_s
 
 
+def corrected(problem: Problem, placements: list[NDArray[np.int32]], measured: Floats) -> Profile:
+    """The profile with the costs that are most probable after placements have run.
+
+    ``measured`` float64 ``[P, 2]``: latency and period, nan where it is not known. A periodic
+    placement is the last.
+    """
+    few = min(problem.num_microbatches, _CALIBRATION_SIMULATED)
+    costs, _ = _most_probable(replace(problem, num_microbatches=few), placements, measured)
+    return scaled(problem.profile, costs)
+
+
 def _most_probable(
     problem: Problem, placements: list[NDArray[np.int32]], measured: Floats
 ) -> tuple[Costs, Floats]:
@@ -327,7 +384,7 @@ def _most_probable(
     Each number is likely within one of its scale (``_costs``) and each measurement within
     ``_LIKELY_ERROR``; what is far from that counts less than its square. All are looked for at
     once: what one takes away another can give. Returns them, and float64 ``[P, 2]`` by how much
-    predictions miss then, as logarithms of ratios.
+    predictions miss then, as logarithms of ratios. Periodic placements come last.
     """
     by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
     batches = [np.stack(alike) for alike in by_ndim if alike]
@@ -354,10 +411,13 @@ def _most_probable(
         aside = found + _CALIBRATION_STEP * np.eye(len(found))
         slopes = np.stack([unlikely(x) - rows for x in aside], axis=1) / _CALIBRATION_STEP
         weighted = slopes / np.sqrt(1 + rows**2)[:, None]
-        tried = [
-            np.maximum(least, found - np.linalg.solve(weighted.T @ slopes + d, weighted.T @ rows))
-            for d in np.multiply.outer(_CALIBRATION_DAMPING, np.eye(len(found)))
-        ]
+        down, curved = weighted.T @ rows, weighted.T @ slopes
+        # What is least and would be less stays: else the others would step as if it moved too.
+        free = np.flatnonzero((found > least) | (down < 0))
+        tried = [found.copy() for _ in _CALIBRATION_DAMPING]
+        for x, damping in zip(tried, _CALIBRATION_DAMPING, strict=True):
+            damped = curved[np.ix_(free, free)] + damping * np.eye(len(free))
+            x[free] = np.maximum(least[free], x[free] - np.linalg.solve(damped, down[free]))
         best = min(tried, key=lambda x: sum_of(unlikely(x)))
         if sum_of(unlikely(best)) > _CALIBRATION_ENOUGH * sum_of(rows):
             break
@@ -374,14 +434,14 @@ class Costs:
         neighbours: float64 ``[D]`` how many times as much they take longer beside busy ones.
         waking: how many times as long waking takes.
         ways: of pairs of devices, by name: how many times as long transfers take, seconds more of
-            each, and seconds more that handing over a tensor keeps the sender.
+            each, and seconds more that a tensor keeps the sender, and the receiver.
         call_s: of a call of several devices, besides its first operator to its last.
     """
 
     times: Floats
     neighbours: Floats
     waking: float
-    ways: Mapping[Way, tuple[float, float, float]]
+    ways: Mapping[Way, tuple[float, ...]]
     call_s: float = 0.0
 
 
@@ -389,10 +449,10 @@ def _costs(cluster: Cluster, numbers: Floats) -> Costs:
     """Of numbers ``[C]`` in the order of ``Costs``: logarithms of factors, and seconds."""
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
     times, by_kind, (waking,), of_ways, (call_s,) = np.split(
-        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 3 * len(ways)])
+        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 4 * len(ways)])
     )
     neighbours = by_kind[np.unique(kinds, return_inverse=True)[1]]
-    each = [(float(np.exp(f)), float(a), float(b)) for f, a, b in of_ways.reshape(-1, 3)]
+    each = [(float(np.exp(f)), *more) for f, *more in of_ways.reshape(-1, 4).tolist()]
     own = dict(zip(ways, each, strict=True))
     return Costs(np.exp(times), np.exp(neighbours), float(np.exp(waking)), own, float(call_s))
 
@@ -402,8 +462,8 @@ def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
     seconds = _LIKELY_S if len(set(kinds)) == 1 else _LIKELY_UNLIKE_S
     factors = [_LIKELY_TIMES[kind] for kind in kinds] + [_LIKELY_FACTOR] * (len(set(kinds)) + 1)
-    scale = [*factors, *[_LIKELY_FACTOR, seconds, seconds] * len(ways), seconds]
-    least = [-np.inf] * len(factors) + [-np.inf, 0.0, 0.0] * len(ways) + [0.0]
+    scale = [*factors, *[_LIKELY_FACTOR, *[seconds] * 3] * len(ways), seconds]
+    least = [-np.inf] * len(factors) + [-np.inf, *[0.0] * 3] * len(ways) + [0.0]
     return np.array(scale), np.array(least)
 
 
@@ -412,18 +472,24 @@ def _from_few_cuts_to_many(problem: Problem) -> NDArray[np.int32]:
 
     Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
     crossing costs cannot be told from what neighbours do. Each begins on the next device: what
-    sending costs one shows where it has more to do than others.
+    sending costs one shows where it has more to do than others. So in every second one a device
+    has the longer pieces the faster it is: else the slowest would set all periods.
     """
     graph, devices = problem.graph, problem.num_devices
     rng = np.random.default_rng(_CALIBRATION_SEED)
     first = np.full(graph.num_groups, graph.num_ops)
     np.minimum.at(first, graph.group, problem.priority)
     most = max(1, int(_CUT_SHARE * graph.num_ops))
+    able = np.isfinite(problem.compute_s)
+    speed = 1 / np.maximum(problem.compute_s.sum(axis=0, where=able), 1e-12)
     choices = []
     for i, cuts in enumerate(_CALIBRATION_CUTS):
         if cuts <= most:
-            at = rng.choice(max(1, graph.num_ops - 1), cuts, replace=False)
-            choices.append((np.searchsorted(np.sort(at), first) + i) % devices)
+            at = np.sort(rng.choice(max(1, graph.num_ops - 1), cuts, replace=False))
+            on = (np.arange(cuts + 1) + i) % devices
+            size = np.diff([0, *at, graph.num_ops]) * (speed[on] if i % 2 else 1.0)
+            at = np.cumsum(size)[:-1] * (graph.num_ops / size.sum())
+            choices.append(on[np.searchsorted(at, first)])
     chosen = np.stack(choices)
     seconds = problem.group_compute_s
     able = np.isfinite(seconds)[np.arange(graph.num_groups), chosen]
@@ -443,7 +509,7 @@ def scaled(profile: Profile, costs: Costs) -> Profile:
     links = []
     for x in profile.links:
         own = (own for way, own in costs.ways.items() if (x.src, x.dst) in way)
-        factor, later_s, sending_s = next(own, (1.0, 0.0, 0.0))
+        factor, later_s, sending_s, receiving_s = next(own, (1.0, 0.0, 0.0, 0.0))
         links.append(
             replace(
                 x,
@@ -451,6 +517,7 @@ def scaled(profile: Profile, costs: Costs) -> Profile:
                 bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / factor,
                 wake_s=x.wake_s * costs.waking,
                 send_s=x.send_s + sending_s,
+                receive_s=x.receive_s + receiving_s,
             )
         )
     other = replace(at_speed(profile, costs.times), links=tuple(links))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,63 +41,16 @@ _SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread t
 FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
-
-
-class Backend(Protocol):
-    """One device as its worker sees it; used from the worker's thread only."""
-
-    torch_device: torch.device
-
-    def begin(self) -> None:
-        """Called before ``run``, in the thread that starts the worker."""
-        ...
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in the thread that launches operators, and wait for its end."""
-        ...
-
-    def inbox(self) -> Any:
-        """A queue of messages to the worker."""
-        ...
-
-    def admit(self, value: Tensor) -> Any:
-        """An input of the model, in the caller's thread, as the inbox takes it."""
-        ...
-
-    def follow(self, mark: Any) -> None:
-        """Launch nothing more before ``mark`` has happened."""
-        ...
-
-    def enter(self, stack: ExitStack) -> None:
-        """Prepare the calling thread; what must be undone goes on ``stack``."""
-        ...
-
-    def receive(self, value: Any) -> Tensor:
-        """A tensor out of the inbox, as one that operators of this device can read."""
-        ...
-
-    def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
-        """Call ``deliver(value in host memory)`` once the device has produced it, in order.
-
-        ``stay``: in device memory, as it is.
-        """
-        ...
-
-    def give(self, value: Any, deliver: Deliver) -> None:
-        """``ship`` for an output of the model, which the caller may keep."""
-        ...
-
-    def mark(self) -> Any:
-        """A point in this device's time: after what was launched so far."""
-        ...
-
-    def resolve_ns(self, mark: Any) -> int:
-        """A mark on the host clock (``time.perf_counter_ns``); after everything has ended."""
-        ...
+# Of who captures a CUDA graph, or replays one, or says that a stream uses a tensor: PyTorch takes
+# what is said meanwhile, by any thread, for said of the graph, and forgets it when the tensor goes.
+TURN = threading.Lock()
 
 
 class CpuBackend:
-    """A pinned group of cores. Tensors are handed over by reference; the host clock counts."""
+    """A pinned group of cores. Tensors are handed over by reference; the host clock counts.
+
+    What is said of its methods holds for every backend; they are for the worker's thread only.
+    """
 
     def __init__(self, device: Device) -> None:
         self.torch_device = torch.device("cpu")
@@ -106,22 +59,26 @@ class CpuBackend:
         self._threads_before = torch.get_num_threads()  # of the caller, not of another worker
 
     def begin(self) -> None:
-        pass
+        """Called before ``run``, in the thread that starts the worker."""
 
     def run(self, work: Callable[[], None]) -> None:
+        """Call ``work`` in the thread that launches operators, and wait for its end."""
         work()
 
     def inbox(self) -> Any:
+        """A queue of messages to the worker."""
         return queue.SimpleQueue()
 
-    def admit(self, value: Tensor) -> Tensor:
+    def admit(self, value: Tensor) -> Any:
+        """An input of the model, in the caller's thread, as the inbox takes it."""
         # What another stream still computes would be read too early.
         return value.cpu()
 
     def follow(self, mark: Any) -> None:
-        pass  # this device is never ahead of its thread
+        """Launch nothing more before ``mark`` has happened."""
 
     def enter(self, stack: ExitStack) -> None:
+        """Prepare the calling thread; what must be undone goes on ``stack``."""
         set_own_num_threads(self._threads)
         # New threads of the process inherit the last setting: put it back.
         stack.callback(torch.set_num_threads, self._threads_before)
@@ -129,20 +86,28 @@ class CpuBackend:
             with suppress(OSError):  # a container may forbid it; the worker then floats
                 os.sched_setaffinity(0, self._cores)
 
-    def receive(self, value: Tensor) -> Tensor:
-        return value
+    def receive(self, value: Any) -> Tensor:
+        """A tensor out of the inbox, as one that operators of this device can read."""
+        return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
+        """Call ``deliver(value in host memory)`` once the device has produced it, in order.
+
+        ``stay``: in device memory, as it is.
+        """
         deliver(value)
 
     def give(self, value: Any, deliver: Deliver) -> None:
+        """``ship`` for an output of the model, which the caller may keep."""
         self.ship(value, deliver)
 
-    def mark(self) -> int:
+    def mark(self) -> Any:
+        """A point in this device's time: after what was launched so far."""
         return time.perf_counter_ns()
 
-    def resolve_ns(self, mark: int) -> int:
-        return mark
+    def resolve_ns(self, mark: Any) -> int:
+        """A mark on the host clock (``time.perf_counter_ns``); after everything has ended."""
+        return mark  # type: ignore[no-any-return]
 
 
 def set_own_num_threads(count: int) -> None:
@@ -237,58 +202,58 @@ class CudaBackend:
         self._compared_ns = now_ns
 
     def follow(self, mark: Any) -> None:
-        """Launch nothing more before ``mark`` has happened."""
         self._gpu.compute.wait_event(mark)
         self._gpu.events.append(mark)
 
     def call(
-        self, launch: Callable[[], dict[int, Any]], is_late: Callable[[], bool]
-    ) -> dict[int, Any]:
-        """The outputs of the model that the calling thread launches, complete.
+        self, launch: Callable[[], dict[int, Any]], is_late: Callable[[], bool], is_last: bool
+    ) -> Callable[[], dict[int, Any]]:
+        """Launch outputs of the model in the calling thread; what waits for them, and gives them.
 
         No other thread takes part, as waking one takes as long as many kernels. If ``is_late``
         says so, which is asked while the device computes, it is all launched once more. Autocast
         and a default device, which are the thread's own, do not hold for operators of the model.
+        ``is_last``: nothing else is under way, nor launched before they are waited for.
         """
-        gpu, device = self._gpu, torch.cuda.current_device()
+        device = torch.cuda.current_device()
         theirs = torch.cuda.current_stream(self.torch_device)
-        if (mark := self.callers_mark()) is not None:
-            self.follow(mark)
         try:
-            torch.cuda.set_stream(gpu.compute)  # in a third of the time that the context takes
+            torch.cuda.set_stream(self._gpu.compute)  # in a third of the time of the context
             with (
                 torch.inference_mode(),
                 torch._C._DisableAutocast(),
                 torch._C.DisableTorchFunction(),
             ):
                 try:
-                    made = launch()
+                    outputs = self._leaving(launch(), is_last)
                 except Exception:  # perhaps because it is late
                     if not is_late():
                         raise
-                    made = launch()
+                    outputs = self._leaving(launch(), is_last)
                 else:
-                    made = launch() if is_late() else made
-            return self._complete(made)
+                    outputs = self._leaving(launch(), is_last) if is_late() else outputs
+            if is_last:
+                made = outputs()
+                return lambda: made
+            return outputs
         finally:
             torch.cuda.set_stream(theirs)
             torch.cuda.set_device(device)
 
-    def _complete(self, made: dict[int, Any]) -> dict[int, Any]:
-        """Outputs of the model, in host memory unless they stay, once all was computed."""
+    def _leaving(self, made: dict[int, Any], is_last: bool) -> Callable[[], dict[int, Any]]:
+        """What gives outputs of the model, in host memory unless they stay, once they are there.
+
+        If ``is_last``, to be called while the stream that computes is the current one.
+        """
         gpu = self._gpu
+        if self.results_stay:
+            return partial(gpu.wait, gpu.record(gpu.compute), made)
         there = {t: x for t, x in made.items() if isinstance(x, Tensor) and x.is_cuda}
-        if self.results_stay or not there:
-            gpu.compute.synchronize()
-            return made
-        if sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
-            return made | {t: x.cpu() for t, x in there.items()}  # waits for all before it
-        copies: dict[int, Tensor] = {}
-        with gpu.kept_if_it_fails(copies):
-            for t, x in there.items():
-                copies[t] = _pinned_like(x).copy_(x, non_blocking=True)
-            gpu.compute.synchronize()
-        return made | {t: x.clone() for t, x in copies.items()}
+        others = {t: x for t, x in made.items() if t not in there}
+        if is_last and sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
+            return lambda: others | {t: x.cpu() for t, x in there.items()}  # waits for all before
+        copies = {t: self._copied_back(x, is_last) for t, x in there.items()}
+        return lambda: others | {t: gpu.wait(*copy).clone() for t, copy in copies.items()}
 
     def bring(self, value: Any, deliver: Deliver) -> None:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
@@ -316,7 +281,7 @@ class CudaBackend:
     def copied(self, value: Tensor, target: Tensor | None = None) -> Tensor:
         """A copy on this device, or in ``target``, on the current stream; nobody waits for it."""
         if value.is_cuda:  # a copy between two devices runs on the other one's stream
-            value.record_stream(torch.cuda.current_stream(value.device))
+            used_on(value, torch.cuda.current_stream(value.device))
         elif not value.is_pinned():
             # From other memory CUDA copies slowly, and only when the stream is idle.
             value = _pinned_like(value).copy_(value)
@@ -324,13 +289,14 @@ class CudaBackend:
             return value.to(self.torch_device, non_blocking=True)
         return target.copy_(value, non_blocking=True)
 
-    def receive(self, value: Any) -> Tensor:
+    def receive(self, value: Any, target: Tensor | None = None) -> Tensor:
+        """As ``Backend`` says; what has not come yet is copied to ``target``, if that is given."""
         if isinstance(value, _Brought):
             self.follow(value.mark)
             value = value.tensor
         if not self.holds(value):
-            return self.copied(value)
-        value.record_stream(self._gpu.compute)  # made on another stream
+            return self.copied(value, target)
+        used_on(value, self._gpu.compute)  # made on another stream
         return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:
@@ -349,16 +315,19 @@ class CudaBackend:
         # Pinned memory is scarce, and never returned to the system: the caller gets other.
         gpu.courier.carry(lambda: gpu.wait(copied, host).clone(), deliver)
 
-    def _copied_back(self, value: Tensor) -> tuple[Any, Tensor]:
-        """A copy in pinned memory, complete when the mark has happened."""
+    def _copied_back(self, value: Tensor, is_last: bool = False) -> tuple[Any, Tensor]:
+        """A copy in pinned memory, complete when the mark has happened.
+
+        ``is_last``: the device computes nothing meanwhile.
+        """
         gpu, host = self._gpu, _pinned_like(value)
-        if value.nbytes <= _SMALL_BYTES:  # in less time than streams wait for each other
+        if is_last or not is_long(value):  # in less time than streams wait for each other
             host.copy_(value, non_blocking=True)
             return gpu.record(gpu.compute), host
         produced = gpu.record(gpu.compute)
         with torch.cuda.stream(gpu.copies):
             gpu.copies.wait_event(produced)
-            value.record_stream(gpu.copies)
+            used_on(value, gpu.copies)
             host.copy_(value, non_blocking=True)
             copied = gpu.record(gpu.copies)
         gpu.events.append(produced)
@@ -380,6 +349,20 @@ class CudaBackend:
         if since_ms > FAR_MS:
             self._base, self._base_ns = mark, now_ns
         return now_ns
+
+
+Backend = CpuBackend | CudaBackend
+
+
+def used_on(value: Tensor, stream: Any) -> None:
+    """``stream`` was asked to use a tensor that another one has made."""
+    with TURN:
+        value.record_stream(stream)
+
+
+def is_long(value: Any) -> bool:
+    """Whether it is copied beside what is computed next."""
+    return isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES
 
 
 def _pinned_like(value: Tensor) -> Tensor:
@@ -465,8 +448,11 @@ class _Gpu:
 
     def wait(self, event: Any, value: Any) -> Any:
         """``value``, once the event has happened."""
-        with self.kept_if_it_fails(value):
+        try:  # not in a context, which takes longer than this
             event.synchronize()
+        except RuntimeError as error:
+            with self.kept_if_it_fails(value):
+                raise error
         self.events.append(event)
         return value
 

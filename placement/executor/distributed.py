@@ -316,17 +316,20 @@ class DistributedRunner(Runner):
 
     # --- rank 0 ----------------------------------------------------------------------------------
 
-    def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
-        return self._stream(iter([inputs]), None)
+    def _one_gpu(self) -> None:
+        """The GPU may be another rank's."""
 
     def _stream(
-        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
+        self,
+        source: Iterator[Sequence[Tensor]],
+        items: InputPipeline | None,
+        is_call: bool = False,
     ) -> Iterator[Any]:
         if self.world.rank != 0:
             raise RunnerError(f"rank {self.world.rank} cannot call: rank 0 does, others serve()")
         count, first = 0, self.next_batch
         try:
-            for value in super()._stream(source, items):
+            for value in super()._stream(source, items, is_call):
                 count += 1
                 yield value
         except RankError as error:

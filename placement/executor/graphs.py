@@ -11,6 +11,7 @@ thread draws there, or replays, is refused. Graphs of this module take turns.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from placement.executor.backend import TURN
 from placement.executor.share import Call, Compiled, Share
 from placement.program import Param, Program, Ref, leaves_of
 
@@ -29,7 +31,6 @@ from placement.program import Param, Program, Ref, leaves_of
 _WARM_CALLS = 2
 _LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
-_TURN = threading.Lock()
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
 _failed: list[Any] = []
 _STREAMS: dict[torch.device, Any] = {}  # on which graphs are captured
@@ -147,16 +148,22 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
     """A CUDA graph of what ``work`` launches on the current stream, and what it has returned.
 
     That is another stream than the caller's: where a thread frees pinned memory PyTorch records an
-    event on the streams that have used it, and could not ask for one that is part of a graph.
+    event on the streams that have used it, and could not ask for one that is part of a graph. It is
+    nobody else's: of most streams PyTorch has 32, and who asks for more gets one that others use.
 
     Raises:
         Exception: what ``work`` did that cannot be captured; PyTorch is as it was before.
     """
     graph = torch.cuda.CUDAGraph()
-    with _TURN, ExitStack() as stack:
+    with TURN, ExitStack() as stack:
+        if gc.isenabled():  # a runner that is collected here waits for threads that wait for a turn
+            gc.disable()
+            stack.callback(gc.enable)
         if device not in _STREAMS:
-            _STREAMS[device] = torch.cuda.Stream(device)
+            _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         stack.enter_context(torch.cuda.stream(_STREAMS[device]))
+        # Else another runner's graphs would have cuBLAS' workspace in this one's memory.
+        stack.callback(torch._C._cuda_clearCublasWorkspaces)
         try:
             # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -231,7 +238,7 @@ class Replayed:
         come = {t: slot for t, slot in self.slots.items() if env[t] is not slot}
         if come:
             torch._foreach_copy_([*come.values()], [env[t] for t in come])
-        with _TURN:
+        with TURN:
             self._graph.replay()
         for t, output in zip(self._makes, self._outputs, strict=True):
             env[t] = output
@@ -262,5 +269,6 @@ class Replayed:
             return
         if not all(isinstance(x, Tensor) and x.is_cuda for x in outputs):
             graphs.eager[self._first] = "it makes what is not in the memory of the GPU"
+            graphs.pool = None  # perhaps of this graph alone, and gone with it
             return
         self._graph, self._outputs, self.slots = graph, outputs, slots

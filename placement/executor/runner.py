@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +22,14 @@ from torch import Tensor
 from placement.cluster import Cluster, Device
 from placement.executor import weights
 from placement.executor.awake import cores_awake
-from placement.executor.backend import Backend, Carrier, CpuBackend, CudaBackend, backend_for
+from placement.executor.backend import (
+    Backend,
+    Carrier,
+    CpuBackend,
+    CudaBackend,
+    backend_for,
+    used_on,
+)
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.share import (
@@ -139,7 +147,7 @@ class Runner:
         self.cuda_graphs = False
         self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
-        self._copies: weights.Copies = {}  # of these, those in other memory than the module
+        self._copies = weights.Copies()  # of these, those in other memory than the module
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
@@ -155,7 +163,7 @@ class Runner:
         leaves = set(graph.output_tensor.tolist())
         self._through = [t for t in graph.program.input_tensors if t in leaves]
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._alone = self._alone_in_call()
+        self._alone = self._one_gpu()
         self._caller: threading.Thread | None = None
         self._busy = threading.Lock()
         self._calling = threading.RLock()  # while a call launches: a signal's handler may close
@@ -176,7 +184,7 @@ class Runner:
         """
         inputs = self._program.flatten_inputs(args, kwargs)
         # To the end of the stream: one that is left early stops the workers.
-        (outputs,) = self._exclusively(self._call(inputs))
+        (outputs,) = self._exclusively(self._stream(iter([inputs]), None, is_call=True))
         return outputs
 
     def stream(
@@ -191,8 +199,9 @@ class Runner:
         """Outputs for each item of ``loader``, in order, computed in a pipeline.
 
         Each item, or what ``preprocess`` makes of it, is what ``capture`` accepts as example
-        inputs, or a list of positional ones. Items are loaded by threads while the devices work
-        on earlier ones, if that pays: the time of an item and of a step are measured, and the
+        inputs, or a list of positional ones; each has tensors of its own, as they are read until
+        its outputs are there. Items are loaded by threads while the devices work on earlier ones,
+        if that pays: the time of an item and of a step are measured, and the
         number of ``workers`` and of items loaded ahead (``prefetch``, at most
         ``prefetch_bytes``) chosen from them. An iterable is read by one thread at a time; a
         list or map-style data set, and ``preprocess``, are called by several at once
@@ -221,7 +230,8 @@ class Runner:
 
     def load_ahead(self, loader: Iterable[Any] | Dataset, **options: Any) -> InputPipeline:
         """The items of ``loader``, loaded as ``stream`` does with these options."""
-        return InputPipeline(loader, busy_s=self._busy_s, cores=self._free_cores(), **options)
+        busy_s = self._busy_s if self._alone is None else None
+        return InputPipeline(loader, busy_s=busy_s, cores=self._free_cores(), **options)
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
@@ -269,41 +279,15 @@ class Runner:
             finally:  # also where Ctrl-C comes again
                 self._busy.release()
 
-    def _call(self, inputs: Sequence[Tensor]) -> Iterator[Any]:
-        """``_stream`` of one micro-batch; the calling thread does it where a GPU runs all of it.
-
-        If it was the last that called: libraries plan for each thread anew, and others may come.
-        """
-        last, self._caller = self._caller, threading.current_thread()
-        if self._alone is None or not self.workers or last is not self._caller:
-            yield from self._stream(iter([inputs]), None)
-            return
-        with self._calling:
-            if self._closed:
-                raise RunnerError(_CLOSED_IN_USE)
-            worker = self.workers[self._alone]
-            # Asking every parameter takes as long as many kernels: it is asked while they run.
-            program, is_late = self._program, self._refresh
-            if program.is_random or program.new_buffers or program.gradients or self._streamed:
-                self._refresh()
-                is_late = bool  # never, as it cannot be launched twice
-            given = dict(zip(self._program.input_tensors, inputs, strict=True))
-            outputs = self._passed_on(given)
-            batch, self.next_batch = self.next_batch, self.next_batch + 1
-            mine = self._shares[batch % self.num_phases][self._alone].model_inputs
-            try:
-                outputs |= worker.call(batch, {t: given[t] for t in mine}, is_late)
-            except Exception as error:
-                self._raise(worker.failure(error))
-        if self._closed:
-            raise RunnerError(_CLOSED_IN_USE)
-        yield self._assemble(outputs)
-
     def _stream(
-        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
+        self,
+        source: Iterator[Sequence[Tensor]],
+        items: InputPipeline | None,
+        is_call: bool = False,
     ) -> Iterator[Any]:
-        self._start()
-        self._follow_caller()
+        direct = self._direct(is_call)
+        if direct is None:
+            self._follow_caller()
         first = following = self.next_batch
         failed: Exception | None = None
         pending: dict[int, tuple[dict[int, Any], set[int]]] = {}  # batch: outputs, devices left
@@ -335,11 +319,17 @@ class Runner:
                     self.loaded_ns[batch] = items.span_ns
                 phase = batch % self.num_phases
                 pending[batch] = self._passed_on(inputs), set(self._active[phase])
-                self._admit(batch, inputs)
+                if direct is None:
+                    self._admit(batch, inputs)
+                else:
+                    direct.admit(batch, inputs)
             if following == self.next_batch and exhausted:
                 if failed is not None:
                     raise failed
                 return
+            if direct is not None:
+                made = self._launched(direct, exhausted or self.max_in_flight == 1)
+                finished[following] = self._assemble(pending.pop(following)[0] | made)
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
                 if isinstance(message, Failure):
@@ -363,6 +353,38 @@ class Runner:
                 value = finished.pop(following)
                 following += 1
                 yield value
+
+    def _direct(self, is_call: bool) -> _Direct | None:
+        """Where a GPU runs all operators, what launches them in the calling thread.
+
+        A thread that calls, and was not the last that did, leaves that to the worker: libraries
+        plan for each thread anew, and others may come.
+        """
+        self._start()
+        last, self._caller = self._caller, threading.current_thread()
+        if self._alone is None or (is_call and last is not self._caller):
+            return None
+        program, is_late = self._program, self._refresh
+        # Asking every parameter takes as long as many kernels: for a call while they run. Not for
+        # what cannot be launched twice.
+        once = program.is_random or program.new_buffers or program.gradients or self._streamed
+        if once or not is_call:
+            self._refresh()
+            is_late = bool  # never
+        return _Direct(self.workers[self._alone], is_late)
+
+    def _launched(self, direct: _Direct, no_more: bool) -> dict[int, Any]:
+        """The outputs of the next micro-batch."""
+        with self._calling:
+            if self._closed:
+                raise RunnerError(_CLOSED_IN_USE)
+            try:
+                made = direct.next(no_more)
+            except Exception as error:
+                self._raise(direct.worker.failure(error))
+        if self._closed:
+            raise RunnerError(_CLOSED_IN_USE)
+        return made
 
     def _check_whole(self, count: int) -> None:
         """Devices that follow a schedule would wait for micro-batches that do not come."""
@@ -395,7 +417,7 @@ class Runner:
         """Devices read parameters as they are now; whether any was written since the last time."""
         for streamed in self._streamed:
             streamed.refresh()
-        return weights.refresh(self._program, self._copies)
+        return self._copies.refresh()
 
     def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""
@@ -405,7 +427,7 @@ class Runner:
     def _assemble(self, outputs: dict[int, Any]) -> Any:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
-                value.record_stream(torch.cuda.current_stream(value.device))
+                used_on(value, torch.cuda.current_stream(value.device))
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)
@@ -469,7 +491,7 @@ class Runner:
         self.workers = workers
         for d in self._used:
             workers[d].start()
-        weights.keep(self._program, self._copies)
+        self._copies.keep(self._program)
 
     def _mailbox(self) -> Any:
         """Where workers put results."""
@@ -556,8 +578,8 @@ class Runner:
                 "placement run plan.json --distributed --weights FILE"
             )
 
-    def _alone_in_call(self) -> int | None:
-        """The GPU on which the calling thread can launch a call, operator by operator."""
+    def _one_gpu(self) -> int | None:
+        """The GPU that runs all, so that the calling thread can launch it from begin to end."""
         if len(self._used) != 1 or self._record or self._schedule is not None:
             return None
         (d,) = self._used
@@ -597,8 +619,8 @@ class Runner:
                 if device == value.device or p in changed or program.gradients:
                     self.loaded[key] = value.to(device, copy=p in changed)
                 else:
-                    self._copies[key] = weights.on(device, program, p)
-                    self.loaded[key] = self._copies[key][1]
+                    state, self.loaded[key] = weights.on(device, program, p)
+                    self._copies.add(key, program.params[p], state, self.loaded[key])
             params[p] = self.loaded[key]
         if device.type == "cuda" and not program.gradients:
             weights.flatten(program, ops, params)
@@ -648,7 +670,7 @@ class Runner:
         with self._calling:
             self.stop()
         self.loaded.clear()
-        self._copies.clear()
+        self._copies = weights.Copies()
         self._streamed.clear()
         self.gradients.clear()
         self.partial.clear()
@@ -658,6 +680,50 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Direct:
+    """The micro-batches of a call or stream on the one GPU that runs them, in order.
+
+    Operators are launched by the calling thread; only long inputs are copied by another meanwhile.
+    """
+
+    def __init__(self, worker: Worker, is_late: Callable[[], bool]) -> None:
+        self.worker, self._is_late = worker, is_late
+        assert isinstance(worker.backend, CudaBackend)
+        self._backend = worker.backend
+        self._coming: deque[tuple[int, queue.SimpleQueue[Any]]] = deque()
+        self._launched: deque[Callable[[], dict[int, Any]]] = deque()
+        self._follow_caller()
+
+    def _follow_caller(self) -> None:
+        if (mark := self._backend.callers_mark()) is not None:
+            self._backend.follow(mark)
+
+    def admit(self, batch: int, inputs: dict[int, Any]) -> None:
+        """Micro-batch ``batch`` comes next, with these inputs of the model."""
+        share = self.worker.shares[batch % len(self.worker.shares)]
+        mine = {t: inputs[t] for t in share.model_inputs}
+        arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if self._is_late is bool:
+            here = {t for t, x in mine.items() if self._backend.holds(x)}
+            if here:
+                self._follow_caller()
+            mine = {t: x if t in here else x.cpu() for t, x in mine.items()}
+            self._backend.bring(mine, arrived.put)
+        else:
+            arrived.put(mine)
+        self._coming.append((batch, arrived))
+
+    def next(self, no_more: bool) -> dict[int, Any]:
+        """Outputs of the first micro-batch that is left, complete; those that have come run."""
+        while self._coming and not (self._launched and self._coming[0][1].empty()):
+            batch, arrived = self._coming.popleft()
+            if isinstance(inputs := arrived.get(), Exception):
+                raise inputs
+            is_last = no_more and not self._coming and not self._launched
+            self._launched.append(self.worker.launch(batch, inputs, self._is_late, is_last))
+        return self._launched.popleft()()
 
 
 def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:

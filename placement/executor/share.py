@@ -19,7 +19,9 @@ from placement.program import Param, Program, Ref, leaves_of
 if TYPE_CHECKING:
     from placement.executor.streamed import Streamed
 
-_OPTIONS = ("dtype", "layout", "device", "memory_format", "generator")
+# Arguments that PyTorch's own functions take in another form, or read another default of: their
+# parser takes the mean, the default of losses, for 0, no reduction.
+_OPTIONS = ("dtype", "layout", "device", "memory_format", "generator", "reduction")
 Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
 
 _LATE_BYTES = 2**20  # of gradients and buffers in a run, which are written together: one launch
@@ -339,7 +341,7 @@ def quickest(target: Any) -> Any:
     if type(target) is not OpOverload or target.namespace != "aten":
         return target
     if any(x.name in _OPTIONS for x in target._schema.arguments):
-        return target  # what makes tensors has arguments of another form there
+        return target
     name, own = target._schema.name.removeprefix("aten::"), target._overloadname
     packet = target.overloadpacket
     others = [getattr(packet, other) for other in packet.overloads() if other != own]

@@ -41,18 +41,18 @@ class Streamed:
         self, backend: CudaBackend, program: Program, reads: Mapping[int, Sequence[int]]
     ) -> None:
         self.reads, self._program, self._backend = reads, program, backend
-        self._pinned: weights.Copies = {}
+        self._pinned = weights.Copies()
         for p in dict.fromkeys(p for read in reads.values() for p in read):
             value = program.params[p].detach()
             copy = torch.empty_like(value, device=_HOST, pin_memory=True).copy_(value)
-            self._pinned[_HOST, p] = weights.state_of(value), copy
+            self._pinned.add((_HOST, p), program.params[p], weights.state_of(value), copy)
         self._next = dict(zip(reads, [*reads][1:] + [*reads][:1], strict=True))
         most = max(sum(map(self._room, read)) for read in reads.values())
         self._slots = [_Slot(most, backend.torch_device) for _ in range(2)]
 
     def refresh(self) -> None:
         """Copy again what was written since; while the device runs nothing."""
-        if weights.refresh(self._program, self._pinned):
+        if self._pinned.refresh():
             for slot in self._slots:
                 slot.op = -1
 
@@ -93,7 +93,7 @@ class Streamed:
 
     def _fetch(self, op: int, slot: _Slot) -> None:
         slot.op, stream = op, self._backend.parameters
-        sources = [self._pinned[_HOST, p][1] for p in self.reads[op]]
+        sources = [self._pinned.made[_HOST, p] for p in self.reads[op]]
         with torch.cuda.stream(stream):
             stream.wait_event(slot.read)
             if op not in slot.views:

@@ -1,4 +1,4 @@
-"""Parameters in the memory of GPUs: copied once, and kept for the next runner of the program."""
+"""Parameters in the memory of GPUs: copied once, and kept for the next runner of the module."""
 
 from __future__ import annotations
 
@@ -22,10 +22,55 @@ _RECURRENT = {
 }
 _version = attrgetter("_version")
 State = tuple[int, int]  # where a parameter is, and how often it was written
-Copies = dict[tuple[torch.device, int], tuple[State, Tensor]]  # by device and parameter
+Key = tuple[torch.device, int]  # device and parameter
+
+Kept = dict[Key, tuple[State, Tensor]]
 
 # By device: the program of the runner that was started last, and the copies that it uses.
-_kept: dict[torch.device, tuple[weakref.ref[Program], Copies]] = {}
+_kept: dict[torch.device, tuple[weakref.ref[Program], Kept]] = {}
+
+
+class Copies:
+    """Parameters in other memory than the module's.
+
+    Attributes:
+        made: by device and parameter.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Key, Tensor] = {}
+        # What is copied, and as it was then; lists, as every call compares them and a GPU waits.
+        self._values: list[Tensor] = []
+        self._states: list[State] = []
+
+    def add(self, key: Key, value: Tensor, state: State, copy: Tensor) -> None:
+        """``copy`` was made of ``value`` when that was in this state."""
+        self.made[key] = copy
+        self._values.append(value)
+        self._states.append(state)
+
+    def refresh(self) -> bool:
+        """Copy what was written since again, on the calling thread's stream; whether any was."""
+        now = _states(self._values)
+        if now == self._states:
+            return False
+        each = zip(self.made.values(), self._values, now, self._states, strict=True)
+        with torch.inference_mode():  # in which copies may have been made
+            for copy, value, state, known in each:
+                if state != known:
+                    copy.copy_(value.detach())
+        self._states = now
+        return True
+
+    def keep(self, program: Program) -> None:
+        """Keep these for the next runner of the program; what runners before had is forgotten.
+
+        So a device holds no more than this runner needs, and nothing when the program is gone.
+        """
+        states = dict(zip(self.made, self._states, strict=True))
+        for device in {device for device, _ in self.made}:
+            mine = {key: (states[key], x) for key, x in self.made.items() if key[0] == device}
+            _remember(device, program, mine)
 
 
 def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
@@ -42,21 +87,6 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
         if copy is not None and known == state:
             return state, copy
     return state, value.to(device)
-
-
-def refresh(program: Program, copies: Copies) -> bool:
-    """Copy what was written since again, on the calling thread's stream; whether any was."""
-    values = [program.params[p] for _, p in copies]
-    now, before = _states(values), [state for state, _ in copies.values()]
-    if now == before:
-        return False
-    for key, value, state, known in zip([*copies], values, now, before, strict=True):
-        if state != known:
-            copy = copies[key][1]
-            with torch.inference_mode():  # in which it may have been made
-                copy.copy_(value.detach())
-            copies[key] = state, copy
-    return True
 
 
 def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> None:
@@ -87,27 +117,35 @@ def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> 
 
 
 def forget_others(device: torch.device, program: Program, read: set[int]) -> None:
-    """Drop kept copies that are not of these parameters: their memory may be needed."""
-    entry = _kept.get(device)
-    if entry is not None:
-        is_same = entry[0]() is program
-        for key in [key for key in entry[1] if not (is_same and key[1] in read)]:
-            del entry[1][key]
+    """Drop kept copies that are not of these parameters: their memory may be needed.
 
-
-def keep(program: Program, copies: Copies) -> None:
-    """Keep the copies of a runner; what runners before had on these devices is forgotten.
-
-    So a device holds no more than this runner needs, and nothing when the program is gone.
+    Copies that a program of the same module kept, for other inputs, are this one's from now on.
     """
-    for device in {device for device, _ in copies}:
+    entry = _kept.pop(device, None)
+    before = None if entry is None else entry[0]()
+    if entry is None or before is None:
+        return
+    copies = entry[1]
+    if before is not program:
+        of = {_memory(before.params[p]): copy for (_, p), copy in copies.items()}
+        mine = {p: of.get(_memory(program.params[p])) for p in read if p < len(program.params)}
+        copies = {(device, p): copy for p, copy in mine.items() if copy is not None}
+    here = {key: copy for key, copy in copies.items() if key[1] in read}
+    _remember(device, program, here)
 
-        def forget(ref: Any, device: torch.device = device) -> None:
-            if device in _kept and _kept[device][0] is ref:
-                del _kept[device]
 
-        mine = {key: copy for key, copy in copies.items() if key[0] == device}
-        _kept[device] = weakref.ref(program, forget), mine
+def _memory(value: Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
+def _remember(device: torch.device, program: Program, copies: Kept) -> None:
+    """Until another runner is started there, or the program is gone."""
+
+    def forget(ref: Any) -> None:
+        if device in _kept and _kept[device][0] is ref:
+            del _kept[device]
+
+    _kept[device] = weakref.ref(program, forget), copies
 
 
 def state_of(value: Tensor) -> State:
@@ -116,7 +154,7 @@ def state_of(value: Tensor) -> State:
 
 
 def _states(values: Sequence[Tensor]) -> list[State]:
-    try:  # without a loop in Python: every call does this, and a GPU waits for it
+    try:  # without a loop in Python
         return list(zip(map(Tensor.data_ptr, values), map(_version, values), strict=True))
     except RuntimeError:  # nobody counts how often an inference tensor is written
         return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in values]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from placement.executor.awake import wait_exactly
-from placement.executor.backend import Backend, CudaBackend
+from placement.executor.backend import Backend, CudaBackend, is_long
 from placement.executor.graphs import Replayed
 from placement.executor.share import Compiled, Share
 
@@ -63,6 +63,25 @@ class _Flight:
             self.uses[t] -= 1
             if self.uses[t] == 0:
                 self.env[t] = None
+
+
+class _Whole:
+    """A share that is launched from its begin to its end.
+
+    Attributes:
+        calls: operators in order, and what runs each.
+        graphs: those of them that are CUDA graphs.
+        readers: by input of the model, the graph that alone reads it.
+    """
+
+    def __init__(self, share: Share, compiled: Compiled, priority: list[int]) -> None:
+        order = sorted(share.ops, key=priority.__getitem__)
+        self.calls = [(op, compiled.calls[op]) for op in order]
+        self.graphs = {op: call for op, call in self.calls if isinstance(call, Replayed)}
+        users = {t: share.users[t] for t in share.model_inputs}
+        self.readers = {
+            t: self.graphs.get(ops[0]) if len(ops) == 1 else None for t, ops in users.items()
+        }
 
 
 class _Ready:
@@ -232,6 +251,7 @@ class Worker(threading.Thread):
         self._results = results
         self._compiled = compiled
         self._priority = priority
+        self._whole = [_Whole(x, c, priority) for x, c in zip(shares, compiled, strict=True)]
         self._marks = marks
         self._order = None if order is None else iter(order)
         self._first_batch = first_batch
@@ -253,47 +273,45 @@ class Worker(threading.Thread):
         """All that the thread does."""
         self.backend.run(self._work)
 
-    def call(
-        self, batch: int, inputs: dict[int, Tensor], is_late: Callable[[], bool]
-    ) -> dict[int, Any]:
-        """The outputs of a micro-batch that is all of this GPU, launched by the calling thread.
+    def launch(
+        self, batch: int, inputs: dict[int, Any], is_late: Callable[[], bool], is_last: bool
+    ) -> Callable[[], dict[int, Any]]:
+        """Launch a micro-batch that is all of this GPU in the calling thread.
 
-        Meanwhile nobody may send anything here, and nothing is carried to the next micro-batch.
+        What is returned waits for its outputs, and gives them; for ``is_late`` and ``is_last`` see
+        ``CudaBackend.call``. Where it cannot be late (``bool``) inputs are taken out of ``inputs``,
+        so that their memory is free early. Meanwhile nobody may send anything here, and nothing is
+        carried to the next micro-batch.
         """
         backend = self.backend
         assert isinstance(backend, CudaBackend), "CPU devices have cores and threads of their own"
         self._batch, k = batch, batch % len(self.shares)
-        share, calls = self.shares[k], self._compiled[k].calls
-        graphs = {op: call for op, call in calls.items() if isinstance(call, Replayed)}
-        readers = {t: graphs.get(share.users[t][0]) for t in inputs if len(share.users[t]) == 1}
+        share, whole = self.shares[k], self._whole[k]
 
-        def launch() -> dict[int, Any]:
+        def launched() -> dict[int, Any]:
             flight, outputs = _Flight(share), dict[int, Any]()
             env, nothing_arrived = flight.env, self.inbox.empty
-            for t, value in inputs.items():
-                if backend.holds(value):
-                    env[t] = value
-                else:  # at once to where a graph reads it
-                    graph = readers.get(t)
-                    slot = None if graph is None else graph.slots.get(t)
-                    env[t] = backend.copied(value, slot)
-            for op in sorted(share.ops, key=self._priority.__getitem__):
+            for t, graph in whole.readers.items():
+                slot = None if graph is None else graph.slots.get(t)
+                env[t] = backend.receive(inputs.pop(t) if is_late is bool else inputs[t], slot)
+            passes = bool(whole.graphs) and not backend.results_stay
+            for op, call in whole.calls:
                 self._running = op
-                call = calls[op]
-                if op in graphs and not backend.results_stay:  # one after another, to their end
-                    call = graphs[op].launch
-                for _ in call(env, nothing_arrived) or ():
+                quick = whole.graphs[op].launch if passes and op in whole.graphs else call
+                for _ in quick(env, nothing_arrived) or ():
                     pass
                 for t in share.outputs[op]:
                     if share.results[t]:
-                        outputs[t] = env[t]
+                        # It is, or is a part of, what the next micro-batch writes over.
+                        beside = passes and not is_last and is_long(env[t])
+                        outputs[t] = env[t].clone() if beside else env[t]
                     if not share.users[t]:
                         env[t] = None
                 flight.drop_read(op)
             self._running = None
             return outputs
 
-        return backend.call(launch, is_late)
+        return backend.call(launched, is_late, is_last)
 
     def failure(self, error: BaseException) -> Failure:
         """``error``, and the operator that was being launched."""

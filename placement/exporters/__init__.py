@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from placement.plan import Plan
+from placement.plan import Plan, stages_of
 from placement.problem import Problem
 from placement.tools.named import Named
 
@@ -58,12 +58,22 @@ class Exporter(Protocol):
 def moved(plan: Plan, assignment: Mapping[str, str]) -> Plan:
     """The plan with operators elsewhere; its order and measurements are not about that.
 
-    What is predicted and ``stages`` stay those of the original: a copy to export, not to save.
+    What is predicted stays that of the original: a copy to export, not to save.
     """
     update: dict[str, Any] = {"assignment": dict(assignment), "order": None, "measured": None}
+    update["stages"] = stages_of([*assignment], [*assignment.values()])
     if plan.phases:
         update |= {"phases": (), "schema_version": 1}
     return plan.model_copy(update=update)
+
+
+def lacks(plan: Plan, what: str) -> ExportError:
+    """The plan does not know what the format needs, as it is of a problem file or an old one."""
+    return ExportError(
+        f"the plan of {plan.graph.name!r} does not know {what} (it was made from a problem file, "
+        "or by an older version): make it again from the model, placement plan "
+        "package.module:function --out plan.json"
+    )
 
 
 def require_one_phase(plan: Plan) -> None:

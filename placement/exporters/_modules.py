@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from placement.exporters import ExportError, Inexpressible, require_one_phase
+from placement.exporters import ExportError, Inexpressible, lacks, require_one_phase
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -56,11 +56,7 @@ class Forward:
                     "all that can be placed there: make parts of its forward modules of their own "
                     "(torch.nn.Module) and plan again, or export with --to csv"
                 )
-            raise ExportError(
-                f"the plan of {plan.graph.name!r} does not know to which modules its operators "
-                "belong (it was made from a problem file, or by an older version): make it again "
-                "from the model, placement plan package.module:function --out plan.json"
-            )
+            raise lacks(plan, "to which modules its operators belong")
         backward = set(plan.graph.backward)
         number = tuple(i for i in range(plan.graph.num_ops) if i not in backward)
         names, devices = list(plan.assignment), list(plan.assignment.values())
@@ -81,11 +77,7 @@ class Forward:
             ExportError: the plan does not know.
         """
         if not self.plan.graph.sources:
-            raise ExportError(
-                f"the plan of {self.plan.graph.name!r} does not know which operators read from "
-                "which (it was made by an older version): make it again from the model, "
-                "placement plan package.module:function --out plan.json"
-            )
+            raise lacks(self.plan, "which operators read from which")
         at = {-1: -1} | {n: i for i, n in enumerate(self.number)}
         read = self.plan.graph.sources
         return tuple(tuple(at[s] for s in read[n] if s in at) for n in self.number)

@@ -21,7 +21,7 @@ class Csv:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         require_one_phase(plan)
-        stage = [i for i, s in enumerate(_runs(list(plan.assignment.values()))) for _ in range(s)]
+        stage = [i for i, s in enumerate(plan.stages) for _ in range(s.num_ops)]
         modules = plan.graph.modules or ("",) * plan.graph.num_ops
         text = io.StringIO(newline="")
         rows = csv.writer(text)
@@ -30,17 +30,6 @@ class Csv:
             names = (_inert(x) for x in (op, modules[i], device))
             rows.writerow([i, *names, stage[i], plan.priority[i]])
         return Exported({"": text.getvalue()}, f"{plan.graph.num_ops} operators")
-
-
-def _runs(on: list[str]) -> list[int]:
-    """Lengths of the runs of equal items."""
-    lengths: list[int] = []
-    for i, device in enumerate(on):
-        if i and device == on[i - 1]:
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-    return lengths
 
 
 def _inert(name: str) -> str:

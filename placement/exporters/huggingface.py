@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from placement.exporters import Exported, ExportError
+from placement.exporters import Exported, ExportError, lacks
 from placement.exporters._modules import Forward, require_torch_devices, served_format
 from placement.plan import Plan, ancestry, whole_modules
 from placement.problem import Problem
@@ -49,10 +49,7 @@ class Huggingface:
             plan = _with_parameters(plan)
         forward = Forward.of(plan, problem)
         if not plan.graph.parameters:
-            raise ExportError(
-                f"the plan of {plan.graph.name!r} does not know the model's parameters: make it "
-                "again from the model, placement plan package.module:function --out plan.json"
-            )
+            raise lacks(plan, "the model's parameters")
         require_torch_devices(plan, forward.device)
         model = Hooked(forward)
         merged = _one_host(forward)

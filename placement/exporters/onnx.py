@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from placement.exporters import Exported
 from placement.exporters._onnx import read_model
@@ -39,10 +38,7 @@ class Onnx:
         del model.configuration[:]
         model.configuration.extend(others)
         model.configuration.add(name=self.configuration, num_devices=len(devices), device=devices)
-        on = list(plan.assignment.values())
-        stage = [0]
-        for before, here in pairwise(on):
-            stage.append(stage[-1] + (before != here))
+        stage = [i for i, s in enumerate(plan.stages) for _ in range(s.num_ops)]
         # By name: the plan numbers operators topologically, the file need not.
         of = dict(zip(plan.assignment, stage, strict=True))
         for node, name in zip(model.graph.node, node_names(model.graph.node), strict=True):
@@ -61,6 +57,6 @@ class Onnx:
                 entry.sharding_spec.add(tensor_name=output, device=[device])
         return Exported(
             {"": model.SerializeToString()},
-            f"IR version {model.ir_version}, {stage[-1] + 1} stages; keep the model beside its "
+            f"IR version {model.ir_version}, {len(plan.stages)} stages; keep the model beside its "
             "external data, if it has some",
         )

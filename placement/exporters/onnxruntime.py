@@ -30,6 +30,7 @@ class Onnxruntime:
     model: str = ""
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        model = read_model(plan, self.model)
         devices = list(dict.fromkeys(plan.assignment.values()))
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         unknown = [d for d in devices if kinds[d] not in ("cpu", "cuda")]
@@ -38,7 +39,6 @@ class Onnxruntime:
                 f"no execution provider is known for {unknown[0]!r} of kind {kinds[unknown[0]]!r}"
             )
         require_distinct(plan, kinds, "ONNX Runtime")
-        model = read_model(plan, self.model)
         for node, device in zip(model.graph.node, node_devices(plan, model), strict=True):
             others = [x for x in node.metadata_props if x.key != "layer_ann"]
             del node.metadata_props[:]

@@ -30,9 +30,9 @@ class Openvino:
     devices: tuple[str, ...] = ()
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
+        proto = read_model(plan, self.model)
         label = self.labels(plan)
         require_distinct(plan, label, "OpenVINO")
-        proto = read_model(plan, self.model)
         try:
             import openvino
         except ImportError as error:

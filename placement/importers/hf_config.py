@@ -69,7 +69,7 @@ FAMILIES = {
     "apertus": Family(gated=False, qk="head"),
     "starcoder2": Family(gated=False, bias="QOM", norm_size=2, tied=True),
     "stablelm": Family(norm_size=2),
-    "phimoe": Family(bias="H", norm_size=2),
+    "phimoe": Family(norm_size=2),
     "gpt_oss": Family(bias="QOm"),
     "phi": Family(final="model.final_layernorm", gated=False, bias="qomh", norms=1, norm_size=2),
     "persimmon": Family(final="model.final_layernorm", gated=False, bias="qom", norm_size=2),
@@ -219,29 +219,9 @@ class _Config:
 
     def bias(self, letter: str) -> bool:
         """Whether these projections have one; see ``Family``."""
-        if letter in self.family.bias:
-            return True
+        says = (f for f, letters, kinds in _BIASES if letter in letters and self.kind in kinds)
         usual = letter.upper() in self.family.bias
-        if self.kind in ("qwen3", "qwen3_moe", "llama", "gemma", "gemma2", "gemma3_text", "granite",
-                         "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "seed_oss", "glm", "glm4",
-                         "gpt_neox", "gpt_oss", "cohere", "phimoe", "glm4_moe", "dots1",
-                         "nemotron", "apertus", "arcee", "helium"):  # fmt: skip
-            only_in = self.kind in ("glm", "glm4", "glm4_moe", "seed_oss")
-            if letter == "q" or (letter == "o" and not only_in):
-                return self.flag("attention_bias", usual)
-        if letter == "q" and self.kind == "stablelm":
-            return self.flag("use_qkv_bias", usual)
-        if letter == "h" and self.kind == "phimoe":
-            return self.flag("lm_head_bias", False)
-        if letter == "o" and self.kind == "seed_oss":
-            return self.flag("attention_out_bias", usual)
-        if letter == "m" and self.kind in ("llama", "granite", "arcee", "smollm3", "seed_oss"):
-            return self.flag("mlp_bias", usual)
-        if letter in "qom" and self.kind in ("starcoder2", "ernie4_5"):
-            return self.flag("use_bias", usual)
-        if letter in "qom" and self.kind == "falcon":
-            return self.flag("bias", usual)
-        return usual
+        return letter in self.family.bias or self.flag(next(says, ""), usual)
 
     def _kv_heads(self) -> int:
         if self.kind == "falcon" and not self.flag("new_decoder_architecture", False):
@@ -474,6 +454,21 @@ class _Config:
         return self.number("shared_expert_intermediate_size", default=count * self.expert_width)
 
 
+# Fields that say whether projections have a bias: of which, and of which types.
+_BIASES = (
+    ("attention_bias", "qo", (
+        "qwen3", "qwen3_moe", "llama", "gemma", "gemma2", "gemma3_text", "granite", "olmo",
+        "olmo2", "olmo3", "olmoe", "smollm3", "gpt_neox", "gpt_oss", "cohere", "phimoe", "dots1",
+        "nemotron", "apertus", "arcee", "helium",
+    )),
+    ("attention_bias", "q", ("seed_oss", "glm", "glm4", "glm4_moe")),
+    ("attention_out_bias", "o", ("seed_oss",)),
+    ("use_qkv_bias", "q", ("stablelm",)),
+    ("lm_head_bias", "h", ("phimoe",)),
+    ("mlp_bias", "m", ("llama", "granite", "arcee", "smollm3", "seed_oss")),
+    ("use_bias", "qom", ("starcoder2", "ernie4_5")),
+    ("bias", "qom", ("falcon",)),
+)  # fmt: skip
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe",
            "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2", "ernie4_5_moe",

@@ -143,9 +143,9 @@ def why_not(problem: Problem) -> str:
         return "operators take longer beside busy devices (loaded_s)"
     if problem.link_blocking.any():
         return "links block their sender"
-    sending = (problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte)
-    if any(x.any() for x in sending):
-        return "sending occupies the sender, or wakes the receiver"
+    handing = (problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte)
+    if any(x.any() for x in (*handing, problem.link_receive_s)):
+        return "sending occupies the sender, or wakes the receiver, or receiving occupies that one"
     src, dst = np.nonzero(~np.eye(problem.num_devices, dtype=bool))
     channel = problem.link_channel[src, dst]
     sender = np.zeros(problem.num_channels + 1, np.intp)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.timeline import Timeline, side_by_side
+from placement.tools import shown
 from placement.tools.files import write_atomic
 
 Floats = NDArray[np.float64]
@@ -19,7 +20,6 @@ COLOURS = (
     "#3b6fb6", "#f2a541", "#4aa57c", "#c8553d", "#7fb7d9", "#8a5a9e", "#b7c454", "#d98ab0",
 )  # fmt: skip
 INK, FAINT, LANE = "#22272e", "#8b949e", "#f1f3f5"
-IDLE = "·"
 
 
 class PlotError(ValueError):
@@ -27,45 +27,21 @@ class PlotError(ValueError):
 
 
 def text_gantt(timeline: Timeline, width: int = 80) -> str:
-    """One line per device: the last digit of the micro-batch it works on, ``·`` while idle.
-
-    Each character is an equal slice of the run, and shows the micro-batch with the largest
-    share of it, if the device is busy for at least half of it. A loader is one line more; what
-    it did before the run is not shown.
+    """``placement.tools.shown.text_lanes``; a loader is one line more, without what it did before
+    the run.
     """
-    names = [name[:16] for name in timeline.device_names]
+    batch = np.broadcast_to(np.arange(timeline.num_microbatches)[:, None], timeline.start_s.shape)
+    span_s, begin_s, tracks = timeline.makespan_s, timeline.begin_s, list[shown.Track]()
+    for d, name in enumerate(timeline.device_names):
+        here = timeline.device_of == d
+        start, end = timeline.start_s[here] - begin_s, timeline.end_s[here] - begin_s
+        tracks.append((name, start, end, batch[here], timeline.utilisation[d]))
     if timeline.load_s is not None:
-        names.append("loader")
-    margin = max(map(len, names))
-    cells = max(8, width - margin - 9)  # " │" before, "│ 100 %" after
-    edges = np.linspace(0.0, timeline.makespan_s, cells + 1) + timeline.begin_s
-    lines = []
-    for d, name in enumerate(names):
-        if d < len(timeline.device_names):
-            here = timeline.device_of == d
-            ops = np.flatnonzero(here.any(axis=0))
-            start = timeline.start_s[:, ops]  # what ran elsewhere took no time here
-            until = np.where(here[:, ops], timeline.end_s[:, ops], start)
-            busy = _busy_per_slice(start, until, edges)
-            share = timeline.utilisation[d]
-        else:
-            assert timeline.load_s is not None
-            busy = _busy_per_slice(timeline.load_s[:, :1], timeline.load_s[:, 1:], edges)
-            share = min(1.0, busy.sum() / max(timeline.makespan_s, 1e-30))
-        top = busy.argmax(axis=0)
-        full = busy.sum(axis=0) >= 0.5 * np.diff(edges)
-        row = "".join(str(m % 10) if on else IDLE for m, on in zip(top, full, strict=True))
-        lines.append(f"{name:>{margin}} │{row}│{100 * share:4.0f} %")
-    end = _duration(timeline.makespan_s)
-    lines.append(f"{'':>{margin}}  0{end:>{cells - 1}}")
-    return "\n".join(lines)
-
-
-def _busy_per_slice(start: Floats, end: Floats, edges: Floats) -> Floats:
-    """float64 ``[M, len(edges) - 1]`` seconds between edges of slices float64 ``[M, K]``."""
-    # Worked until each edge.
-    done = [np.clip(edge - start, 0.0, end - start).sum(axis=1) for edge in edges]
-    return np.diff(np.stack(done, axis=1), axis=1)
+        start, end = (timeline.load_s - begin_s).T
+        inside = np.clip(end, 0.0, span_s) - np.clip(start, 0.0, span_s)
+        share = min(1.0, inside.sum() / max(span_s, 1e-30))
+        tracks.append(("loader", start, end, batch[:, 0], share))
+    return shown.text_lanes(tracks, span_s, width)
 
 
 def plot_gantt(
@@ -111,7 +87,7 @@ def _figure(panels: list[tuple[str, Timeline]], title: str) -> Any:
     """One panel per timeline, all on one time axis."""
     figure_type = figure_class()
     span = max(t.makespan_s for _, t in panels)
-    unit, scale = _unit(span)
+    unit, scale = shown.unit(span)
     lanes = [len(_lanes(t)) for _, t in panels]
     figure = figure_type(figsize=(11, 1.0 + 0.5 * sum(lanes) + 0.35 * len(panels)), dpi=150)
     heights = {"height_ratios": lanes}
@@ -222,9 +198,9 @@ def _label(axis: Any, name: str, timeline: Timeline) -> None:
     lanes = _lanes(timeline)
     axis.set_yticks(range(len(lanes)), map(as_text, lanes), color=INK)
     axis.set_ylim(len(lanes) - 0.45, -0.55)
-    facts = [f"latency {_duration(timeline.latency_s)}"]
+    facts = [f"latency {shown.duration(timeline.latency_s)}"]
     if timeline.num_microbatches > 1:
-        facts.append(f"period {_duration(timeline.period_s)}")
+        facts.append(f"period {shown.duration(timeline.period_s)}")
     axis.set_title(as_text(name), loc="left", fontsize=10, color=INK, pad=4)
     axis.set_title("   ".join(facts), loc="right", fontsize=9, color=FAINT, pad=4)
     beside = {"transform": axis.get_yaxis_transform(), "va": "center"}
@@ -264,13 +240,3 @@ def save_figure(figure: Any, path: str | Path) -> Path:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor="white")
     return write_atomic(path, buffer.getvalue())
-
-
-def _unit(span_s: float) -> tuple[str, float]:
-    return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)
-
-
-def _duration(seconds: float) -> str:
-    unit, scale = _unit(seconds)
-    value = seconds * scale
-    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

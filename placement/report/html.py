@@ -219,29 +219,21 @@ def _workload(
     problem, plan = workload.problem, workload.plan
     rows = () if comparison is None else comparison.rows
     rows = tuple(r for r in rows if r.workload == workload.name)
+    if not rows and plan is not None:
+        rows = (_planned(plan, workload.name),)
     index = {name: i for i, d in enumerate(decisions) for name in d.planners}
     by_planner: dict[str, list[Row]] = {}
     for row in rows:
         by_planner.setdefault(row.planner, []).append(row)
-    planners = [_planner(name, mine, index) for name, mine in by_planner.items()]
-    if not rows and plan is not None:
-        planners = [_planned(workload, index)]
-    about: dict[str, Any] = dict.fromkeys(("objective", "num_ops", "num_devices", "bound"))
-    if rows:
-        about |= {name: getattr(rows[0], name) for name in about if name != "bound"}
-        about["bound"] = rows[0].bound_s
-    elif plan is not None:
-        about |= {"objective": plan.objective, "num_ops": plan.graph.num_ops}
-        about["num_devices"] = len(plan.cluster.devices)
-        about["bound"] = plan.lower_bound_s.get(plan.objective)
+    about = ("objective", "num_ops", "num_devices", "bound_s")
     return {
         "name": workload.name,
-        **about,
+        **{name: getattr(rows[0], name) if rows else None for name in about},
         "num_microbatches": _either(problem, plan, "num_microbatches"),
         "max_in_flight": _either(problem, plan, "max_in_flight"),
         "devices": _devices(workload, decisions),
         "best": _best(comparison, workload.name),
-        "planners": planners,
+        "planners": [_planner(name, mine, index) for name, mine in by_planner.items()],
         "decisions": [_decision(problem, d, batches) for d in decisions],
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),
@@ -281,34 +273,35 @@ def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str,
     }
 
 
-def _planned(workload: Workload, index: dict[str, int]) -> dict[str, Any]:
-    """The line of a plan without a comparison."""
-    plan = workload.plan
-    assert plan is not None
-    bound = plan.lower_bound_s.get(plan.objective)
-    said = plan.predicted
+def _planned(plan: Plan, workload: str) -> Row:
+    """A plan without a comparison as the row that it would be there."""
+    said, bound = plan.predicted, plan.lower_bound_s.get(plan.objective)
     what = "latency" if "latency" in plan.objective else "period"
-    line: dict[str, Any] = dict.fromkeys(_MEDIANS)
-    line |= {name: getattr(said, name) for name in ("value_s", "latency_s", "period_s", "energy_j")}
-    line |= {"single": False, "seeds": 1, "note": ""}
-    line |= {
-        "name": plan.planner.name,
-        "pareto": False,
-        "decision": index.get(plan.planner.name),
-        "gap": said.value_s / bound - 1 if bound else None,
-    }
+    facts: dict[str, Any] = {}
     if plan.fallback is not None:
         alone, mine = getattr(plan.fallback, f"{what}_s"), getattr(said, f"{what}_s")
-        line["speedup"] = alone / mine if mine else None
-    if plan.measured is not None:
-        for name in ("latency", "period"):
-            spread = getattr(plan.measured, f"{name}_s")
-            if spread is None:
-                continue
+        facts["speedup"] = alone / mine if mine else None
+    for name in ("latency", "period"):
+        spread: Any = getattr(plan.measured, f"{name}_s", None)
+        if spread is not None:
             predicted_s, measured_s = getattr(said, f"{name}_s"), spread.median_s
-            line |= {f"measured_{name}_s": measured_s, f"measured_{name}_iqr_s": spread.iqr_s}
-            line[f"{name}_error"] = predicted_s / measured_s - 1 if measured_s else None
-    return line
+            facts |= {f"measured_{name}_s": measured_s, f"measured_{name}_iqr_s": spread.iqr_s}
+            facts[f"{name}_error"] = predicted_s / measured_s - 1 if measured_s else None
+    return Row(
+        workload,
+        plan.planner.name,
+        None,
+        plan.objective,
+        plan.graph.num_ops,
+        len(plan.cluster.devices),
+        None,
+        feasible=True,
+        **{name: getattr(said, name) for name in ("value_s", "latency_s", "period_s", "energy_j")},
+        bound_s=bound,
+        gap=said.value_s / bound - 1 if bound else None,
+        plan_s=np.nan,  # not in the file
+        **facts,
+    )
 
 
 def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, Any]]:
@@ -495,11 +488,13 @@ def _provenance(run: RunFolder) -> list[dict[str, Any]]:
     for workload in run.workloads:
         facts: list[tuple[str, Any]] = []
         problem, plan = workload.problem, workload.plan
-        if problem is not None:
+        about: Any = problem or plan
+        if about is not None:
+            profile = problem.profile.provenance if problem else about.provenance.profile
             facts += [
-                ("graph", f"{problem.graph.name}, {problem.graph.fingerprint}"),
-                ("cluster", f"{problem.cluster.name}, {problem.cluster.fingerprint}"),
-                *((f"profile: {k}", _said(v)) for k, v in problem.profile.provenance.items()),
+                ("graph", f"{about.graph.name}, {about.graph.fingerprint}"),
+                ("cluster", f"{about.cluster.name}, {about.cluster.fingerprint}"),
+                *((f"profile: {k}", _said(v)) for k, v in profile.items()),
             ]
         if plan is not None:
             facts += [
@@ -508,12 +503,6 @@ def _provenance(run: RunFolder) -> list[dict[str, Any]]:
                 ("plan made", f"{plan.provenance.created}, version {plan.provenance.version}"),
                 ("commit", plan.provenance.git_commit or "unknown"),
             ]
-            if problem is None:
-                facts += [
-                    ("graph", f"{plan.graph.name}, {plan.graph.fingerprint}"),
-                    ("cluster", f"{plan.cluster.name}, {plan.cluster.fingerprint}"),
-                    *((f"profile: {k}", _said(v)) for k, v in plan.provenance.profile.items()),
-                ]
             if plan.measured is not None:
                 facts.append(("measured", f"{plan.measured.when} on {plan.measured.machine}"))
         if facts:

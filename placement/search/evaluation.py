@@ -480,6 +480,7 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     alike = np.array([hash(column.tobytes()) for column in columns])
     by_pair: list[NDArray[Any]] = [problem.link_blocking, problem.link_wake_s, problem.link_send_s]
     by_pair += [latency, problem.link_s_per_byte, problem.link_send_s_per_byte]
+    by_pair.append(problem.link_receive_s)
     if problem.profile.transfer_s is not None:
         by_pair.append(problem.profile.transfer_s)
     uses = np.bincount(problem.link_channel.ravel())

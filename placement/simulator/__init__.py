@@ -15,7 +15,9 @@
   producer are queued by tensor number, then by first consumer. A blocking link keeps the
   sender's worker busy until its transfer ends. Handing tensors over takes it ``send_s`` and
   ``send_s_per_byte`` each, and ``wake_s`` for each receiver that is idle (runs, sends and awaits
-  nothing at that moment) and so must be woken, from the end of the producer on.
+  nothing at that moment) and so must be woken, from the end of the producer on. Taking one in
+  makes the operator that reads it there take ``receive_s`` longer; of several the one with the
+  smallest number.
 * At equal times all ends come first, then admissions, then starts, each in device order.
 * At most ``max_in_flight`` micro-batches are between first operator and last; the next is
   admitted when one finishes. A given ``Schedule`` limits itself and all are admitted at 0.
@@ -23,11 +25,11 @@
   from there on.
 * Model inputs are present for every device that shares host memory (kind ``cpu``) at
   admission, and are sent to the others from the first CPU device.
-* Operators take ``compute_s + share * (loaded_s - compute_s)``. In a run of one micro-batch
-  ``share`` is the share of the other devices that run something when the operator begins (or
-  begin at the same moment). In a pipelined run it is how much of the time they are busy (their
-  mean load over the largest load, and a load the mean over the phases), and operators are
-  stretched alike so that all of a micro-batch together take ``batch_s`` longer.
+* Besides that operators take ``compute_s + share * (loaded_s - compute_s)``. In a run of one
+  micro-batch ``share`` is the share of the other devices that run something when the operator
+  begins (or begin at the same moment). In a pipelined run it is how much of the time they are
+  busy (their mean load over the largest load, and a load the mean over the phases), and
+  operators are stretched alike so that all of a micro-batch together take ``batch_s`` longer.
 * In training, what replicas have added up travels after the last operator to the device that
   makes the gradient in phase 0, from each device of other memory (those of kind ``cpu`` share
   one); when all is there, new values travel back. Of that the period has the ``M``-th part.
@@ -65,7 +67,8 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
     In a run of one these are the least: see ``beside``.
     """
     rows = np.arange(problem.num_ops)
-    alone = problem.compute_s[rows, placement]
+    compute_s = problem.compute_s[rows, placement]
+    alone = compute_s + receiving(problem, placement)
     if num_microbatches == 1:
         return alone
     phases = placement.size // problem.num_ops
@@ -75,10 +78,25 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
         return alone
     # One device has no neighbours.
     share = (load.sum() - load) / load.max() / max(problem.num_workers - 1, 1)
-    seconds = alone + share[worker] * (problem.loaded_s[rows, placement] - alone)
+    seconds = alone + share[worker] * (problem.loaded_s[rows, placement] - compute_s)
     whole = seconds.sum(axis=-1, keepdims=True)
     stretched: Floats = seconds * (1.0 + problem.profile.batch_s / np.where(whole > 0, whole, 1.0))
     return stretched
+
+
+def receiving(problem: Problem, placement: Placement) -> Floats:
+    """float64, as ``placement``: seconds more of operators that take in what other devices made."""
+    g, more = problem.graph, np.zeros(np.shape(placement))
+    made = g.tensor_src[g.use_tensor] >= 0
+    tensor, reader = g.use_tensor[made], g.use_dst[made]
+    if not problem.link_receive_s.any():
+        return more
+    for row, on in zip(np.atleast_2d(more), np.atleast_2d(placement), strict=True):
+        worker = problem.worker[on]
+        _, first = np.unique(np.stack([tensor, worker[reader]]), axis=1, return_index=True)
+        by, source = reader[first], worker[g.tensor_src[tensor[first]]]
+        np.add.at(row, by, problem.link_receive_s[source, worker[by]])
+    return more
 
 
 def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:

@@ -51,6 +51,7 @@ class Tables(Struct):
     link_wake_s: Array  # float64
     link_send_s: Array  # float64
     link_send_s_per_byte: Array  # float64
+    link_receive_s: Array  # float64 [D D], or [0]: nothing
     local_channel: int  # of pairs that share memory, which costs nothing; the last channel
     transfer_s: Array  # float64 [T (D + 1) D] where a profile states them, or [0]
     contention: bool
@@ -102,6 +103,7 @@ def tables(problem: Problem) -> Tables:
     sending = [problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte]
     wake_s, send_s, send_s_per_byte = with_inputs(np.stack(sending), 0.0)
     wake_s[d] = send_s[d] = send_s_per_byte[d] = 0.0
+    receive_s = problem.link_receive_s
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
     cached = Tables.of(
@@ -120,6 +122,7 @@ def tables(problem: Problem) -> Tables:
         link_wake_s=wake_s.ravel(),
         link_send_s=send_s.ravel(),
         link_send_s_per_byte=send_s_per_byte.ravel(),
+        link_receive_s=receive_s.ravel() if receive_s.any() else np.zeros(0),
         local_channel=problem.num_channels,
         transfer_s=matrix.ravel(),
         by_arrival=problem.ready_order == "arrival",
@@ -819,6 +822,21 @@ def run(t, s):
 
 
 @kernel
+def _receive(t, s, row):
+    """As ``simulator.receiving``, of a phase: adds to ``seconds``."""
+    num_devices, worker, placement = len(s.load), t.worker, s.placement
+    s.stamp[:] = -1
+    for op in range(len(t.priority)):
+        src = np.int64(worker[placement[row + op]])
+        for e in range(t.edge_ptr[op], t.edge_ptr[op + 1]):
+            at = row + t.edge_dst[e]
+            dst = np.int64(worker[placement[at]])
+            if s.stamp[dst] != t.edge_tensor[e]:
+                s.stamp[dst] = t.edge_tensor[e]
+                s.seconds[at] += t.link_receive_s[src * num_devices + dst]
+
+
+@kernel
 def durations(t, s):
     """As ``simulator.durations``: fills ``seconds``, and ``load`` per micro-batch.
 
@@ -833,6 +851,9 @@ def durations(t, s):
     for row in range(0, len(placement), n):
         for i in range(n):
             seconds[row + i] = compute_s[i, placement[row + i]]
+        if len(t.link_receive_s) > 0:
+            _receive(t, s, row)
+        for i in range(n):
             load[worker[placement[row + i]]] += seconds[row + i]
     total, most = 0.0, load[0] / num_phases
     for d in range(num_devices):
@@ -843,7 +864,7 @@ def durations(t, s):
         return most
     if s.num_batches == 1:
         for i in range(n):
-            slower = loaded_s[i, placement[i]] - seconds[i]
+            slower = loaded_s[i, placement[i]] - compute_s[i, placement[i]]
             s.beside_s[i] = slower / max(t.num_workers - 1, 1)
         return most
     if most == 0.0:
@@ -853,7 +874,7 @@ def durations(t, s):
         for i in range(row, row + n):
             d = placement[i]
             share = (total - load[worker[d]]) / most / max(t.num_workers - 1, 1)
-            seconds[i] += share * (loaded_s[i - row, d] - seconds[i])
+            seconds[i] += share * (loaded_s[i - row, d] - compute_s[i - row, d])
             whole += seconds[i]
         stretch = 1.0 + t.batch_s / whole if whole > 0.0 else 1.0
         for i in range(row, row + n):

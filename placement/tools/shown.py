@@ -12,8 +12,8 @@ from typing import Any
 
 MAX_ROWS = 40
 MAX_LANES = 16
-_COLUMNS = 720  # of a drawn timeline: its width in pixels
-_HUES = ("#3b78c4", "#d98c26", "#3d9b70", "#c8553d", "#6aa9cf", "#96659f", "#9aa83a", "#c9729b")
+IDLE = "·"
+Track = tuple[str, Any, Any, Any, float]
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.3);"
 
 
@@ -55,58 +55,50 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     )
 
 
-def lanes(title: str, tracks: Sequence[tuple[str, Any, Any, Any]], span_s: float) -> str:
-    """HTML with a drawing (SVG) of who was busy when; of ``MAX_LANES`` devices at most.
+def lanes(title: str, tracks: Sequence[Track], span_s: float) -> str:
+    """HTML with ``text_lanes``, of ``MAX_LANES`` devices at most."""
+    more = f", the first {MAX_LANES} of {len(tracks)} devices" if len(tracks) > MAX_LANES else ""
+    text = escape(text_lanes(tracks[:MAX_LANES], span_s, 120))
+    return f"<div><b>{escape(title)}</b>{more}</div><pre>{text}</pre>"
+
+
+def text_lanes(tracks: Sequence[Track], span_s: float, width: int = 80) -> str:
+    """One line per track: the last digit of the micro-batch that it works on, ``·`` while idle.
+
+    Each character is an equal slice of the span, and shows the micro-batch with the largest share
+    of it, if the track is busy for at least half of it.
 
     Args:
-        tracks: per device its name, and float64 ``[K]`` start and end of its slices in seconds
-            from 0, and the micro-batch of each, int ``[K]``; a device does one at a time.
-        span_s: where the time axis ends.
+        tracks: name, float64 ``[K]`` start and end of slices in seconds from 0, the micro-batch of
+            each, int ``[K]``, and the busy share of all.
     """
-    shown = tracks[:MAX_LANES]
-    height = 22 * len(shown) + 20
-    parts = []
-    for i, (name, start, end, batch) in enumerate(shown):
-        y = 22 * i + 4
-        parts.append(f'<text x="92" y="{y + 12}" text-anchor="end">{escape(name[:14])}</text>')
-        parts.append(
-            f'<rect x="100" y="{y}" width="{_COLUMNS}" height="16" fill="currentColor" '
-            'opacity=".08"/>'
-        )
-        for hue, path in _bars(start, end, batch, span_s, y).items():
-            parts.append(f'<path d="{path}" fill="{_HUES[hue]}"/>')
-    y = 22 * len(shown) + 14
-    parts.append(f'<text x="100" y="{y}">0</text>')
-    right = 100 + _COLUMNS
-    parts.append(f'<text x="{right}" y="{y}" text-anchor="end">{seconds(span_s)}</text>')
-    more = f", the first {MAX_LANES} of {len(tracks)} devices" if len(tracks) > MAX_LANES else ""
-    return (
-        f'<div style="overflow-x:auto;margin:4px 0 10px"><div><b>{escape(title)}</b>{more}</div>'
-        f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {right + 4} {height}" '
-        f'width="{right + 4}" height="{height}" style="max-width:100%" fill="currentColor" '
-        f'font-size="11" font-family="sans-serif">{"".join(parts)}</svg></div>'
-    )
-
-
-def _bars(start: Any, end: Any, batch: Any, span_s: float, y: int) -> dict[int, str]:
-    """Colour -> path of the bars of one lane: at most one bar per column of the drawing."""
     import numpy as np
 
-    if len(start) == 0 or span_s <= 0:
-        return {}
-    order = np.argsort(start, kind="stable")
-    start, end, batch = start[order], end[order], batch[order]
-    middle = (np.arange(_COLUMNS) + 0.5) * (span_s / _COLUMNS)
-    at = np.searchsorted(start, middle, side="right") - 1
-    busy = (at >= 0) & (end[at] > middle)
-    hue = np.where(busy, batch[at] % len(_HUES), -1)
-    edges = np.flatnonzero(np.diff(hue, prepend=-2, append=-2))
-    paths: dict[int, str] = {}
-    for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        if hue[a] >= 0:
-            bar = f"M{100 + a} {y}h{b - a}v16h-{b - a}z"
-            paths[int(hue[a])] = paths.get(int(hue[a]), "") + bar
-    return paths
+    margin = max(len(name[:16]) for name, *_ in tracks)
+    cells = max(8, width - margin - 9)  # " │" before, "│ 100 %" after
+    edges = np.linspace(0.0, span_s, cells + 1)
+    lines = []
+    for name, start, end, batch, share in tracks:
+        batch = np.append(batch, 0).astype(int)
+        took = [np.append(np.clip(edge - start, 0.0, end - start), 0.0) for edge in edges]
+        busy = np.diff([np.bincount(batch, x) for x in took], axis=0).T
+        top, full = busy.argmax(axis=0), busy.sum(axis=0) >= 0.5 * np.diff(edges)
+        row = "".join(str(m % 10) if on else IDLE for m, on in zip(top, full, strict=True))
+        lines.append(f"{name[:16]:>{margin}} │{row}│{100 * share:4.0f} %")
+    lines.append(f"{'':>{margin}}  0{duration(span_s):>{cells - 1}}")
+    return "\n".join(lines)
+
+
+def unit(span_s: float) -> tuple[str, float]:
+    """The unit of a time axis, and how many a second has."""
+    return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)
+
+
+def duration(value_s: float) -> str:
+    """Seconds in the unit of such an axis."""
+    name, scale = unit(value_s)
+    value = value_s * scale
+    return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 
 
 def _cell(tag: str, text: str, column: int) -> str:

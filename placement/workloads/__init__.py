@@ -17,13 +17,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from placement.tools.named import meant
 
-# Synthetic problems, models of others, their graphs, and problems with known optima.
-_NO_MODELS = ("__init__", "synthetic", "zoo", "dataset", "suites")
+# Synthetic problems, models of others (two files), their graphs, and problems with known optima.
+_NO_MODELS = ("__init__", "synthetic", "zoo", "hugging_face", "dataset", "suites")
 
 
 class WorkloadError(ValueError):
@@ -36,7 +37,8 @@ def names() -> tuple[str, ...]:
 
 
 def load(spec: str, **options: Any) -> tuple[Any, Any]:
-    """Make the workload ``spec``: a shipped name or the user's own ``package.module:function``.
+    """Make the workload ``spec``: a shipped name, the user's own ``package.module:function``, or a
+    folder that ``save_pretrained`` of transformers wrote.
 
     Args:
         options: arguments of the workload's function, e.g. ``batch=8``.
@@ -56,8 +58,8 @@ def load_training(spec: str, **options: Any) -> tuple[Any, Any, Any]:
     """As ``load``, for ``capture(module, example, mode="training", loss=loss)``.
 
     The user's own function gives ``(module, (inputs, target), loss)``, or ``(module, inputs)`` if
-    the module returns its loss; ``loss`` is then None. The shipped workloads know no task: their
-    loss is the mean of their outputs, a stand-in with the same work.
+    the module returns its loss; ``loss`` is then None. Shipped workloads and folders know no task:
+    their loss is the mean of their outputs, a stand-in with the same work.
 
     Returns:
         ``(module, example, loss)``.
@@ -119,13 +121,16 @@ def _function(spec: str) -> Any:
         home, _, function_name = spec.partition(":")
     else:
         families = family_of()
+        if spec not in families and os.path.isdir(spec):
+            return partial(_function(f"{__name__}.hugging_face:pretrained"), spec)
         if spec not in families:
             stem = spec.removesuffix(".py")
             here = f"; {stem}.py is here: name a function of it, {stem}:function;"
             near = here if os.path.isfile(f"{stem}.py") else meant(spec, families) or ";"
             raise WorkloadError(
                 f"unknown workload {spec[:80]!r}{near} choose one of "
-                f"{', '.join(sorted(families))}, or give your own as package.module:function"
+                f"{', '.join(sorted(families))}, or give your own as package.module:function, or a "
+                "folder that save_pretrained of transformers wrote"
             )
         home, function_name = f"{__name__}.{families[spec]}", spec
     try:

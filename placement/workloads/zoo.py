@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from placement.workloads import WorkloadError, import_transformers, seeded
+from placement.workloads.hugging_face import example_inputs
 
 Kind = Literal["cnn", "vit", "encoder", "decoder", "encoder-decoder", "audio", "moe"]
 Size = tuple[int, int]  # batch, and tokens, pixels of a side, or samples of sound
@@ -58,8 +59,6 @@ class Model:
         name: of its class: ``Bert`` for ``BertModel`` and ``BertConfig``.
         config: what differs from the defaults of ``kind``.
         model, settings: names of the two classes where they are others.
-        inputs: ``tokens``, ``image``, ``sound``, ``pair`` (tokens for encoder and decoder), or
-            ``mel`` (a spectrogram of so many frames).
         sizes: of the inputs in the data set.
     """
 
@@ -68,7 +67,6 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
     model: str = ""
     settings: str = ""
-    inputs: Literal["tokens", "image", "sound", "pair", "mel"] = "tokens"
     sizes: tuple[Size, Size] = ((1, 64), (2, 128))
 
 
@@ -81,14 +79,14 @@ def _kind(kind: Kind, common: dict[str, Any], **usual: Any) -> Callable[..., Mod
     return model
 
 
-_IMAGES: dict[str, Any] = {"inputs": "image", "sizes": ((1, 96), (2, 160))}
+_IMAGES: dict[str, Any] = {"sizes": ((1, 96), (2, 160))}
 _cnn = _kind("cnn", {}, **_IMAGES)
 _vit = _kind("vit", PATCHES, **_IMAGES)
 _pyramid = _kind("vit", {}, **_IMAGES)  # a vision transformer whose stages differ
 _encoder = _kind("encoder", TEXT)
 _decoder = _kind("decoder", TEXT)
-_both = _kind("encoder-decoder", PAIR, inputs="pair")
-_audio = _kind("audio", SOUND, inputs="sound", sizes=((1, 8000), (2, 16000)))
+_both = _kind("encoder-decoder", PAIR)
+_audio = _kind("audio", SOUND, sizes=((1, 8000), (2, 16000)))
 _moe = _kind("moe", TEXT | EXPERTS)
 
 
@@ -212,12 +210,9 @@ MODELS: tuple[Model, ...] = (
         },
         model="models.whisper.modeling_whisper.WhisperEncoder",
         settings="WhisperConfig",
-        inputs="mel",
         sizes=((1, 200), (2, 200)),
     ),
-    _audio(
-        "AST", {"num_mel_bins": 64, "max_length": 128}, inputs="mel", sizes=((1, 128), (2, 128))
-    ),
+    _audio("AST", {"num_mel_bins": 64, "max_length": 128}, sizes=((1, 128), (2, 128))),
     *map(_moe, _MOES),
     _moe("Qwen2Moe", {"shared_expert_intermediate_size": 512}),
     _moe("DeepseekV2", LATENT),
@@ -226,7 +221,7 @@ MODELS: tuple[Model, ...] = (
     _moe("Glm4Moe", {"n_group": 1, "topk_group": 1}),
     _moe("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}),
     _moe("Jamba", {"use_mamba_kernels": False}, sizes=((1, 16), (2, 32))),
-    Model("moe", "NllbMoe", PAIR | {"num_experts": 4}, inputs="pair"),
+    Model("moe", "NllbMoe", PAIR | {"num_experts": 4}),
 )
 
 
@@ -248,9 +243,10 @@ def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
     settings = _class(transformers, kind.settings or f"{kind.name}Config")
     module = _class(transformers, kind.model or f"{kind.name}Model")
     with seeded():
-        options = {"image_size": size} if kind.inputs == "image" else {}
+        options = {"image_size": size} if kind.kind in ("cnn", "vit") else {}
         config = settings(**options | kind.config | {"use_cache": False, "return_dict": True})
-        return module(config).eval(), _inputs(kind, config, batch, size)
+        made = module(config).eval()
+        return made, example_inputs(made, batch, size)
 
 
 def _class(transformers: Any, path: str) -> Any:
@@ -260,21 +256,3 @@ def _class(transformers: Any, path: str) -> Any:
         if place is None:
             raise WorkloadError(f"transformers {transformers.__version__} has no {path}")
     return place
-
-
-def _inputs(model: Model, config: Any, batch: int, size: int) -> Any:
-    import torch
-
-    if model.inputs == "image":
-        return {"pixel_values": torch.randn(batch, 3, size, size)}
-    if model.inputs == "sound":
-        return {"input_values": torch.randn(batch, size)}
-    if model.inputs == "mel":
-        shape = (batch, config.num_mel_bins, size)
-        if model.name == "AST":
-            return {"input_values": torch.randn(batch, size, config.num_mel_bins)}
-        return {"input_features": torch.randn(shape)}
-    tokens = torch.randint(3, 1000, (batch, size))
-    if model.inputs == "tokens":
-        return {"input_ids": tokens}
-    return {"input_ids": tokens, "decoder_input_ids": tokens.clone()}

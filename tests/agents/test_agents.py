@@ -102,7 +102,6 @@ def test_features_by_hand() -> None:
     problem = chain([[1, 2], [4, 2], [1, 2]], group=[0, 1, 0])
     f = features(problem, np.array([0, 1, 0], np.int32))
     assert f.edges.tolist() == [[0, 1], [1, 0]]
-    assert f.warm.tolist() == [0, 1]
     named = dict(zip(PAIR_FEATURES, f.pair.transpose(2, 0, 1), strict=True))
     assert named["1 if the warm start puts it here"].tolist() == [[1, 0], [0, 1]]
     here = named["log seconds here over the fastest device"]

@@ -402,6 +402,10 @@ def test_functions_and_configurations_of_ones_own(
     for twice in ("old:build,new:build", "build,old:build"):
         with pytest.raises(AppError, match=r"two workloads are called 'build'.*'\+workload.NAME="):
             with_lists([f"workload=[{twice}]"])
+    (tmp_path / "hf" / "Llama-3.2").mkdir(parents=True)  # of save_pretrained
+    folder = str(tmp_path / "hf" / "Llama-3.2")
+    moved = with_lists([f"workload=[{folder}]"])
+    assert moved[1].startswith("+workload.Llama_3_2={_target_") and f'"{folder}"' in moved[1]
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["planner=heft", "hydra.run.dir=out", *PREDICT[2:]]

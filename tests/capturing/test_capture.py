@@ -393,6 +393,14 @@ def test_autocast_and_gradient_regions_become_plain_operators(region):
     assert {"linear", "add"} < set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
+def test_autocast_around_a_capture_is_refused():
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(CaptureError, match="in the module's"),
+    ):
+        capture(nn.Linear(4, 4), X)
+
+
 def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
     """What is wrong is found by calling the module itself, in training mode too."""
 
@@ -865,6 +873,19 @@ def test_a_kept_tensor_that_is_replaced_before_it_is_read_is_no_state():
     module.kept = {"last": (last := torch.ones(2, 4))}
     capture(module, X)
     assert module.kept["last"] is last
+
+
+def test_transformers_of_torch_take_masks_whose_values_nobody_knows():
+    module = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    causal = module.generate_square_subsequent_mask(5)
+    padding = torch.tensor([[False] * 6 + [True], [False] * 7])
+    masks = {"tgt_mask": causal, "src_mask": torch.eye(7) > 0, "src_key_padding_mask": padding}
+    x = torch.randn(2, 7, 8), torch.randn(2, 5, 8)
+    program = capture(module, (x, masks)).program
+    other = masks | {"tgt_mask": causal.flip(0), "src_mask": torch.zeros(7, 7) > 0}  # not constants
+    (got,) = run_program(program, program.flatten_inputs(x, other))
+    with torch.no_grad():
+        torch.testing.assert_close(got, module(*x, **other), equal_nan=True)
 
 
 def test_a_key_value_cache_says_how_to_switch_it_off():

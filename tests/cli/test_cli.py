@@ -204,7 +204,7 @@ def test_plan_of_a_problem_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     checked = answer(capsys, "validate", out)
     assert checked["valid"] is True and "made from a problem file" in checked["notes"][0]
     assert "exists in the simulator only" in checked["notes"][1]
-    assert "there is no model to run" in error(capsys, "run", out)
+    assert "there is no model, unless you name" in error(capsys, "run", out)
     assert "--profile is for workloads" in error(
         capsys, "plan", file, "--planner", "heft", "--profile", "x.npz"
     )
@@ -453,7 +453,7 @@ def test_code_that_a_plan_names_is_not_run(
     graph = json.loads(plan_path.read_text())["graph"] | {"workload": "hostile:make"}
     path = changed(plan_path, tmp_path / "plan.json", graph=graph)
     (note,) = answer(capsys, "validate", path)["notes"]
-    assert note == "not checked against its model; name it: --model hostile:make"
+    assert note.endswith("of a model of yours: name it with --model hostile:make")
     assert "--model hostile:make" in error(capsys, "run", path)
     assert not (tmp_path / "was_run").exists()
 

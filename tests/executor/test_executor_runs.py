@@ -424,7 +424,9 @@ class Several(nn.Module):
         z = nn.functional.interpolate(z.reshape(1, 1, 4, 4), scale_factor=2.0)
         z = nn.functional.conv2d(z, z[:, :, :3, :3], padding="valid")
         z = nn.functional.pad(nn.functional.avg_pool2d(z, 2), (1, 0))
-        return top, at, torch.einsum("abij,abij->ij", z, z), nn.functional.softmax(z, -1).sum(-1)
+        loss = nn.functional.cross_entropy(z, z.argmax(1)) + nn.functional.mse_loss(z, z + 1)
+        product = torch.einsum("abij,abij->ij", z, z)
+        return top, at, product, nn.functional.softmax(z, -1).sum(-1), loss
 
 
 def test_an_operator_has_pytorchs_own_function_which_does_the_same():

@@ -511,6 +511,22 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
             gc.enable()
 
 
+def test_runners_of_one_module_for_other_shapes_have_the_same_copies_of_parameters():
+    module, x = two_layers()
+    inputs = x, torch.cat([x, x])
+    graphs = [capture(module.eval(), y) for y in inputs]
+    with emulated_gpu.emulated() as gpu, ExitStack() as stack:
+        runners = [stack.enter_context(Runner(g, BOTH, all_on(g, 1))) for g in graphs]
+        for written in (False, True):
+            for runner, y in zip(runners, inputs, strict=True):
+                torch.testing.assert_close(runner(y), module(y))
+            first, second = (runner.loaded for runner in runners)
+            assert all(first[key] is second[key] for key in first)
+            assert gpu.copies["pageable"] == 4 + 2 * written  # each asks by itself
+            with torch.no_grad():
+                module[0].weight.mul_(2.0)
+
+
 @pytest.mark.parametrize(
     ("layer", "form"),
     [
@@ -1135,6 +1151,9 @@ def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
         list(runner.stream([x] * 2))
         pinned = [torch.ones(4, pin_memory=True)]
         compute = runner.workers[1].backend._gpu.compute
+        ordinary = gpu.pools[0, 0]
+        while len(ordinary) < 32 or ordinary[0] is not compute:  # it would be had once more
+            torch.cuda.Stream()
         with torch.cuda.stream(compute):
             pinned[0].to("cuda:0", non_blocking=True)
         compute.synchronize()
@@ -1146,6 +1165,58 @@ def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
         assert not pinned and gpu.num_replays and not runner.not_graphed
     with torch.no_grad():
         torch.testing.assert_close(outputs, [module(x)] * 4)
+
+
+def test_graphs_of_two_runners_share_no_workspace_of_cublas():
+    """Both are captured by this thread, on the same stream, and run beside each other."""
+    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, ExitStack() as stack:
+        mine, other = (
+            stack.enter_context(graphed(graph, BOTH, all_on(graph, 1))) for _ in range(2)
+        )
+        for runner in (mine, other):
+            for _ in range(4):
+                runner(x)
+        assert gpu.num_replays == 2 and gpu.num_races == 0
+        gpu.kernel_s = 5e-3
+        results = mine.stream([x] * 4)
+        found = [next(results), other(x), *results]
+        assert gpu.num_replays == 7 and gpu.num_races == 0
+    with torch.no_grad():
+        torch.testing.assert_close(found, [module(x)] * 5)
+
+
+def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_too_early(
+    monkeypatch,
+):
+    """PyTorch forgets streams that are said to use a tensor while any thread captures."""
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # results are copied on another stream
+    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
+    graph, captures, goes_on = capture(module, x), threading.Event(), threading.Event()
+    end = emulated_gpu.CUDAGraph.capture_end
+
+    def ends(self):
+        captures.set()
+        goes_on.wait(1)
+        end(self)
+
+    with emulated_gpu.emulated(copy_s=5e-3) as gpu, ExitStack() as stack:
+        first = stack.enter_context(graphed(graph, BOTH, all_on(graph, 1)))
+        other = stack.enter_context(Runner(graph, BOTH, all_on(graph, 1)))
+        list(first.stream([x] * 2))
+        list(other.stream([x] * 2))
+        monkeypatch.setattr(emulated_gpu.CUDAGraph, "capture_end", ends)
+        capturing = threading.Thread(target=lambda: [list(first.stream([x] * 2)) for _ in range(2)])
+        capturing.start()
+        assert captures.wait(30)
+        streaming = threading.Thread(target=lambda: list(other.stream([x] * 4)))
+        streaming.start()
+        streaming.join(0.3)
+        goes_on.set()
+        for thread in (capturing, streaming):
+            thread.join()
+        assert gpu.num_races == 0
 
 
 def test_a_run_of_views_is_no_graph():
@@ -1221,8 +1292,11 @@ def sent(monkeypatch):
     return senders
 
 
+@pytest.mark.parametrize("small", [0, 2**16])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_call_of_one_gpu_is_launched_by_the_calling_thread(graphs, sent, monkeypatch):
+def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent, monkeypatch):
+    """Other threads only copy what a stream has that is long."""
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
     module = Layers().eval()
     items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
     graph = capture(module, items[0])
@@ -1241,11 +1315,15 @@ def test_a_call_of_one_gpu_is_launched_by_the_calling_thread(graphs, sent, monke
                 with torch.autocast("cuda"):  # is the caller's, not the model's
                     found = runner(*item)
                 torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
-            assert threads == {threading.get_ident()} and not sent
+            me = threading.current_thread()
+            assert threads == {me.ident} and {*sent} == {me.name}
             assert not any(x.is_inference() or x.is_pinned() for x in found)
-            for item, found in zip(items, runner.stream(items), strict=True):
+            taken = []
+            stream = runner.stream_tensors(taken.append(x) or x for x in items)
+            for n, (item, found) in enumerate(zip(items, stream, strict=True)):
+                assert len(taken) == min(n + runner.max_in_flight, len(items))
                 torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
-            assert sent
+            assert (threads == {me.ident} and {*sent} == {me.name}) == bool(small)
             torch.testing.assert_close(runner(*items[0]), module(*items[0]), rtol=1e-5, atol=1e-5)
         assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
 
@@ -1261,7 +1339,7 @@ def order(monkeypatch):
 
     note(emulated_gpu, "_launch", "work")
     note(emulated_gpu.CUDAGraph, "replay", "work")
-    note(weights_module, "refresh", "ask")
+    note(weights_module.Copies, "refresh", "ask")
     return order
 
 
@@ -1380,6 +1458,21 @@ def test_calls_and_streams_take_turns_in_the_phases_of_a_placement():
         assert runner.next_batch == 9
     for item, one in zip(items, found, strict=True):
         torch.testing.assert_close(one, module(*item))
+
+
+def test_a_loaders_error_comes_after_the_results_before_it():
+    module, inputs = load("tiny_branches")
+    graph, found = capture(module, inputs), []
+
+    def items():
+        yield from [inputs] * 3
+        raise ArithmeticError("no more")
+
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        with pytest.raises(ArithmeticError, match="no more") as raised:
+            found.extend(runner.stream(items()))
+        assert raised.value.__notes__ == ["raised for micro-batch 3 of the stream"]
+        torch.testing.assert_close([*found, runner(*inputs)], [module(*inputs)] * 4)
 
 
 def test_an_error_of_a_call_names_its_operator_and_the_next_call_works():

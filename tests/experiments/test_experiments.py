@@ -296,9 +296,9 @@ SMALL = {
     "training": "resnet_tiny --steps 1 --rounds 1 --microbatches 2 --seconds 0.2 "
     "--planner contiguous_dp",
     "peers": "pipelining --tiny --rounds 1 --micro-batches 2 --repeats 1",
-    "input_pipeline": "--rounds 1 --count 4 --width 64",
     "fidelity": "tiny_cnn --placements 9 --rounds 1 --minutes 0 --repeats 1",
-    "measured": "tiny_cnn --quick",
+    "measured": "tiny_cnn --measurements 12 --random 20 --seeds 2 --rounds 3 --evaluations 64 "
+    "--repeats 1 --microbatches 4",
     "scale": "devices --devices 2 9 --operators 100 --seconds 0.2",
     "homes": "--clusters 2 --planners by_memory layer_dp",
 }
@@ -310,7 +310,6 @@ SAYS = {
     "pipelining": r"\| tiny_mlp \| 6 \| .* ms \| .*x \| (?s:.*)tiny_mlp:0.6 \| 6 \| – \| – \|",
     "training": r"\| resnet_tiny \| \d+ \| .* \| 1 \| [01]\.\de[+-]0\d \| (?s:.*)\| searched \|",
     "peers": r"\| tiny \| 30 \| .* ms \| .*x \(",
-    "input_pipeline": r"\| 1 \| Python, in a process \| 200 % \| .* \| – \| – \|",
     "fidelity": r"\| tiny_cnn \| 9 \| 1 \|(?s:.*)without slowing down of busy neighbours",
     "measured": r"\| tiny_cnn \| measured_search \| 12 \| \d\.\d+ \(\d",
     "scale": r"\| policy \(one shot\) \| [\d.]+ s, (?s:.*)\| replicated \| 100 \| 9 \|",
@@ -324,8 +323,6 @@ def test_a_small_run(
     name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
-    monkeypatch.setattr("experiments.input_pipeline.SHARES", (2.0,))
-    monkeypatch.setattr("experiments.input_pipeline.KINDS", ("Python", "Python, in a process"))
     cut = dict.fromkeys(("best cut", "best found"), "contiguous_dp")
     monkeypatch.setattr("experiments.pipelining.PLANNED", pipelining.PLANNED | cut)
     monkeypatch.setattr("experiments.pipelining.ROUND_S", 0.0)
@@ -414,7 +411,7 @@ def test_regret_and_rank_correlation() -> None:
 
     searches = {"measured": [2, 2.0], "roofline": [3, 3.0], "polynomial": [2, 2.2]}
     searches["trees"] = [2, 1.9]
-    measured = {f"search, {k}": v for k, v in searches.items()} | {"static": [4, 4.0]}
+    measured = {f"search, {k}": v for k, v in searches.items()} | {"random 0": [4, 4.0]}
     backwards = {name: [1 / x, 1 / y] for name, (x, y) in measured.items()}
     plan = {
         "model": "m",
@@ -422,27 +419,23 @@ def test_regret_and_rank_correlation() -> None:
         "simulated": {"measured": measured, "roofline": backwards, "polynomial": measured,
                       "trees": measured},
         "ranks": {"measured": 1.0, "roofline": 0.5, "polynomial": 0.9, "trees": 0.8},
-        "seconds": {"static": 0.5, "measuring and searching": 60.0},
     }  # fmt: skip
     rows = {line.split("|")[1].strip(): line for line in prediction.placed([plan]).splitlines()[2:]}
     assert "| 0.0 | 0.0 | 1.000 | 1.000 | 0.0 | 0.0 |" in rows["measured"]
     assert "| 0.500 | -1.000 | 50.0 | 50.0 |" in rows["roofline"]
     assert "| 0.900 | 1.000 | 10.0 | 10.0 |" in rows["polynomial"]
     assert "| -5.0 | -5.0 |" in rows["trees"]
-    assert "| m | 0.500 | 60.0 | 120x | 100.0 |" in prediction.strategies([plan])
 
 
 def test_ours_against_random_on_a_machine_unlike_the_simulator(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from experiments import measured
     from tests.runtimes import Biased, layered, noise, with_errors
 
     problem = layered(24, seed=5)
     hidden = with_errors(problem, 0.3, seed=5)
-    budget = replace(measured.QUICK, measurements=40, random=100, seeds=2, evaluations=256)
+    budget = study.Options(measurements=40, random=100, seeds=2, rounds=3, evaluations=256)
     runtime = Biased(hidden, noise(0.01, 0.05, 0))
-    rows, summaries, _ = measured.compete("it", problem, runtime, tmp_path, budget)
+    rows, summaries = measured.compete("it", problem, runtime, tmp_path, budget)
     by_way = {s.way: s for s in summaries}
     assert by_way[measured.OURS].against_random[0] > 1.0
     assert by_way[measured.OURS].gain[0] > 1.5  # of two devices
@@ -671,11 +664,24 @@ def test_scale_survives_planners_that_do_not(
 
 @needs_two_cores
 @pytest.mark.usefixtures("quick_profiles")
-def test_the_demo_goes_the_whole_way(tmp_path: Path) -> None:
-    from experiments import demo
-    from placement.plan import load_plan
+def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands of the Makefile, of a small model and with a small budget."""
+    import agents.compare
+    from placement.__main__ import main
 
-    words = ["--workload", "tiny_mlp", "--seconds", "0.3", "--rounds", "1"]
-    demo.main([*words, "--out", str(tmp_path)])
-    assert load_plan(tmp_path / "plan.json").graph.workload == "tiny_mlp"
-    assert (tmp_path / "gantt-heft.png").is_file() and (tmp_path / "compare.md").is_file()
+    makefile = (study.ROOT / "Makefile").read_text().replace("\\\n", " ")
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    small = {"runs/demo": str(tmp_path), "resnet50": "tiny_mlp", "seconds=20": "seconds=0.3"}
+    text = recipe[1].replace("rounds=3 repeats=8", "rounds=1 repeats=1")
+    for old, new in small.items():
+        text = text.replace(old, new)
+    compare, *others = map(shlex.split, text.splitlines())
+    assert agents.compare.main(compare[1:]) == 0
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "tiny_mlp/gantt.png").is_file()
+    planners = {r["planner"] for r in rows_of(tmp_path / "compare.csv")}
+    assert {"heft", "policy", "trained"} <= planners
+    for words in others:
+        assert main(words[1:]) == 0
+    assert "dist" in (tmp_path / "pipeline.py").read_text()
+    assert "tiny_mlp" in capsys.readouterr().out

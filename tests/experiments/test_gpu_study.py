@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import gpu
+from experiments import gpu, gpu_goals
 from experiments.study import ROOT
-from tests import emulated_gpu
 
 # What the emulated device, or this machine, cannot do; and it frees late where the machine is busy.
 EXCUSED = ("nvidia-smi", "half of the activations")
@@ -59,28 +58,22 @@ def test_every_section_runs_to_its_end(tmp_path: Path) -> None:
 
 def options(out: Path) -> argparse.Namespace:
     return argparse.Namespace(
-        out=out, work=out, sections=[], models=[], emulated=True, began=time.perf_counter()
+        out=out, work=out, sections=[], emulated=True, began=time.perf_counter()
     )
 
 
 def test_a_section_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
     """Processes that end well, with an error, by a signal, and not at all."""
 
-    def forked(work: Any) -> int:
-        if pid := os.fork():
-            return pid
-        os.setpgid(0, 0)
-        try:
-            work()
-        finally:
-            os._exit(3)
-
-    running = {
-        forked(lambda: os._exit(0)): "facts",
-        forked(lambda: None): "micro",
-        forked(lambda: os.kill(os.getpid(), 9)): "correct",
-        forked(lambda: time.sleep(60)): "train",
+    works: dict[str, Any] = {
+        "facts": lambda: None,
+        "micro": lambda: os._exit(3),
+        "correct": lambda: os.kill(os.getpid(), 9),
+        "train": lambda: time.sleep(60),
     }
+    running = {name: gpu.FORK.Process(target=work) for name, work in works.items()}
+    for process in running.values():
+        process.start()
     began = time.perf_counter()
     gpu.watched(running, began, 1.0, options(tmp_path))
     assert {r["section"]: r["status"] for r in rows(tmp_path)} == {
@@ -104,12 +97,12 @@ def test_an_item_that_fails_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     assert "unspecified launch failure" in wrong["failed"]
     assert right["value"] is None
     assert "unspecified launch failure" in (tmp_path / "traces.txt").read_text()
-    assert "| slow |" in gpu.table((tmp_path / "gpu.jsonl").read_text().splitlines())
+    assert "| slow |" in gpu_goals.table((tmp_path / "gpu.jsonl").read_text().splitlines())
 
 
 def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
     def line(what: str, *rows: dict[str, Any]) -> str:
-        return next(x for x in gpu.goals(rows).splitlines() if x.startswith(f"| {what} |"))
+        return next(x for x in gpu_goals.goals(rows).splitlines() if x.startswith(f"| {what} |"))
 
     def row(section: str, item: str, **facts: Any) -> dict[str, Any]:
         return {"section": section, "item": item, **facts}
@@ -142,11 +135,11 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
         row("facts", "versions", torch="2.11.0+cu130"),
         row("facts", "run", began="2026-11-27T03:52+00:00", at=301.2),
     )
-    assert gpu.goals(facts).splitlines()[0] == (
+    assert gpu_goals.goals(facts).splitlines()[0] == (
         "Run of 2026-11-27T03:52+00:00, 301 s: NVIDIA H200 beside 14 cores of Xeon, driver "
         "580.159.04, torch 2.11.0+cu130."
     )
-    assert "unknown" in gpu.goals([])
+    assert "unknown" in gpu_goals.goals([])
 
 
 def test_an_item_within_another_leaves_it_its_time(tmp_path: Path) -> None:
@@ -209,18 +202,6 @@ def test_capturing_in_the_first_process_asks_cuda_for_nothing(
     assert models == {"bert_tiny": False}
 
 
-def test_kernels_that_are_compiled_meanwhile_are_a_row(tmp_path: Path) -> None:
-    import numba
-
-    bench = gpu.Bench(tmp_path, tmp_path, "plans", True)
-    with gpu.told_of_compiling(bench):
-        pass
-    with gpu.told_of_compiling(bench):
-        numba.njit(lambda x: x + 1)(2)
-    (row,) = rows(tmp_path)
-    assert row["kernels"] == 1 and row["seconds"] > 0
-
-
 def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
     bench, called = gpu.Bench(tmp_path, tmp_path, "plans", True), []
 
@@ -234,7 +215,7 @@ def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
     a, b = [3.0, 1.0, 2.0], [5.0, 4.0, 9.0]
     ways = {"a": lambda: way("a", a), "bad": fails, "b": lambda: way("b", b)}
     found = gpu.in_turns(bench, "m", ways, 3)
-    assert found == {"a": 2.0, "b": 5.0} and called == ["a", "b"] * 3
+    assert found == {"a": 2.0, "b": 5.0} and called == ["a", "b", "b", "a", "a", "b"]
     (row,) = rows(tmp_path)
     assert row["item"] == "m, bad" and "no kernel" in row["failed"]
 
@@ -270,37 +251,6 @@ def test_predictions_are_compared_at_the_speed_that_devices_have_beside_the_plac
     assert facts["latency_floor"] == pytest.approx(np.log(2)) and facts["latency_rank"] > 0.999
     once = gpu.agreement(plain, took[:8], took[:8])
     assert once["latency_error"] == 0.0 and np.isnan(once["latency_floor"])
-
-
-def test_watts_are_added_up_where_joules_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated_gpu.emulated():
-        monkeypatch.setitem(sys.modules, "pynvml", emulated_gpu.nvml(1, tells_energy=False))
-        meter = gpu.gpu_meter()
-        assert meter is not None and meter.name == "watts, added up"
-        before, began = meter.read_j(), time.perf_counter()
-        while (joules := meter.since_j(before)) == 0 and time.perf_counter() - began < 30:
-            time.sleep(0.02)
-        assert 0 < joules <= 100 * (time.perf_counter() - began + 0.2)
-
-
-def test_a_process_that_cannot_use_the_gpu_after_a_fork_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def began(path: str, words: list[str]) -> None:
-        (tmp_path / "began").write_text(" ".join(words[1:]))
-
-    monkeypatch.setattr(gpu, "why_no_cuda", lambda: "RuntimeError: in a fork")
-    monkeypatch.setattr(gpu, "section", lambda *_, **__: None)
-    monkeypatch.setattr(os, "execv", began)
-    given = options(tmp_path)
-    given.emulated, given.began, given.models = False, 5.0, ["resnet50"]
-    pid = gpu.forked("correct_2", 20, given, part=(1, 3), models={})
-    assert os.waitpid(pid, 0)[1] == 0
-    assert (tmp_path / "began").read_text() == (
-        f"-m experiments.gpu --one correct_2 --limit 20 --out {tmp_path} --work {tmp_path} "
-        "--began 5.0 --part 1 3 --models resnet50"
-    )
-    assert rows(tmp_path)[0]["status"] == "begun anew: RuntimeError: in a fork"
 
 
 def test_all_sections_take_less_than_eight_minutes(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_the_table_has_the_medians_of_the_csv_file(run_dir: Path, data: dict[str
             assert line["seeds"] == len(of)
             for column in ("period_s", "measured_period_s", "speedup", "period_error", "gap"):
                 assert line[column] == np.median([getattr(r, column) for r in of]), column
-    assert data["workloads"][0]["bound"] == rows[0].bound_s
+    assert data["workloads"][0]["bound_s"] == rows[0].bound_s
 
 
 def test_what_holds_overall_is_what_the_comparison_says(

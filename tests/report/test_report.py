@@ -94,15 +94,6 @@ def test_text_gantt_keeps_its_width(
     assert len({len(line) for line in lines.splitlines()[:-1]}) == 1
 
 
-def test_busy_seconds_of_the_text_are_those_of_the_timeline() -> None:
-    timeline = random_timeline(1, 30, 4, 3)
-    edges = np.linspace(0, timeline.makespan_s, 41) + timeline.begin_s
-    for d in range(3):
-        ops = np.flatnonzero(timeline.placement == d)
-        busy = gantt._busy_per_slice(timeline.start_s[:, ops], timeline.end_s[:, ops], edges)
-        assert busy.shape == (4, 40) and busy.sum() == pytest.approx(timeline.busy_s[d])
-
-
 def test_merged_joins_small_gaps_and_keeps_large_ones() -> None:
     start, end = np.array([5.0, 0.0, 1.1, 1.2]), np.array([6.0, 1.0, 3.0, 1.3])
     assert merged(start, end, 0.2) == [(0.0, 3.0), (5.0, 6.0)]

@@ -42,7 +42,7 @@ def make(
     """``seconds [N][D]``; a tensor is (producer, bytes, consumers); every link is the same."""
     speed = 1 / link_s_per_byte if link_s_per_byte else np.inf
     link = {"latency_s": 0.0, "speed": speed, "blocking": False, "channel": None}
-    link |= {"wake_s": 0.0, "send_s": 0.0, "send_s_per_byte": 0.0}
+    link |= {"wake_s": 0.0, "send_s": 0.0, "send_s_per_byte": 0.0, "receive_s": 0.0}
     link |= {name: more.pop(name) for name in link if name in more}
     names = [chr(ord("A") + i) for i in range(len(seconds))]
     on = [{"c": "cpu", "g": "cuda"}[k] for k in kinds or "c" * len(seconds[0])]
@@ -165,6 +165,20 @@ def test_handing_tensors_over_keeps_the_sender_busy(run: Any) -> None:
     tensors = [(0, 0, [1]), (0, 4, [1, 2])]
     problem = make(seconds, tensors, send_s_per_byte=0.25, num_microbatches=1)
     assert run(problem, [0, 1, 2, 0, 1]).start_s.tolist() == [[0, 2, 1, 3, 0]]
+
+
+@SIMULATORS
+def test_taking_tensors_in_keeps_the_receiver_busy(run: Any) -> None:
+    # A makes two tensors: one for B and C on d1, one for C. Each is taken in once (r), also while
+    # nothing else is done there, and however long the way was.
+    # d0      A
+    # d1      .rBrC
+    tensors = [(0, 0, [1, 2]), (0, 0, [2])]
+    problem = make([[1, 1]] * 3, tensors, receive_s=1.0, num_microbatches=1)
+    assert run(problem, [0, 1, 1]).end_s.tolist() == [[1, 3, 5]]
+    assert run(problem, [0, 0, 0]).end_s.tolist() == [[1, 2, 3]]
+    # A receiver that has most to do sets the period: no transfer hides what it takes.
+    assert run(problem, [0, 1, 1], num_microbatches=4).period_s == 4
 
 
 @SIMULATORS
@@ -616,6 +630,7 @@ def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, se
             wake_s=2 * x.wake_s,
             send_s=2 * x.send_s,
             send_s_per_byte=2 * x.send_s_per_byte,
+            receive_s=2 * x.receive_s,
         )
         for x in old.links
     )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,3 +189,50 @@ def test_the_users_own_function(users_own):
 def test_a_users_function_that_is_no_workload(users_own, spec, message):
     with pytest.raises(WorkloadError, match=message):
         workloads.load(spec)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "shapes"),
+    [
+        ("GPT2LMHeadModel", {"n_embd": 12, "n_positions": 16}, [(1, 16)]),
+        (
+            "ViTModel",
+            {"hidden_size": 12, "intermediate_size": 8, "image_size": 32},
+            [(1, 3, 32, 32)],
+        ),
+        ("WhisperModel", {"d_model": 12, "max_source_positions": 10}, [(1, 80, 20), (1, 16)]),
+        ("T5Model", {"d_model": 8, "num_layers": 1}, [(1, 128)] * 2),
+        (
+            "HubertModel",
+            {"hidden_size": 16, "conv_dim": (8,) * 7, "num_attention_heads": 2},
+            [(1, 16000)],
+        ),
+    ],
+)
+def test_a_folder_of_transformers_is_a_workload(kind, config, shapes, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    made = getattr(transformers, kind)
+    module = made(made.config_class(**config))
+    module.save_pretrained(tmp_path / "my model")
+    monkeypatch.chdir(tmp_path)
+    loaded, inputs = workloads.load("my model")
+    assert type(loaded) is made and not loaded.training
+    for a, b in zip(loaded.parameters(), module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert [tuple(x.shape) for x in inputs.values()] == shapes
+    with torch.no_grad():
+        assert all(isinstance(x, torch.Tensor) for x in flat(loaded(**inputs)))  # and no cache
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
+    pytest.importorskip("transformers")
+    folder = str(tmp_path)
+    with pytest.raises(WorkloadError, match=r"holds no model.*config.json"):
+        workloads.load(folder)
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(WorkloadError, match="names no class of transformers: ''"):
+        workloads.load(folder)
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2Model"]}))
+    with pytest.raises(WorkloadError, match="safetensors"):
+        workloads.load(folder)

@@ -134,6 +134,13 @@ const on = (what, act, target = page) => target.addEventListener(what, act, { si
 function card(title, lead, ...children) {
   return el("div", { class: "card" }, title && el("h2", {}, title), lead && el("p", { class: "lead" }, lead), ...children);
 }
+// Text, or elements; the first column is names, the others are figures.
+function plainTable(header, rows) {
+  const cells = (tag, row, more) => row.map((cell, i) => el(tag, i ? more : { ...more, class: "name" }, cell));
+  return el("div", { class: "sideways", tabindex: 0, role: "group", "aria-label": header[0] }, el("table", {},
+    el("thead", {}, el("tr", {}, cells("th", header, { scope: "col" }))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, cells("td", row, {}))))));
+}
 function swatch(colour) {
   return el("span", { class: "swatch", style: { background: colour }, "aria-hidden": "true" });
 }

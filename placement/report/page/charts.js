@@ -91,7 +91,7 @@ function curvesChart(workload, unit) {
   function paint() {
     const shown = lines.filter((line) => !off.has(line.planner));
     const all = shown.flatMap((line) => line.points.map(([, v]) => v));
-    if (workload.bound && workload.bound > 0) all.push(workload.bound);
+    if (workload.bound_s && workload.bound_s > 0) all.push(workload.bound_s);
     const ends = shown.map((line) => line.end_s);
     const legend = el("div", { class: "legend" }, names.map((name, i) =>
       el("button", {
@@ -110,10 +110,10 @@ function curvesChart(workload, unit) {
       x: { low: SHORTEST, high: Math.max(10 * SHORTEST, ...ends) * 1.3, log: true, text: (v) => seconds(v), label: "time spent planning" },
       y: { low, high, log: false, text: (v) => seconds(v, unit), label: "" },
       draw(toX, toY, layer) {
-        if (workload.bound > 0) {
+        if (workload.bound_s > 0) {
           layer.append(
-            svg("line", { x1: toX(SHORTEST), x2: toX(Math.max(10 * SHORTEST, ...ends) * 1.3), y1: toY(workload.bound), y2: toY(workload.bound), stroke: "var(--good)", "stroke-dasharray": "5 4" }),
-            svg("text", { x: toX(SHORTEST) + 6, y: toY(workload.bound) - 5 }, `proved lower bound ${seconds(workload.bound, unit)}`),
+            svg("line", { x1: toX(SHORTEST), x2: toX(Math.max(10 * SHORTEST, ...ends) * 1.3), y1: toY(workload.bound_s), y2: toY(workload.bound_s), stroke: "var(--good)", "stroke-dasharray": "5 4" }),
+            svg("text", { x: toX(SHORTEST) + 6, y: toY(workload.bound_s) - 5 }, `proved lower bound ${seconds(workload.bound_s, unit)}`),
           );
         }
         for (const line of shown) {

@@ -103,7 +103,7 @@ function compareSection(workload) {
   paint();
   const about = [`${plural(workload.num_ops, "operator")} on ${plural(workload.num_devices, "device")}, objective ${workload.objective}`,
     workload.num_microbatches && `${plural(workload.num_microbatches, "micro-batch", "micro-batches")}, ${workload.max_in_flight} in flight`,
-    workload.bound > 0 && `proved lower bound ${seconds(workload.bound, unitOf(workload))}`,
+    workload.bound_s > 0 && `proved lower bound ${seconds(workload.bound_s, unitOf(workload))}`,
     workload.planners.some((p) => p.seeds > 1) && "medians over the seeds"].filter(Boolean).join("; ");
   return card(workload.planners.length > 1 ? "Compare" : "Plan", `${about}. Speed-ups are over the best single device (the thin line).`, holder);
 }
@@ -111,32 +111,9 @@ function compareSection(workload) {
 function overallCard() {
   const { overall } = data;
   if (!overall || data.workloads.length < 2 || !overall.gains.length) return null;
-  const most = Math.max(...overall.gains.map((g) => g.high), 1);
-  const least = Math.min(...overall.gains.map((g) => g.low), 1);
-  const high = 26 * overall.gains.length + 50;
-  const picture = responsive(high, (width) => gainsPicture(overall.gains, least * 0.98, most * 1.02, width, high));
-  return card("Over all workloads", `Speed-up over the best single device, ${overall.measured ? "measured" : "predicted"}: geometric mean over workloads and seeds, bootstrap 95 % interval over workloads and the seeds of each.`, picture);
-}
-
-function gainsPicture(gains, least, most, width, high) {
-  const left = Math.min(190, width * 0.36);
-  const toX = scale(least, most, left, width - 62, true);
-  const picture = svg("svg", { class: "picture", width, height: high, role: "img", "aria-label": "Speed-up of every planner with its interval" });
-  for (const value of marks({ low: least, high: most, log: true }, width - left - 62)) {
-    picture.append(svg("line", { class: "axis", x1: toX(value), x2: toX(value), y1: 4, y2: high - 28 }),
-      svg("text", { x: toX(value), y: high - 10, "text-anchor": "middle" }, times(value)));
-  }
-  picture.append(svg("line", { x1: toX(1), x2: toX(1), y1: 4, y2: high - 28, stroke: "var(--faint)" }));
-  gains.forEach((g, i) => {
-    const y = 18 + 26 * i;
-    picture.append(
-      svg("text", { x: left - 12, y: y + 4, "text-anchor": "end", style: { fill: "var(--ink)" } }, shortened(g.planner, Math.floor(left / 7))),
-      svg("line", { x1: toX(g.low), x2: toX(g.high), y1: y, y2: y, stroke: "var(--accent)", "stroke-width": 3, opacity: 0.45, "stroke-linecap": "round" }),
-      hover(svg("circle", { cx: toX(g.mean), cy: y, r: 5.5, fill: "var(--accent)" }), g.planner,
-        [["mean", times(g.mean)], ["interval", `${times(g.low)} to ${times(g.high)}`], ["cells", count(g.num_cells)]]),
-      svg("text", { x: width - 50, y: y + 4 }, times(g.mean)));
-  });
-  return picture;
+  const rows = overall.gains.map((g) => [g.planner, times(g.mean), `${times(g.low)} to ${times(g.high)}`, count(g.num_cells)]);
+  return card("Over all workloads", `Speed-up over the best single device, ${overall.measured ? "measured" : "predicted"}: geometric mean over workloads and seeds, bootstrap 95 % interval over workloads and the seeds of each.`,
+    plainTable(["planner", "mean", "interval", "cells"], rows));
 }
 
 function searchSection(workload) {

@@ -542,11 +542,8 @@ class Panel {
       ["measured", measured?.peak_bytes && ((d) => bytes(measured.peak_bytes[d]))],
       ["memory", (d) => (known(this.workload.devices[d].memory_bytes) ? bytes(this.workload.devices[d].memory_bytes) : "no limit")],
     ].filter(([, text]) => text);
-    return el("div", { class: "sideways", tabindex: 0, role: "group", "aria-label": "Devices" }, el("table", {},
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "device"), columns.map(([name]) => el("th", { scope: "col" }, name)))),
-      el("tbody", {}, this.workload.devices.map((device, d) => el("tr", {},
-        el("td", { class: "name", title: device.model || device.name }, swatch(deviceColour(d)), device.name),
-        columns.map(([, text]) => el("td", {}, text(d))))))));
+    return plainTable(["device", ...columns.map(([name]) => name)], this.workload.devices.map((device, d) =>
+      [[swatch(deviceColour(d)), device.name], ...columns.map(([, text]) => text(d))]));
   }
 }
 

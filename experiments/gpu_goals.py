@@ -1,0 +1,129 @@
+"""What a run on a GPU was to show, and what it has shown, from the lines that it wrote."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from experiments.tables import number, to_table
+
+
+def table(lines: Sequence[str]) -> str:
+    """A table per section and kind of row."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        row = json.loads(line)
+        del row["at"]
+        sections.setdefault(row.pop("section"), []).append(row)
+    texts = []
+    for name, rows in sections.items():
+        texts.append(f"\n### {name}\n")
+        for columns in dict.fromkeys(map(tuple, rows)):
+            alike = [row.values() for row in rows if tuple(row) == columns]
+            cells = [[number(v, 4) if isinstance(v, float) else str(v) for v in r] for r in alike]
+            texts.append(to_table(columns, cells))
+    return "\n".join(texts) + "\n### goals\n\n" + goals([json.loads(line) for line in lines])
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> str:
+    """What was to be shown, what was, and whether that is enough."""
+
+    def of(section: str, name: str, item: str = "") -> list[float]:
+        mine = [r for r in rows if r["section"].split("_")[0] == section and item in r["item"]]
+        return [r[name] for r in mine if isinstance(r.get(name), int | float)]
+
+    def span(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
+        low, high = (number(f(values), 3, scale, unit) for f in (min, max))
+        return low if low == high else f"{low} to {high}"
+
+    def listed(values: Sequence[float], digits: int = 3, unit: str = "") -> str:
+        return ", ".join(number(x, digits, unit=unit) for x in values)
+
+    lines: list[tuple[str, str, str, bool | None]] = []
+
+    def add(
+        what: str, goal: str, values: Sequence[Any], wanted: int, reached: Any, met: Any = None
+    ) -> None:
+        """``reached`` and ``met`` of the values, of which so many are ``wanted``."""
+        text = reached(values) if values else "nothing"
+        text += f"; {len(values)} of {wanted} were done" if len(values) < wanted else ""
+        enough = None if met is None else bool(len(values) >= wanted and met(values))
+        lines.append((what, goal, text, enough))
+
+    def counted(oks: Sequence[Any]) -> str:
+        return f"{sum(oks)} of {len(oks)}"
+
+    percent = partial(span, scale=100, unit=" %")
+    results, many = [r["ok"] for r in rows if "way" in r], of("correct", "ok", "many")
+    add("results of 12 models", "all equal, the same bits twice", results, 96, counted, all)
+    add("300 micro-batches", "no fault", many, 1, counted, all)
+    add("training: losses and parameters", "all equal", of("train", "ok"), 15, counted, all)
+    add("errors are said", "3", of("errors", "ok") + of("index", "ok"), 3, counted, all)
+    for what, name in (
+        ("GPU time that is dispatch", "dispatch_share"),
+        ("operators that the CPU does faster", "cpu_faster_share"),
+    ):
+        add(f"profile: share of {what}", "6 models", of("profile", name), 6, percent, any)
+    for what in ("latency", "period"):
+        add(f"{what} predicted, median error", "at most 10 %, aim 5 %",
+            of("fidelity", f"{what}_error"), 3, percent, lambda v: max(v) <= 0.10)  # fmt: skip
+        add(f"{what} predicted, rank correlation", "at least 0.95",
+            of("fidelity", f"{what}_rank"), 3, span, lambda v: min(v) >= 0.95)  # fmt: skip
+        for name, says, least in (
+            ("gpu_over_eager", "GPU alone over eager PyTorch", 0.95),
+            ("graphs_over_graph", "graphs per run over one graph", 0.8),
+            ("plan_over_single", "plan over the best device", 0.98),
+        ):
+            goal = f"at least {least}x" + (" (published: 1.125x)" if least == 0.98 else "")
+            enough = partial(lambda v, least: min(v) >= least, least=least)
+            add(f"{what}: {says}", goal, of("plans", name, what), 6, span, enough)
+        add(f"{what}: the planner's answer, before it had run, over the best device", "named",
+            of("plans", "planned_over_single", what), 6, span)  # fmt: skip
+    add("half of the memory: results", "all equal", of("memory", "ok"), 4, counted, all)
+    add("half of the memory: plan over accelerate", "faster",
+        of("memory", "plan_over_accelerate"), 3, span, lambda v: min(v) > 1)  # fmt: skip
+    add("half of the memory: better of cut and stream", "named",
+        [f"{r['item']}: {r['better']}" for r in rows if "better" in r], 3, "; ".join)  # fmt: skip
+    add("half of the memory: plan over a stream by hand", "named",
+        of("memory", "plan_over_streamed"), 2, span)  # fmt: skip
+    add("peak memory predicted", "within 10 % of the allocator's",
+        of("plans", "predicted_off") + of("memory", "predicted_off"), 9,
+        percent, lambda v: max(map(abs, v)) <= 0.10)  # fmt: skip
+    add("training with half of the activations", "runs, losses equal",
+        of("training", "ok", "half"), 2, counted, all)  # fmt: skip
+    add("training step: eager, GPU, CUDA graph, half recomputed, half CPU", "named",
+        of("training", "step_ms"), 5, partial(listed, unit=" ms", digits=1))  # fmt: skip
+    add("watts at rest, with a context", "named", of("energy", "watts", "rest"), 1, span)
+    add("joules per micro-batch: CPU, GPU, CUDA graphs, plan if it uses both", "named",
+        of("energy", "gpu_j_per_microbatch"), 3, listed)  # fmt: skip
+    add("learning on the GPU over the CPU", "named", of("policy", "gpu_over_cpu"), 2, span)
+    met = {True: "yes", False: "no", None: "–"}
+    head = ("what", "goal", "reached", "met")
+    return f"{origin(rows)}\n\n{to_table(head, [(*x[:3], met[x[3]]) for x in lines])}"
+
+
+def origin(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence: when the run was, how long it took, and on what."""
+    known = {r["item"]: r for r in rows if r["section"] == "facts"}
+
+    def fact(item: str, name: str) -> str:
+        return str(known.get(item, {}).get(name, "unknown"))
+
+    driver, ends = card_of(rows)["driver"], [r["at"] for r in rows if "at" in r]
+    took = f"{max(ends):.0f}" if ends else "unknown"
+    return (
+        f"Run of {fact('run', 'began')}, {took} s: {fact('cuda:0', 'model')} beside "
+        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver {driver}, "
+        f"torch {fact('versions', 'torch')}."
+    )
+
+
+def card_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What ``nvidia-smi`` told of the card."""
+    told = [str(r.get("text", "")) for r in rows if r["item"] == "nvidia-smi"] or [""]
+    names = ("driver", "highest_clock", "clock", "power_limit")
+    values = map(str.strip, told[-1].split(",")[2:6])
+    return dict(itertools.zip_longest(names, values, fillvalue="unknown"))
