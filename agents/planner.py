@@ -295,7 +295,7 @@ class PolicyPlanner:
                 stats |= {"greedy_value_s": value_s, "greedy_evaluations": 1}
                 if net is not None:
                     stats["seed_policy"] = Path(file).name
-                if alone and search.left:
+                if alone and search.left and (choice != choice[0]).any():
                     search.run("single_device", share_of_evaluations=0.0)
             stats["best_of_k_value_s"] = value_s
             stats["best_of_k_evaluations"] = search.num_evaluations - begun

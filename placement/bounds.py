@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import Floats, Problem, host_of
-from placement.tools.clock import loads
+from placement.relaxed import Program, call_s, load_s, of_groups, period_s
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
@@ -31,8 +31,8 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     """
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {
-        "latency": _latency_bound_s(problem, path_s, load_s),
-        "period": _period_bound_s(problem, load_s),
+        "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
+        "period": _period_bound_s(problem, load_s, _LP_SIZE),
         "max_load": load_s,
         "piecewise_latency": path_s,
     }
@@ -53,10 +53,11 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective.is_throughput:
         load_s = _load_bound_s(problem)
         of_period = problem.objective is Objective.PERIOD
-        return _period_bound_s(problem, load_s) if of_period else load_s
+        return _period_bound_s(problem, load_s, _LONG_LP) if of_period else load_s
     path_s = _path_bound_s(problem)
     if problem.objective is Objective.LATENCY:
-        return _latency_bound_s(problem, path_s, _load_bound_s(problem, _QUICK_LP))
+        load_s = _load_bound_s(problem, _QUICK_LP)
+        return _latency_bound_s(problem, path_s, load_s, _QUICK_LP)
     return path_s
 
 
@@ -81,9 +82,11 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
     return np.array(begin)
 
 
-def _latency_bound_s(problem: Problem, path_s: float, load_s: float) -> float:
+def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: int) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
     bound_s = max(path_s, load_s, _one_device_s(problem), _routes_bound_s(problem))
+    if problem.num_workers == 2 and _columns(problem) <= lp_size:  # of more it is no more
+        bound_s = max(bound_s, call_s(problem))
     grain = grain_s(problem)
     if grain:
         bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain
@@ -420,84 +423,66 @@ def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
     return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
-_LP_SIZE, _QUICK_LP = 200_000, 5_000  # variables; a moment for a search that goes on anyway
-_NARROW = 1 / 64  # shares so close are not told apart
-_STEPS = 10  # of a golden section within another
+_LP_SIZE, _LONG_LP, _QUICK_LP = 200_000, 20_000, 5_000  # variables: seconds, one, a moment
+_NARROW = 1 / 256  # shares so close are not told apart
 
 
-def _period_bound_s(problem: Problem, load_s: float) -> float:
+def _columns(problem: Problem) -> int:
+    """Variables of a program of ``relaxed``, about."""
+    crossing = 4 * len(problem.graph.use_dst) + problem.num_ops
+    return problem.group_compute_s.size + crossing * (problem.num_workers == 2)
+
+
+def _period_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     """A period from ``load_s``, a load alone, up: operators are slower beside busy devices.
 
     Of ``D`` devices with loads ``a[d]`` alone, ``m`` the largest, let
     ``share = (sum a - m) / m / (D - 1)``. No operator is stretched by less (``durations``), and
-    ``sum a = m * (1 + (D - 1) * share)``. So for prices ``y`` of a second on each device, of sum 1,
-    and any ``0 <= u <= 1``, the period times ``1 + u * (D - 1) * share`` is at least what
-    ``(1 - u) * y * stretched + u * alone`` sums up to, each operator where that is least. That sum
-    is concave in ``share``, so that the quotient is least at an end of an interval of shares. The
-    interval of the least bound is halved again and again.
+    ``sum a = m * (1 + (D - 1) * share)``. ``relaxed.period_s`` bounds the period for an interval
+    of shares. That of the least bound is halved again and again.
 
     ``batch_s`` is spread over the operators by their seconds, of which the busiest device has
     ``1 / D`` or more; and, as none of them is stretched by more than ``longer``,
     ``1 / (1 + share * (longer * D - 1))`` or more.
     """
     devices, batch_s = problem.num_workers, problem.profile.batch_s
-    stretches = problem.profile.loaded_s is not None and devices > 1
-    if problem.num_microbatches == 1 or not (stretches or batch_s):
+    if problem.num_microbatches == 1:
         return load_s
-    batch_s = batch_s if problem.max_phases == 1 else 0.0  # some phases may have less of it
-    if not stretches:
-        return load_s + batch_s / devices
-    can = np.isfinite(problem.group_compute_s)
-    alone_s, slower_s = np.where(can, problem.group_compute_s, 0.0), np.zeros(can.shape)
-    more_s = np.where(problem.supported, problem.loaded_s, 0.0)
-    np.add.at(slower_s, problem.graph.group, more_s)
-    slower_s -= alone_s
-    longer = 1.0 + float((slower_s[can] / np.maximum(alone_s[can], 1e-300)).max())
-    first, last = _price_ends(problem, np.where(can, alone_s, np.inf), slower_s)
+    if problem.max_phases > 1 or _fastest_s(problem).sum() == 0.0:
+        batch_s = 0.0  # some phases may have less of it, as has what takes no time
+    stretches, longer = problem.profile.loaded_s is not None and devices > 1, 1.0
+    if stretches:
+        took_s, most_s = (
+            of_groups(problem, np.where(problem.supported, s, 0.0))
+            for s in (problem.compute_s, problem.loaded_s)
+        )
+        longer = float((most_s / np.maximum(took_s, 1e-300))[most_s > 0].max(initial=1.0))
 
-    def cost_s(prices: Floats, u: float, share: float) -> float:
-        costs_s = (1 - u) * prices * (alone_s + share * slower_s) + u * alone_s
-        least_s = np.where(can, costs_s, np.inf).min(axis=1).sum()
-        return float(least_s) / (1 + u * (devices - 1) * share)
+    columns, tells_more = _columns(problem), stretches or devices == 2 or problem.cluster.streaming
+    solves = devices > 1 and tells_more and columns <= lp_size
 
-    def between_s(*shares: float) -> float:
-        def value(at: float, u: float) -> float:
-            return min(cost_s((1 - at) * first + at * last, u, x) for x in shares)
+    def between_s(low: float, high: float) -> float:
+        more_s = batch_s * max(1 / devices, 1 / (1 + high * (longer * devices - 1)))
+        least_s = load_s + more_s * (1 - 1e-12)
+        return max(least_s, period_s(problem, low, high, more_s)) if solves else least_s
 
-        def best(at: float) -> float:
-            return _highest(partial(value, at), 0.0, 1.0, _STEPS)[0]
-
-        most_s = best(0.0) if np.array_equal(first, last) else _highest(best, 0.0, 1.0, _STEPS)[0]
-        return most_s + batch_s * max(1 / devices, 1 / (1 + shares[1] * (longer * devices - 1)))
-
-    parts = [(max(load_s + batch_s / devices, between_s(0.0, 1.0)), 0.0, 1.0)]
-    while parts[0][2] - parts[0][1] > _NARROW:
+    parts = [(between_s(0.0, 1.0), 0.0, 1.0)]
+    while solves and stretches and parts[0][2] - parts[0][1] > _NARROW and lp_size > 0:
         bound_s, low, high = heappop(parts)
         for ends in (low, (low + high) / 2), ((low + high) / 2, high):
             heappush(parts, (max(bound_s, between_s(*ends)), *ends))
-    return parts[0][0] * (1 - 1e-12)
-
-
-def _price_ends(problem: Problem, alone_s: Floats, slower_s: Floats) -> tuple[Floats, Floats]:
-    """float64 ``[D]`` each: prices of a second, as all of one kind of device, or of the other.
-
-    Those that balance the loads, twice, where the kinds are not two.
-    """
-    own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
-    _, kind, count = _equal_columns(np.concatenate([alone_s, slower_s])[:, own])
-    if len(count) == 2:
-        ends = [np.where(kind == k, 1 / count[k], 0.0) for k in (0, 1)]
-    else:
-        ends = [balance_prices((alone_s + slower_s)[:, own])] * 2
-    prices = np.zeros((2, problem.num_devices))
-    prices[:, own] = ends
-    return tuple(prices[:, problem.worker])
+        lp_size -= columns
+    return parts[0][0]
 
 
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
     heaviest = float(groups.min(axis=1).max()) if problem.max_phases == 1 else 0.0
-    return max(heaviest, balance_bound(groups, lp_size))
+    least_s = max(heaviest, balance_bound(groups, lp_size))
+    full = problem.graph.param_bytes.sum() > problem.memory_bytes
+    if full.any() and not problem.cluster.streaming and groups.size <= lp_size:
+        least_s = max(least_s, load_s(problem))
+    return least_s
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _LP_SIZE) -> float:
@@ -568,37 +553,12 @@ def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     return np.array([ratio[best], 1.0]) / (ratio[best] * count[0] + count[1])
 
 
-@loads
-def _load_solver() -> None:
-    """SciPy takes longer to import than a small program to solve."""
-    import scipy.optimize
-    import scipy.sparse  # noqa: F401
-
-
 def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
-    """Prices of several kinds of device, float64 ``[K]``, from the LP's marginals."""
-    _load_solver()
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
-
-    rows, kinds = np.nonzero(np.isfinite(s))
-    k, d = len(rows), s.shape[1]
-    unit = float(s[rows, kinds].max())
-    load = coo_matrix(
-        (
-            np.append(s[rows, kinds] / unit, -count.astype(np.float64)),
-            (np.append(kinds, np.arange(d)), [*range(k), *[k] * d]),
-        )
-    )
-    once = coo_matrix((np.ones(k), (rows, np.arange(k))), shape=(len(s), k + 1))
-    answer = linprog(
-        np.append(np.zeros(k), 1.0),
-        A_ub=load,
-        b_ub=np.zeros(d),
-        A_eq=once,
-        b_eq=np.ones(len(s)),
-        method="highs",
-    )
-    prices = np.maximum(-answer.ineqlin.marginals, 0.0) if answer.success else np.zeros(d)
+    """Prices of several kinds of device, float64 ``[K]``, from the program's multipliers."""
+    can, program = np.isfinite(s), Program()
+    on, taken_s = program.shares(can), np.where(can, s, 0.0)
+    for k, many in enumerate(count.tolist()):
+        program.row(0.0, (on[:, k], taken_s[:, k]), (np.zeros(1, int), -many * taken_s.sum()))
+    prices = program.solve()[1][-len(count) :]
     total = float(prices @ count)
-    return prices / total if total > 0 else np.full(d, 1.0 / count.sum())
+    return prices / total if total > 0 else np.full(len(count), 1.0 / count.sum())

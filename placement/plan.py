@@ -798,6 +798,7 @@ def make_plan(
         priority = np.argsort(np.lexsort((one.end_s[0], one.start_s[0]))).astype(np.int32)
     assert one.peak_bytes is not None and many.peak_bytes is not None
     problem = replace(problem, max_phases=max(problem.max_phases, len(alone)))  # of its bounds
+    solution = replace(solution, schedule=schedule)
     peak = np.maximum(one.peak_bytes, many.peak_bytes)
     if problem.objective.is_analytic:  # these count parameters only
         peak = problem.param_bytes_on(p)
@@ -833,7 +834,7 @@ def make_plan(
                 peak_bytes=_per_device(devices, peak),
             ),
             measured=measured,
-            lower_bound_s=lower_bounds(problem)
+            lower_bound_s=lower_bounds(_in_order(problem, schedule))
             | {problem.objective: proved_bound_s(problem, solution)},
             limits=Limits(
                 memory_bytes=_per_device(devices, problem.memory_bytes),
@@ -865,10 +866,17 @@ def proved_bound_s(problem: Problem, solution: Solution) -> float:
 
     Planners prove theirs for placements with one phase.
     """
+    problem = _in_order(problem, solution.schedule)
     phases = max(problem.max_phases, len(np.atleast_2d(solution.placement)))
     if phases > 1:
         return lower_bound(replace(problem, max_phases=phases))
     return max(lower_bound(problem), solution.lower_bound_s or 0.0)
+
+
+def _in_order(problem: Problem, schedule: Schedule | None) -> Problem:
+    """With as many micro-batches in flight as a schedule admits: all of them."""
+    many = 1 if schedule is None else schedule.num_microbatches
+    return replace(problem, max_in_flight=max(problem.max_in_flight, many))
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -337,3 +337,10 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0, num_phases: int 
         repeats = np.abs(tail[..., k:] - tail[..., :-k]).max(axis=-1) <= tolerance
         period = np.where(repeats, tail[..., -k:].mean(axis=-1), period)
     return np.maximum(period, busiest_s)
+
+
+def least_window(num_microbatches: int) -> int:
+    """The fewest last micro-batches by which ``steady_period`` measures a run of one phase."""
+    last = num_microbatches - 1 - (num_microbatches - 1) // 2
+    patterns = range(1, min(num_microbatches // 4, last // 2, MOST_PATTERN) + 1)
+    return min((last // k * k for k in patterns), default=last)
