@@ -880,7 +880,7 @@ def test_usage_errors(saved: tuple[Path, Path], capsys: Any, monkeypatch: Any) -
         assert f"a .json is written beside it, and {plan.with_name(name).stem}" in error(
             str(plan), "--to", "torch_pipelining", "--out", there
         ).replace(f"{plan.parent}{os.sep}", "")
-    assert "name it with --model" in error(
+    assert "name the file with --model FILE" in error(
         str(plan), "--to", "csv", "--out", out, "--profile", "x.npz"
     )
     assert "is in use; name another file" in error(str(plan), "--to", "csv", "--out", str(plan))
