@@ -1282,7 +1282,9 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             import emulated_gpu
 
             stack.enter_context(emulated_gpu.emulated())
-            torch.__future__.set_overwrite_module_params_on_conversion(True)
+            replaces = torch.__future__.set_overwrite_module_params_on_conversion
+            stack.callback(replaces, False)
+            replaces(True)
         ended = False
         with bench.item(name, limit_s * 0.95):
             SECTIONS[name](bench)
