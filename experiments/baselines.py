@@ -6,7 +6,7 @@ Objectives are ``max_load`` and ``piecewise_latency`` of dnn-partitioning files,
 others, for Moirai files ``latency`` as well. Planners that draw run with every seed and use up
 their seconds; the others run once, with the same budget where they take one. Each run has a
 process and a core of its own, all kernels loaded. What is finished lies in ``runs/baselines``:
-the same command continues. Writes ``experiments/results/baselines.csv`` and ``.md``.
+the same command continues. Writes ``experiments/results/baselines.csv``, ``.md`` and ``.png``.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import LONGEST_S, Power
 from placement.tools.files import parse_json, read_arrays, write_arrays
+from placement.tools.shown import Track, lanes, mebibytes, seconds, table
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -58,15 +59,8 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: figures, and who was busy when."""
-        from placement.tools.shown import lanes, mebibytes, seconds, table
-
-        batch = np.broadcast_to(np.arange(self.num_microbatches)[:, None], self.start_s.shape)
-        on = self.device_of
-        tracks, rows = [], []
+        rows = []
         for d, name in enumerate(self.device_names):
-            mine = on == d
-            begin, end = self.start_s[mine] - self.begin_s, self.end_s[mine] - self.begin_s
-            tracks.append((name, begin, end, batch[mine], self.utilisation[d]))
             peak = "-" if self.peak_bytes is None else mebibytes(float(self.peak_bytes[d]))
             share = f"{100 * self.utilisation[d]:.0f} %"
             counts = " / ".join(f"{n}" for n in (np.atleast_2d(self.placement) == d).sum(axis=1))
@@ -76,9 +70,18 @@ class Timeline:
             f"{seconds(self.latency_s)}, period {seconds(self.period_s)}, "
             f"{self.num_microbatches} micro-batches"
         )
-        return lanes(title, tracks, self.makespan_s) + table(
+        return lanes(title, self.tracks(), self.makespan_s) + table(
             "devices", ["device", "operators", "busy", "share", "peak memory"], rows
         )
+
+    def tracks(self) -> list[Track]:
+        """What each device runs, from when the run begins."""
+        batch = np.broadcast_to(np.arange(self.num_microbatches)[:, None], self.start_s.shape)
+        start, end, on = self.start_s - self.begin_s, self.end_s - self.begin_s, self.device_of
+        each = enumerate(zip(self.device_names, self.utilisation.tolist(), strict=True))
+        return [
+            (name, start[on == d], end[on == d], batch[on == d], share) for d, (name, share) in each
+        ]
 
     def check(self) -> None:
         """Raise ``TimelineError`` where a part is not what the others make it; for what is read."""

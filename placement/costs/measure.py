@@ -7,7 +7,6 @@ they will be. Devices take turns, round after round, so drift of the machine fal
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import platform
@@ -16,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,6 +50,7 @@ from placement.problem import Problem
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate
 from placement.timeline import streamed_period
+from placement.tools.clock import nothing_collected
 from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
@@ -126,6 +125,8 @@ def measure(
             runners.append(runner)
             workspace = np.maximum(workspace, needed)
         runs = [_runs(runner, 0.0) for runner in runners]
+        # What a round has recorded is dropped at its end, and the next makes as many objects: so
+        # collections would interrupt the same operator in each, which no median takes out.
         with nothing_collected():
             while len(alone) < repeats or (
                 len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
@@ -176,22 +177,6 @@ def measure(
         profile = calibrated(graph, cluster, profile)
     seconds = round(time.time() - began, 2)
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """No garbage is collected meanwhile.
-
-    What a round has recorded is dropped at its end, and the next one makes as many objects: so the
-    collector would interrupt the same operator in each, which no median takes out.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _runs(runner: Alone, whole_s: float) -> int:
@@ -272,10 +257,11 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     def with_costs(costs: Costs) -> Profile:
         return scaled(profile, replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5)))
 
-    costs, _ = _most_probable(problem, ran, measured)
-    answers, took = _ran(problem, _answers(replace(problem, profile=with_costs(costs))))
-    ran, measured = [*answers, *ran], np.concatenate([took, measured])
     costs, missed = _most_probable(problem, ran, measured)
+    answers, took = _ran(problem, _answers(replace(problem, profile=with_costs(costs))))
+    if answers:
+        ran, measured = [*answers, *ran], np.concatenate([took, measured])
+        costs, missed = _most_probable(problem, ran, measured)
     there = [x[np.isfinite(x)] for x in missed.T]
     facts = {
         "calibration": {"neighbours": costs.neighbours.tolist(), "waking": costs.waking},

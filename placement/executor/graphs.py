@@ -11,7 +11,6 @@ thread draws there, or replays, is refused. Graphs of this module take turns.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -25,6 +24,7 @@ from torch._ops import OpOverload
 from placement.executor.backend import TURN
 from placement.executor.share import Call, Compiled, Share
 from placement.program import Param, Program, Ref, leaves_of
+from placement.tools.clock import nothing_collected
 
 # In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
 # know every thread by itself.
@@ -156,9 +156,8 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
     """
     graph = torch.cuda.CUDAGraph()
     with TURN, ExitStack() as stack:
-        if gc.isenabled():  # a runner that is collected here waits for threads that wait for a turn
-            gc.disable()
-            stack.callback(gc.enable)
+        # A runner that is collected here waits for threads that wait for a turn.
+        stack.enter_context(nothing_collected())
         if device not in _STREAMS:
             _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
         stack.enter_context(torch.cuda.stream(_STREAMS[device]))

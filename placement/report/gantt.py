@@ -30,17 +30,12 @@ def text_gantt(timeline: Timeline, width: int = 80) -> str:
     """``placement.tools.shown.text_lanes``; a loader is one line more, without what it did before
     the run.
     """
-    batch = np.broadcast_to(np.arange(timeline.num_microbatches)[:, None], timeline.start_s.shape)
-    span_s, begin_s, tracks = timeline.makespan_s, timeline.begin_s, list[shown.Track]()
-    for d, name in enumerate(timeline.device_names):
-        here = timeline.device_of == d
-        start, end = timeline.start_s[here] - begin_s, timeline.end_s[here] - begin_s
-        tracks.append((name, start, end, batch[here], timeline.utilisation[d]))
+    span_s, tracks = timeline.makespan_s, timeline.tracks()
     if timeline.load_s is not None:
-        start, end = (timeline.load_s - begin_s).T
+        start, end = (timeline.load_s - timeline.begin_s).T
         inside = np.clip(end, 0.0, span_s) - np.clip(start, 0.0, span_s)
         share = min(1.0, inside.sum() / max(span_s, 1e-30))
-        tracks.append(("loader", start, end, batch[:, 0], share))
+        tracks.append(("loader", start, end, np.arange(timeline.num_microbatches), share))
     return shown.text_lanes(tracks, span_s, width)
 
 

@@ -1,9 +1,11 @@
-"""The clock of budgets: it stands still while something is loaded."""
+"""The clock of budgets, which stands still while something is loaded, and undisturbed timing."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import ParamSpec
 
@@ -31,3 +33,15 @@ def loads(function: Callable[P, None]) -> Callable[P, None]:
         _loading_s = before_s + time.perf_counter() - begun  # with what was loaded meanwhile
 
     return once  # type: ignore[return-value]
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile, by any thread."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
