@@ -73,8 +73,9 @@ class Runner:
         outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory.
 
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
-    module's own: what is written to them shows in the next call. Of those in other memory a GPU has
-    copies, which are made again then (a write through ``parameter.data`` does not show).
+    module's own: what is written to them, or put in their place (``parameter.data = ...``), shows
+    in the next call. Of those in other memory a GPU has copies, which are made again then (a write
+    into ``parameter.data`` does not show).
 
     Attributes:
         cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
@@ -148,6 +149,8 @@ class Runner:
         self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
+        self._shared: list[Tensor] = []  # of the module's, those that are read where they are
+        self._places: list[int] = []
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
@@ -492,7 +495,11 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            return
+            if [*map(Tensor.data_ptr, self._shared)] == self._places:
+                return
+            self.stop()  # they would read the memory that their parameters had
+            self.loaded.clear()
+            self._copies = weights.Copies()
         self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
         self._streamed.clear()
@@ -508,6 +515,10 @@ class Runner:
         # hold the runner itself, or it would never be collected.
         self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
         self.workers = workers
+        params = self._program.params
+        loaded = () if self._program.gradients else self.loaded.items()  # what is trained stays
+        self._shared = [params[p] for (_, p), x in loaded if x.data_ptr() == params[p].data_ptr()]
+        self._places = [*map(Tensor.data_ptr, self._shared)]
         for d in self._used:
             workers[d].start()
         self._copies.keep(self._program)

@@ -235,6 +235,20 @@ def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monke
         torch.testing.assert_close(runner(x), run_program(graph.program, [x])[0])
 
 
+def test_a_parameter_that_is_replaced_shows_in_the_next_call():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
+        for change in (lambda x: x.zero_(), lambda x: setattr(x, "data", torch.ones_like(x))) * 2:
+            with torch.no_grad():
+                change(next(module.parameters()))
+                expected = module(*inputs)
+            torch.testing.assert_close(runner(*inputs), expected)
+            workers = runner.workers
+        runner(*inputs)
+        assert runner.workers is workers
+
+
 def test_a_parameter_without_values_is_named():
     with torch.device("meta"):
         module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
