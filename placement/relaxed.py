@@ -21,10 +21,13 @@ def _load_solver() -> None:
 
 
 class Program:
-    """Rows of columns between 0 and 1; the first column is as small as the rows allow."""
+    """Rows of columns between 0 and 1; the first column is as small as the rows allow.
+
+    ``found`` has the columns as they then are.
+    """
 
     def __init__(self) -> None:
-        self.upper, self.limit = np.ones(1), np.zeros(0)
+        self.upper, self.limit, self.found = np.ones(1), np.zeros(0), np.zeros(1)
         self._entries: list[tuple[Columns, Columns, Floats]] = []
 
     def columns(self, upper: ArrayLike) -> Columns:
@@ -70,6 +73,7 @@ class Program:
         rows, limit = csr_array((value / most[row], (row, column)), shape=shape), self.limit / most
         cost, bounds = np.eye(1, shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
         answer = linprog(cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs")
+        self.found = answer.x if answer.success else 0 * self.upper
         if not answer.success:
             return 0.0, 0 * limit
         price = np.maximum(-answer.ineqlin.marginals, 0.0)
