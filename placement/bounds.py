@@ -21,10 +21,11 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
     Period and largest load: the fractional load balance without communication (an LP), which also
-    holds where replicas take turns; and, where they may not (the problem's ``max_phases`` is 1),
-    the heaviest colocation group at its cheapest device. Latency: the largest of that, of the
-    critical path with every operator at its fastest device, and of what each device alone must run
-    (``_one_device_s``); of few operators also the energy of every interval of time
+    holds where replicas take turns. Where they may not (the problem's ``max_phases`` is 1): how
+    many of the heaviest colocation groups devices can run (``_whole_bound_s``), and for the period
+    how long a micro-batch may be under way (``_flight_bound_s``). Latency: the largest of loads, of
+    the critical path with every operator at its fastest device, and of what each device alone must
+    run (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
     nothing takes time to send. Energy (where power is known): every
     operator where it adds least, and every device idle for the shortest possible run, whose

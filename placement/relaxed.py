@@ -172,6 +172,26 @@ class _Placed:
                 self.handed[1 - k].append((sent, kept_s[which]))
 
 
+def balanced(seconds: Floats) -> NDArray[np.intp]:
+    """A device ``[G]`` for each row of ``seconds [G, D]``: loads are about as even as can be.
+
+    In fractions they are, and fewer rows than there are devices are split. Of these the heaviest is
+    first, each where the load is then least.
+    """
+    can, program = np.isfinite(seconds), Program()
+    on, taken_s = program.shares(can), np.where(can, seconds, 0.0)
+    for d in range(seconds.shape[1]):
+        program.row(0.0, (on[:, d], taken_s[:, d]), (np.zeros(1, int), -taken_s.sum()))
+    program.solve()
+    share = np.where(can, program.found[on], -1.0)
+    device, split = share.argmax(axis=1), share.max(axis=1) < 1.0 - 1e-6
+    load_s = np.bincount(device[~split], seconds[~split, device[~split]], seconds.shape[1])
+    for g in np.flatnonzero(split)[np.argsort(-seconds[split].min(axis=1), kind="stable")]:
+        device[g] = (load_s + seconds[g]).argmin()
+        load_s[device[g]] += seconds[g, device[g]]
+    return device
+
+
 def load_s(problem: Problem) -> float:
     """The largest load, at least, of devices that hold no more parameters than their memory."""
     placed = _Placed(problem, False)
