@@ -39,6 +39,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective, ObjectiveName
 from placement.problem import MOST_PHASES, ROUNDING, Placement, Problem, Solution
+from placement.profile import error_in
 from placement.tools.files import model_file, parse_json, short, write_atomic
 from placement.tools.named import meant
 from placement.tools.ownership import version
@@ -372,6 +373,27 @@ class Plan(_Strict):
             table(title, ["", "predicted", "measured", "proved bound", "one device"], values)
             + table("devices", ["device", "operators", "busy", "peak memory", "of"], devices)
             + table("stages", ["device", "first operator", "last operator", "operators"], stages)
+        )
+
+    @property
+    def doubt(self) -> str:
+        """That one device may do as well, by what was predicted; empty where it ran or may not.
+
+        It is predicted to, or to be worse by less than the profile's error (``Profile.error``).
+        """
+        alone, used = self.fallback, {d for on in self.assignments for d in on.values()}
+        if alone is None or used == {alone.device} or self.measured_s(self.objective) is not None:
+            return ""
+        gain = 1 - self.predicted.value_s / alone.value_s if alone.value_s else 0.0
+        error = error_in(self.provenance.profile)
+        if gain > error:
+            return ""
+        one = f"{alone.device} alone"
+        if gain <= 0:
+            return f"{one} is predicted to do no worse: --planner best_of tries it too"
+        return (
+            f"predicted {gain:.1%} better than {one}, and predictions err by {error:.1%}: "
+            "placement run --against-single-device tells which is faster"
         )
 
     def measured_s(self, what: str) -> float | None:

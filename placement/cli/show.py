@@ -93,6 +93,8 @@ def show_plan(plan: Plan) -> None:
         ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
     )
+    if plan.doubt:
+        cli.say(plan.doubt)
     if declared:
         print("energy: from declared watts, not from measured ones")
     on = [list(phase.values()) for phase in plan.assignments]
