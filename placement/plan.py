@@ -442,16 +442,15 @@ class Plan(_Strict):
         if graph.fingerprint == self.graph.fingerprint:
             names = set(graph.op_name) ^ set(self.assignment)
             return [f"operators without a device: {_some(sorted(names))}"] if names else []
-        here = graph_parts(graph)
-        parts = [text for key, text in _PARTS.items() if here[key] != self.graph.parts.get(key)]
-        said = [f"the model {graph.name!r} ({graph.fingerprint[:12]}) differs in"]
-        said.append(", ".join(parts) or "its fingerprint")
+        said = f"the model {graph.name!r} ({graph.fingerprint[:12]}) "
         if graph.num_ops != self.graph.num_ops:
-            said.append(f"({self.graph.num_ops} operators in the plan, {graph.num_ops} here)")
+            said += f"is another: {self.graph.num_ops} operators in the plan, {graph.num_ops} here"
+        else:
+            here = graph_parts(graph)
+            parts = [text for key, text in _PARTS.items() if here[key] != self.graph.parts.get(key)]
+            said += f"differs in {', '.join(parts) or 'its fingerprint'}"
         new = [x for x in graph.op_name if x not in self.assignment]
-        if new:
-            said.append(f"(not in the plan: {_some(new)})")
-        return [" ".join(said)]
+        return [said + f" (not in the plan: {_some(new)})" * bool(new)]
 
     def cluster_differences(self, cluster: Cluster) -> list[str]:
         """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""

@@ -150,7 +150,7 @@ def run_diff(args: argparse.Namespace) -> int:
         if was_on.get(op) != is_on.get(op)
     }
     names = ("objective", "num_microbatches", "max_in_flight", "second_j")
-    pairs = {"planner": [a.planner.name, b.planner.name]}
+    pairs = {"model": [a.graph.name, b.graph.name], "planner": [a.planner.name, b.planner.name]}
     pairs |= {name: [getattr(a, name), getattr(b, name)] for name in names}
     pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
     pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]
