@@ -77,7 +77,8 @@ function hover(node, title, pairs) {
 function range(values, margin, isLog) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (isLog) return [low / (1 + margin), high * (1 + margin)];
-  const room = (high - low || Math.abs(high) || 1) * margin;
+  // Wide enough that marks, of three digits, differ.
+  const room = Math.max((high - low) * margin, 0.02 * Math.max(Math.abs(low), Math.abs(high))) || margin;
   return [low - room, high + room];
 }
 
