@@ -5,7 +5,7 @@ function ticks(low, high, num) {
   const step = 10 ** Math.floor(Math.log10((high - low) / num || 1));
   const size = [1, 2, 5, 10].map((k) => k * step).find((s) => (high - low) / s <= num) || step;
   const found = [];
-  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size);
+  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size + 0); // no -0
   return found;
 }
 function logTicks(low, high) {
