@@ -283,7 +283,7 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
     """Single devices, cuts, and replicas where every device can hold all."""
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
     able = problem.supported.all(axis=0)
-    replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
+    replicas = [singles] if able.all() and problem.buffers_stay(singles[None])[0] else []
     cuts = pieces(problem, _CALIBRATION_CUTS, _CALIBRATION_SEED)
     return [*singles[able], *cuts, *replicas]
 
