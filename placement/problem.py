@@ -511,7 +511,7 @@ class Problem:
         return p
 
     def buffers_stay(self, placements: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool ``[B]`` of ``[B, K, N]``: ``graph.carried_op`` stay on their devices in all phases."""
+        """bool ``[B]`` of ``[B, K, N]``: ``graph.carried_op`` are where phase 0 has them."""
         at = placements[..., self.graph.carried_op]
         same: NDArray[np.bool_] = (at == at[:, :1]).all(axis=(1, 2))
         return same
