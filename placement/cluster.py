@@ -114,7 +114,7 @@ class Device:
 
     @property
     def measured_as(self) -> str:
-        """The device whose measured times are its own, ``speed`` apart: of the library none is."""
+        """The device that it is ``like``, unless that is one of the library; else itself."""
         return self.name if self.like is None or self.like in library() else self.like
 
 

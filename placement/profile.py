@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,7 @@ class Profile:
         ``costs.measure.calibrated``): of two values that differ by less, either may be the
         better one.
         """
-        error = self.provenance.get("error", 0.0)
-        return float(error) if isinstance(error, int | float) and 0 <= error < np.inf else 0.0
+        return error_in(self.provenance)
 
     def for_cluster(self, cluster: Cluster) -> Profile:
         """This profile with the columns of ``cluster``, in its order.
@@ -275,3 +274,9 @@ class Profile:
             raise ProfileError(
                 f"{path}: not a readable profile ({error}); measure again: placement profile"
             ) from error
+
+
+def error_in(provenance: Mapping[str, Any]) -> float:
+    """``Profile.error`` of a profile with this provenance."""
+    error = provenance.get("error", 0.0)
+    return float(error) if isinstance(error, int | float) and 0 <= error < np.inf else 0.0

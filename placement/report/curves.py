@@ -13,6 +13,7 @@ from placement.problem import Solution
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
 from placement.runs.row import SINGLE
+from placement.tools.shown import count
 
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
@@ -97,12 +98,14 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     axis.set_yscale("log")
     for x, y in dots.values():
         axis.plot(x, y, "o", ms=4, color=INK)
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, 0.8 * _LEAST), max(high, 10 * _LEAST))
     axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
     axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
     workloads = len({row.workload for row in comparison.rows})
-    what = f"best so far above the best found, geometric mean of {workloads} workloads"
+    what = f"best so far above the best found, geometric mean of {count(workloads, 'workload')}"
     axis.set_ylabel(what, fontsize=9, color=INK)
     if drawn & above.keys():
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
