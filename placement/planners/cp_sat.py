@@ -45,10 +45,10 @@ class CpSat:
     ``piecewise_latency`` is solved with one piece per accelerator (their latency program);
     the bound of that goes to ``stats["one_piece_bound_s"]``, as a placement with more pieces
     may be better. For ``latency`` it decides devices and order together wherever ``order_search``
-    has exact times without the simulator, which it starts from; transfers take their time there but no channel, so the
-    bound holds, and the answer is best where channels do not wait. For other objectives of the
-    timeline there is no program: the split of least ``max_load`` is scored by them,
-    ``stats["solved"]`` says so.
+    has exact times without the simulator, which it starts from; transfers take their time there
+    but no channel, so the bound holds, and the answer is best where channels do not wait. For
+    other objectives of the timeline there is no program: the split of least ``max_load`` is scored
+    by them, ``stats["solved"]`` says so.
 
     ``lower_bound_s`` holds for every split with one phase; what is proved for contiguous ones only
     goes to ``stats["contiguous_bound_s"]``.

@@ -73,8 +73,8 @@ class OrderSearch:
 
     **Measured machines.** Where times depend on what else happens meanwhile (``why_simulated``:
     operators take longer beside busy devices, a receiver is woken, a link blocks), every move that
-    is tried is simulated in its order, and estimates know what handing over takes. That is several
-    times slower than the exact pass of other problems, about what ``macro_search`` takes for a move.
+    is tried is simulated in its order, and estimates know what handing over takes. A move takes
+    about as long as one of ``macro_search``, several times as long as the pass elsewhere.
 
     **Tabu search** where nothing takes time between devices, as in job shops: always the least
     estimate of ``width`` moves of the critical path is made, and what moved rests for some steps
@@ -226,8 +226,8 @@ def tables_of(problem: Problem) -> Tables:
 
 
 def sends(problem: Problem) -> bool:
-    """Whether devices have to do with each other but for the order; else ``TABU`` is the chooser."""
-    return bool((_channels(problem) != problem.num_channels).any()) or bool(why_simulated(problem))
+    """Whether devices wait for more than each other's ends; else ``TABU`` is the chooser."""
+    return bool(why_simulated(problem) or (_channels(problem) != problem.num_channels).any())
 
 
 def _channels(problem: Problem) -> NDArray[np.int32]:
@@ -393,7 +393,9 @@ def _solve_windows(
     """
     problem, n = search.problem, len(state.place)
     left = (until - search.used) * _total(search)
-    if tables.simulated or left < 2 * _LEAST_WINDOWS * windows.PER_OPERATOR * _WINDOW or not search.left:
+    if tables.simulated:  # windows have exact times alone
+        return False
+    if left < 2 * _LEAST_WINDOWS * windows.PER_OPERATOR * _WINDOW or not search.left:
         return False
     worth = min(windows.MOST, left / _LEAST_WINDOWS)
     if not windows.available():

@@ -96,7 +96,9 @@ def started(problem: Problem, seed: int, width: int = 16) -> Any:
     return tables, state
 
 
-@given(seed=st.integers(0, 100_000), contention=st.booleans(), like=st.sampled_from([plain, measured]))
+@given(
+    seed=st.integers(0, 100_000), contention=st.booleans(), like=st.sampled_from([plain, measured])
+)
 def test_timetables_are_the_simulators(seed: int, contention: bool, like: Any) -> None:
     problem = replace(
         like(random_problem(seed, grouped=True, unsupported=True)), contention=contention
@@ -121,9 +123,7 @@ def test_timetables_are_the_simulators(seed: int, contention: bool, like: Any) -
     chooser=st.sampled_from([order.HAND, order.UNIFORM, order.TABU]),
     like=st.sampled_from([plain, lambda p: free(plain(p)), measured]),
 )
-def test_moves_keep_an_order_that_can_run(
-    seed: int, num_ops: int, chooser: int, like: Any
-) -> None:
+def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int, like: Any) -> None:
     """After any number of moves the state is what it would be if it had begun there."""
     problem = like(random_problem(seed, num_ops, 3, grouped=True, unsupported=True))
     tables, state = started(problem, seed)
