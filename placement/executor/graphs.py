@@ -41,11 +41,13 @@ class Graphs:
 
     Attributes:
         eager: the first operator of each run that is no graph, and why not.
+        captured: how many are.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.eager: dict[int, str] = {}
+        self.captured = 0
         self.pool: Any = None  # memory of all graphs: one runs at a time
 
     def of(
@@ -280,3 +282,4 @@ class Replayed:
             graphs.pool = None  # perhaps of this graph alone, and gone with it
             return
         self._graph, self._outputs, self.slots = graph, outputs, slots
+        graphs.captured += 1

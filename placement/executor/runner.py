@@ -595,6 +595,11 @@ class Runner:
         names = self.graph.op_name
         return {names[n]: why for some in self._graphs for n, why in some.eager.items()}
 
+    @property
+    def num_graphs(self) -> int:
+        """How many runs of operators are CUDA graphs by now."""
+        return sum(some.captured for some in self._graphs)
+
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""
         return all(self._priority[u] < self._priority[v] for u, v in self.graph.edges.tolist())

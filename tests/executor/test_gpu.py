@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measure_module
 from experiments.runs import two_cores
+from placement import optimizing
 from placement.capturing import capture
 from placement.capturing.kernels import kernel_of
 from placement.capturing.training import mean_of_outputs, plain_step
@@ -36,12 +37,14 @@ from placement.executor import runner as runner_module
 from placement.executor import weights as weights_module
 from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
-from placement.executor.graphs import pieces_of, recorded
+from placement.executor.graphs import Replayed, pieces_of, recorded
 from placement.executor.runner import RunnerError
 from placement.executor.streamed import with_streaming
 from placement.executor.weights import forget_others
+from placement.plan import Measured, Spread, now
 from placement.planners.heft import Heft
 from placement.problem import Problem
+from placement.profile import Profile
 from placement.program import split_inputs
 from placement.workloads import load
 from tests import emulated_gpu
@@ -1217,6 +1220,45 @@ def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_t
         for thread in (capturing, streaming):
             thread.join()
         assert gpu.num_races == 0
+
+
+@pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail", "are untried"])
+def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs, monkeypatch):
+    module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
+    graph = capture(module, x)
+    seconds = np.tile([1.0, 1e-3], (graph.num_ops, 1))
+    problem = Problem(graph, BOTH, Profile(BOTH.device_names, seconds, 0 * seconds))
+    monkeypatch.setattr(optimizing, "TRY_GRAPHS", graphs != "are untried")
+    monkeypatch.setattr(optimizing, "measure", lambda ways, _: {n: took(n) for n in ways})
+    launch, capture_begin = Replayed.launch, emulated_gpu.CUDAGraph.capture_begin
+
+    def took(way):
+        seconds = Spread.of([0.96 if graphs == "are slow" else 0.5] if "CUDA" in way else [1.0])
+        return Measured(latency_s=seconds, period_s=seconds, n=1, when=now(), machine="")
+
+    def wrong(self, env, nothing_arrived):
+        rest = launch(self, env, nothing_arrived)
+        if self._graph is not None:
+            env[self._makes[-1]] = env[self._makes[-1]] + 1
+        return rest
+
+    def fails(self, *rest, **options):
+        capture_begin(self, *rest, **options)
+        raise RuntimeError("CUDA error: operation not permitted (here)")
+
+    if graphs == "are wrong":
+        monkeypatch.setattr(Replayed, "launch", wrong)
+    elif graphs == "fail":
+        monkeypatch.setattr(emulated_gpu.CUDAGraph, "capture_begin", fails)
+    with emulated_gpu.emulated() as gpu, optimizing.fastest(problem, x, 0.5) as runner:
+        assert (runner.kept, *optimizing.devices_of(runner.plan)) == ("plan", "cuda:0")
+        assert runner.cuda_graphs == (graphs == "are equal")
+        assert ("cuda:0 alone as CUDA graphs" in optimizing.verdict(runner)) == runner.cuda_graphs
+        before = gpu.num_replays
+        found = [runner(*x) for _ in range(6)]
+        assert (gpu.num_replays > before) == runner.cuda_graphs
+    with torch.no_grad():
+        torch.testing.assert_close(found, [module(*x)] * 6)
 
 
 def test_a_run_of_views_is_no_graph():
