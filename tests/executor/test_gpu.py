@@ -134,6 +134,39 @@ def two_layers():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).train(), torch.randn(3, 4)
 
 
+ASKED = {
+    "an event of the capture": (
+        lambda x: torch.cuda.current_stream().record_event().query(),
+        "last",
+    ),
+    "work before it": (lambda x: torch.cuda.current_stream().wait_event(x.event), "uncaptured"),
+    "the device": (lambda x: torch.cuda.synchronize(), "permitted"),
+    "memory that others keep": (lambda x: torch.cuda.empty_cache(), "previous error"),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_the_emulated_gpu_knows_what_who_captures_a_graph_may_not_ask_for(what):
+    ask, said = ASKED[what]
+    with emulated_gpu.emulated():
+        x = torch.ones(3, device="cuda:0")
+        x.event = torch.cuda.current_stream().record_event()
+        with pytest.raises(RuntimeError, match=said):
+            recorded(lambda: (x + 1, ask(x)), torch.cuda.graph_pool_handle(), x.device)
+
+
+def test_the_emulated_gpu_spoils_what_later_graphs_of_a_pool_made_when_one_is_replayed():
+    """They may have memory that was free when they were captured, and that it writes to."""
+    with emulated_gpu.emulated():
+        x, pool = torch.ones(3, device="cuda:0"), torch.cuda.graph_pool_handle()
+        (first, a), (second, b) = (recorded(lambda: x + 1, pool, x.device) for _ in range(2))
+        first.replay()
+        second.replay()
+        assert a.cpu().tolist() == b.cpu().tolist() == [2, 2, 2]
+        first.replay()
+        assert a.cpu().tolist() == [2, 2, 2] and b.cpu().isnan().all()
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("name", ["tiny_mlp", "dlrm_tiny"])
 def test_training_equals_plain_pytorch(name, kind):
@@ -1222,6 +1255,22 @@ def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_t
         assert gpu.num_races == 0
 
 
+def test_a_replay_does_not_write_over_long_results_that_are_still_copied(monkeypatch):
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
+    module, items = Layers().eval(), [torch.randn(4, 8) + i for i in range(6)]
+    graph = capture(module, (items[0], items[0]))
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        there = [x.to("cuda:0") for x in items]
+        list(runner.stream([(x, x) for x in there]))
+        gpu.copy_s = 2e-2  # while inputs are there
+        found = list(runner.stream([(x, x) for x in there]))
+        assert gpu.num_replays >= 6 and gpu.copies["back"] >= 6
+    with torch.no_grad():
+        expected = [module(x, x) for x in items]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail", "are untried"])
 def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs, monkeypatch):
     module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
