@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.objective import Objective
+from placement.planners.contiguous_dp import load_kernels as load_splits
 from placement.search import macro
 from placement.search.evaluation import INFEASIBLE, Search, can_move, neighbours, two_operators
 from placement.search.macro import SHARE, Offers, draws_of
@@ -106,7 +107,8 @@ def _descend_period(search: Search, seed: int) -> None:
 
 @loads
 def load_kernels() -> None:
-    """What walks are made with."""
+    """What walks are made with, and the splits that they begin at."""
+    load_splits()
     choice = np.zeros(2, np.int32)
     pipeline = Pipeline(two_operators(), 0)
     pipeline.walk(choice, 0.0, 1, 1)
