@@ -195,14 +195,18 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
     inner = [set(g.in_tensor[a:b].tolist()) for a, b in pairwise(g.in_ptr.tolist())]
     inner = [{t for t in tensors if g.tensor_src[t] >= 0} for tensors in inner]
     users = [set(g.use_dst[a:b].tolist()) for a, b in pairwise(g.use_ptr.tolist())]
-    names = ("inner_ptr", "inner", "users_ptr", "users")
+    inner_ptr, inner_row = _flat(inner)
+    users_ptr, users_row = _flat(users)
     tables = kernels.Graph.fresh(
         {"N": g.num_ops, "T": g.num_tensors},
         group=g.group,
+        inner_ptr=inner_ptr,
+        inner=inner_row,
         output_ptr=g.out_ptr,
         output=g.out_tensor,
+        users_ptr=users_ptr,
+        users=users_row,
         size=g.tensor_bytes,
-        **dict(zip(names, _flat(inner) + _flat(users), strict=True)),
     )
     for rule in range(count):
         factor = np.exp(0.5 * rng.standard_normal(g.num_ops))

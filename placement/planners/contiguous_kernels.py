@@ -28,25 +28,25 @@ class Graph(Struct):
     left: Array = array("T", np.int64)  # users that are not placed
     missing: Array = array("N", np.int64)  # inputs that are not there
     ready: Array = array("N", np.int64)
-    fresh: Array = array("N", np.int64)
+    freed: Array = array("N", np.int64)
 
 
 @kernel
 def _growth(t, n, factor):
     """Bytes that ``n`` makes less those that nobody needs after it, times its factor."""
-    made, freed = 0, 0
+    made, unused = 0, 0
     for k in range(t.output_ptr[n], t.output_ptr[n + 1]):
         made += t.size[t.output[k]]
     for k in range(t.inner_ptr[n], t.inner_ptr[n + 1]):
         if t.left[t.inner[k]] == 1:
-            freed += t.size[t.inner[k]]
-    return factor[n] * (made - freed)
+            unused += t.size[t.inner[k]]
+    return factor[n] * (made - unused)
 
 
 @allocating
 def topological_order(t, rule, factor, first, look, rng, position):
     """Fill ``position`` int32 ``[G]``, -1 before; ``first`` int64 ``[N]`` orders who is ready."""
-    left, missing, ready, fresh = t.left, t.missing, t.ready, t.fresh
+    left, missing, ready, freed = t.left, t.missing, t.ready, t.freed
     for k in range(len(left)):
         left[k] = t.users_ptr[k + 1] - t.users_ptr[k]
     for n in range(len(missing)):
@@ -75,17 +75,17 @@ def topological_order(t, rule, factor, first, look, rng, position):
             placed += 1
         for i in range(t.inner_ptr[n], t.inner_ptr[n + 1]):
             left[t.inner[i]] -= 1
-        num_fresh = 0
+        num_freed = 0
         for i in range(t.output_ptr[n], t.output_ptr[n + 1]):
             tensor = t.output[i]
             for j in range(t.users_ptr[tensor], t.users_ptr[tensor + 1]):
                 user = t.users[j]
                 missing[user] -= 1
                 if missing[user] == 0:
-                    fresh[num_fresh] = user
-                    num_fresh += 1
-        for i in rng.permutation(num_fresh):
-            ready[count] = fresh[i]
+                    freed[num_freed] = user
+                    num_freed += 1
+        for i in rng.permutation(num_freed):
+            ready[count] = freed[i]
             count += 1
 
 
