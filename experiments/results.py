@@ -53,6 +53,11 @@ LEARNING = (
         dispatch.STUDY, "families, 1", "trained", "heft", "untrained",
     ),
     Trained(
+        "the same, one evaluation of 16 decodes",
+        zero_shot.STUDY, zero_shot.LATENCIES, zero_shot.TRAINED, zero_shot.LIST,
+        zero_shot.UNTRAINED,
+    ),
+    Trained(
         "latency of six unseen graphs of 1,600 operators and more, 2,000 evaluations",
         guided.STUDY, "latency few evaluations", *CHOOSERS,
     ),
