@@ -45,6 +45,15 @@ from placement.profile import Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
 
 VERSION = 1
+_TABLES = (
+    "compute_s",
+    "spread_s",
+    "loaded_s",
+    "transfer_s",
+    "io_s",
+    "workspace_bytes",
+    "predicted",
+)
 
 
 def _number(value: Any) -> Any:
@@ -214,64 +223,73 @@ def _document(problem: Problem) -> dict[str, Any]:
     for op, param in zip(g.param_use_op.tolist(), g.param_use.tolist(), strict=True):
         params[op].append(param)
     columns = {
-        name: _numbers(getattr(profile, name), name)
-        for name in ("compute_s", "spread_s", "loaded_s", "transfer_s", "io_s")
-        if getattr(profile, name) is not None
+        name: _numbers(table, name)
+        for name in _TABLES
+        if (table := getattr(profile, name)) is not None
     }
-    operators = []
-    for n, name in enumerate(g.op_name):
-        record: dict[str, Any] = {"name": name}
-        record |= {} if g.op_kind[n] == "op" else {"kind": g.op_kind[n]}
-        record |= {"module": g.op_module[n]} if g.op_module[n] else {}
-        record |= {} if g.op_signature[n] == "op" else {"signature": g.op_signature[n]}
-        record |= {"group": int(g.group[n])} if group_size[g.group[n]] > 1 else {}
-        record |= {"backward": True} if g.is_backward[n] else {}
-        record |= {"params": params[n]} if params[n] else {}
-        record["compute_s"] = columns["compute_s"][n]
-        record |= {"spread_s": columns["spread_s"][n]} if profile.spread_s[n].any() else {}
-        record |= {"loaded_s": columns["loaded_s"][n]} if "loaded_s" in columns else {}
-        if profile.workspace_bytes is not None:
-            record["workspace_bytes"] = int(profile.workspace_bytes[n])
-        if profile.predicted is not None:
-            record["predicted"] = profile.predicted[n].tolist()
-        operators.append(record)
-    tensors = []
-    for t, src in enumerate(g.tensor_src.tolist()):
-        record = {"producer": None if src < 0 else g.op_name[src], "bytes": int(g.tensor_bytes[t])}
-        users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
-        record |= {"consumers": [g.op_name[n] for n in users]} if len(users) else {}
-        record |= {} if g.tensor_root[t] == t else {"memory_of": int(g.tensor_root[t])}
-        record |= {k: columns[k][t] for k in ("transfer_s", "io_s") if k in columns}
-        tensors.append(record)
+
+    def row(name: str, n: int) -> Any:
+        return columns[name][n] if name in columns else None
+
+    operators = [
+        _changed(
+            OperatorRecord,
+            name=name,
+            kind=g.op_kind[n],
+            module=g.op_module[n],
+            signature=g.op_signature[n],
+            group=int(g.group[n]) if group_size[g.group[n]] > 1 else None,
+            backward=bool(g.is_backward[n]),
+            params=tuple(params[n]),
+            compute_s=row("compute_s", n),
+            spread_s=row("spread_s", n) if profile.spread_s[n].any() else None,
+            loaded_s=row("loaded_s", n),
+            workspace_bytes=row("workspace_bytes", n),
+            predicted=row("predicted", n),
+        )
+        for n, name in enumerate(g.op_name)
+    ]
+    tensors = [
+        _changed(
+            TensorRecord,
+            producer=None if src < 0 else g.op_name[src],
+            bytes=int(g.tensor_bytes[t]),
+            consumers=tuple(g.op_name[n] for n in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]),
+            memory_of=None if g.tensor_root[t] == t else int(g.tensor_root[t]),
+            transfer_s=row("transfer_s", t),
+            io_s=row("io_s", t),
+        )
+        for t, src in enumerate(g.tensor_src.tolist())
+    ]
+    settings = ("contention", "ready_order", "second_j", "max_phases")
+    links = None if profile.links == cluster.links else [*map(_changed_fields, profile.links)]
     return {
         "problem_version": VERSION,
         "model": g.name,
         "objective": problem.objective,
         "num_microbatches": problem.num_microbatches,
         "max_in_flight": problem.max_in_flight,
-        **({} if problem.contention else {"contention": False}),
-        **({} if problem.ready_order == "priority" else {"ready_order": problem.ready_order}),
-        **({"second_j": problem.second_j} if problem.second_j else {}),
-        **({"max_phases": problem.max_phases} if problem.max_phases > 1 else {}),
+        **_changed(ProblemRecord, **{name: getattr(problem, name) for name in settings}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
-        **({"batch_s": profile.batch_s} if profile.batch_s else {}),
+        **_changed(ProblemRecord, batch_s=profile.batch_s),
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
             "devices": [_changed_fields(d) for d in cluster.devices],
             "links": [_changed_fields(x) for x in cluster.links],
         },
-        **(
-            {}
-            if profile.links == cluster.links
-            else {"links": [_changed_fields(x) for x in profile.links]}
-        ),
+        **_changed(ProblemRecord, links=links),
         "param_bytes": g.param_bytes.tolist(),
         "outputs": g.output_tensor.tolist(),
         "operators": operators,
         "tensors": tensors,
     }
+
+
+def _changed(kind: type[BaseModel], /, **values: Any) -> dict[str, Any]:
+    """The values that are not the defaults of a record."""
+    return {k: v for k, v in values.items() if v != kind.model_fields[k].default}
 
 
 def _json(value: Any) -> str:
