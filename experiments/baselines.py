@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -379,4 +378,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -11,7 +11,6 @@ programs on the machine disturb least.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from experiments.runs import in_turns
-from experiments.study import Options, Rows, Study, run, say
-from experiments.tables import Column, table
+from experiments.study import Options, Study, run, say
+from experiments.tables import Column
 from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
@@ -43,13 +42,6 @@ class Row:
     goal: float | None = None
     more: bool = False
     note: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is met; None without one."""
-        if self.goal is None:
-            return None
-        return self.value >= self.goal if self.more else self.value <= self.goal
 
 
 def medians_s(*runs: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
@@ -318,32 +310,32 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
             yield asdict(row)
 
 
-def show(rows: Rows, options: Options) -> dict[str, str]:
-    """One table; goals that are met have a tick."""
+def goal(row: dict[str, Any]) -> str:
+    """It and a tick if it is met; empty where there is none."""
+    if row["goal"] is None:
+        return ""
+    more, value = row["more"], row["value"]
+    met = value >= row["goal"] if more else value <= row["goal"]
+    return f"{'≥' if more else '≤'} {row['goal']:g} {'✓' if met else '✗'}"
 
-    def goal(row: dict[str, Any]) -> str:
-        if row["goal"] is None:
-            return ""
-        met = "✓" if Row(**row).met else "✗"
-        return f"{'≥' if row['more'] else '≤'} {row['goal']:g} {met}"
 
-    def value(row: dict[str, Any]) -> str:
-        return f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
+def value(row: dict[str, Any]) -> str:
+    return f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
 
-    columns = (
+
+STUDY = Study(
+    name="bench",
+    rows=rows,
+    columns=(
         Column("what", "name"),
         Column("value", value),
         Column("unit", "unit"),
         Column("goal", goal),
         Column("with", "note"),
-    )
-    return {"table": table(rows, *columns)}
-
-
-STUDY = Study(
-    name="bench", rows=rows, parts=show, facts=lambda options: {"load_average": os.getloadavg()[0]}
+    ),
+    facts=lambda options: {"load_average": os.getloadavg()[0]},
 )
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

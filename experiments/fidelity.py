@@ -20,7 +20,6 @@ continues. Writes
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -338,4 +337,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ the same predictions. Writes ``experiments/results/homes.csv`` and ``.md``.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,4 +167,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -13,7 +13,6 @@ others by every method. Writes ``experiments/results/prediction.csv`` and ``pred
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -418,4 +417,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

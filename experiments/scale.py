@@ -14,7 +14,6 @@ is finished lies in ``runs/scale``: the same command continues.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -366,4 +365,4 @@ STUDIES = (
 main = partial(run, STUDIES)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
+from scipy.stats import binomtest
 
 from placement.report.table import markdown
 from placement.tools.files import csv_text
@@ -153,10 +154,8 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def share(flags: Sequence[bool]) -> tuple[float, float, float]:
     """Share of true ones with Wilson's 95 % interval."""
-    n, z = len(flags), 1.959964
-    if n == 0:
+    if not flags:
         return np.nan, np.nan, np.nan
-    p = sum(flags) / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return p, max(0.0, float(middle - half)), min(1.0, float(middle + half))
+    found = binomtest(sum(flags), len(flags))
+    low, high = found.proportion_ci(method="wilson")
+    return float(found.statistic), float(low), float(high)
