@@ -23,7 +23,7 @@ import numpy as np
 from experiments import study
 from experiments.runs import GIB, limited, warm
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import Column, groups, table
+from experiments.tables import Column, finite, groups, table
 from placement import importers, planners
 from placement.bounds import lower_bound
 from placement.plan import proved_bound_s
@@ -100,7 +100,7 @@ def _answer(problem: Problem, *key: Any) -> Row:
     said += [str(stats.get(key, "")) for key in ("message", "infeasible")]
     return Row(
         *key,
-        value_s=value_s if np.isfinite(value_s) else None,
+        value_s=finite(value_s),
         bound_s=bound_s,
         restricted_bound_s=stats.get("one_piece_bound_s"),
         seconds=done.seconds,
@@ -289,11 +289,7 @@ def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
 
 def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def value(*names: str) -> Callable[[Case], float | None]:
-        def least(case: Case) -> float | None:
-            value_s = case.value_s(*names)
-            return value_s if np.isfinite(value_s) else None
-
-        return least
+        return lambda case: finite(case.value_s(*names))
 
     def bound(planner: str) -> Callable[[Case], float | None]:
         return lambda case: getattr(case.of(planner), "bound_s", None)

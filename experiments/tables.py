@@ -61,6 +61,11 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str =
     return f"{scale * value:.{digits}f}{unit}"
 
 
+def finite(value: float) -> float | None:
+    """A value of a row; None where there is none."""
+    return float(value) if np.isfinite(value) else None
+
+
 def groups(rows: Iterable[R], *names: str) -> dict[Any, list[R]]:
     """Rows by the value of a field (of several: by the tuple), in the order of the rows."""
     parts: dict[Any, list[R]] = {}

@@ -66,6 +66,16 @@ def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
     return int(value)
 
 
+def number_of(record: Any, name: str, where: str) -> float:
+    """A field that is a number; ``where`` names file and node."""
+    return number(field(record, name, where), f"{where}: {name}")
+
+
+def whole_of(record: Any, name: str, where: str, low: int = 0, most: int = 2**63 - 1) -> int:
+    """A field that is a whole number."""
+    return whole(field(record, name, where), f"{where}: {name}", low, most)
+
+
 def numbered(text: str) -> Iterator[tuple[int, list[str]]]:
     """Lines that have words, by their numbers; what follows a ``#`` is a comment."""
     for i, line in enumerate(text.splitlines(), start=1):

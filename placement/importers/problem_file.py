@@ -45,6 +45,8 @@ from placement.profile import Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
 
 VERSION = 1
+_SIZES = ("num_microbatches", "max_in_flight")  # of a problem; they are always written
+_SETTINGS = ("contention", "ready_order", "second_j", "max_phases")  # where they are not usual
 _TABLES = (
     "compute_s",
     "spread_s",
@@ -261,15 +263,13 @@ def _document(problem: Problem) -> dict[str, Any]:
         )
         for t, src in enumerate(g.tensor_src.tolist())
     ]
-    settings = ("contention", "ready_order", "second_j", "max_phases")
     links = None if profile.links == cluster.links else [*map(_changed_fields, profile.links)]
     return {
         "problem_version": VERSION,
         "model": g.name,
         "objective": problem.objective,
-        "num_microbatches": problem.num_microbatches,
-        "max_in_flight": problem.max_in_flight,
-        **_changed(ProblemRecord, **{name: getattr(problem, name) for name in settings}),
+        **{name: getattr(problem, name) for name in _SIZES},
+        **_changed(ProblemRecord, **{name: getattr(problem, name) for name in _SETTINGS}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
         **_changed(ProblemRecord, batch_s=profile.batch_s),
@@ -331,18 +331,9 @@ def _problem(record: ProblemRecord, objective: str | None) -> Problem:
     if record.links is not None:
         links = tuple(Link(**dict(x)) for x in record.links)
         Cluster(cluster.name, cluster.devices, links)  # checks their ends
-    return Problem(
-        graph,
-        cluster,
-        _profile(record, cluster, links),
-        objective=objective or record.objective,  # type: ignore[arg-type]
-        num_microbatches=record.num_microbatches,
-        max_in_flight=record.max_in_flight,
-        contention=record.contention,
-        ready_order=record.ready_order,
-        second_j=record.second_j,
-        max_phases=record.max_phases,
-    )
+    profile, goal = _profile(record, cluster, links), objective or record.objective
+    settings: dict[str, Any] = {name: getattr(record, name) for name in (*_SIZES, *_SETTINGS)}
+    return Problem(graph, cluster, profile, goal, **settings)  # type: ignore[arg-type]
 
 
 def _graph(record: ProblemRecord) -> OpGraph:

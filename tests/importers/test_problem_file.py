@@ -224,10 +224,7 @@ def add(key: str, value: Any) -> dict[str, Any]:
         (change(SMALL, "operators", 1, "compute_s", 0, value="1"), "('b').compute_s[0] = '1'"),
         (change(SMALL, "operators", 1, "compute_s", 0, value=True), "('b').compute_s[0] = True"),
         (change(SMALL, "operators", 1, "compute_s", 0, value=-1), "('b').compute_s[0] = -1"),
-        (
-            change(SMALL, "operators", 1, "compute_s", 0, value="inf"),
-            "operator 'b': no device can run",
-        ),
+        (change(SMALL, "operators", 1, "compute_s", 0, value="inf"), "'b': no device can run"),
         (change(SMALL, "operators", 0, "compute_s", 0, value=float("nan")), "NaN is not a number"),
         (change(SMALL, "operators", 0, "spread_s", value=[1]), "operator 'a': spread_s has 1"),
         (change(SMALL, "operators", 1, "name", value="a"), "operators[1].name = 'a' is that of"),

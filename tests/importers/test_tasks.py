@@ -150,48 +150,32 @@ def test_workflows_of_all_versions(tmp_path: Path) -> None:
         assert problem.transfer_s(0, 0, 1) == pytest.approx(size / 10)
 
 
-def _shop(**changes: Any) -> dict[str, Any]:
-    return SHOP | changes
-
-
 OPS: Any = SHOP["operations"]
+
+
+def _shop(operations: Any = OPS, precedences: Any = ()) -> dict[str, Any]:
+    return SHOP | {"operations": operations, "precedences": [*precedences]}
+
+
+PARTED = {"name": "a", "runtime": 1, "parents": ["b"]}
+CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", _shop(operations=[]), "'operations' must be a non-empty list"),
-        (
-            "a.json",
-            _shop(operations=OPS[1:], precedences=[]),
-            "no machine may run operation 1, of 3",
-        ),
-        (
-            "a.json",
-            _shop(operations=[OPS[0] | {"operation": 10**12}], precedences=[]),
-            "run operation 0, of",
-        ),
-        (
-            "a.json",
-            _shop(operations=[OPS[1] | {"machine": 10**12}], precedences=[]),
-            "devices = 1000000000001",
-        ),
-        ("a.json", _shop(operations=[OPS[1] | {"duration": -1}]), "duration = -1 must be finite"),
-        ("a.json", _shop(precedences=[{"before": 0, "after": 9}]), "there is no operation 9"),
-        (
-            "a.json",
-            _shop(precedences=[{"before": 0, "after": 1}, {"before": 1, "after": 0}]),
-            "edges form a cycle: 1 -> 0 -> 1",
-        ),
+        ("a.json", _shop([]), "'operations' must be a non-empty list"),
+        ("a.json", _shop(OPS[1:]), "no machine may run operation 1, of 3"),
+        ("a.json", _shop([OPS[0] | {"operation": 10**12}]), "run operation 0, of"),
+        ("a.json", _shop([OPS[1] | {"machine": 10**12}]), "devices = 1000000000001"),
+        ("a.json", _shop([OPS[1] | {"duration": -1}]), "duration = -1 must be finite"),
+        ("a.json", _shop(OPS, [{"before": 0, "after": 9}]), "there is no operation 9"),
+        ("a.json", _shop(OPS, CIRCLE), "edges form a cycle: 1 -> 0 -> 1"),
         ("a.fjs", "1 2\n1 1 3 5\n", "a machine of operation 0 of job 0 = 3 is too large"),
         ("a.fjs", "2 2\n1 1 1 5\n", "the file ends before number of operations of job 1"),
         ("a.fjs", "1 2\n1 1 1 5\n7\n", "but then comes '7'"),
         ("a.fjs", "1 2\n1 1 1 x\n", "a duration of operation 0 of job 0 = 'x' is not a number"),
-        (
-            "a.fjs",
-            "1 2\n1 2 0 1 2 1",
-            "of 2 machines, one is 0 and one is 2: they must be numbered",
-        ),
+        ("a.fjs", "1 2\n1 2 0 1 2 1", "of 2 machines, one is 0 and one is 2: they must be"),
         ("a.fjs", "2 2\n0 3 1 5\n1 1 1 2", "line 3: a job does not visit every machine once"),
         ("a.json", {"machines": 2, "jobs": [[[]]]}, "jobs[0][0] is not a list, or an empty one"),
         ("a.stg", "2\n0 0 0\n1 4 1 0\n2 4 1 0\n", "2 tasks are told, and 3 lines of tasks found"),
@@ -202,11 +186,7 @@ OPS: Any = SHOP["operations"]
         ("a.csv", CSV.replace("acc_latency", "other"), "column 'acc_latency' is missing"),
         ("a.csv", CSV.splitlines()[0], "there are columns, but no operators"),
         ("a.json", {"workflow": {"tasks": [{"name": "a"}]}}, "field 'runtime' is missing"),
-        (
-            "a.json",
-            {"workflow": {"tasks": [{"name": "a", "runtime": 1, "parents": ["b"]}]}},
-            "'b' is no task",
-        ),
+        ("a.json", {"workflow": {"tasks": [PARTED]}}, "'b' is no task"),
     ],
 )
 def test_mistakes_are_named(name: str, content: Any, said: str, tmp_path: Path) -> None:
