@@ -117,9 +117,9 @@ def kernel_against_reference() -> Iterator[Row]:
     for kind, batch in KINDS:
         placements = batch(problem, 100)
         many, one, reference = medians_s(
-            lambda p=placements: score(problem, p),  # type: ignore[misc]
-            lambda p=placements: simulate(problem, p[0], num_microbatches=1),  # type: ignore[misc]
-            lambda p=placements: simulate_reference(problem, p[0], num_microbatches=1),  # type: ignore[misc]
+            partial(score, problem, placements),
+            partial(simulate, problem, placements[0], num_microbatches=1),
+            partial(simulate_reference, problem, placements[0], num_microbatches=1),
             rounds=5,
         )
         note = f"600 operators, 4 devices, {kind}"
@@ -141,10 +141,7 @@ def seconds_per_operator() -> Iterator[Row]:
         limited = tight(problem)
         for kind, batch in KINDS:
             placements = batch(problem, size)
-            took_s = medians_s(
-                lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
-                lambda q=limited, p=placements: score(q, p),  # type: ignore[misc]
-            )
+            took_s = medians_s(*(partial(score, q, placements) for q in (problem, limited)))
             goals = (80 if num_ops == 600 and batches == 1 else None, None)
             each = ", per operator" + " and micro-batch" * (batches > 1)
             for name, seconds, goal in zip(names, took_s, goals, strict=True):
@@ -155,12 +152,9 @@ def seconds_per_operator() -> Iterator[Row]:
 def problem_tables() -> Iterator[Row]:
     """Everything that is computed once per problem."""
     for num_ops in (600, 2000):
-        template = layered_problem(num_ops, 4)
-
-        def build(template: Problem = template) -> None:
-            kernels.tables(replace(template))
-
-        tables, bounds = medians_s(build, lambda q=template: lower_bounds(q))  # type: ignore[misc]
+        problem = layered_problem(num_ops, 4)
+        build = partial(lambda p: kernels.tables(replace(p)), problem)
+        tables, bounds = medians_s(build, partial(lower_bounds, problem))
         note = f"{num_ops} operators, 4 devices"
         goal = 300 if num_ops == 2000 else None
         yield Row("problem and its tables", tables * 1e3, "ms", goal, note=note)
@@ -194,15 +188,12 @@ def planners() -> Iterator[Row]:
         group = rng.integers(0, problem.graph.num_groups, count)
         where = rng.integers(0, problem.num_devices, count)
 
-        def anneal(draws, moves=moves, best=best):  # type: ignore[no-untyped-def]
-            macro.anneal(moves.tables, moves.state, draws, best, np.inf, count, 0.2, 1e-3, 6)
-
-        compute_s = moves.tables.compute_s
+        compute_s, state = moves.tables.compute_s, (moves.tables, moves.state)
         draws = [macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), macro.SHARE)]
+        budget = best, np.inf, count, 0.2, 1e-3, 6
         trials, single, several = medians_s(
-            lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
-            lambda run=anneal, w=draws[0]: run(w),  # type: ignore[misc]
-            lambda run=anneal, w=draws[1]: run(w),  # type: ignore[misc]
+            partial(try_all, *state, group, where),
+            *(partial(macro.anneal, *state, one, *budget) for one in draws),
         )
         note = f"{name}, {problem.num_ops} operators, {problem.num_devices} devices"
         yield Row("incremental delta, moves/s", count / trials, "1/s", 2e6, True, note)
@@ -210,12 +201,10 @@ def planners() -> Iterator[Row]:
         yield Row("macro_search, moves/s", count / several, "1/s", None, True, note)
     for name in ("inception", "transformer_training", "deep_chain"):
         problem = families()[name](0).with_objective("max_load")
-        (program,) = medians_s(lambda q=problem: load("ideal_dp")(q), rounds=3)  # type: ignore[misc]
+        (program,) = medians_s(partial(load("ideal_dp"), problem), rounds=3)
         ideals = load("ideal_dp")(problem).stats["ideals"]
-        note = (
-            f"{name}, {problem.num_ops} operators, {problem.num_devices} devices, {ideals} ideals"
-        )
-        yield Row("ideal_dp, seconds", program, "s", None, note=note)
+        size = f"{problem.num_ops} operators, {problem.num_devices} devices, {ideals} ideals"
+        yield Row("ideal_dp, seconds", program, "s", None, note=f"{name}, {size}")
 
 
 # --- environments and training: per second of processor time of one thread -----------------------
