@@ -30,6 +30,7 @@ from placement import (
     schedulers,
     simulate,
 )
+from placement.graph import levels
 from placement.workloads import load
 
 IMAGES = Path(__file__).parent / "img"
@@ -45,9 +46,7 @@ def graph() -> Figure:
     """The captured operators of a small model, coloured by a placement."""
     module, inputs = load("tiny_branches")
     captured = capture(module, inputs, name="tiny_branches")
-    level = np.zeros(captured.num_ops, int)
-    for src, dst in captured.edges[np.argsort(captured.edges[:, 1], kind="stable")]:
-        level[dst] = max(level[dst], level[src] + 1)
+    level = levels(captured.edges, captured.num_ops)
     rows = [np.flatnonzero(level == depth) for depth in range(level.max() + 1)]
     at = {
         int(op): (float(depth), k - (len(row) - 1) / 2)
