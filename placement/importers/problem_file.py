@@ -20,7 +20,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -36,7 +36,7 @@ from pydantic import (
     create_model,
 )
 
-from placement.cluster import Cluster, ClusterError, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link, changed_fields
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
 from placement.objective import ObjectiveName
@@ -263,7 +263,7 @@ def _document(problem: Problem) -> dict[str, Any]:
         )
         for t, src in enumerate(g.tensor_src.tolist())
     ]
-    links = None if profile.links == cluster.links else [*map(_changed_fields, profile.links)]
+    links = None if profile.links == cluster.links else [*map(_written, profile.links)]
     return {
         "problem_version": VERSION,
         "model": g.name,
@@ -276,8 +276,8 @@ def _document(problem: Problem) -> dict[str, Any]:
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
-            "devices": [_changed_fields(d) for d in cluster.devices],
-            "links": [_changed_fields(x) for x in cluster.links],
+            "devices": [_written(d) for d in cluster.devices],
+            "links": [_written(x) for x in cluster.links],
         },
         **_changed(ProblemRecord, links=links),
         "param_bytes": g.param_bytes.tolist(),
@@ -296,13 +296,8 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, default=str)
 
 
-def _changed_fields(item: Device | Link) -> dict[str, Any]:
-    """The fields that are not at their defaults."""
-    values = asdict(item)
-    defaults = {f.name: f.default for f in fields(item)}
-    return {
-        k: "inf" if v == np.inf else v for k, v in values.items() if v != defaults[k] or k == "name"
-    }
+def _written(item: Device | Link) -> dict[str, Any]:
+    return {k: "inf" if v == np.inf else v for k, v in changed_fields(item).items()}
 
 
 def _numbers(array: NDArray[np.float64], name: str) -> Any:
