@@ -15,6 +15,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from placement.report.table import markdown
+from placement.runs.row import groups as groups
 from placement.tools.files import csv_text
 
 R = TypeVar("R")
@@ -64,15 +65,6 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str =
 def finite(value: float) -> float | None:
     """A value of a row; None where there is none."""
     return float(value) if np.isfinite(value) else None
-
-
-def groups(rows: Iterable[R], *names: str) -> dict[Any, list[R]]:
-    """Rows by the value of a field (of several: by the tuple), in the order of the rows."""
-    parts: dict[Any, list[R]] = {}
-    for row in rows:
-        key = tuple(getattr(row, name) for name in names)
-        parts.setdefault(key if len(names) > 1 else key[0], []).append(row)
-    return parts
 
 
 # --- CSV -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from placement.problem import Placement, Problem, Solution
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.runs.compare import Comparison, placement_id
-from placement.runs.row import SINGLE, Row
+from placement.runs.row import SINGLE, Row, groups
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
 from placement.tools.ownership import version
@@ -222,9 +222,6 @@ def _workload(
     if not rows and plan is not None:
         rows = (_planned(plan, workload.name),)
     index = {name: i for i, d in enumerate(decisions) for name in d.planners}
-    by_planner: dict[str, list[Row]] = {}
-    for row in rows:
-        by_planner.setdefault(row.planner, []).append(row)
     about = ("objective", "num_ops", "num_devices", "bound_s")
     return {
         "name": workload.name,
@@ -233,7 +230,7 @@ def _workload(
         "max_in_flight": _either(problem, plan, "max_in_flight"),
         "devices": _devices(workload, decisions),
         "best": _best(comparison, workload.name),
-        "planners": [_planner(name, mine, index) for name, mine in by_planner.items()],
+        "planners": [_planner(name, mine, index) for name, mine in groups(rows, "planner").items()],
         "decisions": [_decision(problem, d, batches) for d in decisions],
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),
