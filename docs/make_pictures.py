@@ -54,13 +54,11 @@ def graph() -> Figure:
         for k, op in enumerate(row)
     }
     names = ("cpu:0", "cpu:1")
-    devices = tuple(Device(name, memory_bytes=10**9) for name in names)
     links = (Link(*names, 0.1), Link(*names[::-1], 0.1))
     # A second for an operator with parameters, a quarter for the others.
     seconds = np.full((captured.num_ops, 2), 0.25)
     seconds[captured.param_use_op] = 1.0
-    profile = Profile(names, seconds, np.zeros_like(seconds), links)
-    problem = Problem(captured, Cluster("two", devices), profile, "latency")
+    problem = _problem(captured, names, seconds, links, 1).with_objective("latency")
     from placement.planners import load as planner
 
     placement = planner("heft")(problem).placement

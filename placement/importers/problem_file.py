@@ -41,21 +41,12 @@ from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
 from placement.objective import ObjectiveName
 from placement.problem import MOST_PHASES, Problem, ProblemError, ReadyOrder
-from placement.profile import Profile, ProfileError
+from placement.profile import ARRAYS, Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
 
 VERSION = 1
 _SIZES = ("num_microbatches", "max_in_flight")  # of a problem; they are always written
 _SETTINGS = ("contention", "ready_order", "second_j", "max_phases")  # where they are not usual
-_TABLES = (
-    "compute_s",
-    "spread_s",
-    "loaded_s",
-    "transfer_s",
-    "io_s",
-    "workspace_bytes",
-    "predicted",
-)
 
 
 def _number(value: Any) -> Any:
@@ -226,7 +217,7 @@ def _document(problem: Problem) -> dict[str, Any]:
         params[op].append(param)
     columns = {
         name: _numbers(table, name)
-        for name in _TABLES
+        for name in ARRAYS
         if (table := getattr(profile, name)) is not None
     }
 

@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -31,11 +31,11 @@ from placement.runs.row import SINGLE, Row, groups
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
 from placement.tools.ownership import version
+from placement.tools.progress import Progress
 
 if TYPE_CHECKING:
     from placement.plan import Plan
 
-Progress = Callable[[str, float | None], None]
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
 NUM_BINS = 400  # of utilisation and memory over time
 MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
