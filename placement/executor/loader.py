@@ -140,7 +140,7 @@ class _Loaded:
     start_ns: int = 0
     end_ns: int = 0
     num_bytes: int = 0
-    unwritten: Unwritten = Unwritten(())
+    unwritten: Unwritten = field(default_factory=lambda: Unwritten(()))
 
 
 class _Source:
