@@ -425,7 +425,7 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             module, inputs = instantiate(node, _convert_="all")
             graph = capture(module, inputs, name=str(name))
 
-        def measuring(what: str, share: float, name: Any = name) -> None:
+        def measuring(what: str, share: float | None, name: Any = name) -> None:
             job.report(f"{name}: measuring, {what}", share)
 
         with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):
