@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -140,7 +140,7 @@ class _Loaded:
     start_ns: int = 0
     end_ns: int = 0
     num_bytes: int = 0
-    unwritten: Unwritten = Unwritten(())
+    unwritten: Unwritten = field(default_factory=lambda: Unwritten(()))
 
 
 class _Source:

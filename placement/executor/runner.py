@@ -30,6 +30,7 @@ from placement.executor.backend import (
     backend_for,
     used_on,
 )
+from placement.executor.constants import constants
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
 from placement.executor.share import (
@@ -529,7 +530,7 @@ class Runner:
 
     def _worker(self, phases: Sequence[Share], device: Device) -> Worker:
         """The worker of a device, not started yet, and its share in each phase."""
-        d, ops = phases[0].device, sorted({op for share in phases for op in share.ops})
+        d, ops = phases[0].device, {op for share in phases for op in share.ops}
         # A device that is not used may be one that can only be simulated.
         backend = backend_for(device) if ops else CpuBackend(device)
         away = [
@@ -549,6 +550,7 @@ class Runner:
             fuse = False
         marks: list[Any] | None = [] if self._record else None
         clock = None if marks is None else (marks, backend.mark)
+        known = constants(self._program, ops, backend.torch_device)
         by_share: dict[int, tuple[Share, Compiled]] = {}
         for share, some in zip(phases, away, strict=True):
             if id(share) not in by_share:
@@ -557,16 +559,16 @@ class Runner:
                 # Operators of a graph end together: nothing tells when each of them did.
                 replay = fuse and clock is None and self.cuda_graphs and target.type == "cuda"
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
-                runs = pieces_of(self._program, runs) if replay else runs
+                runs = pieces_of(self._program, runs, known) if replay else runs
                 own = share if fuse else None
                 compiled = compile_runs(
-                    self._program, runs, own, params, gradients, target, clock, streamed
+                    self._program, runs, own, params, gradients, target, clock, streamed, known
                 )
                 whole = fused(share, runs) if fuse else share
                 if replay:
                     self._graphs.append(Graphs(target))
                     compiled = self._graphs[-1].of(
-                        self._program, runs, whole, compiled, frozenset(streamed)
+                        self._program, runs, whole, compiled, frozenset(streamed), known
                     )
                 by_share[id(share)] = whole, compiled
         worker = Worker(
@@ -622,6 +624,11 @@ class Runner:
         """The first operator of each run that is no CUDA graph, and why not."""
         names = self.graph.op_name
         return {names[n]: why for some in self._graphs for n, why in some.eager.items()}
+
+    @property
+    def num_graphs(self) -> int:
+        """How many runs of operators are CUDA graphs by now."""
+        return sum(some.captured for some in self._graphs)
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""
