@@ -111,7 +111,8 @@ class PolicyPlanner:
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
             released constructor for ``latency``; of at most ``FEW`` evaluations, or ``FEW_S``
-            seconds, it gets all but those of the best single device.
+            seconds, it gets all but those of the best single device. A single evaluation is for
+            that of up to 16 decodes whose own timetable ends first (``agents.dispatch.promising``).
         waits: of ``guided_search`` for a ``period`` without a clock: the file of a network that
             foresees how long micro-batches wait (``agents.waits``). Placements that promise the
             least are evaluated: two, or all of at most ``FEW`` evaluations. None: the released one;
@@ -226,6 +227,19 @@ class PolicyPlanner:
         stats |= self._decode(policy, search, None, 0 if self.mode == "zero_shot" else self.k)
         return _evaluated(search, stats)
 
+    def _promising(
+        self, problem: Problem, policy: TrainedPolicy, name: str, alone_s: float
+    ) -> Solution:
+        """One evaluation: of the decode that promises the most, or of the fastest device alone."""
+        search = Search(problem, self.seconds, 1)
+        episode, promised_s = dispatch.promising(policy.net, search, self.k, self.seed)
+        stats: dict[str, Any] = {"mode": "best_of_k", "policy": name, "promised_s": promised_s}
+        if alone_s < promised_s:
+            search.run("single_device")
+        else:
+            dispatch.evaluate(search, episode)
+        return _evaluated(search, stats | {"best_of_k_evaluations": 1})
+
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         dispatches = policy.formulation == "dispatch" and self.mode in ("zero_shot", "best_of_k")
         if dispatches and self.baseline is None:
@@ -316,10 +330,9 @@ class PolicyPlanner:
             return _evaluated(search, noted | self._foresee(search, np.inf, runs_alone))
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
             # Decodes can be far worse than one device: where one runs everything, it is tried.
-            one = runs_alone
-            if self.evaluations == 1:  # which of the two?
-                decoded_s = dispatch.promised_s(seeds[0].net, problem)
-                one &= not problem.memory_may_bind and alone_s < decoded_s
+            if self.evaluations == 1 and not problem.memory_may_bind:
+                return self._promising(problem, *seeds, alone_s)
+            one = runs_alone and self.evaluations != 1
             sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
             return sampling._plan(problem, *seeds)
         net: GuidedNet | None = None
