@@ -31,7 +31,9 @@ _SIMULATED_WARM = 3e-3  # at first where the simulator tells times, of which est
 _WARM_SHARE, _COLD_SHARE = 0.2, 0.1
 _FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
 # Where else to begin, and the share of what is left then that finding it may take.
-STARTS: tuple[tuple[str | Planner, float], ...] = (
+Starts = tuple[tuple[str | Planner, float], ...]
+Stages = tuple[tuple[int, float, float, float], ...]
+STARTS: Starts = (
     ("heft", 0.1),
     (Heft(look_ahead=0.25, busy=True), 0.1),
     ("critical_path_first", 0.1),
@@ -39,13 +41,13 @@ STARTS: tuple[tuple[str | Planner, float], ...] = (
 )
 _BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
-_STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
+_STAGES: Stages = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 # Moves offered at each step, and with few evaluations for each operator: an estimate costs none.
 WIDTH, WIDE = 16, 64
 # The same of a tabu search: it goes far from any start, so few are raced.
 _TABU_WIDTH, _TABU_WIDE = 40, 160
-_TABU_STAGES = ((2, 0.05, 0.0, 0.1), (1, 1.0, 0.1, 1.0))
-_TABU_STARTS = (("m_etf", 0.1), *STARTS[1:])
+_TABU_STAGES: Stages = ((2, 0.05, 0.0, 0.1), (1, 1.0, 0.1, 1.0))
+_TABU_STARTS: Starts = (("m_etf", 0.1), *STARTS[1:])
 _TOO_FEW, _FEW_FOR_WIDTH = 0.5, 20.0  # evaluations for each operator: for a race of starts, for 16
 # Windows get so much of the budget before the last search, and what is left when it has used so
 # much.
