@@ -31,7 +31,9 @@ _SIMULATED_WARM = 3e-3  # at first where the simulator tells times, of which est
 _WARM_SHARE, _COLD_SHARE = 0.2, 0.1
 _FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
 # Where else to begin, and the share of what is left then that finding it may take.
-STARTS: tuple[tuple[str | Planner, float], ...] = (
+Starts = tuple[tuple[str | Planner, float], ...]
+Stages = tuple[tuple[int, float, float, float], ...]
+STARTS: Starts = (
     ("heft", 0.1),
     (Heft(look_ahead=0.25, busy=True), 0.1),
     ("critical_path_first", 0.1),
@@ -39,10 +41,13 @@ STARTS: tuple[tuple[str | Planner, float], ...] = (
 )
 _BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
-_STAGES = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
+_STAGES: Stages = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
 # Moves offered at each step, and with few evaluations for each operator: an estimate costs none.
 WIDTH, WIDE = 16, 64
-_TABU_WIDTH = 40  # the same of a tabu search
+# The same of a tabu search: it goes far from any start, so few are raced.
+_TABU_WIDTH, _TABU_WIDE = 40, 160
+_TABU_STAGES: Stages = ((2, 0.05, 0.0, 0.1), (1, 1.0, 0.1, 1.0))
+_TABU_STARTS: Starts = (("m_etf", 0.1), *STARTS[1:])
 _TOO_FEW, _FEW_FOR_WIDTH = 0.5, 20.0  # evaluations for each operator: for a race of starts, for 16
 # Windows get so much of the budget before the last search, and what is left when it has used so
 # much.
@@ -100,17 +105,18 @@ class OrderSearch:
     Attributes:
         seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
             given.
-        width: moves offered at each step; None: 40 of a tabu search, otherwise 16, and 64 where
-            fewer than 20 evaluations are left for each operator.
+        width: moves offered at each step; None: 16, and 64 where fewer than 20 evaluations are
+            left for each operator; of a tabu search 40, and 160 without a clock.
         seed: of the draws.
-        start: a planner or its name; it gets a quarter of what is limited.
+        start: a planner or its name; it gets a quarter of what is limited. None: ``best_of``, or
+            ``heft`` where a tabu search races starts: it comes as far, in a tenth of the time.
     """
 
     seconds: float | None = None
     evaluations: int | None = None
     width: int | None = None
     seed: int = 0
-    start: str | Planner = "best_of"
+    start: str | Planner | None = None
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
@@ -126,8 +132,9 @@ class OrderSearch:
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.bound_s = lower_bound(problem)
-        search.run_start(self.start)
         chooser = order.HAND if sends(problem) else order.TABU
+        quick = chooser == order.TABU and not too_few(search)
+        search.run_start(self.start or ("heft" if quick else "best_of"))
         told = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
         return search.solution(search.bound_s, **told)
 
@@ -294,7 +301,7 @@ def anneal(
 
     Which start leads furthest its own value does not tell: all of ``STARTS``, a list schedule from
     the end and the best so far are tried for a while, the best three for longer, and the best of
-    those to the end.
+    those to the end; of a tabu search the best two for a while, and the better one to the end.
     """
     problem, few = search.problem, too_few(search)
     assert search.best is not None
@@ -303,7 +310,10 @@ def anneal(
         return {"steps": 0}
     place = search.best[problem.graph.group]
     starts = [(place, sequence_of(problem, place, search.schedule))]
-    for name, share in () if few else STARTS:
+    others, stages = STARTS, _STAGES
+    if chooser == order.TABU:
+        others, stages = _TABU_STARTS, _TABU_STAGES
+    for name, share in () if few else others:
         if search.left:
             place = search.run(name, share, share).placement
             if not any(np.array_equal(place, other) for other, _ in starts):
@@ -313,7 +323,9 @@ def anneal(
     tables, rng = tables_of(problem), np.random.default_rng(seed)
     if width is None:
         many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
-        width = _TABU_WIDTH if chooser == order.TABU else WIDTH if many else WIDE
+        width = WIDTH if many else WIDE
+        if chooser == order.TABU:
+            width = _TABU_WIDTH if np.isfinite(search.seconds_left) else _TABU_WIDE
     runs = []
     for place, sequence in starts:
         if not search.left:
@@ -325,7 +337,7 @@ def anneal(
     if search.left and not few:
         runs.append(_justified(search, tables, min(runs, key=_best_s), rng, width))
     made, begun, told = 0, search.used, {"windows": 0}
-    for kept, share, cool, cooled in _STAGES[-1:] if few else _STAGES:
+    for kept, share, cool, cooled in stages[-1:] if few else stages:
         runs = sorted(runs, key=_best_s)[:kept]
         if kept == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, told)

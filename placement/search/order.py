@@ -81,7 +81,7 @@ _ALONE = 0.5  # of the moves to another device; others take neighbours along
 _FAR = 2.5  # order only: log of how many places at most, beside one
 # Tabu search: an operator rests for so many steps and up to so many more, unless a better best is
 # estimated; after so many steps in vain it goes back to the best, and the next time later.
-_REST, _REST_MORE, _IN_VAIN = 8.0, 12.0, 5000.0
+_REST, _REST_MORE, _IN_VAIN = 8.0, 12.0, 150.0
 _SORT_EVERY = 64  # moves kept, until the sequence is put in order of time again
 _TRIES = 4
 _HOPELESS = 12.0  # so much below the best score a move is chosen six times in a million

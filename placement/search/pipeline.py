@@ -180,7 +180,7 @@ def measure(t, r):
         for e in range(t.edge_ptr[i], t.edge_ptr[i + 1]):
             user = t.edge_dst[e]
             d = np.int64(placement[user])
-            at, late_at, done_at, deep = end, late, done, depth
+            at, late_at, done_at, deep, taken = end, late, done, depth, 0.0
             if d != src:
                 tensor = t.edge_tensor[e]
                 if stamp[d] != tensor:
@@ -199,6 +199,9 @@ def measure(t, r):
                     if src < num_devices:
                         busy = t.link_send_s[link] + t.link_send_s_per_byte[link] * size
                         load[t.worker[src]] += busy + (sent if t.link_blocking[link] else 0.0)
+                        if len(t.link_receive_s) > 0:
+                            taken = t.link_receive_s[link]
+                            load[t.worker[d]] += taken
                         handed += 1
                         moved += sent
                     arrives[d, 0] = end + sent
@@ -206,9 +209,9 @@ def measure(t, r):
                     arrives[d, 2] = free + sent
                 at, late_at, done_at = arrives[d, 0], arrives[d, 1], arrives[d, 2]
                 deep = depth + (src < num_devices)
-            ready[user, 0] = max(ready[user, 0], at)
-            ready[user, 1] = max(ready[user, 1], late_at)
-            ready[user, 2] = max(ready[user, 2], done_at)
+            ready[user, 0] = max(ready[user, 0], at + taken)
+            ready[user, 1] = max(ready[user, 1], late_at + taken)
+            ready[user, 2] = max(ready[user, 2], done_at + taken)
             level[user] = max(level[user], deep)
     channel[t.local_channel] = 0.0
     r.path_s, r.waited_s, r.alone_s = path, waited, alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,21 +46,31 @@ def by_hand(problem: Problem, placement: np.ndarray, wait: float) -> float:
             maker = int(g.tensor_src[t])
             if maker < 0:
                 continue
-            src, at = int(placement[maker]), end[maker]
+            src, at, taken = int(placement[maker]), end[maker], 0.0
             if src != d and (t, d) not in arrives:
+                taken = problem.link_receive_s[src, d]
+                load_s[d] += taken
                 sent = problem.link_latency_s[src, d]
                 sent += problem.link_s_per_byte[src, d] * g.tensor_bytes[t]
                 channel = int(problem.link_channel[src, d])
                 channel_s[channel] = channel_s.get(channel, 0.0) + sent
                 arrives[t, d] = at + sent + wait
-            begin = max(begin, at if src == d else arrives[t, d])
+            begin = max(begin, at if src == d else arrives[t, d] + taken)
         end[n] = begin + seconds[n, d]
     return max(load_s.max(), *channel_s.values(), end.max() / problem.max_in_flight)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_estimates_are_those_made_by_hand_and_below_the_simulated_period(name: str) -> None:
+@pytest.mark.parametrize("receives", [False, True])
+def test_estimates_are_those_made_by_hand_and_below_the_simulated_period(
+    name: str, receives: bool
+) -> None:
     problem = period(name)
+    mean_s = receives * float(problem.compute_s.mean())
+    links = tuple(
+        replace(x, receive_s=mean_s * (1 + (x.src < x.dst))) for x in problem.profile.links
+    )
+    problem = replace(problem, profile=replace(problem.profile, links=links))
     pipeline, rng = Pipeline(problem, 0), np.random.default_rng(1)
     number = np.arange(problem.graph.num_groups)
     for _ in range(5):
