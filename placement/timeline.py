@@ -65,8 +65,9 @@ class Timeline:
             share = f"{100 * self.utilisation[d]:.0f} %"
             counts = " / ".join(f"{n}" for n in (np.atleast_2d(self.placement) == d).sum(axis=1))
             rows.append([name, counts, seconds(self.busy_s[d]), share, peak])
+        first = "micro-batch 0" if self.num_microbatches > 1 else "latency"
         title = (
-            f"Timeline, {'measured' if self.measured else 'predicted'}: latency "
+            f"Timeline, {'measured' if self.measured else 'predicted'}: {first} "
             f"{seconds(self.latency_s)}, period {seconds(self.period_s)}, "
             f"{self.num_microbatches} micro-batches"
         )
@@ -157,7 +158,10 @@ class Timeline:
 
     @cached_property
     def latency_s(self) -> float:
-        """First start to last end of micro-batch 0 (alone when ``M == 1``)."""
+        """First start to last end of micro-batch 0: the latency of an item if ``M == 1``.
+
+        With more, the others take its devices in between.
+        """
         return float(self.span_s[0])
 
     @cached_property

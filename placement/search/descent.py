@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.objective import Objective
+from placement.planners.contiguous_dp import load_kernels as load_splits
 from placement.problem import Problem
 from placement.relaxed import balanced
 from placement.search import macro
@@ -140,7 +141,8 @@ def _balanced(problem: Problem) -> Choice | None:
 
 @loads
 def load_kernels() -> None:
-    """What walks are made with."""
+    """What walks are made with, and the splits that they begin at."""
+    load_splits()
     choice = np.zeros(2, np.int32)
     pipeline = Pipeline(two_operators(), 0)
     pipeline.walk(choice, 0.0, 1, 1)
