@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cmp_to_key, partial
 from heapq import heappop, heappush
 from itertools import pairwise
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -427,6 +428,7 @@ def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
 
 _EXACT = 1 - 1e-12  # sums in another order are no more
 _PATHS = 8  # that a program is told of
+_PLACED = 200  # of rows put somewhere, that are looked at
 _COUNTED = 16  # groups per device: of more, how many a device can run says no more than loads
 _LP_SIZE, _LONG_LP, _QUICK_LP = 200_000, 20_000, 5_000  # variables: seconds, one, a moment
 _NARROW = 1 / 256  # shares so close are not told apart
@@ -536,27 +538,51 @@ def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDA
 
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
-    least_s = balance_bound(groups, lp_size)
+    prices = balance_prices(groups, lp_size)
+    least_s = float(priced(groups, prices).sum()) * _EXACT
     if problem.max_phases == 1:
-        least_s = _whole_bound_s(groups, least_s)
+        least_s = _whole_bound_s(groups, prices, least_s)
     full = problem.graph.param_bytes.sum() > problem.memory_bytes
     if full.any() and not problem.cluster.streaming and groups.size <= lp_size:
         least_s = max(least_s, load_s(problem))
     return least_s
 
 
-def _whole_bound_s(seconds: Floats, least_s: float) -> float:
+def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
     """The largest load, from ``least_s`` up, where rows of ``[G, D]`` stay whole.
 
     Of the ``k`` heaviest a device has no more than its fastest ones of them that it can run in a
-    load, and all devices must have ``k``.
+    load, and all devices must have ``k``. And the heaviest are put wherever they can be, the rest
+    in fractions at ``prices``: what can become least is looked at first.
     """
     s = seconds[np.argsort(-seconds.min(axis=1), kind="stable")]
     least_s = max(least_s, float(s[0].min()))
     for k in range(2, min(len(s), _COUNTED * s.shape[1]) + 1):
         ends = np.sort(s[:k], axis=0).cumsum(axis=0)
         least_s = max(least_s, float(np.partition(ends, k - 1, axis=None)[k - 1]) * _EXACT)
-    return least_s
+    kinds = _equal_columns(s)[1]
+    column = np.argsort(kinds, kind="stable")
+    rest = [*priced(s, prices)[::-1].cumsum()[::-1].tolist(), 0.0]
+    kind, price, rows = kinds[column].tolist(), prices[column].tolist(), s[:, column].tolist()
+    open_ = [(least_s, 0, (0.0,) * len(kind))]  # a bound, minus the rows that are put, loads
+    seen = set(open_)
+    for _ in range(_PLACED):
+        bound_s, put, loads = open_[0]
+        if -put == len(rows):
+            break
+        heappop(open_)
+        spent_s = sum(map(mul, price, loads))
+        for d, took_s in enumerate(rows[-put]):
+            if took_s == np.inf:
+                continue
+            here = [*loads[:d], loads[d] + took_s, *loads[d + 1 :]]
+            least = max(here[d], spent_s + price[d] * took_s + rest[1 - put]) * _EXACT
+            alike = tuple(load for _, load in sorted(zip(kind, here, strict=True)))
+            new = max(bound_s, least), put - 1, alike
+            if new not in seen:
+                seen.add(new)
+                heappush(open_, new)
+    return open_[0][0]
 
 
 def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _LP_SIZE) -> float:

@@ -17,7 +17,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
-from placement.simulator import evaluate, simulate
+from placement.simulator import evaluate, score, simulate
 from tests.problems import (
     chain,
     problem_on,
@@ -363,6 +363,17 @@ def test_of_many_alike_some_device_runs_one_more() -> None:
     assert lower_bounds(small_problem(seconds))["max_load"] == pytest.approx(12.0)
     slow = [[*row, 5 * row[0]] for row in seconds]
     assert lower_bounds(small_problem(slow))["max_load"] == pytest.approx(12.0)
+
+
+def test_few_heavy_groups_do_not_divide_evenly() -> None:
+    # Best are 7 + 4 and 5 + 4, of 10 on average; five times as slow devices help with the small.
+    seconds = [[s, s] for s in (7.0, 5.0, 4.0, 4.0)]
+    assert lower_bounds(small_problem(seconds))["max_load"] == pytest.approx(11.0)
+    slow = [[*row, 5 * row[0]] for row in [*seconds, [0.5, 0.5], [0.5, 0.5]]]
+    every = np.array(list(itertools.product(range(3), repeat=6)), np.int32)
+    problem = small_problem(slow, objective="max_load")
+    assert score(problem, every).min() == pytest.approx(11.0)
+    assert lower_bounds(problem)["max_load"] == pytest.approx(11.0)
 
 
 def test_a_call_pays_for_its_input_and_runs_branches_one_after_another() -> None:
