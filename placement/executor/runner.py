@@ -32,7 +32,7 @@ from placement.executor.backend import (
 )
 from placement.executor.constants import constants
 from placement.executor.graphs import Graphs, pieces_of
-from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
+from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
 from placement.executor.share import (
     Compiled,
     Share,
@@ -74,8 +74,9 @@ class Runner:
         outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory.
 
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
-    module's own: what is written to them shows in the next call. Of those in other memory a GPU has
-    copies, which are made again then (a write through ``parameter.data`` does not show).
+    module's own: what is written to them, or put in their place (``parameter.data = ...``), shows
+    in the next call. Of those in other memory a GPU has copies, which are made again then (a write
+    into ``parameter.data`` does not show).
 
     Attributes:
         cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
@@ -149,6 +150,8 @@ class Runner:
         self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
+        self._shared: list[Tensor] = []  # of the module's, those that are read where they are
+        self._places: list[int] = []
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
@@ -215,8 +218,10 @@ class Runner:
         next call starts them again.
 
         Raises:
-            InputError: an item unlike the inputs that the module was captured with.
-            LoaderError: an impossible number of workers or of items to prefetch.
+            InputError: an item unlike the inputs that the module was captured with, or one that
+                PyTorch wrote to before its outputs were there.
+            LoaderError: an impossible number of workers or of items to prefetch, or an item that
+                was written to while later ones were loaded.
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what the loader or an operator raised.
         """
@@ -291,7 +296,8 @@ class Runner:
             self._follow_caller()
         first = following = self.next_batch
         failed: Exception | None = None
-        pending: dict[int, tuple[dict[int, Any], set[int]]] = {}  # batch: outputs, devices left
+        # By micro-batch: outputs, devices left, and whether its inputs are as they were.
+        pending: dict[int, tuple[dict[int, Any], set[int], Unwritten]] = {}
         finished: dict[int, Any] = {}
         exhausted = False
         while True:
@@ -319,7 +325,8 @@ class Runner:
                 if self._record and items is not None:
                     self.loaded_ns[batch] = items.span_ns
                 phase = batch % self.num_phases
-                pending[batch] = self._passed_on(inputs), set(self._active[phase])
+                active = set(self._active[phase])
+                pending[batch] = self._passed_on(inputs), active, Unwritten(item)
                 if direct is None:
                     self._admit(batch, inputs)
                 else:
@@ -330,7 +337,9 @@ class Runner:
                 return
             if direct is not None:
                 made = self._launched(direct, exhausted or self.max_in_flight == 1)
-                finished[following] = self._assemble(pending.pop(following)[0] | made)
+                outputs, _, unwritten = pending.pop(following)
+                self._check_unwritten(unwritten, following - first)
+                finished[following] = self._assemble(outputs | made)
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
                 if isinstance(message, Failure):
@@ -340,13 +349,14 @@ class Runner:
                     continue
                 if isinstance(value, Exception):
                     raise value
-                outputs, left = pending[batch]
+                outputs, left, unwritten = pending[batch]
                 if tensor >= 0:
                     outputs[tensor] = value
                     continue
                 left.discard(value)
                 if not left:
                     del pending[batch]
+                    self._check_unwritten(unwritten, batch - first)
                     finished[batch] = self._assemble(outputs)
                     if not exhausted:
                         break  # there is room in the pipeline: fill it before waiting
@@ -386,6 +396,18 @@ class Runner:
         if self._closed:
             raise RunnerError(_CLOSED_IN_USE)
         return made
+
+    def _check_unwritten(self, inputs: Unwritten, batch: int) -> None:
+        """Raises: InputError, naming the input that was written to while devices read it."""
+        if (i := inputs.first_written()) is None:
+            return
+        leaves = zip(self._program.leaf_names, self._program.example_leaves, strict=True)
+        names = [name for name, example in leaves if isinstance(example, Tensor)]
+        raise InputError(
+            f"input {names[i]!r} of micro-batch {batch} was written to before its outputs were "
+            "there, by the loader or by who takes the outputs: give each micro-batch tensors of "
+            "its own (x.clone())"
+        )
 
     def _check_whole(self, count: int) -> None:
         """Devices that follow a schedule would wait for micro-batches that do not come."""
@@ -474,7 +496,11 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            return
+            if [*map(Tensor.data_ptr, self._shared)] == self._places:
+                return
+            self.stop()  # they would read the memory that their parameters had
+            self.loaded.clear()
+            self._copies = weights.Copies()
         self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
         self._streamed.clear()
@@ -490,6 +516,10 @@ class Runner:
         # hold the runner itself, or it would never be collected.
         self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
         self.workers = workers
+        params = self._program.params
+        loaded = () if self._program.gradients else self.loaded.items()  # what is trained stays
+        self._shared = [params[p] for (_, p), x in loaded if x.data_ptr() == params[p].data_ptr()]
+        self._places = [*map(Tensor.data_ptr, self._shared)]
         for d in self._used:
             workers[d].start()
         self._copies.keep(self._program)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -895,7 +895,7 @@ def test_names_lists_the_files_without_importing_them() -> None:
 
 COMPILED_WITHIN_BUDGET = """
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from numba.core.registry import CPUDispatcher
 from placement.tools import clock
 
@@ -984,6 +984,10 @@ def double(problem: Problem):
     return load("heft")(problem)
 
 
+# Of a module that does not postpone its annotations.
+Unpostponed = make_dataclass("Unpostponed", [("first", int, 0)])
+
+
 def test_load_takes_a_function_of_the_user() -> None:
     check_planner(load(f"{__name__}:double"))
     with pytest.raises(PlannerError, match="takes no options"):
@@ -1005,6 +1009,7 @@ def test_load_takes_a_function_of_the_user() -> None:
         ("local_search", {"seed": True}, r"seed = True is not"),
         ("local_search", {"evaluations": "2.5"}, r"evaluations = '2.5' is not of type int \| None"),
         ("local_search", {"start": 3}, r"start = 3 is not"),
+        (f"{__name__}:Unpostponed", {"first": "x"}, "of type int; its options are first: int = 0"),
     ],
 )
 def test_load_names_what_is_wrong(name: str, options: dict, message: str) -> None:
