@@ -54,7 +54,7 @@ from placement.tools.clock import nothing_collected
 from placement.tools.files import FileError, cache_folder
 
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+Progress = Callable[[str, float | None], None]  # (what is being done, share done 0..1 or None)
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)  # of tensors over links
@@ -133,7 +133,7 @@ def measure(
             ):
                 done = len(alone)
                 again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
-                say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+                say(f"measuring, round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
                 # The first of the two finds the caches as another device left them.
                 each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
                 alone.append(np.stack(each, axis=1))
