@@ -18,7 +18,7 @@ from placement.tools.files import parse_json, read_arrays, short, write_arrays
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 
-_ARRAYS = (
+ARRAYS = (
     "compute_s",
     "spread_s",
     "loaded_s",
@@ -225,7 +225,7 @@ class Profile:
         Raises:
             FileError: the folder is read-only, or the disk is full.
         """
-        arrays = {k: getattr(self, k) for k in _ARRAYS if getattr(self, k) is not None}
+        arrays = {k: getattr(self, k) for k in ARRAYS if getattr(self, k) is not None}
         head = json.dumps(
             {
                 "device_names": self.device_names,
@@ -255,7 +255,7 @@ class Profile:
             ):
                 raise ValueError("graph_fingerprint and device_names must be texts")
             lacking = [k for k in ("compute_s", "spread_s") if k not in arrays]
-            strange = sorted(set(arrays) - set(_ARRAYS))
+            strange = sorted(set(arrays) - set(ARRAYS))
             if lacking or strange:
                 raise ValueError(f"it lacks {lacking}" if lacking else f"unknown arrays {strange}")
             return cls(

@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -52,9 +52,9 @@ from placement.simulator import evaluate
 from placement.timeline import streamed_period
 from placement.tools.clock import nothing_collected
 from placement.tools.files import FileError, cache_folder
+from placement.tools.progress import Progress
 
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float | None], None]  # (what is being done, share done 0..1 or None)
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)  # of tensors over links

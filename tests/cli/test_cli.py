@@ -35,11 +35,11 @@ from placement.plan import Plan, load_plan
 from placement.profile import Profile
 from placement.tools import progress
 from placement.tools.files import FileError
+from tests.machine import CORES
 from tests.problems import chain, small_problem
 
 pytestmark = pytest.mark.usefixtures("quick_profiles")
 ROOT = Path(__file__).parents[2]
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 KEYS = ["planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations"]
 KEYS += ["feasible", "assignment"]
 

@@ -19,7 +19,7 @@ from placement.graph import MOST_BYTES
 from placement.objective import Objective
 from placement.planners import PlannerError, load, names
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
-from placement.problem import Problem, ProblemError, host_of
+from placement.problem import Problem, ProblemError, Solution, host_of
 from placement.search.evaluation import (
     Position,
     Search,
@@ -650,6 +650,24 @@ def test_best_of_goes_on_while_nothing_fits() -> None:
     full = make([[1, 1]] * 4, chain(4), param_bytes=10, memory_bytes=[15, 15])
     found = load("best_of", planners=("peft", "m_etf"), seconds=5)(full)
     assert set(found.stats["values_s"]) == {"peft", "m_etf"}
+
+
+def test_best_of_tries_one_device_even_where_the_first_planner_has_taken_all_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The list schedule had its code compiled, and found nothing that fits."""
+    now = [0.0]
+
+    def late(heft: Any, problem: Any) -> Solution:
+        now[0] += 3.0
+        return Solution(np.ones(problem.num_ops, np.int32), np.inf)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(type(load("heft")), "__call__", late)
+    tight = make([[9.0, 1.0]] * 4, chain(4), param_bytes=10, memory_bytes=[40, 15])
+    found = load("best_of", seconds=1)(tight.with_objective("latency"))
+    assert list(found.stats["values_s"]) == ["heft", "single_device"]
+    assert found.placement.tolist() == [0, 0, 0, 0] and found.value_s == 36.0
 
 
 def test_best_of_begins_with_what_wins_most_often_for_the_objective() -> None:
