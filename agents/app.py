@@ -98,7 +98,7 @@ def explain(error: Exception) -> str | None:
         return f"{error}\n(flags that can be given: --help, --hydra-help)"
     if isinstance(error, OSError) and error.filename:
         return (
-            f"cannot use {error.filename}: {error.strerror}; "
+            f"cannot use {os.path.abspath(error.filename)}: {error.strerror}; "
             "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
         )
     return cli.explain(error)
@@ -426,7 +426,7 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             graph = capture(module, inputs, name=str(name))
 
         def measuring(what: str, share: float | None, name: Any = name) -> None:
-            job.report(f"{name}: measuring, {what}", share)
+            job.report(f"{name}: {what}", share)
 
         with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):
             profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)

@@ -32,7 +32,7 @@ from placement.cli import (
     schedule,
     show,
 )
-from placement.cli.parser import Parser
+from placement.cli.parser import Help, Parser
 from placement.tools.ownership import version
 
 
@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
             **shown,
             description=verb.help,
             epilog=f"{verb.example}\n{cli.EXIT_CODES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         verb.configure(sub)
         sub.set_defaults(parser=parser)

@@ -5,12 +5,30 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from placement import cli
 from placement.tools.named import meant
+
+WIDEST = 100  # columns of prose
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs are as wide as the terminal; those with indented lines, as examples, stay."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrapper = textwrap.TextWrapper(min(width, WIDEST), indent, indent)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+
+        def filled(paragraph: str) -> str:
+            if re.search(r"^ ", paragraph, re.MULTILINE):
+                return textwrap.indent(paragraph, indent)
+            return wrapper.fill(paragraph)
+
+        return "\n\n".join(map(filled, text.strip("\n").split("\n\n")))
 
 
 class Parser(argparse.ArgumentParser):

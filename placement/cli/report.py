@@ -35,6 +35,11 @@ def run(args: argparse.Namespace) -> int:
         written = write_report(args.folder, args.out, report)
     for line in written.unread:
         cli.say(f"left out, cannot be read: {line}")
+    if not written.num_predicted + written.num_measured:
+        cli.say(
+            "no plan has a timeline here: that needs trace.json or problem.json beside it, from "
+            "placement plan --trace trace.json, or placement import --out problem.json"
+        )
     if args.json:
         cli.print_json(asdict(written) | {"path": str(written.path)})
     else:

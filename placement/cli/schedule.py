@@ -32,7 +32,7 @@ imports and compilation are not in it), unroll, micro_batches, memory, starts: a
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="cases (JSON)")
     parser.add_argument("--case", required=True, metavar="KEY", help="e.g. vshape/4/train")
-    parser.add_argument("--memory", type=int, metavar="M", help="limit of each device; default: no")
+    parser.add_argument("--memory", type=int, metavar="M", help="of each device; default: any")
     parser.add_argument("--micro-batches", type=int, required=True, metavar="N")
     parser.add_argument(
         "--unroll",

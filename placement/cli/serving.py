@@ -35,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--split",
         choices=("layers", "tensors"),
-        help="place whole layers, or feed-forwards and experts by themselves; default: layers, "
-        "for models with experts tensors",
+        help="place whole layers, or (tensors) feed-forwards and experts by themselves; default: "
+        "layers; of models with experts, tensors",
     )
 
 

@@ -87,7 +87,7 @@ def show_plan(plan: Plan) -> None:
         name = "weighted" if weight else plan.objective
         values.insert(0, [name, shown, "-", *_gap(value, bound, unit), single])
     cli.print_table(
-        f"{plan.graph.name} ({plan.graph.num_ops} operators) by {plan.planner.name}, "
+        f"{plan.graph.name} ({cli.count(plan.graph.num_ops, 'operator')}) by {plan.planner.name}, "
         f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batches, "
         f"{plan.max_in_flight} in flight",
         ["", "predicted", "measured", "proved bound", "gap", "one device"],

@@ -249,6 +249,8 @@ class Corpus:
                     )
                 yield store
         except (sqlite3.Error, OSError) as error:
+            if "full" in str(error):  # SQLite's words; it is not damaged
+                raise CorpusError(f"{self.path}: {error}: free some space") from error
             raise CorpusError(
                 f"{self.path}: not a readable store of measurements ({error}); move it away, it "
                 "is filled again by: placement profile MODEL; or set PLACEMENT_HOME to another "

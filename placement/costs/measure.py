@@ -133,7 +133,7 @@ def measure(
             ):
                 done = len(alone)
                 again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
-                say(f"round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+                say(f"measuring, round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
                 # The first of the two finds the caches as another device left them.
                 each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
                 alone.append(np.stack(each, axis=1))

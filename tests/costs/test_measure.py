@@ -70,7 +70,8 @@ def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running(
     profile.check(graph)
     assert profile.provenance["repeats"] == 2 and profile.provenance["torch"]
     assert {(x.src, x.dst) for x in profile.links} == {("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")}
-    assert shares == sorted(shares) and shares[-1] == 1.0
+    told = [share for share in shares if share is not None]  # of rounds; the rest is not counted
+    assert told == sorted(told) and shares[-1] is None
     assert not [t for t in threading.enumerate() if t.name.startswith("placement-")]
 
 
