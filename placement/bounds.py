@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from placement.objective import Objective
 from placement.problem import Floats, Problem, host_of
 from placement.relaxed import Program, call_s, load_s, of_groups, period_s
+from placement.together import pieces_s
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
@@ -34,7 +35,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
         "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
         "period": _period_bound_s(problem, load_s, _LP_SIZE),
         "max_load": load_s,
-        "piecewise_latency": path_s,
+        "piecewise_latency": max(path_s, pieces_s(problem)),
     }
     if problem.power is not None:
         busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
@@ -58,7 +59,7 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective is Objective.LATENCY:
         load_s = _load_bound_s(problem, _QUICK_LP)
         return _latency_bound_s(problem, path_s, load_s, _QUICK_LP)
-    return path_s
+    return max(path_s, pieces_s(problem))
 
 
 def _fastest_s(problem: Problem) -> Floats:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -9,6 +12,7 @@ from placement.problem import Floats, Problem, host_of
 from placement.timeline import least_window
 from placement.tools.clock import loads
 
+TOLERANCE = 1e-6  # of the solver, for what is whole and for what is proved then
 Columns = NDArray[np.intp]
 Terms = tuple[Columns, ArrayLike]  # columns, and what each counts
 
@@ -25,6 +29,7 @@ class Program:
 
     def __init__(self) -> None:
         self.upper, self.limit = np.ones(1), np.zeros(0)
+        self.answer: Floats | None = None  # each column, of what was solved last
         self._entries: list[tuple[Columns, Columns, Floats]] = []
 
     def columns(self, upper: ArrayLike) -> Columns:
@@ -32,17 +37,20 @@ class Program:
         self.upper, before = np.append(self.upper, upper), len(self.upper)
         return np.arange(before, len(self.upper))
 
-    def rows(self, limit: Floats, *terms: Terms) -> None:
+    def rows(self, limit: Floats, *terms: Terms) -> NDArray[np.intp]:
         """A row for each of ``limit [R]``: of each term ``[R]`` one entry."""
         first, self.limit = len(self.limit), np.append(self.limit, limit)
-        self._enter(first + np.arange(len(limit)), terms)
+        rows = first + np.arange(len(limit))
+        self.add(rows, *terms)
+        return rows
 
     def row(self, limit: float, *terms: Terms) -> None:
         """One row of all columns of all terms."""
         first, self.limit = len(self.limit), np.append(self.limit, limit)
-        self._enter(np.array(first), terms)
+        self.add(np.array(first), *terms)
 
-    def _enter(self, row: Columns, terms: tuple[Terms, ...]) -> None:
+    def add(self, row: NDArray[np.intp], *terms: Terms) -> None:
+        """More terms of such rows."""
         for columns, values in terms:
             a, b, c = np.broadcast_arrays(row, columns, np.asarray(values, np.float64))
             self._entries.append((a.ravel(), b.ravel(), c.ravel()))
@@ -59,22 +67,122 @@ class Program:
 
         It is what they sum up to, whatever the solver's tolerance.
         """
-        _load_solver()
+        rows, limit, most = self._scaled()
         from scipy.optimize import linprog
+
+        cost, bounds = np.eye(1, rows.shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
+        answer = linprog(cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs")
+        self.answer = answer.x if answer.success else None
+        if not answer.success:
+            return 0.0, 0 * limit
+        price = np.maximum(-answer.ineqlin.marginals, 0.0)
+        left = np.minimum(cost + rows.T @ price, 0.0)
+        return float(left @ self.upper - price @ limit), price / most
+
+    def whole(self, columns: Columns, seconds: float) -> float:
+        """The first column, at least, where ``columns`` are whole: as far as that is proved."""
+        rows, limit, _ = self._scaled()
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        integrality = np.zeros(len(self.upper))
+        integrality[columns.ravel()] = 1
+        answer = milp(
+            np.eye(1, len(self.upper))[0],
+            integrality=integrality,
+            bounds=Bounds(0.0, self.upper),
+            constraints=LinearConstraint(rows, -np.inf, limit),
+            options={"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE},
+        )
+        self.answer = answer.x
+        proved = answer.get("mip_dual_bound")
+        known = proved is not None and np.isfinite(proved)
+        return max(0.0, float(proved) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
+
+    def _scaled(self) -> tuple[Any, Floats, Floats]:
+        """Rows, sparse, and their limits over the largest number of each; these ``[R]``."""
+        _load_solver()
         from scipy.sparse import csr_array
 
         row, column, value = map(np.concatenate, zip(*self._entries, strict=True))
         most = np.full(len(self.limit), 1e-300)
         np.maximum.at(most, row, np.abs(value))
         shape = len(self.limit), len(self.upper)
-        rows, limit = csr_array((value / most[row], (row, column)), shape=shape), self.limit / most
-        cost, bounds = np.eye(1, shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
-        answer = linprog(cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs")
-        if not answer.success:
-            return 0.0, 0 * limit
-        price = np.maximum(-answer.ineqlin.marginals, 0.0)
-        left = np.minimum(cost + rows.T @ price, 0.0)
-        return float(left @ self.upper - price @ limit), price / most
+        return csr_array((value / most[row], (row, column)), shape=shape), self.limit / most, most
+
+    @property
+    def size(self) -> int:
+        """Numbers in all rows."""
+        return sum(len(value) for _, _, value in self._entries)
+
+
+def tighten(program: Program, more: Callable[[Floats], bool], work: float) -> float:
+    """The first column, at least, with all rows that ``more`` adds to its answers; ``work``:
+    numbers in all programs that are solved, the last of them finished."""
+    least = 0.0
+    while True:
+        least, work = max(least, program.solve()[0]), work - program.size
+        if work <= 0 or program.answer is None or not more(program.answer):
+            return least
+
+
+_WORK = 30_000  # numbers in all programs of a call that are solved
+_PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
+_COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
+_LATE = 1e-5  # of a call, by which a row is worth adding
+
+
+class Regions:
+    """What lies between each fork and each join; -1 is before all, ``N`` after all.
+
+    Attributes:
+        forks: -1, and operators ``[F - 1]`` that several others wait for.
+        joins: operators ``[J - 1]`` that wait for several others, and ``N``.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        n, edges = problem.num_ops, np.unique(problem.graph.edges, axis=0)
+        self.forks, self.joins = (
+            np.flatnonzero(np.bincount(edges[:, k], minlength=n) > 1) for k in (0, 1)
+        )
+        if len(self.forks) * n * len(self.joins) > _PATHS:
+            self.forks = self.joins = np.zeros(0, np.intp)
+        some = len(self.forks) + len(self.joins) > 0
+        leads = np.zeros((n, n) if some else (0, 0), bool)
+        for src, dst in edges[::-1].tolist() if some else ():
+            leads[src] |= leads[dst]
+            leads[src, dst] = True
+        self._after = np.ones((len(self.forks) + 1, n), bool)
+        self._until = np.ones((n, len(self.joins) + 1), bool)
+        self._leads = np.ones((len(self.forks) + 1, len(self.joins) + 1), bool)
+        if some:
+            self._after[1:], self._until[:, :-1] = leads[self.forks], leads[:, self.joins]
+            self._leads[1:, :-1] = self._after[1:][:, self.joins]
+        self.forks, self.joins = np.append(-1, self.forks), np.append(self.joins, n)
+
+    def late(
+        self, taken: Floats, end: Floats, own: Floats, last: float
+    ) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
+        """Fork, join and what is between, where that takes longer than an answer says.
+
+        ``taken``: ``[N]``, or for each join ``[N, J]``; ``end``: when all end in the answer;
+        ``own``: what the joins take; ``last``: when everything has ended.
+        """
+        begun, own = np.append(end, 0.0)[self.forks], np.append(own, 0.0)[self.joins]
+        until = self._until * (taken if taken.ndim == 2 else taken[:, None])
+        took = np.einsum("fw,wj->fj", self._after.astype(np.float64), until)  # not by BLAS
+        late = begun[:, None] + took + own - np.append(end, last)[self.joins]
+        late[~self._leads | (took <= 0)] = 0.0
+        nearest = len(late) - 1 - (late[::-1] > _LATE).argmax(axis=0)
+        for fork in (nearest, late.argmax(axis=0)):
+            covered, latest = np.zeros(len(end) + 1), late[fork, np.arange(len(fork))]
+            for k in np.argsort(-latest, kind="stable").tolist():
+                if latest[k] <= _LATE:
+                    break
+                if covered[self.joins[k]] < _COVERED:
+                    between = np.flatnonzero(self._after[fork[k]] & self._until[:, k])
+                    covered[between] += 1
+                    covered[self.joins[k]] += 1
+                    yield int(self.forks[fork[k]]), int(self.joins[k]), between
 
 
 def of_groups(problem: Problem, seconds: Floats) -> Floats:
@@ -84,14 +192,27 @@ def of_groups(problem: Problem, seconds: Floats) -> Floats:
     return total
 
 
+def own_bytes(problem: Problem) -> Floats:
+    """``[G]`` parameters; a tied one is held in equal parts."""
+    g = problem.graph
+    share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
+    return np.bincount(g.group[g.param_use_op], share[g.param_use], g.num_groups)
+
+
 class _Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
-    A tied parameter is held in equal parts. Beside what a device streams it has two buffers. The
+    Beside what a device streams it has two buffers. The
     time is counted in ``unit_s``, more than any call or item takes.
     """
 
-    def __init__(self, problem: Problem, crossing: bool, more_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        crossing: bool,
+        more_s: float = 0.0,
+        known_s: float | None = None,
+    ) -> None:
         self.problem, self.program = problem, Program()
         own = problem.worker == np.arange(problem.num_devices)
         self.streaming = np.flatnonzero(~own)
@@ -112,14 +233,11 @@ class _Placed:
         self.channels: dict[int, list[Terms]] = {}
         if len(self.sides) == 2 and crossing:
             self._cross()
+        self.unit_s = self.unit_s if known_s is None else known_s
         self.time = np.zeros(1, np.intp), -self.unit_s
 
     def _hold(self) -> None:
-        g, problem, on = self.problem.graph, self.problem, self.on
-        share = g.param_bytes / np.maximum(
-            np.bincount(g.param_use, minlength=len(g.param_bytes)), 1
-        )
-        held = np.bincount(g.group[g.param_use_op], share[g.param_use], len(on))
+        g, problem, on, held = self.problem.graph, self.problem, self.on, own_bytes(self.problem)
         for d, *streaming in self.sides:
             terms: list[Terms] = [(on[:, d], held)]
             if streaming:
@@ -177,27 +295,61 @@ def load_s(problem: Problem) -> float:
     return placed.program.solve()[0] * placed.unit_s * (1 - 1e-12)
 
 
-def call_s(problem: Problem) -> float:
-    """A call, at least: loads and memory; between two devices also paths, and all that is sent."""
-    g, placed = problem.graph, _Placed(problem, True)
-    program, on, unit_s = placed.program, placed.on, placed.unit_s
+class Call:
+    """A program of a call: loads and memory; between two devices also paths, and all that is sent.
 
-    def own(ops: NDArray[np.integer]) -> list[Terms]:
-        return [(on[g.group[ops], d], placed.alone_s[ops, d]) for d in range(problem.num_devices)]
+    Attributes:
+        program, unit_s: rows and columns, and what the first column counts time in.
+        whole: columns that are whole numbers in every placement.
+    """
 
-    every, none = np.arange(g.num_ops), np.zeros(g.num_ops)
-    end = program.columns(none + 1)
-    program.rows(none, *own(every), (end, -unit_s))
-    program.rows(none, (end, 1.0), (0 * end, -1.0))
-    after = end[g.tensor_src[g.use_tensor]], unit_s * (g.tensor_src[g.use_tensor] >= 0)
-    until = end[g.use_dst], -unit_s
-    program.rows(np.zeros(len(g.use_dst)), after, *placed.arrives, *own(g.use_dst), until)
-    group_s = of_groups(problem, placed.alone_s)
-    for here, handed in zip(placed.sides, placed.handed, strict=True):
-        program.row(0.0, (on[:, here], group_s[:, here]), *handed, placed.time)
-    for sent in placed.channels.values():
-        program.row(0.0, *sent, placed.time)
-    return program.solve()[0] * unit_s * (1 - 1e-12)
+    def __init__(self, problem: Problem, unit_s: float | None = None) -> None:
+        """``unit_s``: of a call that is known to be possible."""
+        g, self.problem, placed = problem.graph, problem, _Placed(problem, True, known_s=unit_s)
+        self.program, self.unit_s, self.whole = placed.program, placed.unit_s, placed.on
+        self.alone_s, self.sides, self.regions = placed.alone_s, placed.sides, Regions(problem)
+        program, on, every = placed.program, placed.on, np.arange(g.num_ops)
+        self.end = end = program.columns(np.ones(g.num_ops))
+        program.rows(0.0 * end, *self._own(every), (end, -self.unit_s))
+        program.rows(0.0 * end, (end, 1.0), (0 * end, -1.0))
+        after = end[g.tensor_src[g.use_tensor]], self.unit_s * (g.tensor_src[g.use_tensor] >= 0)
+        until, own = (end[g.use_dst], -self.unit_s), self._own(g.use_dst)
+        program.rows(np.zeros(len(g.use_dst)), after, *placed.arrives, *own, until)
+        group_s = of_groups(problem, placed.alone_s)
+        for here, handed in zip(placed.sides, placed.handed, strict=True):
+            program.row(0.0, (on[:, here], group_s[:, here]), *handed, placed.time)
+        for sent in placed.channels.values():
+            program.row(0.0, *sent, placed.time)
+
+    def _own(self, ops: NDArray[np.integer]) -> list[Terms]:
+        on, group = self.whole, self.problem.graph.group[ops]
+        return [(on[group, d], self.alone_s[ops, d]) for d in range(self.problem.num_devices)]
+
+    def tighten(self, x: Floats) -> bool:
+        """Add rows of what the answer ``x`` does not obey: between a fork and a join what is on
+        one device runs one after another. False: it obeys all."""
+        n, group, found = self.problem.num_ops, self.problem.graph.group, False
+        seconds = x[self.whole][group] * self.alone_s / self.unit_s
+        for here in self.sides:
+            taken, own = seconds[:, here].sum(axis=1), seconds.sum(axis=1)
+            for fork, join, between in self.regions.late(taken, x[self.end], own, x[0]):
+                terms = [(self.whole[group[between], d], self.alone_s[between, d]) for d in here]
+                terms += self._own(np.array([join])) if join < n else []
+                terms += [(self.end[[fork]], self.unit_s)] if fork >= 0 else []
+                until = self.end[[join]] if join < n else np.zeros(1, np.intp)
+                self.program.row(0.0, *terms, (until, -self.unit_s))
+                found = True
+        return found
+
+    def choice(self, x: Floats) -> NDArray[np.intp]:
+        """The device of each group, where ``x`` has whole numbers."""
+        return x[self.whole].argmax(axis=1)
+
+
+def call_s(problem: Problem, work: float = _WORK) -> float:
+    """A call, at least; ``work``: numbers in all programs that are solved."""
+    call = Call(problem)
+    return tighten(call.program, call.tighten, work) * call.unit_s * (1 - 1e-12)
 
 
 def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0) -> float:
