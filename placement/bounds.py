@@ -86,7 +86,9 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: int) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
     bound_s = max(path_s, load_s, _one_device_s(problem), _routes_bound_s(problem))
-    if problem.num_workers == 2 and _columns(problem) <= lp_size:  # of more it is no more
+    unlike = (problem.compute_s != problem.compute_s[:, :1]).any()  # of alike it is no more
+    columns = _columns(problem) + 8 * len(problem.graph.use_dst) * (problem.num_workers - 2)
+    if columns <= lp_size and (problem.num_workers == 2 or (problem.num_workers > 2 and unlike)):
         bound_s = max(bound_s, call_s(problem))
     grain = grain_s(problem)
     if grain:

@@ -62,7 +62,7 @@ class Program:
             self.rows(np.full(len(can), sign), *((column, sign) for column in on.T))
         return on
 
-    def solve(self) -> tuple[float, Floats]:
+    def solve(self, seconds: float = np.inf) -> tuple[float, Floats]:
         """The first column, at least, and the multipliers ``[R]`` that prove it.
 
         It is what they sum up to, whatever the solver's tolerance.
@@ -71,7 +71,10 @@ class Program:
         from scipy.optimize import linprog
 
         cost, bounds = np.eye(1, rows.shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
-        answer = linprog(cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs")
+        options = {"time_limit": seconds}
+        answer = linprog(
+            cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs", options=options
+        )
         self.answer = answer.x if answer.success else None
         if not answer.success:
             return 0.0, 0 * limit
@@ -80,7 +83,10 @@ class Program:
         return float(left @ self.upper - price @ limit), price / most
 
     def whole(self, columns: Columns, seconds: float) -> float:
-        """The first column, at least, where ``columns`` are whole: as far as that is proved."""
+        """The first column, at least, where ``columns`` are whole: as far as that is proved.
+
+        HiGHS looks at its clock now and then only.
+        """
         rows, limit, _ = self._scaled()
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -115,17 +121,22 @@ class Program:
         return sum(len(value) for _, _, value in self._entries)
 
 
-def tighten(program: Program, more: Callable[[Floats], bool], work: float) -> float:
+def tighten(
+    program: Program,
+    more: Callable[[Floats], bool],
+    work: float,
+    seconds_left: Callable[[], float] = lambda: np.inf,
+) -> float:
     """The first column, at least, with all rows that ``more`` adds to its answers; ``work``:
     numbers in all programs that are solved, the last of them finished."""
     least = 0.0
     while True:
-        least, work = max(least, program.solve()[0]), work - program.size
+        least, work = max(least, program.solve(seconds_left())[0]), work - program.size
         if work <= 0 or program.answer is None or not more(program.answer):
             return least
 
 
-_WORK = 30_000  # numbers in all programs of a call that are solved
+_WORK = 20_000  # numbers in all programs of a call that are solved
 _PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
 _COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
 _LATE = 1e-5  # of a call, by which a row is worth adding
@@ -196,7 +207,8 @@ def own_bytes(problem: Problem) -> Floats:
     """``[G]`` parameters; a tied one is held in equal parts."""
     g = problem.graph
     share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
-    return np.bincount(g.group[g.param_use_op], share[g.param_use], g.num_groups)
+    held = np.bincount(g.group[g.param_use_op], share[g.param_use], g.num_groups)
+    return held.astype(np.float64)
 
 
 class _Placed:
@@ -228,10 +240,10 @@ class _Placed:
             np.where(problem.supported, s, 0.0) for s in (problem.compute_s, problem.loaded_s)
         )
         self.unit_s = max(float(self.loaded_s.sum()) + more_s, 1e-300)
-        self.arrives: list[Terms] = []  # for each use of a tensor
+        self.arrives: list[list[Terms]] = [[]]  # for each use of a tensor, counted in such ways
         self.handed: list[list[Terms]] = [[] for _ in self.sides]
         self.channels: dict[int, list[Terms]] = {}
-        if len(self.sides) == 2 and crossing:
+        if len(self.sides) > 1 and crossing:
             self._cross()
         self.unit_s = self.unit_s if known_s is None else known_s
         self.time = np.zeros(1, np.intp), -self.unit_s
@@ -253,7 +265,10 @@ class _Placed:
                 self.program.row(float(problem.memory_bytes[d]), *terms)
 
     def _cross(self) -> None:
-        """Columns for all that crosses between two devices, by reading group, and once for all."""
+        """Columns for all that crosses between devices, by reading group, and once for all.
+
+        Between more than two each takes the least to it from any other, or from it to any other.
+        """
         g, problem, on = self.problem.graph, self.problem, self.on
         size, given = g.tensor_bytes.astype(np.float64), problem.profile.transfer_s
         (_, shares_host), made = host_of(problem), g.tensor_src >= 0
@@ -261,29 +276,45 @@ class _Placed:
         (tensor, reader), pair = np.unique(
             np.stack([g.use_tensor, g.group[g.use_dst]]), axis=1, return_inverse=True
         )
+        first = np.array([here[0] for here in self.sides])
+        two = len(first) == 2
+        self.arrives = [[]] if two else [[], []]
         for k, here in enumerate(self.sides):
-            src, dst = int(self.sides[1 - k][0]), int(here[0])
-            sent_s = problem.link_latency_s[src, dst] + size * problem.link_s_per_byte[src, dst]
-            sent_s = sent_s if given is None else given[:, src, dst]
-            handed_s = problem.link_send_s[src, dst] + size * problem.link_send_s_per_byte[src, dst]
-            self.unit_s += float((sent_s + handed_s + problem.link_wake_s[src, dst]).sum())
+            dst, others = int(first[k]), np.delete(first, k)
+            both: list[tuple[Any, Any]] = [(others, dst), (dst, others)]
+            for arrives, ends in zip(self.arrives, both, strict=False):
+                per_byte = np.multiply.outer(size, problem.link_s_per_byte[ends])
+                sent = problem.link_latency_s[ends] + per_byte if given is None else given[:, *ends]
+                sent_s, into = sent.min(axis=1), ends[1] is dst
+                may = (source[tensor] != reader) & (made | (~shares_host[dst] & into))[tensor]
+                crosses, none = np.zeros(len(tensor), np.intp), np.zeros(may.sum())
+                crosses[may] = self.program.columns(none + 1)
+                from_, to = source[tensor[may]], reader[may]
+                sign = 1.0 if into else -1.0
+                there = ((on[from_, d], -sign * made[tensor[may]]) for d in here)
+                reads = ((on[to, d], sign) for d in here)
+                self.program.rows(none, *reads, *there, (crosses[may], -1.0))
+                arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
+                if two:
+                    self._queue(k, tensor[may], crosses[may], sent_s)
+                self.unit_s += float(sent.max(axis=1).sum())
 
-            may = (source[tensor] != reader) & (made | ~shares_host[dst])[tensor]
-            crosses, none = np.zeros(len(tensor), np.intp), np.zeros(may.sum())
-            crosses[may] = self.program.columns(none + 1)
-            from_, to = source[tensor[may]], reader[may]
-            there = ((on[from_, d], -1.0 * made[tensor[may]]) for d in here)
-            self.program.rows(none, *((on[to, d], 1.0) for d in here), *there, (crosses[may], -1.0))
-            self.arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
-            if problem.contention:
-                which, at = np.unique(tensor[may], return_inverse=True)
-                sent = self.program.columns(np.ones(len(which)))
-                self.program.rows(none, (crosses[may], 1.0), (sent[at], -1.0))
-                way = int(problem.link_channel[src, dst])
-                self.channels.setdefault(way, []).append((sent, sent_s[which]))
-                # What is handed over last may be there before that ends.
-                kept_s = np.minimum(sent_s, handed_s) * made
-                self.handed[1 - k].append((sent, kept_s[which]))
+    def _queue(self, k: int, tensor: NDArray[np.integer], crosses: Columns, sent_s: Floats) -> None:
+        """On the channel to side ``k`` each tensor is once, and the other side hands it over."""
+        problem, src, dst = self.problem, int(self.sides[1 - k][0]), int(self.sides[k][0])
+        g, size = problem.graph, problem.graph.tensor_bytes.astype(np.float64)
+        handed_s = problem.link_send_s[src, dst] + size * problem.link_send_s_per_byte[src, dst]
+        self.unit_s += float((handed_s + problem.link_wake_s[src, dst]).sum())
+        if not problem.contention:
+            return
+        which, at = np.unique(tensor, return_inverse=True)
+        sent = self.program.columns(np.ones(len(which)))
+        self.program.rows(np.zeros(len(at)), (crosses, 1.0), (sent[at], -1.0))
+        way = int(problem.link_channel[src, dst])
+        self.channels.setdefault(way, []).append((sent, sent_s[which]))
+        # What is handed over last may be there before that ends.
+        kept_s = np.minimum(sent_s, handed_s) * (g.tensor_src >= 0)
+        self.handed[1 - k].append((sent, kept_s[which]))
 
 
 def load_s(problem: Problem) -> float:
@@ -296,7 +327,7 @@ def load_s(problem: Problem) -> float:
 
 
 class Call:
-    """A program of a call: loads and memory; between two devices also paths, and all that is sent.
+    """A program of a call: loads and memory, paths, and all that is sent.
 
     Attributes:
         program, unit_s: rows and columns, and what the first column counts time in.
@@ -309,12 +340,14 @@ class Call:
         self.program, self.unit_s, self.whole = placed.program, placed.unit_s, placed.on
         self.alone_s, self.sides, self.regions = placed.alone_s, placed.sides, Regions(problem)
         program, on, every = placed.program, placed.on, np.arange(g.num_ops)
-        self.end = end = program.columns(np.ones(g.num_ops))
-        program.rows(0.0 * end, *self._own(every), (end, -self.unit_s))
-        program.rows(0.0 * end, (end, 1.0), (0 * end, -1.0))
+        none = np.zeros(g.num_ops)
+        self.end = end = program.columns(none + 1)
+        program.rows(none, *self._own(every), (end, -self.unit_s))
+        program.rows(none, (end, 1.0), (0 * end, -1.0))
         after = end[g.tensor_src[g.use_tensor]], self.unit_s * (g.tensor_src[g.use_tensor] >= 0)
         until, own = (end[g.use_dst], -self.unit_s), self._own(g.use_dst)
-        program.rows(np.zeros(len(g.use_dst)), after, *placed.arrives, *own, until)
+        for arrives in placed.arrives:
+            program.rows(np.zeros(len(g.use_dst)), after, *arrives, *own, until)
         group_s = of_groups(problem, placed.alone_s)
         for here, handed in zip(placed.sides, placed.handed, strict=True):
             program.row(0.0, (on[:, here], group_s[:, here]), *handed, placed.time)
@@ -341,9 +374,9 @@ class Call:
                 found = True
         return found
 
-    def choice(self, x: Floats) -> NDArray[np.intp]:
-        """The device of each group, where ``x`` has whole numbers."""
-        return x[self.whole].argmax(axis=1)
+    def choice(self, x: Floats) -> NDArray[np.int32]:
+        """The device of each group, int32 ``[G]``, where ``x`` has whole numbers."""
+        return x[self.whole].argmax(axis=1).astype(np.int32)
 
 
 def call_s(problem: Problem, work: float = _WORK) -> float:
@@ -364,7 +397,7 @@ def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: floa
     """
     window = least_window(problem.num_microbatches) if problem.max_phases == 1 else 0
     counted = max(0.0, window - problem.max_in_flight + 1) / max(window, 1)
-    placed = _Placed(problem, counted > 0, more_s)
+    placed = _Placed(problem, counted > 0 and problem.num_workers == 2, more_s)
     program, on, (time, minus_s) = placed.program, placed.on, placed.time
     alone_s, loaded_s = of_groups(problem, placed.alone_s), of_groups(problem, placed.loaded_s)
     for here, handed in zip(placed.sides, placed.handed, strict=True):

@@ -116,7 +116,7 @@ class Pieces:
         begun = self.end[src], 1.0 * (src >= 0)
         again_s = np.where(costs & ~first, self.io_s[g.use_tensor], 0.0) / unit_s
         again = np.maximum(self.reads, 0), again_s
-        program.rows(0.0 * dst, begun, again, (self.own[dst], 1.0), (self.end[dst], -1.0))
+        program.rows(np.zeros(len(dst)), begun, again, (self.own[dst], 1.0), (self.end[dst], -1.0))
         time = np.zeros(1, np.intp), -accelerators * unit_s
         program.row(0.0, (here, self.alone_s), reads, writes, time)
 

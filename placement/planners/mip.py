@@ -28,7 +28,7 @@ class Mip:
     ``ideal_dp``, as in ``cp_sat``, whose rows of stages these are; the kind of device of a
     stage is switched by big-M rows.
 
-    ``piecewise_latency`` and, of two devices, ``latency`` have programs that promise no more than
+    ``piecewise_latency`` and ``latency`` have programs that promise no more than
     any placement can do: which groups share an accelerator (``placement.together``), and a call
     whose operators wait for their device only as far as between a fork and a join
     (``placement.relaxed.Call``). What their whole numbers prove is the bound, and the placements
@@ -108,7 +108,7 @@ class Mip:
             return None
         if problem.objective is Objective.PIECEWISE_LATENCY:
             return Pieces if problem.graph.num_groups <= MOST_GROUPS else None
-        return Call if problem.objective is Objective.LATENCY and problem.num_workers == 2 else None
+        return Call if problem.objective is Objective.LATENCY and problem.num_workers > 1 else None
 
     def _promised(self, program: type[Call | Pieces], search: Search) -> Solution:
         share = min(exact.MOST_START_S, exact.START_SHARE * self.seconds) / self.seconds
@@ -120,7 +120,8 @@ class Mip:
         def more(x: Floats) -> bool:
             return search.seconds_left > self.seconds / 2 and promise.tighten(x)
 
-        least, before = tighten(rows, more, np.inf), None
+        least = tighten(rows, more, np.inf, lambda: search.seconds_left)
+        before = np.zeros(0)
         while rows.answer is not None and search.seconds_left > 0:
             least = max(least, rows.whole(promise.whole, search.seconds_left))
             if rows.answer is None:
