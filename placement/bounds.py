@@ -26,9 +26,9 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     critical path with every operator at its fastest device, and of what each device alone must run
     (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
-    nothing takes time to send. Energy (where power is known): every
-    operator where it adds least, and every device idle for the shortest possible run, whose
-    seconds are worth ``second_j``.
+    nothing takes time to send. Piecewise latency: the critical path, and what must be apart on
+    accelerators (``together``). Energy (where power is known): every operator where it adds least,
+    and every device idle for the shortest possible run, whose seconds are worth ``second_j``.
     """
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {

@@ -155,7 +155,7 @@ class Regions:
         self.forks, self.joins = (
             np.flatnonzero(np.bincount(edges[:, k], minlength=n) > 1) for k in (0, 1)
         )
-        if len(self.forks) * n * len(self.joins) > _PATHS:
+        if max(len(self.forks) * len(self.joins), n) * n > _PATHS:
             self.forks = self.joins = np.zeros(0, np.intp)
         some = len(self.forks) + len(self.joins) > 0
         leads = np.zeros((n, n) if some else (0, 0), bool)
@@ -286,6 +286,9 @@ class _Placed:
                 per_byte = np.multiply.outer(size, problem.link_s_per_byte[ends])
                 sent = problem.link_latency_s[ends] + per_byte if given is None else given[:, *ends]
                 sent_s, into = sent.min(axis=1), ends[1] is dst
+                self.unit_s += float(sent.max(axis=1).sum())
+                if not sent_s.any():
+                    continue
                 may = (source[tensor] != reader) & (made | (~shares_host[dst] & into))[tensor]
                 crosses, none = np.zeros(len(tensor), np.intp), np.zeros(may.sum())
                 crosses[may] = self.program.columns(none + 1)
@@ -297,7 +300,7 @@ class _Placed:
                 arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
                 if two:
                     self._queue(k, tensor[may], crosses[may], sent_s)
-                self.unit_s += float(sent.max(axis=1).sum())
+        self.arrives = [arrives for arrives in self.arrives if arrives] or [[]]
 
     def _queue(self, k: int, tensor: NDArray[np.integer], crosses: Columns, sent_s: Floats) -> None:
         """On the channel to side ``k`` each tensor is once, and the other side hands it over."""
