@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import Floats, Problem, host_of
-from placement.relaxed import Program, call_s, load_s, of_groups, period_s
-from placement.together import pieces_s
+from placement.relaxed import Program, call_s, load_s, of_groups, period_s, pieces_s
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
@@ -26,9 +25,10 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     critical path with every operator at its fastest device, and of what each device alone must run
     (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
-    nothing takes time to send. Piecewise latency: the critical path, and what must be apart on
-    accelerators (``together``). Energy (where power is known): every operator where it adds least,
-    and every device idle for the shortest possible run, whose seconds are worth ``second_j``.
+    nothing takes time to send. Piecewise latency: the critical path, and what cannot be
+    together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
+    adds least, and every device idle for the shortest possible run, whose seconds are worth
+    ``second_j``.
     """
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {

@@ -10,10 +10,9 @@ import numpy as np
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Floats, Planner, Problem, Solution
-from placement.relaxed import TOLERANCE, Call, tighten
+from placement.relaxed import MOST_GROUPS, TOLERANCE, Call, Pieces, tighten
 from placement.search import exact
 from placement.search.evaluation import Search
-from placement.together import MOST_GROUPS, Pieces
 
 _READING = 6.0  # HiGHS looks at its clock after so many times the seconds of writing it a program
 
@@ -28,12 +27,11 @@ class Mip:
     ``ideal_dp``, as in ``cp_sat``, whose rows of stages these are; the kind of device of a
     stage is switched by big-M rows.
 
-    ``piecewise_latency`` and ``latency`` have programs that promise no more than
-    any placement can do: which groups share an accelerator (``placement.together``), and a call
-    whose operators wait for their device only as far as between a fork and a join
-    (``placement.relaxed.Call``). What their whole numbers prove is the bound, and the placements
-    that they are of are scored as all others. Under another objective the split of least
-    ``max_load`` is scored by it, ``stats["solved"]`` says so.
+    ``piecewise_latency`` and ``latency`` have programs that promise no more than any placement
+    takes: which groups share an accelerator (``relaxed.Pieces``), and a call whose operators wait
+    for their device only as far as between a fork and a join (``relaxed.Call``). What their whole
+    numbers prove is the bound; the placements that they are of are scored as all others. Under
+    another objective the split of least ``max_load`` is scored by it, ``stats["solved"]`` says so.
 
     Ctrl-C is heard when HiGHS returns, at the latest when ``seconds`` are over: SciPy cannot be
     told to stop, and HiGHS left behind in a thread aborts the process at its end. ``cp_sat`` hears

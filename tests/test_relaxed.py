@@ -10,9 +10,8 @@ import pytest
 from placement.bounds import lower_bound, lower_bounds
 from placement.planners import load
 from placement.problem import Problem
-from placement.relaxed import Call, Regions, tighten
+from placement.relaxed import Call, Pieces, Regions, tighten
 from placement.simulator import score
-from placement.together import Pieces
 from tests.problems import chain, random_problem, small_problem
 
 
