@@ -30,7 +30,7 @@ from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
-from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not
+from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not, why_simulated
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
@@ -99,7 +99,8 @@ class PolicyPlanner:
             ``hand``-written score that a policy starts from (what an untrained one is), or
             ``uniform`` chance.
         order: of ``guided_search``: search the order of operators together with their placement,
-            where that can be (``placement.planners.order_search.why_not``); the answer then has a
+            where that can be (``placement.planners.order_search.why_not``) and every order is timed
+            without the simulator (``why_simulated``); the answer then has a
             ``schedule``. False, and wherever a policy for moves of placements alone is given: the
             list scheduler's order.
         rounds: of ``guided_search`` without orders: how often it is heated up.
@@ -110,7 +111,8 @@ class PolicyPlanner:
         seed_policy: of ``guided_search``: a policy, or the file of one, whose greedy and ``k``
             sampled placements are evaluated first; the search starts from the best. None is the
             released constructor for ``latency``; of at most ``FEW`` evaluations, or ``FEW_S``
-            seconds, it gets all but those of the best single device.
+            seconds, it gets all but those of the best single device. A single evaluation is for
+            that of up to 16 decodes whose own timetable ends first (``agents.dispatch.promising``).
         waits: of ``guided_search`` for a ``period`` without a clock: the file of a network that
             foresees how long micro-batches wait (``agents.waits``). Placements that promise the
             least are evaluated: two, or all of at most ``FEW`` evaluations. None: the released one;
@@ -225,6 +227,19 @@ class PolicyPlanner:
         stats |= self._decode(policy, search, None, 0 if self.mode == "zero_shot" else self.k)
         return _evaluated(search, stats)
 
+    def _promising(
+        self, problem: Problem, policy: TrainedPolicy, name: str, alone_s: float
+    ) -> Solution:
+        """One evaluation: of the decode that promises the most, or of the fastest device alone."""
+        search = Search(problem, self.seconds, 1)
+        episode, promised_s = dispatch.promising(policy.net, search, self.k, self.seed)
+        stats: dict[str, Any] = {"mode": "best_of_k", "policy": name, "promised_s": promised_s}
+        if alone_s < promised_s:
+            search.run("single_device")
+        else:
+            dispatch.evaluate(search, episode)
+        return _evaluated(search, stats | {"best_of_k_evaluations": 1})
+
     def _plan(self, problem: Problem, policy: TrainedPolicy, name: str) -> Solution:
         dispatches = policy.formulation == "dispatch" and self.mode in ("zero_shot", "best_of_k")
         if dispatches and self.baseline is None:
@@ -315,10 +330,9 @@ class PolicyPlanner:
             return _evaluated(search, noted | self._foresee(search, np.inf, runs_alone))
         if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
             # Decodes can be far worse than one device: where one runs everything, it is tried.
-            one = runs_alone
-            if self.evaluations == 1:  # which of the two?
-                decoded_s = dispatch.promised_s(seeds[0].net, problem)
-                one &= not problem.memory_may_bind and alone_s < decoded_s
+            if self.evaluations == 1 and not problem.memory_may_bind:
+                return self._promising(problem, *seeds, alone_s)
+            one = runs_alone and self.evaluations != 1
             sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
             return sampling._plan(problem, *seeds)
         net: GuidedNet | None = None
@@ -338,7 +352,7 @@ class PolicyPlanner:
                     f"train one with training.formulation=guided_search"
                 )
             if found.formulation == "order_search" and kind != found.formulation:
-                why = why_not(problem) or "order = False says not to"
+                why = why_not(problem) or why_simulated(problem) or "order = False says not to"
                 raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
             if kind != "order_search":
@@ -457,8 +471,8 @@ def _load_mode(mode: Mode, formulation: str) -> None:
 
 
 def kind_of(problem: Problem) -> Kind:
-    """The moves of a guided search: of orders too wherever those can be searched."""
-    return "guided_search" if why_not(problem) else "order_search"
+    """The moves of a guided search: of orders too wherever those have exact times unsimulated."""
+    return "guided_search" if why_not(problem) or why_simulated(problem) else "order_search"
 
 
 def released(mode: Mode | Kind, objective: Objective) -> Path:

@@ -132,7 +132,7 @@ def _zero_shot(cells: Sequence[Cell]) -> Iterator[Goal]:
     best = _as_if(best_known(mine), mine, zero_shot.TRAINED)
     _, limit = zero_shot.against_single(mine + best, KNOWN)
     yield Goal(
-        "one evaluation, 95 graphs",
+        f"one evaluation, {len(ratios)} graphs",
         "better than the best single heuristic on >= 80 % of graphs",
         f"{100 * p:.0f} % ({100 * low:.0f} to {100 * high:.0f}) of {len(ratios)} graphs, "
         f"against {single}",

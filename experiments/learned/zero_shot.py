@@ -37,10 +37,13 @@ from placement.problem import Problem
 from placement.workloads import synthetic
 
 ONE, PIPELINES, FOUR = "one evaluation", "pipelines, one evaluation", "pipelines, four evaluations"
+LATENCIES = "latencies, one evaluation"
 EVALUATIONS = {PIPELINES: 1, FOUR: 4}
 TRAINED, UNTRAINED, HAND = "trained", "untrained", "by hand"
-SINGLE, ORDERS = "contiguous_dp", "contiguous_dp, 24 orders"
-# Pipelines of families that no network ever saw, six seeds of each: what training is judged by.
+SINGLE, ORDERS, LIST = "contiguous_dp", "contiguous_dp, 24 orders", "heft"
+DECODE = ", one decode"
+SEARCH, SEARCHED = "order_search, 2,000 evaluations", 2_000
+# Families that no network ever saw, six seeds of each: what training is judged by.
 NEVER = "never drawn"
 NEVER_DRAWN = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "mixture_of_experts",
                "u_net")  # fmt: skip
@@ -65,12 +68,14 @@ def problems(options: Options) -> families.Problems:
 
 
 def with_never_drawn(options: Options) -> families.Problems:
-    """These, and the pipelines that decide."""
+    """These, and those that decide: pipelines, and the latency of the same graphs."""
     chosen = problems(options)
     if wants(options, f"{NEVER}: "):
         for name in NEVER_DRAWN:
             for seed in range(HELD_OUT, HELD_OUT + options.pipelines):
-                chosen[f"{NEVER}: {name}-{seed}"] = synthetic.families()[name](seed)
+                problem = synthetic.families()[name](seed)
+                chosen[f"{NEVER}: {name}-{seed}"] = problem
+                chosen[f"{NEVER}: {name}-{seed} latency"] = problem.with_objective("latency")
     return chosen
 
 
@@ -88,14 +93,19 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     files = policies(options)  # the first is the released one
     trained: list[dict[str, Any]] = [{"waits": x} for n, x in files.items() if n != "policy"]
     pipeline, decides = problem.objective is Objective.PERIOD, unit(name) == NEVER
-    group = PIPELINES if decides else ONE
+    one = (PIPELINES if pipeline else LATENCIES) if decides else ONE
     for rule in HEURISTICS:
-        yield Task(group, rule, load(rule))
-    yield Task(group, ORDERS, load("contiguous_dp", orders=24), evaluations=1)
+        yield Task(one, rule, load(rule))
+    yield Task(one, ORDERS, load("contiguous_dp", orders=24), evaluations=1)
     new = {"waits": untrained(options)} if pipeline else {}  # of loads no network decides
     if problem.objective is Objective.LATENCY:
         new = {"seed_policy": untrained_dispatcher(options)}
-    for group, evaluations in EVALUATIONS.items() if decides else ((ONE, 1),):
+    if one == LATENCIES:
+        yield Task(one, SEARCH, load("order_search"), 0, evaluations=SEARCHED)
+        for label, policy in ((TRAINED, None), (UNTRAINED, new["seed_policy"])):
+            one_decode = load("policy", mode="zero_shot", policy=policy)
+            yield Task(one, label + DECODE, one_decode, 0, evaluations=1)
+    for group, evaluations in EVALUATIONS.items() if one == PIPELINES else ((one, 1),):
         for seed, given in enumerate((trained or [{}]) if pipeline else [{}]):
             planner = load("policy", margin=0.0, **given)
             yield Task(group, TRAINED, planner, seed, evaluations=evaluations)
@@ -171,7 +181,17 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
     others = (SINGLE, ORDERS, UNTRAINED, HAND)
     pipelines = of_group(cells, FOUR)
+    latencies = of_group(cells, LATENCIES)
     return {
+        "latencies": table(
+            [TRAINED, UNTRAINED, TRAINED + DECODE, UNTRAINED + DECODE],
+            Column("who", str),
+            Column("over the best known", lambda p: geometric(to_known(latencies, p)).ratio()),
+            *(
+                Column(f"against {o}", lambda p, o=o: learned((p, LATENCIES), o))
+                for o in (SINGLE, LIST, UNTRAINED, UNTRAINED + DECODE)
+            ),
+        ),
         "never": len({c.problem for c in pipelines}),
         "trainings": len({c.seed for c in pipelines if c.planner == TRAINED}),
         "learned": table(

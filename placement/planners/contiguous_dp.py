@@ -14,7 +14,9 @@ from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import check_least
 from placement.problem import Problem, Solution, host_of
-from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes
+from placement.search import contiguous_kernels as kernels
+from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, two_operators
+from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -96,6 +98,7 @@ def score_splits(
         ``bottleneck_s``, the slowest stage of the best split (None: there is none),
         ``all_orders`` and ``num_blocks``.
     """
+    load_kernels()
     problem = search.problem
     counts = memory_counts(problem)
     bottleneck_s, all_orders, drawn = None, True, list[Ints]()
@@ -106,8 +109,8 @@ def score_splits(
         found: list[Split] = []
         for block in tuple(drawn) or blocks:
             drawn += [block] * (count == counts[0])
-            cut, all_orders = splits(problem, block, count, max_states)
-            found += cut[:each]
+            cut, all_orders = splits(problem, block, count, max_states, each)
+            found += cut
             if search.used >= 1.0:  # also where no order had a split yet
                 break
         found.sort(key=lambda split: split.cost_s)
@@ -138,9 +141,13 @@ class Split(NamedTuple):
 
 
 def splits(
-    problem: Problem, block: Ints, activations: int | None, max_states: int = 512
+    problem: Problem,
+    block: Ints,
+    activations: int | None,
+    max_states: int = 512,
+    most: int | None = None,
 ) -> tuple[list[Split], bool]:
-    """The best split of ``block`` int32 ``[G]`` for each set of devices, cheapest first.
+    """The best split of ``block`` int32 ``[G]`` for each set of devices: the ``most`` cheapest.
 
     Nothing is evaluated. ``activations``: of how many micro-batches must fit; None: nothing has
     to. The flag tells whether all orders of the devices were considered.
@@ -153,6 +160,7 @@ def splits(
         in_turn = _solve(costs.seconds(activations, np.add), costs.kind, states, np.add)
         distinct = {tuple(stages): stages for _, stages in in_turn + found}.values()
         found = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
+    found = found[:most]
     slowest_s = (max(seconds[costs.kind[d], j, i] for d, j, i in x) for _, x in found)
     return [
         Split(cost_s, float(slow_s), _choice(stages, block, costs.kind))
@@ -184,40 +192,27 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
     ready last, as in a search in depth.
     """
     g, rng = problem.graph, np.random.default_rng(seed)
-    size = g.tensor_bytes.tolist()
     inner = [set(g.in_tensor[a:b].tolist()) for a, b in pairwise(g.in_ptr.tolist())]
     inner = [{t for t in tensors if g.tensor_src[t] >= 0} for tensors in inner]
-    outputs = [g.out_tensor[a:b].tolist() for a, b in pairwise(g.out_ptr.tolist())]
     users = [set(g.use_dst[a:b].tolist()) for a, b in pairwise(g.use_ptr.tolist())]
+    inner_ptr, inner_row = _flat(inner)
+    users_ptr, users_row = _flat(users)
+    tables = kernels.Graph.fresh(
+        {"N": g.num_ops, "T": g.num_tensors},
+        group=g.group,
+        inner_ptr=inner_ptr,
+        inner=inner_row,
+        output_ptr=g.out_ptr,
+        output=g.out_tensor,
+        users_ptr=users_ptr,
+        users=users_row,
+        size=g.tensor_bytes,
+    )
     for rule in range(count):
-        factor = np.exp(0.5 * rng.standard_normal(g.num_ops)).tolist()
-        left, missing = [len(u) for u in users], [len(t) for t in inner]
-        ready = [n for n in rng.permutation(g.num_ops).tolist() if not missing[n]]
+        factor = np.exp(0.5 * rng.standard_normal(g.num_ops))
+        first = rng.permutation(g.num_ops)
         position = np.full(g.num_groups, -1, np.int32)
-        placed = 0
-
-        def growth(n: int, left: list[int] = left, factor: list[float] = factor) -> float:
-            freed = sum(size[t] for t in inner[n] if left[t] == 1)
-            return factor[n] * (sum(size[t] for t in outputs[n]) - freed)
-
-        while ready:
-            k = len(ready) - 1
-            if rule % 3 == 0:
-                k = min(range(max(0, k - _LOOK), k + 1), key=lambda k: growth(ready[k]))
-            elif rule % 3 == 1:
-                k = int(rng.integers(k + 1))
-            n = ready.pop(k)
-            if position[g.group[n]] < 0:
-                position[g.group[n]] = placed
-                placed += 1
-            for t in inner[n]:
-                left[t] -= 1
-            fresh = []
-            for user in (user for t in outputs[n] for user in users[t]):
-                missing[user] -= 1
-                if missing[user] == 0:
-                    fresh.append(user)
-            ready += [fresh[i] for i in rng.permutation(len(fresh))]
+        kernels.topological_order(tables, rule % 3, factor, first, _LOOK, rng, position)
         yield position
 
 
@@ -230,6 +225,7 @@ class StageCosts:
         compute: float64 ``[K, C + 1, C + 1]`` seconds, inf where not supported.
         blocked: float64, the same shape: blocking sends of the stage's outputs.
         received: float64, the same shape: transfers of the stage's inputs.
+        binds: whether memory may; where it cannot the bytes are left out, 0.
         param_bytes: float64 parameters, tied ones once.
         activation_bytes: float64 tensors produced or used, of one micro-batch.
         memory_bytes: int64 ``[K]``.
@@ -239,12 +235,13 @@ class StageCosts:
     compute: Floats
     blocked: Floats
     received: Floats
+    binds: bool
     param_bytes: Floats
     activation_bytes: Floats
     memory_bytes: NDArray[np.int64]
 
     def seconds(self, activations: int | None, join: np.ufunc = np.maximum) -> Floats:
-        """float64 ``[K, C + 1, C + 1]`` cost of a stage; inf where it is empty or too large.
+        """float64 ``[K, C + 1, C + 1]`` cost of a stage; inf where it is too large.
 
         ``join`` is ``np.add`` where it receives before it computes, and nothing else waits.
 
@@ -252,8 +249,7 @@ class StageCosts:
         """
         work = self.compute if join is np.add else self.compute + self.blocked
         cost: Floats = join(work, self.received)
-        cost[:, *np.tril_indices(cost.shape[1])] = np.inf
-        if activations is not None:
+        if activations is not None and self.binds:
             need = self.param_bytes + activations * self.activation_bytes
             cost[need > self.memory_bytes[:, None, None]] = np.inf
         return cost
@@ -290,9 +286,9 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         np.add.at(per_block, at[finite], run_s[finite, d])
         total = np.append(0.0, np.cumsum(per_block))
         impossible = np.append(0, np.cumsum(np.bincount(at[~finite], minlength=size - 1)))
-        compute[k] = np.where(
-            impossible[None, :] > impossible[:, None], np.inf, total[None, :] - total[:, None]
-        )
+        np.subtract(total[None, :], total[:, None], out=compute[k])
+        if impossible[-1]:
+            compute[k][impossible[None, :] > impossible[:, None]] = np.inf
         others = np.delete(np.arange(num_devices), d)
         here = np.full(len(others), d)
         arrive = _mean_transfer(problem, others, here)
@@ -309,15 +305,21 @@ def stage_costs(problem: Problem, block: Ints) -> StageCosts:
         inside = within(first[produced], last[produced], block_s[produced], size)
         blocked[k] = touched(made_at, block_s, size) - inside
 
-    roots = np.stack([g.tensor_root[both[0]], both[1]])
-    params = np.stack([g.param_use, at[g.param_use_op]])
+    binds = problem.memory_may_bind
+    param_bytes = activation_bytes = np.zeros((size, size))
+    if binds:
+        roots = np.stack([g.tensor_root[both[0]], both[1]])
+        params = np.stack([g.param_use, at[g.param_use_op]])
+        param_bytes = touched(points(params, size), g.param_bytes.astype(np.float64), size)
+        activation_bytes = touched(points(roots, size), g.tensor_bytes.astype(np.float64), size)
     return StageCosts(
         kind=kind,
         compute=compute,
         blocked=np.maximum(blocked, 0.0),
         received=np.maximum(received, 0.0),
-        param_bytes=touched(points(params, size), g.param_bytes.astype(np.float64), size),
-        activation_bytes=touched(points(roots, size), g.tensor_bytes.astype(np.float64), size),
+        binds=binds,
+        param_bytes=param_bytes,
+        activation_bytes=activation_bytes,
         memory_bytes=problem.memory_bytes[firsts],
     )
 
@@ -375,22 +377,20 @@ def touched(points: Points, weight: Floats, size: int) -> Floats:
     Each item is counted once per interval: for its first point at or after ``j``.
     """
     item, low, at = points
-    grid = np.zeros((size, size))
-    if not weight.any():
-        return grid
-    np.add.at(grid, (low, at + 1), weight[item])
-    np.add.at(grid, (at + 1, at + 1), -weight[item])
-    return grid.cumsum(axis=0).cumsum(axis=1)
+    return _summed(low, at + 1, at + 1, weight[item], size)
 
 
 def within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
     """float64 ``[size, size]``: the weight of the items with ``j <= first`` and ``last < i``."""
+    return _summed(np.zeros_like(first), first + 1, last + 1, weight, size)
+
+
+def _summed(begin: NDArray, end: NDArray, column: NDArray, weight: Floats, size: int) -> Floats:
+    """float64 ``[size, size]``: weights from row ``begin`` to before ``end``, up to each column."""
     grid = np.zeros((size, size))
-    if not weight.any():
-        return grid
-    np.add.at(grid, (np.zeros_like(first), last + 1), weight)
-    np.add.at(grid, (first + 1, last + 1), -weight)
-    return grid.cumsum(axis=0).cumsum(axis=1)
+    if weight.any():
+        kernels.sum_up(begin, end, column, weight, np.zeros(size), grid)
+    return grid
 
 
 State = list[tuple[range, int]]  # (states before, device of the stage that leads here)
@@ -427,29 +427,37 @@ def _solve(
     size = cost.shape[1]
     best = np.full((len(states), size), np.inf)
     best[0, 0] = 0.0
-    # Of the last stage of each: the state before it, its device, and where it begins.
-    came, by, cut = (np.zeros((len(states), size), np.int32) for _ in range(3))
+    last = np.zeros((len(states), size, 3), np.int32)
     for s, state in enumerate(states):
         for before, device in state:
-            # ``join`` is monotone: of several states before the best one will do.
-            which = before.start + best[before.start : before.stop].argmin(axis=0)
-            total = join(best[which, np.arange(size)][:, None], cost[kind[device]])
-            begin = total.argmin(axis=0)
-            value = total[begin, np.arange(size)]
-            better = value < best[s]
-            best[s, better], by[s, better], cut[s, better] = value[better], device, begin[better]
-            came[s, better] = which[begin[better]]
+            which = (s, before.start, before.stop, device)
+            kernels.append_stage(cost[kind[device]], join is np.add, best, last, *which)
 
     def stages(state: int) -> Iterator[Stage]:
         end = size - 1
         while end > 0:
-            begin = int(cut[state, end])
-            yield int(by[state, end]), begin, end
-            state, end = int(came[state, end]), begin
+            before, device, begin = last[state, end].tolist()
+            yield device, begin, end
+            state, end = before, begin
 
     reached = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
     reached.sort(key=lambda s: best[s, -1])
     return [(float(best[s, -1]), list(stages(s))[::-1]) for s in reached]
+
+
+@loads
+def load_kernels() -> None:
+    """Outside of every budget."""
+    problem = two_operators()
+    list(topological_orders(problem, 2))
+    splits(problem, np.arange(2, dtype=np.int32), None)
+
+
+def _flat(sets: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
+    """All in a row, int32, and where each begins, with the end int32."""
+    rows = [list(x) for x in sets]
+    ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return ends, np.array(list(chain.from_iterable(rows)), np.int32)
 
 
 def _choice(stages: list[Stage], block: Ints, classes: Ints) -> Choice:

@@ -72,6 +72,7 @@ _HOT = 0.2  # of the moves start on the busiest device
 _STEPS = 1000  # moves of a walk that are estimated
 SQUARINGS = (2, 4, 8)  # of walks in turn: few see all loads, many see the largest alone
 MOST = 256  # moves that a walk makes
+_ROUNDING = 1e-9  # of energies
 _ROUNDS = 6  # walks in a row
 # Of splits: orders that are cut (fewer where they take long: so many steps), blocks, and what is
 # taken of an order and of all.
@@ -111,6 +112,9 @@ class Room(Struct):
     """Of a placement that is estimated."""
 
     window: float  # micro-batches in flight
+    group_s: Array  # float64 [G, D] seconds of the operators of each group
+    work: Array = array("D")  # that part of the loads
+    memory_binds: bool
     wait: float  # seconds that a tensor which is handed over arrives later than its transfer takes
     ptr: Array  # int32 [G + 1] the operators of each group
     op: Array  # int32 [N]
@@ -305,6 +309,22 @@ def _energy(r, extra, over, scale, squarings):
     return np.log(total + 1e-300) / 2.0**squarings + extra + 1e3 * over
 
 
+@inlined
+def _transfer(t, r, group, old, new):
+    """Count the operators of ``group`` as work of the device ``new``, not ``old``."""
+    r.work[t.worker[old]] -= r.group_s[group, old]
+    r.work[t.worker[new]] += r.group_s[group, new]
+
+
+@inlined
+def _worked(r, scale, squarings):
+    """The part of the sum in ``_energy`` that is operators: it is never below this."""
+    total = 0.0
+    for d in range(len(r.work)):
+        total += _power(r.work[d] * scale, squarings)
+    return total
+
+
 @kernel
 def walk(t, m, s, w, r, squarings, most, best):
     """Draw ``_STEPS`` moves of ``s`` and make those that worsen no energy, ``most`` better ones.
@@ -315,7 +335,9 @@ def walk(t, m, s, w, r, squarings, most, best):
     device, held, memory = s.device, s.held, m.memory
     random, group, where, ptr, op = w.random, w.group, w.where, r.ptr, r.op
     fill_state(m, s)
+    r.work[:] = 0.0
     for g in range(len(device)):
+        r.work[t.worker[device[g]]] += r.group_s[g, device[g]]
         for i in range(ptr[g], ptr[g + 1]):
             r.placement[op[i]] = device[g]
     extra = foresee(t, r)
@@ -323,6 +345,7 @@ def walk(t, m, s, w, r, squarings, most, best):
     best_s = r.bound_s * np.exp(extra)
     scale = 1.0 / max(r.bound_s, 1e-300)
     energy = _energy(r, extra, over, scale, squarings)
+    most_work = np.exp((energy + _ROUNDING) * 2.0**squarings)
     hottest, made = np.int64(largest(r.load, len(r.load))), 0
     for _ in range(_STEPS):
         if made == most:
@@ -331,9 +354,17 @@ def walk(t, m, s, w, r, squarings, most, best):
         if count == 0:
             continue
         old, new = np.int64(device[group[0]]), np.int64(where[0])
-        load_old, load_new, held_old, held_new = s.load[old], s.load[new], held[old], held[new]
-        apply_moves(m, s, group, where, count)
         for k in range(count):
+            _transfer(t, r, group[k], device[group[k]], where[k])
+        if _worked(r, scale, squarings) > most_work:  # whatever else it costs
+            for k in range(count):
+                _transfer(t, r, group[k], where[k], device[group[k]])
+            continue
+        load_old, load_new, held_old, held_new = s.load[old], s.load[new], held[old], held[new]
+        if r.memory_binds:
+            apply_moves(m, s, group, where, count)
+        for k in range(count):
+            device[group[k]] = where[k]
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
                 r.placement[op[i]] = where[k]
         extra = foresee(t, r)
@@ -342,15 +373,19 @@ def walk(t, m, s, w, r, squarings, most, best):
         if then <= energy:
             made += then < energy
             energy = then
+            most_work = np.exp((energy + _ROUNDING) * 2.0**squarings)
             hottest = np.int64(largest(r.load, len(r.load)))
             value_s = r.bound_s * np.exp(extra)
             if over == 0.0 and value_s < best_s * (1 - 1e-12):
                 best_s = value_s
                 copy(best, device)
             continue
-        undo_moves(m, s, group, where, count, old, new)
-        s.load[old], s.load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+        if r.memory_binds:
+            undo_moves(m, s, group, where, count, old, new)
+            s.load[old], s.load[new], held[old], held[new] = load_old, load_new, held_old, held_new
         for k in range(count):
+            device[group[k]] = old if where[k] == new else new
+            _transfer(t, r, group[k], where[k], device[group[k]])
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
                 r.placement[op[i]] = device[group[k]]
 
@@ -371,12 +406,16 @@ class Pipeline:
         self.tables: Tables = kernels.tables(problem)
         self.moves: Moves = move_tables(problem, blocks(problem, g.group))
         self.state: Placed = move_state(self.moves, compute_s.argmin(axis=1).astype(np.int32))
+        group_s = np.zeros(compute_s.shape)
+        np.add.at(group_s, g.group, problem.loaded_s)
         body = min(_BODY, g.num_groups)
         self.draws: Draws = draws_of(compute_s, neighbours(problem), seed, SHARE, 0.0, body)
         sizes = {"N": g.num_ops, "D": problem.num_devices, "channels": problem.num_channels}
         self.room = Room.fresh(
             sizes | {"F": NUM_FEATURES},
             window=float(min(problem.num_run, problem.max_in_flight)),
+            group_s=group_s,
+            memory_binds=problem.memory_may_bind,
             ptr=g.group_ptr,
             op=g.group_op,
             net=net or no_net(),
@@ -444,7 +483,8 @@ def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
     for count in reversed(memory_counts(problem)):  # what surely fits, if there is any
         found: list[Split] = []
         for position in positions:
-            found += splits(problem, merge_blocks(problem, _BLOCKS, position), count)[0][:_EACH]
+            block = merge_blocks(problem, _BLOCKS, position)
+            found += splits(problem, block, count, most=_EACH)[0]
         if found:
             return sorted(found, key=lambda split: split.cost_s)[:_STARTS]
     return []

@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from agents.dispatch import PROMISES
 from agents.encoder import (
     ILLEGAL,
     NetworkConfig,
@@ -21,11 +22,12 @@ from agents.encoder import (
     greedy,
     sample,
 )
-from agents.planner import PolicyPlanner, _load_mode
+from agents.planner import PolicyPlanner, _load_mode, released
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, make_net
 from agents.training import TrainConfig, train
+from envs.dispatch import Dispatcher
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
 from envs.guided import GuidedSearchRules
 from envs.placement import OneShotRules
@@ -40,7 +42,7 @@ from placement.search.chooser import network
 from placement.search.evaluation import Search
 from placement.simulator import score
 from placement.testing import check_planner
-from placement.workloads.synthetic import giph
+from placement.workloads.synthetic import families, giph
 from tests.agents.test_learning import layered
 from tests.envs.test_envs import chain
 from tests.problems import problems, random_placement, random_problem
@@ -680,6 +682,28 @@ def test_a_graph_is_constructed_before_it_is_searched() -> None:
     assert new["seed_policy"] == "untrained" and new["best_of_k_evaluations"] == 1 + 29
     with pytest.raises(PolicyError, match="k = -1 must be at least 0"):
         replace(planner, k=-1)
+
+
+def test_one_evaluation_is_for_the_decode_that_promises_the_most() -> None:
+    net = TrainedPolicy.load(released("best_of_k", "latency")).net
+    gains = []
+    for name in ("butterfly", "towers", "layered", "lstm_grid"):
+        problem = families()[name](3).with_objective("latency")
+        answer = PolicyPlanner(evaluations=1)(problem)
+        assert answer.stats["evaluations"] == answer.stats["best_of_k_evaluations"] == 1
+        promises = []
+        for backward in (False, True):
+            episode = Dispatcher(problem, backward=backward)
+            for seed in (None, *range(backward, PROMISES, 2)):
+                episode.construct(net.weights(), net.config.finish_weight, seed)
+                promises.append((episode.state.placed.finish_s.max(), episode.value_s()))
+        assert answer.stats["promised_s"] <= min(promises)[0]
+        if answer.stats["promised_s"] == min(promises)[0]:  # otherwise it is the rule's
+            assert answer.value_s == min(promises)[1]
+        gains.append(answer.value_s / promises[0][1])
+    assert np.exp(np.mean(np.log(gains))) < 0.97  # of one decode
+    dear = families()["u_net"](3).with_objective("latency")  # transfers are
+    assert len(set(PolicyPlanner(evaluations=1)(dear).placement.tolist())) == 1
 
 
 @pytest.mark.parametrize("mode", ["zero_shot", "best_of_k", "finetune", "refine"])
