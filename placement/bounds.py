@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import ROUNDING, Floats, Problem, host_of
-from placement.relaxed import Program, call_s, load_s, of_groups, period_s
+from placement.relaxed import Program, call_s, load_s, of_groups, period_s, pieces_s
 from placement.timeline import longest_flight
 
 
@@ -28,16 +28,17 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     the critical path with every operator at its fastest device, and of what each device alone must
     run (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
-    nothing takes time to send. Energy (where power is known): every
-    operator where it adds least, and every device idle for the shortest possible run, whose
-    seconds are worth ``second_j``.
+    nothing takes time to send. Piecewise latency: the critical path, and what cannot be
+    together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
+    adds least, and every device idle for the shortest possible run, whose seconds are worth
+    ``second_j``.
     """
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
     bounds = {
         "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
         "period": _period_bound_s(problem, load_s, _LP_SIZE),
         "max_load": load_s,
-        "piecewise_latency": path_s,
+        "piecewise_latency": max(path_s, pieces_s(problem)),
     }
     if problem.power is not None:
         busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
@@ -61,7 +62,7 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective is Objective.LATENCY:
         load_s = _load_bound_s(problem, _QUICK_LP)
         return _latency_bound_s(problem, path_s, load_s, _QUICK_LP)
-    return path_s
+    return max(path_s, pieces_s(problem))
 
 
 def _fastest_s(problem: Problem) -> Floats:
@@ -88,7 +89,9 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: int) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
     bound_s = max(path_s, load_s, _one_device_s(problem), _routes_bound_s(problem))
-    if problem.num_workers == 2 and _columns(problem) <= lp_size:  # of more it is no more
+    unlike = (problem.compute_s != problem.compute_s[:, :1]).any()  # of alike it is no more
+    columns = _columns(problem) + 8 * len(problem.graph.use_dst) * (problem.num_workers - 2)
+    if columns <= lp_size and (problem.num_workers == 2 or (problem.num_workers > 2 and unlike)):
         bound_s = max(bound_s, call_s(problem))
     grain = grain_s(problem)
     if grain:

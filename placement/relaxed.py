@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -9,6 +12,7 @@ from placement.problem import Floats, Problem, host_of
 from placement.timeline import least_window
 from placement.tools.clock import loads
 
+TOLERANCE = 1e-6  # of the solver, for what is whole and for what is proved then
 Columns = NDArray[np.intp]
 Terms = tuple[Columns, ArrayLike]  # columns, and what each counts
 
@@ -23,11 +27,12 @@ def _load_solver() -> None:
 class Program:
     """Rows of columns between 0 and 1; the first column is as small as the rows allow.
 
-    ``found`` has the columns as they then are.
+    ``answer`` has the columns as they then are, None where there is none; ``found`` has 0 there.
     """
 
     def __init__(self) -> None:
-        self.upper, self.limit, self.found = np.ones(1), np.zeros(0), np.zeros(1)
+        self.upper, self.limit = np.ones(1), np.zeros(0)
+        self.answer: Floats | None = None
         self._entries: list[tuple[Columns, Columns, Floats]] = []
 
     def columns(self, upper: ArrayLike) -> Columns:
@@ -35,17 +40,20 @@ class Program:
         self.upper, before = np.append(self.upper, upper), len(self.upper)
         return np.arange(before, len(self.upper))
 
-    def rows(self, limit: Floats, *terms: Terms) -> None:
+    def rows(self, limit: Floats, *terms: Terms) -> NDArray[np.intp]:
         """A row for each of ``limit [R]``: of each term ``[R]`` one entry."""
         first, self.limit = len(self.limit), np.append(self.limit, limit)
-        self._enter(first + np.arange(len(limit)), terms)
+        rows = first + np.arange(len(limit))
+        self.add(rows, *terms)
+        return rows
 
     def row(self, limit: float, *terms: Terms) -> None:
         """One row of all columns of all terms."""
         first, self.limit = len(self.limit), np.append(self.limit, limit)
-        self._enter(np.array(first), terms)
+        self.add(np.array(first), *terms)
 
-    def _enter(self, row: Columns, terms: tuple[Terms, ...]) -> None:
+    def add(self, row: NDArray[np.intp], *terms: Terms) -> None:
+        """More terms of such rows."""
         for columns, values in terms:
             a, b, c = np.broadcast_arrays(row, columns, np.asarray(values, np.float64))
             self._entries.append((a.ravel(), b.ravel(), c.ravel()))
@@ -57,28 +65,145 @@ class Program:
             self.rows(np.full(len(can), sign), *((column, sign) for column in on.T))
         return on
 
-    def solve(self) -> tuple[float, Floats]:
+    def solve(self, seconds: float = np.inf) -> tuple[float, Floats]:
         """The first column, at least, and the multipliers ``[R]`` that prove it.
 
         It is what they sum up to, whatever the solver's tolerance.
         """
-        _load_solver()
+        rows, limit, most = self._scaled()
         from scipy.optimize import linprog
+
+        cost, bounds = np.eye(1, rows.shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
+        options = {"time_limit": seconds}
+        answer = linprog(
+            cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs", options=options
+        )
+        self.answer = answer.x if answer.success else None
+        if not answer.success:
+            return 0.0, 0 * limit
+        price = np.maximum(-answer.ineqlin.marginals, 0.0)
+        left = np.minimum(cost + rows.T @ price, 0.0)
+        return float(left @ self.upper - price @ limit), price / most
+
+    def whole(self, columns: Columns, seconds: float) -> float:
+        """The first column, at least, where ``columns`` are whole: as far as that is proved.
+
+        HiGHS looks at its clock now and then only.
+        """
+        rows, limit, _ = self._scaled()
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        integrality = np.zeros(len(self.upper))
+        integrality[columns.ravel()] = 1
+        answer = milp(
+            np.eye(1, len(self.upper))[0],
+            integrality=integrality,
+            bounds=Bounds(0.0, self.upper),
+            constraints=LinearConstraint(rows, -np.inf, limit),
+            options={"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE},
+        )
+        self.answer = answer.x
+        proved = answer.get("mip_dual_bound")
+        known = proved is not None and np.isfinite(proved)
+        return max(0.0, float(proved) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
+
+    def _scaled(self) -> tuple[Any, Floats, Floats]:
+        """Rows, sparse, and their limits over the largest number of each; these ``[R]``."""
+        _load_solver()
         from scipy.sparse import csr_array
 
         row, column, value = map(np.concatenate, zip(*self._entries, strict=True))
         most = np.full(len(self.limit), 1e-300)
         np.maximum.at(most, row, np.abs(value))
         shape = len(self.limit), len(self.upper)
-        rows, limit = csr_array((value / most[row], (row, column)), shape=shape), self.limit / most
-        cost, bounds = np.eye(1, shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
-        answer = linprog(cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs")
-        self.found = answer.x if answer.success else 0 * self.upper
-        if not answer.success:
-            return 0.0, 0 * limit
-        price = np.maximum(-answer.ineqlin.marginals, 0.0)
-        left = np.minimum(cost + rows.T @ price, 0.0)
-        return float(left @ self.upper - price @ limit), price / most
+        return csr_array((value / most[row], (row, column)), shape=shape), self.limit / most, most
+
+    @property
+    def found(self) -> Floats:
+        """float64, a number for each column."""
+        return 0 * self.upper if self.answer is None else self.answer
+
+    @property
+    def size(self) -> int:
+        """Numbers in all rows."""
+        return sum(len(value) for _, _, value in self._entries)
+
+
+def tighten(
+    program: Program,
+    more: Callable[[Floats], bool],
+    work: float,
+    seconds_left: Callable[[], float] = lambda: np.inf,
+) -> float:
+    """The first column, at least, with all rows that ``more`` adds to its answers; ``work``:
+    numbers in all programs that are solved, the last of them finished."""
+    least = 0.0
+    while True:
+        least, work = max(least, program.solve(seconds_left())[0]), work - program.size
+        if work <= 0 or program.answer is None or not more(program.answer):
+            return least
+
+
+_CALL_WORK, _PIECES_WORK = 20_000, 40_000  # numbers in all programs that are solved
+_PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
+_COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
+MOST_GROUPS = 1_500  # of pieces: each two of them have a distance
+_LEAST = 1e-4  # by which an answer breaks a row of these that is worth adding
+_LATE = 1e-5  # of a call, by which a row is worth adding
+
+
+class Regions:
+    """What lies between each fork and each join; -1 is before all, ``N`` after all.
+
+    Attributes:
+        forks: -1, and operators ``[F - 1]`` that several others wait for.
+        joins: operators ``[J - 1]`` that wait for several others, and ``N``.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        n, edges = problem.num_ops, np.unique(problem.graph.edges, axis=0)
+        self.forks, self.joins = (
+            np.flatnonzero(np.bincount(edges[:, k], minlength=n) > 1) for k in (0, 1)
+        )
+        if max(len(self.forks) * len(self.joins), n) * n > _PATHS:
+            self.forks = self.joins = np.zeros(0, np.intp)
+        some = len(self.forks) + len(self.joins) > 0
+        leads = np.zeros((n, n) if some else (0, 0), bool)
+        for src, dst in edges[::-1].tolist() if some else ():
+            leads[src] |= leads[dst]
+            leads[src, dst] = True
+        self._after = np.ones((len(self.forks) + 1, n), bool)
+        self._until = np.ones((n, len(self.joins) + 1), bool)
+        self._leads = np.ones((len(self.forks) + 1, len(self.joins) + 1), bool)
+        if some:
+            self._after[1:], self._until[:, :-1] = leads[self.forks], leads[:, self.joins]
+            self._leads[1:, :-1] = self._after[1:][:, self.joins]
+        self.forks, self.joins = np.append(-1, self.forks), np.append(self.joins, n)
+
+    def late(
+        self, taken: Floats, end: Floats, own: Floats, last: float
+    ) -> Iterator[tuple[int, int, NDArray[np.intp]]]:
+        """Fork, join and what is between, where that takes longer than an answer says.
+
+        ``taken``: ``[N]``, or for each join ``[N, J]``; ``end``: when all end in the answer;
+        ``own``: what the joins take; ``last``: when everything has ended.
+        """
+        begun, own = np.append(end, 0.0)[self.forks], np.append(own, 0.0)[self.joins]
+        until = self._until * (taken if taken.ndim == 2 else taken[:, None])
+        took = np.einsum("fw,wj->fj", self._after.astype(np.float64), until)  # not by BLAS
+        late = begun[:, None] + took + own - np.append(end, last)[self.joins]
+        late[~self._leads | (took <= 0)] = 0.0
+        nearest = len(late) - 1 - (late[::-1] > _LATE).argmax(axis=0)
+        for fork in (nearest, late.argmax(axis=0)):
+            covered, latest = np.zeros(len(end) + 1), late[fork, np.arange(len(fork))]
+            for k in np.argsort(-latest, kind="stable").tolist():
+                if latest[k] <= _LATE:
+                    break
+                if covered[self.joins[k]] < _COVERED:
+                    between = np.flatnonzero(self._after[fork[k]] & self._until[:, k])
+                    covered[between] += 1
+                    covered[self.joins[k]] += 1
+                    yield int(self.forks[fork[k]]), int(self.joins[k]), between
 
 
 def of_groups(problem: Problem, seconds: Floats) -> Floats:
@@ -88,14 +213,28 @@ def of_groups(problem: Problem, seconds: Floats) -> Floats:
     return total
 
 
+def own_bytes(problem: Problem) -> Floats:
+    """``[G]`` parameters; a tied one is held in equal parts."""
+    g = problem.graph
+    share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
+    held = np.bincount(g.group[g.param_use_op], share[g.param_use], g.num_groups)
+    return held.astype(np.float64)
+
+
 class _Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
-    A tied parameter is held in equal parts. Beside what a device streams it has two buffers. The
+    Beside what a device streams it has two buffers. The
     time is counted in ``unit_s``, more than any call or item takes.
     """
 
-    def __init__(self, problem: Problem, crossing: bool, more_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        crossing: bool,
+        more_s: float = 0.0,
+        known_s: float | None = None,
+    ) -> None:
         self.problem, self.program = problem, Program()
         own = problem.worker == np.arange(problem.num_devices)
         self.streaming = np.flatnonzero(~own)
@@ -111,19 +250,16 @@ class _Placed:
             np.where(problem.supported, s, 0.0) for s in (problem.compute_s, problem.loaded_s)
         )
         self.unit_s = max(float(self.loaded_s.sum()) + more_s, 1e-300)
-        self.arrives: list[Terms] = []  # for each use of a tensor
+        self.arrives: list[list[Terms]] = [[]]  # for each use of a tensor, counted in such ways
         self.handed: list[list[Terms]] = [[] for _ in self.sides]
         self.channels: dict[int, list[Terms]] = {}
-        if len(self.sides) == 2 and crossing:
+        if len(self.sides) > 1 and crossing:
             self._cross()
+        self.unit_s = self.unit_s if known_s is None else known_s
         self.time = np.zeros(1, np.intp), -self.unit_s
 
     def _hold(self) -> None:
-        g, problem, on = self.problem.graph, self.problem, self.on
-        share = g.param_bytes / np.maximum(
-            np.bincount(g.param_use, minlength=len(g.param_bytes)), 1
-        )
-        held = np.bincount(g.group[g.param_use_op], share[g.param_use], len(on))
+        g, problem, on, held = self.problem.graph, self.problem, self.on, own_bytes(self.problem)
         for d, *streaming in self.sides:
             terms: list[Terms] = [(on[:, d], held)]
             if streaming:
@@ -139,7 +275,10 @@ class _Placed:
                 self.program.row(float(problem.memory_bytes[d]), *terms)
 
     def _cross(self) -> None:
-        """Columns for all that crosses between two devices, by reading group, and once for all."""
+        """Columns for all that crosses between devices, by reading group, and once for all.
+
+        Between more than two each takes the least to it from any other, or from it to any other.
+        """
         g, problem, on = self.problem.graph, self.problem, self.on
         size, given = g.tensor_bytes.astype(np.float64), problem.profile.transfer_s
         (_, shares_host), made = host_of(problem), g.tensor_src >= 0
@@ -147,29 +286,48 @@ class _Placed:
         (tensor, reader), pair = np.unique(
             np.stack([g.use_tensor, g.group[g.use_dst]]), axis=1, return_inverse=True
         )
+        first = np.array([here[0] for here in self.sides])
+        two = len(first) == 2
+        self.arrives = [[]] if two else [[], []]
         for k, here in enumerate(self.sides):
-            src, dst = int(self.sides[1 - k][0]), int(here[0])
-            sent_s = problem.link_latency_s[src, dst] + size * problem.link_s_per_byte[src, dst]
-            sent_s = sent_s if given is None else given[:, src, dst]
-            handed_s = problem.link_send_s[src, dst] + size * problem.link_send_s_per_byte[src, dst]
-            self.unit_s += float((sent_s + handed_s + problem.link_wake_s[src, dst]).sum())
+            dst, others = int(first[k]), np.delete(first, k)
+            both: list[tuple[Any, Any]] = [(others, dst), (dst, others)]
+            for arrives, ends in zip(self.arrives, both, strict=False):
+                per_byte = np.multiply.outer(size, problem.link_s_per_byte[ends])
+                sent = problem.link_latency_s[ends] + per_byte if given is None else given[:, *ends]
+                sent_s, into = sent.min(axis=1), ends[1] is dst
+                self.unit_s += float(sent.max(axis=1).sum())
+                if not sent_s.any():
+                    continue
+                may = (source[tensor] != reader) & (made | (~shares_host[dst] & into))[tensor]
+                crosses, none = np.zeros(len(tensor), np.intp), np.zeros(may.sum())
+                crosses[may] = self.program.columns(none + 1)
+                from_, to = source[tensor[may]], reader[may]
+                sign = 1.0 if into else -1.0
+                there = ((on[from_, d], -sign * made[tensor[may]]) for d in here)
+                reads = ((on[to, d], sign) for d in here)
+                self.program.rows(none, *reads, *there, (crosses[may], -1.0))
+                arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
+                if two:
+                    self._queue(k, tensor[may], crosses[may], sent_s)
+        self.arrives = [arrives for arrives in self.arrives if arrives] or [[]]
 
-            may = (source[tensor] != reader) & (made | ~shares_host[dst])[tensor]
-            crosses, none = np.zeros(len(tensor), np.intp), np.zeros(may.sum())
-            crosses[may] = self.program.columns(none + 1)
-            from_, to = source[tensor[may]], reader[may]
-            there = ((on[from_, d], -1.0 * made[tensor[may]]) for d in here)
-            self.program.rows(none, *((on[to, d], 1.0) for d in here), *there, (crosses[may], -1.0))
-            self.arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
-            if problem.contention:
-                which, at = np.unique(tensor[may], return_inverse=True)
-                sent = self.program.columns(np.ones(len(which)))
-                self.program.rows(none, (crosses[may], 1.0), (sent[at], -1.0))
-                way = int(problem.link_channel[src, dst])
-                self.channels.setdefault(way, []).append((sent, sent_s[which]))
-                # What is handed over last may be there before that ends.
-                kept_s = np.minimum(sent_s, handed_s) * made
-                self.handed[1 - k].append((sent, kept_s[which]))
+    def _queue(self, k: int, tensor: NDArray[np.integer], crosses: Columns, sent_s: Floats) -> None:
+        """On the channel to side ``k`` each tensor is once, and the other side hands it over."""
+        problem, src, dst = self.problem, int(self.sides[1 - k][0]), int(self.sides[k][0])
+        g, size = problem.graph, problem.graph.tensor_bytes.astype(np.float64)
+        handed_s = problem.link_send_s[src, dst] + size * problem.link_send_s_per_byte[src, dst]
+        self.unit_s += float((handed_s + problem.link_wake_s[src, dst]).sum())
+        if not problem.contention:
+            return
+        which, at = np.unique(tensor, return_inverse=True)
+        sent = self.program.columns(np.ones(len(which)))
+        self.program.rows(np.zeros(len(at)), (crosses, 1.0), (sent[at], -1.0))
+        way = int(problem.link_channel[src, dst])
+        self.channels.setdefault(way, []).append((sent, sent_s[which]))
+        # What is handed over last may be there before that ends.
+        kept_s = np.minimum(sent_s, handed_s) * (g.tensor_src >= 0)
+        self.handed[1 - k].append((sent, kept_s[which]))
 
 
 def balanced(seconds: Floats) -> NDArray[np.intp]:
@@ -201,27 +359,273 @@ def load_s(problem: Problem) -> float:
     return placed.program.solve()[0] * placed.unit_s * (1 - 1e-12)
 
 
-def call_s(problem: Problem) -> float:
-    """A call, at least: loads and memory; between two devices also paths, and all that is sent."""
-    g, placed = problem.graph, _Placed(problem, True)
-    program, on, unit_s = placed.program, placed.on, placed.unit_s
+class Pieces:
+    """A program of a piecewise latency: which groups share an accelerator.
 
-    def own(ops: NDArray[np.integer]) -> list[Terms]:
-        return [(on[g.group[ops], d], placed.alone_s[ops, d]) for d in range(problem.num_devices)]
+    A group is on an accelerator or not; of two between which something is sent, ``without[i, j]``
+    is a column: ``i`` is on an accelerator and ``j`` not there with it. Accelerators are alike, so
+    that a group cannot be in equal parts on all of them, where nothing would cross; what is written
+    and read costs the least that it does on any.
 
-    every, none = np.arange(g.num_ops), np.zeros(g.num_ops)
-    end = program.columns(none + 1)
-    program.rows(none, *own(every), (end, -unit_s))
-    program.rows(none, (end, 1.0), (0 * end, -1.0))
-    after = end[g.tensor_src[g.use_tensor]], unit_s * (g.tensor_src[g.use_tensor] >= 0)
-    until = end[g.use_dst], -unit_s
-    program.rows(np.zeros(len(g.use_dst)), after, *placed.arrives, *own(g.use_dst), until)
-    group_s = of_groups(problem, placed.alone_s)
-    for here, handed in zip(placed.sides, placed.handed, strict=True):
-        program.row(0.0, (on[:, here], group_s[:, here]), *handed, placed.time)
-    for sent in placed.channels.values():
-        program.row(0.0, *sent, placed.time)
-    return program.solve()[0] * unit_s * (1 - 1e-12)
+    An operator has ended (``end``) at the latest when its piece has done so much for all operators
+    up to it, in their order: reading what they read first, computing, writing. ``own`` is that of
+    one operator alone.
+    """
+
+    def __init__(self, problem: Problem, unit_s: float | None = None) -> None:
+        """``unit_s``: a latency that is known to be possible, in which time is counted."""
+        g, self.problem, self.program = problem.graph, problem, Program()
+        self.pool = pool = np.array([x.kind == "cpu" for x in problem.cluster.devices])
+        seconds = np.where(problem.supported, problem.compute_s, np.inf)
+        pool_s, self.alone_s = (
+            seconds[:, kind].min(axis=1, initial=np.inf) for kind in (pool, ~pool)
+        )
+        must, cannot = np.isinf(pool_s), np.isinf(self.alone_s)
+        pool_s[must], self.alone_s[cannot] = 0.0, 0.0
+        self.io_s = problem.io_s[:, ~pool].min(axis=1, initial=np.inf)
+        self.io_s[np.isinf(self.io_s)] = 0.0
+        most_s = np.where(problem.supported, problem.compute_s, 0.0).max(axis=1).sum()
+        most_s += (problem.io_s.max(axis=1) * (1 + np.diff(g.use_ptr))).sum()
+        self.unit_s = max(most_s if unit_s is None else unit_s, 1e-300)
+        self.own_bytes = own_bytes(problem)
+        self.memory_bytes = float(problem.memory_bytes[~pool].max(initial=0))
+        self.regions = Regions(problem)
+
+        upper, least = np.ones((2, g.num_groups))
+        upper[g.group[cannot]], least[:] = 0.0, 0.0
+        least[g.group[must]] = 1.0
+        self.on = self.program.columns(upper)
+        self.program.rows(-least, (self.on, -1.0))
+        for here, sign, all_bytes in ((~pool, 1.0, 0.0), (pool, -1.0, self.own_bytes.sum())):
+            room_bytes = problem.memory_bytes[here].astype(np.float64).sum()
+            if room_bytes < self.own_bytes.sum():
+                self.program.row(room_bytes - all_bytes, (self.on, sign * self.own_bytes))
+        self._pairs()
+        self.whole = np.append(self.on, self.without[self.tails, self.heads])
+        self._times(pool_s, int((~pool).sum()))
+
+    def _pairs(self) -> None:
+        g, program = self.problem.graph, self.program
+        made = g.tensor_src[g.use_tensor] >= 0
+        source = np.where(made, g.group[g.tensor_src[g.use_tensor]], -1)
+        reader = g.group[g.use_dst]
+        sent = made & (source != reader)
+        two = np.sort(np.stack([source, reader])[:, sent], axis=0)
+        one, other = np.unique(two, axis=1)
+        self.without = np.full((g.num_groups, g.num_groups), -1, np.intp)
+        none = np.zeros(len(one))
+        for a, b in ((one, other), (other, one)):
+            self.without[a, b] = program.columns(none + 1)
+            program.rows(none, (self.without[a, b], 1.0), (self.on[a], -1.0))
+        for a, b in ((one, other), (other, one)):
+            there, back = self.without[a, b], self.without[b, a]
+            program.rows(none, (there, 1.0), (back, -1.0), (self.on[a], -1.0), (self.on[b], 1.0))
+        # Which column says that a use of a tensor is read by an accelerator, or written by one.
+        self.reads = np.where(made, self.without[reader, source], self.on[reader])
+        self.reads[made & ~sent] = -1
+        self.writes = np.where(sent, self.without[source, reader], -1)
+        io_s = np.zeros((g.num_groups, g.num_groups))
+        at, cost_s = (source[sent], reader[sent]), self.io_s[g.use_tensor[sent]]
+        np.maximum.at(io_s, at, cost_s)
+        io_s = np.maximum(io_s, io_s.T)
+        # Distances are told apart by what it costs to part two groups: those go along that cost.
+        self.tails, self.heads = np.nonzero(self.without >= 0)
+        worth = io_s[self.tails, self.heads] / max(io_s.max(initial=0.0), 1e-300)
+        self.least = _LEAST / np.clip(100 * worth, 1.0, None)
+
+    def _times(self, pool_s: Floats, accelerators: int) -> None:
+        g, program, unit_s = self.problem.graph, self.program, self.unit_s
+        none, here = np.zeros(g.num_ops), self.on[g.group]
+        self.own, self.end = program.columns(none + 1), program.columns(none + 1)
+        written = program.columns(np.ones(g.num_tensors))
+        uses = np.flatnonzero(self.writes >= 0)
+        program.rows(
+            np.zeros(len(uses)), (self.writes[uses], 1.0), (written[g.use_tensor[uses]], -1.0)
+        )
+        makes = np.unique(g.use_tensor[uses])
+        first = np.zeros(len(g.use_dst), bool)  # of its tensor
+        by_reader = np.lexsort((g.use_dst, g.use_tensor))
+        first[by_reader[np.unique(g.use_tensor[by_reader], return_index=True)[1]]] = True
+        costs = self.reads >= 0
+        read = first & costs
+        reads = self.reads[read], self.io_s[g.use_tensor[read]]
+        writes = written[makes], self.io_s[makes]
+
+        rows = program.rows(-pool_s, (here, self.alone_s - pool_s), (self.own, -unit_s))
+        program.add(rows[g.use_dst[read]], reads)
+        program.add(rows[g.tensor_src[makes]], writes)
+        program.rows(none, (self.own, 1.0), (self.end, -1.0))
+        program.rows(none, (self.end, 1.0), (0 * self.end, -1.0))
+        src, dst = g.tensor_src[g.use_tensor], g.use_dst
+        begun = self.end[src], 1.0 * (src >= 0)
+        again_s = np.where(costs & ~first, self.io_s[g.use_tensor], 0.0) / unit_s
+        again = np.maximum(self.reads, 0), again_s
+        program.rows(np.zeros(len(dst)), begun, again, (self.own[dst], 1.0), (self.end[dst], -1.0))
+        time = np.zeros(1, np.intp), -accelerators * unit_s
+        program.row(0.0, (here, self.alone_s), reads, writes, time)
+
+    def tighten(self, x: Floats) -> bool:
+        """Add rows that every placement obeys and the answer ``x`` does not; False: there are none.
+
+        ``x`` says how far two groups are apart: the shortest way over columns ``without``. So
+        much less than on an accelerator a group is on the same one; that is all the more so of
+        whole numbers, where it is a step away or not at all. So
+
+        * what is on an accelerator with a group is no more than its memory, in view of all ways;
+        * no two groups are further apart than by another way between them;
+        * between a fork and a join what is on the join's accelerator runs one after another.
+        """
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import dijkstra
+
+        on, columns = x[self.on], self.without[self.tails, self.heads]
+        apart = np.maximum(x[columns], 0.0)
+        ways = csr_array((apart + self.least, (self.tails, self.heads)), shape=self.without.shape)
+        self.far, self.before = dijkstra(ways, return_predecessors=True)
+        with_it = np.maximum(on[:, None] - self.far, 0.0)
+        rows = len(self.program.limit)
+        self._memory(on, with_it)
+        for k in np.flatnonzero(apart > self.far[self.tails, self.heads] + _LEAST):
+            way = self._tree(self.tails[k], self.heads[k : k + 1], np.ones(1))
+            self.program.row(0.0, (columns[k : k + 1], 1.0), (way[0], -way[1]))
+        self._regions(x, with_it)
+        return len(self.program.limit) > rows
+
+    def _tree(self, root: int, to: NDArray[np.intp], weight: Floats) -> tuple[Columns, Floats]:
+        """Columns of the shortest ways, and the weight of all to which these lead."""
+        total = np.zeros(len(self.far))
+        np.add.at(total, to, weight)
+        near = np.flatnonzero(self.far[root] <= self.far[root, to].max())
+        near = near[np.argsort(-self.far[root, near], kind="stable")]
+        for b in near[near != root].tolist():
+            total[self.before[root, b]] += total[b]
+        near = near[(total[near] > 0) & (near != root)]
+        return self.without[self.before[root, near], near], total[near]
+
+    def _memory(self, on: Floats, with_it: Floats) -> None:
+        """Of what is nearest, as little as does not fit."""
+        room = self.memory_bytes
+        lacking = (with_it * self.own_bytes).sum(axis=1) - room * on
+        covered = np.zeros(len(on))
+        for root in np.argsort(-lacking, kind="stable"):
+            if lacking[root] <= _LEAST * room:
+                break
+            if covered[root] >= _COVERED:
+                continue
+            near = np.flatnonzero(with_it[root])
+            near = near[np.argsort(self.far[root, near], kind="stable")]
+            held = np.cumsum(self.own_bytes[near] * with_it[root, near])
+            near = near[: int(np.argmax(held > room * on[root])) + 1]
+            covered[near] += 1
+            columns, beyond = self._tree(root, near, self.own_bytes[near])
+            more = self.own_bytes[near].sum() - room
+            each = np.minimum(beyond, more) / room
+            self.program.row(0.0, (self.on[[root]], more / room), (columns, -each))
+
+    def _regions(self, x: Floats, with_it: Floats) -> None:
+        regions, group = self.regions, self.problem.graph.group
+        joins = regions.joins[:-1]
+        taken = np.zeros((len(group), len(joins) + 1))  # the end of all is on no accelerator
+        taken[:, :-1] = self.alone_s[:, None] * with_it[group[joins]][:, group].T / self.unit_s
+        for fork, join, between in regions.late(taken, x[self.end], x[self.own], x[0]):
+            there = between[with_it[group[join], group[between]] > 0]
+            if len(there) == 0:
+                continue
+            root, seconds = int(group[join]), self.alone_s[there] / self.unit_s
+            columns, beyond = self._tree(root, group[there], seconds)
+            begun: list[Terms] = [(self.end[[fork]], 1.0)] if fork >= 0 else []
+            own = (self.own[[join]], 1.0), (self.end[[join]], -1.0)
+            together = (self.on[[root]], seconds.sum()), (columns, -beyond)
+            self.program.row(0.0, *begun, *own, *together)
+
+    def choice(self, x: Floats) -> NDArray[np.int32]:
+        """The device of each group, int32 ``[G]``, where ``x`` has whole numbers: what is together
+        is on one accelerator, the largest first, each on that with most room."""
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import connected_components
+
+        group_s, on = self.problem.group_compute_s, x[self.on] > 0.5
+        together = (x[self.without[self.tails, self.heads]] < 0.5) & on[self.tails] & on[self.heads]
+        ends = self.tails[together], self.heads[together]
+        part = connected_components(csr_array((np.ones(len(ends[0])), ends), self.without.shape))[1]
+        room = np.where(self.pool, -np.inf, self.problem.memory_bytes.astype(np.float64))
+        choice = np.where(self.pool, group_s, np.inf).argmin(axis=1).astype(np.int32)
+        size = np.bincount(part[on], self.own_bytes[on], minlength=len(on))
+        for k in np.argsort(-size, kind="stable")[: len(np.unique(part[on]))].tolist():
+            members = np.flatnonzero(on & (part == k))
+            can = np.isfinite(group_s[members]).all(axis=0)
+            choice[members] = device = int(np.where(can, room, -np.inf).argmax())
+            room[device] -= size[k]
+        return choice
+
+
+def pieces_s(problem: Problem) -> float:
+    """The piecewise latency, at least: 0 where a program would take more than a moment."""
+    if problem.graph.num_groups > MOST_GROUPS:
+        return 0.0
+    pieces = Pieces(problem)
+    if pieces.program.size > _PIECES_WORK / 2:
+        return 0.0
+    return tighten(pieces.program, pieces.tighten, _PIECES_WORK) * pieces.unit_s * (1 - 1e-12)
+
+
+class Call:
+    """A program of a call: loads and memory, paths, and all that is sent.
+
+    Attributes:
+        program, unit_s: rows and columns, and what the first column counts time in.
+        whole: columns that are whole numbers in every placement.
+    """
+
+    def __init__(self, problem: Problem, unit_s: float | None = None) -> None:
+        """``unit_s``: of a call that is known to be possible."""
+        g, self.problem, placed = problem.graph, problem, _Placed(problem, True, known_s=unit_s)
+        self.program, self.unit_s, self.whole = placed.program, placed.unit_s, placed.on
+        self.alone_s, self.sides, self.regions = placed.alone_s, placed.sides, Regions(problem)
+        program, on, every = placed.program, placed.on, np.arange(g.num_ops)
+        none = np.zeros(g.num_ops)
+        self.end = end = program.columns(none + 1)
+        program.rows(none, *self._own(every), (end, -self.unit_s))
+        program.rows(none, (end, 1.0), (0 * end, -1.0))
+        after = end[g.tensor_src[g.use_tensor]], self.unit_s * (g.tensor_src[g.use_tensor] >= 0)
+        until, own = (end[g.use_dst], -self.unit_s), self._own(g.use_dst)
+        for arrives in placed.arrives:
+            program.rows(np.zeros(len(g.use_dst)), after, *arrives, *own, until)
+        group_s = of_groups(problem, placed.alone_s)
+        for here, handed in zip(placed.sides, placed.handed, strict=True):
+            program.row(0.0, (on[:, here], group_s[:, here]), *handed, placed.time)
+        for sent in placed.channels.values():
+            program.row(0.0, *sent, placed.time)
+
+    def _own(self, ops: NDArray[np.integer]) -> list[Terms]:
+        on, group = self.whole, self.problem.graph.group[ops]
+        return [(on[group, d], self.alone_s[ops, d]) for d in range(self.problem.num_devices)]
+
+    def tighten(self, x: Floats) -> bool:
+        """Add rows of what the answer ``x`` does not obey: between a fork and a join what is on
+        one device runs one after another. False: it obeys all."""
+        n, group, found = self.problem.num_ops, self.problem.graph.group, False
+        seconds = x[self.whole][group] * self.alone_s / self.unit_s
+        for here in self.sides:
+            taken, own = seconds[:, here].sum(axis=1), seconds.sum(axis=1)
+            for fork, join, between in self.regions.late(taken, x[self.end], own, x[0]):
+                terms = [(self.whole[group[between], d], self.alone_s[between, d]) for d in here]
+                terms += self._own(np.array([join])) if join < n else []
+                terms += [(self.end[[fork]], self.unit_s)] if fork >= 0 else []
+                until = self.end[[join]] if join < n else np.zeros(1, np.intp)
+                self.program.row(0.0, *terms, (until, -self.unit_s))
+                found = True
+        return found
+
+    def choice(self, x: Floats) -> NDArray[np.int32]:
+        """The device of each group, int32 ``[G]``, where ``x`` has whole numbers."""
+        return x[self.whole].argmax(axis=1).astype(np.int32)
+
+
+def call_s(problem: Problem, work: float = _CALL_WORK) -> float:
+    """A call, at least; ``work``: numbers in all programs that are solved."""
+    call = Call(problem)
+    return tighten(call.program, call.tighten, work) * call.unit_s * (1 - 1e-12)
 
 
 def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0) -> float:
@@ -236,7 +640,7 @@ def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: floa
     """
     window = least_window(problem.num_microbatches) if problem.max_phases == 1 else 0
     counted = max(0.0, window - problem.max_in_flight + 1) / max(window, 1)
-    placed = _Placed(problem, counted > 0, more_s)
+    placed = _Placed(problem, counted > 0 and problem.num_workers == 2, more_s)
     program, on, (time, minus_s) = placed.program, placed.on, placed.time
     alone_s, loaded_s = of_groups(problem, placed.alone_s), of_groups(problem, placed.loaded_s)
     for here, handed in zip(placed.sides, placed.handed, strict=True):

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.problem import Planner, Problem, Solution
+from placement.bounds import lower_bound
+from placement.objective import Objective
+from placement.problem import Floats, Planner, Problem, Solution
+from placement.relaxed import MOST_GROUPS, TOLERANCE, Call, Pieces, tighten
 from placement.search import exact
 from placement.search.evaluation import Search
 
 _READING = 6.0  # HiGHS looks at its clock after so many times the seconds of writing it a program
-_TOLERANCE = 1e-6  # of the solver, for feasibility and for integers
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,13 @@ class Mip:
     The integer program of Tarnawski et al. (NeurIPS 2020): a binary for each group and device,
     and for each tensor and device whether it is paid there. Contiguous splits are those of
     ``ideal_dp``, as in ``cp_sat``, whose rows of stages these are; the kind of device of a
-    stage is switched by big-M rows. Under another objective the split of least ``max_load``
-    is scored by it, ``stats["solved"]`` says so.
+    stage is switched by big-M rows.
+
+    ``piecewise_latency`` and ``latency`` have programs that promise no more than any placement
+    takes: which groups share an accelerator (``relaxed.Pieces``), and a call whose operators wait
+    for their device only as far as between a fork and a join (``relaxed.Call``). What their whole
+    numbers prove is the bound; the placements that they are of are scored as all others. Under
+    another objective the split of least ``max_load`` is scored by it, ``stats["solved"]`` says so.
 
     Ctrl-C is heard when HiGHS returns, at the latest when ``seconds`` are over: SciPy cannot be
     told to stop, and HiGHS left behind in a thread aborts the process at its end. ``cp_sat`` hears
@@ -51,6 +58,8 @@ class Mip:
         from scipy.sparse import csr_array
 
         search = Search(problem, self.seconds)
+        if (program := self._program(problem)) is not None:
+            return self._promised(program, search)
         exact.begin(search, self.start, self.contiguous, self.seconds)
         stages = exact.stages(problem, self.contiguous, search)
         known = stages.start is not None and stages.upper_s > 0
@@ -62,7 +71,7 @@ class Mip:
         except exact.OutOfTime:
             return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, nodes=0)
         # SciPy cannot hand HiGHS a placement; at least it need not look for a worse one.
-        rows.upper[0] = 1.0 + _TOLERANCE if known else np.inf
+        rows.upper[0] = 1.0 + TOLERANCE if known else np.inf
         size = (len(rows.low), len(rows.upper))
         answer = milp(
             np.eye(1, size[1])[0],
@@ -73,7 +82,7 @@ class Mip:
             ),
             options={
                 "time_limit": max(0.05, self.seconds - search.seconds),
-                "mip_rel_gap": _TOLERANCE,
+                "mip_rel_gap": TOLERANCE,
             },
         )
         if answer.x is not None:
@@ -83,7 +92,7 @@ class Mip:
             )
         dual = answer.get("mip_dual_bound")
         dual = dual if dual is not None and np.isfinite(dual) else 0.0
-        bound_s = max(0.0, dual * (1 - _TOLERANCE) - _TOLERANCE) * unit_s
+        bound_s = max(0.0, dual * (1 - TOLERANCE) - TOLERANCE) * unit_s
         return exact.finish(
             search,
             self.contiguous,
@@ -91,6 +100,38 @@ class Mip:
             status=answer.message,
             nodes=int(answer.get("mip_node_count") or 0),
         )
+
+    def _program(self, problem: Problem) -> type[Call | Pieces] | None:
+        if self.contiguous:
+            return None
+        if problem.objective is Objective.PIECEWISE_LATENCY:
+            return Pieces if problem.graph.num_groups <= MOST_GROUPS else None
+        return Call if problem.objective is Objective.LATENCY and problem.num_workers > 1 else None
+
+    def _promised(self, program: type[Call | Pieces], search: Search) -> Solution:
+        share = min(exact.MOST_START_S, exact.START_SHARE * self.seconds) / self.seconds
+        search.run(self.start or "macro_search", share, share, one_phase=True)
+        known = search.best_s < np.inf
+        promise = program(search.problem, search.best_s * (1 + TOLERANCE) if known else None)
+        rows, bound_s = promise.program, lower_bound(search.problem)
+
+        def more(x: Floats) -> bool:
+            return search.seconds_left > self.seconds / 2 and promise.tighten(x)
+
+        least = tighten(rows, more, np.inf, lambda: search.seconds_left)
+        before = np.zeros(0)
+        while rows.answer is not None and search.seconds_left > 0:
+            least = max(least, rows.whole(promise.whole, search.seconds_left))
+            if rows.answer is None:
+                break
+            search.consider(promise.choice(rows.answer), 1)
+            # Up to its tolerance the solver may obey rows that were added.
+            if np.array_equal(rows.answer, before) or not promise.tighten(rows.answer):
+                break
+            before = rows.answer
+        proved_s = least * promise.unit_s * (1 - 1e-12)
+        bound_s = max(bound_s, min(proved_s, search.best_s))
+        return search.solution(bound_s, solved=str(search.problem.objective))
 
 
 class _Rows:

@@ -142,8 +142,10 @@ def test_the_same_seed_gives_the_same(name: str) -> None:
     assert np.array_equal(a.placement, b.placement) and a.lower_bound_s == b.lower_bound_s
 
 
-@pytest.mark.parametrize("name", ["cp_sat", "mip"])
-@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency"])
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("cp_sat", "max_load"), ("cp_sat", "piecewise_latency"), ("mip", "max_load")],
+)
 def test_a_program_there_is_no_time_for_is_not_written(
     name: str, objective: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:

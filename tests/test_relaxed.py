@@ -1,0 +1,117 @@
+"""What linear programs say of latencies that operators and memory force, against all placements."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from placement.bounds import lower_bound, lower_bounds
+from placement.planners import load
+from placement.problem import Problem
+from placement.relaxed import Call, Pieces, Regions, tighten
+from placement.simulator import score
+from tests.problems import chain, random_problem, small_problem
+
+
+def every(problem: Problem) -> np.ndarray:
+    choices = [np.flatnonzero(np.isfinite(row)) for row in problem.group_compute_s]
+    return np.array(list(itertools.product(*choices)), np.int32)[:, problem.graph.group]
+
+
+def pieces_problem(seed: int) -> Problem:
+    """CPUs, if any, and accelerators that cannot hold everything; some groups, some unsupported."""
+    rng = np.random.default_rng(seed)
+    n, num_cpus, num_accelerators = (int(rng.integers(*x)) for x in ((3, 8), (0, 2), (1, 4)))
+    near = [(a, a + 1) for a in range(n - 1) if rng.random() < 0.7]
+    far = [(a, b) for b in range(n) for a in range(b - 1) if rng.random() < 1.2 / n]
+    kinds = ["cpu"] * num_cpus + ["other"] * num_accelerators
+    seconds = rng.random((n, 1)) * [rng.uniform(1, 10) if k == "cpu" else 1.0 for k in kinds]
+    if rng.random() < 0.5:
+        seconds *= rng.uniform(0.5, 2, seconds.shape)
+    if rng.random() < 0.3:
+        seconds[:, 1:][rng.random((n, len(kinds) - 1)) < 0.2] = np.inf
+    held = rng.integers(1, 100, n)
+    room = [2**40 if k == "cpu" else int(held.sum() * rng.uniform(0.3, 0.9)) + 1 for k in kinds]
+    grouped = {"group": rng.integers(0, n, n)} if rng.random() < 0.3 else {}
+    io_s = rng.random((n, 1)) * rng.choice([0.05, 0.3, 2]) * [float(k != "cpu") for k in kinds]
+    return small_problem(
+        seconds,
+        sorted({*near, *far}),
+        param_bytes=held,
+        memory_bytes=room,
+        device={"kind": kinds},
+        profile={"io_s": io_s},
+        objective="piecewise_latency",
+        **grouped,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_pieces_are_faster(seed: int) -> None:
+    problem = pieces_problem(seed)
+    best_s = score(problem, every(problem)).min(initial=np.inf)
+    if not np.isfinite(best_s):
+        return
+    assert lower_bound(problem) <= best_s * (1 + 1e-9)
+    for unit_s in (None, best_s * (1 + 1e-6)):
+        pieces = Pieces(problem, unit_s)
+        program, most_s = pieces.program, best_s / pieces.unit_s * (1 + 1e-9)
+        assert tighten(program, pieces.tighten, np.inf) <= most_s
+        assert program.whole(pieces.whole, 9.0) <= most_s
+
+
+def test_a_chain_that_one_accelerator_cannot_hold_is_written_and_read_again() -> None:
+    # 4 x 1 s on accelerators that hold two each; a tensor takes 0.5 s to write and 0.5 s to read.
+    io_s = [[0.5, 0.5, 0.0]] * 4
+    facts = dict(param_bytes=10, profile={"io_s": io_s}, objective="piecewise_latency")
+    where = dict(device={"kind": ["other", "other", "cpu"]}, memory_bytes=[20, 20, 10**6])
+    problem = small_problem([[1, 1, 9]] * 4, chain(4), **facts, **where)
+    assert lower_bounds(problem)["piecewise_latency"] == pytest.approx(5)
+    found = load("mip", start="single_device", seconds=9)(problem)
+    assert found.value_s == pytest.approx(5) == found.lower_bound_s
+    assert found.stats["solved"] == "piecewise_latency"
+    # One accelerator holds two of them: it reads and writes once, the others take 9 s each.
+    alone = small_problem([[1, 9]] * 4, chain(4), param_bytes=10, objective="piecewise_latency",
+                          profile={"io_s": [[0.5, 0]] * 4}, device={"kind": ["other", "cpu"]},
+                          memory_bytes=[20, 10**6])  # fmt: skip
+    assert lower_bounds(alone)["piecewise_latency"] == pytest.approx(20.5)
+
+
+def test_regions_lie_between_forks_and_joins() -> None:
+    # 0 ─▶ 1, 2 ─▶ 3 ─▶ 4
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
+    regions = Regions(small_problem([[1]] * 5, edges))
+    assert regions.forks.tolist() == [-1, 0] and regions.joins.tolist() == [3, 5]
+    ended = np.array([1.0, 2, 2, 3, 4])
+    late = list(regions.late(np.ones(5) / 2, ended, np.ones(5), 4.0))
+    assert late == []
+    (fork, join, between), *rest = regions.late(np.ones(5), ended, np.ones(5), 4.0)
+    assert (fork, join, between.tolist()) == (0, 3, [1, 2]) and len(rest) > 0
+    # Nothing waits for several: what comes after the fork does not hold itself.
+    tree = Regions(small_problem([[1]] * 3, [(0, 1), (0, 2)]))
+    ((fork, join, between), *_) = tree.late(np.ones(3), np.array([1.0, 2, 2]), np.ones(3), 2.0)
+    assert (fork, join, between.tolist()) == (0, 3, [1, 2])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_call_is_shorter(seed: int) -> None:
+    problem = random_problem(seed, 6 - seed % 2, 2 + seed % 2, grouped=True, objective="latency")
+    best_s = score(problem, every(problem)).min(initial=np.inf)
+    if not 0 < best_s < np.inf:
+        return
+    for unit_s in (None, best_s * (1 + 1e-6)):
+        call = Call(problem, unit_s)
+        most_s = best_s / call.unit_s * (1 + 1e-9)
+        assert tighten(call.program, call.tighten, np.inf) <= most_s
+        assert call.program.whole(call.whole, 9.0) <= most_s
+
+
+def test_a_call_of_unlike_devices_is_solved_in_whole_numbers() -> None:
+    # Each operator is fast on one of three devices, and none takes part in less than 0.1 s.
+    seconds = np.full((6, 3), 3.0)
+    seconds[np.arange(6), [0, 0, 1, 1, 2, 2]] = 1.0
+    problem = small_problem(seconds, chain(6), objective="latency", link=(0.1, 1e9))
+    found = load("mip", start="single_device", seconds=9)(problem)
+    assert found.value_s == pytest.approx(6.2) and found.lower_bound_s == pytest.approx(6.2, 1e-5)
