@@ -84,8 +84,9 @@ def untrained(options: Options) -> str:
     from agents.waits import WaitsNet
 
     path = options.work / "untrained_waits.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    WaitsNet().save(path, {})
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        WaitsNet().save(path, {})
     return str(path)
 
 
