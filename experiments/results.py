@@ -111,7 +111,7 @@ def learning(results: Path) -> str:
         return geometric(gain(cells, row.trained, [better])).percent()
 
     return table(
-        LEARNING,
+        [row for row in LEARNING if of_group(row, results)],
         Column("where", lambda r: f"[{r.where}]({link(r.study)})"),
         Column("trained network", lambda r: over(r, r.trained).ratio()),
         Column("hand-written", lambda r: over(r, r.hand).ratio()),

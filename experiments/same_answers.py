@@ -1,4 +1,4 @@
-"""What the code answers, to the last digit: recorded, and compared after a change that keeps it.
+"""What the code answers, to twelve digits: recorded, and compared after a change that keeps it.
 
     OMP_NUM_THREADS=1 python -m experiments.same_answers record --out before.json [--part NAME ...]
     python -m experiments.same_answers compare before.json after.json
@@ -6,8 +6,8 @@
 Budgets are evaluations, seeds are fixed, there is one thread: a second recording is equal.
 ``compare`` lists rows that differ, are new or missing, and ends with exit code 1 if there are any.
 It also reads every plan file that the old recording holds and writes it again. Floats are written
-with all their digits, arrays as a hash of shape and values. Where a method cannot answer, the
-error is the row.
+with twelve digits, as the last ones depend on the type of processor, arrays as a hash of shape and
+values. Where a method cannot answer, the error is the row.
 
 What is recorded is reached by name (planners, schedulers, exporters, files), so that
 modules may move: all imports of internals are the few below. Left out, as their answers depend on
@@ -79,13 +79,19 @@ def digest(*parts: Any) -> str:
             state.update(part.encode() if isinstance(part, str) else part)
             continue
         array = np.asarray(part)
-        wide = array.astype(np.float64) + 0.0 if array.dtype.kind == "f" else array.astype(np.int64)
+        wide = shortened(array) if array.dtype.kind == "f" else array.astype(np.int64)
         state.update(repr(wide.shape).encode() + wide.tobytes())
     return state.hexdigest()[:20]
 
 
-def exact(value: float | None) -> str | None:
-    return None if value is None else repr(float(value))
+def shortened(array: np.ndarray) -> np.ndarray:
+    """float64, of forty binary digits; no minus before a zero."""
+    share, exponent = np.frexp(array.astype(np.float64))
+    return np.ldexp(np.round(np.ldexp(share, 40)), exponent - 40) + 0.0
+
+
+def text_of(value: float | None) -> str | None:
+    return None if value is None else f"{value:.12g}"
 
 
 def of_schedule(schedule: Any) -> str | None:
@@ -96,8 +102,8 @@ def of_schedule(schedule: Any) -> str | None:
 
 def of_solution(solution: Any) -> Row:
     return {
-        "value": exact(solution.value_s),
-        "bound": exact(solution.lower_bound_s),
+        "value": text_of(solution.value_s),
+        "bound": text_of(solution.lower_bound_s),
         "placement": digest(solution.placement),
         "schedule": of_schedule(solution.schedule),
         "evaluations": solution.stats.get("evaluations"),
@@ -296,8 +302,8 @@ def scheduled(method: str, problem: placement.Problem, place: Any) -> Row:
         schedule = schedulers.load(method, **options)(problem, place, 8)
     timeline = placement.simulate(problem, place, schedule)
     return {
-        "makespan": exact(timeline.makespan_s),
-        "period": exact(timeline.period_s),
+        "makespan": text_of(timeline.makespan_s),
+        "period": text_of(timeline.period_s),
         "peak": digest(timeline.peak_bytes),
         "schedule": of_schedule(schedule),
     }
@@ -336,7 +342,7 @@ def simulator_rows(wanted: Wanted) -> Iterator[Task]:
 
 
 def bounds(problem: placement.Problem) -> Row:
-    return {k: exact(v) for k, v in lower_bounds(problem).items()}
+    return {k: text_of(v) for k, v in lower_bounds(problem).items()}
 
 
 def batch(problem: placement.Problem) -> Row:
@@ -415,7 +421,7 @@ def plan_of(method: str, problem: placement.Problem) -> placement.Plan:
 
 def of_plan(plan: Callable[[], placement.Plan]) -> Row:
     """The plan file as it is, and a hash of what does not depend on the day and the version."""
-    data = json.loads(plan().model_dump_json())
+    data = json.loads(plan().model_dump_json(), parse_float=lambda text: f"{float(text):.12g}")
     for key in ("version", "git_commit", "created"):
         data["provenance"].pop(key)
     return {"plan": digest(json.dumps(data)), "text": plan().model_dump_json(indent=1) + "\n"}

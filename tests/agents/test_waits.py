@@ -64,6 +64,28 @@ def test_features_of_a_pipeline_of_two_stages() -> None:
     assert features == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_walks_drop_only_moves_that_they_would_refuse(trained: bool) -> None:
+    net = load_waits(RELEASED)[0].net() if trained else None
+    for name in ("layered", "towers", "transformer_training"):
+        problem = period(name, 3)
+        start = np.zeros(problem.graph.num_groups, np.int32)
+        quick, whole = Pipeline(problem, 0, net), Pipeline(problem, 0, net)
+        whole.room.group_s[:] = 0.0  # operators alone never cost too much
+        whole.room.memory_binds = True  # bytes are counted, although they do not matter
+        assert problem.memory_may_bind == (name == "transformer_training")
+        found = quick.walk(start, 0.0, 2, 256)
+        assert np.array_equal(found, whole.walk(start, 0.0, 2, 256))
+        assert not np.array_equal(found, start)
+        assert np.allclose(quick.room.work, _seconds(problem, quick), 1e-9)
+
+
+def _seconds(problem: Problem, pipeline: Pipeline) -> np.ndarray:
+    device = pipeline.state.device[problem.graph.group]
+    seconds = problem.loaded_s[np.arange(problem.num_ops), device]
+    return np.bincount(device, seconds, problem.num_devices)
+
+
 def test_it_learns_what_a_rule_gets_wrong() -> None:
     rng, rows = np.random.default_rng(0), []
     for name in ("layered", "inception", "chain_with_skips", "transformer_training"):
