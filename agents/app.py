@@ -259,11 +259,17 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     folder = Path(hydra.runtime.output_dir)
     is_sweep = hydra.mode == RunMode.MULTIRUN
     write_atomic(folder / "versions.json", _versions())
-    if cfg.get("resume"):
+    if "resume" in cfg:
         from agents.training import CHECKPOINT
 
+        begun = (folder / CHECKPOINT).is_file()
+        if begun and not cfg.resume and not is_sweep:
+            raise AppError(
+                f"{folder} holds a training, which this one would replace: resume=true goes on "
+                f"with it; for another, hydra.run.dir=OTHER, or delete {CHECKPOINT}"
+            )
         # No error: a run that was interrupted early has no checkpoint yet.
-        if not (folder / CHECKPOINT).is_file():
+        if cfg.resume and not begun:
             cli.say(f"nothing to resume in {folder}: there is no {CHECKPOINT}; it begins anew")
     tracker = _tracker(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -419,7 +425,7 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             module, inputs = instantiate(node, _convert_="all")
             graph = capture(module, inputs, name=str(name))
 
-        def measuring(what: str, share: float, name: Any = name) -> None:
+        def measuring(what: str, share: float | None, name: Any = name) -> None:
             job.report(f"{name}: measuring, {what}", share)
 
         with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):

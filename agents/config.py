@@ -79,8 +79,8 @@ class TrainConfig:
             (``envs.generators``); None: the problems that ``train`` is given.
         samples: of a generator: problems that are drawn beforehand for the checks alone.
         algorithm: ``package.module:Class``: an on-policy algorithm of stable-baselines3, or a
-            subclass of one. It gets those of the arguments above that it has, and
-        algorithm_options: besides.
+            subclass of one. It gets those of the arguments above that it has.
+        algorithm_options: its other arguments, by name.
         device: where the network learns: ``cpu``, ``cuda``, or ``auto``.
         network: kind and size of a new network (ignored when training goes on from a policy).
     """

@@ -30,7 +30,7 @@ from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
-from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not
+from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not, why_simulated
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
@@ -99,7 +99,8 @@ class PolicyPlanner:
             ``hand``-written score that a policy starts from (what an untrained one is), or
             ``uniform`` chance.
         order: of ``guided_search``: search the order of operators together with their placement,
-            where that can be (``placement.planners.order_search.why_not``); the answer then has a
+            where that can be (``placement.planners.order_search.why_not``) and every order is timed
+            without the simulator (``why_simulated``); the answer then has a
             ``schedule``. False, and wherever a policy for moves of placements alone is given: the
             list scheduler's order.
         rounds: of ``guided_search`` without orders: how often it is heated up.
@@ -351,7 +352,7 @@ class PolicyPlanner:
                     f"train one with training.formulation=guided_search"
                 )
             if found.formulation == "order_search" and kind != found.formulation:
-                why = why_not(problem) or "order = False says not to"
+                why = why_not(problem) or why_simulated(problem) or "order = False says not to"
                 raise PolicyError(f"this policy searches orders, and {why}")
             net, kind = found, found.formulation  # type: ignore[assignment]
             if kind != "order_search":
@@ -470,8 +471,8 @@ def _load_mode(mode: Mode, formulation: str) -> None:
 
 
 def kind_of(problem: Problem) -> Kind:
-    """The moves of a guided search: of orders too wherever those can be searched."""
-    return "guided_search" if why_not(problem) else "order_search"
+    """The moves of a guided search: of orders too wherever those have exact times unsimulated."""
+    return "guided_search" if why_not(problem) or why_simulated(problem) else "order_search"
 
 
 def released(mode: Mode | Kind, objective: Objective) -> Path:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(folder: Path, as_json: bool) -> int:
-    report = sweeps.aggregate(sweeps.read_sweep(folder))
+    report = sweeps.aggregate(sweeps.read_sweep(folder), sweeps.num_asked(folder))
     shown = sweeps.to_table(report)
     write_atomic(folder / "sweep.csv", sweeps.to_csv(report))
     write_atomic(folder / "sweep.md", table.as_markdown(shown))

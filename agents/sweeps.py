@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -161,6 +163,33 @@ def _read_job(folder: Path) -> SweepJob:
     return SweepJob(job.name, job.overrides, "finished", job.metric_s, rows=rows)
 
 
+def num_asked(folder: Path) -> int:
+    """How many jobs the latest command asked for in this folder; 0: nothing there says it.
+
+    A glob is known to the sweep alone, and trials to the configuration of each of them.
+    """
+    trials = _hydra(next(folder.glob("*/.hydra/hydra.yaml"), folder)).get("sweeper", {})
+    if "n_trials" in trials:
+        return int(trials["n_trials"])
+    hydra, asked = _hydra(folder / "multirun.yaml"), dict[str, int]()
+    try:
+        words = [f"{k}={v}" for k, v in (hydra["sweeper"]["params"] or {}).items()]
+        words += hydra["overrides"]["task"]
+        for override in OverridesParser.create().parse_overrides(words):
+            values = override.sweep_string_iterator() if override.is_sweep_override() else [""]
+            asked[override.get_key_element()] = len(list(values))
+    except (KeyError, TypeError, AttributeError, HydraException):
+        return 0
+    return int(np.prod(list(asked.values())))
+
+
+def _hydra(path: Path) -> dict[str, Any]:
+    try:
+        return dict(parse_yaml(path.read_text(encoding="utf-8"))["hydra"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
 def _split(text: str) -> tuple[str, str]:
     key, _, value = text.partition("=")
     return key.lstrip("+"), value
@@ -209,19 +238,25 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Report:
-    """A sweep in figures: ``aggregates``, fastest first, and the jobs that have not finished."""
+    """A sweep in figures: ``aggregates``, fastest first, and the jobs that have not finished.
+
+    ``num_jobs`` were asked for, of which ``jobs`` have begun.
+    """
 
     jobs: tuple[SweepJob, ...]
     aggregates: tuple[Aggregate, ...]
     is_measured: bool
+    num_jobs: int
 
     def named(self, status: str) -> list[SweepJob]:
         """The jobs that are so."""
         return [job for job in self.jobs if job.status == status]
 
 
-def aggregate(jobs: Sequence[SweepJob]) -> Report:
+def aggregate(jobs: Sequence[SweepJob], num_jobs: int = 0) -> Report:
     """Means and intervals over seeds, per planner, setting and workload, and over workloads.
+
+    ``num_jobs``: how many there are to be, if that is known to be more.
 
     Equal cells of several jobs (a planner without seeds is one) are their median. Speed-ups are
     measured ones if every finished job was executed.
@@ -255,7 +290,7 @@ def aggregate(jobs: Sequence[SweepJob]) -> Report:
                 means.append(_mean((setting, planner, None), over))
     order = {w: i for i, w in enumerate((*workloads, None))}
     means.sort(key=lambda a: (order[a.workload], -np.nan_to_num(a.speedup), a.value_s, a.label))
-    return Report(tuple(jobs), tuple(means), is_measured)
+    return Report(tuple(jobs), tuple(means), is_measured, max(len(jobs), num_jobs))
 
 
 _Cell = tuple[str, str, str | None]  # setting, planner, workload
@@ -334,10 +369,15 @@ def to_table(report: Report) -> table.Table:
         )
         for a in report.aggregates
     )
-    seeds = f"{numbers.pop()} seeds" if alike else "n seeds"
+    title = f"{len(report.named('finished'))} of {report.num_jobs} jobs have finished"
+    if lines:
+        over = cli.count(numbers.pop(), "seed") if alike else "n seeds"
+        title += (
+            f": geometric means over {over} with 95 % Student-t intervals; "
+            f"speed-up over the best single device, {kind}"
+        )
     return table.Table(
-        f"{len(report.named('finished'))} of {len(report.jobs)} jobs: geometric means over {seeds} "
-        f"with 95 % Student-t intervals; speed-up over the best single device, {kind}",
+        title,
         ("planner", "workload", *([] if alike else ["n"]), "value ms", "95 %", "speed-up", "95 %"),
         lines,
         tuple(_notes(report)),
@@ -358,7 +398,10 @@ def _notes(report: Report) -> list[str]:
             notes.append(f"{status}: job {job.name} {asked}" + f": {job.error}" * bool(job.error))
         if len(jobs) > _NUM_NAMED:
             notes.append(f"{status}: and {len(jobs) - _NUM_NAMED} more jobs")
-    if report.named("unfinished"):
+    later = report.num_jobs - len(report.jobs)
+    if later:
+        notes.append(f"not begun: {cli.count(later, 'job')}")
+    if later or report.named("unfinished"):
         notes.append("to go on: the same command again, with the same hydra.sweep.dir")
     return notes
 
@@ -391,5 +434,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "speedup": "measured" if report.is_measured else "predicted",
         "interval": "Student t of the mean logarithm over seeds, 95 %",
         "aggregates": [{k: plain(v) for k, v in asdict(a).items()} for a in report.aggregates],
+        "num_jobs": report.num_jobs,
         "jobs": [{name: plain(getattr(job, name)) for name in shown} for job in report.jobs],
     }

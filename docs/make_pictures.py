@@ -30,6 +30,7 @@ from placement import (
     schedulers,
     simulate,
 )
+from placement.graph import levels
 from placement.workloads import load
 
 IMAGES = Path(__file__).parent / "img"
@@ -45,9 +46,7 @@ def graph() -> Figure:
     """The captured operators of a small model, coloured by a placement."""
     module, inputs = load("tiny_branches")
     captured = capture(module, inputs, name="tiny_branches")
-    level = np.zeros(captured.num_ops, int)
-    for src, dst in captured.edges[np.argsort(captured.edges[:, 1], kind="stable")]:
-        level[dst] = max(level[dst], level[src] + 1)
+    level = levels(captured.edges, captured.num_ops)
     rows = [np.flatnonzero(level == depth) for depth in range(level.max() + 1)]
     at = {
         int(op): (float(depth), k - (len(row) - 1) / 2)
@@ -55,13 +54,11 @@ def graph() -> Figure:
         for k, op in enumerate(row)
     }
     names = ("cpu:0", "cpu:1")
-    devices = tuple(Device(name, memory_bytes=10**9) for name in names)
     links = (Link(*names, 0.1), Link(*names[::-1], 0.1))
     # A second for an operator with parameters, a quarter for the others.
     seconds = np.full((captured.num_ops, 2), 0.25)
     seconds[captured.param_use_op] = 1.0
-    profile = Profile(names, seconds, np.zeros_like(seconds), links)
-    problem = Problem(captured, Cluster("two", devices), profile, "latency")
+    problem = _problem(captured, names, seconds, links, 1).with_objective("latency")
     from placement.planners import load as planner
 
     placement = planner("heft")(problem).placement

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from envs.perturbation import Perturbation
 from envs.problems import MAX_ID, EnvError, Evaluator, Runtime
 from envs.rewards import Reward, log_speedup
-from envs.rules import Observation, Rules
+from envs.rules import Observation, Rules, numbers
 from envs.source import Observe, Problems, Source
 from placement.problem import Placement, Planner, Problem, ProblemError
 from placement.simulator import score, simulate
@@ -133,8 +133,11 @@ class PlacementEnv(gym.Env[Observation, Any]):
 
         ``placement`` is a tuple, as vector environments of Gymnasium expect arrays to be of one
         shape, and problems are of several.
+
+        Raises:
+            EnvError: an action of another shape than the space's, or not of integers.
         """
-        rewards, over = self.rules.act(np.asarray(action)[None])
+        rewards, over = self.rules.act(numbers(action, self.action_space.shape or ())[None])
         done = bool(over[0])
         observation, info = self._observation(), self._info()
         if done:

@@ -65,7 +65,8 @@ class Dispatcher:
         backward: bool = False,
     ) -> None:
         self.problem, self.backward = problem, backward
-        self.ordered = not order_search.why_not(problem)
+        why = order_search.why_not(problem) or order_search.why_simulated(problem)
+        self.ordered = not why
         played = order_search.turned(problem) if backward else problem
         self._group = played.graph.group
         self.tables, self.state = _tables_of(played, rule, activations), _state_of(played)
@@ -126,7 +127,7 @@ class Dispatcher:
         return np.lexsort((chosen, s.placed.finish_s, s.start_s)).astype(np.int32)
 
     def value_s(self) -> float:
-        """Its seconds, in its own order where orders can be timed (``order_search.why_not``)."""
+        """Its seconds, in its own order where one pass can time it (``order_search``)."""
         problem = self.problem
         if not self.ordered:
             return float(score(problem, self.placement[None])[0])
@@ -288,8 +289,8 @@ class DispatchEnv(PlacementEnv):
 
     **Reward** float: 0 until the last step, then ``log(reference_s / value_s)``, at least -4;
     -5 where the placement cannot run, or at once for an illegal action. The value is that of the
-    order that was made, where orders can be timed (``placement.planners.order_search.why_not``),
-    otherwise the list scheduler's.
+    order that was made, where one pass can time it (``placement.planners.order_search``:
+    ``why_not``, ``why_simulated``), otherwise the list scheduler's.
 
     **Termination**: when every operator is placed, or after an illegal action. Never truncated.
 

@@ -7,7 +7,7 @@ yours is a ``Formulation`` in a module, named ``package.module:name``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -89,6 +89,14 @@ class Formulation:
         return True
 
 
+_REFINE = Formulation(
+    "refine",
+    "envs.refine:RefineDevicePlacementEnv",
+    {"pairs": (3, None), "search": (1, None), "mask": (2, None)},
+    network="agents.heads:MovingNet",
+    mode="refine",
+    training=_MOVING,
+)
 _ALL = (
     Formulation(
         "sequential",
@@ -115,23 +123,8 @@ _ALL = (
         steps=2,
         shared=("clusters",),
     ),
-    Formulation(
-        "refine",
-        "envs.refine:RefineDevicePlacementEnv",
-        {"pairs": (3, None), "search": (1, None), "mask": (2, None)},
-        network="agents.heads:MovingNet",
-        mode="refine",
-        training=_MOVING,
-    ),
-    Formulation(
-        "sweep",
-        "envs.refine:RefineDevicePlacementEnv",
-        {"pairs": (3, None), "search": (1, None), "mask": (2, None)},
-        network="agents.heads:MovingNet",
-        mode="refine",
-        options={"sweep": True},
-        training=_MOVING,
-    ),
+    _REFINE,
+    replace(_REFINE, name="sweep", options={"sweep": True}),
     Formulation(
         "guided_search",
         "envs.guided:GuidedSearchEnv",

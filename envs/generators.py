@@ -77,8 +77,8 @@ class Layered:
 class Shops:
     """Flexible job shops of 5 to 20 jobs and 4 to 15 machines, of Brandimarte's and Hurink's kind.
 
-    Seconds are drawn for every machine, or differ by a fifth, or are equal; machines have all of
-    the same chance. Transfers take no time; the objective is ``latency``.
+    Seconds are drawn for every machine, or differ by a fifth, or are equal; every machine is
+    equally likely. Transfers take no time; the objective is ``latency``.
     """
 
     sizes = Sizes(340, 15, 340)

@@ -14,7 +14,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.problems import Floats, ProblemSet
+from envs.problems import EnvError, Floats, ProblemSet
+from placement.tools.files import short
 
 Observation = dict[str, NDArray[Any]]
 Numbers = NDArray[np.integer[Any]]
@@ -102,3 +103,19 @@ class BuildingRules(Rules):
 def id_space(high: int) -> spaces.Box:
     """int64 ``[1]``: a number 0..high that stable-baselines3 carries exactly, and as a number."""
     return spaces.Box(0, high, (1,), np.int64)
+
+
+def numbers(actions: Any, shape: tuple[int, ...]) -> Numbers:
+    """``actions`` as integers of this shape; illegal ones are for the rules to judge.
+
+    Raises:
+        EnvError: of another shape, or not integers.
+    """
+    taken = np.asarray(actions)
+    if taken.dtype.kind not in "biu" or taken.shape != shape:
+        expected = f"integers {list(shape)}" if shape else "an integer"
+        raise EnvError(
+            f"action {short(actions)} is {taken.dtype} {list(taken.shape)}, expected {expected}: "
+            "env.action_space.sample(info['action_mask']) gives one"
+        )
+    return taken

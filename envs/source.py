@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from inspect import Parameter, signature
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from envs.rules import Rules
 from placement.problem import Planner, Problem
 from placement.simulator import score
 from placement.tools.files import short
+from placement.tools.named import meant
 
 Observe = Literal["number", "graph"]
 Problems = Sequence[Problem] | Generator | str | None
@@ -52,12 +54,13 @@ class Source:
     def __post_init__(self) -> None:
         if self.observe not in ("number", "graph"):
             raise EnvError(f"observe = {self.observe!r} is unknown; use 'number' or 'graph'")
-        for what, meant in _CALLED.items():
+        for what, words in _CALLED.items():
             value = getattr(self, what)
             by_default = value is getattr(type(self), what)
             by_name = what == "reward" and isinstance(value, str)
             if not (by_default or by_name or callable(value) or hasattr(value, "run")):
-                raise EnvError(f"{what} = {short(value)} must be {meant}")
+                raise EnvError(f"{what} = {short(value)} must be {words}")
+        self._check_options()
         several = self.perturbation is not None or self.generator is not None
         if several and hasattr(self.evaluator, "run"):
             made_by = "a perturbation" if self.generator is None else "a generator"
@@ -65,6 +68,16 @@ class Source:
         for_listed = self.perturbation is not None or self.reference_s is not None
         if self.generator is not None and for_listed:
             raise EnvError("reference_s and perturbation are for given problems, not a generator")
+
+    def _check_options(self) -> None:
+        """Raises: EnvError, an argument that neither this class nor the rules have."""
+        own = list(signature(self.rules_of).parameters.values())[2:]  # not: problems, num_envs
+        shared = [f.name for f in fields(self)[1:] if f.name != "options"]
+        known = [*shared, *(p.name for p in own)]
+        for name in self.options:
+            if name not in known and all(p.kind is not Parameter.VAR_KEYWORD for p in own):
+                near = meant(name, known) or ";"
+                raise EnvError(f"no argument {name!r}{near} arguments are {', '.join(known)}")
 
     @classmethod
     def of(cls, rules_of: Callable[..., Rules], problems: Problems, **arguments: Any) -> Source:

@@ -17,7 +17,7 @@ from envs.base import PlacementEnv, mask_of
 from envs.episodes import Episodes, Fresh
 from envs.lookup import find
 from envs.problems import EnvError
-from envs.rules import Observation
+from envs.rules import Observation, numbers
 from envs.source import Problems, Source
 
 
@@ -86,8 +86,13 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     def step(
         self, actions: NDArray[Any]
     ) -> tuple[Observation, NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
-        """Take actions ``[B, ...]``. Never truncated."""
-        seen, rewards, over, infos = self.episodes.step(np.asarray(actions))
+        """Take actions ``[B, ...]``. Never truncated.
+
+        Raises:
+            EnvError: actions of another shape than the space's, or not of integers.
+        """
+        taken = numbers(actions, self.action_space.shape or ())
+        seen, rewards, over, infos = self.episodes.step(taken)
         info = self._info()
         if over.any():
             last = np.full(self.num_envs, None, object)

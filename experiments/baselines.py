@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ import numpy as np
 from experiments import study
 from experiments.runs import GIB, Guarded, GuardedSearch, budgeted, is_search, options_of, warm
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import DASH, Column, geometric_mean, groups, number, table
+from experiments.tables import DASH, Column, finite, geometric_mean, groups, number, table
 from placement import importers, planners
 from placement.problem import Planner, Problem
 from placement.report import gantt
@@ -184,17 +183,13 @@ def rows(options: Options, of: Callable[..., dict[str, Problem]] = problems) -> 
         if not solved.startswith(cell.objective):
             note = "; ".join(x for x in (note, f"solved for {solved}") if x)
         about = cell.workload, cell.objective, cell.num_ops, cell.num_devices, cell.planner
-        value_s = _finite(cell.value_s)
-        ratio = _finite(cell.value_s / best) if best > 0 else None
+        value_s = finite(cell.value_s)
+        ratio = finite(cell.value_s / best) if best > 0 else None
         answer = cell.feasible and value_s is not None, value_s, ratio, cell.plan_s
         peak_bytes = stats.get("peak_bytes")
         proved = cell.evaluations, cell.bound_s, cell.gap
         table_rows.append(Row(*about, cell.seed, *answer, *proved, peak_bytes, note))
     return table_rows
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -379,4 +374,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

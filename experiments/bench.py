@@ -11,7 +11,6 @@ programs on the machine disturb least.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from experiments.runs import in_turns
-from experiments.study import Options, Rows, Study, run, say
-from experiments.tables import Column, table
+from experiments.study import Options, Study, run, say
+from experiments.tables import Column
 from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
@@ -43,13 +42,6 @@ class Row:
     goal: float | None = None
     more: bool = False
     note: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is met; None without one."""
-        if self.goal is None:
-            return None
-        return self.value >= self.goal if self.more else self.value <= self.goal
 
 
 def medians_s(*runs: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
@@ -125,9 +117,9 @@ def kernel_against_reference() -> Iterator[Row]:
     for kind, batch in KINDS:
         placements = batch(problem, 100)
         many, one, reference = medians_s(
-            lambda p=placements: score(problem, p),  # type: ignore[misc]
-            lambda p=placements: simulate(problem, p[0], num_microbatches=1),  # type: ignore[misc]
-            lambda p=placements: simulate_reference(problem, p[0], num_microbatches=1),  # type: ignore[misc]
+            partial(score, problem, placements),
+            partial(simulate, problem, placements[0], num_microbatches=1),
+            partial(simulate_reference, problem, placements[0], num_microbatches=1),
             rounds=5,
         )
         note = f"600 operators, 4 devices, {kind}"
@@ -149,10 +141,7 @@ def seconds_per_operator() -> Iterator[Row]:
         limited = tight(problem)
         for kind, batch in KINDS:
             placements = batch(problem, size)
-            took_s = medians_s(
-                lambda q=problem, p=placements: score(q, p),  # type: ignore[misc]
-                lambda q=limited, p=placements: score(q, p),  # type: ignore[misc]
-            )
+            took_s = medians_s(*(partial(score, q, placements) for q in (problem, limited)))
             goals = (80 if num_ops == 600 and batches == 1 else None, None)
             each = ", per operator" + " and micro-batch" * (batches > 1)
             for name, seconds, goal in zip(names, took_s, goals, strict=True):
@@ -163,12 +152,9 @@ def seconds_per_operator() -> Iterator[Row]:
 def problem_tables() -> Iterator[Row]:
     """Everything that is computed once per problem."""
     for num_ops in (600, 2000):
-        template = layered_problem(num_ops, 4)
-
-        def build(template: Problem = template) -> None:
-            kernels.tables(replace(template))
-
-        tables, bounds = medians_s(build, lambda q=template: lower_bounds(q))  # type: ignore[misc]
+        problem = layered_problem(num_ops, 4)
+        build = partial(lambda p: kernels.tables(replace(p)), problem)
+        tables, bounds = medians_s(build, partial(lower_bounds, problem))
         note = f"{num_ops} operators, 4 devices"
         goal = 300 if num_ops == 2000 else None
         yield Row("problem and its tables", tables * 1e3, "ms", goal, note=note)
@@ -202,15 +188,12 @@ def planners() -> Iterator[Row]:
         group = rng.integers(0, problem.graph.num_groups, count)
         where = rng.integers(0, problem.num_devices, count)
 
-        def anneal(draws, moves=moves, best=best):  # type: ignore[no-untyped-def]
-            macro.anneal(moves.tables, moves.state, draws, best, np.inf, count, 0.2, 1e-3, 6)
-
-        compute_s = moves.tables.compute_s
+        compute_s, state = moves.tables.compute_s, (moves.tables, moves.state)
         draws = [macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), macro.SHARE)]
+        budget = best, np.inf, count, 0.2, 1e-3, 6
         trials, single, several = medians_s(
-            lambda m=moves, g=group, d=where: try_all(m.tables, m.state, g, d),  # type: ignore[misc]
-            lambda run=anneal, w=draws[0]: run(w),  # type: ignore[misc]
-            lambda run=anneal, w=draws[1]: run(w),  # type: ignore[misc]
+            partial(try_all, *state, group, where),
+            *(partial(macro.anneal, *state, one, *budget) for one in draws),
         )
         note = f"{name}, {problem.num_ops} operators, {problem.num_devices} devices"
         yield Row("incremental delta, moves/s", count / trials, "1/s", 2e6, True, note)
@@ -218,12 +201,10 @@ def planners() -> Iterator[Row]:
         yield Row("macro_search, moves/s", count / several, "1/s", None, True, note)
     for name in ("inception", "transformer_training", "deep_chain"):
         problem = families()[name](0).with_objective("max_load")
-        (program,) = medians_s(lambda q=problem: load("ideal_dp")(q), rounds=3)  # type: ignore[misc]
+        (program,) = medians_s(partial(load("ideal_dp"), problem), rounds=3)
         ideals = load("ideal_dp")(problem).stats["ideals"]
-        note = (
-            f"{name}, {problem.num_ops} operators, {problem.num_devices} devices, {ideals} ideals"
-        )
-        yield Row("ideal_dp, seconds", program, "s", None, note=note)
+        size = f"{problem.num_ops} operators, {problem.num_devices} devices, {ideals} ideals"
+        yield Row("ideal_dp, seconds", program, "s", None, note=f"{name}, {size}")
 
 
 # --- environments and training: per second of processor time of one thread -----------------------
@@ -318,32 +299,32 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
             yield asdict(row)
 
 
-def show(rows: Rows, options: Options) -> dict[str, str]:
-    """One table; goals that are met have a tick."""
+def goal(row: dict[str, Any]) -> str:
+    """It and a tick if it is met; empty where there is none."""
+    if row["goal"] is None:
+        return ""
+    more, value = row["more"], row["value"]
+    met = value >= row["goal"] if more else value <= row["goal"]
+    return f"{'≥' if more else '≤'} {row['goal']:g} {'✓' if met else '✗'}"
 
-    def goal(row: dict[str, Any]) -> str:
-        if row["goal"] is None:
-            return ""
-        met = "✓" if Row(**row).met else "✗"
-        return f"{'≥' if row['more'] else '≤'} {row['goal']:g} {met}"
 
-    def value(row: dict[str, Any]) -> str:
-        return f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
+def value(row: dict[str, Any]) -> str:
+    return f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
 
-    columns = (
+
+STUDY = Study(
+    name="bench",
+    rows=rows,
+    columns=(
         Column("what", "name"),
         Column("value", value),
         Column("unit", "unit"),
         Column("goal", goal),
         Column("with", "note"),
-    )
-    return {"table": table(rows, *columns)}
-
-
-STUDY = Study(
-    name="bench", rows=rows, parts=show, facts=lambda options: {"load_average": os.getloadavg()[0]}
+    ),
+    facts=lambda options: {"load_average": os.getloadavg()[0]},
 )
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -7,15 +7,13 @@ memory so that no device can hold it all. One operator of each kind is measured 
 layers are equal), ``layer_dp`` plans from that, and the layers run on threads that are pinned to
 the cores of their devices, a token at a time, with keys and values of a full context. What is
 compared are seconds by the clock, and processor seconds, which other programs of the machine change
-least. Writes
-``experiments/results/decoding.json`` and ``.md``.
+least. Writes ``experiments/results/decoding.json`` and ``.md``.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.study import Option, Options, Rows, Study, run
-from experiments.tables import Column, table
+from experiments.study import Option, Options, Study, run
+from experiments.tables import Column
 from placement.cluster import Cluster
 from placement.costs.serving import Phase, Serving, memory, serving_problem
 from placement.importers.decoder import Part
@@ -194,26 +192,18 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
         }
 
 
-def parts(rows: Rows, options: Options) -> dict[str, str]:
-    """Predicted beside measured."""
-    return {
-        "table": table(
-            rows,
-            Column("context", "context"),
-            Column("devices", "devices"),
-            Column("predicted", "predicted_s", 2, 1e3, " ms"),
-            Column("measured, processor", "processor_s", 2, 1e3, " ms"),
-            Column("error", lambda r: r["predicted_s"] / r["processor_s"] - 1, 1, 100, " %"),
-            Column("measured, wall clock", "measured_s", 2, 1e3, " ms"),
-            Column("error", lambda r: r["predicted_s"] / r["measured_s"] - 1, 1, 100, " %"),
-        )
-    }
-
-
 STUDY = Study(
     name="decoding",
     rows=rows,
-    parts=parts,
+    columns=(
+        Column("context", "context"),
+        Column("devices", "devices"),
+        Column("predicted", "predicted_s", 2, 1e3, " ms"),
+        Column("measured, processor", "processor_s", 2, 1e3, " ms"),
+        Column("error", lambda r: r["predicted_s"] / r["processor_s"] - 1, 1, 100, " %"),
+        Column("measured, wall clock", "measured_s", 2, 1e3, " ms"),
+        Column("error", lambda r: r["predicted_s"] / r["measured_s"] - 1, 1, 100, " %"),
+    ),
     options={
         "layers": 12,
         "hidden": 1024,
@@ -225,4 +215,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

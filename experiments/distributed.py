@@ -162,11 +162,7 @@ class Ranks:
         if self.processes[0].poll() is None:
             self.send("stop")
         for process in self.processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            ended_late(process, 20)
 
 
 def start(
@@ -368,10 +364,10 @@ def faults(
         }  # fmt: skip
 
 
-def ended_late(process: subprocess.Popen[str]) -> bool:
-    """Whether it did not end by itself in time."""
+def ended_late(process: subprocess.Popen[str], patience_s: float = PATIENCE_S) -> bool:
+    """Whether it did not end by itself in time; it has ended now."""
     try:
-        process.wait(PATIENCE_S)
+        process.wait(patience_s)
         return False
     except subprocess.TimeoutExpired:
         process.kill()

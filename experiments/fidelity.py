@@ -20,7 +20,6 @@ continues. Writes
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -304,18 +303,18 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
 def corrections(rows: Sequence[Row]) -> str:
     """The errors over all placements without each thing taken into account."""
 
-    def said(kind: str, what: str) -> list[float]:
-        if not what:
-            return values(rows, f"predicted_{kind}_s")
-        return [x[what] for x in values(rows, f"{kind}_without")]
+    def compared(by: Callable[..., float], kind: str, what: str) -> float:
+        said = values(rows, f"predicted_{kind}_s")
+        if what:
+            said = [x[what] for x in values(rows, f"{kind}_without")]
+        return by(said, values(rows, f"measured_{kind}_s"))
 
     kinds = [
         column
         for kind in ("latency", "period")
-        for measured in [values(rows, f"measured_{kind}_s")]
         for column in (
-            Column(f"{kind} MAPE %", lambda w, k=kind, m=measured: mape(said(k, w), m), 1, 100),
-            Column("Spearman", lambda w, k=kind, m=measured: spearman(said(k, w), m)),
+            Column(f"{kind} MAPE %", partial(compared, mape, kind), 1, 100),
+            Column("Spearman", partial(compared, spearman, kind)),
         )
     ]
     first = Column("", lambda w: f"without {w}" if w else "everything taken into account")
@@ -338,4 +337,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

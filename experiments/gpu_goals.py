@@ -82,6 +82,11 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
             add(f"{what}: {says}", goal, of("plans", name, what), 6, span, enough)
         add(f"{what}: the planner's answer, before it had run, over the best device", "named",
             of("plans", "planned_over_single", what), 6, span)  # fmt: skip
+        add(f"{what}: what optimize keeps, CUDA graphs too, over eager PyTorch", "named",
+            of("plans", "kept_over_eager", what), 6, span)  # fmt: skip
+    graphs = [str(r.get("way", r["item"] if r["section"] == "train" else "")) for r in rows]
+    equal = [r["ok"] for r, x in zip(rows, graphs, strict=True) if "CUDA graphs" in x and "ok" in r]
+    add("CUDA graphs: results", "all equal: optimize may try them", equal, 41, counted, all)
     add("half of the memory: results", "all equal", of("memory", "ok"), 4, counted, all)
     add("half of the memory: plan over accelerate", "faster",
         of("memory", "plan_over_accelerate"), 3, span, lambda v: min(v) > 1)  # fmt: skip

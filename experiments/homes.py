@@ -10,7 +10,6 @@ the same predictions. Writes ``experiments/results/homes.csv`` and ``.md``.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from experiments.study import Option, Options, Rows, Study, run
-from experiments.tables import Column, table
+from experiments.tables import Column, groups, table
 from placement.cluster import Cluster, Device, Link
 from placement.costs.serving import Phase, Serving, memory, serving_problem
 from placement.devices import library
@@ -128,26 +127,23 @@ def parts(rows: Rows, options: Options) -> dict[str, str]:
         ratios = gains(own)
         return float(np.quantile(ratios, of)) if len(ratios) else None
 
-    lines = [
-        (model, name, [r for r in rows if r.planner == name and r.model in (model, *every)])
-        for model, every in [
-            *((m, ()) for m in dict.fromkeys(r.model for r in rows)),
-            ("all", tuple(MODELS)),
-        ]
-        for name in dict.fromkeys(r.planner for r in rows)
-    ]
+    every = {("all", planner): own for planner, own in groups(rows, "planner").items()}
+    of = groups(rows, "model", "planner") | every
     return {
         "table": table(
-            lines,
-            Column("model", lambda x: x[0]),
-            Column("planner", lambda x: x[1]),
-            Column("fits on", lambda x: int(np.isfinite([r.decode_s for r in x[2]]).sum())),
-            Column("of", lambda x: len(x[2])),
-            Column("slower than by memory on", lambda x: int((gains(x[2]) < 1 - 1e-9).sum())),
-            Column("median gain", lambda x: share(x[2], 0.5), 2, unit="x"),
-            Column("quarter with most", lambda x: share(x[2], 0.75), 2, unit="x"),
+            of,
+            Column("model", lambda key: key[0]),
+            Column("planner", lambda key: key[1]),
+            Column("fits on", lambda key: int(np.isfinite([r.decode_s for r in of[key]]).sum())),
+            Column("of", lambda key: len(of[key])),
+            Column("slower than by memory on", lambda key: int((gains(of[key]) < 1 - 1e-9).sum())),
+            Column("median gain", lambda key: share(of[key], 0.5), 2, unit="x"),
+            Column("quarter with most", lambda key: share(of[key], 0.75), 2, unit="x"),
             Column(
-                "most processor seconds", lambda x: max(r.planned_s for r in x[2]), 2, unit=" s"
+                "most processor seconds",
+                lambda key: max(r.planned_s for r in of[key]),
+                2,
+                unit=" s",
             ),
         ),
         "over": str(sum(r.over_memory for r in rows)),
@@ -168,4 +164,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -15,7 +15,6 @@ import ast
 import csv
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -280,4 +279,4 @@ STUDY = Study(name="neusight", rows=rows, parts=parts)
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

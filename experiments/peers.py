@@ -14,7 +14,6 @@ Writes ``experiments/results/peers.json`` and ``.md``.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.runs import in_turns, measured_problem, threads
-from experiments.study import Option, Options, Rows, Study, run
-from experiments.tables import Column, table
+from experiments.study import Option, Options, Study, run
+from experiments.tables import Column
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
@@ -247,25 +246,21 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
     }
 
 
-def parts(rows: Rows, options: Options) -> dict[str, str]:
-    def against(name: str, row: dict[str, Any]) -> str:
-        low, high = row["ratio_iqr"][name]
-        return f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})"
-
-    columns = (
-        Column("model", "stack"),
-        Column("operators", "operators"),
-        Column(PEER, lambda r: r["seconds"][PEER] / r["micro_batches"], 2, 1e3, " ms"),
-        *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN)),
-    )
-    return {"table": table(rows, *columns)}
+def against(name: str, row: dict[str, Any]) -> str:
+    low, high = row["ratio_iqr"][name]
+    return f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})"
 
 
 STUDY = Study(
     name="peers",
     word="pipelining",
     rows=rows,
-    parts=parts,
+    columns=(
+        Column("model", "stack"),
+        Column("operators", "operators"),
+        Column(PEER, lambda r: r["seconds"][PEER] / r["micro_batches"], 2, 1e3, " ms"),
+        *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN)),
+    ),
     options={
         "rounds": 9,
         "micro_batches": 16,
@@ -277,4 +272,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

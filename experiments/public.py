@@ -12,7 +12,6 @@ empty.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,54 +23,19 @@ import numpy as np
 from experiments import study
 from experiments.runs import GIB, limited, warm
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import Column, groups, table
+from experiments.tables import Column, finite, groups, table
 from placement import importers, planners
 from placement.bounds import lower_bound
 from placement.plan import proved_bound_s
 from placement.problem import Problem
 from placement.simulator import score, value_of
+from placement.workloads.suites import bounds_of
 
 MEMORY_BYTES = 8 * GIB  # address space of a planner
 TOLERANCE = 1e-5  # of the bounds in truth.json
 LIMIT_S = 600.0  # of one run, over its budget: none is expected to need it
+Truth = list[dict[str, Any]]  # records of truth.json
 DNN_FILES = ("dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json")
-
-
-# --- what is known -------------------------------------------------------------------------------
-
-Truth = Mapping[tuple[str, str, str], Mapping[str, Any]]  # (file, objective, method) -> record
-
-
-def known(data: Path) -> Truth:
-    """``truth.json``; empty where there is none."""
-    path = data / "dnn_partitioning" / "truth.json"
-    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {(r["file"], r["objective"], r["method"]): r for r in records}
-
-
-def fact(truth: Truth, file: str, objective: str, method: str, field: str = "value") -> Any:
-    """One of them, None where it is not known; ``file`` is relative to the data folder."""
-    return truth.get((file.removeprefix("dnn_partitioning/"), objective, method), {}).get(field)
-
-
-def best_known_s(truth: Truth, file: str, objective: str) -> float | None:
-    """The best value of a split that fits."""
-    values = [
-        r["value"]
-        for (f, o, _), r in truth.items()
-        if f == file.removeprefix("dnn_partitioning/")
-        and o == objective
-        and r["status"] in ("feasible", "optimal")
-        and r["value"] is not None
-    ]
-    return min(values) / 1e3 if values else None
-
-
-def known_bound_s(truth: Truth, file: str, objective: str) -> float | None:
-    """The best bound that holds for every split."""
-    methods = ("balance_bound", "cpsat_noncontig", "cpsat_noncontig_tight", "critical_path_bound")
-    bounds = [fact(truth, file, objective, m, "lower_bound") for m in methods]
-    return max((b / 1e3 for b in bounds if b is not None), default=None)
 
 
 # --- one planner on one problem ------------------------------------------------------------------
@@ -132,15 +96,11 @@ def _answer(problem: Problem, *key: Any) -> Row:
         value_s = value_of(problem, done.value)
         bound_s = proved_bound_s(problem, done.value)
     stages = [f"{x['num_ops']} on {len(x['devices'])}" for x in stats.get("stages", ())]
-    said = [
-        done.note,
-        ", ".join(stages),
-        str(stats.get("message", "")),
-        str(stats.get("infeasible", "")),
-    ]
+    said = [done.note, ", ".join(stages)]
+    said += [str(stats.get(key, "")) for key in ("message", "infeasible")]
     return Row(
         *key,
-        value_s=value_s if np.isfinite(value_s) else None,
+        value_s=finite(value_s),
         bound_s=bound_s,
         restricted_bound_s=stats.get("one_piece_bound_s"),
         seconds=done.seconds,
@@ -178,6 +138,13 @@ class Case:
     @property
     def gap(self) -> float:
         return self.value_s() / self.bound_s - 1
+
+    def known(self, truth: Truth) -> tuple[float | None, float | None]:
+        """Seconds of ``suites.bounds_of``: what is proved of every split, and the best known."""
+        objective = "max_load" if self.rows[0].objective == "max_load" else "latency"
+        both = bounds_of(truth, f"{self.file}.json", objective)
+        low, best = (None if ms is None else ms / 1e3 for ms in both)
+        return low, best
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
@@ -221,21 +188,21 @@ def search(options: Options) -> Iterator[Row]:
         yield answer(options, file, problem, "ideal_dp")
 
 
-def _truth(case: Case) -> tuple[str, str]:
-    """The file and the objective as ``truth.json`` has them."""
-    row = case.rows[0]
-    return row.file, "max_load" if row.objective == "max_load" else "latency"
+def known(data: Path) -> Truth:
+    """``truth.json``; empty where there is none."""
+    path = data / "dnn_partitioning" / "truth.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
     """Files on which a value is less than what is proved for every split: a mistake."""
     truth = known(options.data)
-    return [
-        c.rows[0].file
-        for c in cases(rows)
-        if c.value_s()
-        < max(c.bound_s * (1 - 1e-9), (known_bound_s(truth, *_truth(c)) or 0.0) * (1 - TOLERANCE))
-    ]
+
+    def proved_s(case: Case) -> float:
+        low, _ = case.known(truth)
+        return max(case.bound_s * (1 - 1e-9), (low or 0.0) * (1 - TOLERANCE))
+
+    return [c.rows[0].file for c in cases(rows) if c.value_s() < proved_s(c)]
 
 
 def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
@@ -246,7 +213,7 @@ def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         return float(reduce([np.inf if v is None else v for v in values]))
 
     def over_known(value: Callable[[Case], float], case: Case) -> float | None:
-        reference = best_known_s(truth, *_truth(case))
+        _, reference = case.known(truth)
         return value(case) / reference if reference else None
 
     def of(planner: str, field: str, case: Case) -> float | None:
@@ -254,18 +221,20 @@ def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         return None if run is None else getattr(run, field)
 
     def recorded(method: str, case: Case) -> float | None:
-        return fact(truth, case.rows[0].file, "latency", method)
+        of = (f"{case.file}.json", "latency", method)
+        records = (r for r in truth if (r["file"], r["objective"], r["method"]) == of)
+        return next((r["value"] for r in records), None)
 
     median = partial(searched, np.median)
     columns = (
         Column("file", "file"),
         Column("median ms", median, 4, 1e3),
         Column("worst ms", partial(searched, max), 4, 1e3),
-        Column("best known", lambda c: best_known_s(truth, *_truth(c)), 4, 1e3),
+        Column("best known", lambda c: c.known(truth)[1], 4, 1e3),
         Column("median ratio", partial(over_known, median), 4),
         Column("best ratio", partial(over_known, Case.value_s), 4),
         Column("bound ms", "bound_s", 4, 1e3),
-        Column("recorded bound", lambda c: known_bound_s(truth, *_truth(c)), 4, 1e3),
+        Column("recorded bound", lambda c: c.known(truth)[0], 4, 1e3),
         Column("median gap %", lambda c: median(c) / c.bound_s - 1, 2, 100),
         Column("best gap %", "gap", 2, 100),
     )
@@ -320,11 +289,7 @@ def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
 
 def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def value(*names: str) -> Callable[[Case], float | None]:
-        def least(case: Case) -> float | None:
-            value_s = case.value_s(*names)
-            return value_s if np.isfinite(value_s) else None
-
-        return least
+        return lambda case: finite(case.value_s(*names))
 
     def bound(planner: str) -> Callable[[Case], float | None]:
         return lambda case: getattr(case.of(planner), "bound_s", None)
@@ -372,4 +337,4 @@ STUDIES = (
 main = partial(run, STUDIES)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -14,7 +14,6 @@ is finished lies in ``runs/scale``: the same command continues.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -27,7 +26,7 @@ import numpy as np
 from experiments.baselines import NEEDS_A_FILE
 from experiments.runs import GIB, Run, budgeted, limited, warm
 from experiments.study import Option, Options, Rows, Study, run, say
-from experiments.tables import Column, groups, number, table
+from experiments.tables import Column, finite, groups, number, table
 from placement import planners
 from placement.cluster import Cluster, Device, Link
 from placement.problem import Problem
@@ -155,9 +154,9 @@ def _answer(solution: Any) -> dict[str, Any]:
     """What comes back from the process of a planner: no placement."""
     if not hasattr(solution, "stats"):
         return {}
-    stats, value_s = solution.stats, solution.value_s
+    stats = solution.stats
     return {
-        "value_s": value_s if np.isfinite(value_s) else None,
+        "value_s": finite(solution.value_s),
         "replicated_s": stats.get("replicated_period_s"),
         "note": str(stats.get("message") or stats.get("infeasible") or "")[:300],
     }
@@ -366,4 +365,4 @@ STUDIES = (
 main = partial(run, STUDIES)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

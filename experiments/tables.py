@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
+from scipy.stats import binomtest
 
 from placement.report.table import markdown
+from placement.runs.row import groups as groups
 from placement.tools.files import csv_text
 
 R = TypeVar("R")
@@ -60,13 +62,9 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0, unit: str =
     return f"{scale * value:.{digits}f}{unit}"
 
 
-def groups(rows: Iterable[R], *names: str) -> dict[Any, list[R]]:
-    """Rows by the value of a field (of several: by the tuple), in the order of the rows."""
-    parts: dict[Any, list[R]] = {}
-    for row in rows:
-        key = tuple(getattr(row, name) for name in names)
-        parts.setdefault(key if len(names) > 1 else key[0], []).append(row)
-    return parts
+def finite(value: float) -> float | None:
+    """A value of a row; None where there is none."""
+    return float(value) if np.isfinite(value) else None
 
 
 # --- CSV -----------------------------------------------------------------------------------------
@@ -153,10 +151,8 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def share(flags: Sequence[bool]) -> tuple[float, float, float]:
     """Share of true ones with Wilson's 95 % interval."""
-    n, z = len(flags), 1.959964
-    if n == 0:
+    if not flags:
         return np.nan, np.nan, np.nan
-    p = sum(flags) / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return p, max(0.0, float(middle - half)), min(1.0, float(middle + half))
+    found = binomtest(sum(flags), len(flags))
+    low, high = found.proportion_ci(method="wilson")
+    return float(found.statistic), float(low), float(high)

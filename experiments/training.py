@@ -12,7 +12,6 @@ rounds. Writes ``experiments/results/training.{json,md}``.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -260,4 +259,4 @@ STUDY = Study(
 main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

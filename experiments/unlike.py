@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from experiments.distributed import links, start
-from experiments.runs import in_turns, seconds_per_item, two_cores
+from experiments.runs import Floats, in_turns, seconds_per_item, two_cores
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.costs.measure import measure
@@ -32,7 +31,6 @@ from placement.profile import Profile
 from placement.workloads import load
 
 OLD = "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41"
-Floats = NDArray[np.float64]
 
 
 def unlike_problem(workload: str) -> Problem:

@@ -12,18 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.problem import Floats, Problem, host_of
+from placement.problem import ROUNDING, Floats, Problem, host_of
 from placement.relaxed import Program, call_s, load_s, of_groups, period_s
+from placement.timeline import longest_flight
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
     """Bounds that hold for every placement, by objective: seconds, joules for ``energy``.
 
     Period and largest load: the fractional load balance without communication (an LP), which also
-    holds where replicas take turns; and, where they may not (the problem's ``max_phases`` is 1),
-    the heaviest colocation group at its cheapest device. Latency: the largest of that, of the
-    critical path with every operator at its fastest device, and of what each device alone must run
-    (``_one_device_s``); of few operators also the energy of every interval of time
+    holds where replicas take turns. Where they may not (the problem's ``max_phases`` is 1): how
+    many of the heaviest colocation groups devices can run (``_whole_bound_s``), and for the period
+    how long a micro-batch may be under way (``_flight_bound_s``). Latency: the largest of loads, of
+    the critical path with every operator at its fastest device, and of what each device alone must
+    run (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
     nothing takes time to send. Energy (where power is known): every
     operator where it adds least, and every device idle for the shortest possible run, whose
@@ -42,7 +44,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path_s / problem.num_microbatches, load_s)
         waiting_w = least.sum() + problem.second_j
-        bounds["energy"] = float(added + waiting_w * run_s) * (1 - 1e-12)
+        bounds["energy"] = float(added + waiting_w * run_s) * _EXACT
     return bounds
 
 
@@ -125,7 +127,7 @@ def _one_device_s(problem: Problem) -> float:
             else:
                 longest_s = max(longest_s, until_s - minus_tail)
             now_s = until_s
-    return float(longest_s) * (1 - 1e-12)
+    return float(longest_s) * _EXACT
 
 
 def grain_s(problem: Problem) -> float:
@@ -180,7 +182,7 @@ def _energetic_bound_s(problem: Problem, bound_s: float, grain: float) -> float:
     devices = problem.num_devices
     head_s = _packed_heads_s(own_s, edges, devices, grain)
     tail_s = _packed_heads_s(own_s[::-1], mirrored, devices, grain)[::-1]
-    bound_s = max(bound_s, float((head_s + own_s + tail_s).max()) * (1 - 1e-12))
+    bound_s = max(bound_s, float((head_s + own_s + tail_s).max()) * _EXACT)
     for _ in range(_ROUNDS):
         late_s = bound_s - tail_s - own_s  # latest begins
         first = np.unique(np.concatenate([head_s, late_s]))
@@ -255,7 +257,7 @@ def _routes_bound_s(problem: Problem) -> float:
     streams = problem.worker != np.arange(problem.num_devices)
     full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
-        return free_s * (1 - 1e-12)
+        return free_s * _EXACT
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -274,7 +276,7 @@ def _routes_bound_s(problem: Problem) -> float:
         if value(power) < least_s:
             bound_s, power = _highest(value, -4.0, 2.0)
             least_s = min(least_s, bound_s)
-    return max(free_s, least_s) * (1 - 1e-12)
+    return max(free_s, least_s) * _EXACT
 
 
 def _highest(
@@ -423,6 +425,9 @@ def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
     return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
+_EXACT = 1 - 1e-12  # sums in another order are no more
+_PATHS = 8  # that a program is told of
+_COUNTED = 16  # groups per device: of more, how many a device can run says no more than loads
 _LP_SIZE, _LONG_LP, _QUICK_LP = 200_000, 20_000, 5_000  # variables: seconds, one, a moment
 _NARROW = 1 / 256  # shares so close are not told apart
 
@@ -434,6 +439,11 @@ def _columns(problem: Problem) -> int:
 
 
 def _period_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
+    flight_s = _flight_bound_s(problem, load_s, lp_size)
+    return max(flight_s, _busy_bound_s(problem, load_s, lp_size))
+
+
+def _busy_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     """A period from ``load_s``, a load alone, up: operators are slower beside busy devices.
 
     Of ``D`` devices with loads ``a[d]`` alone, ``m`` the largest, let
@@ -463,7 +473,7 @@ def _period_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
 
     def between_s(low: float, high: float) -> float:
         more_s = batch_s * max(1 / devices, 1 / (1 + high * (longer * devices - 1)))
-        least_s = load_s + more_s * (1 - 1e-12)
+        least_s = load_s + more_s * _EXACT
         return max(least_s, period_s(problem, low, high, more_s)) if solves else least_s
 
     parts = [(between_s(0.0, 1.0), 0.0, 1.0)]
@@ -475,13 +485,77 @@ def _period_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     return parts[0][0]
 
 
+def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
+    """A period at which a micro-batch ends before too many others begin (``longest_flight``).
+
+    No path through it is longer; and devices have a period each, so that where the fast ones are
+    kept for a path, slow ones do the rest. Placements in fractions (an LP) tell the longest path,
+    which is then a row of theirs.
+    """
+    periods = longest_flight(problem.num_microbatches, problem.max_in_flight)
+    if problem.max_phases > 1 or not np.isfinite(periods):
+        return load_s
+    path_s = _path_bound_s(problem)
+    if periods == 1.0:  # a call, each time
+        return _latency_bound_s(problem, path_s, load_s, min(lp_size, _QUICK_LP))
+    bound_s = max(load_s, path_s / periods * _EXACT)
+    own_s, _, count = _equal_columns(np.where(problem.supported, problem.compute_s, np.inf))
+    edges, group, can = problem.graph.edges, problem.graph.group, np.isfinite(own_s)
+    own_s = np.where(can, own_s, 0.0)
+    if problem.cluster.streaming or own_s.size > lp_size or len(count) == 1:
+        return bound_s
+    program, unit_s = Program(), own_s.sum()
+    group_s, can_all = np.zeros((2, problem.graph.num_groups, len(count)))
+    np.add.at(group_s, group, own_s)
+    can_all[group] = can
+    on, time = program.shares(can_all > 0), np.zeros(1, int)
+    for k, many in enumerate(count.tolist()):
+        program.row(0.0, (on[:, k], group_s[:, k]), (time, -many * unit_s))
+    longest_s, path = _longest_path(own_s.max(axis=1), edges)
+    for _ in range(_PATHS):
+        if longest_s <= periods * bound_s * (1 + ROUNDING):
+            break
+        bound_s = max(bound_s, program.solve()[0] * unit_s * _EXACT)
+        longest_s, path = _longest_path((program.found[on][group] * own_s).sum(axis=1), edges)
+        program.row(0.0, (on[group[path]], own_s[path]), (time, -periods * unit_s))
+    return bound_s
+
+
+def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDArray[np.intp]]:
+    """Its seconds, and its operators."""
+    head_s = _heads_s(own_s, edges)
+    last, end_s = int((head_s + own_s).argmax()), head_s + own_s
+    before = np.full(len(own_s), -1)
+    on_time = head_s[edges[:, 1]] == end_s[edges[:, 0]]
+    before[edges[on_time, 1]] = edges[on_time, 0]
+    path = [last]
+    while before[path[-1]] >= 0:
+        path.append(int(before[path[-1]]))
+    return float(end_s[last]), np.array(path)
+
+
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
-    heaviest = float(groups.min(axis=1).max()) if problem.max_phases == 1 else 0.0
-    least_s = max(heaviest, balance_bound(groups, lp_size))
+    least_s = balance_bound(groups, lp_size)
+    if problem.max_phases == 1:
+        least_s = _whole_bound_s(groups, least_s)
     full = problem.graph.param_bytes.sum() > problem.memory_bytes
     if full.any() and not problem.cluster.streaming and groups.size <= lp_size:
         least_s = max(least_s, load_s(problem))
+    return least_s
+
+
+def _whole_bound_s(seconds: Floats, least_s: float) -> float:
+    """The largest load, from ``least_s`` up, where rows of ``[G, D]`` stay whole.
+
+    Of the ``k`` heaviest a device has no more than its fastest ones of them that it can run in a
+    load, and all devices must have ``k``.
+    """
+    s = seconds[np.argsort(-seconds.min(axis=1), kind="stable")]
+    least_s = max(least_s, float(s[0].min()))
+    for k in range(2, min(len(s), _COUNTED * s.shape[1]) + 1):
+        ends = np.sort(s[:k], axis=0).cumsum(axis=0)
+        least_s = max(least_s, float(np.partition(ends, k - 1, axis=None)[k - 1]) * _EXACT)
     return least_s
 
 
@@ -491,7 +565,7 @@ def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _L
     Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
     """
     s = np.asarray(seconds, dtype=np.float64)
-    return float(priced(s, balance_prices(s, lp_size)).sum()) * (1 - 1e-12)
+    return float(priced(s, balance_prices(s, lp_size)).sum()) * _EXACT
 
 
 def priced(seconds: Floats, prices: Floats) -> Floats:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
+from itertools import permutations
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -114,7 +115,7 @@ class Device:
 
     @property
     def measured_as(self) -> str:
-        """The device whose measured times are its own, ``speed`` apart: of the library none is."""
+        """The device that it is ``like``, unless that is one of the library; else itself."""
         return self.name if self.like is None or self.like in library() else self.like
 
 
@@ -395,18 +396,10 @@ class Cluster:
         """
         import yaml
 
-        def changed(item: Device | Link) -> dict[str, Any]:
-            said = {
-                f.name: getattr(item, f.name)
-                for f in fields(item)
-                if f.default != getattr(item, f.name)
-            }
-            return {k: list(v) if isinstance(v, tuple) else v for k, v in said.items()}
-
         data = {
             "name": self.name,
-            "devices": [changed(d) for d in self.devices],
-            "links": [changed(x) for x in self.links],
+            "devices": [changed_fields(d) for d in self.devices],
+            "links": [changed_fields(x) for x in self.links],
         }
         write_atomic(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
@@ -443,6 +436,13 @@ class Cluster:
             return replace(declared, links=(*_slots(declared), *links))
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from error
+
+
+def changed_fields(item: Device | Link) -> dict[str, Any]:
+    """What a file says of it: the fields that are not at their defaults, tuples as lists."""
+    values = {f.name: getattr(item, f.name) for f in fields(item)}
+    said = {f.name: values[f.name] for f in fields(item) if values[f.name] != f.default}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()}
 
 
 _SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
@@ -490,9 +490,8 @@ def _slots(cluster: Cluster) -> list[Link]:
     at = {name: cluster.index(name) for name in speed}
     return [
         Link(a, b, _SLOT_LATENCY_S, min(speed[a], speed[b]))
-        for a in speed
-        for b in speed
-        if a != b and not cluster.joins[at[a], at[b]]
+        for a, b in permutations(speed, 2)
+        if not cluster.joins[at[a], at[b]]
     ]
 
 

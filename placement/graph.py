@@ -81,7 +81,7 @@ class OpGraph:
         param_bytes: int64 ``[P]`` size of each distinct parameter or buffer; tied ones once.
         param_use_op, param_use: int32 ``[U]`` which operator reads which parameter.
         group: int32 ``[N]`` colocation group; operators of a group share a device.
-        is_backward: bool ``[N]``.
+        is_backward: bool ``[N]`` operators of the backward pass of a training step.
         output_tensor: int32 ``[O]`` tensors that leave the model.
         program: what executes the graph (see ``placement.capture``), or None.
     """
@@ -278,7 +278,7 @@ class OpGraph:
 
     @cached_property
     def gradient_tensor(self) -> Ints:
-        """int32 ``[S]``: what backward operators make and nobody reads: it is added up there."""
+        """int32 ``[S]``: gradients, tensors of backward operators that no operator reads."""
         is_gradient = np.append(self.is_backward, False)[self.tensor_src]
         is_gradient[self.use_tensor] = is_gradient[self.output_tensor] = False
         return np.flatnonzero(is_gradient).astype(np.int32)

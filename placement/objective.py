@@ -45,5 +45,5 @@ class Objective(StrEnum):
 
     @property
     def is_measurable(self) -> bool:
-        """Whether an executor can tell it."""
+        """Whether a run on devices measures it: ``period`` and ``latency``."""
         return self in (Objective.PERIOD, Objective.LATENCY)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.costs.measure import check_here, corrected, load_or_measure
-from placement.executor import Runner
+from placement.executor import Runner, equality
 from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
@@ -39,6 +40,9 @@ _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on
 _CLOSE = 2.0  # times the best device's prediction: another device may be the best one
 _LONGER = 1.1  # times as long as predicted: planned again with what that shows of the costs
 _WORTH = 0.95  # of the time of one device: several that take longer are not kept
+TRY_GRAPHS = False  # whether what uses a GPU takes turns with itself as CUDA graphs
+_GRAPHS = " as CUDA graphs"
+_CAPTURED = 6  # calls after which what can be one is a graph
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
 
@@ -52,7 +56,9 @@ class OptimizedRunner(Runner):
     Attributes:
         measured: the ways to run the module that took turns: ``plan``, ``single`` (the best
             device alone, where the plan is another) and ``plain`` (the module itself, with the
-            threads that PyTorch has in this process).
+            threads that PyTorch has in this process). On a GPU each of the first two is as CUDA
+            graphs where these compute the same and are clearly faster, if that is tried
+            (``TRY_GRAPHS``); ``cuda_graphs`` says whether those of what is kept are.
         kept: the fastest of them, which calls and streams go. Several devices are kept only
             where they are faster than one by 5 %, and by more than the measurements vary.
         plan: the better of ``plan`` and ``single``, with what was predicted and measured, also
@@ -176,7 +182,7 @@ def fastest(
     planned = _plan(problem, workload, planner(problem), planner)
     objective = planned.objective
 
-    def run(plan: Plan) -> tuple[OptimizedRunner, dict[str, Measured]]:
+    def run(plan: Plan) -> tuple[OptimizedRunner, dict[str, Measured], dict[str, Measured]]:
         runner = _runner(problem, plan)
         with ExitStack() as on_error:
             on_error.callback(runner.close)
@@ -185,32 +191,38 @@ def fastest(
                 wrong = difference(runner, module, inputs)
                 if wrong:
                     raise OptimizeError(f"the results differ from those of the module: {wrong}")
-            ways = _in_turns(problem, runner, plan, module, inputs, seconds / 2, report)
+            ways, graphs = _in_turns(problem, runner, plan, module, inputs, seconds / 2, report)
             on_error.pop_all()
-        return runner, ways
+        return runner, ways, graphs
 
-    plan, (runner, ways) = planned, run(planned)
+    plan, (runner, ways, graphs) = planned, run(planned)
     with ExitStack() as on_error:
         on_error.callback(runner.close)
         if corrects := _with_costs_of(problem, plan, ways):
             report(f"planning again with {PLANNER}", None)
             again = _plan(corrects, workload, planner(corrects), planner)
             if len(devices_of(again)) > 1 and again.assignments != plan.assignments:
-                other, others_ways = run(again)
+                other, others_ways, others_graphs = run(again)
                 if _over_single(others_ways, objective) < _over_single(ways, objective):
-                    plan, runner, other, ways = again, other, runner, others_ways
+                    plan, runner, other = again, other, runner
+                    ways, graphs = others_ways, others_graphs
                 other.close()
         on_error.pop_all()
+    quicker = {n for n in graphs if _is_faster(graphs[n], ways[n], objective, clearly=True)}
+    ways |= {n: graphs[n] for n in quicker}
     best = _best_single(ways, objective)
     named = {"plan": "plan", "single": best, "plain": "plain"}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
-    kept = "plan"
-    if best and not _is_faster(measured["plan"], measured["single"], objective, devices_of(plan)):
+    kept, several = "plan", len(devices_of(plan)) > 1
+    if best and not _is_faster(measured["plan"], measured["single"], objective, clearly=several):
         runner.close()
         on = np.full(problem.num_ops, problem.cluster.index(best), np.int32)
         solution = Solution(on, float(score(problem, on[None])[0]))
         kept, plan = "single", _plan(problem, workload, solution)
         runner = _runner(problem, plan)
+    if named[kept] in quicker:
+        runner.stop()  # graphs are captured when it begins
+        runner.cuda_graphs = True
     runner.plan = plan.model_copy(update={"measured": measured[kept]})
     runner.planned, runner.measured, runner.kept = planned, measured, kept
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
@@ -251,15 +263,15 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     return replace(problem, profile=corrected(problem, rows, np.array(took)))
 
 
-def _is_faster(plan: Measured, single: Measured, objective: str, devices: Sequence[str]) -> bool:
-    """Whether the plan is kept: several devices only if they are clearly faster.
+def _is_faster(one: Measured, other: Measured, objective: str, *, clearly: bool) -> bool:
+    """Whether one way is kept rather than the other.
 
-    By some percent, as a machine's speed drifts, and the middle halves are apart.
+    ``clearly``: by some percent, as a machine's speed drifts, and the middle halves are apart.
     """
     (a, a_iqr), (b, b_iqr) = (
-        (x.median_s, x.iqr_s) for x in (_spread(m, objective) for m in (plan, single))
+        (x.median_s, x.iqr_s) for x in (_spread(m, objective) for m in (one, other))
     )
-    return a < min(_WORTH * b, b - (a_iqr + b_iqr) / 2) if len(devices) > 1 else a <= b
+    return a < min(_WORTH * b, b - (a_iqr + b_iqr) / 2) if clearly else a <= b
 
 
 def verdict(runner: OptimizedRunner) -> str:
@@ -267,19 +279,19 @@ def verdict(runner: OptimizedRunner) -> str:
     plan = runner.plan
     took_s = {way: median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
-    used = " and ".join(devices)
+    used, graphs = " and ".join(devices), _GRAPHS if runner.cuda_graphs else ""
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
-    ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}", "plain": plain}
+    ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}{graphs}", "plain": plain}
     if plan.planner.name != runner.planned.planner.name:
-        ways |= {"single": f"on {used}", "plan": "as it was planned"}
+        ways |= {"single": f"on {used}{graphs}", "plan": "as it was planned"}
     elif "single" in took_s:
         ways["single"] = "on one"
     if runner.kept == "plain":
         begin = f"{plain} is the fastest here, so the runner calls the module itself"
     elif runner.kept == "single" and len(devices_of(runner.planned)) > 1:
-        begin = f"several devices do not pay here, so {used} works alone"
+        begin = f"several devices do not pay here, so {used} works alone{graphs}"
     elif len(devices) == 1:
-        begin = f"the best plan is {used} alone"
+        begin = f"the best plan is {used} alone{graphs}"
     else:
         faster = [
             f"{took_s[way] / took_s['plan']:.2f} times as fast as {name}"
@@ -289,7 +301,8 @@ def verdict(runner: OptimizedRunner) -> str:
         begin = f"{len(devices)} devices are {', and '.join(faster)}"
     what = "a call" if plan.objective == "latency" else "between two results"
     each = ", ".join(f"{shown(s)} {ways[way]}" for way, s in took_s.items())
-    return f"{begin}; measured {what}: {each}{_doubt(plan, took_s)}"
+    doubt = "" if runner.cuda_graphs else _doubt(plan, took_s)  # profiles do not know graphs
+    return f"{begin}; measured {what}: {each}{doubt}"
 
 
 def _doubt(plan: Plan, took_s: Mapping[str, float]) -> str:
@@ -364,20 +377,45 @@ def _in_turns(
     inputs: Any,
     seconds: float,
     report: Progress,
-) -> dict[str, Measured]:
-    """The plan, devices alone, by name, and the plain module, timed in turns."""
+) -> tuple[dict[str, Measured], dict[str, Measured]]:
+    """The plan, devices alone, by name, and the plain module, timed in turns.
+
+    And those that compute the same as CUDA graphs, as graphs.
+    """
     others = _singles(problem, plan)
     expected_s = plan.fallback.period_s if plan.fallback else plan.predicted.latency_s
     fit = seconds / ((2 + len(others)) * (ROUNDS + 1) * max(expected_s, 1e-9))
     batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))
-    ways = {"plan": calls(runner, runner, inputs, batches)}
+    runners = {"plan": runner}
     with ExitStack() as stack:
-        for name in others:
-            other = stack.enter_context(alone(plan, runner, name))
-            ways[name] = calls(other, other, inputs, batches)
+        runners |= {name: stack.enter_context(alone(plan, runner, name)) for name in others}
+        for name, other in [*runners.items()] if TRY_GRAPHS else ():
+            graphed = _runner(problem, plan) if other is runner else alone(plan, runner, name)
+            graphed.cuda_graphs = True
+            if _is_same(stack.enter_context(graphed), other, inputs):
+                runners[name + _GRAPHS] = graphed
+        ways = {name: calls(r, r, inputs, batches) for name, r in runners.items()}
         if module is not None:
             ways["plain"] = _plain(module, inputs, batches)
-        return measure(ways, report)
+        found = measure(ways, report)
+    graphs = {x.removesuffix(_GRAPHS): found.pop(x) for x in [*found] if x.endswith(_GRAPHS)}
+    return found, graphs
+
+
+def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
+    """Whether a GPU takes part, as CUDA graphs, and computes what it does without them."""
+    args, kwargs = split_inputs(inputs)
+    kinds = {runner.cluster.devices[d].kind for d in np.unique(runner.placement)}
+    if "cuda" not in kinds or runner.graph.program.is_random:
+        return False
+    try:
+        for _ in range(_CAPTURED):
+            found = pytree.tree_leaves(graphed(*args, **kwargs))
+    except RuntimeError:  # there is no room for both, or a library refuses
+        return False
+    expected = pytree.tree_leaves(runner(*args, **kwargs))
+    tolerance = equality.Tolerance.of([*runner.graph.program.params, *expected], runner.cluster)
+    return graphed.num_graphs > 0 and not equality.difference(found, expected, tolerance)
 
 
 def _singles(problem: Problem, plan: Plan) -> list[str]:

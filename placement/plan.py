@@ -39,6 +39,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective, ObjectiveName
 from placement.problem import MOST_PHASES, ROUNDING, Placement, Problem, Solution
+from placement.profile import error_in
 from placement.tools.files import model_file, parse_json, short, write_atomic
 from placement.tools.named import meant
 from placement.tools.ownership import version
@@ -374,6 +375,27 @@ class Plan(_Strict):
             + table("stages", ["device", "first operator", "last operator", "operators"], stages)
         )
 
+    @property
+    def doubt(self) -> str:
+        """That one device may do as well, by what was predicted; empty where it ran or may not.
+
+        It is predicted to, or to be worse by less than the profile's error (``Profile.error``).
+        """
+        alone, used = self.fallback, {d for on in self.assignments for d in on.values()}
+        if alone is None or used == {alone.device} or self.measured_s(self.objective) is not None:
+            return ""
+        gain = 1 - self.predicted.value_s / alone.value_s if alone.value_s else 0.0
+        error = error_in(self.provenance.profile)
+        if gain > error:
+            return ""
+        one = f"{alone.device} alone"
+        if gain <= 0:
+            return f"{one} is predicted to do no worse: --planner best_of tries it too"
+        return (
+            f"predicted {gain:.1%} better than {one}, and predictions err by {error:.1%}: "
+            "placement run --against-single-device tells which is faster"
+        )
+
     def measured_s(self, what: str) -> float | None:
         """The measured ``latency`` or ``period``; None if it was not measured."""
         spread: Spread | None = getattr(self.measured, f"{what}_s", None)
@@ -420,16 +442,15 @@ class Plan(_Strict):
         if graph.fingerprint == self.graph.fingerprint:
             names = set(graph.op_name) ^ set(self.assignment)
             return [f"operators without a device: {_some(sorted(names))}"] if names else []
-        here = graph_parts(graph)
-        parts = [text for key, text in _PARTS.items() if here[key] != self.graph.parts.get(key)]
-        said = [f"the model {graph.name!r} ({graph.fingerprint[:12]}) differs in"]
-        said.append(", ".join(parts) or "its fingerprint")
+        said = f"the model {graph.name!r} ({graph.fingerprint[:12]}) "
         if graph.num_ops != self.graph.num_ops:
-            said.append(f"({self.graph.num_ops} operators in the plan, {graph.num_ops} here)")
+            said += f"is another: {self.graph.num_ops} operators in the plan, {graph.num_ops} here"
+        else:
+            here = graph_parts(graph)
+            parts = [text for key, text in _PARTS.items() if here[key] != self.graph.parts.get(key)]
+            said += f"differs in {', '.join(parts) or 'its fingerprint'}"
         new = [x for x in graph.op_name if x not in self.assignment]
-        if new:
-            said.append(f"(not in the plan: {_some(new)})")
-        return [" ".join(said)]
+        return [said + f" (not in the plan: {_some(new)})" * bool(new)]
 
     def cluster_differences(self, cluster: Cluster) -> list[str]:
         """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""

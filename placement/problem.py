@@ -408,7 +408,7 @@ class Problem:
 
     @cached_property
     def memory_may_bind(self) -> bool:
-        """False when even everything on the smallest device, in every flight, would fit."""
+        """False when the device of least memory can hold all, of all micro-batches in flight."""
         g, flights = self.graph, min(self.max_in_flight, self.num_microbatches)
         everything = int(g.param_bytes.sum()) + flights * int(g.tensor_bytes.sum())
         if self.profile.workspace_bytes is not None:
@@ -510,8 +510,8 @@ class Problem:
             )
         return p
 
-    def stays(self, placements: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool ``[B]`` of ``[B, K, N]``: what carries buffers on is on one device in all phases."""
+    def buffers_stay(self, placements: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool ``[B]`` of ``[B, K, N]``: ``graph.carried_op`` are where phase 0 has them."""
         at = placements[..., self.graph.carried_op]
         same: NDArray[np.bool_] = (at == at[:, :1]).all(axis=(1, 2))
         return same

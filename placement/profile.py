@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from placement.tools.files import parse_json, read_arrays, short, write_arrays
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 
-_ARRAYS = (
+ARRAYS = (
     "compute_s",
     "spread_s",
     "loaded_s",
@@ -135,8 +135,7 @@ class Profile:
         ``costs.measure.calibrated``): of two values that differ by less, either may be the
         better one.
         """
-        error = self.provenance.get("error", 0.0)
-        return float(error) if isinstance(error, int | float) and 0 <= error < np.inf else 0.0
+        return error_in(self.provenance)
 
     def for_cluster(self, cluster: Cluster) -> Profile:
         """This profile with the columns of ``cluster``, in its order.
@@ -226,7 +225,7 @@ class Profile:
         Raises:
             FileError: the folder is read-only, or the disk is full.
         """
-        arrays = {k: getattr(self, k) for k in _ARRAYS if getattr(self, k) is not None}
+        arrays = {k: getattr(self, k) for k in ARRAYS if getattr(self, k) is not None}
         head = json.dumps(
             {
                 "device_names": self.device_names,
@@ -256,7 +255,7 @@ class Profile:
             ):
                 raise ValueError("graph_fingerprint and device_names must be texts")
             lacking = [k for k in ("compute_s", "spread_s") if k not in arrays]
-            strange = sorted(set(arrays) - set(_ARRAYS))
+            strange = sorted(set(arrays) - set(ARRAYS))
             if lacking or strange:
                 raise ValueError(f"it lacks {lacking}" if lacking else f"unknown arrays {strange}")
             return cls(
@@ -275,3 +274,9 @@ class Profile:
             raise ProfileError(
                 f"{path}: not a readable profile ({error}); measure again: placement profile"
             ) from error
+
+
+def error_in(provenance: Mapping[str, Any]) -> float:
+    """``Profile.error`` of a profile with this provenance."""
+    error = provenance.get("error", 0.0)
+    return float(error) if isinstance(error, int | float) and 0 <= error < np.inf else 0.0

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,7 +130,10 @@ class Program:
         them (``torch.export`` leaves out what they make needless, and keeps them as constants).
         """
         by_name = self._by_name(args, kwargs or {})
-        leaves, tree = pytree.tree_flatten([by_name[name] for name in self.input_names])
+        leaves = [by_name[name] for name in self.input_names]
+        tree = self.in_tree
+        if not (self._is_flat and all(isinstance(x, Tensor) for x in leaves)):
+            leaves, tree = pytree.tree_flatten(leaves)
         if tree != self.in_tree:
             raise InputError(
                 f"inputs are nested as {tree}, but were captured as {self.in_tree}: give them as "
@@ -153,6 +157,11 @@ class Program:
                     "capture the module again to change it"
                 )
         return tensors
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no input is a structure of several: taking it apart takes as long as a kernel."""
+        return bool(self.in_tree == pytree.tree_structure([0] * len(self.input_names)))
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         expected = ", ".join(self.input_names)

@@ -21,10 +21,13 @@ def _load_solver() -> None:
 
 
 class Program:
-    """Rows of columns between 0 and 1; the first column is as small as the rows allow."""
+    """Rows of columns between 0 and 1; the first column is as small as the rows allow.
+
+    ``found`` has the columns as they then are.
+    """
 
     def __init__(self) -> None:
-        self.upper, self.limit = np.ones(1), np.zeros(0)
+        self.upper, self.limit, self.found = np.ones(1), np.zeros(0), np.zeros(1)
         self._entries: list[tuple[Columns, Columns, Floats]] = []
 
     def columns(self, upper: ArrayLike) -> Columns:
@@ -70,6 +73,7 @@ class Program:
         rows, limit = csr_array((value / most[row], (row, column)), shape=shape), self.limit / most
         cost, bounds = np.eye(1, shape[1])[0], np.stack([0 * self.upper, self.upper], axis=1)
         answer = linprog(cost, A_ub=rows, b_ub=limit, bounds=bounds, method="highs")
+        self.found = answer.x if answer.success else 0 * self.upper
         if not answer.success:
             return 0.0, 0 * limit
         price = np.maximum(-answer.ineqlin.marginals, 0.0)
@@ -166,6 +170,26 @@ class _Placed:
                 # What is handed over last may be there before that ends.
                 kept_s = np.minimum(sent_s, handed_s) * made
                 self.handed[1 - k].append((sent, kept_s[which]))
+
+
+def balanced(seconds: Floats) -> NDArray[np.intp]:
+    """A device ``[G]`` for each row of ``seconds [G, D]``: loads are about as even as can be.
+
+    In fractions they are, and fewer rows than there are devices are split. Of these the heaviest is
+    first, each where the load is then least.
+    """
+    can, program = np.isfinite(seconds), Program()
+    on, taken_s = program.shares(can), np.where(can, seconds, 0.0)
+    for d in range(seconds.shape[1]):
+        program.row(0.0, (on[:, d], taken_s[:, d]), (np.zeros(1, int), -taken_s.sum()))
+    program.solve()
+    share = np.where(can, program.found[on], -1.0)
+    device, split = share.argmax(axis=1), share.max(axis=1) < 1.0 - 1e-6
+    load_s = np.bincount(device[~split], seconds[~split, device[~split]], seconds.shape[1])
+    for g in np.flatnonzero(split)[np.argsort(-seconds[split].min(axis=1), kind="stable")]:
+        device[g] = (load_s + seconds[g]).argmin()
+        load_s[device[g]] += seconds[g, device[g]]
+    return device
 
 
 def load_s(problem: Problem) -> float:

@@ -31,7 +31,7 @@ class Schedule:
         self.check_order(problem.graph, problem.num_devices, problem.worker[placement])
 
     def check_order(self, graph: OpGraph, num_devices: int, placement: Placement) -> None:
-        """``check`` of what a graph and its placement decide."""
+        """``check`` of a graph alone, with ``placement`` int32 ``[N]`` or ``[K, N]``."""
         n, m, phases = graph.num_ops, self.num_microbatches, np.atleast_2d(placement)
         if len(self.order) != num_devices:
             raise ScheduleError(

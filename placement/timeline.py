@@ -65,8 +65,9 @@ class Timeline:
             share = f"{100 * self.utilisation[d]:.0f} %"
             counts = " / ".join(f"{n}" for n in (np.atleast_2d(self.placement) == d).sum(axis=1))
             rows.append([name, counts, seconds(self.busy_s[d]), share, peak])
+        first = "micro-batch 0" if self.num_microbatches > 1 else "latency"
         title = (
-            f"Timeline, {'measured' if self.measured else 'predicted'}: latency "
+            f"Timeline, {'measured' if self.measured else 'predicted'}: {first} "
             f"{seconds(self.latency_s)}, period {seconds(self.period_s)}, "
             f"{self.num_microbatches} micro-batches"
         )
@@ -157,7 +158,10 @@ class Timeline:
 
     @cached_property
     def latency_s(self) -> float:
-        """First start to last end of micro-batch 0 (alone when ``M == 1``)."""
+        """First start to last end of micro-batch 0: the latency of an item if ``M == 1``.
+
+        With more, the others take its devices in between.
+        """
         return float(self.span_s[0])
 
     @cached_property
@@ -347,3 +351,19 @@ def least_window(num_microbatches: int) -> int:
     last = num_microbatches - 1 - (num_microbatches - 1) // 2
     patterns = range(1, min(num_microbatches // 4, last // 2, MOST_PATTERN) + 1)
     return min((last // k * k for k in patterns), default=last)
+
+
+def longest_flight(num_microbatches: int, max_in_flight: int) -> float:
+    """Periods, by ``steady_period`` of one phase, that a micro-batch takes at most; inf: any.
+
+    The one that finishes ``max_in_flight`` later begins no sooner than it ends: as often as they
+    follow each other in what a period is measured by; on average, where that is a pattern.
+    """
+    if num_microbatches == 1:
+        return 1.0
+    last = num_microbatches - 1 - (num_microbatches - 1) // 2
+    patterns = range(1, min(num_microbatches // 4, last // 2, MOST_PATTERN) + 1)
+    windows = [last, *(last // k * k for k in patterns if k + max_in_flight - 1 > last)]
+    if min(windows) < max_in_flight:
+        return np.inf
+    return max(w / (w // max_in_flight) for w in windows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,3 +122,9 @@ def tensors(out: Any) -> list[torch.Tensor]:
     """The tensors of a module's outputs, plain ones."""
     leaves = pytree.tree_leaves(dict(out) if hasattr(out, "items") else out)
     return [x.as_subclass(torch.Tensor) for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def first_match(rules: str, tensor: str) -> str | None:
+    """Where llama.cpp puts a tensor: by the first rule whose pattern is found in its name."""
+    pairs = [rule.rpartition("=")[::2] for rule in rules.strip().split(",")]
+    return next((buffer for pattern, buffer in pairs if re.search(pattern, tensor)), None)

@@ -63,6 +63,7 @@ class Gpu:
             may raise what that does on a device that has failed.
         open_pools: memory pools of graphs whose capture has not ended for the allocator.
         used_pools: by how many graphs each is used; 0: no other may use it.
+        graphs: that were captured into each pool.
         spoiled_pools: those for which the allocator of pinned memory will never see the end.
         captured: the random generator is a graph's, from a capture's begin until one ends well.
         asks_a_graph: pinned memory waits for an event that became part of a graph.
@@ -88,6 +89,7 @@ class Gpu:
     open_pools: Counter[Any] = field(default_factory=Counter)
     used_pools: Counter[Any] = field(default_factory=Counter)
     spoiled_pools: set[Any] = field(default_factory=set)
+    graphs: defaultdict[Any, Any] = field(default_factory=lambda: defaultdict(weakref.WeakSet))
     captured: bool = False
     asks_a_graph: bool = False
     allocated: Counter[int] = field(default_factory=Counter)
@@ -103,6 +105,7 @@ class Gpu:
     def allocate(self, device: int, num_bytes: int) -> None:
         """Raises: OutOfMemoryError, as torch does."""
         if self.allocated[device] + num_bytes > self.memory_bytes:
+            _empty_cache()
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {num_bytes} bytes (emulated)"
             )
@@ -175,6 +178,11 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        if self.graph is not None and event.graph is not self.graph:
+            self.graph.failed = True  # even where the event has happened
+            raise RuntimeError(
+                "CUDA error: dependency created on uncaptured work in another stream"
+            )
         for other, count in event.seen.items():
             self.seen[other] = max(self.seen.get(other, 0), count)
         self.launch(event.done.wait)
@@ -193,14 +201,16 @@ class Stream:
         self.record_event().synchronize()
 
 
-def pooled(device: Any = None, priority: int = 0) -> Stream:
-    """A stream: one of 32 of this priority that PyTorch has, and gives out again and again."""
-    pool = _gpu.pools[_number(device), priority]
-    if len(pool) < 32:
-        pool.append(Stream(device))
-    else:
-        pool.rotate(-1)
-    return pool[-1]
+class Pooled(Stream):
+    """One of 32 of its priority that PyTorch has, and gives out again and again."""
+
+    def __new__(cls, device: Any = None, priority: int = 0) -> Any:
+        pool = _gpu.pools[_number(device), priority]
+        if len(pool) < 32:
+            pool.append(Stream(device))
+        else:
+            pool.rotate(-1)
+        return pool[-1]  # is no instance of this class, and so is not begun again
 
 
 class Event:
@@ -210,9 +220,11 @@ class Event:
         self.done, self._at, self._stream = threading.Event(), [0.0], None
         self.done.set()  # one that was not recorded has happened
         self.seen: dict[Stream, int] = {}
+        self.graph: CUDAGraph | None = None  # of which it is a part
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream = stream or current_stream()
+        self.graph = stream.graph
         done, at = self.done, self._at = threading.Event(), [0.0]
 
         def happen() -> None:
@@ -226,9 +238,15 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        self._may_be_asked()
         return self.done.is_set()
 
+    def _may_be_asked(self) -> None:
+        if self.graph is not None:
+            raise RuntimeError("CUDA error: the event was last recorded in a capturing stream")
+
     def synchronize(self) -> None:
+        self._may_be_asked()
         self.done.wait()
         for other, count in self.seen.items():
             other.waited_for = max(other.waited_for, count)
@@ -281,6 +299,12 @@ def synchronize(device: Any = None) -> None:
         each.synchronize()
 
 
+def _spoil(cell: list[Any]) -> None:
+    if (value := cell[0]) is not None:
+        with torch.inference_mode():
+            value.fill_(torch.nan if value.is_floating_point() else 0)
+
+
 class _Memory:
     """A block of device memory: free when no tensor refers to it."""
 
@@ -290,6 +314,8 @@ class _Memory:
         self.users: set[Stream] = set()
         self.used: dict[Stream, int] = {}  # how far each has come when it has used the block
         self.graph = on.graph  # in whose memory it is
+        if on.graph is not None:
+            on.graph.cells.append(cell)
         self.since = on.num_launched
 
     def use(self, stream: Stream) -> None:
@@ -320,10 +346,8 @@ class _Memory:
             on.launch(free)
 
         def free() -> None:
-            value = cell[0]
-            if gpu.poison and value is not None:
-                with torch.inference_mode():
-                    value.fill_(torch.nan if value.is_floating_point() else 0)
+            if gpu.poison and cell[0] is not None:
+                _spoil(cell)
                 gpu.num_poisoned += 1
 
         (gpu.unused if used else on).launch(unused)
@@ -747,6 +771,7 @@ class CUDAGraph:
     def __init__(self) -> None:
         self.work: list[Any] = []
         self.workspaces: list[dict[Stream, int]] = []
+        self.cells: list[list[Any]] = []  # of the memory that it has got
         self.failed, self.ended, self.is_empty = False, False, True
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -774,12 +799,19 @@ class CUDAGraph:
         _end_allocate(self.stream.index, self.pool)
         _gpu.captured = False
         self.ended = True
+        self.later: list[weakref.ref[CUDAGraph]] = []  # of the same pool
+        for earlier in _gpu.graphs[self.pool]:
+            earlier.later.append(weakref.ref(self))
+        _gpu.graphs[self.pool].add(self)
 
     def replay(self) -> None:
         assert self.ended, "replay without a capture"
         _check_generator()
         _gpu.num_replays += 1
         stream, work = current_stream(), list(self.work)
+        # What was free when a later graph of the pool was captured is that one's, and this one's.
+        spoiled = [cell for ref in self.later if (x := ref()) is not None for cell in x.cells]
+        stream.launch(lambda: [_spoil(cell) for cell in spoiled])
         stream.launch(lambda: [each() for each in work])
         for used in self.workspaces:  # by graphs that run beside this one
             others = used.keys() - {stream, *stream.seen}
@@ -828,6 +860,13 @@ def nvml(count: int, tells_energy: bool = True) -> Any:
     )
 
 
+def _empty_cache() -> None:
+    """Memory is given back to CUDA, for which a thread that captures may not ask."""
+    for each in _gpu.streams:
+        if each.graph is not None and each.graph.thread == threading.get_ident():
+            each.graph.failed = True
+
+
 def _reset_peak(device: Any = None) -> None:
     _gpu.peak[_number(device)] = _gpu.allocated[_number(device)]
 
@@ -870,7 +909,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "set_device": lambda device: setattr(_here, "device", _number(device)),
         "set_per_process_memory_fraction": limited,
         "synchronize": synchronize,
-        "Stream": pooled,
+        "Stream": Pooled,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "graph_pool_handle": object,
@@ -889,7 +928,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "max_memory_allocated": lambda device=None: gpu.peak[_number(device)],
         "max_memory_reserved": lambda device=None: gpu.peak[_number(device)],
         "reset_peak_memory_stats": _reset_peak,
-        "empty_cache": lambda: None,
+        "empty_cache": _empty_cache,
         "_lazy_init": lambda: None,
     }
     with ExitStack() as stack:

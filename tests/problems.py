@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,13 @@ from placement.profile import Profile
 def chain(n: int) -> list[tuple[int, int]]:
     """The edges of ``n`` operators in a row."""
     return list(pairwise(range(n)))
+
+
+def written(path: Path, content: Any) -> Path:
+    """A file with a text, or with a value as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
 
 
 def every_link(names: Sequence[str], *costs: Any) -> tuple[Link, ...]:

@@ -175,6 +175,7 @@ def same_memory(m: Any) -> None:
     [
         (kept, None, "hook.* holds a tensor that the forward made"),
         (of_graph, None, r"grad_fn is read.*test_cases\.py:\d+ `y\.grad_fn"),
+        (lambda m, x: nn.Linear(WIDTH, 4)(m.linear(x)), None, "a parameter is made while"),
         (rounded, None, r"saved_tensors_hooks.*test_cases\.py:\d+ `with"),
         (sent_back, None, r"backward\(\) is called.*test_cases\.py:\d+ `y\.sum"),
         (frozen_late, None, r"requires_grad of a parameter.*test_cases\.py:\d+ `m\.weight"),

@@ -107,6 +107,25 @@ def edited(path: Path, *keys: Any, value: Any) -> Path:
     return path
 
 
+def test_doubt() -> None:
+    """``cpu:1`` alone needs 4 s between results; with ``op0`` elsewhere it is 3 s, 25 % less."""
+
+    def doubt(placement: list[int], error: float = 0.0, **changes: Any) -> str:
+        p = problem()
+        known = p.profile.provenance | {"error": error}
+        p = replace(p, profile=replace(p.profile, provenance=known))
+        return plan_of(p, placement, **changes).doubt
+
+    assert doubt([0, 1, 1, 1], 0.24) == doubt([1, 1, 1, 1], 0.9) == ""
+    assert "25.0% better than cpu:1 alone, and predictions err by 26.0%" in doubt(
+        [0, 1, 1, 1], 0.26
+    )
+    assert doubt([0, 0, 1, 1]).startswith("cpu:1 alone is predicted to do no worse")
+    spread = Spread(median_s=3.0, iqr_s=0.0)
+    ran = Measured(period_s=spread, n=1, when="now", machine="m")
+    assert doubt([0, 1, 1, 1], 0.26, measured=ran) == ""
+
+
 def test_values(plan: Plan) -> None:
     # One micro-batch alone:   cpu:0  |op0 2 s|op1 2 s|
     #                          cpu:1                   1 ms |op2 1 s|op3 1 s|

@@ -18,7 +18,14 @@ from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, simulate
-from tests.problems import problem_on, problems, random_placement, random_problem
+from tests.problems import (
+    chain,
+    problem_on,
+    problems,
+    random_placement,
+    random_problem,
+    small_problem,
+)
 
 
 def make(graph: OpGraph, compute_s: Any, links: tuple[Link, ...] = (), **problem: Any) -> Problem:
@@ -254,9 +261,12 @@ def test_bounds_by_hand() -> None:
     assert bounds["period"] == 2
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(76))
 def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     problem = random_problem(seed, 5, 2 + seed % 2, grouped=True, unsupported=True)
+    if seed >= 40:  # few in flight, or all
+        runs = {"num_microbatches": (1, 2, 5, 12, 17, 32)[seed % 6], "max_in_flight": 1 + seed % 4}
+        problem = replace(problem, **runs)
     labels = problem.graph.group
     choices = [np.flatnonzero(np.isfinite(row)) for row in problem.group_compute_s]
     every = np.array(list(itertools.product(*choices)), np.int32)[:, labels]
@@ -329,6 +339,32 @@ def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
     assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
 
 
+def test_few_micro_batches_in_flight_keep_few_devices_busy() -> None:
+    """Six operators in a row, each 1 s on one device and 2 s on three others.
+
+    With two micro-batches in flight two devices run something at most. The fast one runs four of
+    the six, and one other the rest, 4 s each; loads alone could be 3 s. With one in flight an item
+    is a call, and has the fast one to itself.
+    """
+    seconds = [[1.0, 2.0, 2.0, 2.0]] * 6
+    two = small_problem(seconds, chain(6), max_in_flight=2)
+    assert evaluate(two, [0, 0, 0, 0, 1, 1]).period_s[0] == pytest.approx(4.0)
+    assert lower_bounds(two)["period"] == pytest.approx(4.0)
+    assert lower_bounds(two)["max_load"] == pytest.approx(3.0)
+    assert lower_bounds(replace(two, num_microbatches=2))["period"] == pytest.approx(3.0)
+    for alone in (replace(two, max_in_flight=1), replace(two, num_microbatches=1)):
+        assert lower_bounds(alone)["period"] == pytest.approx(6.0)
+
+
+def test_of_many_alike_some_device_runs_one_more() -> None:
+    # 10 of 3 s and many small ones: of three devices one runs 4 of the 10, on average all 11 s. A
+    # device that is five times as slow runs none of them in that time.
+    seconds = [[3.0] * 3] * 10 + [[0.1] * 3] * 30
+    assert lower_bounds(small_problem(seconds))["max_load"] == pytest.approx(12.0)
+    slow = [[*row, 5 * row[0]] for row in seconds]
+    assert lower_bounds(small_problem(slow))["max_load"] == pytest.approx(12.0)
+
+
 def test_a_call_pays_for_its_input_and_runs_branches_one_after_another() -> None:
     # Input ─▶ A ─▶ B, C, D ─▶ E. On the GPU 4 + 5 s; there A to E is a path of 3 s, and whatever of
     # B, C and D is elsewhere takes 4 s to come back; on the CPU all is 50 s.
@@ -345,7 +381,8 @@ def test_what_crosses_between_two_devices_waits_for_its_channel() -> None:
     """Three operators take 9 s, or 1 s where each of their inputs takes 4 s to get to.
 
     In fractions 27 / 13 of them have the 4 s each, the others 9 s each: 108 / 13 s both. Of two
-    in a row on devices of their own, an item of a stream takes as long as its tensor is sent.
+    in a row on devices of their own, an item of a stream takes as long as its tensor is sent (which
+    is so of 11 of 12 items); with one in flight it is a call.
     """
     cluster = Cluster("c", (Device("cpu"), Device("gpu", "cuda")))
     graph = OpGraph.build("three", list("ABC"), [-1] * 3, [0] * 3, [(0, 0), (1, 1), (2, 2)])
@@ -354,10 +391,13 @@ def test_what_crosses_between_two_devices_waits_for_its_channel() -> None:
     assert evaluate(problem, [0, 1, 1]).latency_s[0] == 9.0
     assert lower_bounds(problem)["latency"] == pytest.approx(108 / 13)
     apart = problem_on(
-        CHAIN, [[1, np.inf], [np.inf, 1]], cluster=cluster, links=links, max_in_flight=1
+        CHAIN, [[1, np.inf], [np.inf, 1]], cluster=cluster, links=links, max_in_flight=2
     )
-    assert evaluate(apart, [0, 1]).period_s[0] == 6.0
-    assert lower_bounds(apart)["period"] == pytest.approx(4.0)
+    assert evaluate(apart, [0, 1]).period_s[0] == 4.0
+    assert lower_bounds(apart)["period"] == pytest.approx(4.0 * 11 / 12)
+    alone = replace(apart, max_in_flight=1)
+    assert evaluate(alone, [0, 1]).period_s[0] == 6.0
+    assert lower_bounds(alone)["period"] == pytest.approx(6.0)
 
 
 def test_a_stream_is_as_slow_as_what_has_no_room_on_the_fast_device() -> None:

@@ -23,7 +23,6 @@ problems: those whose name begins so.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from experiments.learned import (
@@ -49,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

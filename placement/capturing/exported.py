@@ -272,7 +272,7 @@ def _export_error(
         for buffer in module.buffers()
         if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
     ]
-    functions = [f for group, _ in _UNTRACED.values() for f in group]
+    functions = [torch.func.vmap, *(f for group, _ in _UNTRACED.values() for f in group)]
     try:
         with (
             torch.set_grad_enabled(training),
@@ -307,9 +307,14 @@ def _export_error(
             f"({text})"
         )
     if "found a fake tensor in the exported program" in text:
+        line = next((at for f, at in called if f is torch.func.vmap), where)
         return CaptureError(
-            f"torch.export loses a value that no operator made{where}: use x.detach() instead of "
-            "x.data, and keep no tensors outside of the module"
+            f"torch.export loses a value that no operator made{line}: "
+            + (
+                "write the operators of torch.func.vmap for the whole batch"
+                if line != where
+                else "use x.detach() instead of x.data, and keep no tensors outside of the module"
+            )
         )
     unknown = re.search(r"Found <class '(.+)'> in output", text)
     if not unknown and not where:  # a set that a module returns, in the words of PyTorch 2.11

@@ -189,6 +189,11 @@ class _Builder:
             return (tensor,), (0,)
         if value is None:
             return (), ()
+        if not all(x is None or isinstance(x, Tensor) for x in value):
+            raise CaptureError(
+                f"{node.target} gives a list among its results{node_line(node)}, which no operator "
+                "of a graph can: let another operator, or the caller, do that"
+            )
         readers: dict[int, list[fx.Node]] = {}
         for user in node.users:
             assert user.target is operator.getitem, f"{user} takes all outputs of {node}"

@@ -16,12 +16,17 @@ from torch import Tensor, fx
 from torch.nn.functional import pad
 
 _aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 
 
 def kernel_of(node: fx.Node) -> Callable[..., Any]:
     """What to call for a traced node, with tensors of any device."""
     target: Any = node.target
+    if target in _VIEWS:
+        # What a kernel makes may have other strides than torch's own description of it: where
+        # those of the trace allow a view, a copy may be needed.
+        return Tensor.reshape
     elsewhere = _ELSEWHERE.get(target)
     if elsewhere is None:
         return target  # type: ignore[no-any-return]

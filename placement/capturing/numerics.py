@@ -73,8 +73,9 @@ def check_numbers(
             + (
                 f"it keeps {attribute!r} between them. Make that an input and an output"
                 if attribute
-                else "it counts them, or draws from Python's or numpy's random numbers. Make that "
-                "an input, or draw with torch"
+                else "it counts them, reads what nobody wrote (torch.empty), or draws from "
+                "Python's or numpy's random numbers. Make that an input, write it, or draw "
+                "with torch"
             )
         )
     where = _first_module(module, args, kwargs, run)

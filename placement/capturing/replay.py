@@ -74,6 +74,8 @@ class _Watch(TorchFunctionMode):
             return _Handle()
         if func in _OF_LEAVES:
             return _keep(self._calls, "requires_grad", Tensor.requires_grad_, args, kwargs)
+        if func in _REFUSED and isinstance(args[0], nn.Parameter) and "grad_fn" in _REFUSED[func]:
+            refuse("a parameter is made while the module runs: make it in the module's __init__")
         if func in _REFUSED:
             refuse(_REFUSED[func])
         return func(*args, **kwargs)

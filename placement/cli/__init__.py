@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -49,6 +50,7 @@ AFTER_INTERRUPT = (
 )
 A_DEFECT = "a defect, unless it is in code of yours: please report what is above"
 A_MODEL = "a shipped one, your own package.module:function, or a folder of save_pretrained"
+FILES = (".json", ".txt", ".npz", ".onnx", ".gguf", ".yaml", ".pt", ".pt2", ".pth", ".py")
 BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
@@ -397,9 +399,16 @@ def is_file(spec: str) -> bool:
     """
     if not looks_like_file(spec):
         return False
-    if not os.path.exists(spec):
-        raise UsageError(f"{spec}: no such file")
-    return True
+    if os.path.exists(spec):
+        return True
+    hint = "no such file or folder"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", spec) and Path(spec).suffix not in FILES:
+        hint += (
+            "; a model of the Hub is not downloaded here: save it, in Python "
+            f"AutoModelForCausalLM.from_pretrained({spec!r}).save_pretrained('my_model'), and name "
+            "that folder"
+        )
+    raise UsageError(f"{spec}: {hint}")
 
 
 def check_is_model(spec: str) -> None:
@@ -423,10 +432,9 @@ def looks_like_file(spec: str) -> bool:
 
     A folder is a workload: a model of transformers.
     """
-    suffixes = (".json", ".txt", ".npz", ".onnx", ".gguf", ".yaml", ".pt", ".pt2", ".pth", ".py")
     if os.path.isdir(spec):
         return False
-    return "/" in spec or Path(spec).suffix in suffixes or os.path.isfile(spec)
+    return "/" in spec or Path(spec).suffix in FILES or os.path.isfile(spec)
 
 
 def check_outputs(*paths: str | None) -> None:

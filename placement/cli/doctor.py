@@ -35,6 +35,17 @@ NOT_KEPT = (
     "compiled kernels cannot be kept, every command compiles them anew (a minute): "
     "export NUMBA_CACHE_DIR=/a/folder/of/yours"
 )
+EXTRAS = {  # what there is not without them
+    "cp": "no planner cp_sat and no search of schedules",
+    "metis": "no planner metis",
+    "plots": "no pictures",
+    "models": "no models of Hugging Face",
+    "latency": "no --predict trees",
+    "onnx": "no ONNX files",
+    "sweep": "no sweeps by joblib, SLURM or Optuna",
+    "ray": "no sweeps by ray",
+    "tensorboard": "no files for TensorBoard",
+}
 SHAKY = 1.3  # the slow runs of a fixed piece of work over the fast ones
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
 
@@ -166,11 +177,11 @@ def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
         hints.append(f"clock rates change (governor {cpu['governor']}): timings differ more")
     for name, parts in machine["extras"].items():
         lacking = [part for part, installed in parts.items() if installed is None]
-        if lacking and name != "dev":
-            where = " into an environment of its own," if name == "ray" else ""
+        if lacking and name in EXTRAS:
+            where = " into an environment of its own" if name == "ray" else ""
             hints.append(
-                f"without {', '.join(lacking)}: pip install '{DISTRIBUTION}[{name}]'{where} if you "
-                "need it"
+                f"without {', '.join(lacking)}: {EXTRAS[name]}; if you need it: "
+                f"pip install '{DISTRIBUTION}[{name}]'{where}"
             )
     return problems, hints
 
@@ -190,7 +201,8 @@ def rows(machine: dict[str, Any]) -> list[list[str]]:
         + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
         "GPUs": "; ".join(gpus) or no_gpu,
         "devices": ", ".join(machine["devices"]) or "unknown",
-        "load": f"{load}; the same work takes {machine['noise']['slow_over_fast']:.2f}x at times",
+        "load": f"{load}; the same work takes {machine['noise']['slow_over_fast']:.1f}x as long "
+        "at times",
         "profiles": f"{cache['num_profiles']} in {cache['folder']}, "
         f"{_gibibytes(cache['free_bytes'])} free{'' if cache['writable'] else ', NOT WRITABLE'}",
         "packages": ", ".join(f"{k} {v or 'MISSING'}" for k, v in machine["required"].items()),

@@ -93,6 +93,8 @@ def show_plan(plan: Plan) -> None:
         ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
     )
+    if plan.doubt:
+        cli.say(plan.doubt)
     if declared:
         print("energy: from declared watts, not from measured ones")
     on = [list(phase.values()) for phase in plan.assignments]
@@ -148,7 +150,7 @@ def run_diff(args: argparse.Namespace) -> int:
         if was_on.get(op) != is_on.get(op)
     }
     names = ("objective", "num_microbatches", "max_in_flight", "second_j")
-    pairs = {"planner": [a.planner.name, b.planner.name]}
+    pairs = {"model": [a.graph.name, b.graph.name], "planner": [a.planner.name, b.planner.name]}
     pairs |= {name: [getattr(a, name), getattr(b, name)] for name in names}
     pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
     pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import permutations
@@ -33,10 +33,10 @@ from placement.costs.measure import fit_link
 from placement.executor.awake import let_senders_finish
 from placement.executor.distributed_world import Direct, move
 from placement.profile import Profile
+from placement.tools.progress import Progress
 
 Floats = NDArray[np.float64]
 Pair = tuple[int, int]  # sending rank, receiving rank
-Progress = Callable[[str, float], None]
 
 SIZES = (2**12, 2**16, 2**20, 2**23)  # bytes
 _ROUND = (1, 1, 1, 1, *SIZES[:2], *SIZES[:2], *SIZES)  # sizes of a round; a byte comes back

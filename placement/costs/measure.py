@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -52,9 +52,9 @@ from placement.simulator import evaluate
 from placement.timeline import streamed_period
 from placement.tools.clock import nothing_collected
 from placement.tools.files import FileError, cache_folder
+from placement.tools.progress import Progress
 
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
 
 _LINK_BYTES = (2**12, 2**16, 2**20, 2**23)  # of tensors over links
@@ -113,7 +113,7 @@ def measure(
     devices = range(cluster.num_devices)
     facts: dict[str, Any] = {}
     began = time.time()
-    say("first look", 0.0)
+    say("looking for the better order", None)
     order, priority = better_order(graph, cluster, inputs)
     runners: list[Alone] = []
     workspace = np.zeros(graph.num_ops, np.int64)
@@ -141,13 +141,13 @@ def measure(
                 if cluster.num_devices > 1:
                     whole_s = float(alone[-1].sum(axis=0).mean())
                     loaded.append(_run_together(runners, inputs, whole_s))
-        say("links", 1.0)
+        say("measuring links", None)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
         marks_s = np.array([_mark_seconds(r, priority, inputs, min(repeats, 5)) for r in runners])
     finally:
         for runner in runners:
             runner.close()
-    say("streams", 1.0)
+    say("measuring streams", None)
     batch_s = _batch_seconds(cluster, repeats=max(3, repeats // 2))
     low, high = np.percentile(alone, [25, 75], axis=0)
     lacking = np.zeros((graph.num_ops, cluster.num_devices))  # inf: what cannot run there
@@ -173,7 +173,7 @@ def measure(
         provenance=provenance(order=order, repeats=repeats, rounds=len(alone), **facts),
     )
     if cluster.num_devices > 1:
-        say("placements", 1.0)
+        say("running some placements, to calibrate", None)
         profile = calibrated(graph, cluster, profile)
     seconds = round(time.time() - began, 2)
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
@@ -283,7 +283,7 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
     """Single devices, cuts, and replicas where every device can hold all."""
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
     able = problem.supported.all(axis=0)
-    replicas = [singles] if able.all() and problem.stays(singles[None])[0] else []
+    replicas = [singles] if able.all() and problem.buffers_stay(singles[None])[0] else []
     cuts = pieces(problem, _CALIBRATION_CUTS, _CALIBRATION_SEED)
     return [*singles[able], *cuts, *replicas]
 

@@ -15,12 +15,7 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster, Device, Link
 from placement.costs.corpus import Corpus, this_machine
 from placement.costs.features import features
-from placement.costs.measure import (
-    Progress,
-    measure_links,
-    provenance,
-    typical,
-)
+from placement.costs.measure import measure_links, provenance, typical
 from placement.costs.predictors import Floats, LatencyError, Method, Predictor, Sample, profile_of
 from placement.costs.predictors.polynomial import Polynomial
 from placement.costs.predictors.roofline import Roofline
@@ -29,6 +24,7 @@ from placement.executor.parts import part
 from placement.graph import OpGraph
 from placement.profile import Profile
 from placement.program import Program
+from placement.tools.progress import Progress
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10
 _FEWEST = 3  # operators of a class that tell how fast the machine is now

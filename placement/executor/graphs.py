@@ -12,7 +12,7 @@ thread draws there, or replays, is refused. Graphs of this module take turns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from placement.executor.backend import TURN
 from placement.executor.share import Call, Compiled, Share
-from placement.program import Param, Program, Ref, leaves_of
+from placement.program import Param, Program, Ref, Step, leaves_of
 from placement.tools.clock import nothing_collected
 
 # In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
@@ -41,11 +41,13 @@ class Graphs:
 
     Attributes:
         eager: the first operator of each run that is no graph, and why not.
+        captured: how many are.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.eager: dict[int, str] = {}
+        self.captured = 0
         self.pool: Any = None  # memory of all graphs: one runs at a time
 
     def of(
@@ -55,18 +57,20 @@ class Graphs:
         share: Share,
         compiled: Compiled,
         streamed: frozenset[int],
+        known: Container[int] = (),
     ) -> Compiled:
         """The compiled runs of a ``fused`` share, replayed where that can be.
 
-        Operators that are ``streamed`` read their parameters where they are this time.
+        Operators that are ``streamed`` read their parameters where they are this time. Those whose
+        outputs are ``known`` launch nothing.
         """
         calls = dict(compiled.calls)
         for run in runs:
             if not streamed.isdisjoint(run):
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
-            elif why := _obstacle(program, run[0], set()):
+            elif why := _obstacle(program, run[0], set(), known):
                 self.eager[run[0]] = why
-            elif sum(_launches(program.steps[op].target) for op in run) < _LEAST:
+            elif sum(_launches(program.steps[op], known) for op in run) < _LEAST:
                 self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
@@ -74,7 +78,9 @@ class Graphs:
         return replace(compiled, calls=calls)
 
 
-def pieces_of(program: Program, runs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def pieces_of(
+    program: Program, runs: Sequence[tuple[int, ...]], known: Container[int] = ()
+) -> list[tuple[int, ...]]:
     """The runs, cut so that each operator that no graph can hold is by itself.
 
     Those of a training step are of functional kernels, and stay whole.
@@ -87,7 +93,7 @@ def pieces_of(program: Program, runs: Sequence[tuple[int, ...]]) -> list[tuple[i
         closed = True
         for op in run:
             step = program.steps[op]
-            if _obstacle(program, op, own):
+            if _obstacle(program, op, own, known):
                 pieces.append([op])
                 own, closed = set(), True
                 continue
@@ -109,14 +115,17 @@ def _may_alias(target: Any) -> bool:
     return tagged or any(x.alias_info is not None for x in target._schema.returns)
 
 
-def _launches(target: Any) -> bool:
-    """Whether an operator launches a kernel whatever it reads: no view."""
+def _launches(step: Step, known: Container[int]) -> bool:
+    """Whether an operator launches a kernel whatever it reads: no view, and nothing ``known``."""
+    target = step.target
     if not isinstance(target, OpOverload):
         return True
+    if step.outputs and all(t in known for t in step.outputs):
+        return False
     return target._schema.is_mutable or not _may_alias(target)
 
 
-def _obstacle(program: Program, op: int, own: set[int]) -> str:
+def _obstacle(program: Program, op: int, own: set[int], known: Container[int]) -> str:
     """Why no graph can hold an operator, as far as that is known before it runs.
 
     It may write to the tensors ``own``, which its graph has made.
@@ -125,6 +134,8 @@ def _obstacle(program: Program, op: int, own: set[int]) -> str:
         return "the step draws random numbers" if program.is_random else ""
     step = program.steps[op]
     target = step.target
+    if step.outputs and all(t in known for t in step.outputs):
+        return ""
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"
     arguments = target._schema.arguments
@@ -271,3 +282,4 @@ class Replayed:
             graphs.pool = None  # perhaps of this graph alone, and gone with it
             return
         self._graph, self._outputs, self.slots = graph, outputs, slots
+        graphs.captured += 1

@@ -19,14 +19,17 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from placement.executor.backend import set_own_num_threads
+from placement.program import leaves_of
 
 PREFETCH_BYTES = 2**28
 MAX_WORKERS = 16
@@ -47,6 +50,28 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...
+
+
+class Unwritten:
+    """Notices what PyTorch writes to tensors from now on; it keeps none of them.
+
+    What numpy or another process writes does not show, nor what is written to a tensor of
+    ``torch.inference_mode``.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._seen = []
+        for i, x in enumerate(tensors):
+            if not x.is_inference():
+                base = x if x._base is None else x._base  # views count with what they are of
+                self._seen.append((i, weakref.ref(base), base._version))
+
+    def first_written(self) -> int | None:
+        """Which tensor was written to, the first by number; None: none that is still there."""
+        for i, base, version in self._seen:
+            if (x := base()) is not None and x._version != version:
+                return i
+        return None
 
 
 @dataclass(frozen=True)
@@ -115,6 +140,7 @@ class _Loaded:
     start_ns: int = 0
     end_ns: int = 0
     num_bytes: int = 0
+    unwritten: Unwritten = field(default_factory=lambda: Unwritten(()))
 
 
 class _Source:
@@ -151,10 +177,12 @@ class _Source:
             if self._preprocess is not None:
                 item = self._preprocess(item)
             size = num_bytes(item)
+            unwritten = Unwritten(x for x in leaves_of(item) if isinstance(x, Tensor))
         except BaseException as error:
             self.ended = True
             return _Loaded(index, error=error)
-        return _Loaded(index, item, None, False, begin, time.perf_counter_ns(), size)
+        end = time.perf_counter_ns()
+        return _Loaded(index, item, None, False, begin, end, size, unwritten)
 
     def let_go(self) -> None:
         """Of the iterator: a ``DataLoader``'s ends its processes when nobody has it any more."""
@@ -256,6 +284,12 @@ class InputPipeline(Iterator[Any]):
             if isinstance(item.error, StopIteration):  # would pass for the end of the items
                 raise RuntimeError("the loader raised StopIteration") from item.error
             raise item.error
+        if item.unwritten.first_written() is not None:
+            self.close()
+            raise LoaderError(
+                f"item {item.index} of the loader was written to after it was loaded, when later "
+                "ones were loaded ahead: let the loader make new tensors for each item (x.clone())"
+            )
         self.span_ns = (item.start_ns, item.end_ns)
         self._num_taken += 1
         if self._threads:

@@ -30,8 +30,9 @@ from placement.executor.backend import (
     backend_for,
     used_on,
 )
+from placement.executor.constants import constants
 from placement.executor.graphs import Graphs, pieces_of
-from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
+from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
 from placement.executor.share import (
     Compiled,
     Share,
@@ -73,8 +74,9 @@ class Runner:
         outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory.
 
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
-    module's own: what is written to them shows in the next call. Of those in other memory a GPU has
-    copies, which are made again then (a write through ``parameter.data`` does not show).
+    module's own: what is written to them, or put in their place (``parameter.data = ...``), shows
+    in the next call. Of those in other memory a GPU has copies, which are made again then (a write
+    into ``parameter.data`` does not show).
 
     Attributes:
         cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
@@ -148,6 +150,8 @@ class Runner:
         self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
+        self._shared: list[Tensor] = []  # of the module's, those that are read where they are
+        self._places: list[int] = []
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
@@ -214,8 +218,10 @@ class Runner:
         next call starts them again.
 
         Raises:
-            InputError: an item unlike the inputs that the module was captured with.
-            LoaderError: an impossible number of workers or of items to prefetch.
+            InputError: an item unlike the inputs that the module was captured with, or one that
+                PyTorch wrote to before its outputs were there.
+            LoaderError: an impossible number of workers or of items to prefetch, or an item that
+                was written to while later ones were loaded.
             RunnerError: closed, or another call or stream is using the runner.
             Exception: what the loader or an operator raised.
         """
@@ -290,7 +296,8 @@ class Runner:
             self._follow_caller()
         first = following = self.next_batch
         failed: Exception | None = None
-        pending: dict[int, tuple[dict[int, Any], set[int]]] = {}  # batch: outputs, devices left
+        # By micro-batch: outputs, devices left, and whether its inputs are as they were.
+        pending: dict[int, tuple[dict[int, Any], set[int], Unwritten]] = {}
         finished: dict[int, Any] = {}
         exhausted = False
         while True:
@@ -318,7 +325,8 @@ class Runner:
                 if self._record and items is not None:
                     self.loaded_ns[batch] = items.span_ns
                 phase = batch % self.num_phases
-                pending[batch] = self._passed_on(inputs), set(self._active[phase])
+                active = set(self._active[phase])
+                pending[batch] = self._passed_on(inputs), active, Unwritten(item)
                 if direct is None:
                     self._admit(batch, inputs)
                 else:
@@ -329,7 +337,9 @@ class Runner:
                 return
             if direct is not None:
                 made = self._launched(direct, exhausted or self.max_in_flight == 1)
-                finished[following] = self._assemble(pending.pop(following)[0] | made)
+                outputs, _, unwritten = pending.pop(following)
+                self._check_unwritten(unwritten, following - first)
+                finished[following] = self._assemble(outputs | made)
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
                 if isinstance(message, Failure):
@@ -339,13 +349,14 @@ class Runner:
                     continue
                 if isinstance(value, Exception):
                     raise value
-                outputs, left = pending[batch]
+                outputs, left, unwritten = pending[batch]
                 if tensor >= 0:
                     outputs[tensor] = value
                     continue
                 left.discard(value)
                 if not left:
                     del pending[batch]
+                    self._check_unwritten(unwritten, batch - first)
                     finished[batch] = self._assemble(outputs)
                     if not exhausted:
                         break  # there is room in the pipeline: fill it before waiting
@@ -385,6 +396,18 @@ class Runner:
         if self._closed:
             raise RunnerError(_CLOSED_IN_USE)
         return made
+
+    def _check_unwritten(self, inputs: Unwritten, batch: int) -> None:
+        """Raises: InputError, naming the input that was written to while devices read it."""
+        if (i := inputs.first_written()) is None:
+            return
+        leaves = zip(self._program.leaf_names, self._program.example_leaves, strict=True)
+        names = [name for name, example in leaves if isinstance(example, Tensor)]
+        raise InputError(
+            f"input {names[i]!r} of micro-batch {batch} was written to before its outputs were "
+            "there, by the loader or by who takes the outputs: give each micro-batch tensors of "
+            "its own (x.clone())"
+        )
 
     def _check_whole(self, count: int) -> None:
         """Devices that follow a schedule would wait for micro-batches that do not come."""
@@ -473,7 +496,11 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            return
+            if [*map(Tensor.data_ptr, self._shared)] == self._places:
+                return
+            self.stop()  # they would read the memory that their parameters had
+            self.loaded.clear()
+            self._copies = weights.Copies()
         self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
         self._streamed.clear()
@@ -489,6 +516,10 @@ class Runner:
         # hold the runner itself, or it would never be collected.
         self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
         self.workers = workers
+        params = self._program.params
+        loaded = () if self._program.gradients else self.loaded.items()  # what is trained stays
+        self._shared = [params[p] for (_, p), x in loaded if x.data_ptr() == params[p].data_ptr()]
+        self._places = [*map(Tensor.data_ptr, self._shared)]
         for d in self._used:
             workers[d].start()
         self._copies.keep(self._program)
@@ -499,7 +530,7 @@ class Runner:
 
     def _worker(self, phases: Sequence[Share], device: Device) -> Worker:
         """The worker of a device, not started yet, and its share in each phase."""
-        d, ops = phases[0].device, sorted({op for share in phases for op in share.ops})
+        d, ops = phases[0].device, {op for share in phases for op in share.ops}
         # A device that is not used may be one that can only be simulated.
         backend = backend_for(device) if ops else CpuBackend(device)
         away = [
@@ -519,6 +550,7 @@ class Runner:
             fuse = False
         marks: list[Any] | None = [] if self._record else None
         clock = None if marks is None else (marks, backend.mark)
+        known = constants(self._program, ops, backend.torch_device)
         by_share: dict[int, tuple[Share, Compiled]] = {}
         for share, some in zip(phases, away, strict=True):
             if id(share) not in by_share:
@@ -527,16 +559,16 @@ class Runner:
                 # Operators of a graph end together: nothing tells when each of them did.
                 replay = fuse and clock is None and self.cuda_graphs and target.type == "cuda"
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
-                runs = pieces_of(self._program, runs) if replay else runs
+                runs = pieces_of(self._program, runs, known) if replay else runs
                 own = share if fuse else None
                 compiled = compile_runs(
-                    self._program, runs, own, params, gradients, target, clock, streamed
+                    self._program, runs, own, params, gradients, target, clock, streamed, known
                 )
                 whole = fused(share, runs) if fuse else share
                 if replay:
                     self._graphs.append(Graphs(target))
                     compiled = self._graphs[-1].of(
-                        self._program, runs, whole, compiled, frozenset(streamed)
+                        self._program, runs, whole, compiled, frozenset(streamed), known
                     )
                 by_share[id(share)] = whole, compiled
         worker = Worker(
@@ -592,6 +624,11 @@ class Runner:
         """The first operator of each run that is no CUDA graph, and why not."""
         names = self.graph.op_name
         return {names[n]: why for some in self._graphs for n, why in some.eager.items()}
+
+    @property
+    def num_graphs(self) -> int:
+        """How many runs of operators are CUDA graphs by now."""
+        return sum(some.captured for some in self._graphs)
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""

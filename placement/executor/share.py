@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from placement.executor.constants import with_constants
 from placement.graph import OpGraph
 from placement.program import Param, Program, Ref, leaves_of
 
@@ -228,6 +229,7 @@ def compile_runs(
     device: torch.device,
     marks: tuple[list[Any], Callable[[], Any]] | None = None,
     streamed: Mapping[int, Streamed] | None = None,
+    known: Mapping[int, Tensor] | None = None,
 ) -> Compiled:
     """A Python function per run of operators.
 
@@ -239,7 +241,8 @@ def compile_runs(
     ``device`` takes the place of every ``torch.device`` constant. What operators make that is the
     gradient of a parameter is added to ``gradients``; new values of buffers are written back.
     With ``marks``, a list and a clock, each operator adds its number and the time of its end.
-    Operators of ``streamed`` get their parameters from there.
+    Operators of ``streamed`` get their parameters from there. Tensors that are ``known`` are not
+    computed (see ``constants``).
     """
     written: dict[int, list[tuple[Tensor, Callable[..., Any]]]] = {}
     for p, t in program.gradients:
@@ -249,7 +252,7 @@ def compile_runs(
         if p in params:
             written.setdefault(t, []).append((params[p], torch._foreach_copy_))
     names: dict[str, Any] = {}
-    streamed = streamed or {}
+    streamed, known = streamed or {}, known or {}
     come: Sequence[int] = ()  # parameters of the operator that is written, by their place
     if marks is not None:
         names["marks"], names["mark"] = marks
@@ -290,14 +293,16 @@ def compile_runs(
         late: dict[Any, list[tuple[Tensor, int]]] = {}  # what is to be written
         drops: list[int] = []
         for op in run:
-            step, source = program.steps[op], streamed.get(op)
+            step, source = with_constants(program.steps[op], known), streamed.get(op)
             come = () if source is None else source.reads[op]
             arguments = [_source(x, leaf) for x in step.args]
             arguments += [f"{k}={_source(x, leaf)}" for k, x in step.kwargs.items()]
             call = f"{bind(quickest(step.target))}({', '.join(arguments)})"
             if source is not None:
                 call = f"{bind(source.own)}({call})"
-            if not step.outputs:
+            if step.outputs and known.keys() >= set(step.outputs):
+                body = [f"{name(t)} = {bind(known[t])}" for t in step.outputs]
+            elif not step.outputs:
                 body = [call]
             elif not step.multi:
                 body = [f"{name(step.outputs[0])} = {call}"]

@@ -265,20 +265,14 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
             if part.isdecimal():
                 lists.setdefault(".".join(parts[:i]), Counter())[int(part)] += 1
     lists = {k: v for k, v in lists.items() if sorted(v) == list(range(len(v))) and len(v) > 1}
-    chosen = (
-        layers if layers is not None else max(lists, key=lambda k: lists[k].total(), default="")
-    )
+    longest = max(lists, key=lambda k: lists[k].total(), default="")
+    chosen = longest if layers is None else layers
     if chosen not in lists:
-        raise ExportError(
-            f"{forward.plan.graph.name!r} has no list of layers"
-            + (f" {layers!r}" if layers is not None else "")
-            + "; "
-            + (
-                f"there are {_some(sorted(lists))}: layers=NAME"
-                if lists
-                else "torch_pipelining and huggingface place any modules"
-            )
-        )
+        wanted = "" if layers is None else f" {layers!r}"
+        others = "torch_pipelining and huggingface place any modules"
+        if lists:
+            others = f"there are {_some(sorted(lists))}: layers=NAME"
+        raise ExportError(f"{forward.plan.graph.name!r} has no list of layers{wanted}; {others}")
     dots = chosen.count(".") + 1 if chosen else 0
 
     def layer(path: str) -> int | None:
@@ -287,12 +281,10 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         return int(part) if part.isdecimal() else None
 
     inside = [layer(path) for path in forward.module]
-    runs = [x for x in inside if x is not None]
-    if runs != sorted(runs):
+    runs = [(i, x) for i, x in enumerate(inside) if x is not None]
+    if [x for _, x in runs] != sorted(x for _, x in runs):
         raise ExportError(f"the layers of {chosen!r} do not run one after the other")
-    first = next(i for i, x in enumerate(inside) if x is not None)
-    last = max(i for i, x in enumerate(inside) if x is not None)
-    num_layers = len(lists[chosen])
+    first, last, num_layers = runs[0][0], runs[-1][0], len(lists[chosen])
     unit = [
         x + 1 if x is not None else 0 if i < first else num_layers + 1 if i > last else -1
         for i, x in enumerate(inside)

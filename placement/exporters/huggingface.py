@@ -16,6 +16,12 @@ from placement.problem import Problem
 
 INPUT = "(input)"  # the place of the model's inputs, which no module has as its path
 Places = frozenset[str]
+_OTHER_NAMES = {  # files of which a map of the model of transformers cannot be told
+    "gguf": "a GGUF file, whose tensors have names of their own: plan its config.json, or export "
+    "with --to llama_cpp",
+    "text_config": "the text model inside a larger one, whose other modules it does not know: plan "
+    "its text_config as a config.json of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,10 @@ class Huggingface:
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        if served_format(plan) == "gguf":
-            raise ExportError(
-                f"the plan of {plan.graph.name!r} is of a GGUF file, whose tensors have names of "
-                "their own: plan its config.json, or export with --to llama_cpp"
-            )
-        if served_format(plan) == "text_config":
-            raise ExportError(
-                f"the plan of {plan.graph.name!r} is of the text model inside a larger one, whose "
-                "other modules it does not know: plan its text_config as a config.json of its own"
-            )
-        if served_format(plan) == "config.json":
+        form = served_format(plan)
+        if form in _OTHER_NAMES:
+            raise ExportError(f"the plan of {plan.graph.name!r} is of {_OTHER_NAMES[form]}")
+        if form is not None:
             plan = _with_parameters(plan)
         forward = Forward.of(plan, problem)
         if not plan.graph.parameters:
@@ -75,7 +74,7 @@ class Huggingface:
         here = {name: "cpu" if kinds[name] == "cpu" else name for name in entries.values()}
         text = json.dumps({path: here[name] for path, name in entries.items()}, indent=1)
         files = {"": text + "\n"}
-        if served_format(plan) is not None:
+        if form is not None:
             limits = {here[d]: plan.limits.memory_bytes[d] for d in entries.values()}
             room = {name.removeprefix("cuda:"): size for name, size in limits.items()}
             files[".max_memory.json"] = json.dumps(room, indent=1) + "\n"

@@ -58,16 +58,15 @@ class LlamaCpp:
             ]
         # A part of a layer that is apart is a unit of its own, behind the others.
         key = list(zip(unit, apart, strict=True))
-        number = {k: i for i, k in enumerate(dict.fromkeys(key))}
-        count: list[Counter[str]] = [Counter() for _ in number]
+        count: dict[tuple[int, str | None], Counter[str]] = {}
         for k, name in zip(key, forward.device, strict=True):
-            count[number[k]][host[0] if name in host else name] += 1
-        on = {k: count[i].most_common(1)[0][0] for k, i in number.items()}
+            count.setdefault(k, Counter())[host[0] if name in host else name] += 1
+        on = {k: devices.most_common(1)[0][0] for k, devices in count.items()}
         whole = [on[k] for k in key]
         if whole != list(forward.device):
-            placed = {i: on[k] for k, i in number.items()}
-            few = [number[k] for k in key]
-            whole = forward.nearest(few, placed, used - set(host[1:]))
+            number = {k: i for i, k in enumerate(on)}
+            placed = dict(enumerate(on.values()))
+            whole = forward.nearest([number[k] for k in key], placed, used - set(host[1:]))
         forward.require(whole, "-ot", "a layer is whole, and llama.cpp has one CPU device")
         text = _rules(on, num_layers, backends)
         files = {"": ",".join(text) + "\n"}
@@ -108,7 +107,15 @@ class Backends:
             if d.name.startswith(f"{node}/")
         ]
 
-    def _name(self, device: str) -> tuple[str, str]:
+    def buffer(self, device: str) -> str:
+        """Its buffer type.
+
+        Raises:
+            ExportError: none is known.
+        """
+        return self.names(device)[1]
+
+    def names(self, device: str) -> tuple[str, str]:
         """The device as ``-dev`` has it, and its buffer type."""
         kind = self.kinds[device]
         if kind == "cpu" and device not in self.remote:
@@ -125,18 +132,6 @@ class Backends:
             "(kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ... (likewise rocm, metal, "
             "vulkan), or those of a server, rpc=NODE=HOST:PORT"
         )
-
-    def buffer(self, device: str) -> str:
-        """Its buffer type.
-
-        Raises:
-            ExportError: none is known.
-        """
-        return self._name(device)[1]
-
-    def device(self, device: str) -> str:
-        """As ``-dev`` has it."""
-        return self._name(device)[0]
 
 
 def _rules(on: dict[tuple[int, str | None], str], num_layers: int, backends: Backends) -> list[str]:
@@ -179,6 +174,6 @@ def _arguments(
     if backends.endpoints:  # first: options are read in order, and -dev names its devices
         words.insert(0, f"--rpc {','.join(backends.endpoints.values())}")
     if on_gpus:
-        words.append(f"-dev {','.join(backends.device(d) for d, _ in on_gpus)}")
+        words.append(f"-dev {','.join(backends.names(d)[0] for d, _ in on_gpus)}")
         words.append(f"-ts {','.join(str(n) for _, n in on_gpus)}")
     return " ".join(words) + "\n", missing

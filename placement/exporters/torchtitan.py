@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from placement.exporters import Exported
 from placement.exporters._modules import Forward, actions, layer_units, served_format
@@ -39,34 +40,22 @@ class Torchtitan:
             "pipeline_parallel_degree": len(ranks),
             "pipeline_parallel_schedule": "1F1B" if len(ranks) == len(parts) else "Interleaved1F1B",
         }
-        files = {"": ""}
+        files = {}
         note = f"fields of ParallelismConfig; ranks are {', '.join(ranks)}"
         if plan.order is not None and plan.graph.mode == "training":
             rows = actions(forward, unit, parts)
             files[".csv"] = "\n".join(",".join(row) for row in rows) + "\n"
             config["pipeline_parallel_schedule"] = "_PipelineScheduleRuntime"
             note += "; pipeline_parallel_schedule_csv is the path of the .csv"
-        files[""] = json.dumps(config, indent=1) + "\n"
-        return Exported(files, note)
+        return Exported({"": json.dumps(config, indent=1) + "\n", **files}, note)
 
 
 def _own_names(forward: Forward) -> list[str]:
     """Modules of torchtitan's models for those of a decoder."""
     _, unit, num_layers = layer_units(forward, None)
-    behind = {
-        i: name
-        for i, name in zip(
-            (i for i, u in enumerate(unit) if u > num_layers), ("norm", "lm_head"), strict=False
-        )
-    }
-    return [
-        "tok_embeddings"
-        if u == 0
-        else behind.get(i, "lm_head")
-        if u > num_layers
-        else f"layers.{u - 1}"
-        for i, u in enumerate(unit)
-    ]
+    names = {0: "tok_embeddings"} | {u: f"layers.{u - 1}" for u in range(1, num_layers + 1)}
+    behind = chain(["norm"], repeat("lm_head"))
+    return [names[u] if u <= num_layers else next(behind) for u in unit]
 
 
 def _kept_whole(path: str, modules: tuple[str, ...]) -> str:

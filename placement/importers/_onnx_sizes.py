@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any, NamedTuple
@@ -220,13 +221,6 @@ class Scope:
         return stored(kind.tensor_type.elem_type, shape, name, where)
 
 
-def _copy(message: Any) -> Any:
-    """Of a protobuf message."""
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy
-
-
 def _sizes(kind: Any) -> list[int | None] | None:
     """Of a ``TypeProto``: None where there is no shape, or no size on an axis."""
     if kind is None or not kind.tensor_type.HasField("shape"):
@@ -305,7 +299,7 @@ class Sizes:
 
     def _of_input(self, value: Any) -> Any:
         """The type of an input of the model, sizes from ``dims`` filled in."""
-        kind = _copy(value.type)
+        kind = deepcopy(value.type)
         for axis, dim in enumerate(kind.tensor_type.shape.dim):
             if dim.dim_param in _NAMELESS and dim.dim_value <= 0:
                 dim.Clear()
@@ -341,7 +335,7 @@ class Sizes:
             kind = declaration
         if kind is None:
             return
-        kind = _copy(kind)
+        kind = deepcopy(kind)
         for axis, dim in enumerate(kind.tensor_type.shape.dim):
             keys = [f"{name}.{axis}"]
             if not dim.HasField("dim_value"):
@@ -439,7 +433,7 @@ class Sizes:
 
         if node.domain not in ("", "ai.onnx"):
             return [None] * len(node.output)
-        node, extra = _copy(node), {}
+        node, extra = deepcopy(node), {}
         if node.op_type == "Reshape":
             shape = np.array(attribute(node, "shape", []), np.int64)
             node.input.append("shape of " + node.output[0])
@@ -630,16 +624,15 @@ def _written(node: Any, like: Standard) -> Any:
     name = _RENAMED.get(like.op_type, like.op_type)
     if name == node.op_type and node.domain not in ("ai.onnx", "com.microsoft"):
         return node
-    written = _copy(node)
+    written = deepcopy(node)
     written.op_type, written.domain = name, ""
     if node.domain == "com.microsoft":
         from onnx import defs
 
         schema = defs.get_schema(name)
         inputs = [node.input[i] for i in like.inputs if i < len(node.input)]
-        if (
-            like.typed_as is not None
-        ):  # by position: one tensor may be two inputs, of which one turned
+        if like.typed_as is not None:
+            # By position: one tensor may be two inputs, of which one turned.
             inputs = [str(i) if x else "" for i, x in enumerate(inputs)]
         written.ClearField("input")
         written.input.extend(inputs)

@@ -1,10 +1,14 @@
-"""What the importers share: checked fields, and operators put in topological order."""
+"""What the importers share: checked fields, and operators put in topological order.
+
+All of them raise ``FormatError`` for what cannot be; the message names the file.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +21,16 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.tools.files import short
 
+_MOST_ENTRIES = 2**23  # times of tensors between devices, or of operators on them
+_MOST_JOINED = 512  # devices whose every pair is a link of its own
+
 
 class FormatError(ValueError):
     """The file is not what its format allows; the message names file, field and node."""
 
 
 def field(record: Any, name: str, where: str) -> Any:
-    """``record[name]``.
-
-    Raises:
-        FormatError: ``record`` is not an object, or has no such field.
-    """
+    """``record[name]``."""
     if not isinstance(record, dict):
         raise FormatError(f"{where}: expected an object, found {short(record)}")
     if name not in record:
@@ -36,11 +39,7 @@ def field(record: Any, name: str, where: str) -> Any:
 
 
 def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
-    """The lists ``nodes`` and ``edges`` of a file.
-
-    Raises:
-        FormatError: one is absent or no list, or there are no nodes.
-    """
+    """The lists ``nodes`` and ``edges`` of a file."""
     nodes, edges = field(data, "nodes", path), field(data, "edges", path)
     if not isinstance(nodes, list) or not isinstance(edges, list) or not nodes:
         raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
@@ -48,11 +47,7 @@ def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
 
 
 def number(value: Any, what: str, low: float = 0.0) -> float:
-    """``value`` as a finite float of at least ``low``; ``what`` names file, node and field.
-
-    Raises:
-        FormatError: it is none.
-    """
+    """``value`` as a finite float of at least ``low``; ``what`` names file, node and field."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise FormatError(f"{what} = {short(value)} is not a number")
     parsed = float(value)
@@ -62,17 +57,23 @@ def number(value: Any, what: str, low: float = 0.0) -> float:
 
 
 def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
-    """``value`` as an int from ``low`` to ``most``.
-
-    Raises:
-        FormatError: it is none.
-    """
+    """``value`` as an int from ``low`` to ``most``."""
     parsed = number(value, what, low)
     if parsed != int(parsed):
         raise FormatError(f"{what} = {value} must be a whole number")
     if int(value) > most:  # as a float, a large one would be another
         raise FormatError(f"{what} = {short(value)} is too large: at most {most} is possible")
     return int(value)
+
+
+def number_of(record: Any, name: str, where: str) -> float:
+    """A field that is a number; ``where`` names file and node."""
+    return number(field(record, name, where), f"{where}: {name}")
+
+
+def whole_of(record: Any, name: str, where: str, low: int = 0, most: int = 2**63 - 1) -> int:
+    """A field that is a whole number."""
+    return whole(field(record, name, where), f"{where}: {name}", low, most)
 
 
 def numbered(text: str) -> Iterator[tuple[int, list[str]]]:
@@ -84,7 +85,7 @@ def numbered(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def check_table(path: str, num_tensors: int, num_devices: int) -> None:
-    """Raise ``FormatError`` where a time for each tensor and pair of devices would fill memory.
+    """Raise where a time for each tensor and pair of devices would fill memory.
 
     To be asked before anything as large as the number of devices, which may be only a word of a
     file, is made.
@@ -97,37 +98,28 @@ def check_table(path: str, num_tensors: int, num_devices: int) -> None:
         )
 
 
-_MOST_ENTRIES = 2**23
-_MOST_JOINED = 512  # devices whose every pair is a link of its own
-
-
 def equal_devices(
     path: str, name: str, kind: str, devices: int, bandwidth: float, memory: int = 2**63 - 1
 ) -> Cluster:
-    """``devices`` alike, ``KIND:0..``, every pair joined both ways by ``bandwidth`` bytes per s.
-
-    Raises:
-        FormatError: so many or so little cannot be; the message has the numbers.
-    """
+    """``devices`` alike, ``KIND:0..``, every pair joined both ways by ``bandwidth`` bytes per s."""
     if not 1 <= devices <= _MOST_JOINED or not bandwidth > 0 or memory < 1:
         raise FormatError(
             f"{path}: devices = {devices} must be from 1 to {_MOST_JOINED}, bandwidth = "
             f"{bandwidth} bytes per second and memory = {memory} bytes must be positive"
         )
-    parts = tuple(Device(f"{kind}:{i}", kind, memory_bytes=int(memory)) for i in range(devices))
-    ends = [x.name for x in parts]
-    joins = (
-        Link(a, b, bandwidth_bytes_per_s=float(bandwidth)) for a in ends for b in ends if a != b
-    )
-    return Cluster(name, parts, tuple(joins))
+    parts = [Device(f"{kind}:{i}", kind, memory_bytes=int(memory)) for i in range(devices)]
+    return all_joined(name, parts, float(bandwidth))
+
+
+def all_joined(name: str, devices: Sequence[Device], bandwidth: float) -> Cluster:
+    """Devices whose every pair is joined both ways by ``bandwidth`` bytes per second."""
+    pairs = permutations([x.name for x in devices], 2)
+    links = tuple(Link(a, b, bandwidth_bytes_per_s=bandwidth) for a, b in pairs)
+    return Cluster(name, tuple(devices), links)
 
 
 def named_devices(path: str, name: str, kind: str, devices: int, operators: int) -> Cluster:
-    """``devices`` called ``KIND:0..`` between which nothing takes time.
-
-    Raises:
-        FormatError: so many cannot be, or not with so many operators; the message has the numbers.
-    """
+    """``devices`` called ``KIND:0..`` between which nothing takes time."""
     if not 1 <= devices <= MOST_DEVICES or devices * operators > _MOST_ENTRIES:
         raise FormatError(
             f"{path}: devices = {devices} must be from 1 to {MOST_DEVICES}, and with {operators} "
@@ -154,11 +146,7 @@ class Tasks:
 
 
 def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | None) -> Problem:
-    """The problem of ``tasks``, by default for ``latency``.
-
-    Raises:
-        FormatError: the pairs have a cycle, or a number is out of range.
-    """
+    """The problem of ``tasks``, by default for ``latency``."""
     order, position = topological(tasks.names, sorted(set(tasks.pairs)), path)
     joined = {(u, v) for u, _, users in tasks.tensors for v in users}
     bare: dict[int, list[int]] = {}
@@ -200,9 +188,6 @@ def problem_of(
     profile's provenance has it as ``file_order``.
     ``facts`` are more of the profile's provenance, ``costs`` more of its fields; ``settings`` are
     the problem's.
-
-    Raises:
-        FormatError: it is none; the message names the file.
     """
     moved = {} if list(order) == sorted(order) else {"file_order": list(order)}
     provenance = {"format": form, "file": Path(path).name, **moved, **(facts or {})}
@@ -219,11 +204,7 @@ def problem_of(
 def topological(
     names: Sequence[str], edges: Sequence[tuple[int, int]], path: str
 ) -> tuple[list[int], list[int]]:
-    """Nodes in topological order (first in the file first), and the position of each node.
-
-    Raises:
-        FormatError: the edges have a cycle; the message names it.
-    """
+    """Nodes in topological order (first in the file first), and the position of each node."""
     n, array = len(names), np.array(sorted(edges), np.int64).reshape(-1, 2)
     order = topological_order(array, n)
     if len(order) < n:

@@ -16,9 +16,11 @@ from placement.importers._read import (
     field,
     nodes_and_edges,
     number,
+    number_of,
     problem_of,
     topological,
     whole,
+    whole_of,
 )
 from placement.problem import Problem
 from placement.tools.files import short
@@ -50,9 +52,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     Raises:
         FormatError: naming the file, the field and the node.
     """
-    num_acc = whole(field(data, "maxFPGAs", path), f"{path}: maxFPGAs")
-    num_cpus = whole(field(data, "maxCPUs", path), f"{path}: maxCPUs")
-    memory = number(field(data, "maxSizePerFPGA", path), f"{path}: maxSizePerFPGA")
+    num_acc, num_cpus = (whole_of(data, name, path) for name in ("maxFPGAs", "maxCPUs"))
+    memory = number_of(data, "maxSizePerFPGA", path)
     if num_acc + num_cpus == 0:
         raise FormatError(f"{path}: maxFPGAs and maxCPUs are both 0: there is no device")
     if num_acc and memory < 1:
@@ -122,8 +123,7 @@ class _Node(NamedTuple):
 
 
 def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
-    cpu_s = number(field(record, "cpuLatency", where), f"{where}: cpuLatency") / 1e3
-    acc_s = number(field(record, "fpgaLatency", where), f"{where}: fpgaLatency") / 1e3
+    cpu_s, acc_s = (number_of(record, x, where) / 1e3 for x in ("cpuLatency", "fpgaLatency"))
     if not _flag(record, "supportedOnFpga", where):
         if num_cpus == 0:
             raise FormatError(f"{where}: supportedOnFpga is false, but maxCPUs is 0")
@@ -153,7 +153,7 @@ def _joined(
                 )
             ends.append(at[key])
         where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
-        edge_cost = number(field(edge, "cost", where), f"{where}: cost")
+        edge_cost = number_of(edge, "cost", where)
         first = cost.setdefault(ends[0], edge_cost)
         if abs(first - edge_cost) > _COST_TOLERANCE:
             raise FormatError(

@@ -18,19 +18,8 @@ from placement.importers._read import FormatError
 from placement.importers.decoder import MOST_EXPERTS, MOST_LAYERS, MOST_SIZE, Decoder, Part
 
 MAGIC = b"GGUF"
-_FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# By type of a value: how ``struct`` reads it.
+_FORMATS = {**dict(enumerate("BbHhIif?")), **dict(enumerate("Qqd", start=10))}
 _STRING, _ARRAY = 8, 9
 _MOST_TEXT, _MOST_ITEMS, _MOST_TENSORS, _MOST_NUMBERS = 2**24, 2**24, 2**20, 2**16
 # Elements of a block and its bytes, by type of a tensor (GGML_QUANT_SIZES).
@@ -106,7 +95,7 @@ class _Bytes:
     """Little-endian values, one after another."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
-        self.file, self.path, self.order = file, path, "<"
+        self.file, self.path = file, path
 
     def take(self, size: int) -> bytes:
         at = self.file.tell()
@@ -119,7 +108,7 @@ class _Bytes:
         return data
 
     def number(self, form: str) -> Any:
-        return struct.unpack(self.order + form, self.take(struct.calcsize(self.order + form)))[0]
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
 
     def count(self, what: str, most: int) -> int:
         total: int = self.number("Q")
@@ -141,10 +130,9 @@ class _Bytes:
         inner = self.number("I")
         length = self.count(f"items of {key[:60]!r}", _MOST_ITEMS)
         if inner in _FORMATS:
-            form = _FORMATS[inner]
-            data = self.take(length * struct.calcsize("<" + form))
-            few = length <= _MOST_NUMBERS
-            return list(struct.unpack(f"{self.order}{length}{form}", data)) if few else None
+            form = f"<{length}{_FORMATS[inner]}"
+            data = self.take(struct.calcsize(form))
+            return list(struct.unpack(form, data)) if length <= _MOST_NUMBERS else None
         if inner != _STRING:
             raise FormatError(f"{self.path}: damaged GGUF header: {key[:60]!r} lists type {inner}")
         for _ in range(length):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placement.importers._read import FormatError, whole
-from placement.importers.decoder import MOST_EXPERTS, MOST_LAYERS, Decoder, Part
+from placement.importers.decoder import CLASSES, MOST_EXPERTS, MOST_LAYERS, Decoder, Part
 from placement.tools.files import short
 
 _NORMED = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}  # of queries and keys, all heads
@@ -149,6 +149,8 @@ class _Config:
 
     def __init__(self, data: Mapping[str, Any], path: str, family: Family, kind: str) -> None:
         self.data, self.path, self.family, self.kind = data, path, family, kind
+        settings = data.get("quantization_config")
+        self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         self.hidden = self.size("hidden_size", "n_embed", "n_embd", "d_model")
         most = self.number("num_hidden_layers", "n_layer", "n_layers", "num_layers", low=1)
         if most > MOST_LAYERS:
@@ -245,7 +247,7 @@ class _Config:
         if settings is None:
             return _BITS[self.dtype]
         where = f"{self.path}: quantization_config"
-        known = settings if isinstance(settings, dict) else {}
+        known = self.settings
         method = known.get("quant_method")
         method = method if isinstance(method, str) else ""
         if method == "compressed-tensors":
@@ -273,18 +275,14 @@ class _Config:
 
     def _bits(self, module: str) -> float:
         """Of a weight of a module's matrix: as they all have, or those that are left alone."""
-        settings = self.data.get("quantization_config")
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
-        if method == "mxfp4" and ".experts." not in module:
+        if self.settings.get("quant_method") == "mxfp4" and ".experts." not in module:
             return _BITS[self.dtype]  # transformers quantises experts alone
         plain = any(all(piece in module for piece in pieces) for pieces in self.left_alone)
         return _BITS[self.dtype] if plain else self.bits
 
     def _left_alone(self) -> list[list[str]]:
         """Of each pattern of modules that are not quantised what a name of one has in it."""
-        settings = self.data.get("quantization_config")
-        named = [settings.get(name) for name in _ALONE] if isinstance(settings, dict) else []
-        lists = [x for x in named if isinstance(x, list)]
+        lists = [x for x in map(self.settings.get, _ALONE) if isinstance(x, list)]
         patterns = [str(x).replace("language_model.", "") for names in lists for x in names]
         split = [
             [piece.strip(".\\") for piece in pattern.removeprefix("re:").split("*")]
@@ -312,8 +310,8 @@ class _Config:
         size = _BITS[self.dtype] / 8
 
         def plain(module: str, kind: str, count: int, numel: float = 0.0) -> Part:
-            layer, weights = -1 if kind == "embedding" else -2, {f"{module}.weight": count * size}
-            return Part(module, kind, module, layer, {k: int(v) for k, v in weights.items()}, numel)
+            layer = -1 if kind == "embedding" else -2
+            return Part(module, kind, module, layer, {f"{module}.weight": int(count * size)}, numel)
 
         if self.kind == "opt":  # small ones embed in fewer numbers, and project these
             inner = self.size("word_embed_proj_dim", default=hidden)
@@ -358,32 +356,30 @@ class _Config:
             qk = 4 * self.head_dim
         elif self.kind == "gemma3_text":
             qk = 2 * self.head_dim
+
+        def part(name: str, module: str, matrices: int, others: int, **more: Any) -> Part:
+            """``matrices`` have the bits of a ``module``; ``others`` are never quantised."""
+            size = matrices * self._bits(f"{path}.{module}") / 8 + others * plain
+            kind = name if name in CLASSES else "feed_forward"
+            more = {"numel": float(matrices)} | more
+            return Part(f"{path}.{name}", kind, path, i, {f"{path}.{name}": int(size)}, **more)
+
         matrices, biases, kv, width = self._attention()
-        size = matrices * self._bits(f"{path}.self_attn.q_proj") / 8 + (biases + norms + qk) * plain
-        yield Part(
-            f"{path}.attention", "attention", path, i, {f"{path}.attention": int(size)},
-            float(matrices), 1.0, kv, self._window(i), float(width),
-        )  # fmt: skip
+        held = {"kv_bytes": kv, "window": self._window(i), "width": float(width)}
+        yield part("attention", "self_attn.q_proj", matrices, biases + norms + qk, **held)
         one = (3 if self.family.gated else 2) * hidden
         bias = self.inner * (2 if self.family.gated else 1) + hidden if self.bias("m") else 0
         if not self._is_sparse(i):
-            matrices = one * self.inner
-            size = matrices * self._bits(f"{path}.mlp.up_proj") / 8 + bias * plain
-            weights = {f"{path}.feed_forward": int(size)}
-            yield Part(f"{path}.feed_forward", "feed_forward", path, i, weights, float(matrices))
+            yield part("feed_forward", "mlp.up_proj", one * self.inner, bias)
             return
         shared, gate = self._shared_width() * one, self.num_experts * hidden
         if self.kind == "qwen2_moe":
             gate += hidden
         experts = self.num_experts * one * self.expert_width
         bias = self.num_experts * (2 * self.expert_width + hidden + 1) if self.bias("m") else 0
-        size = shared * self._bits(f"{path}.mlp.shared_experts.up_proj") / 8 + gate * plain
-        weights = {f"{path}.router": int(size)}
-        yield Part(f"{path}.router", "feed_forward", path, i, weights, float(shared + gate))
-        size = experts * self._bits(f"{path}.mlp.experts.0.up_proj") / 8 + bias * plain
-        weights = {f"{path}.experts": int(size)}
-        used = self.chosen / self.num_experts
-        yield Part(f"{path}.experts", "experts", path, i, weights, float(experts), used)
+        numel, used = float(shared + gate), self.chosen / self.num_experts
+        yield part("router", "mlp.shared_experts.up_proj", shared, gate, numel=numel)
+        yield part("experts", "mlp.experts.0.up_proj", experts, bias, used=used)
 
     def _attention(self) -> tuple[int, int, int, float]:
         """Numbers of the matrices and of their biases, bytes of a token kept, and its width."""
@@ -415,17 +411,8 @@ class _Config:
                     "are known, full or sliding"
                 )
             return window if local else None
-        every = {
-            "gemma2": 2,
-            "cohere2": 4,
-            "exaone4": 4,
-            "olmo3": 4,
-            "gemma3_text": 6,
-            "gpt_oss": 2,
-            "llama4_text": 4,
-        }
-        if self.kind in every:
-            step = self.number("sliding_window_pattern", default=every[self.kind], low=1)
+        if self.kind in _GLOBAL_EVERY:
+            step = self.size("sliding_window_pattern", default=_GLOBAL_EVERY[self.kind])
             return window if (i + 1) % step else None
         if self.kind == "gpt_neo":
             return (window or 256) if i % 2 else None
@@ -470,6 +457,9 @@ _BIASES = (
     ("bias", "qom", ("falcon",)),
 )  # fmt: skip
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+# Types of which every so manieth layer looks back without end, the others over a window.
+_GLOBAL_EVERY = {"gemma2": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gemma3_text": 6,
+                 "gpt_oss": 2, "llama4_text": 4}  # fmt: skip
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe",
            "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2", "ernie4_5_moe",
            "dots1", "solar_open", "llama4_text")  # fmt: skip

@@ -18,7 +18,7 @@ from placement.importers._read import (
     number,
     problem_of,
     topological,
-    whole,
+    whole_of,
 )
 from placement.problem import Problem
 from placement.tools.files import short
@@ -40,7 +40,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     Raises:
         FormatError: naming the file, the field and the node.
     """
-    num_devices = whole(field(data, "num_devices", path), f"{path}: num_devices", 1)
+    num_devices = whole_of(data, "num_devices", path, 1)
     records, edges = nodes_and_edges(data, path)
     check_table(path, len(edges), num_devices)
     at: dict[Any, int] = {}

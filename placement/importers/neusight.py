@@ -16,9 +16,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Device
 from placement.graph import MOST_BYTES
-from placement.importers._read import FormatError, Tasks, equal_devices, number, task_problem
+from placement.importers._read import (
+    FormatError,
+    Tasks,
+    all_joined,
+    equal_devices,
+    number,
+    task_problem,
+)
 from placement.problem import Problem
 
 MS = ("fw_latency", "bw_latency", "acc_latency")
@@ -68,10 +75,8 @@ def joined(paths: Sequence[str | Path], bandwidth: float = float("inf")) -> Prob
             raise FormatError(
                 f"{path}: its operators, or their inputs, are not those of {paths[0]}"
             )
-    names = [Path(path).parent.name for path in paths]
-    parts = tuple(Device(name, "gpu") for name in names)
-    links = (Link(a, b, bandwidth_bytes_per_s=bandwidth) for a in names for b in names if a != b)
-    cluster = Cluster("neusight", parts, tuple(links))
+    gpus = [Device(Path(path).parent.name, "gpu") for path in paths]
+    cluster = all_joined("neusight", gpus, bandwidth)
     seconds = np.concatenate([tasks.seconds for tasks in every], axis=1)
     return task_problem(str(paths[0]), replace(first, seconds=seconds), cluster, None)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -36,15 +36,17 @@ from pydantic import (
     create_model,
 )
 
-from placement.cluster import Cluster, ClusterError, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link, changed_fields
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError
 from placement.objective import ObjectiveName
 from placement.problem import MOST_PHASES, Problem, ProblemError, ReadyOrder
-from placement.profile import Profile, ProfileError
+from placement.profile import ARRAYS, Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
 
 VERSION = 1
+_SIZES = ("num_microbatches", "max_in_flight")  # of a problem; they are always written
+_SETTINGS = ("contention", "ready_order", "second_j", "max_phases")  # where they are not usual
 
 
 def _number(value: Any) -> Any:
@@ -214,59 +216,61 @@ def _document(problem: Problem) -> dict[str, Any]:
     for op, param in zip(g.param_use_op.tolist(), g.param_use.tolist(), strict=True):
         params[op].append(param)
     columns = {
-        name: _numbers(getattr(profile, name), name)
-        for name in ("compute_s", "spread_s", "loaded_s", "transfer_s", "io_s")
-        if getattr(profile, name) is not None
+        name: _numbers(table, name)
+        for name in ARRAYS
+        if (table := getattr(profile, name)) is not None
     }
-    operators = []
-    for n, name in enumerate(g.op_name):
-        record: dict[str, Any] = {"name": name}
-        record |= {} if g.op_kind[n] == "op" else {"kind": g.op_kind[n]}
-        record |= {"module": g.op_module[n]} if g.op_module[n] else {}
-        record |= {} if g.op_signature[n] == "op" else {"signature": g.op_signature[n]}
-        record |= {"group": int(g.group[n])} if group_size[g.group[n]] > 1 else {}
-        record |= {"backward": True} if g.is_backward[n] else {}
-        record |= {"params": params[n]} if params[n] else {}
-        record["compute_s"] = columns["compute_s"][n]
-        record |= {"spread_s": columns["spread_s"][n]} if profile.spread_s[n].any() else {}
-        record |= {"loaded_s": columns["loaded_s"][n]} if "loaded_s" in columns else {}
-        if profile.workspace_bytes is not None:
-            record["workspace_bytes"] = int(profile.workspace_bytes[n])
-        if profile.predicted is not None:
-            record["predicted"] = profile.predicted[n].tolist()
-        operators.append(record)
-    tensors = []
-    for t, src in enumerate(g.tensor_src.tolist()):
-        record = {"producer": None if src < 0 else g.op_name[src], "bytes": int(g.tensor_bytes[t])}
-        users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
-        record |= {"consumers": [g.op_name[n] for n in users]} if len(users) else {}
-        record |= {} if g.tensor_root[t] == t else {"memory_of": int(g.tensor_root[t])}
-        record |= {k: columns[k][t] for k in ("transfer_s", "io_s") if k in columns}
-        tensors.append(record)
+
+    def row(name: str, n: int) -> Any:
+        return columns[name][n] if name in columns else None
+
+    operators = [
+        _changed(
+            OperatorRecord,
+            name=name,
+            kind=g.op_kind[n],
+            module=g.op_module[n],
+            signature=g.op_signature[n],
+            group=int(g.group[n]) if group_size[g.group[n]] > 1 else None,
+            backward=bool(g.is_backward[n]),
+            params=tuple(params[n]),
+            compute_s=row("compute_s", n),
+            spread_s=row("spread_s", n) if profile.spread_s[n].any() else None,
+            loaded_s=row("loaded_s", n),
+            workspace_bytes=row("workspace_bytes", n),
+            predicted=row("predicted", n),
+        )
+        for n, name in enumerate(g.op_name)
+    ]
+    tensors = [
+        _changed(
+            TensorRecord,
+            producer=None if src < 0 else g.op_name[src],
+            bytes=int(g.tensor_bytes[t]),
+            consumers=tuple(g.op_name[n] for n in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]),
+            memory_of=None if g.tensor_root[t] == t else int(g.tensor_root[t]),
+            transfer_s=row("transfer_s", t),
+            io_s=row("io_s", t),
+        )
+        for t, src in enumerate(g.tensor_src.tolist())
+    ]
+    links = None if profile.links == cluster.links else [*map(_written, profile.links)]
     return {
         "problem_version": VERSION,
         "model": g.name,
         "objective": problem.objective,
-        "num_microbatches": problem.num_microbatches,
-        "max_in_flight": problem.max_in_flight,
-        **({} if problem.contention else {"contention": False}),
-        **({} if problem.ready_order == "priority" else {"ready_order": problem.ready_order}),
-        **({"second_j": problem.second_j} if problem.second_j else {}),
-        **({"max_phases": problem.max_phases} if problem.max_phases > 1 else {}),
+        **{name: getattr(problem, name) for name in _SIZES},
+        **_changed(ProblemRecord, **{name: getattr(problem, name) for name in _SETTINGS}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
-        **({"batch_s": profile.batch_s} if profile.batch_s else {}),
+        **_changed(ProblemRecord, batch_s=profile.batch_s),
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
-            "devices": [_changed_fields(d) for d in cluster.devices],
-            "links": [_changed_fields(x) for x in cluster.links],
+            "devices": [_written(d) for d in cluster.devices],
+            "links": [_written(x) for x in cluster.links],
         },
-        **(
-            {}
-            if profile.links == cluster.links
-            else {"links": [_changed_fields(x) for x in profile.links]}
-        ),
+        **_changed(ProblemRecord, links=links),
         "param_bytes": g.param_bytes.tolist(),
         "outputs": g.output_tensor.tolist(),
         "operators": operators,
@@ -274,17 +278,17 @@ def _document(problem: Problem) -> dict[str, Any]:
     }
 
 
+def _changed(kind: type[BaseModel], /, **values: Any) -> dict[str, Any]:
+    """The values that are not the defaults of a record."""
+    return {k: v for k, v in values.items() if v != kind.model_fields[k].default}
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, default=str)
 
 
-def _changed_fields(item: Device | Link) -> dict[str, Any]:
-    """The fields that are not at their defaults."""
-    values = asdict(item)
-    defaults = {f.name: f.default for f in fields(item)}
-    return {
-        k: "inf" if v == np.inf else v for k, v in values.items() if v != defaults[k] or k == "name"
-    }
+def _written(item: Device | Link) -> dict[str, Any]:
+    return {k: "inf" if v == np.inf else v for k, v in changed_fields(item).items()}
 
 
 def _numbers(array: NDArray[np.float64], name: str) -> Any:
@@ -313,18 +317,9 @@ def _problem(record: ProblemRecord, objective: str | None) -> Problem:
     if record.links is not None:
         links = tuple(Link(**dict(x)) for x in record.links)
         Cluster(cluster.name, cluster.devices, links)  # checks their ends
-    return Problem(
-        graph,
-        cluster,
-        _profile(record, cluster, links),
-        objective=objective or record.objective,  # type: ignore[arg-type]
-        num_microbatches=record.num_microbatches,
-        max_in_flight=record.max_in_flight,
-        contention=record.contention,
-        ready_order=record.ready_order,
-        second_j=record.second_j,
-        max_phases=record.max_phases,
-    )
+    profile, goal = _profile(record, cluster, links), objective or record.objective
+    settings: dict[str, Any] = {name: getattr(record, name) for name in (*_SIZES, *_SETTINGS)}
+    return Problem(graph, cluster, profile, goal, **settings)  # type: ignore[arg-type]
 
 
 def _graph(record: ProblemRecord) -> OpGraph:

@@ -20,12 +20,13 @@ import numpy as np
 from placement.importers._read import (
     FormatError,
     Tasks,
-    field,
     named_devices,
     number,
+    number_of,
     numbered,
     task_problem,
     whole,
+    whole_of,
 )
 from placement.problem import Problem
 
@@ -104,20 +105,16 @@ def _json(data: Any, path: str) -> Found:
     options = []
     for i, record in enumerate(records):
         where = f"{path}: operations[{i}]"
-        op, machine = (
-            whole(field(record, key, where), f"{where}: {key}") for key in ("operation", "machine")
-        )
-        options.append(
-            (op, machine, number(field(record, "duration", where), f"{where}: duration"))
-        )
+        op, machine = (whole_of(record, key, where) for key in ("operation", "machine"))
+        options.append((op, machine, number_of(record, "duration", where)))
     known, pairs = {op for op, _, _ in options}, []
     for i, record in enumerate(precedences):
         where = f"{path}: precedences[{i}]"
-        ends = [whole(field(record, key, where), f"{where}: {key}") for key in ("before", "after")]
-        for end in ends:
+        before, after = (whole_of(record, key, where) for key in ("before", "after"))
+        for end in (before, after):
             if end not in known:
                 raise FormatError(f"{where}: there is no operation {end}")
-        pairs.append((ends[0], ends[1]))
+        pairs.append((before, after))
     return options, pairs
 
 
@@ -136,20 +133,16 @@ def _chains(jobs: Jobs) -> Found:
 
 def _records(data: Any, path: str) -> Jobs:
     """Jobs of records that say job, operation (0, 1, ... in each job), machine and duration."""
-    jobs, machines = (whole(data[key], f"{path}: {key}", 1) for key in ("jobs", "machines"))
+    jobs, machines = (whole_of(data, key, path, 1) for key in ("jobs", "machines"))
     found: dict[int, dict[int, tuple[int, float]]] = {}
     for where, record in _items(data["data"], f"{path}: data"):
-        job, op, machine = (
-            whole(field(record, key, where), f"{where}: {key}")
-            for key in ("job", "operation", "machine")
-        )
+        job, op, machine = (whole_of(record, k, where) for k in ("job", "operation", "machine"))
         if op in found.setdefault(job, {}) or machine >= machines:
             raise FormatError(
                 f"{where}: operation {op} of job {job} on machine {machine}: there are {machines} "
                 "machines, from 0, and an operation has one record"
             )
-        seconds = number(field(record, "duration", where), f"{where}: duration")
-        found[job][op] = machine, seconds
+        found[job][op] = machine, number_of(record, "duration", where)
     gap = next((k for k, ops in found.items() if k >= jobs or max(ops) >= len(ops)), None)
     if gap is not None or len(found) != jobs:
         which = f"job {gap}" if gap is not None else f"{len(found)} jobs"
@@ -183,8 +176,7 @@ def _nested(data: Any, path: str) -> Jobs:
     """Jobs as lists of operations, which are lists of ways; machines are numbered from 0."""
 
     def way(where: str, item: Any) -> tuple[int, float]:
-        machine = whole(field(item, "machine", where), f"{where}: machine")
-        return machine, number(field(item, "processing", where), f"{where}: processing")
+        return whole_of(item, "machine", where), number_of(item, "processing", where)
 
     return [
         [[way(*item) for item in _items(ways, at)] for at, ways in _items(job, where)]

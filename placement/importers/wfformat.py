@@ -13,9 +13,9 @@ from placement.importers._read import (
     Tasks,
     equal_devices,
     field,
-    number,
+    number_of,
     task_problem,
-    whole,
+    whole_of,
 )
 from placement.problem import Problem
 from placement.tools.files import short
@@ -53,16 +53,13 @@ def read(
         ran = _list(done, "tasks", f"{path}: execution")
         files = _list(said, "files", f"{path}: specification") if "files" in said else []
     else:  # before 1.5 a task had all of it
-        key = "tasks" if "tasks" in workflow else "jobs"
-        records = ran = _list(workflow, key, f"{path}: workflow")
+        records = ran = _list(workflow, _either("tasks", "jobs", workflow), f"{path}: workflow")
         files = []
     at: dict[str, int] = {}  # by id, or, as parents were told before 1.5, by name
     names: list[str] = []
     for i, task in enumerate(records):
         where = f"{path}: tasks[{i}]"
-        names.append(
-            _text(task, "id" if isinstance(task, dict) and "id" in task else "name", where)
-        )
+        names.append(_text(task, _either("id", "name", task), where))
         if names[-1] in at:
             raise FormatError(f"{where}: the id {short(names[-1])} is used twice")
         at[names[-1]] = i
@@ -73,8 +70,7 @@ def read(
     for i, task in enumerate(ran):
         where = f"{path}: tasks[{i}]"
         mine = i if ran is records else _task(at, _text(task, "id", where), where)
-        key = "runtimeInSeconds" if "runtimeInSeconds" in task else "runtime"
-        seconds[mine] = number(field(task, key, where), f"{where}: {key}")
+        seconds[mine] = number_of(task, _either("runtimeInSeconds", "runtime", task), where)
     unknown = np.flatnonzero(np.isnan(seconds))
     if len(unknown):
         raise FormatError(f"{path}: task {short(names[unknown[0]])}: nobody says how long it ran")
@@ -117,9 +113,7 @@ def _tensors(
         wrote = [_file(x, where) for x in _list(task, "outputFiles", where, missing=True)]
         for k, record in enumerate(_list(task, "files", where, missing=True)):
             at = f"{where}: files[{k}]"
-            file = _text(
-                record, "id" if isinstance(record, dict) and "id" in record else "name", at
-            )
+            file = _text(record, _either("id", "name", record), at)
             sizes[file] = _size(record, at)
             (read if _text(record, "link", at) == "input" else wrote).append(file)
         for file in dict.fromkeys(read):
@@ -134,17 +128,17 @@ def _tensors(
 
 
 def _sizes(files: list[Any], path: str) -> dict[str, int]:
-    found = {}
-    for i, record in enumerate(files):
-        where = f"{path}: files[{i}]"
-        file = _text(record, "id", where)
-        found[file] = _size(record, where)
-    return found
+    named = [(f"{path}: files[{i}]", record) for i, record in enumerate(files)]
+    return {_text(record, "id", where): _size(record, where) for where, record in named}
 
 
 def _size(record: Any, where: str) -> int:
-    key = "sizeInBytes" if "sizeInBytes" in record else "size"
-    return whole(field(record, key, where), f"{where}: {key}", most=MOST_BYTES)
+    return whole_of(record, _either("sizeInBytes", "size", record), where, most=MOST_BYTES)
+
+
+def _either(new: str, old: str, record: Any) -> str:
+    """What a field is called in this record: it has changed between versions."""
+    return new if isinstance(record, dict) and new in record else old
 
 
 def _task(at: dict[str, int], name: Any, where: str) -> int:

@@ -151,9 +151,10 @@ class BestOf:
             in_time = anyway or search.seconds_left > needed_s
             in_number = "evaluations" in own or search.num_left >= tries or not values
             for_search = nothing_fits and may_search and name not in _QUICK
-            if (for_search and search.used >= 1.0 - _SEARCH_SHARE) or not (
-                search.left and in_time and in_number
-            ):
+            # A late beginning, as of compiling, is no reason to answer with what fits nowhere.
+            is_owed = name == "single_device" and nothing_fits and self.evaluations is None
+            may_run = is_owed or (search.left and in_time and in_number)
+            if (for_search and search.used >= 1.0 - _SEARCH_SHARE) or not may_run:
                 skipped[name] = "nothing is left of the budget"
                 continue
             # The last one gets all, unless a search for something that fits may have to follow.

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import check_least
-from placement.planners import contiguous_kernels as kernels
 from placement.problem import Problem, Solution, host_of
+from placement.search import contiguous_kernels as kernels
 from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, two_operators
 from placement.tools.clock import loads
 

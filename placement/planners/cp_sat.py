@@ -11,7 +11,14 @@ import numpy as np
 from placement.bounds import grain_s, lower_bound
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
-from placement.planners.order_search import sequence_of, start, state_of, tables_of, why_not
+from placement.planners.order_search import (
+    sequence_of,
+    start,
+    state_of,
+    tables_of,
+    why_not,
+    why_simulated,
+)
 from placement.problem import Planner, Problem, Solution
 from placement.search import exact, order, windows
 from placement.search.evaluation import Search
@@ -38,10 +45,10 @@ class CpSat:
     ``piecewise_latency`` is solved with one piece per accelerator (their latency program);
     the bound of that goes to ``stats["one_piece_bound_s"]``, as a placement with more pieces
     may be better. For ``latency`` it decides devices and order together wherever ``order_search``
-    can (``why_not``), which it starts from; transfers take their time there but no channel, so the
-    bound holds, and the answer is best where channels do not wait. For other objectives of the
-    timeline there is no program: the split of least ``max_load`` is scored by them,
-    ``stats["solved"]`` says so.
+    has exact times without the simulator, which it starts from; transfers take their time there
+    but no channel, so the bound holds, and the answer is best where channels do not wait. For
+    other objectives of the timeline there is no program: the split of least ``max_load`` is scored
+    by them, ``stats["solved"]`` says so.
 
     ``lower_bound_s`` holds for every split with one phase; what is proved for contiguous ones only
     goes to ``stats["contiguous_bound_s"]``.
@@ -75,7 +82,7 @@ class CpSat:
                 "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
             ) from error
         search = Search(problem, self.seconds)
-        if problem.objective is Objective.LATENCY and not self.contiguous and not why_not(problem):
+        if not (self.contiguous or why_not(problem) or why_simulated(problem)):
             return _orders(self, search)
         exact.begin(search, self.start, self.contiguous, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:

@@ -26,6 +26,7 @@ from placement.simulator import kernels, simulate
 from placement.tools.clock import loads
 
 WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for each operator
+_SIMULATED_WARM = 3e-3  # at first where the simulator tells times, of which estimates know less
 # What they become with many steps: shares of what an operator of mean seconds makes of the latency.
 _WARM_SHARE, _COLD_SHARE = 0.2, 0.1
 _FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
@@ -67,10 +68,13 @@ class OrderSearch:
     (``Solution.schedule``), moves of it too, and what a move brings can be estimated: of ``width``
     offered moves one is drawn by the softmax of minus its estimate (``placement.search.order``).
 
-    **What it refuses** (``why_not``): problems whose times depend on what else happens meanwhile.
-    Every profile that ``placement profile`` measures on two devices of one machine is such, as
-    operators take longer beside busy devices there (``loaded_s``), and so is memory that may not
-    suffice. ``macro_search`` takes those; ``best_of`` and ``policy`` choose by themselves.
+    **What it refuses** (``why_not``): memory that may not suffice, and devices that stream.
+    ``macro_search`` takes those; ``best_of`` and ``policy`` choose by themselves.
+
+    **Measured machines.** Where times depend on what else happens meanwhile (``why_simulated``:
+    operators take longer beside busy devices, a receiver is woken, a link blocks), every move that
+    is tried is simulated in its order, and estimates know what handing over takes. A move takes
+    about as long as one of ``macro_search``, several times as long as the pass elsewhere.
 
     **Tabu search** where nothing takes time between devices, as in job shops: always the least
     estimate of ``width`` moves of the critical path is made, and what moved rests for some steps
@@ -129,16 +133,23 @@ class OrderSearch:
 
 
 def why_not(problem: Problem) -> str:
-    """Why orders of ``problem`` cannot be searched; empty if they can.
-
-    The timetable of a sequence is exact where nothing depends on what else happens at the time.
-    """
+    """Why orders of ``problem`` cannot be searched; empty if they can."""
     if problem.objective is not Objective.LATENCY:
         return f"it is for objective latency, not {problem.objective}"
     if problem.ready_order != "priority":
         return "devices run operators in the order of their arrival"
+    if problem.cluster.streaming:
+        return "a device streams its parameters, and so shares another one's order"
     if replace(problem, num_microbatches=1).memory_may_bind:
         return "memory may not suffice for every placement, and its peaks are not tracked"
+    return ""
+
+
+def why_simulated(problem: Problem) -> str:
+    """What makes times of ``problem`` depend on what else happens meanwhile; empty: nothing does.
+
+    Then one pass over a sequence is exact, elsewhere only the simulator is.
+    """
     if problem.profile.loaded_s is not None:
         return "operators take longer beside busy devices (loaded_s)"
     if problem.link_blocking.any():
@@ -209,12 +220,14 @@ def tables_of(problem: Problem) -> Tables:
         group=g.group.astype(np.int32),
         op_ptr=g.group_ptr,
         op=g.group_op,
+        simulated=bool(why_simulated(problem)),
+        problem=k,
     )
 
 
 def sends(problem: Problem) -> bool:
-    """Whether anything takes time between devices; where nothing does, ``TABU`` is the chooser."""
-    return bool((_channels(problem) != problem.num_channels).any())
+    """Whether devices wait for more than each other's ends; else ``TABU`` is the chooser."""
+    return bool(why_simulated(problem) or (_channels(problem) != problem.num_channels).any())
 
 
 def _channels(problem: Problem) -> NDArray[np.int32]:
@@ -235,7 +248,10 @@ def state_of(problem: Problem, width: int) -> State:
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
     sizes |= {"X": order.NUM_X, "L": min(_LONGEST, problem.graph.num_groups) + 1}
     sizes |= {"F": order.NUM_MOVE_FEATURES, "S": order.NUM_SEARCH_FEATURES}
-    return State.fresh(sizes)
+    run = problem if why_simulated(problem) else two_operators()
+    orders = np.zeros((run.num_ops, 2), np.int32), np.zeros(run.num_devices + 1, np.int32)
+    sent = len(run.graph.use_dst)
+    return State.fresh(sizes, run=kernels.state_of(run, 1, 1, False, orders, sent))
 
 
 def sequence_of(
@@ -377,6 +393,8 @@ def _solve_windows(
     """
     problem, n = search.problem, len(state.place)
     left = (until - search.used) * _total(search)
+    if tables.simulated:  # windows have exact times alone
+        return False
     if left < 2 * _LEAST_WINDOWS * windows.PER_OPERATOR * _WINDOW or not search.left:
         return False
     worth = min(windows.MOST, left / _LEAST_WINDOWS)
@@ -438,9 +456,10 @@ def _heat(state: State, tables: Tables, evaluations: float) -> None:
     """
     seconds = tables.compute_s[np.arange(len(state.place)), state.best_place]
     share = float(seconds.mean()) / max(float(state.x[order.BEST]), 1e-300)
+    warm = _SIMULATED_WARM if tables.simulated else WARM
     per_op = evaluations / len(state.place)
     much = float(np.clip(np.log(per_op / _FEW) / np.log(_MANY / _FEW), 0.0, 1.0))
-    for at, few, many in ((order.WARM, WARM, _WARM_SHARE), (order.COLD, COLD, _COLD_SHARE)):
+    for at, few, many in ((order.WARM, warm, _WARM_SHARE), (order.COLD, COLD, _COLD_SHARE)):
         state.x[at] = few * (max(many * share, few) / few) ** much
 
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from placement.problem import Solution
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
-from placement.runs.row import SINGLE
+from placement.runs.row import SINGLE, Row, groups
+from placement.tools.shown import count
 
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
-    from placement.runs.row import Row
 
 Floats = NDArray[np.float64]
 _SHORTEST_S = 1e-3
@@ -69,9 +69,8 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     """
     figure = gantt.figure_class()(figsize=(10, 6), dpi=150)
     axis = figure.subplots()
-    plan_s: dict[str, list[float]] = {}
-    for row in comparison.rows:
-        plan_s.setdefault(row.planner, []).append(row.plan_s)
+    of_planner = groups(comparison.rows, "planner")
+    plan_s = {planner: [row.plan_s for row in rows] for planner, rows in of_planner.items()}
     drawn = {row.planner for row in comparison.rows if row.seed is not None}
     shown = [s for planner in drawn or plan_s.keys() for s in plan_s[planner]]
     at_s = np.geomspace(_SHORTEST_S, max([10 * _SHORTEST_S, *shown]), 300)
@@ -97,12 +96,14 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     axis.set_yscale("log")
     for x, y in dots.values():
         axis.plot(x, y, "o", ms=4, color=INK)
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, 0.8 * _LEAST), max(high, 10 * _LEAST))
     axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
     axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
     workloads = len({row.workload for row in comparison.rows})
-    what = f"best so far above the best found, geometric mean of {workloads} workloads"
+    what = f"best so far above the best found, geometric mean of {count(workloads, 'workload')}"
     axis.set_ylabel(what, fontsize=9, color=INK)
     if drawn & above.keys():
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

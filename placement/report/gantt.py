@@ -193,8 +193,9 @@ def _label(axis: Any, name: str, timeline: Timeline) -> None:
     lanes = _lanes(timeline)
     axis.set_yticks(range(len(lanes)), map(as_text, lanes), color=INK)
     axis.set_ylim(len(lanes) - 0.45, -0.55)
-    facts = [f"latency {shown.duration(timeline.latency_s)}"]
-    if timeline.num_microbatches > 1:
+    many = timeline.num_microbatches > 1  # then the first one shares its devices
+    facts = [f"{'micro-batch 0' if many else 'latency'} {shown.duration(timeline.latency_s)}"]
+    if many:
         facts.append(f"period {shown.duration(timeline.period_s)}")
     axis.set_title(as_text(name), loc="left", fontsize=10, color=INK, pad=4)
     axis.set_title("   ".join(facts), loc="right", fontsize=9, color=FAINT, pad=4)

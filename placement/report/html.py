@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,15 +27,15 @@ from placement.problem import Placement, Problem, Solution
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.runs.compare import Comparison, placement_id
-from placement.runs.row import SINGLE, Row
+from placement.runs.row import SINGLE, Row, groups
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
 from placement.tools.ownership import version
+from placement.tools.progress import Progress
 
 if TYPE_CHECKING:
     from placement.plan import Plan
 
-Progress = Callable[[str, float | None], None]
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
 NUM_BINS = 400  # of utilisation and memory over time
 MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
@@ -222,9 +222,6 @@ def _workload(
     if not rows and plan is not None:
         rows = (_planned(plan, workload.name),)
     index = {name: i for i, d in enumerate(decisions) for name in d.planners}
-    by_planner: dict[str, list[Row]] = {}
-    for row in rows:
-        by_planner.setdefault(row.planner, []).append(row)
     about = ("objective", "num_ops", "num_devices", "bound_s")
     return {
         "name": workload.name,
@@ -233,7 +230,7 @@ def _workload(
         "max_in_flight": _either(problem, plan, "max_in_flight"),
         "devices": _devices(workload, decisions),
         "best": _best(comparison, workload.name),
-        "planners": [_planner(name, mine, index) for name, mine in by_planner.items()],
+        "planners": [_planner(name, mine, index) for name, mine in groups(rows, "planner").items()],
         "decisions": [_decision(problem, d, batches) for d in decisions],
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),

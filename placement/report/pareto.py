@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
+from placement.runs.row import Row, groups
 
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
-    from placement.runs.row import Row
 
 _COLUMNS = {
     "latency_s": ("latency", "ms"),
@@ -32,10 +32,7 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
         PlotError: matplotlib is not installed, or nothing fits anywhere.
         FileError: the file cannot be written.
     """
-    workloads: dict[str, list[Row]] = {}
-    for row in comparison.rows:
-        if row.feasible:
-            workloads.setdefault(row.workload, []).append(row)
+    workloads = groups((row for row in comparison.rows if row.feasible), "workload")
     if not workloads:
         raise gantt.PlotError("no placement that fits was found for any workload")
     shown = dict(list(workloads.items())[:_MAX_WORKLOADS])

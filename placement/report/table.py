@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from placement.runs.row import Row, groups
 from placement.tools.files import csv_text
 
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
-    from placement.runs.row import Row
 
 WIDTH = 80
 
@@ -35,11 +35,8 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
     Several seeds of a planner are one line: their median; the CSV file has every seed.
     """
     every: list[Table] = []
-    for workload in dict.fromkeys(r.workload for r in comparison.rows):
-        rows = [r for r in comparison.rows if r.workload == workload]
-        by_planner: dict[str, list[Row]] = {}
-        for row in rows:
-            by_planner.setdefault(row.planner, []).append(row)
+    for workload, rows in groups(comparison.rows, "workload").items():
+        by_planner = groups(rows, "planner")
         every.append(_predicted(workload, by_planner))
         if any(r.num_rounds for r in rows):
             every.append(_measured(workload, by_planner))
@@ -194,8 +191,6 @@ def markdown(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
 
 def to_csv(comparison: Comparison) -> str:
     """One line per ``Row``, one column per field, full precision; empty where not known."""
-    from placement.runs.row import Row
-
     return csv_text([f.name for f in fields(Row)], map(astuple, comparison.rows))
 
 
@@ -206,7 +201,6 @@ def from_csv(text: str) -> tuple[Row, ...]:
         ValueError: a value of the wrong kind, or a column that is missing.
     """
     from placement.objective import Objective
-    from placement.runs.row import Row
 
     kinds = {f.name: str(f.type) for f in fields(Row)}
     rows: list[Row] = []

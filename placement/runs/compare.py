@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Placement, Planner, Problem, Solution
-from placement.runs.row import SINGLE, Row
+from placement.runs.row import SINGLE, Row, groups
 from placement.runs.trials import LATENCY_RUNS, Runtime
 from placement.schedule import Schedule
 from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
@@ -126,16 +126,15 @@ class Comparison:
         """
         what = "measured_speedup" if self.is_measured else "speedup"
         left_out = self.without_single()
-        cells: dict[str, dict[str, list[float]]] = {}
-        for row in self.rows:
-            if not row.planner.startswith(SINGLE) and row.workload not in left_out:
-                seeds = cells.setdefault(row.planner, {}).setdefault(row.workload, [])
-                seeds.append(getattr(row, what) or 1.0)
+        kept = [r for r in self.rows if r.workload not in left_out]
         gains = []
-        for name, each in cells.items():
-            flat = np.concatenate(list(each.values()))
-            mean = float(np.exp(np.mean(np.log(flat))))
-            gains.append(Gain(name, len(flat), mean, *geometric_interval(list(each.values()))))
+        for name, mine in groups(kept, "planner").items():
+            if not name.startswith(SINGLE):
+                of_workload = groups(mine, "workload").values()
+                cells = [[getattr(r, what) or 1.0 for r in seeds] for seeds in of_workload]
+                flat = np.concatenate(cells)
+                mean = float(np.exp(np.mean(np.log(flat))))
+                gains.append(Gain(name, len(flat), mean, *geometric_interval(cells)))
         return tuple(sorted(gains, key=lambda g: -g.mean))
 
     def without_single(self) -> list[str]:
@@ -543,13 +542,13 @@ def geometric_interval(
 
     Or of ``K`` lists of values that belong together: lists are drawn, then values of each.
     """
-    groups = [np.log(np.atleast_1d(v)) for v in values]
-    count = np.array([len(logs) for logs in groups])
-    table = np.zeros((len(groups), count.max()))
-    for row, logs in zip(table, groups, strict=True):
+    lists = [np.log(np.atleast_1d(v)) for v in values]
+    count = np.array([len(logs) for logs in lists])
+    table = np.zeros((len(lists), count.max()))
+    for row, logs in zip(table, lists, strict=True):
         row[: len(logs)] = logs
     rng = np.random.default_rng(0)
-    chosen = rng.integers(len(groups), size=(num_resamples, len(groups)))
+    chosen = rng.integers(len(lists), size=(num_resamples, len(lists)))
     means = []
     for which in np.array_split(chosen, 20):  # in parts, for memory
         drawn = rng.random((*which.shape, table.shape[1])) * count[which][:, :, None]

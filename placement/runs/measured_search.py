@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -22,9 +22,9 @@ from placement.search.evaluation import (
     single_devices,
 )
 from placement.simulator import score
+from placement.tools.progress import Progress
 
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float | None], None]  # (what is being done, share done)
 
 BATCH = 4  # new measurements of a round, beside the incumbent
 _START = 8  # times as many simulated placements go into the first answer as into a round

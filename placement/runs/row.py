@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from placement.objective import Objective
 
+R = TypeVar("R")
 SINGLE = "single:"  # how names of single-device placements begin
 
 
@@ -76,3 +79,12 @@ class Row:
     def reached_s(self) -> float:
         """The objective, measured where it was."""
         return self.value_s if self.measured_s is None else self.measured_s
+
+
+def groups(rows: Iterable[R], *names: str) -> dict[Any, list[R]]:
+    """Rows by the value of a field (of several: by the tuple), in the order of the rows."""
+    parts: dict[Any, list[R]] = {}
+    for row in rows:
+        key = tuple(getattr(row, name) for name in names)
+        parts.setdefault(key if len(names) > 1 else key[0], []).append(row)
+    return parts

@@ -6,8 +6,17 @@ import numpy as np
 
 from placement.objective import Objective
 from placement.planners.contiguous_dp import load_kernels as load_splits
+from placement.problem import Problem
+from placement.relaxed import balanced
 from placement.search import macro
-from placement.search.evaluation import INFEASIBLE, Search, can_move, neighbours, two_operators
+from placement.search.evaluation import (
+    INFEASIBLE,
+    Choice,
+    Search,
+    can_move,
+    neighbours,
+    two_operators,
+)
 from placement.search.macro import SHARE, Offers, draws_of
 from placement.search.pipeline import MOST, SQUARINGS, Pipeline, can_foresee
 from placement.simulator.analytic import LoadMoves
@@ -19,6 +28,8 @@ _STEPS = 1000  # of loads, between two looks at the budget
 _FIRST = 8  # moves that the first walk makes
 _WAIT, _WAITS = 0.1, 2.0  # periods that a hand-over waits, at first and at most
 _VAIN = 40  # walks in a row that lead to nothing better end it
+_FIRST_START = 0.6  # of the budget that is left, where there is a second one
+_LP_SIZE = 20_000  # groups x devices: those of a program take a moment
 # Of loads: moves that are estimated for one that is evaluated, the share of them that starts on
 # the busiest device, and how many that were evaluated in vain, in a row, end it.
 _WIDTH, _HOT_LOADS, _REFUSED = 256, 0.8, 128
@@ -76,33 +87,56 @@ def _descend_loads(search: Search, seed: int) -> None:
 
 
 def _descend_period(search: Search, seed: int) -> None:
-    """From the best so far walks go down the estimate, and where they end is evaluated.
+    """Walks from the best so far; after them, where devices are unlike, from balanced loads.
+
+    Whoever found the best so far gave each operator to a device that it is fast on only as far as
+    he looked. The linear program of the loads (``relaxed.balanced``) looks at all of them.
+    """
+    assert search.best is not None
+    pipeline, balanced = Pipeline(search.problem, seed), _balanced(search.problem)
+    until = 1.0 if balanced is None else search.used + _FIRST_START * (1.0 - search.used)
+    if search.best_s < np.inf:
+        _walk_down(search, pipeline, search.best, search.best_s, until)
+    if balanced is not None and search.left and search.best_s < np.inf:
+        value_s = search.cost(balanced)
+        if value_s < INFEASIBLE:
+            _walk_down(search, pipeline, balanced, value_s, 1.0)
+
+
+def _walk_down(
+    search: Search, pipeline: Pipeline, here: Choice, here_s: float, until: float
+) -> None:
+    """From ``here`` walks go down the estimate, and where they end is evaluated.
 
     No period is below the load of a device or a channel, nor below the longest path over the
     micro-batches in flight. The estimate is the largest of them, where each hand-over on the path
     waits for what its receiver is doing: ``wait`` periods, fitted to what was evaluated. Walks are
     twice as long after one that was better, and half as long after one that was not. It ends
-    where ``_VAIN`` of them in a row lead to nothing better.
+    where ``_VAIN`` of them in a row lead to nothing better, or that share of the budget is used.
     """
-    assert search.best is not None
-    pipeline = Pipeline(search.problem, seed)
     most, wait, vain, number = _FIRST, _WAIT, 0, 0
-    while search.left and vain < _VAIN and search.best_s < np.inf:
-        best_s, begin = search.best_s, search.best
+    while search.left and search.used < until and vain < _VAIN:
         squarings = SQUARINGS[number % len(SQUARINGS)]
         number, vain = number + 1, vain + 1
-        choice = pipeline.walk(begin, wait * best_s, squarings, most)
-        if np.array_equal(choice, begin):
+        choice = pipeline.walk(here, wait * here_s, squarings, most)
+        if np.array_equal(choice, here):
             most, wait = min(2 * most, MOST), 0.8 * wait
             continue
-        value_s, most = search.cost(choice), max(1, most // 2)
-        if search.best_s < best_s:
-            most, vain = min(4 * most, MOST), 0
+        value_s, most, before_s = search.cost(choice), max(1, most // 2), here_s
+        if value_s < here_s:
+            most, vain, here, here_s = min(4 * most, MOST), 0, choice, value_s
         if value_s < INFEASIBLE:
-            estimated_s = pipeline.estimate(choice, wait * best_s)
+            estimated_s = pipeline.estimate(choice, wait * before_s)
             if not 0.999 * estimated_s <= value_s <= 1.005 * estimated_s:
-                fitted = pipeline.wait_of(choice, value_s, _WAITS * best_s) / best_s
+                fitted = pipeline.wait_of(choice, value_s, _WAITS * before_s) / before_s
                 wait = min(fitted, 4.0 * wait + 0.05)
+
+
+def _balanced(problem: Problem) -> Choice | None:
+    """int32 ``[G]``; None where devices are alike, or that takes long."""
+    seconds = problem.group_compute_s
+    alike = bool((seconds == seconds[:, :1]).all())
+    return None if alike or seconds.size > _LP_SIZE else balanced(seconds).astype(np.int32)
 
 
 @loads

@@ -8,6 +8,9 @@ changes nothing before the first operator that it concerns, so the pass begins t
 last *row* that was noted of devices and channels; and behind the last one that it concerns the
 tails of what was kept still hold, so most of what will be refused is known to be soon.
 
+Where times depend on what else happens meanwhile (operators slow each other down, receivers are
+woken, channels are shared) the simulator plays the sequence instead, from its beginning.
+
 What a move would bring is estimated from heads and tails: the longest path to an operator, and
 from it to the end, along the graph and along the devices (job shops: Taillard 1994, Balas and
 Vazacopoulos 1998; with a choice of machines: Mastrolilli and Gambardella 2000).
@@ -23,6 +26,7 @@ import numpy as np
 
 from placement.search.chooser import choose, network
 from placement.search.macro import below, uniform
+from placement.simulator import kernels
 from placement.tools.jit import Struct, array, average, copy, inlined, kernel, largest
 
 Array = Any
@@ -67,6 +71,7 @@ SEARCH_FEATURES = (
 NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES = len(MOVE_FEATURES), len(SEARCH_FEATURES)
 BOUND = 10.0
 HAND_SCALE = 3e-4  # of the latency: what the hand-written score calls much
+_SIMULATED = 10.0  # times that where the simulator tells times: estimates know less of them
 _GAIN = -0.02  # estimates below say only that the path through the move is not the longest
 
 _FROM_CHAIN = 0.8  # of the moves begin with an operator of the critical chain
@@ -123,6 +128,8 @@ class Tables(Struct):
     group: Array  # int32 [N]
     op_ptr: Array  # int32 [G + 1]
     op: Array  # int32 [N] operators of each group
+    simulated: bool  # times depend on what else happens meanwhile: the simulator tells them
+    problem: kernels.Tables
 
 
 class State(Struct):
@@ -140,6 +147,7 @@ class State(Struct):
     after_s: Array = array("N")  # longest path from the end of each to the end of all
     users_s: Array = array("N")  # the same through those that use its tensors
     from_s: Array = array("N")  # from its begin
+    hand_s: Array = array("N")  # that its device hands over what it made; 0 if not simulated
     waited: Array = array("N", np.int32)  # whom each operator waited for; -1: nobody
     lane: Array = array("N", np.int32)  # operators of each device, in order
     lane_ptr: Array = array("D+1", np.int32)
@@ -154,6 +162,7 @@ class State(Struct):
     row_last: Array = array("2, R, D", np.int32)  # operator that each device ran last there
     try_start_s: Array = array("N")  # of what was tried last, as are the next
     try_end_s: Array = array("N")
+    try_hand_s: Array = array("N")
     try_waited: Array = array("N", np.int32)
     try_arrival_s: Array = array("E")  # as ``arrival_s`` when nothing is being tried
     mark: Array = array("N", np.bool_)  # scratch, False
@@ -174,6 +183,7 @@ class State(Struct):
     offered: Array = array("C+1, F", np.float32)
     search: Array = array("S", np.float32)
     logits: Array = array("C+1")
+    run: kernels.State  # in an order that is given; of two operators where nothing is simulated
 
 
 @kernel
@@ -184,6 +194,8 @@ def timetable(t, s, first, moved, limit):
     those beyond ``moved`` are who and where they were. Fills ``try_start_s``, ... from
     ``x[BEGUN]`` on, up to where the limit is known to be passed.
     """
+    if t.simulated:
+        return _simulate(t, s)
     edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
     edge_in, in_ptr, in_src = t.edge_in, t.in_ptr, t.in_src
     latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
@@ -273,6 +285,50 @@ def timetable(t, s, first, moved, limit):
     return min(free_s[largest(free_s, num_devices)], _NEVER)
 
 
+@kernel
+def _simulate(t, s):
+    """As ``timetable``, of everything, by the simulator."""
+    run, n, num_devices = s.run, len(s.place), len(s.load)
+    s.x[BEGUN], s.x[ENDED] = -1, n
+    copy(run.placement, s.place)
+    at, last, free_s = s.sent, s.last, s.free_s
+    run.order_ptr[:] = 0
+    for i in range(n):
+        run.order_ptr[s.place[i] + 1] += 1
+    for d in range(num_devices):
+        at[d] = run.order_ptr[d]
+        run.order_ptr[d + 1] += at[d]
+        last[d], free_s[d] = -1, 0.0
+    for k in range(n):
+        d = s.place[s.sequence[k]]
+        run.order[at[d], 0] = s.sequence[k]
+        at[d] += 1
+    if not np.isfinite(kernels.durations(t.problem, run)) or kernels.run(t.problem, run) != 0:
+        for i in range(n):  # an operator cannot run there, or a link is missing
+            d = s.place[i]
+            s.try_waited[i], s.try_start_s[i], s.try_end_s[i] = -1, 0.0, t.compute_s[i, d]
+            last[d], free_s[d] = i, _NEVER
+        return _NEVER
+    for k in range(n):
+        i = s.sequence[k]
+        d, waits_for, latest_s = s.place[i], np.int64(last[s.place[i]]), -1.0
+        start_s = run.start[0, i]
+        if waits_for < 0 or start_s <= run.arrival[i]:
+            for m in range(t.in_ptr[i], t.in_ptr[i + 1]):
+                src = t.in_src[m]
+                if src < n:
+                    there_s = run.end[0, src]
+                    if s.place[src] != d:
+                        there_s += sending_s(t, t.in_edge[m], s.place[src], d)
+                    if there_s > latest_s:
+                        latest_s, waits_for = there_s, src
+        s.try_waited[i] = waits_for
+        s.try_start_s[i], s.try_end_s[i] = start_s, run.end[0, i]
+        s.try_hand_s[i] = run.released[0, i] - run.end[0, i]
+        last[d], free_s[d] = i, run.end[0, i]
+    return min(free_s[largest(free_s, num_devices)], _NEVER)
+
+
 @inlined
 def _same(s, row):
     """Devices and channels are as they were kept at this row."""
@@ -324,7 +380,7 @@ def _keep(t, s):
         if k >= 0:
             op = np.uint64(sequence[k])
             s.start_s[op], s.end_s[op] = s.try_start_s[op], s.try_end_s[op]
-            s.waited[op] = s.try_waited[op]
+            s.waited[op], s.hand_s[op] = s.try_waited[op], s.try_hand_s[op]
         for e in range(edge_ptr[op], edge_ptr[op + 1]):
             m = np.uint64(edge_in[e])
             s.arrival_s[m] = s.try_arrival_s[m]
@@ -403,9 +459,9 @@ def _tails(t, s, moved):
             path = max(path, after)
         s.users_s[i] = path
         if in_lane[i] + 1 < lane_ptr[d + 1]:
-            path = max(path, from_s[lane[in_lane[i] + 1]])
+            path = max(path, s.hand_s[i] + from_s[lane[in_lane[i] + 1]])
         s.after_s[i] = path
-        path += t.compute_s[i, d]
+        path += s.end_s[i] - s.start_s[i] if t.simulated else t.compute_s[i, d]
         if path != from_s[i]:
             from_s[i] = path
             _pass_on(t, s, i, d)
@@ -494,13 +550,87 @@ def _inputs_s(t, s, i, d):
 @kernel
 def _elsewhere(t, s, i, d, ready, place):
     """The estimated latency with ``i`` on ``d``, at ``place`` in its lane; and when it begins."""
-    begin = ready
+    begin, after = ready, 0.0
     if place > s.lane_ptr[d]:
-        begin = max(begin, s.end_s[s.lane[place - 1]])
-    path = _users_s(t, s, i, d)
+        before = s.lane[place - 1]
+        begin = max(begin, s.end_s[before] + s.hand_s[before])
     if place < s.lane_ptr[d + 1]:
-        path = max(path, s.from_s[s.lane[place]])
-    return begin + t.compute_s[i, d] + path, begin
+        after = s.from_s[s.lane[place]]
+    path = _users_s(t, s, i, d)
+    if not t.simulated:
+        return begin + t.compute_s[i, d] + max(path, after), begin
+    end_s = begin + _seconds(t, s, i, d, begin)
+    after += _handing_s(t, s, i, d, end_s)
+    return max(end_s + max(path, after), _handed_s(t, s, i, d)), begin
+
+
+@inlined
+def _runs(s, d, when, but):
+    """Whether ``d`` runs, or hands over, another than ``but`` at that time."""
+    at = _first_in_lane(s, d, s.start_s, when)
+    if at == s.lane_ptr[d] or s.lane[at - 1] == but:
+        return False
+    before = s.lane[at - 1]
+    return s.end_s[before] + s.hand_s[before] > when
+
+
+@kernel
+def _seconds(t, s, i, d, begin):
+    """Seconds of ``i`` on ``d`` where it begins then."""
+    seconds, others = t.compute_s[i, d], 0
+    slower = t.problem.loaded_s[i, d] - seconds
+    if slower > 0.0:
+        for other in range(len(s.load)):
+            others += other != d and _runs(s, other, begin, i)
+        seconds += slower * others / max(t.problem.num_workers - 1, 1)
+    return seconds
+
+
+@inlined
+def _hand_over_s(t, s, e, i, src, dst, when):
+    """Seconds that ``src`` needs to hand over delivery ``e`` of ``i`` to ``dst`` at that time."""
+    k = t.problem
+    pair = src * len(s.load) + dst
+    seconds = k.link_send_s[pair] + t.edge_bytes[e] * k.link_send_s_per_byte[pair]
+    if k.link_wake_s[pair] > 0.0 and not _runs(s, dst, when, i):
+        seconds += k.link_wake_s[pair]
+    if k.link_blocking[pair]:
+        seconds = max(seconds, sending_s(t, e, src, dst))
+    return seconds
+
+
+@kernel
+def _handing_s(t, s, i, d, when):
+    """Seconds that ``d`` needs to hand over what ``i`` made there; marked users move there, too."""
+    s.sent[:] = -1
+    seconds = 0.0
+    for e in range(t.edge_ptr[i], t.edge_ptr[i + 1]):
+        to = np.int64(s.place[t.edge_dst[e]])
+        if to != d and not s.mark[t.edge_dst[e]] and s.sent[to] != t.edge_tensor[e]:
+            s.sent[to] = t.edge_tensor[e]
+            seconds += _hand_over_s(t, s, e, i, d, to, when)
+    return seconds
+
+
+@kernel
+def _handed_s(t, s, i, d):
+    """The longest path through who must hand a tensor over once ``i`` is on ``d``, then goes on."""
+    longest = 0.0
+    for m in range(t.in_ptr[i], t.in_ptr[i + 1]):
+        e, src = t.in_edge[m], t.in_src[m]
+        if src == len(s.place) or s.mark[src] or s.place[src] == d:
+            continue
+        home, known = np.int64(s.place[src]), False
+        later = s.in_lane[src] + 1
+        later += later < s.lane_ptr[home + 1] and s.lane[later] == i
+        for other in range(t.edge_ptr[src], t.edge_ptr[src + 1]):
+            there = t.edge_tensor[other] == t.edge_tensor[e] and s.place[t.edge_dst[other]] == d
+            known |= there and t.edge_dst[other] != i
+        if later < s.lane_ptr[home + 1] and not known:
+            end_s = s.end_s[src]
+            seconds = s.hand_s[src] + _hand_over_s(t, s, e, i, home, d, end_s)
+            longest = max(longest, end_s + seconds + s.from_s[s.lane[later]])
+    return longest
 
 
 @kernel
@@ -508,26 +638,30 @@ def _reordered(t, s, i, ready, place):
     """The estimated latency with ``i`` where ``place`` is in the lane of its device."""
     d, here = s.place[i], s.in_lane[i]
     first, beyond = s.lane_ptr[d], s.lane_ptr[d + 1]
-    longest = 0.0
+    seconds = s.end_s[i] - s.start_s[i] if t.simulated else t.compute_s[i, d]
+    before = place - 1 if place < here else here - 1
+    longest = now = 0.0
+    if before >= first:
+        now = s.end_s[s.lane[before]] + s.hand_s[s.lane[before]]
     if place < here:
-        now = ready
-        if place > first:
-            now = max(now, s.end_s[s.lane[place - 1]])
-        now += t.compute_s[i, d]
+        now = max(ready, now) + seconds
         longest = now + s.users_s[i]
+        now += s.hand_s[i]
         for k in range(place, here):
             other = s.lane[k]
             now = max(now, s.start_s[other]) + s.end_s[other] - s.start_s[other]
             longest = max(longest, now + s.users_s[other])
+            now += s.hand_s[other]
         last = here
     else:
-        now = s.end_s[s.lane[here - 1]] if here > first else 0.0
         for k in range(here + 1, place + 1):
             other = s.lane[k]
             now = max(now, _inputs_s(t, s, other, d)) + s.end_s[other] - s.start_s[other]
             longest = max(longest, now + s.users_s[other])
-        now = max(now, ready) + t.compute_s[i, d]
+            now += s.hand_s[other]
+        now = max(now, ready) + seconds
         longest = max(longest, now + s.users_s[i])
+        now += s.hand_s[i]
         last = place
     if last + 1 < beyond:
         later = s.lane[last + 1]
@@ -784,6 +918,7 @@ def _offer(t, s, width, chooser):
     """
     s.which[0] = -1
     best = -np.inf
+    scale = _SIMULATED * HAND_SCALE if t.simulated else HAND_SCALE
     for k in range(1, width + 1):
         i, new, at, latency, begin, ready, places, num = _propose(t, s, k, chooser)
         s.which[k] = i
@@ -801,7 +936,7 @@ def _offer(t, s, width, chooser):
         change = min(latency, _NEVER) / max(s.x[COST], 1e-300) - 1.0
         # Off the critical chain an operator can only make way for others later.
         gained = max(change, _GAIN if s.on_chain[i] else 0.0)
-        score = max(-3.0 * BOUND, min(3.0 * BOUND, -gained / HAND_SCALE))
+        score = max(-3.0 * BOUND, min(3.0 * BOUND, -gained / scale))
         s.offered[k, 0] = score
         best = max(best, score)
     if chooser == UNIFORM:
@@ -1014,6 +1149,9 @@ def _take(t, s, k, always):
     _touch(t, s, num, old)
     _line_up(t, s)
     _touch(t, s, num, new)
+    if t.simulated:  # any time may have changed
+        s.stale[:] = True
+        moved = np.int64(len(s.place) - 1)
     _tails(t, s, moved)
     if int(x[KEPT]) % _SORT_EVERY == 0:
         _sort(t, s)

@@ -289,7 +289,7 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
         fits = ok & (peak <= problem.memory_bytes).all(axis=1)
         runs = _Runs(value, run_s, busy, peak, fits)
     runs = runs if each <= 1 else _slowest(runs, each)
-    return replace(runs, feasible=runs.feasible & problem.stays(p)) if p.shape[1] > 1 else runs
+    return replace(runs, feasible=runs.feasible & problem.buffers_stay(p))
 
 
 def _slowest(runs: _Runs, each: int) -> _Runs:

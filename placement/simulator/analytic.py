@@ -67,7 +67,7 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     value, held = evaluate(problem, placements)
     fits = (held <= problem.memory_bytes).all(axis=1)
     if np.ndim(placements) == 3:
-        fits &= problem.stays(problem.as_batch(placements))
+        fits &= problem.buffers_stay(problem.as_batch(placements))
     return np.where(fits, value, np.inf)
 
 

@@ -159,6 +159,7 @@ class State(Struct):
     peak: Array = array("D", np.int64)  # the most bytes of tensors and workspace held
     start: Array = array("R, N")  # recorded (``R`` is ``M``, else 0), as are the next
     end: Array = array("R, N")
+    released: Array = array("R, N")  # when the device of each has handed over what it made
     transfers: Array = array("X, 4", np.int32)  # tensor, micro-batch, from, to
     transfer_start: Array = array("X")
     transfer_end: Array = array("X")
@@ -657,6 +658,8 @@ def _leave(t, s, op, d, slot):
     """What an operator made is delivered."""
     if s.track:
         _free(t, s, op, d, slot)
+    if s.record:
+        s.released[s.batch_of[slot], op] = max(s.now, s.blocked_s[d])
     s.to_do -= 1
     s.left[slot] -= 1
     if s.left[slot] == 0:

@@ -135,13 +135,18 @@ def _describe(kind: Any) -> str:
 
 def _text(field: Field[Any]) -> str:
     default = "" if field.default is MISSING else f" = {field.default!r}"
-    return f"{field.name}: {field.type}{default}"
+    return f"{field.name}: {_type(field)}{default}"
+
+
+def _type(field: Field[Any]) -> str:
+    """As it is written: the annotation is a class where its module does not postpone them."""
+    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
 
 
 def _expected(value: Any, hint: Any, option: Field[Any]) -> str:
     """``one of 'a', 'b'`` where the values can be listed, otherwise the type."""
     if typing.get_origin(hint) is not typing.Literal:
-        return f"of type {option.type}"
+        return f"of type {_type(option)}"
     values = typing.get_args(hint)
     return f"one of {', '.join(map(repr, values))}{meant(str(value), map(str, values))}"
 

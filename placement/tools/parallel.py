@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 T = TypeVar("T")
 R = TypeVar("R")
+Done = Callable[[int, R], None] | None  # told the number and the result of each item
 
 Parallel = Literal["serial", "processes", "ray"]
 RETRIES = 2
@@ -25,7 +26,7 @@ def parallel_map(
     *,
     workers: int | None = None,
     retries: int = RETRIES,
-    done: Callable[[int, R], None] | None = None,
+    done: Done[R] = None,
 ) -> list[R]:
     """``[call(x) for x in items]``.
 
@@ -80,11 +81,7 @@ def _num_cores() -> int:
 
 
 def _in_processes(
-    call: Callable[[T], R],
-    items: Sequence[T],
-    workers: int,
-    retries: int,
-    done: Callable[[int, R], None] | None,
+    call: Callable[[T], R], items: Sequence[T], workers: int, retries: int, done: Done[R]
 ) -> list[R]:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
@@ -142,11 +139,7 @@ def start_ray(workers: int) -> bool:
 
 
 def _on_ray(
-    call: Callable[[T], R],
-    items: Sequence[T],
-    workers: int,
-    retries: int,
-    done: Callable[[int, R], None] | None,
+    call: Callable[[T], R], items: Sequence[T], workers: int, retries: int, done: Done[R]
 ) -> list[R]:
     import ray
 

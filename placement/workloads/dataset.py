@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.tools.files import check_writable, parse_json, write_atomic
+from placement.tools.progress import Progress
 from placement.workloads import zoo
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from placement.executor import Runner
 
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float | None], None]  # (what is being done, share done)
 
 VERSION = 1
 SUFFIX = ".json.gz"

@@ -22,6 +22,7 @@ def pretrained(folder: str, batch: int = 1, size: int | None = None) -> tuple[An
         WorkloadError: transformers cannot load it, or its inputs are of another sort.
     """
     transformers = import_transformers()
+    transformers.utils.logging.disable_progress_bar()  # there is ours
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **here)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from placement.problem import Problem
 from placement.profile import Profile
 
 Edges = list[tuple[int, int]]
-Shape = Callable[[np.random.Generator], tuple[int, Edges]]
+Drawn = tuple[int, Edges]  # N, and edges of operators that are numbered topologically
+Shape = Callable[[np.random.Generator], Drawn]
 
 _BANDWIDTH = 1e9  # bytes/s
 
@@ -30,7 +32,7 @@ class Family:
     """A shape of graphs, and how their costs are drawn.
 
     Attributes:
-        shape: ``rng -> (N, edges)``, numbered topologically.
+        shape: ``rng -> (N, edges)``.
         num_devices: ``D``.
         ccr: mean transfer seconds of a tensor over mean seconds of an operator.
         heterogeneity: an operator takes a device ``1 +- heterogeneity / 2`` times its mean
@@ -91,7 +93,7 @@ class Family:
             f"synthetic-{self.num_devices}",
             tuple(Device(x, kind="accelerator", memory_bytes=capacity) for x in names),
         )
-        links = tuple(Link(a, b, 1e-6, _BANDWIDTH) for a in names for b in names if a != b)
+        links = tuple(Link(a, b, 1e-6, _BANDWIDTH) for a, b in permutations(names, 2))
         profile = Profile(cluster.device_names, compute_s, np.zeros_like(compute_s), links)
         return Problem(graph, cluster, profile)
 
@@ -121,6 +123,21 @@ def families() -> dict[str, Family]:
         "mixture_of_experts": Family(experts(12, 8), 8, ccr=0.4),
         "butterfly": Family(butterfly(5), ccr=1.0, heterogeneity=1.0),
     }
+
+
+Sizes = ParamSpec("Sizes")
+
+
+def drawn(
+    draw: Callable[Concatenate[np.random.Generator, Sizes], Drawn],
+) -> Callable[Sizes, Shape]:
+    """``draw(rng, *sizes)`` as a function of the sizes alone, which gives a ``Shape``."""
+
+    def of_sizes(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Shape:
+        return lambda rng: draw(rng, *args, **kwargs)
+
+    of_sizes.__doc__ = draw.__doc__
+    return of_sizes
 
 
 def giph(seed: int) -> Problem:
@@ -158,9 +175,7 @@ def giph(seed: int) -> Problem:
     names = [f"dev:{i}" for i in range(d)]
     links = tuple(
         Link(names[a], names[b], 1e-3 * delay[a, b], 1e3 / per_byte[a, b])
-        for a in range(d)
-        for b in range(d)
-        if a != b
+        for a, b in permutations(range(d), 2)
     )
     graph = OpGraph.build(
         f"giph-{seed}",
@@ -177,7 +192,7 @@ def giph(seed: int) -> Problem:
     )
 
 
-def _giph_graph(rng: np.random.Generator) -> tuple[int, Edges]:
+def _giph_graph(rng: np.random.Generator) -> Drawn:
     """Layers between a source and a sink; edges may skip layers."""
     nominal = int(rng.choice([10, 15]))
     shape, density = float(rng.choice([0.1, 0.2, 0.3])), float(rng.choice([0.1, 0.2]))
@@ -201,220 +216,179 @@ def _giph_graph(rng: np.random.Generator) -> tuple[int, Edges]:
     return num_ops, sorted(edges)
 
 
-def layered(depth: int, width: int, density: float) -> Shape:
+@drawn
+def layered(rng: np.random.Generator, depth: int, width: int, density: float) -> Drawn:
     """Layers of equal width; every operator has a producer in the layer before."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges = set()
-        for layer in range(1, depth):
-            for n in range(layer * width, (layer + 1) * width):
-                before = (layer - 1) * width
-                edges.add((before + int(rng.integers(width)), n))
-                edges |= {(before + int(k), n) for k in np.flatnonzero(rng.random(width) < density)}
-        return depth * width, sorted(edges)
-
-    return shape
+    edges = set()
+    for layer in range(1, depth):
+        for n in range(layer * width, (layer + 1) * width):
+            before = (layer - 1) * width
+            edges.add((before + int(rng.integers(width)), n))
+            edges |= {(before + int(k), n) for k in np.flatnonzero(rng.random(width) < density)}
+    return depth * width, sorted(edges)
 
 
-def series_parallel(num_ops: int) -> Shape:
+@drawn
+def series_parallel(rng: np.random.Generator, num_ops: int) -> Drawn:
     """A random edge is replaced by two in a row, or by two side by side, again and again."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        links = [(0, 1)]
-        for n in range(2, num_ops):
-            k = int(rng.integers(len(links)))
-            a, b = links[k]
-            if rng.random() < 0.5:
-                links[k] = (a, n)
-            else:
-                links.append((a, n))
-            links.append((n, b))
-        return num_ops, _numbered(num_ops, links)
-
-    return shape
+    links = [(0, 1)]
+    for n in range(2, num_ops):
+        k = int(rng.integers(len(links)))
+        a, b = links[k]
+        if rng.random() < 0.5:
+            links[k] = (a, n)
+        else:
+            links.append((a, n))
+        links.append((n, b))
+    return num_ops, _numbered(num_ops, links)
 
 
-def grid(layers: int, steps: int) -> Shape:
+@drawn
+def grid(rng: np.random.Generator, layers: int, steps: int) -> Drawn:
     """An unrolled recurrent network: a cell needs the layer below and the step before."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        cells = [(t * layers + k, k, t) for t in range(steps) for k in range(layers)]
-        below = [(n - 1, n) for n, k, _ in cells if k > 0]
-        return layers * steps, below + [(n - layers, n) for n, _, t in cells if t > 0]
-
-    return shape
+    cells = [(t * layers + k, k, t) for t in range(steps) for k in range(layers)]
+    below = [(n - 1, n) for n, k, _ in cells if k > 0]
+    return layers * steps, below + [(n - layers, n) for n, _, t in cells if t > 0]
 
 
-def inception(blocks: int) -> Shape:
+@drawn
+def inception(rng: np.random.Generator, blocks: int) -> Drawn:
     """Blocks of four branches, one to four operators long, between a split and a join."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges, join = [], 0
-        n = 1
-        for _ in range(blocks):
-            ends = []
-            for _ in range(4):
-                at = join
-                for _ in range(int(rng.integers(1, 5))):
-                    edges.append((at, n))
-                    at, n = n, n + 1
-                ends.append(at)
-            join, n = n, n + 1
-            edges += [(end, join) for end in ends]
-        return n, edges
-
-    return shape
+    edges, join = [], 0
+    n = 1
+    for _ in range(blocks):
+        ends = []
+        for _ in range(4):
+            at = join
+            for _ in range(int(rng.integers(1, 5))):
+                edges.append((at, n))
+                at, n = n, n + 1
+            ends.append(at)
+        join, n = n, n + 1
+        edges += [(end, join) for end in ends]
+    return n, edges
 
 
-def random_graph(num_ops: int, window: int, mean_inputs: float) -> Shape:
+@drawn
+def random_graph(rng: np.random.Generator, num_ops: int, window: int, mean_inputs: float) -> Drawn:
     """Each operator uses a few of the last ``window`` ones."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges = set()
-        for n in range(1, num_ops):
-            first = max(0, n - window)
-            for _ in range(1 + int(rng.poisson(mean_inputs - 1))):
-                edges.add((int(rng.integers(first, n)), n))
-        return num_ops, sorted(edges)
-
-    return shape
+    edges = set()
+    for n in range(1, num_ops):
+        first = max(0, n - window)
+        for _ in range(1 + int(rng.poisson(mean_inputs - 1))):
+            edges.add((int(rng.integers(first, n)), n))
+    return num_ops, sorted(edges)
 
 
-def chain(num_ops: int, skips: float) -> Shape:
+@drawn
+def chain(rng: np.random.Generator, num_ops: int, skips: float) -> Drawn:
     """A chain; some operators are also used 2 to 20 operators later."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges = {(n - 1, n) for n in range(1, num_ops)}
-        for n in np.flatnonzero(rng.random(num_ops) < skips).tolist():
-            if n < num_ops - 1:
-                edges.add((n, min(num_ops - 1, n + int(rng.integers(2, 21)))))
-        return num_ops, sorted(edges)
-
-    return shape
+    edges = {(n - 1, n) for n in range(1, num_ops)}
+    for n in np.flatnonzero(rng.random(num_ops) < skips).tolist():
+        if n < num_ops - 1:
+            edges.add((n, min(num_ops - 1, n + int(rng.integers(2, 21)))))
+    return num_ops, sorted(edges)
 
 
-def fork_join(times: int, width: int, length: int) -> Shape:
+@drawn
+def fork_join(rng: np.random.Generator, times: int, width: int, length: int) -> Drawn:
     """``times`` in a row: a fork, ``width`` chains of ``length``, a join that is the next fork."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges, fork = [], 0
-        for _ in range(times):
-            join = fork + width * length + 1
-            for k in range(width):
-                first = fork + 1 + k * length
-                edges.append((fork, first))
-                edges += [(n, n + 1) for n in range(first, first + length - 1)]
-                edges.append((first + length - 1, join))
-            fork = join
-        return fork + 1, edges
-
-    return shape
+    edges, fork = [], 0
+    for _ in range(times):
+        join = fork + width * length + 1
+        for k in range(width):
+            first = fork + 1 + k * length
+            edges.append((fork, first))
+            edges += [(n, n + 1) for n in range(first, first + length - 1)]
+            edges.append((first + length - 1, join))
+        fork = join
+    return fork + 1, edges
 
 
-def reduction(leaves: int) -> Shape:
+@drawn
+def reduction(rng: np.random.Generator, leaves: int) -> Drawn:
     """A binary tree from the leaves to the root."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        # Operator ``leaves + k`` joins operators ``2 k`` and ``2 k + 1``.
-        edges = [(2 * k + i, leaves + k) for k in range(leaves - 1) for i in (0, 1)]
-        return 2 * leaves - 1, edges
-
-    return shape
+    # Operator ``leaves + k`` joins operators ``2 k`` and ``2 k + 1``.
+    edges = [(2 * k + i, leaves + k) for k in range(leaves - 1) for i in (0, 1)]
+    return 2 * leaves - 1, edges
 
 
-def transformer(layers: int, heads: int) -> Shape:
+@drawn
+def transformer(rng: np.random.Generator, layers: int, heads: int) -> Drawn:
     """Blocks of normalisation, per head q k v scores and mix, projection, sum, feed-forward."""
+    edges: Edges = []
+    n = 1
 
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges: Edges = []
-        n = 1
+    def op(*inputs: int) -> int:
+        nonlocal n
+        edges.extend((a, n) for a in inputs)
+        n += 1
+        return n - 1
 
-        def op(*inputs: int) -> int:
-            nonlocal n
-            edges.extend((a, n) for a in inputs)
-            n += 1
-            return n - 1
-
-        stream = 0
-        for _ in range(layers):
-            norm = op(stream)
-            mixed = []
-            for _ in range(heads):
-                q, k, v = op(norm), op(norm), op(norm)
-                mixed.append(op(op(op(q, k)), v))
-            stream = op(stream, op(*mixed))
-            stream = op(stream, op(op(op(op(stream)))))
-        return n, edges
-
-    return shape
-
-
-def u_net(depth: int, length: int) -> Shape:
-    """Chains down, a bottom, and chains up that also need the output of their level."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        stages = 2 * depth + 1
-        edges = [(n - 1, n) for n in range(1, stages * length)]
-        for level in range(depth):
-            end, up = (level + 1) * length - 1, (stages - 1 - level) * length
-            edges.append((end, up))
-        return stages * length, edges
-
-    return shape
-
-
-def towers(towers: int, length: int) -> Shape:
-    """Independent chains (embeddings), pairwise interactions of neighbours, one top chain."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges = [
-            (k * length + i, k * length + i + 1) for k in range(towers) for i in range(length - 1)
-        ]
-        n = towers * length
+    stream = 0
+    for _ in range(layers):
+        norm = op(stream)
         mixed = []
-        for k in range(towers):
-            edges += [((k + i) % towers * length + length - 1, n) for i in (0, 1)]
-            mixed.append(n)
-            n += 1
-        edges += [(m, n) for m in mixed]
-        edges += [(i - 1, i) for i in range(n + 1, n + 8)]
-        return n + 8, edges
-
-    return shape
+        for _ in range(heads):
+            q, k, v = op(norm), op(norm), op(norm)
+            mixed.append(op(op(op(q, k)), v))
+        stream = op(stream, op(*mixed))
+        stream = op(stream, op(op(op(op(stream)))))
+    return n, edges
 
 
-def experts(layers: int, experts: int) -> Shape:
+@drawn
+def u_net(rng: np.random.Generator, depth: int, length: int) -> Drawn:
+    """Chains down, a bottom, and chains up that also need the output of their level."""
+    stages = 2 * depth + 1
+    edges = [(n - 1, n) for n in range(1, stages * length)]
+    for level in range(depth):
+        end, up = (level + 1) * length - 1, (stages - 1 - level) * length
+        edges.append((end, up))
+    return stages * length, edges
+
+
+@drawn
+def towers(rng: np.random.Generator, towers: int, length: int) -> Drawn:
+    """Independent chains (embeddings), pairwise interactions of neighbours, one top chain."""
+    edges = [(k * length + i, k * length + i + 1) for k in range(towers) for i in range(length - 1)]
+    n = towers * length
+    mixed = []
+    for k in range(towers):
+        edges += [((k + i) % towers * length + length - 1, n) for i in (0, 1)]
+        mixed.append(n)
+        n += 1
+    edges += [(m, n) for m in mixed]
+    edges += [(i - 1, i) for i in range(n + 1, n + 8)]
+    return n + 8, edges
+
+
+@drawn
+def experts(rng: np.random.Generator, layers: int, experts: int) -> Drawn:
     """Blocks of a router, experts of three operators behind it, and their sum with a skip."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        edges, stream = [], 0
-        for _ in range(layers):
-            router = stream + 1
-            total = router + 3 * experts + 1
-            edges += [(stream, router), (stream, total)]
-            for k in range(experts):
-                first = router + 1 + 3 * k
-                edges += [(stream, first), (router, first), (first, first + 1)]
-                edges += [(first + 1, first + 2), (first + 2, total)]
-            stream = total
-        return stream + 1, edges
-
-    return shape
+    edges, stream = [], 0
+    for _ in range(layers):
+        router = stream + 1
+        total = router + 3 * experts + 1
+        edges += [(stream, router), (stream, total)]
+        for k in range(experts):
+            first = router + 1 + 3 * k
+            edges += [(stream, first), (router, first), (first, first + 1)]
+            edges += [(first + 1, first + 2), (first + 2, total)]
+        stream = total
+    return stream + 1, edges
 
 
-def butterfly(stages: int) -> Shape:
+@drawn
+def butterfly(rng: np.random.Generator, stages: int) -> Drawn:
     """The exchanges of a fast Fourier transform of ``2 ** stages`` points."""
-
-    def shape(rng: np.random.Generator) -> tuple[int, Edges]:
-        width = 2**stages
-        edges = []
-        for s in range(stages):
-            for i in range(width):
-                n = (s + 1) * width + i
-                edges += [(s * width + i, n), (s * width + (i ^ 1 << s), n)]
-        return (stages + 1) * width, edges
-
-    return shape
+    width = 2**stages
+    edges = []
+    for s in range(stages):
+        for i in range(width):
+            n = (s + 1) * width + i
+            edges += [(s * width + i, n), (s * width + (i ^ 1 << s), n)]
+    return (stages + 1) * width, edges
 
 
 def _numbered(num_ops: int, links: Edges) -> Edges:

@@ -34,6 +34,9 @@ PATCHES: dict[str, Any] = {
     "intermediate_size": 768,
 }  # fmt: skip
 STAGES: dict[str, Any] = {"hidden_sizes": [32, 64, 128, 256], "depths": [1, 1, 2, 1]}
+LEVELS: dict[str, Any] = {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}
+WINDOWS: dict[str, Any] = {"embed_dim": 48, "depths": [1, 1, 2, 1]}
+HEADS: dict[str, Any] = {"num_heads": [2, 4, 8, 16]}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 256, "experts_implementation": "batched_mm",
@@ -42,6 +45,13 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 32, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
+}  # fmt: skip
+RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+INNER: dict[str, Any] = {"vocab_size": 2000, "d_model": 256, "n_head": 4, "d_inner": 1024}
+TO_TEXT: dict[str, Any] = {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}
+WHISPER: dict[str, Any] = {
+    "d_model": 192, "encoder_layers": 2, "encoder_attention_heads": 3, "num_mel_bins": 80,
+    "max_source_positions": 100,
 }  # fmt: skip
 SOUND: dict[str, Any] = {
     "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
@@ -80,6 +90,7 @@ def _kind(kind: Kind, common: dict[str, Any], **usual: Any) -> Callable[..., Mod
 
 
 _IMAGES: dict[str, Any] = {"sizes": ((1, 96), (2, 160))}
+_LARGE = ((1, 224), (2, 224))
 _cnn = _kind("cnn", {}, **_IMAGES)
 _vit = _kind("vit", PATCHES, **_IMAGES)
 _pyramid = _kind("vit", {}, **_IMAGES)  # a vision transformer whose stages differ
@@ -132,54 +143,26 @@ MODELS: tuple[Model, ...] = (
     _cnn("FocalNet", {"embed_dim": 32, "depths": [1, 1, 2, 1], "image_size": 96}),
     _cnn("SwiftFormer", {"depths": [1, 1, 2, 1], "embed_dims": [32, 64, 128, 256]}),
     *map(_vit, _VITS),
-    _pyramid(
-        "Swin",
-        {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [2, 4, 8, 16]},
-        sizes=((1, 224), (2, 224)),
-    ),
-    _pyramid("Swinv2", {"embed_dim": 48, "depths": [1, 1, 2, 1], "num_heads": [2, 4, 8, 16]}),
-    _vit("Dinov2", {"patch_size": 16}),
-    _vit("Dinov2WithRegisters", {"patch_size": 16}),
-    _vit("DINOv3ViT", {"patch_size": 16}),
-    _vit("IJepa", {"patch_size": 16}),
-    _pyramid("Pvt", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
-    _pyramid("PvtV2", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
-    _pyramid("Segformer", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
-    _pyramid("GLPN", {"hidden_sizes": [32, 64, 160, 256], "depths": [1, 1, 1, 1]}),
-    _pyramid(
-        "Hiera",
-        {"embed_dim": 48, "depths": [1, 1, 2, 1], "image_size": [224, 224]},
-        sizes=((1, 224), (2, 224)),
-    ),
+    _pyramid("Swin", WINDOWS | HEADS, sizes=_LARGE),
+    _pyramid("Swinv2", WINDOWS | HEADS),
+    *(_vit(x, {"patch_size": 16}) for x in ("Dinov2", "Dinov2WithRegisters", "DINOv3ViT", "IJepa")),
+    *(_pyramid(x, LEVELS) for x in ("Pvt", "PvtV2", "Segformer", "GLPN")),
+    _pyramid("Hiera", WINDOWS | {"image_size": [224, 224]}, sizes=_LARGE),
     _pyramid("Levit", {"hidden_sizes": [64, 128, 192], "num_attention_heads": [2, 4, 6]}),
     _vit("MobileViT", {"hidden_sizes": [96, 120, 144]}),
     _vit("Yolos", {"num_detection_tokens": 20, "image_size": [96, 96]}),
     _vit("DPT", {"image_size": 96}),
-    _vit("SiglipVision", {"patch_size": 16}),
-    _vit("CLIPVision", {"patch_size": 16}),
-    _vit("Aimv2Vision", {"patch_size": 16}),
+    *(_vit(x, {"patch_size": 16}) for x in ("SiglipVision", "CLIPVision", "Aimv2Vision")),
     _vit("VitDet", {"image_size": 96}),
     *map(_encoder, _ENCODERS),
     _encoder("DistilBert", {"dim": 256, "hidden_dim": 1024, "n_layers": 3, "n_heads": 4}),
-    _encoder("Electra", {"embedding_size": 128}),
-    _encoder("Albert", {"embedding_size": 128}),
-    _encoder("Deberta", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
-    _encoder("DebertaV2", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    *(_encoder(x, {"embedding_size": 128}) for x in ("Electra", "Albert")),
+    *(_encoder(x, RELATIVE) for x in ("Deberta", "DebertaV2")),
     _encoder("MobileBert", {"embedding_size": 64, "intra_bottleneck_size": 64}),
-    _encoder("SqueezeBert", {"embedding_size": 256}),
-    _encoder("ConvBert", {"embedding_size": 256}),
-    _encoder("RoFormer", {"embedding_size": 256}),
+    *(_encoder(x, {"embedding_size": 256}) for x in ("SqueezeBert", "ConvBert", "RoFormer")),
     _encoder("RemBert", {"input_embedding_size": 128, "output_embedding_size": 128}),
-    Model(
-        "encoder",
-        "Funnel",
-        {"vocab_size": 2000, "d_model": 256, "n_head": 4, "d_inner": 1024, "block_sizes": [1, 1]},
-    ),
-    Model(
-        "encoder",
-        "XLNet",
-        {"vocab_size": 2000, "d_model": 256, "n_layer": 3, "n_head": 4, "d_inner": 1024},
-    ),
+    Model("encoder", "Funnel", INNER | {"block_sizes": [1, 1]}),
+    Model("encoder", "XLNet", INNER | {"n_layer": 3}),
     _encoder("BigBird", {"attention_type": "original_full"}),
     _encoder("Esm", {"token_dropout": False, "mask_token_id": 3}),
     *map(_decoder, _DECODERS),
@@ -191,38 +174,25 @@ MODELS: tuple[Model, ...] = (
     _decoder("Mpt", {"d_model": 256, "n_heads": 4, "n_layers": 3, "max_seq_len": 512}),
     _decoder("XGLM", {"d_model": 256, "ffn_dim": 1024, "attention_heads": 4, "num_layers": 3}),
     _decoder("Mamba", {"state_size": 8}, sizes=((1, 16), (2, 32))),
-    _both("T5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
-    _both("MT5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
-    _both("UMT5", {"d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4}),
+    *(_both(x, TO_TEXT) for x in ("T5", "MT5", "UMT5")),
     *map(_both, _PAIRS),
     _both("BigBirdPegasus", {"attention_type": "original_full"}),
     *map(_audio, _SOUNDS),
-    _audio("SEW", {"squeeze_factor": 2, "conv_dim": (64,) * 13}),
-    _audio("SEWD", {"squeeze_factor": 2, "conv_dim": (64,) * 13}),
+    *(_audio(x, {"squeeze_factor": 2, "conv_dim": (64,) * 13}) for x in ("SEW", "SEWD")),
     _audio(
-        "WhisperEncoder",
-        {
-            "d_model": 192,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 3,
-            "num_mel_bins": 80,
-            "max_source_positions": 100,
-        },
+        "WhisperEncoder", WHISPER, sizes=((1, 200), (2, 200)), settings="WhisperConfig",
         model="models.whisper.modeling_whisper.WhisperEncoder",
-        settings="WhisperConfig",
-        sizes=((1, 200), (2, 200)),
     ),
     _audio("AST", {"num_mel_bins": 64, "max_length": 128}, sizes=((1, 128), (2, 128))),
     *map(_moe, _MOES),
     _moe("Qwen2Moe", {"shared_expert_intermediate_size": 512}),
-    _moe("DeepseekV2", LATENT),
-    _moe("DeepseekV3", LATENT),
+    *(_moe(x, LATENT) for x in ("DeepseekV2", "DeepseekV3")),
     _moe("Dots1", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     _moe("Glm4Moe", {"n_group": 1, "topk_group": 1}),
     _moe("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2}),
     _moe("Jamba", {"use_mamba_kernels": False}, sizes=((1, 16), (2, 32))),
     Model("moe", "NllbMoe", PAIR | {"num_experts": 4}),
-)
+)  # fmt: skip
 
 
 def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:

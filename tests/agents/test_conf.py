@@ -560,6 +560,8 @@ def test_an_interrupted_training_says_how_it_goes_on(
     (tmp_path / "out" / "checkpoint.pt").touch()
     assert run("train", *words, "resume=true") == 130
     assert "nothing to resume" not in capsys.readouterr().err
+    assert run("train", *words) == 2
+    assert "holds a training, which this one would replace" in capsys.readouterr().err
 
 
 def test_train_on_synthetic_problems(

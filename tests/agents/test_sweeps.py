@@ -387,6 +387,30 @@ def test_the_table_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "simulated_annealing" in out and max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("params", "task", "number"),
+    [
+        ("{seed: '0,1'}", "['planner=a,b,c', x=1]", 6),
+        ("{seed: '0,1'}", "[seed=0]", 1),
+        ("null", "['planner=glob(*)']", 0),
+        ("null", "[]", 1),
+        ("[]", "1", 0),
+    ],
+)
+def test_jobs_that_have_not_begun_are_counted(
+    tmp_path: Path, params: str, task: str, number: int
+) -> None:
+    text = f"hydra: {{sweeper: {{params: {params}}}, overrides: {{task: {task}}}}}"
+    (tmp_path / "multirun.yaml").write_text(text)
+    assert sweeps.num_asked(tmp_path) == number
+    (tmp_path / "0" / ".hydra").mkdir(parents=True)
+    (tmp_path / "0" / ".hydra" / "hydra.yaml").write_text("hydra: {sweeper: {n_trials: 20}}")
+    assert sweeps.num_asked(tmp_path) == 20
+    shown = to_table(aggregate([finished("0", row("walk", 0, 0.5), seed="0")], number))
+    assert shown.title.startswith(f"1 of {max(number, 1)} jobs have finished")
+    assert (f"not begun: {number - 1} jobs" in shown.notes) == (number > 1)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "finished"}'])
 def test_damaged_results_are_not_believed(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "0"

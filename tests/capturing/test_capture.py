@@ -810,6 +810,11 @@ def change_parameter(m, x):
         (change_parameter, "changes its parameter 'linear.weight' when it is called"),
         (lambda m, x: {1, x}, "returns a set: let it return tensors"),
         (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),
+        (
+            lambda m, x: torch.func.vmap(lambda row: m.linear.weight @ row)(x),
+            r"loses a value .*test_capture\.py:\d+ `.*for the whole batch",
+        ),
+        (lambda m, x: torch.histogramdd(x, [3] * 4), r"aten\.\w*histogramdd.* a list among its"),
         (lambda m, x: x @ torch.ones(3, 3), r"itself fails.*shapes cannot be multiplied"),
         (lambda m, x: x, "no operators"),
     ],

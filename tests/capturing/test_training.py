@@ -255,7 +255,20 @@ class Autocast(nn.Module):
         return self.b(y.float() + x).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Branches, Autocast])
+class Strides(nn.Module):
+    """The backward of softplus gives other strides than torch says of it; then comes a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x):
+        y = F.softplus(self.linear(x.reshape(-1, 2, 2)))
+        return (y.transpose(1, 2) * self.scale).sum()
+
+
+@pytest.mark.parametrize("kind", [Branches, Autocast, Strides])
 def test_every_order_that_the_edges_allow_gives_autograds_gradients(kind):
     torch.manual_seed(0)
     module, x = kind(), torch.randn(3, 4)

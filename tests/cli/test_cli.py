@@ -35,11 +35,11 @@ from placement.plan import Plan, load_plan
 from placement.profile import Profile
 from placement.tools import progress
 from placement.tools.files import FileError
+from tests.machine import CORES
 from tests.problems import chain, small_problem
 
 pytestmark = pytest.mark.usefixtures("quick_profiles")
 ROOT = Path(__file__).parents[2]
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 KEYS = ["planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations"]
 KEYS += ["feasible", "assignment"]
 
@@ -657,7 +657,8 @@ def test_errors_are_one_line(home: Path, tmp_path: Path, capsys: Any) -> None:
     def plan(planner: str, *more: str) -> str:
         return error(capsys, *plan_args(home, planner, *more))
 
-    assert "no such file" in error(capsys, "plan", "x/y.json", "--planner", "heft")
+    assert error(capsys, "plan", "x/y.json").endswith("x/y.json: no such file or folder\n")
+    assert "from_pretrained('gpt/Llama-3.1-8B')" in error(capsys, "plan", "gpt/Llama-3.1-8B")
     assert "--repeats 0" in error(capsys, "profile", "tiny_mlp", "--repeats", "0")
     assert "--devices is for problem files" in plan("heft", "--devices", "2")
     assert "no_such.yaml" in plan("heft", "--cluster", "no_such.yaml")

@@ -71,7 +71,7 @@ def test_problems(found: dict[str, Any], problem: str) -> None:
         (changed(cpu={"load": 3.0}), "keep 3.0 of 4 cores busy"),
         (changed(noise={"slow_over_fast": 2.0}), "up to 2.0 times as long"),
         (changed(cpu={"governor": "powersave"}), "governor powersave"),
-        (changed(extras={"ray": {"ray": None}}), "[ray]' into an environment of its own, if"),
+        (changed(extras={"ray": {"ray": None}}), "[ray]' into an environment of its own"),
         (changed(platform="macOS-15.1-arm64"), "macOS-15.1-arm64 is not supported, Linux is"),
         (changed(extras={"cp": {"ortools": None}}), "pip install 'device-placement-rl[cp]'"),
     ],
@@ -109,7 +109,7 @@ def test_packages_are_those_of_the_project() -> None:
     required, extras = doctor.packages()
     names = {re.split(r"[<>=\[ ;]", line)[0] for line in project["dependencies"]}
     assert {name.lower() for name in required} == names
-    assert set(extras) == set(project["optional-dependencies"])
+    assert set(extras) == set(project["optional-dependencies"]) == {*doctor.EXTRAS, "dev", "docs"}
 
 
 # -- completion ------------------------------------------------------------------------------

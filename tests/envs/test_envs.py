@@ -372,6 +372,14 @@ def test_what_users_get_wrong() -> None:
         SequentialDevicePlacementEnv([problem], reference_s=[1.0, 2.0])
     with pytest.raises(EnvError, match="positive"):
         SequentialDevicePlacementEnv([problem], reference_s=[np.inf])
+    env = gym.make_vec("envs:envs/SequentialDevicePlacement-v0", 2)
+    env.reset(seed=0)
+    for action in (1, [0, 1, 0], [0.0, 1.0], [None, None]):
+        with pytest.raises(EnvError, match=r"expected integers \[2\]"):
+            env.step(action)
+    with pytest.raises(EnvError, match=r"no argument 'window'.*arguments are problems"):
+        DevicePlacementEnv(window=3)
+    SelectPlaceDevicePlacementEnv(window=3)
 
 
 def test_select_place_offers_what_is_ready() -> None:

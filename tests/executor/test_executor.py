@@ -23,7 +23,8 @@ from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner, RunnerError
 from placement.executor.backend import Carrier, CpuBackend, backend_for
-from placement.program import run_program, split_inputs
+from placement.executor.loader import LoaderError
+from placement.program import InputError, run_program, split_inputs
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny
@@ -72,6 +73,43 @@ def test_results_come_in_order_and_inputs_are_taken_as_there_is_room():
             # Three in flight, and three finished ones at most that wait to be handed out.
             assert len(taken) <= i + 1 + 2 * 3
     assert len(taken) == 20
+
+
+def rewritten(buffer, count):
+    for i in range(count):
+        yield buffer.fill_(float(i))
+
+
+def views(buffer, count):
+    return (x[:1] for x in rewritten(buffer, count))
+
+
+@pytest.mark.parametrize("items", [rewritten, views])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_writes_its_buffer_again_is_told_so(items, workers):
+    module, _ = tiny.tiny_mlp(batch=1)
+    graph = capture(module, torch.zeros(1, 16))
+    placement = random_placement(graph, 0)
+    third = threading.Event()
+
+    def source():
+        for i, x in enumerate(items(torch.zeros(1, 16), 6)):
+            if i == 2:
+                third.set()
+            yield x
+
+    with Runner(graph, THREE, placement) as runner:
+        runner.call_on({d: lambda: None for d in runner._used})
+        for d in runner._used:
+            runner.workers[d].inbox.put(lambda: third.wait(60))
+        with pytest.raises((InputError, LoaderError), match=r"(micro-batch|item) 0 .*was written"):
+            list(runner.stream(source(), workers=workers, prefetch=workers * 4 or None))
+        same = torch.zeros(1, 16)  # again and again, as it is
+        for y in runner.stream([same] * 4):
+            torch.testing.assert_close(y, module(same).detach())
+    with Runner(graph, THREE, placement, max_in_flight=1) as runner:
+        for i, y in enumerate(runner.stream(items(torch.zeros(1, 16), 6), workers=0)):
+            torch.testing.assert_close(y, module(torch.full((1, 16), float(i))).detach())
 
 
 def test_the_process_of_a_data_loader_ends_with_the_stream():
@@ -195,6 +233,20 @@ def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monke
             stream.close()
         monkeypatch.setattr(runner_module, "_stop_workers", end)
         torch.testing.assert_close(runner(x), run_program(graph.program, [x])[0])
+
+
+def test_a_parameter_that_is_replaced_shows_in_the_next_call():
+    module, inputs = tiny.tiny_mlp()
+    graph = capture(module, inputs)
+    with Runner(graph, THREE, random_placement(graph, 0)) as runner:
+        for change in (lambda x: x.zero_(), lambda x: setattr(x, "data", torch.ones_like(x))) * 2:
+            with torch.no_grad():
+                change(next(module.parameters()))
+                expected = module(*inputs)
+            torch.testing.assert_close(runner(*inputs), expected)
+            workers = runner.workers
+        runner(*inputs)
+        assert runner.workers is workers
 
 
 def test_a_parameter_without_values_is_named():

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import placement.costs.measure as measure_module
 from experiments.runs import two_cores
+from placement import optimizing
 from placement.capturing import capture
 from placement.capturing.kernels import kernel_of
 from placement.capturing.training import mean_of_outputs, plain_step
@@ -36,12 +37,14 @@ from placement.executor import runner as runner_module
 from placement.executor import weights as weights_module
 from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
-from placement.executor.graphs import pieces_of, recorded
+from placement.executor.graphs import Replayed, pieces_of, recorded
 from placement.executor.runner import RunnerError
 from placement.executor.streamed import with_streaming
 from placement.executor.weights import forget_others
+from placement.plan import Measured, Spread, now
 from placement.planners.heft import Heft
 from placement.problem import Problem
+from placement.profile import Profile
 from placement.program import split_inputs
 from placement.workloads import load
 from tests import emulated_gpu
@@ -129,6 +132,39 @@ def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
 def two_layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).train(), torch.randn(3, 4)
+
+
+ASKED = {
+    "an event of the capture": (
+        lambda x: torch.cuda.current_stream().record_event().query(),
+        "last",
+    ),
+    "work before it": (lambda x: torch.cuda.current_stream().wait_event(x.event), "uncaptured"),
+    "the device": (lambda x: torch.cuda.synchronize(), "permitted"),
+    "memory that others keep": (lambda x: torch.cuda.empty_cache(), "previous error"),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_the_emulated_gpu_knows_what_who_captures_a_graph_may_not_ask_for(what):
+    ask, said = ASKED[what]
+    with emulated_gpu.emulated():
+        x = torch.ones(3, device="cuda:0")
+        x.event = torch.cuda.current_stream().record_event()
+        with pytest.raises(RuntimeError, match=said):
+            recorded(lambda: (x + 1, ask(x)), torch.cuda.graph_pool_handle(), x.device)
+
+
+def test_the_emulated_gpu_spoils_what_later_graphs_of_a_pool_made_when_one_is_replayed():
+    """They may have memory that was free when they were captured, and that it writes to."""
+    with emulated_gpu.emulated():
+        x, pool = torch.ones(3, device="cuda:0"), torch.cuda.graph_pool_handle()
+        (first, a), (second, b) = (recorded(lambda: x + 1, pool, x.device) for _ in range(2))
+        first.replay()
+        second.replay()
+        assert a.cpu().tolist() == b.cpu().tolist() == [2, 2, 2]
+        first.replay()
+        assert a.cpu().tolist() == [2, 2, 2] and b.cpu().isnan().all()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
@@ -1217,6 +1253,61 @@ def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_t
         for thread in (capturing, streaming):
             thread.join()
         assert gpu.num_races == 0
+
+
+def test_a_replay_does_not_write_over_long_results_that_are_still_copied(monkeypatch):
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
+    module, items = Layers().eval(), [torch.randn(4, 8) + i for i in range(6)]
+    graph = capture(module, (items[0], items[0]))
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        there = [x.to("cuda:0") for x in items]
+        list(runner.stream([(x, x) for x in there]))
+        gpu.copy_s = 2e-2  # while inputs are there
+        found = list(runner.stream([(x, x) for x in there]))
+        assert gpu.num_replays >= 6 and gpu.copies["back"] >= 6
+    with torch.no_grad():
+        expected = [module(x, x) for x in items]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail", "are untried"])
+def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs, monkeypatch):
+    module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
+    graph = capture(module, x)
+    seconds = np.tile([1.0, 1e-3], (graph.num_ops, 1))
+    problem = Problem(graph, BOTH, Profile(BOTH.device_names, seconds, 0 * seconds))
+    monkeypatch.setattr(optimizing, "TRY_GRAPHS", graphs != "are untried")
+    monkeypatch.setattr(optimizing, "measure", lambda ways, _: {n: took(n) for n in ways})
+    launch, capture_begin = Replayed.launch, emulated_gpu.CUDAGraph.capture_begin
+
+    def took(way):
+        seconds = Spread.of([0.96 if graphs == "are slow" else 0.5] if "CUDA" in way else [1.0])
+        return Measured(latency_s=seconds, period_s=seconds, n=1, when=now(), machine="")
+
+    def wrong(self, env, nothing_arrived):
+        rest = launch(self, env, nothing_arrived)
+        if self._graph is not None:
+            env[self._makes[-1]] = env[self._makes[-1]] + 1
+        return rest
+
+    def fails(self, *rest, **options):
+        capture_begin(self, *rest, **options)
+        raise RuntimeError("CUDA error: operation not permitted (here)")
+
+    if graphs == "are wrong":
+        monkeypatch.setattr(Replayed, "launch", wrong)
+    elif graphs == "fail":
+        monkeypatch.setattr(emulated_gpu.CUDAGraph, "capture_begin", fails)
+    with emulated_gpu.emulated() as gpu, optimizing.fastest(problem, x, 0.5) as runner:
+        assert (runner.kept, *optimizing.devices_of(runner.plan)) == ("plan", "cuda:0")
+        assert runner.cuda_graphs == (graphs == "are equal")
+        assert ("cuda:0 alone as CUDA graphs" in optimizing.verdict(runner)) == runner.cuda_graphs
+        before = gpu.num_replays
+        found = [runner(*x) for _ in range(6)]
+        assert (gpu.num_replays > before) == runner.cuda_graphs
+    with torch.no_grad():
+        torch.testing.assert_close(found, [module(*x)] * 6)
 
 
 def test_a_run_of_views_is_no_graph():

@@ -120,6 +120,11 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
         "results of 12 models", *[equal] * 95, many, failed
     )
     assert "| 96 of 96 | yes |" in line("results of 12 models", *[equal] * 96)
+    graphs = row("correct_1", "bert", ok=True, way="random 0 as CUDA graphs")
+    trained, other = (row("train", f"mlp, {x}", ok=True) for x in ("as CUDA graphs", "random"))
+    assert "| 41 of 41 | yes |" in line(
+        "CUDA graphs: results", *[graphs] * 36, *[trained] * 5, equal, other
+    )
     assert "| 1 of 1 | yes |" in line("300 micro-batches", equal, many, failed)
     training = row("training", "half of the activations", ok=False, step_ms=7.0)
     assert "| nothing; 0 of 15 were done | no |" in line(
@@ -214,8 +219,10 @@ def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
 
     a, b = [3.0, 1.0, 2.0], [5.0, 4.0, 9.0]
     ways = {"a": lambda: way("a", a), "bad": fails, "b": lambda: way("b", b)}
-    found = gpu.in_turns(bench, "m", ways, 3)
-    assert found == {"a": 2.0, "b": 5.0} and called == ["a", "b", "b", "a", "a", "b"]
+    found = gpu.in_turns(bench, "m", ways, 4, until=0.0)
+    assert found == {"a": [3, 1, 2], "b": [5, 4, 9]} and called == ["a", "b", "b", "a", "a", "b"]
+    assert gpu.times_as_fast(found, "a", "b") == 4.0  # of 5 / 3, 4 / 1, 9 / 2
+    assert np.isnan(gpu.times_as_fast(found, "bad", "b"))
     (row,) = rows(tmp_path)
     assert row["item"] == "m, bad" and "no kernel" in row["failed"]
 

@@ -32,11 +32,8 @@ from placement import importers
 from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, giph, layered
+from tests.experiments.test_experiments import needs_data
 
-needs_data = pytest.mark.skipif(
-    not (study.DATA / "dnn_partitioning" / "truth.json").exists(),
-    reason="the public workloads are not beside the checkout",
-)
 SMALL = Family(layered(3, 3, 0.5), num_devices=2)(0)
 
 

@@ -17,7 +17,7 @@ from placement.planners import load as planner
 from placement.problem import Problem, ProblemError
 from placement.simulator import score, simulate, simulate_reference
 from placement.workloads.synthetic import giph
-from tests.problems import problems, random_placement, small_problem
+from tests.problems import problems, random_placement, small_problem, written
 
 SIMULATORS = pytest.mark.parametrize("run", [simulate, simulate_reference])
 
@@ -122,14 +122,8 @@ DOPPLER = """\
 """
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "graph.txt"
-    path.write_text(text)
-    return path
-
-
 def test_a_graph_of_doppler(tmp_path: Path) -> None:
-    problem = load(written(tmp_path, DOPPLER), devices=2)
+    problem = load(written(tmp_path / "graph.txt", DOPPLER), devices=2)
     assert (problem.objective, problem.contention, problem.ready_order) == (
         "latency",
         False,
@@ -142,8 +136,8 @@ def test_a_graph_of_doppler(tmp_path: Path) -> None:
     # g0  AAABB........DDDDD     C's output takes 4 s
     # g1  ....C
     assert simulate(problem, [0, 0, 1, 0], num_microbatches=1).end_s.tolist() == [[3, 5, 5, 14]]
-    assert load(written(tmp_path, DOPPLER)).num_devices == 4
-    assert load(written(tmp_path, DOPPLER), objective="period").objective == "period"
+    assert load(written(tmp_path / "graph.txt", DOPPLER)).num_devices == 4
+    assert load(written(tmp_path / "graph.txt", DOPPLER), objective="period").objective == "period"
 
 
 @pytest.mark.parametrize(
@@ -159,17 +153,17 @@ def test_a_graph_of_doppler(tmp_path: Path) -> None:
 def test_mistakes_in_a_graph_of_doppler(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert DOPPLER.count(old) == 1
     with pytest.raises(FormatError, match=message):
-        load(written(tmp_path, DOPPLER.replace(old, new)))
+        load(written(tmp_path / "graph.txt", DOPPLER.replace(old, new)))
 
 
 def test_options_of_a_graph_of_doppler(tmp_path: Path) -> None:
-    path = written(tmp_path, DOPPLER)
+    path = written(tmp_path / "graph.txt", DOPPLER)
     with pytest.raises(FormatError, match="memory cannot be set: DOPPLER graphs take devices"):
         load(path, memory=1)
     with pytest.raises(FormatError, match="devices = 0 must be from 1 to 512"):
         load(path, devices=0)
     with pytest.raises(FormatError, match="3 lines: there must be four"):
-        load(written(tmp_path, "3\n0, 1\n1\n"))
+        load(written(tmp_path / "graph.txt", "3\n0, 1\n1\n"))
 
 
 GRAPHS = os.environ.get("DOPPLER_GRAPHS")  # compute_graph/ of github.com/xinyuyao/Doppler

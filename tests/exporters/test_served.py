@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from placement.importers import load_decoder
 from placement.importers.hf_config import read
 from placement.plan import Plan, make_plan
 from placement.problem import Solution
-from tests.consumers import placed, problem_of
+from tests.consumers import first_match, placed, problem_of
 from tests.served import LLAMA, MIXTRAL, gguf_llama
 
 FOUR = {"num_hidden_layers": 4, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
@@ -114,12 +113,6 @@ def test_modules_of_a_gguf_file_are_not_those_of_transformers(tmp_path: Path) ->
 
 
 # --- llama.cpp -----------------------------------------------------------------------------------
-
-
-def first_match(rules: str, tensor: str) -> str | None:
-    """As llama.cpp does it: the first rule whose pattern is found in the name."""
-    pairs = [rule.rpartition("=")[::2] for rule in rules.strip().split(",")]
-    return next((buffer for pattern, buffer in pairs if re.search(pattern, tensor)), None)
 
 
 def layer_devices(args: str, num_layers: int) -> list[str]:

@@ -195,6 +195,13 @@ def test_files_are_told_apart(tmp_path: Path) -> None:
 # GGUF
 
 
+ONE_LAYER: dict[str, Any] = {
+    "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 64,
+    "llama.attention.head_count": 4,
+}  # fmt: skip
+ITS_TENSORS = [("token_embd.weight", (64, 10), 1), ("blk.0.attn_k.weight", (64, 64), 1)]
+
+
 def header(path: Path, data: bytes) -> Decoder:
     path.write_bytes(data)
     return load_decoder(path)
@@ -212,11 +219,8 @@ def test_a_gguf_header(tmp_path: Path) -> None:
     }
     assert decoder.parts[1].kv_bytes == 2 * 2 * 2 * 32 and decoder.parts[1].module == "blk.0"
     routed = header(tmp_path / "moe.gguf", gguf_llama(experts=8))
-    assert [p.name for p in routed.parts[1:4]] == [
-        "blk.0.attention",
-        "blk.0.router",
-        "blk.0.experts",
-    ]
+    names = [f"blk.0.{x}" for x in ("attention", "router", "experts")]
+    assert [p.name for p in routed.parts[1:4]] == names
     assert routed.parts[3].used == 0.25
     tied = header(tmp_path / "tied.gguf", gguf_llama(tied=True))
     assert tied.parts[-1].weights == {"token_embd.weight": 1024 * 144}
@@ -262,11 +266,7 @@ def test_a_header_that_is_cut_off_anywhere(tmp_path: Path) -> None:
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
-    values = {
-        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 64,
-        "llama.attention.head_count": 4, "split.count": 2,
-    }  # fmt: skip
-    first = [("token_embd.weight", (64, 10), 1), ("blk.0.attn_k.weight", (64, 64), 1)]
+    values, first = ONE_LAYER | {"split.count": 2}, ITS_TENSORS
     paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     with pytest.raises(FormatError, match=r"is part 1 of 2; m-00002-of-00002\.gguf is not there"):
         header(paths[0], gguf(values, first))
@@ -288,13 +288,8 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     ],
 )
 def test_headers_that_are_wrong(values: dict[str, Any], said: str, tmp_path: Path) -> None:
-    good = {
-        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 64,
-        "llama.attention.head_count": 4,
-    }  # fmt: skip
-    tensors = [("token_embd.weight", (64, 10), 1), ("blk.0.attn_k.weight", (64, 64), 1)]
     with pytest.raises(FormatError, match=said):
-        header(tmp_path / "wrong.gguf", gguf({**good, **values}, tensors))
+        header(tmp_path / "wrong.gguf", gguf(ONE_LAYER | values, ITS_TENSORS))
 
 
 @settings(max_examples=80)
@@ -321,11 +316,8 @@ def test_any_numbers_of_a_config_are_refused_or_read(kind: str, data: st.DataObj
     )
     for key in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=3)):
         config[key] = data.draw(values) if key != "model_type" else kind
-    config["num_hidden_layers"] = (
-        min(4, config["num_hidden_layers"] or 1)
-        if isinstance(config["num_hidden_layers"], int)
-        else 2
-    )
+    layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] = min(4, layers or 1) if isinstance(layers, int) else 2
     try:
         decoder = read(config, "c.json", "c")
     except FormatError as error:

@@ -13,6 +13,7 @@ import pytest
 
 from placement.importers import FormatError, load
 from placement.simulator import simulate
+from tests.problems import written
 
 
 def node(key: int, cpu: float = 20.0, acc: float = 2.0, **more: Any) -> dict[str, Any]:
@@ -68,14 +69,8 @@ activation_size=[10.0; 20.5], parameter_size=0.000 -- stage_id=1
 """
 
 
-def write(tmp_path: Path, content: Any) -> Path:
-    path = tmp_path / "tiny.txt"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
 def test_dnn_partitioning(tmp_path: Path) -> None:
-    problem = load(write(tmp_path, DNN))
+    problem = load(written(tmp_path / "tiny.txt", DNN))
     assert problem.graph.op_name == ("7", "3", "5", "9")  # topological, ids as in the file
     assert problem.graph.edges.tolist() == [[0, 1], [0, 2], [1, 2], [2, 3]]
     assert problem.cluster.device_names == ("acc:0", "acc:1", "cpu:0")
@@ -107,11 +102,11 @@ def test_dnn_partitioning(tmp_path: Path) -> None:
     ],
 )
 def test_dnn_partitioning_objectives(tmp_path: Path, asked: str | None, meant: str) -> None:
-    assert load(write(tmp_path, DNN), objective=asked).objective == meant
+    assert load(written(tmp_path / "tiny.txt", DNN), objective=asked).objective == meant
 
 
 def test_pipedream_training(tmp_path: Path) -> None:
-    problem = load(write(tmp_path, PIPEDREAM), devices=2, bandwidth=1e6, memory=500)
+    problem = load(written(tmp_path / "tiny.txt", PIPEDREAM), devices=2, bandwidth=1e6, memory=500)
     g = problem.graph
     forward, back = ["node1", "node2", "node3"], ["node3", "node2", "node1"]
     assert list(g.op_name) == forward + [f"{x}.backward" for x in back]
@@ -135,7 +130,9 @@ def test_pipedream_training(tmp_path: Path) -> None:
 
 
 def test_pipedream_inference(tmp_path: Path) -> None:
-    problem = load(write(tmp_path, PIPEDREAM), mode="inference", objective="max_load")
+    problem = load(
+        written(tmp_path / "tiny.txt", PIPEDREAM), mode="inference", objective="max_load"
+    )
     assert problem.graph.op_name == ("node1", "node2", "node3")
     assert problem.num_devices == 4
     assert problem.objective == "max_load"
@@ -143,7 +140,7 @@ def test_pipedream_inference(tmp_path: Path) -> None:
 
 
 def test_moirai(tmp_path: Path) -> None:
-    problem = load(write(tmp_path, MOIRAI), objective="latency")
+    problem = load(written(tmp_path / "tiny.txt", MOIRAI), objective="latency")
     assert problem.graph.op_name == ("1", "4", "6")
     assert problem.graph.num_tensors == 1  # equal matrices: one tensor with two consumers
     assert problem.transfer_s(0, 0, 1) == pytest.approx(0.5e-3)
@@ -152,7 +149,7 @@ def test_moirai(tmp_path: Path) -> None:
     assert simulate(problem, [0, 1, 0], num_microbatches=1).latency_s == pytest.approx(7.5e-3)
     unlike = copy.deepcopy(MOIRAI)
     unlike["edges"][1]["transfer"] = [[0, 1], [0.25, 0]]
-    assert load(write(tmp_path, unlike)).graph.num_tensors == 2
+    assert load(written(tmp_path / "tiny.txt", unlike)).graph.num_tensors == 2
 
 
 def change(base: dict[str, Any], *path: Any, value: Any = None) -> dict[str, Any]:
@@ -231,7 +228,7 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, content: Any, said: str) -> None:
-    path = write(tmp_path, content)
+    path = written(tmp_path / "tiny.txt", content)
     with pytest.raises(FormatError) as error:
         load(path)
     assert said in str(error.value)

@@ -36,10 +36,12 @@ def numbers(name: str, *values: int) -> Any:
     return helper.make_tensor(name, INT64, [len(values)], values)
 
 
-def saved(tmp_path: Path, nodes: Any, inputs: Any, outputs: Any, weights: Any = ()) -> Path:
+def saved(
+    tmp_path: Path, nodes: Any, inputs: Any, outputs: Any, weights: Any = (), **how: Any
+) -> Path:
     graph = helper.make_graph(nodes, "g", inputs, outputs, list(weights))
     path = tmp_path / "model.bin"  # found by content, not by name
-    path.write_bytes(helper.make_model(graph).SerializeToString())
+    path.write_bytes(helper.make_model(graph, **how).SerializeToString())
     return path
 
 
@@ -128,26 +130,13 @@ def einsum(equation: str) -> Any:
     [
         (node("MatMul", ["a", "b"], ["y"]), [(7, 2, 3), (3, 5)], [7, 2, 5], 2 * 70 * 3),
         (node("Gemm", ["a", "b"], ["y"], transA=1), [(3, 2), (3, 5)], [2, 5], 2 * 10 * 3),
-        (
-            node("Conv", ["a", "b"], ["y"], group=2, pads=[1, 1]),
-            [(1, 4, 9), (6, 2, 3)],
-            [1, 6, 9],
-            2 * 54 * 6,
-        ),
-        (
-            node("ConvTranspose", ["a", "b"], ["y"], strides=[2, 2]),
-            [(1, 3, 4, 4), (3, 2, 2, 2)],
-            [1, 2, 8, 8],
-            2 * 48 * 8,
-        ),
+        (node("Conv", ["a", "b"], ["y"], group=2, pads=[1, 1]), [(1, 4, 9), (6, 2, 3)],
+         [1, 6, 9], 2 * 54 * 6),
+        (node("ConvTranspose", ["a", "b"], ["y"], strides=[2, 2]), [(1, 3, 4, 4), (3, 2, 2, 2)],
+         [1, 2, 8, 8], 2 * 48 * 8),
         (einsum("bij,jk->bik"), [(2, 3, 4), (4, 5)], [2, 3, 5], 240),
         (einsum("ij, jk"), [(3, 4), (4, 5)], [3, 5], 120),
-        (
-            einsum("...ij,...jk->...ik"),
-            [(2, 3, 4), (2, 4, 5)],
-            [2, 3, 5],
-            240,
-        ),
+        (einsum("...ij,...jk->...ik"), [(2, 3, 4), (2, 4, 5)], [2, 3, 5], 240),
         (node("Add", ["a", "b"], ["y"]), [(2, 3), (3,)], [2, 3], 6),
         (node("ReduceSum", ["a"], ["y"], keepdims=0), [(2, 3)], [], 6),
     ],
@@ -297,12 +286,9 @@ def test_nothing_large_is_computed(tmp_path: Path) -> None:
 
 
 def old(tmp_path: Path, opset: int, nodes: Any, inputs: Any, weights: Any = ()) -> dict[str, int]:
-    outputs = [value(nodes[-1].output[0], None)]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, list(weights))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=3)
-    path = tmp_path / "old.onnx"
-    path.write_bytes(model.SerializeToString())
-    return sizes_of(path)
+    outputs, opsets = [value(nodes[-1].output[0], None)], [helper.make_opsetid("", opset)]
+    how = {"opset_imports": opsets, "ir_version": 3}
+    return sizes_of(saved(tmp_path, nodes, inputs, outputs, weights, **how))
 
 
 def test_operators_of_old_versions(tmp_path: Path) -> None:
@@ -331,12 +317,9 @@ def test_operators_of_onnxruntime(tmp_path: Path) -> None:
         node("QuickGelu", ["c"], ["q"], domain="com.microsoft"),
         node("FusedMatMul", ["q", "q"], ["y"], domain="com.microsoft", transA=1, alpha=0.5),
     ]
-    graph = helper.make_graph(
-        nodes, "g", [value("x", [1, 3, 6, 8])], [value("y", None)], [weight("w", 4, 3, 3, 3)]
-    )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    path = tmp_path / "model.onnx"
-    path.write_bytes(helper.make_model(graph, opset_imports=opsets).SerializeToString())
+    inputs, weights = [value("x", [1, 3, 6, 8])], [weight("w", 4, 3, 3, 3)]
+    path = saved(tmp_path, nodes, inputs, [value("y", None)], weights, opset_imports=opsets)
     # [1, 4, 4, 6]; of its 6 columns each with each: sums of 4.
     assert load(path).graph.tensor_bytes.tolist() == [576, 384, 384, 4 * 6 * 6 * 4]
     assert work_of(path)[0] == [2 * 96 * 27, 96, 2 * 144 * 4]
@@ -454,18 +437,14 @@ def test_functions_are_inlined(tmp_path: Path) -> None:
         domain, "Twice", ["a"], ["b"], [node("Relu", ["a"], ["m"]), node("Tanh", ["m"], ["b"])],
         opsets,
     )  # fmt: skip
-    graph = helper.make_graph(
-        [node("Twice", ["x"], ["y"], domain=domain)], "g", [value("x", [3])], [value("y", [3])]
-    )
-    path = tmp_path / "model.onnx"
-    model = helper.make_model(graph, functions=[twice], opset_imports=opsets)
-    path.write_bytes(model.SerializeToString())
+    nodes = [node("Twice", ["x"], ["y"], domain=domain)]
+    path = saved(tmp_path, nodes, X, Y, functions=[twice], opset_imports=opsets)
     assert load(path).graph.op_kind == ("Relu", "Tanh")
 
 
 def test_nodes_in_any_order_and_with_one_name(tmp_path: Path) -> None:
     nodes = [node("Relu", ["b"], ["y"], name="n"), node("Relu", ["x"], ["b"], name="n")]
-    g = load(saved(tmp_path, nodes, [value("x", [3])], [value("y", [3])])).graph
+    g = load(saved(tmp_path, nodes, X, Y)).graph
     assert g.op_name == ("n#2", "n") and g.edges.tolist() == [[0, 1]]
 
 
@@ -537,15 +516,9 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(
-        saved(
-            tmp_path,
-            [node("MatMul", ["x", "w"], ["y"]), node("Relu", ["y"], ["z"])],
-            [value("x", ["n", 4])],
-            [value("z", ["n", 4])],
-            [weight("w", 4, 4)],
-        )
-    )
+    nodes = [node("MatMul", ["x", "w"], ["y"]), node("Relu", ["y"], ["z"])]
+    ends = [value("x", ["n", 4])], [value("z", ["n", 4])]
+    path = str(saved(tmp_path, nodes, *ends, [weight("w", 4, 4)]))
     assert main(["plan", path, "--planner", "heft"]) == cli.BAD_INPUT
     assert "--dim n=1" in capsys.readouterr().err
     args = ["--devices", "2", "--dim", "n=10", "--flops", "1e3", "--memory-bandwidth", "1e2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from placement import importers
 from placement.importers import FormatError, neusight
 from placement.planners.heft import Heft
 from tests import fuzz
+from tests.problems import written
 
 SHOP = {
     "instance": "tiny",
@@ -40,15 +40,8 @@ call_module,y,"{x: None, size: None}",1.0,0.25,0.125,"(16, 8)",torch.float32
 """
 
 
-def written(folder: Path, name: str, content: Any) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
 def test_a_shop(tmp_path: Path) -> None:
-    problem = importers.load(written(tmp_path, "s.json", SHOP))
+    problem = importers.load(written(tmp_path / "s.json", SHOP))
     assert problem.graph.name == "tiny" and problem.objective == "latency"
     assert problem.graph.op_name == ("1", "0", "2")
     assert problem.profile.provenance["file_order"] == [1, 0, 2]
@@ -74,7 +67,7 @@ def test_a_shop(tmp_path: Path) -> None:
 )
 def test_a_shop_as_a_text(first: str, text: str, tmp_path: Path) -> None:
     """Machines are numbered from 1, or from 0 if there is a 0; lines mean nothing."""
-    problem = importers.load(written(tmp_path, "s.fjs", f"{first}\n{text}"))
+    problem = importers.load(written(tmp_path / "s.fjs", f"{first}\n{text}"))
     inf = np.inf
     assert np.array_equal(problem.compute_s, [[3, inf, inf], [inf, 5, 4], [1, 2, 3]])
     assert problem.graph.edges.tolist() == [[0, 1]]
@@ -90,7 +83,7 @@ NESTED = [[[{"machine": 0, "processing": 3}], [{"machine": 1, "processing": 5}]]
 )
 def test_jobs_that_are_chains(content: Any, tmp_path: Path) -> None:
     """Classical job shops, numbered from 0 or 1, and the JSON of SchedulingLab."""
-    problem = importers.load(written(tmp_path, "s.txt", content))
+    problem = importers.load(written(tmp_path / "s.txt", content))
     inf = np.inf
     assert np.array_equal(problem.compute_s, [[3, inf], [inf, 5], [inf, 1], [2, inf]])
     assert problem.graph.edges.tolist() == [[0, 1], [2, 3]]
@@ -98,22 +91,24 @@ def test_jobs_that_are_chains(content: Any, tmp_path: Path) -> None:
 
 def test_a_standard_task_graph(tmp_path: Path) -> None:
     """Every line is an operator, the two dummies of no time too."""
-    path = written(tmp_path, "g.stg", STG)
+    path = written(tmp_path / "g.stg", STG)
     problem = importers.load(path, devices=2)
     order = problem.profile.provenance["file_order"]
     assert [problem.graph.op_name[order.index(k)] for k in range(5)] == list("01234")
     assert problem.compute_s[np.argsort(order)].tolist() == [[x] * 2 for x in (0, 4, 5, 6, 0)]
     assert Heft()(problem).value_s == 10
     assert importers.load(path).num_devices == 4
-    last = importers.load(written(tmp_path, "l.stg", "  2 8\n1 3 0\n2 4 1 1\n3 0 2 1 2"), devices=1)
+    last = importers.load(
+        written(tmp_path / "l.stg", "  2 8\n1 3 0\n2 4 1 1\n3 0 2 1 2"), devices=1
+    )
     assert last.graph.op_name == ("1", "2", "3") and last.compute_s[:, 0].tolist() == [3, 4, 0]
     assert last.graph.edges.tolist() == [[0, 1], [0, 2], [1, 2]]
-    without = importers.load(written(tmp_path, "w.stg", "2\n0 3 0\n1 4 1 0\n"))
+    without = importers.load(written(tmp_path / "w.stg", "2\n0 3 0\n1 4 1 0\n"))
     assert without.graph.op_name == ("0", "1") and "file_order" not in without.profile.provenance
 
 
 def test_operators_as_measured(tmp_path: Path) -> None:
-    path = written(tmp_path, "A/m-inf-1-1.csv", CSV)
+    path = written(tmp_path / "A/m-inf-1-1.csv", CSV)
     problem = importers.load(path, devices=2, bandwidth=1e3)
     assert problem.graph.op_name == ("x", "size", "y") and problem.num_devices == 2
     assert problem.compute_s[:, 0] == pytest.approx([0, 5e-4, 1.375e-3])
@@ -123,9 +118,9 @@ def test_operators_as_measured(tmp_path: Path) -> None:
 
 def test_several_gpus_are_joined(tmp_path: Path) -> None:
     paths = [
-        written(tmp_path, "A/m.csv", CSV),
-        written(tmp_path, "B/m.csv", CSV.replace("0.5,", "0.25,")),
-        written(tmp_path, "C/m.csv", CSV.replace('"{x: None, size: None}"', "{size: None}")),
+        written(tmp_path / "A/m.csv", CSV),
+        written(tmp_path / "B/m.csv", CSV.replace("0.5,", "0.25,")),
+        written(tmp_path / "C/m.csv", CSV.replace('"{x: None, size: None}"', "{size: None}")),
     ]
     problem = neusight.joined(paths[:2])
     assert problem.cluster.device_names == ("A", "B")
@@ -139,7 +134,7 @@ def test_several_gpus_are_joined(tmp_path: Path) -> None:
 def test_workflows_of_all_versions(tmp_path: Path) -> None:
     files = fuzz.made_targets(["wfformat"])["wfformat"].files
     new, old = (
-        importers.load(written(tmp_path, name, files[name].decode()), devices=2, bandwidth=10.0)
+        importers.load(written(tmp_path / name, files[name].decode()), devices=2, bandwidth=10.0)
         for name in ("w.json", "v.json")
     )
     assert new.graph.op_name == ("a1", "b1") and old.graph.op_name == ("a", "b")
@@ -150,48 +145,32 @@ def test_workflows_of_all_versions(tmp_path: Path) -> None:
         assert problem.transfer_s(0, 0, 1) == pytest.approx(size / 10)
 
 
-def _shop(**changes: Any) -> dict[str, Any]:
-    return SHOP | changes
-
-
 OPS: Any = SHOP["operations"]
+
+
+def _shop(operations: Any = OPS, precedences: Any = ()) -> dict[str, Any]:
+    return SHOP | {"operations": operations, "precedences": [*precedences]}
+
+
+PARTED = {"name": "a", "runtime": 1, "parents": ["b"]}
+CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", _shop(operations=[]), "'operations' must be a non-empty list"),
-        (
-            "a.json",
-            _shop(operations=OPS[1:], precedences=[]),
-            "no machine may run operation 1, of 3",
-        ),
-        (
-            "a.json",
-            _shop(operations=[OPS[0] | {"operation": 10**12}], precedences=[]),
-            "run operation 0, of",
-        ),
-        (
-            "a.json",
-            _shop(operations=[OPS[1] | {"machine": 10**12}], precedences=[]),
-            "devices = 1000000000001",
-        ),
-        ("a.json", _shop(operations=[OPS[1] | {"duration": -1}]), "duration = -1 must be finite"),
-        ("a.json", _shop(precedences=[{"before": 0, "after": 9}]), "there is no operation 9"),
-        (
-            "a.json",
-            _shop(precedences=[{"before": 0, "after": 1}, {"before": 1, "after": 0}]),
-            "edges form a cycle: 1 -> 0 -> 1",
-        ),
+        ("a.json", _shop([]), "'operations' must be a non-empty list"),
+        ("a.json", _shop(OPS[1:]), "no machine may run operation 1, of 3"),
+        ("a.json", _shop([OPS[0] | {"operation": 10**12}]), "run operation 0, of"),
+        ("a.json", _shop([OPS[1] | {"machine": 10**12}]), "devices = 1000000000001"),
+        ("a.json", _shop([OPS[1] | {"duration": -1}]), "duration = -1 must be finite"),
+        ("a.json", _shop(OPS, [{"before": 0, "after": 9}]), "there is no operation 9"),
+        ("a.json", _shop(OPS, CIRCLE), "edges form a cycle: 1 -> 0 -> 1"),
         ("a.fjs", "1 2\n1 1 3 5\n", "a machine of operation 0 of job 0 = 3 is too large"),
         ("a.fjs", "2 2\n1 1 1 5\n", "the file ends before number of operations of job 1"),
         ("a.fjs", "1 2\n1 1 1 5\n7\n", "but then comes '7'"),
         ("a.fjs", "1 2\n1 1 1 x\n", "a duration of operation 0 of job 0 = 'x' is not a number"),
-        (
-            "a.fjs",
-            "1 2\n1 2 0 1 2 1",
-            "of 2 machines, one is 0 and one is 2: they must be numbered",
-        ),
+        ("a.fjs", "1 2\n1 2 0 1 2 1", "of 2 machines, one is 0 and one is 2: they must be"),
         ("a.fjs", "2 2\n0 3 1 5\n1 1 1 2", "line 3: a job does not visit every machine once"),
         ("a.json", {"machines": 2, "jobs": [[[]]]}, "jobs[0][0] is not a list, or an empty one"),
         ("a.stg", "2\n0 0 0\n1 4 1 0\n2 4 1 0\n", "2 tasks are told, and 3 lines of tasks found"),
@@ -202,26 +181,22 @@ OPS: Any = SHOP["operations"]
         ("a.csv", CSV.replace("acc_latency", "other"), "column 'acc_latency' is missing"),
         ("a.csv", CSV.splitlines()[0], "there are columns, but no operators"),
         ("a.json", {"workflow": {"tasks": [{"name": "a"}]}}, "field 'runtime' is missing"),
-        (
-            "a.json",
-            {"workflow": {"tasks": [{"name": "a", "runtime": 1, "parents": ["b"]}]}},
-            "'b' is no task",
-        ),
+        ("a.json", {"workflow": {"tasks": [PARTED]}}, "'b' is no task"),
     ],
 )
 def test_mistakes_are_named(name: str, content: Any, said: str, tmp_path: Path) -> None:
-    path = written(tmp_path, name, content)
+    path = written(tmp_path / name, content)
     with pytest.raises(FormatError) as caught:
         importers.load(path)
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_options_of_files_that_describe_their_devices(tmp_path: Path) -> None:
-    path = written(tmp_path, "a.json", SHOP)
+    path = written(tmp_path / "a.json", SHOP)
     with pytest.raises(FormatError, match="devices cannot be set: the file itself describes"):
         importers.load(path, devices=2)
     with pytest.raises(FormatError, match="memory cannot be set: standard task graphs take dev"):
-        importers.load(written(tmp_path, "g.stg", STG), memory=3)
+        importers.load(written(tmp_path / "g.stg", STG), memory=3)
 
 
 def test_published_files(shared: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from placement.graph import MOST_BYTES
 from placement.objective import Objective
 from placement.planners import PlannerError, load, names
 from placement.planners.contiguous_dp import merge_blocks, stage_costs
-from placement.problem import Problem, ProblemError, host_of
+from placement.problem import Problem, ProblemError, Solution, host_of
 from placement.search.evaluation import (
     Position,
     Search,
@@ -652,6 +652,24 @@ def test_best_of_goes_on_while_nothing_fits() -> None:
     assert set(found.stats["values_s"]) == {"peft", "m_etf"}
 
 
+def test_best_of_tries_one_device_even_where_the_first_planner_has_taken_all_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The list schedule had its code compiled, and found nothing that fits."""
+    now = [0.0]
+
+    def late(heft: Any, problem: Any) -> Solution:
+        now[0] += 3.0
+        return Solution(np.ones(problem.num_ops, np.int32), np.inf)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(type(load("heft")), "__call__", late)
+    tight = make([[9.0, 1.0]] * 4, chain(4), param_bytes=10, memory_bytes=[40, 15])
+    found = load("best_of", seconds=1)(tight.with_objective("latency"))
+    assert list(found.stats["values_s"]) == ["heft", "single_device"]
+    assert found.placement.tolist() == [0, 0, 0, 0] and found.value_s == 36.0
+
+
 def test_best_of_begins_with_what_wins_most_often_for_the_objective() -> None:
     problem = random_small(0)
     for objective, first in (("latency", ["heft", "peft", "m_etf"]),
@@ -877,7 +895,7 @@ def test_names_lists_the_files_without_importing_them() -> None:
 
 COMPILED_WITHIN_BUDGET = """
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from numba.core.registry import CPUDispatcher
 from placement.tools import clock
 
@@ -966,6 +984,10 @@ def double(problem: Problem):
     return load("heft")(problem)
 
 
+# Of a module that does not postpone its annotations.
+Unpostponed = make_dataclass("Unpostponed", [("first", int, 0)])
+
+
 def test_load_takes_a_function_of_the_user() -> None:
     check_planner(load(f"{__name__}:double"))
     with pytest.raises(PlannerError, match="takes no options"):
@@ -987,6 +1009,7 @@ def test_load_takes_a_function_of_the_user() -> None:
         ("local_search", {"seed": True}, r"seed = True is not"),
         ("local_search", {"evaluations": "2.5"}, r"evaluations = '2.5' is not of type int \| None"),
         ("local_search", {"start": 3}, r"start = 3 is not"),
+        (f"{__name__}:Unpostponed", {"first": "x"}, "of type int; its options are first: int = 0"),
     ],
 )
 def test_load_names_what_is_wrong(name: str, options: dict, message: str) -> None:

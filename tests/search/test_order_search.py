@@ -32,6 +32,7 @@ from placement.planners.order_search import (
     state_of,
     tables_of,
     why_not,
+    why_simulated,
 )
 from placement.problem import Problem
 from placement.report.run_folder import read_run
@@ -54,6 +55,18 @@ def plain(problem: Problem) -> Problem:
         Link(x.src, x.dst, x.latency_s, x.bandwidth_bytes_per_s) for x in problem.profile.links
     )
     profile = replace(problem.profile, links=links, loaded_s=None)
+    return replace(problem, cluster=cluster, profile=profile, objective="latency")
+
+
+def measured(problem: Problem) -> Problem:
+    """The problem with all that makes times depend on what else happens, but memory suffices."""
+    cluster = Cluster("roomy", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
+    links = tuple(
+        replace(x, wake_s=0.3, send_s=0.1, receive_s=0.2 * (x.src < x.dst))
+        for x in problem.profile.links
+    )
+    slower = problem.compute_s * RNG(0).uniform(1.0, 2.0, problem.compute_s.shape)
+    profile = replace(problem.profile, links=links, loaded_s=slower)
     return replace(problem, cluster=cluster, profile=profile, objective="latency")
 
 
@@ -83,12 +96,14 @@ def started(problem: Problem, seed: int, width: int = 16) -> Any:
     return tables, state
 
 
-@given(seed=st.integers(0, 100_000), contention=st.booleans())
-def test_timetables_are_the_simulators(seed: int, contention: bool) -> None:
+@given(
+    seed=st.integers(0, 100_000), contention=st.booleans(), like=st.sampled_from([plain, measured])
+)
+def test_timetables_are_the_simulators(seed: int, contention: bool, like: Any) -> None:
     problem = replace(
-        plain(random_problem(seed, grouped=True, unsupported=True)), contention=contention
+        like(random_problem(seed, grouped=True, unsupported=True)), contention=contention
     )
-    assert not why_not(problem)
+    assert not why_not(problem) and bool(why_simulated(problem)) == (like is measured)
     state = started(problem, seed)[1]
     schedule = in_sequence(problem, state.place, state.sequence)
     for run in (simulate, simulate_reference):
@@ -106,14 +121,11 @@ def test_timetables_are_the_simulators(seed: int, contention: bool) -> None:
     seed=st.integers(0, 100_000),
     num_ops=st.sampled_from([15, 15, 15, 130]),  # of 130 operators passes begin in the middle
     chooser=st.sampled_from([order.HAND, order.UNIFORM, order.TABU]),
-    sent=st.booleans(),
+    like=st.sampled_from([plain, lambda p: free(plain(p)), measured]),
 )
-def test_moves_keep_an_order_that_can_run(
-    seed: int, num_ops: int, chooser: int, sent: bool
-) -> None:
+def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int, like: Any) -> None:
     """After any number of moves the state is what it would be if it had begun there."""
-    problem = plain(random_problem(seed, num_ops, 3, grouped=True, unsupported=True))
-    problem = problem if sent else free(problem)
+    problem = like(random_problem(seed, num_ops, 3, grouped=True, unsupported=True))
     tables, state = started(problem, seed)
     steps = 40 if num_ops < 100 else 300  # the sequence is put in order of time, too
     order.play(tables, state, order.SEARCH + chooser, steps, NO_NETWORK, 0.0, 0.5)
@@ -122,7 +134,7 @@ def test_moves_keep_an_order_that_can_run(
     assert order._begin(tables, again) == state.x[order.COST]
     assert state.position[state.sequence].tolist() == list(range(num_ops))
     for name in (
-        "start_s", "end_s", "arrival_s", "lane", "lane_ptr", "in_lane", "load", "mark"
+        "start_s", "end_s", "hand_s", "arrival_s", "lane", "lane_ptr", "in_lane", "load", "mark"
     ):  # fmt: skip
         np.testing.assert_array_equal(getattr(state, name), getattr(again, name), err_msg=name)
     np.testing.assert_array_equal(state.row_s[0], again.row_s[0])
@@ -227,6 +239,37 @@ def test_heads_tails_and_estimates_by_hand() -> None:
         assert state.sequence.tolist() == [0, 1, 3, 2, 4]
 
 
+def test_estimates_of_a_measured_machine_by_hand() -> None:
+    """Operators take twice as long beside a busy device; waking one takes its sender 0.5 s."""
+    problem = two_lanes()
+    links = tuple(replace(x, wake_s=0.5, send_s=0.25) for x in problem.profile.links)
+    profile = replace(problem.profile, links=links, loaded_s=2 * problem.compute_s)
+    problem = replace(problem, profile=profile)
+    tables, state = tables_of(problem), state_of(problem, 4)
+    placement = np.array([0, 1, 0, 1, 0], np.int32)
+    start(tables, state, placement, np.arange(5, dtype=np.int32), RNG(0))
+    # 0  aaaaaaaa cc e       a and b begin beside each other, and so does d
+    # 1  bb dddddd
+    assert state.end_s.tolist() == [8, 2, 10, 8, 11] and state.x[order.COST] == 11
+    assert state.from_s.tolist() == [11, 8, 3, 6, 1] and not state.hand_s.any()
+    assert order._seconds(tables, state, 4, 1, 8.5) == 2  # c runs
+    assert order._seconds(tables, state, 2, 1, 8.5) == 2  # beside nobody but itself
+    assert order._seconds(tables, state, 3, 0, 1.0) == 6  # b runs
+    # a sends to c's device: while c runs there is nobody to wake.
+    assert order._handing_s(tables, state, 0, 1, 9.0) == 0.25
+    assert order._handing_s(tables, state, 0, 1, 12.0) == 0.75
+    # e to device 1: c ends at 10, its tensor is there at 11, e runs beside nobody.
+    assert order._elsewhere(tables, state, 4, 1, 11.0, 5) == (12, 11)
+    # d to device 0, behind e: b hands its tensor over, and then nobody waits for device 1.
+    assert order._handed_s(tables, state, 3, 0) == 0
+    # c to device 1: a wakes it, 8.75, then e.
+    assert order._handed_s(tables, state, 2, 1) == 9.75
+    state.place[2] = 1  # c begins at 9 on device 1, e at 12; as a ends, d does
+    assert state.sequence.tolist() == [0, 1, 3, 2, 4]
+    assert order.timetable(tables, state, -1, 99, np.inf) == 13
+    assert state.try_hand_s.tolist() == [0.25, 0, 0.75, 0, 0]
+
+
 def test_another_order_by_hand() -> None:
     """b (1 s) before a (4 s) on one device: who waits for b begins earlier; and back again."""
     problem = two_lanes()
@@ -281,10 +324,11 @@ def test_off_the_critical_chain_no_move_is_said_to_gain(seed: int) -> None:
     assert (state.offered[off, 6] == 0).all()
 
 
-def test_the_best_of_all_placements_and_orders() -> None:
+@pytest.mark.parametrize("like", [plain, measured])
+def test_the_best_of_all_placements_and_orders(like: Any) -> None:
     """Five operators on two devices: every placement in every order that can run."""
     for seed in range(4):
-        problem = plain(random_problem(seed + 40, 5, 2))
+        problem = like(random_problem(seed + 40, 5, 2))
         g = problem.graph
         orders = [
             o
@@ -302,7 +346,8 @@ def test_the_best_of_all_placements_and_orders() -> None:
 
 
 def test_the_contract() -> None:
-    check_planner(OrderSearch(evaluations=300), [plain(random_problem(s, 12, 3)) for s in range(3)])
+    problems = [like(random_problem(s, 12, 3)) for s in range(3) for like in (plain, measured)]
+    check_planner(OrderSearch(evaluations=300), problems)
 
 
 def test_it_begins_at_the_start_and_keeps_its_budget() -> None:
@@ -335,7 +380,7 @@ def test_a_search_begins_where_another_ended_with_its_order() -> None:
         ({"ready_order": "arrival"}, "arrival"),
     ],
 )
-def test_problems_that_have_no_exact_timetable(change: dict[str, Any], words: str) -> None:
+def test_problems_whose_orders_are_not_searched(change: dict[str, Any], words: str) -> None:
     problem = replace(plain(random_problem(3, 10, 3)), **change)
     assert words in why_not(problem)
     with pytest.raises(PlannerError, match=rf"order_search: .*{words}.*macro_search"):
@@ -344,7 +389,7 @@ def test_problems_that_have_no_exact_timetable(change: dict[str, Any], words: st
         OrderSearchEnv([problem], reference_s=[1.0])
 
 
-def test_what_else_has_no_exact_timetable() -> None:
+def test_what_is_simulated_and_what_is_refused() -> None:
     problem = plain(random_problem(3, 10, 3))
     profile, links = problem.profile, problem.profile.links
 
@@ -353,12 +398,12 @@ def test_what_else_has_no_exact_timetable() -> None:
         return replace(problem, profile=replace(profile, links=changed))
 
     loaded = replace(problem, profile=replace(profile, loaded_s=profile.compute_s * 1.2))
-    assert "loaded_s" in why_not(loaded)
-    assert "block" in why_not(with_link(blocking=True))
-    assert "occupies" in why_not(with_link(send_s=1.0))
-    assert "wakes" in why_not(with_link(wake_s=1.0))
+    assert "loaded_s" in why_simulated(loaded)
+    assert "block" in why_simulated(with_link(blocking=True))
+    assert "occupies" in why_simulated(with_link(send_s=1.0))
+    assert "wakes" in why_simulated(with_link(wake_s=1.0))
     shared = tuple(replace(x, channel="bridge") for x in links)
-    assert "share" in why_not(replace(problem, profile=replace(profile, links=shared)))
+    assert "share" in why_simulated(replace(problem, profile=replace(profile, links=shared)))
     few = tuple(replace(d, memory_bytes=10) for d in problem.cluster.devices)
     assert "memory" in why_not(replace(problem, cluster=Cluster("few", few)))
     # One micro-batch is all that is in flight, whatever a pipelined run may hold at a time.

@@ -96,7 +96,7 @@ def test_what_is_shown(objects: dict[str, Any]) -> None:
     assert "operators 6 edges 5" in text["graph"] and "op 6" in text["graph"]
     assert "objective 0.003" in text["solution"]
     assert "operators on device 0 3 operators on device 1 3" in text["solution"]
-    assert "predicted: latency 6 ms, period 3 ms, 32 micro-batches" in text["timeline"]
+    assert "predicted: micro-batch 0 6 ms, period 3 ms, 32 micro-batches" in text["timeline"]
     assert "latency 6 ms" in text["plan"] and "period 3 ms" in text["plan"]
     assert "single:" in text["comparison"] and "speed-up" in text["comparison"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from placement.importers import FormatError
 from placement.planners import load as planner
 from placement.workloads import WorkloadError, dataset, zoo
 from placement.workloads.dataset import DatasetError, Entry
+from tests.machine import CORES
 from tests.problems import random_problem
 
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 HERE = Cluster("here", tuple(Device(name, cores=(CORES[0],)) for name in ("cpu-a", "cpu-b")))
 LIST = "tiny_mlp batch=2  # a comment\n\nnot_there\ntiny_mlp batch=4\n"
 

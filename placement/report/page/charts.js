@@ -5,7 +5,7 @@ function ticks(low, high, num) {
   const step = 10 ** Math.floor(Math.log10((high - low) / num || 1));
   const size = [1, 2, 5, 10].map((k) => k * step).find((s) => (high - low) / s <= num) || step;
   const found = [];
-  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size);
+  for (let i = Math.ceil(low / size - 1e-9); i * size <= high + 1e-9 * size; i++) found.push(i * size + 0); // no -0
   return found;
 }
 function logTicks(low, high) {
@@ -77,7 +77,8 @@ function hover(node, title, pairs) {
 function range(values, margin, isLog) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (isLog) return [low / (1 + margin), high * (1 + margin)];
-  const room = (high - low || Math.abs(high) || 1) * margin;
+  // Wide enough that marks, of three digits, differ.
+  const room = Math.max((high - low) * margin, 0.02 * Math.max(Math.abs(low), Math.abs(high))) || margin;
   return [low - room, high + room];
 }
 
