@@ -389,6 +389,7 @@ def _summed(begin: NDArray, end: NDArray, column: NDArray, weight: Floats, size:
     """float64 ``[size, size]``: weights from row ``begin`` to before ``end``, up to each column."""
     grid = np.zeros((size, size))
     if weight.any():
+        _load_sums()
         kernels.sum_up(begin, end, column, weight, np.zeros(size), grid)
     return grid
 
@@ -443,6 +444,12 @@ def _solve(
     reached = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
     reached.sort(key=lambda s: best[s, -1])
     return [(float(best[s, -1]), list(stages(s))[::-1]) for s in reached]
+
+
+@loads
+def _load_sums() -> None:
+    one = np.ones(1, np.int64)
+    kernels.sum_up(one - 1, one, one, np.ones(1), np.zeros(2), np.zeros((2, 2)))
 
 
 @loads
