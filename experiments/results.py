@@ -52,11 +52,6 @@ LEARNING = (
         dispatch.STUDY, "families, 1", "trained", "heft", "untrained",
     ),
     Trained(
-        "the same, one evaluation of 16 decodes",
-        zero_shot.STUDY, zero_shot.LATENCIES, zero_shot.TRAINED, zero_shot.LIST,
-        zero_shot.UNTRAINED,
-    ),
-    Trained(
         "latency of six unseen graphs of 1,600 operators and more, 2,000 evaluations",
         guided.STUDY, "latency few evaluations", *CHOOSERS,
     ),
@@ -111,7 +106,7 @@ def learning(results: Path) -> str:
         return geometric(gain(cells, row.trained, [better])).percent()
 
     return table(
-        [row for row in LEARNING if of_group(row, results)],
+        LEARNING,
         Column("where", lambda r: f"[{r.where}]({link(r.study)})"),
         Column("trained network", lambda r: over(r, r.trained).ratio()),
         Column("hand-written", lambda r: over(r, r.hand).ratio()),

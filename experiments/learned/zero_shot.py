@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -164,36 +164,6 @@ def plan_s(cells: Sequence[Cell]) -> float:
     return float(np.median(used)) if used else np.nan
 
 
-# Rows from before there were such graphs have no such section.
-_LATENCIES = """## Latencies that decide
-
-The same graphs. The released constructor decodes up to 16 times: greedily from both ends, by its
-rule alone, and 13 samples. What ends first by its own timetable is evaluated, or the fastest device
-alone where that is faster; where memory may bind it is one greedy decode. `one decode`: greedily
-from the first operator, evaluated. Best known is the least value of these runs, of the rules and of
-`order_search` with 2,000 evaluations. The trained network is the released one.
-
-"""
-
-
-def latencies_section(cells: Sequence[Cell], against_other: Callable[..., str]) -> str:
-    """Of the page; nothing where there are no such cells."""
-    mine = of_group(cells, LATENCIES)
-    if not mine:
-        return ""
-    others = (SINGLE, LIST, UNTRAINED, UNTRAINED + DECODE)
-    return (
-        _LATENCIES
-        + table(
-            [(p, LATENCIES) for p in (TRAINED, UNTRAINED, TRAINED + DECODE, UNTRAINED + DECODE)],
-            Column("who", lambda x: x[0]),
-            Column("over the best known", lambda x: geometric(to_known(mine, x[0])).ratio()),
-            *(Column(f"against {o}", partial(against_other, other=o)) for o in others),
-        )
-        + "\n\n"
-    )
-
-
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     mine = of_group(cells, ONE)
     single, ratios = against_single(mine)
@@ -214,8 +184,20 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
     others = (SINGLE, ORDERS, UNTRAINED, HAND)
     pipelines = of_group(cells, FOUR)
+    decided = of_group(cells, LATENCIES)
     return {
-        "latencies": latencies_section(cells, learned),
+        "latencies": table(
+            [
+                (p, LATENCIES)
+                for p in (TRAINED, UNTRAINED, TRAINED + DECODE, UNTRAINED + DECODE, LIST)
+            ],
+            Column("who", lambda x: f"{HAND}, {LIST}" if x[0] == LIST else x[0]),
+            Column("over the best known", lambda x: geometric(to_known(decided, x[0])).ratio()),
+            *(
+                Column(f"against {o}", partial(learned, other=o))
+                for o in (SINGLE, LIST, UNTRAINED, UNTRAINED + DECODE)
+            ),
+        ),
         "never": len({c.problem for c in pipelines}),
         "trainings": len({c.seed for c in pipelines if c.planner == TRAINED}),
         "learned": table(
