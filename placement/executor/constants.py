@@ -7,7 +7,7 @@ told so: kernels need no mask then, and none has to be converted in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -104,6 +104,11 @@ def _may_share(step: Step, made: Set[int]) -> bool:
         return any(isinstance(x, Ref) and x.tensor in made for x in leaves_of(step.args[:1]))
     returns_it = any(x.alias_info is not None for x in target._schema.returns)
     return returns_it or torch.Tag.maybe_aliasing_or_mutating in target.tags
+
+
+def is_known(step: Step, known: Container[int]) -> bool:
+    """Whether nothing is left for a step to do: all that it makes is among ``constants``."""
+    return bool(step.outputs) and all(t in known for t in step.outputs)
 
 
 def with_constants(step: Step, known: Mapping[int, Tensor]) -> Step:

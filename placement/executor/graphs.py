@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from placement.executor.backend import TURN
+from placement.executor.constants import is_known
 from placement.executor.share import Call, Compiled, Share
 from placement.program import Param, Program, Ref, Step, leaves_of
 from placement.tools.clock import nothing_collected
@@ -120,7 +121,7 @@ def _launches(step: Step, known: Container[int]) -> bool:
     target = step.target
     if not isinstance(target, OpOverload):
         return True
-    if step.outputs and all(t in known for t in step.outputs):
+    if is_known(step, known):
         return False
     return target._schema.is_mutable or not _may_alias(target)
 
@@ -134,7 +135,7 @@ def _obstacle(program: Program, op: int, own: set[int], known: Container[int]) -
         return "the step draws random numbers" if program.is_random else ""
     step = program.steps[op]
     target = step.target
-    if step.outputs and all(t in known for t in step.outputs):
+    if is_known(step, known):
         return ""
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from placement.executor.constants import with_constants
+from placement.executor.constants import is_known, with_constants
 from placement.graph import OpGraph
 from placement.program import Param, Program, Ref, leaves_of
 
@@ -300,7 +300,7 @@ def compile_runs(
             call = f"{bind(quickest(step.target))}({', '.join(arguments)})"
             if source is not None:
                 call = f"{bind(source.own)}({call})"
-            if step.outputs and known.keys() >= set(step.outputs):
+            if is_known(step, known):
                 body = [f"{name(t)} = {bind(known[t])}" for t in step.outputs]
             elif not step.outputs:
                 body = [call]
