@@ -22,7 +22,7 @@ demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two
 	$(BIN)/placement run runs/demo/resnet50/plan.json
 
 test: $(INSTALLED)  ## the whole test suite, on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 1
 
 fuzz: $(INSTALLED)  ## thousands of mutated files for everything that reads one
 	$(BIN)/python -m tests.fuzz

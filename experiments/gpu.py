@@ -1301,12 +1301,15 @@ ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> None:
     """One section, in a process of its own."""
-    traces = (options.out / "traces.txt").open("a", encoding="utf-8")
-    faulthandler.enable(traces)
-    faulthandler.dump_traceback_later(limit_s * 0.98, exit=False, file=traces)
     until = time.perf_counter() + limit_s * 0.95
     bench = _bench(options, name, until=until, **known)
     with ExitStack() as stack:
+        traces = stack.enter_context((options.out / "traces.txt").open("a", encoding="utf-8"))
+        stack.callback(faulthandler.disable)
+        faulthandler.enable(traces)
+        # Reading the frames of running threads may crash: not after the section has ended.
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        faulthandler.dump_traceback_later(limit_s * 0.98, exit=False, file=traces)
         if options.emulated:
             sys.path.insert(0, str(ROOT / "tests"))
             import emulated_gpu
@@ -1321,9 +1324,6 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             ended = True
         if not ended:
             raise SystemExit(1)
-    faulthandler.cancel_dump_traceback_later()
-    faulthandler.disable()
-    traces.close()
 
 
 def child(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> None:

@@ -20,6 +20,9 @@ import gc
 import random
 import signal
 import sys
+import threading
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +36,31 @@ def pytest_collection_finish() -> None:
     """No collection of garbage looks again at what was imported: a tenth of the suite's time."""
     gc.freeze()
     gc.enable()
+
+
+HANGS_S = 360.0  # a minute after pytest-timeout
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End a process that pytest-timeout cannot: it waits in native code, or in a ``finally``."""
+    with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        terminal = os.dup(2)
+
+    def end() -> None:
+        frames = sys._current_frames()
+        stacks = ["".join(traceback.format_stack(frame)[-12:]) for frame in frames.values()]
+        os.write(terminal, "\n".join([f"\n{item.nodeid} hangs:", *stacks]).encode())
+        os._exit(1)
+
+    timer = threading.Timer(HANGS_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return (yield)
+    finally:
+        timer.cancel()
+        os.close(terminal)
 
 
 # A shell starts what it puts into the background with Ctrl-C ignored, which children inherit.

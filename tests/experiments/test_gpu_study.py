@@ -233,9 +233,15 @@ def test_a_section_that_fails_outside_of_its_items_says_why(
     def fails(bench: gpu.Bench) -> None:
         raise gpu.StudyError("torch sees no CUDA device here")
 
+    watching: list[str] = []
+    for name in ("enable", "dump_traceback_later"):  # pytest's own goes on
+        monkeypatch.setattr(gpu.faulthandler, name, lambda *_, n=name, **__: watching.append(n))
+    for name in ("disable", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(gpu.faulthandler, name, watching.pop)
     monkeypatch.setitem(gpu.SECTIONS, "facts", fails)
     with pytest.raises(SystemExit):
         gpu.section("facts", 20.0, options(tmp_path))
+    assert not watching  # or a thread would read this process's frames later, which may crash it
     (row,) = rows(tmp_path)
     assert row["failed"] == "StudyError: torch sees no CUDA device here"
 
