@@ -39,13 +39,6 @@ SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, cal
 CAPTURED = ("resnet50", "inception", "bert_base", "lstm", "vit", "gpt2", "convnext", "dlrm", "t5")
 
 
-# Every shipped workload and public file against all of ``BASELINES``.
-AGAINST = {
-    "seconds": Option(2.0, "processor seconds of each planner, of the learned one with its start"),
-    "seeds": Option(5, "of the learned planner"),
-    "repeats": Option(10, "of the profiles that have to be measured"),
-}
-
 # Captured models, run for real: the learned planner against the best baselines.
 EXECUTED = {
     "workloads": Option(

@@ -14,7 +14,6 @@ import pytest
 from agents import training
 from experiments import budgets, measured, results, study
 from experiments.learned import (
-    against,
     cells,
     dispatch,
     doppler,
@@ -219,22 +218,6 @@ def test_graphs_for_the_constructor_are_none_that_it_was_trained_on() -> None:
 
 
 # --- reports and goals ---------------------------------------------------------------------------
-
-
-def test_a_planner_that_is_worse_somewhere_is_named() -> None:
-    some = [
-        cell("p", "heft", None, 1.0),
-        cell("p", against.LEARNED, 0, 0.9),
-        cell("p", against.LEARNED, 1, 1.0),
-        cell("p", against.UNHURRIED, 0, 0.8),
-        cell("q", "heft", None, 1.0),
-        cell("q", against.LEARNED, 0, 1.01),
-        cell("q", against.UNHURRIED, 0, 1.0),
-    ]
-    assert against.worse(some, against.LEARNED) == ["q"]
-    assert against.worse(some, against.UNHURRIED) == []
-    text = against.parts(some, Namespace())["table"]
-    assert "| policy, all | 2 |" in text and "+1.00 %" in text
 
 
 def test_goals_from_files(tmp_path: Path) -> None:
