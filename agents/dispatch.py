@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.encoder import ILLEGAL, NetworkConfig, Observations
+from agents.encoder import ILLEGAL, NetworkConfig, Observations, arrays
 from agents.store import Graphs
 from envs.dispatch import Dispatcher, Net, Past, no_network
 from envs.dispatch_kernels import NUM_PAIR_FEATURES
@@ -70,7 +70,7 @@ class DispatchNet(nn.Module):
 
     def weights(self) -> Net:
         """``net`` of ``envs.dispatch_kernels.judge``."""
-        parts = (
+        return arrays(
             self.linear.weight[0],
             self.pair.weight.T,
             self.pair.bias,
@@ -78,9 +78,6 @@ class DispatchNet(nn.Module):
             self.hidden.bias,
             self.around.weight.T,
             self.out.weight[0],
-        )
-        return tuple(
-            np.ascontiguousarray(x.detach().cpu().numpy(), dtype=np.float32) for x in parts
         )
 
     def answer(self, problem: Problem) -> tuple[NDArray[np.int32], float]:

@@ -344,7 +344,7 @@ class PlacementNet(nn.Module):
             encoded = self.encode(store, torch.arange(len(store)))
             _, hidden, _, out = self.score
             assert isinstance(hidden, nn.Linear) and isinstance(out, nn.Linear)
-            parts = (
+            return arrays(
                 self.from_group(encoded.groups) + self.from_graph(encoded.graph)[:, None],
                 self.from_device(encoded.devices),
                 self.from_pair.weight.T,
@@ -355,7 +355,6 @@ class PlacementNet(nn.Module):
                 torch.cat([out.bias, torch.tensor([self.config.finish_weight])]),
                 self._moving(store.num_groups),
             )
-            return tuple(np.ascontiguousarray(x.numpy(), dtype=np.float32) for x in parts)
 
     def values(
         self,
@@ -394,6 +393,11 @@ class PlacementNet(nn.Module):
     def _moving(self, num_groups: Tensor) -> Tensor:
         """Share of the groups that an untrained policy moves away from the warm start."""
         return (self.config.changes / num_groups).clamp(max=self.config.max_change)
+
+
+def arrays(*parts: Tensor) -> tuple[NDArray[np.float32], ...]:
+    """Weights as kernels take them."""
+    return tuple(np.ascontiguousarray(x.detach().cpu().numpy(), dtype=np.float32) for x in parts)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.encoder import ILLEGAL, Encoded, Encoder, NetworkConfig, Observations
+from agents.encoder import ILLEGAL, Encoded, Encoder, NetworkConfig, Observations, arrays
 from agents.store import Graphs, GraphStore
 from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
-from envs.guided import search as take_steps
 from placement.objective import Objective
 from placement.problem import Problem
 from placement.search import order
@@ -128,7 +127,7 @@ class GuidedNet(nn.Module):
             if store is not None and (encoded := self.encode(store, torch.tensor([0]))):
                 groups = self.by_group(encoded.groups[0])
                 devices = self.by_device(encoded.devices[0])
-            parts = (
+            return arrays(
                 self.by_search.weight.T,
                 self.by_move.weight.T,
                 groups,
@@ -138,7 +137,6 @@ class GuidedNet(nn.Module):
                 self.hidden.bias,
                 self.out.weight[0],
             )
-            return tuple(np.ascontiguousarray(x.numpy(), dtype=np.float32) for x in parts)
 
 
 WIDTH = 16, 4  # moves offered at each step where nobody says: simulated objectives, max_load
@@ -190,7 +188,8 @@ def anneal(
         part, before = min(progress - this, 1.0), search.seconds
         steps = int(max(1, min(most, slice_s * rate, search.num_left // per_step)))
         best_s = float(state.best_cost)
-        take_steps(tables, state, weights, CHOOSERS[chooser], steps, part, part)
+        job = guided_kernels.SEARCH + CHOOSERS[chooser]
+        guided_kernels.play(tables, state, job, steps, weights, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
         num_steps += steps
         if state.best_cost < best_s:

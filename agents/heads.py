@@ -49,27 +49,12 @@ class SelectPlaceNet(PlacementNet):
     def evaluate(
         self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``PlacementNet.evaluate``."""
+        """Log-probabilities ``[B, K * D]`` of a ready group, times those of its device.
+
+        An untrained network selects the first group, which has the highest priority.
+        """
         state, legal = obs["devices"].float(), obs["mask"].bool()
         group = obs["group"].long()
-        logits = self.select_logits(store, ids, encoded, row, group, state, legal)
-        return logits, self.values(encoded, row, state, legal), None
-
-    def select_logits(
-        self,
-        store: Graphs,
-        ids: Tensor,
-        encoded: Encoded,
-        row: Tensor,
-        group: Tensor,
-        state: Tensor,
-        legal: Tensor,
-    ) -> Tensor:
-        """Log-probabilities float32 ``[B, K * D]`` of a ready group, times those of its device.
-
-        ``group`` int64 ``[B, K]``, ``state`` float32 ``[B, K, D, F]``, ``legal`` bool
-        ``[B, K, D]``; an untrained network selects the first, which has the highest priority.
-        """
         count, ready, devices, features = state.shape
         many = row[:, None].expand(-1, ready).reshape(-1)
         some = legal.any(dim=2)
@@ -87,12 +72,10 @@ class SelectPlaceNet(PlacementNet):
             least,
         ]
         wanted = self.select(torch.cat(seen, dim=2)).squeeze(-1)
-        wanted = (
-            wanted - torch.arange(ready, device=wanted.device) * 1.0
-        )  # a list scheduler takes the first
+        wanted = wanted - torch.arange(ready, device=wanted.device) * 1.0  # as list schedulers do
         select = torch.log_softmax(wanted.masked_fill(~some, ILLEGAL), dim=-1)
-        both = select[:, :, None] + device
-        return both.masked_fill(~legal, ILLEGAL).reshape(count, -1)
+        both = (select[:, :, None] + device).masked_fill(~legal, ILLEGAL)
+        return both.reshape(count, -1), self.values(encoded, row, state, legal), None
 
 
 class GroupPlaceNet(PlacementNet):
@@ -111,17 +94,8 @@ class GroupPlaceNet(PlacementNet):
     def evaluate(
         self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``PlacementNet.evaluate``."""
-        logits = self.group_logits(store, ids, encoded, row, obs)
-        real = obs["mask"].bool().sum(dim=2) > 1
-        real |= ~real.any(dim=1, keepdim=True)
-        return logits, self.values(encoded, row, None, store.legal), real
-
-    def group_logits(
-        self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
-    ) -> Tensor:
-        """Masked logits float32 ``[B, G, A]``: of the cluster of each group, or, where there are
-        clusters (``obs["cluster"]``), of the device of each.
+        """Logits ``[B, G, A]`` of the cluster of each group, or, once there are clusters, of the
+        device of each.
         """
         legal, cluster = obs["mask"].bool(), obs["cluster"].long()
         groups, real = encoded.groups[row], store.real[ids][row]
@@ -158,7 +132,10 @@ class GroupPlaceNet(PlacementNet):
             for y in (first, second)
         )
         logits = torch.where((cluster < 0)[:, :1, None], first, second)
-        return logits.masked_fill(~legal, ILLEGAL)
+        decides = legal.sum(dim=2) > 1
+        decides |= ~decides.any(dim=1, keepdim=True)
+        values = self.values(encoded, row, None, store.legal)
+        return logits.masked_fill(~legal, ILLEGAL), values, decides
 
 
 class MovingNet(PlacementNet):
@@ -169,24 +146,8 @@ class MovingNet(PlacementNet):
     def evaluate(
         self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``PlacementNet.evaluate``."""
+        """Logits ``[B, G * D]`` of moving each group to each device."""
         pairs, search, legal = obs["pairs"].float(), obs["search"].float(), obs["mask"].bool()
-        logits = self.move_logits(store, ids, encoded, row, pairs, legal)
-        return logits, self.values(encoded, row, pairs, legal, search), None
-
-    def move_logits(
-        self,
-        store: Graphs,
-        ids: Tensor,
-        encoded: Encoded,
-        row: Tensor,
-        pairs: Tensor,
-        legal: Tensor,
-    ) -> Tensor:
-        """Masked logits float32 ``[B, G * D]`` of moving each group to each device.
-
-        ``pairs`` float32 ``[B, G, D, F]``, ``legal`` bool ``[B, G, D]``.
-        """
         x = (
             self.from_group(encoded.groups)[row][:, :, None]
             + self.from_graph(encoded.graph)[row][:, None, None]
@@ -194,5 +155,5 @@ class MovingNet(PlacementNet):
             + self.from_pair(store.pair[ids[row]])
             + self.from_state(pairs)
         )
-        logits = self.score(x).squeeze(-1)
-        return logits.masked_fill(~legal, ILLEGAL).flatten(1)
+        logits = self.score(x).squeeze(-1).masked_fill(~legal, ILLEGAL).flatten(1)
+        return logits, self.values(encoded, row, pairs, legal, search), None

@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 
 from envs import guided_kernels
 from envs.base import PlacementEnv
-from envs.guided_kernels import BOUND, NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State, Tables, Tried
+from envs.guided_kernels import (
+    BEGIN,
+    BOUND,
+    NUM_MOVE_FEATURES,
+    NUM_SEARCH_FEATURES,
+    TAKE,
+    State,
+    Tables,
+    Tried,
+    play,
+)
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
 from envs.rewards import log_speedup
 from envs.rules import Numbers, Observation, Rng, Rules, id_space
@@ -110,33 +120,7 @@ def begin(
     warm, cold, first, last = rounds[number % len(rounds)]
     state.warm, state.cold, state.power_first, state.power_last = warm, cold, first, last
     state.moves.device[:] = choice
-    guided_kernels.play(tables, state, guided_kernels.BEGIN, step, NO_NETWORK, used, used)
-
-
-def take(tables: Tables, state: State, action: int, used: float) -> float:
-    """Try a move; the next ones are offered for ``used`` 0..1 of the budget. The reward."""
-    gain: float = guided_kernels.play(
-        tables, state, guided_kernels.TAKE, action, NO_NETWORK, used, used
-    )
-    return gain
-
-
-def resume(tables: Tables, state: State) -> None:
-    """Evaluate the placement of ``state`` again, and look at it."""
-    guided_kernels.play(tables, state, guided_kernels.RESUME, 0, NO_NETWORK, 0.0, 0.0)
-
-
-def search(
-    tables: Tables,
-    state: State,
-    network: tuple[NDArray[np.float32], ...],
-    chooser: int,
-    steps: int,
-    used: float,
-    then: float,
-) -> None:
-    """``steps`` steps in one call, see ``guided_kernels.play``; ``network``: see ``chooser``."""
-    guided_kernels.play(tables, state, guided_kernels.SEARCH + chooser, steps, network, used, then)
+    play(tables, state, BEGIN, step, NO_NETWORK, used, used)
 
 
 def start_choices(
@@ -340,7 +324,7 @@ class GuidedSearchRules(OfferingRules):
         exact = tables.kind == guided_kernels.LOAD
         self.num_evaluations += self.width if exact else int(state.count[action] > 0)
         used = (state.step + 1.0) / self.moves
-        return take(tables, state, action, used), used
+        return play(tables, state, TAKE, action, NO_NETWORK, used, used), used
 
     def _best_of(self, b: int) -> tuple[float, Choice]:
         state = self._state(b)

@@ -12,8 +12,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
-from envs.guided import begin, resume, start_choices, state_of, tables_of
-from envs.guided_kernels import BOUND, State
+from envs.guided import NO_NETWORK, begin, start_choices, state_of, tables_of
+from envs.guided_kernels import BOUND, RESUME, State, play
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
 from envs.rules import Numbers, Observation, Rng, Rules, id_space
 from placement.problem import Placement
@@ -191,7 +191,7 @@ class RefineRules(Rules):
             state = self._states[b][int(self.ids[b])]
             state.moves.device[group[b]] = device[b]
             state.refused[group[b], device[b]] += 1.0
-            resume(self._tables[self.ids[b]], state)
+            play(self._tables[self.ids[b]], state, RESUME, 0, NO_NETWORK, 0.0, 0.0)
         self._now_s[legal] = self._values(rows[legal])
         self._step = np.minimum(self._step + 1, moves)
         better = self._now_s < self.value_s

@@ -18,12 +18,10 @@ from envs.guided import (
     GuidedSearchRules,
     begin,
     choice_of,
-    search,
     state_of,
     tables_of,
-    take,
 )
-from envs.guided_kernels import MOVE_FEATURES, State, Tables
+from envs.guided_kernels import MOVE_FEATURES, SEARCH, TAKE, State, Tables, play
 from envs.problems import EnvError, ProblemSet
 from envs.refine import PAIR_FEATURES, RefineDevicePlacementEnv, RefineRules
 from envs.rewards import log_speedups
@@ -93,7 +91,7 @@ def check_costs(problem: Problem, seed: int) -> None:
         cost = Search(problem).cost(state.moves.device.copy())
         expected = cost if np.isfinite(cost) else 2 * INFEASIBLE
         assert state.cost == pytest.approx(expected, rel=1e-9)
-        take(tables, state, int(np.argmax(state.count)), 0.5)
+        play(tables, state, TAKE, int(np.argmax(state.count)), NO_NETWORK, 0.5, 0.5)
 
 
 @settings(max_examples=60)
@@ -225,7 +223,7 @@ def test_whoever_chooses_finds_the_best_of_a_small_problem(objective: Any, choos
             number,
             RNG(number),
         )
-        search(tables, state, NO_NETWORK, chooser, 300, 0.0, 1.0)
+        play(tables, state, SEARCH + chooser, 300, NO_NETWORK, 0.0, 1.0)
     best = float(score(problem, every).min())
     assert best < 0.8 * first
     assert state.best_cost == pytest.approx(best, rel=1e-6)
@@ -239,8 +237,9 @@ def test_the_environment_is_the_kernel() -> None:
     twin_tables, twin = started(problem, 7)
     for i in range(30):
         logits = np.where(state.count > 0, state.offered[:, 0], -np.inf).astype(np.float64)
-        take(tables, state, choose(state.draws.random, logits, 16), (i + 1) / 30)
-    search(twin_tables, twin, NO_NETWORK, guided_kernels.POLICY, 30, 0.0, 1.0)
+        used, move = (i + 1) / 30, choose(state.draws.random, logits, 16)
+        play(tables, state, TAKE, move, NO_NETWORK, used, used)
+    play(twin_tables, twin, SEARCH + guided_kernels.POLICY, 30, NO_NETWORK, 0.0, 1.0)
     assert np.array_equal(state.offered, twin.offered)
     assert np.array_equal(state.moves.device, twin.moves.device)
     assert (state.cost, state.step) == (twin.cost, twin.step)
