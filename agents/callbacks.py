@@ -419,9 +419,10 @@ def _completed(begun: dict[str, str]) -> dict[str, str]:
     """An origin; fields of the configuration that its version lacked have their defaults."""
     if "configuration" not in begun:
         return begun
-    config = json.loads(begun["configuration"])
-    known = asdict(TrainConfig())
-    return begun | {"configuration": json.dumps({k: config.get(k, v) for k, v in known.items()})}
+    config, known = json.loads(begun["configuration"]), asdict(TrainConfig())
+    config = {k: config.get(k, v) for k, v in known.items()}
+    config["network"] = {k: config["network"].get(k, v) for k, v in known["network"].items()}
+    return begun | {"configuration": json.dumps(config)}
 
 
 def _differences(begun: dict[str, str], now: dict[str, str]) -> str:

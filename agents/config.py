@@ -53,8 +53,6 @@ class TrainConfig:
         max_seconds: stop when the next update would end later than this; 0 = no limit.
         max_evaluations: stop after so many evaluated placements; 0 = no limit. (The measurements
             of ``envs.Measured`` end a training, too: its answer is what ran until then.)
-        per_graph: normalise advantages over the steps of each graph in a rollout, not over all:
-            graphs whose rewards spread more do not drown out the others.
         repeats: episodes of a problem that follow one another, so that each rollout has several of
             few problems, not one of many: 8 where there are more problems than ``num_envs``.
         curriculum: share of the training in which larger graphs join: at first the smallest
@@ -102,7 +100,6 @@ class TrainConfig:
     patience: int = 0
     max_seconds: float = 0.0
     max_evaluations: int = 0
-    per_graph: bool = True
     repeats: int = 1
     curriculum: float = 0.0
     imitation_epochs: int = 20

@@ -52,7 +52,6 @@ class NetworkConfig:
             close to list scheduling: logits fall with this times the log cost of a device
             (``envs.sequential_kernels``: of a latency the finish time).
         scorer: width of the network that scores the moves of a guided search.
-        embed: it sees the encoder's view of groups and devices too, not their features alone.
         attention: layers of attention of all groups to each other, behind the message passing;
             of ``group_place``: of the clusters. Time and memory grow with their square.
         clusters: of ``group_place``: groups are assigned to so many; 0: they join a neighbour.
@@ -65,7 +64,6 @@ class NetworkConfig:
     max_change: float = 0.3
     finish_weight: float = 4.0
     scorer: int = 32
-    embed: bool = False
     attention: int = 0
     clusters: int = 0
 

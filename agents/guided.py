@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.encoder import ILLEGAL, Encoded, Encoder, NetworkConfig, Observations, arrays
-from agents.store import Graphs, GraphStore
+from agents.encoder import ILLEGAL, NetworkConfig, Observations, arrays
+from agents.store import Graphs
 from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
 from placement.objective import Objective
@@ -34,10 +34,7 @@ class GuidedNet(nn.Module):
 
     Or, of the formulation ``order_search``, those of ``OrderSearch-v0``.
 
-    The last layer begins near zero: untrained, it chooses as the hand-written score does. With
-    ``config.embed`` the first layer also sees the encoder's view of the group that moves first
-    and of its new device. Both are added where the features are, so that a search computes them
-    once per graph (``weights``) and its inner loop only looks them up.
+    The last layer begins near zero: untrained, it chooses as the hand-written score does.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class GuidedNet(nn.Module):
         if formulation == "order_search":
             num_search, num_move = order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES
         h = self.config.scorer
-        self.encoder = Encoder(self.config) if self.config.embed else None
         self.by_search = nn.Linear(num_search, h)
         self.by_move = nn.Linear(num_move, h, bias=False)
         self.hidden = nn.Linear(h, h)
@@ -60,55 +56,27 @@ class GuidedNet(nn.Module):
             nn.ReLU(),
             nn.Linear(2 * h, 1),
         )
-        if self.config.embed:
-            self.by_group = nn.Linear(self.config.hidden, h, bias=False)
-            self.by_device = nn.Linear(self.config.hidden, h, bias=False)
         last = self.value[-1]
         assert isinstance(last, nn.Linear)
         for weight in (self.out.weight, last.weight):
             nn.init.normal_(weight, std=0.01)
         nn.init.zeros_(last.bias)
 
-    def encode(self, store: Graphs, ids: Tensor) -> Encoded | None:
-        """The graphs int64 ``ids [U]`` encoded; None: this policy does not look at them."""
-        return None if self.encoder is None else self.encoder(store, ids)
+    def encode(self, store: Graphs, ids: Tensor) -> None:
+        """It sees a graph through the features alone."""
 
     def evaluate(
-        self,
-        store: Graphs,
-        ids: Tensor,
-        encoded: Encoded | None,
-        row: Tensor,
-        obs: Observations,
+        self, store: Graphs, ids: Tensor, encoded: None, row: Tensor, obs: Observations
     ) -> tuple[Tensor, Tensor, None]:
-        """Logits ``[B, C + 1]`` and values ``[B]``; as ``PlacementNet.evaluate``."""
-        moves, search, legal = obs["moves"].float(), obs["search"].float(), obs["mask"].bool()
-        places = None
-        if encoded is not None:
-            places = encoded, row, obs["group"].long(), obs["device"].long()
-        return self.logits(moves, search, legal, places), self.values(moves, search, legal), None
+        """Logits ``[B, C + 1]`` and values ``[B]``; ``chooser.network`` computes the same logits.
 
-    def logits(
-        self,
-        moves: Tensor,
-        search: Tensor,
-        legal: Tensor,
-        places: tuple[Encoded, Tensor, Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Masked logits float32 ``[B, C + 1]``; ``chooser.network`` computes the same.
-
-        ``moves`` float32 ``[B, C + 1, F]``, ``search`` float32 ``[B, S]``, ``legal`` bool
-        ``[B, C + 1]``; ``places``: the encoded graphs, and int64 the row among them ``[B]``,
-        the group and the device ``[B, C + 1]`` of each move.
+        As ``PlacementNet.evaluate``.
         """
+        moves, search, legal = obs["moves"].float(), obs["search"].float(), obs["mask"].bool()
         x = self.by_search(search)[:, None] + self.by_move(moves)
-        if places is not None:
-            encoded, row, group, device = places
-            known = self.by_group(encoded.groups)[row[:, None], group]
-            known = known + self.by_device(encoded.devices)[row[:, None], device]
-            x = torch.cat([x[:, :1], x[:, 1:] + known[:, 1:]], dim=1)
         score = self.out(torch.relu(self.hidden(torch.relu(x)))).squeeze(-1)
-        return (score + moves[:, :, 0]).masked_fill(~legal, ILLEGAL)
+        logits = (score + moves[:, :, 0]).masked_fill(~legal, ILLEGAL)
+        return logits, self.values(moves, search, legal), None
 
     def values(self, moves: Tensor, search: Tensor, legal: Tensor) -> Tensor:
         """Expected improvement of log(best) still to come, float32 ``[B]``."""
@@ -120,23 +88,19 @@ class GuidedNet(nn.Module):
         scale[0] = 0.1
         return self.value(torch.cat([search, mean * scale, largest * scale], dim=1)).squeeze(1)
 
-    def weights(self, store: GraphStore | None) -> tuple[NDArray[np.float32], ...]:
-        """``net`` of ``chooser.network`` for the one graph of ``store`` (None: no embedding)."""
-        groups = devices = torch.zeros(0, self.config.scorer)
-        with torch.no_grad():
-            if store is not None and (encoded := self.encode(store, torch.tensor([0]))):
-                groups = self.by_group(encoded.groups[0])
-                devices = self.by_device(encoded.devices[0])
-            return arrays(
-                self.by_search.weight.T,
-                self.by_move.weight.T,
-                groups,
-                devices,
-                self.by_search.bias,
-                self.hidden.weight.T,
-                self.hidden.bias,
-                self.out.weight[0],
-            )
+    def weights(self) -> tuple[NDArray[np.float32], ...]:
+        """``net`` of ``chooser.network``."""
+        nothing = torch.zeros(0, self.config.scorer)  # of single groups, and of devices
+        return arrays(
+            self.by_search.weight.T,
+            self.by_move.weight.T,
+            nothing,
+            nothing,
+            self.by_search.bias,
+            self.hidden.weight.T,
+            self.hidden.bias,
+            self.out.weight[0],
+        )
 
 
 WIDTH = 16, 4  # moves offered at each step where nobody says: simulated objectives, max_load
@@ -164,10 +128,7 @@ def anneal(
     assert search.best is not None
     if not can_move(problem):
         return 0
-    store = None
-    if net is not None and net.config.embed:  # it was trained beside the start of its searches
-        store = GraphStore([problem], [search.best[problem.graph.group]])
-    weights = (net or GuidedNet()).weights(store)
+    weights = (net or GuidedNet()).weights()
     tables = tables_of(problem)
     width = width or WIDTH[tables.kind == guided_kernels.LOAD]
     state, rng = state_of(tables, width), np.random.default_rng(seed)

@@ -377,12 +377,7 @@ class PolicyPlanner:
         search.limit(default_budget(problem))
         with one_thread():
             if kind == "order_search":
-                assert search.best is not None
-                group, weights = problem.graph.group, NO_NETWORK
-                if net is not None:
-                    embed = net.config.embed  # features of the graph take a while
-                    store = GraphStore([problem], [search.best[group]]) if embed else None
-                    weights = net.weights(store)
+                weights = NO_NETWORK if net is None else net.weights()
                 who = TABU if tabu else CHOOSERS[chooser]
                 stats |= anneal_orders(search, weights, who, width, self.seed)
             else:

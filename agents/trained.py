@@ -154,7 +154,10 @@ class TrainedPolicy:
         if not named or (formulation not in FORMULATIONS and ":" not in formulation):
             raise PolicyError(f"{path}: formulation {formulation!r} is unknown")
         try:
-            config = NetworkConfig(**head["network"])
+            network = dict(head["network"])
+            if network.pop("embed", False):  # of versions before this one
+                raise ValueError("it scores moves with an encoder")
+            config = NetworkConfig(**network)
             _check_foreign(path, allow, formulation, config.encoder)
             with torch.device("meta"):  # nothing is allocated that the file does not hold
                 net = make_net(config, formulation)

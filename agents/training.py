@@ -247,8 +247,8 @@ def make_agent(
         "gamma": config.gamma,
         "gae_lambda": config.gae_lambda,
         "ent_coef": config.entropy,
-        "normalize_advantage": not config.per_graph,
-        "rollout_buffer_class": PerGraphBuffer if config.per_graph else None,
+        "normalize_advantage": False,  # the buffer does it, for each graph
+        "rollout_buffer_class": PerGraphBuffer,
         "policy_kwargs": {"net": net, "store": None if observed else tasks.store},
         "seed": config.seed,
         "device": config.device,

@@ -603,13 +603,12 @@ def test_select_place_is_a_group_then_its_device() -> None:
     assert (p.sum(dim=2).argmax(dim=1) == 0).all() and ready[:, 0].all()
 
 
-@pytest.mark.parametrize("embed", [False, True])
 @pytest.mark.parametrize("objective", ["latency", "max_load"])
-def test_the_kernel_scores_moves_as_the_network_does(embed: bool, objective: Any) -> None:
+def test_the_kernel_scores_moves_as_the_network_does(objective: Any) -> None:
     problem = random_problem(3, 15, 3, objective=objective)
     rules = GuidedSearchRules(ProblemSet.build([problem]), 1)
     rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
-    net, store = untrained("guided_search", embed=embed).net, GraphStore([problem])
+    net, store = untrained("guided_search").net, GraphStore([problem])
     with torch.no_grad():
         for weights in net.parameters():
             weights.add_(0.3 * torch.randn(weights.shape))
@@ -622,7 +621,7 @@ def test_the_kernel_scores_moves_as_the_network_does(embed: bool, objective: Any
         state = rules._state(0)
         body, where = state.body[:, 0], state.where[:, 0]
         offered, moves = state.offered, state.count - 1
-        network(net.weights(store), state.search, offered, moves, body, where, 16, found)
+        network(net.weights(), state.search, offered, moves, body, where, 16, found)
         legal = rules.masks()[0]
         assert found[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
         rules.act(np.array([int(np.argmax(legal[::-1]))]))

@@ -199,7 +199,7 @@ def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
         num_envs=4,
         steps_per_env=16,
         formulation=formulation,
-        network=NetworkConfig(hidden=16, layers=1, embed=True),
+        network=NetworkConfig(hidden=16, layers=1),
         num_checks=4,
         curriculum=0.5,
         moves=10,

@@ -406,7 +406,7 @@ def test_a_training_on_fresh_problems_is_resumed_exactly(tmp_path: Path) -> None
 @pytest.mark.parametrize("formulation", sorted(FORMULATIONS))
 def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
     problems = small_problems()
-    network = NetworkConfig(hidden=8, layers=1, encoder="dag", embed=True)
+    network = NetworkConfig(hidden=8, layers=1, encoder="dag")
     config = TrainConfig(
         total_steps=64, formulation=formulation, device="cuda", network=network, num_envs=4
     )

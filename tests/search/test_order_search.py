@@ -444,37 +444,33 @@ def test_the_environment() -> None:
             assert total == pytest.approx(np.log(first / info["value_s"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("embed", [False, True])
-def test_the_kernel_chooses_as_the_network_does(embed: bool) -> None:
+def test_the_kernel_chooses_as_the_network_does() -> None:
     """Logits of the kernel and of torch are the same, and so are searches step by step."""
     from agents.encoder import NetworkConfig
     from agents.store import GraphStore
 
     problem = plain(random_problem(3, 15, 3))
-    config = NetworkConfig(embed=embed, hidden=8, layers=1, scorer=8)
+    config = NetworkConfig(scorer=8)
     net = untrained_net(config, "order_search")
     assert isinstance(net, GuidedNet)
     with torch.no_grad():
         for weight in net.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     store = GraphStore([problem], [None])
-    weights = net.weights(store)
+    weights = net.weights()
     tables, state = started(problem, 5)
     logits = np.empty(17)
     order.network(
         weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
     )
-    encoded = net.encode(store, torch.tensor([0]))
     obs = {
         "moves": torch.from_numpy(state.offered)[None],
         "search": torch.from_numpy(state.search)[None],
         "mask": torch.from_numpy(state.which >= 0)[None],
-        "group": torch.from_numpy(np.maximum(state.group, 0)).long()[None],
-        "device": torch.from_numpy(state.to).long()[None],
     }
     row = torch.tensor([0])
     with torch.no_grad():
-        found = net.evaluate(store, row, encoded, row, obs)[0][0].numpy()  # type: ignore[arg-type]
+        found = net.evaluate(store, row, None, row, obs)[0][0].numpy()
     moves = state.which >= 0
     np.testing.assert_allclose(logits[moves], found[moves], rtol=1e-4, atol=1e-4)
     twin_tables, twin = started(problem, 5)
