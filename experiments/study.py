@@ -112,6 +112,7 @@ class Study:
         files: further results, content by name.
         plot: draws ``NAME.png``.
         wrong: what must not be.
+        bounds: rows with the bounds of today; adds ``--bounds``, which makes nothing else again.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Study:
     files: Callable[[Rows, Options], Mapping[str, str]] = lambda rows, options: {}
     plot: Callable[[Rows, Path, Options], Any] | None = None
     wrong: Callable[[Rows, Options], Any] = lambda rows, options: ()
+    bounds: Callable[[Rows, Options], Rows] | None = None
 
     @property
     def program(self) -> str:
@@ -140,7 +142,10 @@ class Study:
         work = ROOT / "runs" / program / self.word
         parser.add_argument("--work", type=Path, default=work, help="what is finished, to continue")
         parser.add_argument("--fresh", action="store_true", help="forget what is finished")
-        parser.set_defaults(study=self)
+        if self.bounds is not None:
+            about = "prove bounds of the rows that are there again, and run nothing"
+            parser.add_argument("--bounds", action="store_true", help=about)
+        parser.set_defaults(study=self, bounds=False)
 
     def page(self, rows: Rows, options: Options) -> str:
         """Title, command and text; without the facts."""
@@ -154,17 +159,17 @@ class Study:
             return read_csv(self.row, folder / f"{self.name}.csv")
         return list(json.loads((folder / f"{self.name}.json").read_text("utf-8"))["rows"])
 
-    def write(self, rows: Rows, options: Options) -> None:
-        """All results, the page last."""
-        facts = provenance(**self.facts(options))
+    def write(self, rows: Rows, options: Options, noted: Mapping[str, str] | None = None) -> None:
+        """All results, the page last; with the facts of today, or those that were ``noted``."""
+        facts = noted or provenance(**self.facts(options))
         if is_dataclass(rows[0]):
             files = {f"{self.name}.csv": to_csv(rows)}
         else:
             data = {"provenance": facts, "rows": rows}
             files = {f"{self.name}.json": json.dumps(data, indent=1) + "\n"}
         page = self.page(rows, options)
-        noted = "".join(f"- {k}: {v}\n" for k, v in facts.items())
-        files |= {**self.files(rows, options), f"{self.name}.md": f"{page}\n{noted}"}
+        listed = "".join(f"- {k}: {v}\n" for k, v in facts.items())
+        files |= {**self.files(rows, options), f"{self.name}.md": f"{page}\n{listed}"}
         if self.plot is not None:
             self.plot(rows, options.out / f"{self.name}.png", options)
         for name, content in files.items():
@@ -211,14 +216,41 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         if options.fresh:
             shutil.rmtree(options.work, ignore_errors=True)
-        rows = study.rows(options)
-        if rows is None:
-            return 0
-        rows = list(rows)
-        study.write(rows, options)
+        if options.bounds:
+            rows = bounded_again(studies, options)
+        else:
+            rows = study.rows(options)
+            if rows is None:
+                return 0
+            rows = list(rows)
+            study.write(rows, options)
         return 1 if study.wrong(rows, options) else 0
 
     return launch(work)
+
+
+def bounded_again(studies: Sequence[Study], options: Options) -> Rows:
+    """Rows of results, with the bounds of today; the page keeps its command and its facts."""
+    study: Study = options.study
+    assert study.bounds is not None
+    words, facts = origin((options.out / f"{study.name}.md").read_text("utf-8"))
+    then = parse(studies, words)
+    then.out, then.data = options.out, options.data
+    rows = study.bounds(study.read(options.out), then)
+    study.write(rows, then, facts | {"bounds": provenance()["when"]})
+    return rows
+
+
+def origin(page: str) -> tuple[list[str], dict[str, str]]:
+    """The words of the command that made a page, and the facts it noted: when, cpu, ..."""
+    command = re.search(r"^`python -m \S+ ?(.*)`$", page, re.MULTILINE)
+    assert command is not None
+    return shlex.split(command[1]), dict(re.findall(r"^- (\w+): (.+)$", page, re.MULTILINE))
+
+
+def higher(then_s: float | None, now_s: float) -> float:
+    """A bound of today, if it is above one of then by more than rounding."""
+    return now_s if then_s is None or now_s > then_s * (1 + 1e-9) else then_s
 
 
 def launch(work: Callable[[], int]) -> int:

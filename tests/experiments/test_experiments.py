@@ -271,9 +271,7 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
     if not rows or not path.exists():
         pytest.skip("made before rows were written in this form")
     committed = path.read_text()
-    command = re.search(r"^`python -m \S+ ?(.*)`$", committed, re.MULTILINE)
-    assert command is not None
-    words = shlex.split(command[1])
+    words, _ = study.origin(committed)
     if one.word and words[:1] != [one.word]:
         words = [one.word, *words]
     page = one.page(rows, study.parse(group, words))
@@ -509,7 +507,11 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_baselines_from_the_command_line(
-    data: Path, tmp_path: Path, places: list[str], no_more_runs: Callable[[], None]
+    data: Path,
+    tmp_path: Path,
+    places: list[str],
+    no_more_runs: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     bad = ",".join(f"{HERE}:{kind}" for kind in ("Refuses", "Dies", "FallsBack"))
     words = ["dnn_partitioning/*", "moirai/tiny*", "pipedream/*", "--data", str(data), *places]
@@ -543,6 +545,19 @@ def test_baselines_from_the_command_line(
     no_more_runs()
     assert baselines.main(words) == 0
     assert rows_of(out / "baselines.csv") == rows
+    # Bounds alone: what was proved to be less is raised, and the page keeps its command and facts.
+    table, page = (out / "baselines.csv").read_text(), (out / "baselines.md").read_text()
+    again = ["--bounds", "--data", str(data), *places]
+    less = table.replace(mine["ideal_dp", ""]["bound_s"], "0.001")
+    for content, code in ((less, 0), (table.replace("0.00475", "0.001"), 1)):
+        (out / "baselines.csv").write_text(content)  # the second has a value below its bound
+        assert baselines.main(again) == code
+    (out / "baselines.csv").write_text(less)
+    assert baselines.main(again) == 0 and (out / "baselines.csv").read_text() == table
+    assert (out / "baselines.md").read_text().partition("- bounds: ")[0] == page
+    (out / "baselines.csv").write_text(table.replace("0.008", "0.009"))  # one device's time
+    assert baselines.main(again) == 2
+    assert "run the study without --bounds" in capsys.readouterr().err
 
 
 def test_baselines_in_two_processes(tmp_path: Path, places: list[str]) -> None:
