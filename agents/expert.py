@@ -184,7 +184,8 @@ def imitate(
         PolicyError: see ``demonstrations``.
     """
     obs, actions = demonstrations(problems, solutions, policy.net.formulation)
-    worth = problems.outcomes(np.arange(len(solutions)), problems.choices(solutions))[1]
+    ids, choices = np.arange(len(solutions)), problems.choices(solutions)
+    worth = problems.rewards(ids, problems.seconds(ids, choices), choices)
     device = policy.device
     returns = torch.from_numpy(worth[obs["problem"][:, 0]].astype(np.float32)).to(device)
     tensors = {k: torch.from_numpy(rows).to(device) for k, rows in obs.items()}

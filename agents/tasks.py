@@ -108,7 +108,7 @@ class Tasks:
             return choices, np.array([seconds for _, seconds in answers]), len(ids)
         if config.kind.builds:
             choices = decode(net, self.problems, self.store, ids)
-            return choices, self.problems.outcomes(ids, choices)[0], len(ids)
+            return choices, self.problems.seconds(ids, choices), len(ids)
         rules = make_rules(config, self, len(ids), again=0.0)
         generator = torch.Generator().manual_seed(config.seed)
         choices, seconds = walk(net, self.store, rules, generator)

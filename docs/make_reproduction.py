@@ -38,7 +38,6 @@ STUDIES = {
     "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
     "learned_dispatch": Study("A placement in one pass: what does training add?", 132, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
-    "learned_executed": Study("Are its placements faster for real?", 63),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
     "learned_few": Study("Ten evaluations and one for every four groups", 6, True),

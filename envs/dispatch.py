@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from envs import dispatch_kernels as kernels
 from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet
-from envs.rules import BuildingRules, Observation, id_space
+from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 from placement.planners import order_search
 from placement.problem import Placement, Problem
 from placement.search import order
@@ -200,12 +200,7 @@ class DispatchRules(BuildingRules):
         )
         self.action_space = spaces.Discrete(pairs)
 
-    def start(
-        self,
-        rows: NDArray[np.integer[Any]],
-        ids: NDArray[np.integer[Any]],
-        rng: np.random.Generator | None = None,
-    ) -> None:
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
         for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
             self.ids[b] = p
             if p not in self._made[b]:
@@ -253,21 +248,16 @@ class DispatchRules(BuildingRules):
                 kernels.offer(t, s)
         return done
 
-    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
-        done = self.decide(actions)
-        over = np.flatnonzero(done)
-        for b in over.tolist():
+    def values(self, rows: Numbers) -> Floats:
+        """Of the order that was made, where one pass can time it."""
+        values = np.empty(len(rows))
+        for k, b in enumerate(rows.tolist()):
             episode, p = self.episode(b), int(self.ids[b])
             if self.problems.evaluator is score and (episode.placement >= 0).all():
-                self.value_s[b] = episode.value_s()
+                values[k] = episode.value_s()
             else:
-                self.value_s[b] = self.problems.values(p, self.choices[b : b + 1])[0]
-        rewards = np.zeros(len(done))
-        rewards[over] = self.problems.rewards(
-            self.ids[over], self.value_s[over], self.choices[over]
-        )
-        self.num_evaluations += len(over)
-        return rewards, done
+                values[k] = self.problems.values(p, self.choices[b : b + 1])[0]
+        return values
 
 
 class DispatchEnv(PlacementEnv):

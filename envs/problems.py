@@ -209,10 +209,8 @@ class ProblemSet:
             )
         return seconds
 
-    def outcomes(
-        self, ids: NDArray[np.integer[Any]], choices: NDArray[np.integer[Any]]
-    ) -> tuple[Floats, Floats]:
-        """Seconds and rewards float64 ``[B]`` of choices ``[B, G]`` for problems int ``[B]``.
+    def seconds(self, ids: NDArray[np.integer[Any]], choices: NDArray[np.integer[Any]]) -> Floats:
+        """Seconds float64 ``[B]`` of choices ``[B, G]`` for problems int ``[B]``.
 
         One evaluator call, so one kernel call, per distinct problem.
         """
@@ -220,7 +218,7 @@ class ProblemSet:
         for i in np.unique(ids):
             rows = np.flatnonzero(ids == i)
             seconds[rows] = self.values(int(i), choices[rows])
-        return seconds, self.rewards(ids, seconds, choices)
+        return seconds
 
     def placements(self, problem: int, choices: NDArray[np.integer[Any]]) -> Placement:
         """int32 ``[B, N]`` device of each operator."""

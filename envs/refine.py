@@ -218,7 +218,7 @@ class RefineRules(Rules):
             costs = [self._states[b][int(self.ids[b])].cost for b in rows.tolist()]
             cost = np.array(costs, np.float64)
             return np.where(cost < INFEASIBLE, cost, np.inf)
-        return self.problems.outcomes(self.ids[rows], self._now[rows])[0]
+        return self.problems.seconds(self.ids[rows], self._now[rows])
 
 
 def _log(value_s: Floats, other_s: Floats) -> Floats:

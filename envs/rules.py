@@ -93,11 +93,16 @@ class BuildingRules(Rules):
         rewards = np.zeros(len(done))
         over = np.flatnonzero(done)
         if len(over):
-            self.value_s[over], rewards[over] = self.problems.outcomes(
-                self.ids[over], self.choices[over]
+            self.value_s[over] = self.values(over)
+            rewards[over] = self.problems.rewards(
+                self.ids[over], self.value_s[over], self.choices[over]
             )
             self.num_evaluations += len(over)
         return rewards, done
+
+    def values(self, rows: Numbers) -> Floats:
+        """Seconds float64 ``[R]`` of what episodes int ``rows [R]`` have made."""
+        return self.problems.seconds(self.ids[rows], self.choices[rows])
 
 
 def id_space(high: int) -> spaces.Box:

@@ -7,13 +7,7 @@ They are what two cores do in about two hours. Most were longer and were cut bef
 of searches twice to five times, of trainings five times). Two were cut when the first cells turned
 out slow: the evaluations on throughput graphs (of 1,000,000; the cells of that budget are in no
 table), and GiPH's graphs and best known (of 100, and 2,000 evaluations per operator). Evaluations
-of ``published`` were cut before any of its runs (of 500). One was changed after a run with one
-seed: ``ZeroShot`` trained for 150 s, whatever else the machine did; now it trains for a number of
-steps, with five seeds. It was changed once more after the run of 2026-11-22, when features, the
-untrained policy and the dealing of problems had changed: 200,000 steps instead of 120,000, and
-nothing imitated. That was tried on two splits: trained on the four families of files, one greedy
-decode of the synthetic graphs; and trained on operator graphs, Moirai's and synthetic ones, decoded
-layer graphs and PipeDream's (one seed each).
+of ``published`` were cut before any of its runs (of 500).
 
 Splits: whatever is measured in these studies was not trained on. Public files, captured models and
 the graphs of ``synthetic`` with a seed of ``HELD_OUT`` or above belong to the studies; the released
@@ -26,8 +20,7 @@ from experiments.study import Option
 
 HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
 
-# Everything that constructs a placement, and every dynamic program: what the learned planner must
-# never be worse than. Exact methods (cp_sat, mip) and searches are not among them.
+# Everything that constructs a placement, and every dynamic program.
 BASELINES = (
     "single_device", "round_robin", "heft", "peft", "m_etf", "m_sct", "m_topo",
     "critical_path_first", "critical_path_greedy", "level_balance", "level_pipeline",
@@ -38,21 +31,6 @@ HEURISTICS = ("single_device", "heft", "peft", "m_etf", "m_sct", "m_topo", "cont
 SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, calibrated one
 CAPTURED = ("resnet50", "inception", "bert_base", "lstm", "vit", "gpt2", "convnext", "dlrm", "t5")
 
-
-# Captured models, run for real: the learned planner against the best baselines.
-EXECUTED = {
-    "workloads": Option(
-        "dlrm,bert_tiny_hidden128,lstm,resnet50,inception", "comma-separated names"
-    ),
-    "seconds": Option(4.0, "of the learned planner"),
-    "baselines": Option(4, "so many of BASELINES run: those with the least predicted values"),
-    "measurements": Option(
-        40, "runs that the learned planner may also make, to choose by what is measured"
-    ),
-    "seeds": Option(5, "of the learned planner"),
-    "rounds": Option(5, "interleaved measurements of every placement"),
-    "repeats": Option(10, "of the profiles that have to be measured"),
-}
 
 # Who chooses the moves, and the searches, at equal cost.
 GUIDED = {

@@ -1,6 +1,5 @@
 """Studies of the learned planner, each at the budget that ``experiments.budgets`` writes down.
 
-    python -m experiments.learned executed                   # placements run for real, quiet
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
     python -m experiments.learned zero_shot [--also NAME=PATH]  # one evaluation, and four
     python -m experiments.learned few                        # 10 + G / 4 evaluations
@@ -10,9 +9,8 @@
     python -m experiments.learned dispatch                   # one decode, and the best of many
     python -m experiments.learned resched --checkout FOLDER  # beside a published network
 
-Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones, for example one
-trained without the encoder. Each study writes ``experiments/results/learned_NAME.csv`` and ``.md``,
-and curves to ``.json``. A budget of seconds is processor
+Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones. Each
+study writes ``experiments/results/learned_NAME.csv`` and ``.md``. A budget of seconds is processor
 time: every run has a process of its own, all kernels loaded, whose clock that is. What is finished
 lies in ``runs/learned/NAME``, a file per run: the same command continues, and
 ``--part 0/2`` and ``--part 1/2`` share the work between two processes (pin them to a core each,
@@ -27,7 +25,6 @@ from collections.abc import Sequence
 from experiments.learned import (
     dispatch,
     doppler,
-    executed,
     few,
     giph,
     guided,
@@ -37,7 +34,7 @@ from experiments.learned import (
 )
 from experiments.study import run
 
-MODULES = (executed, guided, zero_shot, few, giph, doppler, published, dispatch, resched)
+MODULES = (guided, zero_shot, few, giph, doppler, published, dispatch, resched)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 

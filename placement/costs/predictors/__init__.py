@@ -79,7 +79,7 @@ _METHODS = Named(__name__, "predictor", LatencyError)
 
 def names() -> list[str]:
     """The methods of this package by name (none is imported)."""
-    return [name for name in _METHODS.names() if name != "corpus"]
+    return _METHODS.names()
 
 
 def load(name: str, /, **options: Any) -> Method:
