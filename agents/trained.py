@@ -134,12 +134,8 @@ class TrainedPolicy:
             PolicyError: missing, truncated, not a policy, of another version, or of a network
                 whose weights are not those of the file, or not numbers.
         """
-        from safetensors import safe_open
-
         try:
-            with safe_open(path, "pt") as file:
-                head = parse_json((file.metadata() or {})["policy"], infinite=True)
-                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            head, weights = read(path, "policy")
             version, formulation = head["format"], head["formulation"]
         except Exception as error:  # safetensors, json and the file system each raise their own
             raise PolicyError(
@@ -161,7 +157,7 @@ class TrainedPolicy:
             _check_foreign(path, allow, formulation, config.encoder)
             with torch.device("meta"):  # nothing is allocated that the file does not hold
                 net = make_net(config, formulation)
-            _check_weights(net.state_dict(), weights)
+            check_weights(net.state_dict(), weights)
             net.load_state_dict(weights, assign=True)
             card = dict(head["card"])
             _check_card(card)
@@ -173,6 +169,15 @@ class TrainedPolicy:
                 f"{path}: the weights do not fit this version's network ({error}); "
                 f"train again: placement-train"
             ) from error
+
+
+def read(path: str | Path, what: str) -> tuple[Any, dict[str, Tensor]]:
+    """JSON of the metadata ``what``, and the weights, of a safetensors file. Executes nothing."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        head = parse_json((file.metadata() or {})[what], infinite=True)
+        return head, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 class _ForeignError(PolicyError):
@@ -205,7 +210,7 @@ def _check_card(card: Mapping[str, Any]) -> None:
             raise ValueError(f"the card's {what} = {value!r} must be {least}..{most}")
 
 
-def _check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Raises: ValueError, names, shapes or dtypes differ, or a weight is not a number."""
     if expected.keys() != weights.keys():
         raise ValueError(f"other layers: {sorted(expected.keys() ^ weights.keys())[:4]}")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents.encoder import PolicyError
-from agents.trained import MOST_WEIGHT, one_thread
+from agents.trained import check_weights, one_thread, read
 from envs.generators import Generator, Pipelines
 from placement.problem import Problem
 from placement.search.evaluation import Choice
@@ -37,7 +37,7 @@ from placement.search.pipeline import (
     net_of,
 )
 from placement.simulator import score
-from placement.tools.files import parse_json, write_atomic
+from placement.tools.files import write_atomic
 
 FORMAT = 1
 RELEASED = Path(__file__).with_name("released") / "waits-period.safetensors"
@@ -99,21 +99,13 @@ def load_waits(path: str | Path) -> tuple[WaitsNet, dict[str, Any]]:
     Raises:
         PolicyError: it is missing, truncated, of another format, or its weights are no numbers.
     """
-    from safetensors import safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            head = parse_json((file.metadata() or {})["waits"])
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        head, weights = read(path, "waits")
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']}, this version reads {FORMAT}")
         with torch.device("meta"):  # nothing is allocated that the file does not hold
             net = WaitsNet(int(head["hidden"]))
-        wrong = (
-            x.dtype != torch.float32 or not (x.abs() <= MOST_WEIGHT).all() for x in weights.values()
-        )
-        if any(wrong):
-            raise ValueError(f"a weight is no float32, no number, or above {MOST_WEIGHT:g}")
+        check_weights(net.state_dict(), weights)
         net.load_state_dict(weights, assign=True)
         return net, dict(head["card"])
     except Exception as error:  # safetensors, torch, json and the file system raise their own
