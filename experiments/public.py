@@ -357,7 +357,7 @@ STUDIES = (
         rows=search,
         parts=search_parts,
         wrong=below_a_bound,
-        bounds=with_bounds,
+        again=study.Again("bounds", study.ONLY_BOUNDS, with_bounds),
     ),
     _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
