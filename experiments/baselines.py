@@ -409,7 +409,7 @@ STUDY = Study(
     options=OPTIONS,
     facts=facts,
     wrong=below_its_bound,
-    bounds=with_bounds,
+    again=study.Again("bounds", study.ONLY_BOUNDS, with_bounds),
 )
 main = partial(run, (STUDY,))
 

@@ -389,8 +389,18 @@ def headlines(results: Path = RESULTS, most: int | None = None) -> str:
         "* The best of all plans against the better device, predicted: "
         + "; ".join(f"{k} {max(v):+.1f} to {min(v):+.1f} %" for k, v in changes.items())
         + " (published for CNNs: -12.5 %).",
+        f"* Speed of the better device that planners' answers reached when they ran: {ran(rows)}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def ran(rows: Sequence[Fact]) -> str:
+    """Of answers that had not run before: all of a CPU and a GPU, where both had been predicted."""
+    reached: dict[str, list[float]] = {}
+    for row in of(rows, "plans", "planned_over_single"):
+        kind = "calls" if row["item"].endswith(", latency") else "streams"
+        reached.setdefault(kind, []).append(row["planned_over_single"])
+    return "; ".join(f"{k} {min(v):.2f} to {max(v):.2f}x" for k, v in reached.items()) or "none ran"
 
 
 def capped(row: Fact) -> str:

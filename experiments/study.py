@@ -44,7 +44,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from experiments.tables import Column, read_csv, table, to_csv
 from placement import cli
@@ -55,6 +55,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parent / "pages.md"
+ONLY_BOUNDS = "prove bounds of the rows that are there again, and run nothing"
 R = TypeVar("R")
 Options = argparse.Namespace
 Rows = Sequence[Any]
@@ -95,6 +96,14 @@ class Option:
         parser.add_argument(flag, **more)
 
 
+class Again(NamedTuple):
+    """``--FLAG``: ``rows(rows of the results, options that made them)`` replaces these rows."""
+
+    flag: str
+    help: str
+    rows: Callable[[Rows, Options], Rows]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A study (see the top of this file).
@@ -112,7 +121,7 @@ class Study:
         files: further results, content by name.
         plot: draws ``NAME.png``.
         wrong: what must not be.
-        bounds: rows with the bounds of today; adds ``--bounds``, which makes nothing else again.
+        again: what makes a part of the rows again, without the other runs; the page tells when.
     """
 
     name: str
@@ -127,7 +136,7 @@ class Study:
     files: Callable[[Rows, Options], Mapping[str, str]] = lambda rows, options: {}
     plot: Callable[[Rows, Path, Options], Any] | None = None
     wrong: Callable[[Rows, Options], Any] = lambda rows, options: ()
-    bounds: Callable[[Rows, Options], Rows] | None = None
+    again: Again | None = None
 
     @property
     def program(self) -> str:
@@ -142,10 +151,10 @@ class Study:
         work = ROOT / "runs" / program / self.word
         parser.add_argument("--work", type=Path, default=work, help="what is finished, to continue")
         parser.add_argument("--fresh", action="store_true", help="forget what is finished")
-        if self.bounds is not None:
-            about = "prove bounds of the rows that are there again, and run nothing"
-            parser.add_argument("--bounds", action="store_true", help=about)
-        parser.set_defaults(study=self, bounds=False)
+        if self.again is not None:
+            flag = f"--{self.again.flag}"
+            parser.add_argument(flag, dest="again", action="store_true", help=self.again.help)
+        parser.set_defaults(study=self)
 
     def page(self, rows: Rows, options: Options) -> str:
         """Title, command and text; without the facts."""
@@ -216,8 +225,8 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         if options.fresh:
             shutil.rmtree(options.work, ignore_errors=True)
-        if options.bounds:
-            rows = bounded_again(studies, options)
+        if study.again is not None and options.again:
+            rows = partly_again(study.again, studies, options)
         else:
             rows = study.rows(options)
             if rows is None:
@@ -229,15 +238,14 @@ def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
     return launch(work)
 
 
-def bounded_again(studies: Sequence[Study], options: Options) -> Rows:
-    """Rows of results, with the bounds of today; the page keeps its command and its facts."""
+def partly_again(again: Again, studies: Sequence[Study], options: Options) -> Rows:
+    """Rows of which some are made again; the page keeps its command and its facts."""
     study: Study = options.study
-    assert study.bounds is not None
     words, facts = origin((options.out / f"{study.name}.md").read_text("utf-8"))
     then = parse(studies, words)
     then.out, then.data = options.out, options.data
-    rows = study.bounds(study.read(options.out), then)
-    study.write(rows, then, facts | {"bounds": provenance()["when"]})
+    rows = again.rows(study.read(options.out), then)
+    study.write(rows, then, facts | {again.flag: provenance()["when"]})
     return rows
 
 

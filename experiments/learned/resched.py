@@ -167,7 +167,20 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
         Column("who decides", "who"),
         *(Column(f"{k}, over the best known", k) for k in SHOPS),
     ]
-    return {"table": table(lines, *columns, Column("median decode, processor ms", "ms", 0))}
+    theirs = {r.problem: r.value for r in rows if r.who == PUBLISHED}
+
+    def beside(who: str, kind: str) -> str:
+        mine = [r for r in rows if (r.who, r.kind) == (who, kind)]
+        return geometric({r.problem: [r.value / theirs[r.problem]] for r in mine}).percent()
+
+    return {
+        "table": table(lines, *columns, Column("median decode, processor ms", "ms", 0)),
+        "beside": table(
+            (TRAINED, UNTRAINED, HEFT),
+            Column("who decides", str),
+            *(Column(kind, partial(beside, kind=kind)) for kind in SHOPS),
+        ),
+    }
 
 
 STUDY = Study(

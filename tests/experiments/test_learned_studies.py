@@ -20,15 +20,16 @@ from experiments.learned import (
     goals,
     guided,
     resched,
+    zero_shot,
 )
 from experiments.learned import problems as made
 from experiments.learned.__main__ import main
 from experiments.learned.cells import Cell, Task, least, ratios
-from experiments.study import Finished
+from experiments.study import Finished, StudyError
 from experiments.tables import geometric, share, to_csv
-from placement import importers
+from placement import importers, planners
 from placement.problem import Problem, Solution
-from placement.simulator import score
+from placement.simulator import score, value_of
 from placement.workloads.synthetic import Family, giph, layered
 from tests.experiments.test_experiments import needs_data
 
@@ -167,6 +168,14 @@ def test_geometric_means_and_their_intervals() -> None:
         found = geometric(dict(enumerate(drawn.tolist())), 400)  # type: ignore[arg-type]
         held += found.low <= 1.0 <= found.high
     assert 85 <= held <= 100
+    # Problems of a family that are all alike are worth one: 5 times as many say no more.
+    alike = {(family, k): [0.8 + 0.1 * family] for family in range(5) for k in range(5)}
+    one_each = {name: v for name, v in alike.items() if name[1] == 0}
+    known, of_graphs = geometric(one_each), geometric(alike)
+    found = geometric(alike, family=lambda name: name[0])
+    assert found.value == pytest.approx(known.value) and found.count == 25
+    assert (found.low, found.high) == pytest.approx((known.low, known.high), rel=0.02)
+    assert of_graphs.high - of_graphs.low < 0.6 * (found.high - found.low)
 
 
 def test_shares() -> None:
@@ -306,6 +315,29 @@ def test_one_decode_is_compared_with_a_published_network(tmp_path: Path) -> None
     told = [row for row, _ in goals.goals(tmp_path)]
     assert [r.met for r in told] == [False, True, False]
     assert told[0].reached.startswith("+10.0 %") and told[1].goal.startswith("<= +20.0 %")
+
+
+def test_only_what_the_released_network_decodes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SMALL.with_objective("latency")
+    drawn = {"synthetic": {"s latency": small, "s period": SMALL.with_objective("period")}}
+    monkeypatch.setattr(zero_shot.families, "family", lambda name, *_: drawn.get(name, {}))
+    options = study.parse([zero_shot.STUDY], ["zero_shot", "--work", str(tmp_path)])
+    heft_s = value_of(small, planners.load("heft")(small))
+    then = [
+        cell(f"{family}: s {objective}", planner, 0, value_s, group=zero_shot.ONE)
+        for family, objective, planner, value_s in (
+            ("synthetic", "latency", "trained", 99.0),
+            ("synthetic", "latency", "heft", heft_s),
+            ("synthetic", "period", "trained", 99.0),
+            ("captured", "latency", "trained", 99.0),
+        )
+    ]
+    now = zero_shot.released_again(then, options)
+    assert (now[0].value_s or 99.0) < 99.0 and now[2:] == then[2:]
+    with pytest.raises(StudyError, match="run the study without --released"):
+        zero_shot.released_again([replace(then[1], value_s=0.9 * heft_s)], options)
 
 
 def test_every_problem_that_was_measured_is_a_goal_of_its_own(tmp_path: Path) -> None:
