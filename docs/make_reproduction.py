@@ -33,11 +33,17 @@ STUDIES = {
     "fidelity": Study("How far are predictions from measurements?", 57),
     "peers": Study("Throughput beside `torch.distributed.pipelining`", 1),
     "training": Study("Are losses plain PyTorch's, and how fast is a step?", 5),
+    "schedules": Study("Are searched schedules as short as published ones?", 26, True),
     "baselines": Study("Every planner on 48 problems, equal budgets", 21, True),
     "leaderboard": Study("How far from proved optima does a planner stay?", 8, True),
     "public_replicas": Study("What do replicas bring on public throughput problems?", 3, True),
+    "public_search": Study(
+        "Public problems: how far from the best known, and from bounds?", 38, True
+    ),
     "learned_dispatch": Study("A placement in one pass: what does training add?", 132, True),
     "learned_guided": Study("Who should choose the moves of a search?", 50, True),
+    "learned_against": Study("Is the planner `policy` ever worse than a baseline?", 100, True),
+    "learned_executed": Study("Are its placements faster for real?", 63),
     "learned_giph": Study("Few evaluations, on GiPH's own distribution", 12),
     "learned_doppler": Study("DOPPLER's own graphs, equal budgets", 20, True),
     "learned_few": Study("Ten evaluations and one for every four groups", 6, True),

@@ -20,7 +20,8 @@ from experiments.study import Option
 
 HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
 
-# Everything that constructs a placement, and every dynamic program.
+# Everything that constructs a placement, and every dynamic program: what the learned planner must
+# never be worse than. Exact methods (cp_sat, mip) and searches are not among them.
 BASELINES = (
     "single_device", "round_robin", "heft", "peft", "m_etf", "m_sct", "m_topo",
     "critical_path_first", "critical_path_greedy", "level_balance", "level_pipeline",
@@ -31,6 +32,28 @@ HEURISTICS = ("single_device", "heft", "peft", "m_etf", "m_sct", "m_topo", "cont
 SEARCHES = ("local_search", "simulated_annealing")  # annealing is the cold, calibrated one
 CAPTURED = ("resnet50", "inception", "bert_base", "lstm", "vit", "gpt2", "convnext", "dlrm", "t5")
 
+
+# Every shipped workload and public file against all of ``BASELINES``.
+AGAINST = {
+    "seconds": Option(2.0, "processor seconds of each planner, of the learned one with its start"),
+    "seeds": Option(5, "of the learned planner"),
+    "repeats": Option(10, "of the profiles that have to be measured"),
+}
+
+# Captured models, run for real: the learned planner against the best baselines.
+EXECUTED = {
+    "workloads": Option(
+        "dlrm,bert_tiny_hidden128,lstm,resnet50,inception", "comma-separated names"
+    ),
+    "seconds": Option(4.0, "of the learned planner"),
+    "baselines": Option(4, "so many of BASELINES run: those with the least predicted values"),
+    "measurements": Option(
+        40, "runs that the learned planner may also make, to choose by what is measured"
+    ),
+    "seeds": Option(5, "of the learned planner"),
+    "rounds": Option(5, "interleaved measurements of every placement"),
+    "repeats": Option(10, "of the profiles that have to be measured"),
+}
 
 # Who chooses the moves, and the searches, at equal cost.
 GUIDED = {

@@ -1,17 +1,21 @@
-"""Public throughput problems where micro-batches may take turns on replicas.
+"""Public workloads against what is known of them.
 
-    python -m experiments.public replicas
+    python -m experiments.public search       # non-contiguous splits and latency, proved gaps
+    python -m experiments.public replicas     # the loads again, where micro-batches take turns
 
-Writes ``experiments/results/public_replicas.csv`` and ``.md``. Every run has one core and a process
-of its own, all kernels loaded. What is finished lies in ``runs/public``: the same command
-continues. (How far planners stay from what is known of public files: ``placement bench public``.)
+Each writes ``experiments/results/public_NAME.csv`` and ``.md``. Every run has one core and a
+process of its own, all kernels loaded. What is finished lies in ``runs/public``: the same command
+continues. What is known is ``DATA/dnn_partitioning/truth.json``; without it these columns are
+empty.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +29,13 @@ from placement.bounds import lower_bound
 from placement.plan import proved_bound_s
 from placement.problem import Problem
 from placement.simulator import score, value_of
+from placement.workloads.suites import bounds_of
 
 MEMORY_BYTES = 8 * GIB  # address space of a planner
+TOLERANCE = 1e-5  # of the bounds in truth.json
 LIMIT_S = 600.0  # of one run, over its budget: none is expected to need it
-TURNS = ("data_parallel", "replicated", "phase_search")
-LOADS = ("dnn_partitioning/throughput/*/*.json", "pipedream/vgg16.txt", "pipedream/alexnet.txt")
+Truth = list[dict[str, Any]]  # records of truth.json
+DNN_FILES = ("dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json")
 
 
 # --- one planner on one problem ------------------------------------------------------------------
@@ -124,21 +130,145 @@ class Case:
         mine = (r for r in self.rows if r.planner in names or not names)
         return min((r.value_s for r in mine if r.value_s is not None), default=np.inf)
 
+    @property
+    def bound_s(self) -> float:
+        """The best that is proved."""
+        return max(r.bound_s or 0.0 for r in self.rows)
+
+    @property
+    def gap(self) -> float:
+        return self.value_s() / self.bound_s - 1
+
+    def known(self, truth: Truth) -> tuple[float | None, float | None]:
+        """Seconds of ``suites.bounds_of``: what is proved of every split, and the best known."""
+        objective = "max_load" if self.rows[0].objective == "max_load" else "latency"
+        both = bounds_of(truth, f"{self.file}.json", objective)
+        low, best = (None if ms is None else ms / 1e3 for ms in both)
+        return low, best
+
 
 def cases(rows: Sequence[Row]) -> list[Case]:
     return [Case(mine) for mine in groups(rows, "file", "objective").values()]
+
+
+def chosen(options: Options, *patterns: str) -> dict[str, Path]:
+    """Public files, those alone whose path contains one of the words of the command line."""
+    files = study.public(options.data, *patterns)
+    some = {f: p for f, p in files.items() if any(w in f for w in options.words)}
+    if options.words and not some:
+        raise StudyError(f"no file has {' or '.join(options.words)} in its path")
+    return some or files
 
 
 def short(file: str) -> str:
     return file.removeprefix("dnn_partitioning/").rpartition(".")[0]
 
 
+def mistake(text: str, files: Sequence[str]) -> str:
+    return f"\n\n**{text}: {', '.join(files)}**" if files else ""
+
+
+# --- search --------------------------------------------------------------------------------------
+
+
+def search(options: Options) -> Iterator[Row]:
+    files = chosen(options, *DNN_FILES)
+    num_loads = sum("/throughput/" in f for f in files)
+    took_s = len(files) * (options.seeds * options.seconds + options.exact_seconds)
+    took_s += num_loads * options.exact_seconds
+    say(f"{len(files)} files: about {took_s / 60:.0f} minutes")
+    warm(["macro_search", "ideal_dp", "cp_sat", "mip"], ["max_load", "piecewise_latency"])
+    for file, path in files.items():
+        is_load = "/throughput/" in file
+        problem = importers.load(path, objective="max_load" if is_load else "latency")
+        for seed in range(options.seeds):
+            yield answer(options, file, problem, "macro_search", options.seconds, seed)
+        for name in ("cp_sat", "mip") if is_load else ("cp_sat",):  # mip: for loads alone
+            yield answer(options, file, problem, name, options.exact_seconds)
+        yield answer(options, file, problem, "ideal_dp")
+
+
+def known(data: Path) -> Truth:
+    """``truth.json``; empty where there is none."""
+    path = data / "dnn_partitioning" / "truth.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
+    """Files on which a value is less than what is proved for every split: a mistake."""
+    truth = known(options.data)
+
+    def proved_s(case: Case) -> float:
+        low, _ = case.known(truth)
+        return max(case.bound_s * (1 - 1e-9), (low or 0.0) * (1 - TOLERANCE))
+
+    return [c.rows[0].file for c in cases(rows) if c.value_s() < proved_s(c)]
+
+
+def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+    truth = known(options.data)
+
+    def searched(reduce: Callable[[Any], Any], case: Case) -> float:
+        values = [r.value_s for r in case.rows if r.planner == "macro_search"]
+        return float(reduce([np.inf if v is None else v for v in values]))
+
+    def over_known(value: Callable[[Case], float], case: Case) -> float | None:
+        _, reference = case.known(truth)
+        return value(case) / reference if reference else None
+
+    def of(planner: str, field: str, case: Case) -> float | None:
+        run = case.of(planner)
+        return None if run is None else getattr(run, field)
+
+    def recorded(method: str, case: Case) -> float | None:
+        of = (f"{case.file}.json", "latency", method)
+        records = (r for r in truth if (r["file"], r["objective"], r["method"]) == of)
+        return next((r["value"] for r in records), None)
+
+    median = partial(searched, np.median)
+    columns = (
+        Column("file", "file"),
+        Column("median ms", median, 4, 1e3),
+        Column("worst ms", partial(searched, max), 4, 1e3),
+        Column("best known", lambda c: c.known(truth)[1], 4, 1e3),
+        Column("median ratio", partial(over_known, median), 4),
+        Column("best ratio", partial(over_known, Case.value_s), 4),
+        Column("bound ms", "bound_s", 4, 1e3),
+        Column("recorded bound", lambda c: c.known(truth)[0], 4, 1e3),
+        Column("median gap %", lambda c: median(c) / c.bound_s - 1, 2, 100),
+        Column("best gap %", "gap", 2, 100),
+    )
+    of_loads = (
+        Column("contiguous optimum", partial(of, "ideal_dp", "value_s"), 4, 1e3),
+        Column("cp_sat", partial(of, "cp_sat", "value_s"), 4, 1e3),
+        Column("its bound", partial(of, "cp_sat", "bound_s"), 4, 1e3),
+        Column("mip", partial(of, "mip", "value_s"), 4, 1e3),
+        Column("its bound", partial(of, "mip", "bound_s"), 4, 1e3),
+    )
+    of_latencies = (
+        Column("max-load split", partial(of, "ideal_dp", "value_s"), 4, 1e3),
+        Column("bound, one piece", partial(of, "cp_sat", "restricted_bound_s"), 4, 1e3),
+        Column("C++ greedy", partial(recorded, "greedy_cpp"), 4),
+        Column("C++ max-load split", partial(recorded, "dp_cpp_split"), 4),
+    )
+    tables = ""
+    if loads := [c for c in cases(rows) if c.rows[0].objective == "max_load"]:
+        tables = f"## Max-load\n\n{table(loads, *columns, *of_loads)}\n"
+    if others := [c for c in cases(rows) if c.rows[0].objective != "max_load"]:
+        tables += f"## Latency of one sample\n\n{table(others, *columns, *of_latencies)}"
+        tables += "\nBound, one piece: of placements with one piece per accelerator only."
+    wrong = mistake("Below a proved bound, which is a mistake", below_a_bound(rows, options))
+    return {"tables": tables, "wrong": wrong}
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+TURNS = ("data_parallel", "replicated", "phase_search")
+LOADS = ("dnn_partitioning/throughput/*/*.json", "pipedream/vgg16.txt", "pipedream/alexnet.txt")
+
+
 def replicas(options: Options) -> Iterator[Row]:
-    files = study.public(options.data, *LOADS)
-    some = {f: p for f, p in files.items() if any(w in f for w in options.words)}
-    if options.words and not some:
-        raise StudyError(f"no file has {' or '.join(options.words)} in its path")
-    files = some or files
+    files = chosen(options, *LOADS)
     say(f"{len(files)} files: about {len(files) * (2 * options.seconds + 2) / 60:.0f} minutes")
     warm(["macro_search", "single_device"], ["max_load"])
     for file, path in files.items():
@@ -181,26 +311,30 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     )
     gains = [gain(c) for c in cases(rows)]
     helped = f"{sum(x > 1.005 for x in gains)} of {len(gains)}"
-    below = ", ".join(below_its_bound(rows, options))
-    wrong = f"\n\n**Below a proved bound, which is a mistake: {below}**" if below else ""
+    wrong = mistake("Below a proved bound, which is a mistake", below_its_bound(rows, options))
     return {"table": shown, "helped": helped, "most": max(gains), "wrong": wrong}
 
 
-STUDY = Study(
-    name="public_replicas",
-    module="experiments.public",
-    word="replicas",
-    rows=replicas,
-    row=Row,
-    parts=replicas_parts,
-    wrong=below_its_bound,
-    options={
-        "words": Option((), "only files with it in the path", word=True, metavar="WORD"),
-        "seconds": Option(10.0, "of a search"),
-        "phases": Option(12, "most that replicas take turns in"),
-    },
+def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
+    words = Option((), "only files with it in the path", word=True, metavar="WORD")
+    about = {"name": f"public_{word}", "word": word, "module": "experiments.public"}
+    return Study(**about, row=row, options={"words": words, **options}, **more)
+
+
+SEARCH = {
+    "seconds": Option(10.0, "of a search"),
+    "seeds": 5,
+    "exact_seconds": Option(60.0, "of cp_sat and mip"),
+}
+REPLICAS = {
+    "seconds": Option(10.0, "of a search"),
+    "phases": Option(12, "most that replicas take turns in"),
+}
+STUDIES = (
+    _study("search", Row, SEARCH, rows=search, parts=search_parts, wrong=below_a_bound),
+    _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
-main = partial(run, (STUDY,))
+main = partial(run, STUDIES)
 
 if __name__ == "__main__":
     raise SystemExit(main())

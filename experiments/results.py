@@ -267,7 +267,8 @@ def first_table(results: Path) -> str:
 def when_to_do_what(results: Path) -> str:
     """In ``docs/replicas.md``: when to replicate, to cut, and to leave one device alone."""
     measured = of_models(results)
-    analytic = groups(public.STUDY.read(results), "file")
+    (study,) = (s for s in public.STUDIES if s.word == "replicas")
+    analytic = groups(study.read(results), "file")
 
     def took(case: str) -> str:
         ways = ("one device", "two replicas", "best cut", "plain, 2 threads")

@@ -1,5 +1,7 @@
 """Studies of the learned planner, each at the budget that ``experiments.budgets`` writes down.
 
+    python -m experiments.learned against                    # all constructive methods and DPs
+    python -m experiments.learned executed                   # placements run for real, quiet
     python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
     python -m experiments.learned zero_shot [--also NAME=PATH]  # one evaluation, and four
     python -m experiments.learned few                        # 10 + G / 4 evaluations
@@ -23,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.learned import (
+    against,
     dispatch,
     doppler,
+    executed,
     few,
     giph,
     guided,
@@ -34,7 +38,7 @@ from experiments.learned import (
 )
 from experiments.study import run
 
-MODULES = (guided, zero_shot, few, giph, doppler, published, dispatch, resched)
+MODULES = (against, executed, guided, zero_shot, few, giph, doppler, published, dispatch, resched)
 STUDIES = tuple(module.STUDY for module in MODULES)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import measured
-from experiments.learned import dispatch, few, giph, guided, resched, zero_shot
+from experiments.learned import against, dispatch, few, giph, guided, resched, zero_shot
 from experiments.learned.cells import Cell, best_known, gain
 from experiments.study import Study
 from experiments.tables import Column, Mean, geometric, groups, share, table
@@ -47,6 +47,14 @@ def page(results: Path) -> str:
         Column("with the best known values", lambda row: row[0].attainable),
         Column("command", lambda row: f"`python -m {row[1].program} {row[1].word}".rstrip() + "`"),
     ).replace("---:", "---")
+
+
+def _never_worse(cells: Sequence[Cell]) -> Iterator[Goal]:
+    for planner in (against.UNHURRIED, against.LEARNED):
+        regime = f"start at the best of all constructive methods and DPs: {planner}"
+        gains, worse = against.gains(cells, planner), against.worse(cells, planner)
+        text = f"worse on {len(worse)} of {len(gains)} problems; {geometric(gains).percent()}"
+        yield Goal(regime, "never worse, on every problem", text, not worse)
 
 
 def _guided(cells: Sequence[Cell]) -> Iterator[Goal]:
@@ -168,6 +176,7 @@ def _below(mean: Mean, aim: float) -> bool:
 
 
 GOALS: tuple[tuple[Study, Callable[[Sequence[Any]], Iterator[Goal]]], ...] = (
+    (against.STUDY, _never_worse),
     (guided.STUDY, _guided),
     (dispatch.STUDY, _constructor),
     (resched.STUDY, _beside_resched),

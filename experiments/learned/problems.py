@@ -47,6 +47,12 @@ def family(name: str, data: Path, graphs: int = 1, repeats: int = 10) -> Problem
     return pipedream(data)
 
 
+def public(data: Path) -> Problems:
+    """Every public file: the families that come from files."""
+    names = ("operator graphs", "layer graphs", "pipedream", "moirai")
+    return {n: p for name in names for n, p in family(name, data).items()}
+
+
 def _files(data: Path, pattern: str, objective: Objective) -> Problems:
     return {
         f"{path.rpartition('.')[0].removeprefix('dnn_partitioning/')} {objective}": importers.load(

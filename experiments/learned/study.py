@@ -51,6 +51,7 @@ OPTIONS = {
     "policy": Option(None, "file, or folder of files named as the released ones"),
     "also": Option([], "a further policy", metavar="NAME=PATH"),
     "part": Option("0/1", "every N-th problem from K", kind=_part, metavar="K/N"),
+    "quick": Option(False, "fewer captured models"),
 }
 
 

@@ -262,7 +262,7 @@ def test_every_study_has_a_page() -> None:
 def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
     one, group = STUDIES[name]
     path = study.RESULTS / f"{name}.md"
-    if name == "learned_published" and not study.DATA.exists():
+    if name.startswith(("public_search", "learned_published")) and not study.DATA.exists():
         pytest.skip("needs what is known of the public workloads")
     try:
         rows = one.read()
@@ -339,6 +339,27 @@ def test_a_small_run(
         for module in ("scale", "learned.cells"):
             monkeypatch.setattr(f"experiments.{module}.limited", fail)
         assert main(words) == 0 and capsys.readouterr().out == text
+
+
+def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
+    pytest.importorskip("ortools")
+    from experiments import schedules
+
+    rows = [(0, [0], 1, 1, []), (1, [1], 1, 1, [0]), (2, [1], 3, -1, [1]), (3, [0], 3, -1, [2])]
+    keys = ("id", "devices", "time", "memory", "deps")
+    case = {"ndevs": 2, "mode": "train", "blocks": [dict(zip(keys, r, strict=True)) for r in rows]}
+    record = {"case": "v", "memory": 2, "period": 4, "best_makespan": {"8": [36, "known"]}}
+    folder = tmp_path / "data" / "schedules"
+    folder.mkdir(parents=True)
+    (folder / "cases.json").write_text(json.dumps({"cases": {"v": case}}))
+    (folder / "truth.json").write_text(json.dumps({"records": [record]}))
+    words = ["--data", str(tmp_path / "data"), *places]
+    assert schedules.main(words) == 0
+    text = (tmp_path / "out" / "schedules.md").read_text()
+    # GPipe would hold 32 micro-batches; 1F1B two.
+    assert "| v | 2 | 4 | 4 | 4 |" in text and "| 36 / 36 | 68 / – | 132 / – | – | 132 |" in text
+    assert "period of truth.json reached or less: 1 of 1" in text
+    assert schedules.main([*words, "--cases", "nix"]) == 2
 
 
 def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +478,7 @@ def test_what_a_correction_takes_away() -> None:
 # --- public files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "replicas")])
+@pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "search")])
 def test_without_the_files_the_message_says_where_they_are(
     run: Any, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,9 +514,16 @@ def data(tmp_path: Path) -> Path:
         f"activation_size=1000.0, parameter_size=10.0\n"
         for i, t in enumerate(times)
     ) + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(3))
+    truth = [
+        truth_of("throughput/layer/tiny.json", "max_load", "own_dp_contiguous", 5.25),
+        truth_of("throughput/layer/tiny.json", "max_load", "dp_cpp", 5.25, seconds=4.0),
+        truth_of("throughput/layer/tiny.json", "max_load", "local_search_10", 1.0, "unchecked"),
+        truth_of("latency/layer/tiny.json", "latency", "greedy_cpp", 8.0),
+    ]
     files = {
         "dnn_partitioning/throughput/layer/tiny.json": json.dumps(chain),
         "dnn_partitioning/latency/layer/tiny.json": json.dumps(chain),
+        "dnn_partitioning/truth.json": json.dumps(truth),
         "moirai/tiny.json": json.dumps(unlike),
         "pipedream/tiny.txt": profile,
     }
@@ -504,6 +532,13 @@ def data(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return folder
+
+
+def truth_of(
+    file: str, objective: str, method: str, value: float, status: str = "optimal", **more: Any
+) -> dict[str, Any]:
+    record = {"file": file, "objective": objective, "method": method, "value": value}
+    return {**record, "status": status, "seconds": 0.0, "lower_bound": None, **more}
 
 
 def test_baselines_from_the_command_line(
@@ -576,6 +611,40 @@ def test_the_default_baselines_are_48_problems() -> None:
     objectives = [p.objective for p in every.values()]
     assert len(every) == 10 + 5 + 9 + 2 * 2 + 20
     assert objectives.count("max_load") == 10 and objectives.count("piecewise_latency") == 5
+
+
+def search_words(data: Path, places: list[str]) -> list[str]:
+    budgets = ["--seconds", "0.5", "--seeds", "2", "--exact-seconds", "10"]
+    return ["search", "--data", str(data), *places, *budgets]
+
+
+def test_search_against_what_is_known(data: Path, tmp_path: Path, places: list[str]) -> None:
+    assert public.main(search_words(data, places)) == 0
+    rows = rows_of(tmp_path / "out" / "public_search.csv")
+    found = {(r["objective"], r["planner"], r["seed"]): float(r["value_s"]) for r in rows}
+    assert found["max_load", "cp_sat", ""] == pytest.approx(4.75e-3)
+    assert found["max_load", "macro_search", "1"] <= 5.25e-3 * (1 + 1e-9)
+    assert found["max_load", "ideal_dp", ""] == pytest.approx(5.25e-3)
+    assert found["piecewise_latency", "macro_search", "0"] == pytest.approx(8e-3)
+    proved = [float(r["bound_s"]) for r in rows if r["planner"] == "cp_sat"]
+    assert proved[0] == pytest.approx(4.75e-3, rel=1e-5)
+    lines = (tmp_path / "out" / "public_search.md").read_text().splitlines()
+    loads, latency = (x for x in lines if x.startswith("| throughput") or x.startswith("| latency"))
+    # Best known (that of a tool that ignores memory does not count), and the best ratio to it.
+    assert loads.split(" | ")[3] == "5.2500" and loads.split(" | ")[5] == f"{4.75 / 5.25:.4f}"
+    assert latency.split(" | ")[1:4] == ["8.0000", "8.0000", "8.0000"]
+
+
+def test_a_value_below_a_proved_bound_is_an_error(
+    data: Path, tmp_path: Path, places: list[str]
+) -> None:
+    path = data / "dnn_partitioning" / "truth.json"
+    records = json.loads(path.read_text())
+    file = "throughput/layer/tiny.json"
+    records.append(truth_of(file, "max_load", "cpsat_noncontig", 9.0, lower_bound=9.0))
+    path.write_text(json.dumps(records))
+    assert public.main([*search_words(data, places), "throughput"]) == 1
+    assert "Below a proved bound" in (tmp_path / "out" / "public_search.md").read_text()
 
 
 def test_scale_survives_planners_that_do_not(

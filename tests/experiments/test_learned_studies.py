@@ -14,9 +14,11 @@ import pytest
 from agents import training
 from experiments import budgets, measured, results, study
 from experiments.learned import (
+    against,
     cells,
     dispatch,
     doppler,
+    executed,
     goals,
     guided,
     resched,
@@ -228,6 +230,22 @@ def test_graphs_for_the_constructor_are_none_that_it_was_trained_on() -> None:
 # --- reports and goals ---------------------------------------------------------------------------
 
 
+def test_a_planner_that_is_worse_somewhere_is_named() -> None:
+    some = [
+        cell("p", "heft", None, 1.0),
+        cell("p", against.LEARNED, 0, 0.9),
+        cell("p", against.LEARNED, 1, 1.0),
+        cell("p", against.UNHURRIED, 0, 0.8),
+        cell("q", "heft", None, 1.0),
+        cell("q", against.LEARNED, 0, 1.01),
+        cell("q", against.UNHURRIED, 0, 1.0),
+    ]
+    assert against.worse(some, against.LEARNED) == ["q"]
+    assert against.worse(some, against.UNHURRIED) == []
+    text = against.parts(some, Namespace())["table"]
+    assert "| policy, all | 2 |" in text and "+1.00 %" in text
+
+
 def test_goals_from_files(tmp_path: Path) -> None:
     assert goals.goals(tmp_path) == []
     found = [cell("p", "ideal_dp", None, 1.0), cell("q", "ideal_dp", None, 1.0)]
@@ -418,6 +436,31 @@ def test_the_page_shows_its_picture_and_five_rows_at_most(tmp_path: Path) -> Non
     assert results.main([*there, "--check"]) == 0
     (tmp_path / "results.md").write_text(page + "more")
     assert results.main([*there, "--check"]) == 1
+
+
+def test_the_best_baseline_is_chosen_without_the_round_it_is_compared_in() -> None:
+    # Two baselines that take 1 and 4 s by chance: the less lucky one in each round is the better in
+    # the other. A single device is always slower.
+    def row(planner: str, predicted_s: float, *rounds: float) -> executed.Row:
+        text = " ".join(map(str, rounds))
+        return executed.Row(
+            "p", "period", 9, 2, planner, None, predicted_s, float(np.median(rounds)), text
+        )
+
+    rows = [row("policy", 1.5, 2, 2), row("a", 3, 1, 4), row("b", 2, 4, 1)]
+    assert executed.measured(rows, executed.LEARNED, "measured") == {"p": [pytest.approx(2 / 4)]}
+    assert executed.predicted(rows, executed.LEARNED) == {"p": [1.5 / 2]}
+    # Who knows predictions only takes b, in both rounds.
+    assert executed.measured(rows, executed.LEARNED, "predicted") == {
+        "p": [pytest.approx((2 / 4 * 2 / 1) ** 0.5)]
+    }
+    rows.append(row("single:cpu:0", 9, 8, 4))
+    assert executed.measured(rows, executed.LEARNED, "single") == {
+        "p": [pytest.approx((2 / 8 * 2 / 4) ** 0.5)]
+    }
+    # A round in which the machine was disturbed decides nothing.
+    rows = [row("policy", 1, 2, 2, 9), row("a", 1, 2, 2, 2), row("b", 1, 3, 3, 3)]
+    assert executed.measured(rows, executed.LEARNED, "measured") == {"p": [1.0]}
 
 
 def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
