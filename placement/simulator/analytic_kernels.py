@@ -150,7 +150,7 @@ class Pieces(Struct):
 
 
 class Moves(Struct):
-    """``I`` blocks for ``trial_move`` and ``apply_moves``."""
+    """``I`` blocks for ``apply_moves``."""
 
     compute_s: Array  # float64 [I, D]
     touch_ptr: Array  # int32 [I + 1]
@@ -386,7 +386,7 @@ def piecewise_batch(t, placements, value):
 
 
 def move_tables(problem: Problem, b: Blocks) -> Moves:
-    """Blocks of a problem for ``trial_move``."""
+    """Blocks of a problem for ``apply_moves``."""
     users = np.repeat(np.arange(len(b.src)), np.diff(b.use_ptr))
     made = np.flatnonzero(b.src >= 0)
     owner = np.concatenate([b.src[made], b.use_dst])
@@ -478,30 +478,6 @@ def load_change(t, s, g, new):
         else:
             at_new += io_s[tensor, new] * (there == 0)
     return at_old, at_new
-
-
-@kernel
-def trial_move(t, s, g, new):
-    """Largest load with block ``g`` on ``new``; inf where it cannot run or does not fit."""
-    load = s.load
-    old = s.device[g]
-    largest = 0.0
-    if new == old:
-        for d in range(len(load)):
-            largest = max(largest, load[d])
-        return largest
-    need = s.held[new] + t.own_bytes[g]
-    for i in range(t.tied_ptr[g], t.tied_ptr[g + 1]):
-        if s.readers[t.tied[i], new] == 0:
-            need += t.tied_bytes[t.tied[i]]
-    if need > t.memory[new]:
-        return np.inf
-    at_old, at_new = load_change(t, s, g, new)
-    largest = max(load[old] + at_old, load[new] + at_new)
-    for d in range(len(load)):
-        if d != old and d != new:
-            largest = max(largest, load[d])
-    return largest
 
 
 @inlined
