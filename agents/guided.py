@@ -16,7 +16,7 @@ from envs.guided import begin, state_of, tables_of
 from envs.guided import search as take_steps
 from placement.objective import Objective
 from placement.problem import Problem
-from placement.search import order
+from placement.search import order_moves
 from placement.search.evaluation import Search, can_move, two_operators
 from placement.tools.clock import loads
 
@@ -49,7 +49,7 @@ class GuidedNet(nn.Module):
         self.formulation = formulation
         num_search, num_move = guided_kernels.NUM_SEARCH_FEATURES, guided_kernels.NUM_MOVE_FEATURES
         if formulation == "order_search":
-            num_search, num_move = order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES
+            num_search, num_move = order_moves.NUM_SEARCH_FEATURES, order_moves.NUM_MOVE_FEATURES
         h = self.config.scorer
         self.encoder = Encoder(self.config) if self.config.embed else None
         self.by_search = nn.Linear(num_search, h)

@@ -122,7 +122,7 @@ class _Stages:
         if helper is not None:
             routed &= able[:, helper]
         group_s = np.where(able, problem.group_compute_s, 0.0)
-        way = _ways(problem, np.arange(len(block) + 1))
+        way = _ways(problem)
         after = np.flatnonzero(np.append(True, block[1:] != block[:-1]))
         host, shares = host_of(problem)
         inputs = [] if shares.all() else np.flatnonzero(graph.tensor_src < 0).tolist()
@@ -161,10 +161,10 @@ class _Stages:
         )
 
 
-def _ways(problem: Problem, cuts: NDArray[np.intp]) -> Floats:
-    """float64 ``[len(cuts), D, D]``: seconds to hand on what groups before a cut made for it."""
+def _ways(problem: Problem) -> Floats:
+    """float64 ``[G + 1, D, D]``: seconds to hand on what groups before a cut made for it."""
     graph, count = problem.graph, problem.num_devices
-    way = np.zeros((len(cuts), count, count))
+    way = np.zeros((graph.num_groups + 1, count, count))
     for t, dst in zip(graph.use_tensor.tolist(), graph.use_dst.tolist(), strict=True):
         src = int(graph.tensor_src[t])
         if src >= 0 and graph.group[src] != graph.group[dst]:
@@ -214,31 +214,20 @@ def _stage(
     ``excess`` are bytes over the device's memory where nothing is left to the helper.
     """
     size = len(whole)
-    cost = whole[None, :] - whole[:, None]
-    count = np.zeros((size, size), np.intp)
     freed, more = np.append(0.0, np.cumsum(own)), np.append(0.0, np.cumsum(extra))
     leaves = np.zeros(size - 1, np.intp)
     leaves[may] = 1
     number = np.append(0, np.cumsum(leaves))
-    for j in range(size - 1):
-        over = excess[j, j + 1 :]
-        # The first blocks of the stage leave theirs: up to where enough is free.
-        upto = (
-            np.searchsorted(freed, freed[j] + over - 1e-6, "left")
-            if room
-            else np.full(len(over), size)
-        )
-        upto = np.where(over <= 0, j, upto)
-        ends = np.arange(j + 1, size)
-        cost[j, j + 1 :] += np.where(
-            upto <= ends, more[np.minimum(upto, size - 1)] - more[j], np.inf
-        )
-        count[j, j + 1 :] = np.where(
-            upto <= ends, number[np.minimum(upto, size - 1)] - number[j], 0
-        )
-    cost[np.tril_indices(size)] = np.inf
-    cost[count > room] = np.inf
-    return cost, np.where(count > room, 0, count)
+    begin, end = np.indices((size, size))
+    # The first blocks of a stage leave theirs: up to where enough is free.
+    enough = np.searchsorted(freed, freed[:, None] + excess - 1e-6)
+    upto = np.where(excess <= 0, begin, enough)
+    possible = (upto <= end) & (begin < end)
+    upto = np.minimum(upto, size - 1)
+    count = np.where(possible, number[upto] - number[begin], 0)
+    possible &= count <= room
+    cost = whole[end] - whole[begin] + more[upto] - more[begin]
+    return np.where(possible, cost, np.inf), np.where(possible, count, 0)
 
 
 Node = tuple[int, list[int]]  # class of the last device, nodes before (-1: the beginning)

@@ -49,20 +49,18 @@ class MacroSearch:
     device, a chain of successors, a grown neighbourhood (all of a length drawn
     log-uniformly), or swaps two groups.
 
-    For ``max_load`` deltas are exact and incremental, in one kernel, a move at a time; what is
-    annealed is ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost
-    everywhere. For ``piecewise_latency`` a kernel walks over the pieces and gives up where the
-    latency is above what would be accepted; a fifth of its moves take a part of a stage, cut
-    off before or behind a group, to a device next to it. Other objectives are simulated,
-    ``width`` placements at once, and annealed as they are. Before it is annealed a period is
-    improved by its estimate, and ``max_load`` too where evaluations are limited
+    For ``max_load`` deltas are exact, in one kernel; what is annealed is
+    ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost everywhere. For
+    ``piecewise_latency`` a kernel walks over the pieces; a fifth of its moves take a part of a
+    stage, cut off before or behind a group, to a device next to it. Other objectives are
+    simulated, ``width`` placements at once, and annealed as they are. Before, a period is improved
+    by its estimate, and ``max_load`` too where evaluations are limited
     (``placement.search.descent``).
 
     The budget is divided into ``rounds`` that cool down. For ``max_load`` each starts from the
-    best so far, and in most ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance
-    of all devices and find new shapes, those of large ``p`` see the busiest one alone and
-    polish. For ``piecewise_latency`` they start in turn from each first placement, the last
-    from the best.
+    best so far: rounds of small ``p`` see the balance of all devices and find new shapes, those of
+    large ``p`` see the busiest one alone and polish. For ``piecewise_latency`` they start in turn
+    from each first placement, the last from the best.
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
@@ -72,7 +70,6 @@ class MacroSearch:
             limit).
         rounds: how often it is heated up; None: 8 for ``piecewise_latency``, otherwise 6.
         width: moves among which a step of the simulated objectives chooses.
-        body: most groups a move has; None: 64 for ``max_load``, otherwise all.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
@@ -80,13 +77,12 @@ class MacroSearch:
     start: str | Planner | None = None
     rounds: int | None = None
     width: int = 16
-    body: int | None = None
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "rounds", "width", "body")
+        check_least(self, 1, "rounds", "width")
         check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
@@ -178,7 +174,7 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
 def _draws(
     planner: MacroSearch, problem: Problem, compute_s: NDArray[np.float64], cut: float, most: int
 ) -> macro.Draws:
-    body = min(planner.body or most, problem.graph.num_groups)
+    body = min(most, problem.graph.num_groups)  # groups that a move has, at most
     return macro.draws_of(compute_s, neighbours(problem), planner.seed, macro.SHARE, cut, body)
 
 

@@ -196,7 +196,7 @@ def test_macro_search_keeps_the_contract(evaluations: int, objective: str) -> No
 
 
 def test_an_option_below_one_is_an_error() -> None:
-    for option in ("rounds", "width", "body"):
+    for option in ("rounds", "width"):
         with pytest.raises(PlannerError, match=f"{option} = 0 must be at least 1"):
             load("macro_search", **{option: 0})(small(0))
 
