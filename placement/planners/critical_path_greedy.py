@@ -77,14 +77,11 @@ class CriticalPathGreedy:
                 groups = np.flatnonzero(part == p)
                 can = np.array(search.allowed[groups].all(axis=0))
                 can[search.best[groups[0]]] = False
-                trials = []
-                for device in np.flatnonzero(can):
-                    trial = search.best.copy()
-                    trial[groups] = device
-                    trials.append(trial)
+                devices = np.flatnonzero(can)
+                trials = np.tile(search.best, (len(devices), 1))
+                trials[:, groups] = devices[:, None]
                 before = search.best_cost
-                if trials:
-                    search.costs(np.array(trials))
+                search.costs(trials)
                 if search.best_cost < before:
                     moved, improved = moved + 1, True
         return search.solution(num_parts=int(part.max()) + 1, num_walks=walks, num_moved=moved)

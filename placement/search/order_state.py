@@ -44,8 +44,8 @@ class State(Struct):
 
     random: Array = array("1", np.uint64, 1)
     cost_s: float  # latency of what was kept last
-    best_s: float
-    first_s: float
+    best_s: float  # the least
+    first_s: float  # latency that it began with
     step: int
     best_step: int  # in which the best was met
     used: float  # share of the budget
@@ -88,7 +88,7 @@ class State(Struct):
     mark: Array = array("N", np.bool_)  # scratch, False
     stale: Array = array("N+1", np.bool_)  # tails to be computed; the last: model inputs, False
     room: Array = array("N", np.int32)
-    finish_s: Array = array("N")  # room of together (mark and room too), _gather, _members
+    finish_s: Array = array("N")  # room of estimates (mark and room too) and of moves
     free_s: Array = array("D+channels")  # when each is free
     last: Array = array("D", np.int32)  # operator that a device ran last
     sent: Array = array("D", np.int32)  # tensor that was sent to each last
