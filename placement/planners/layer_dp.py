@@ -146,7 +146,7 @@ def _stage(
     upto = np.minimum(upto, size - 1)
     count = np.where(possible, number[upto] - number[begin], 0)
     possible &= count <= room
-    cost = whole[end] - whole[begin] + more[upto] - more[begin]
+    cost = (whole[end] - whole[begin]) + (more[upto] - more[begin])
     return np.where(possible, cost, np.inf), np.where(possible, count, 0)
 
 
