@@ -47,12 +47,13 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
     each = len(phases) // max(len(p), 1)
     held = np.empty((len(p), problem.num_devices), np.int64)
     if each <= 1:
-        kernels.param_bytes_batch(kernels.param_tables(problem), phases, held)
+        size = problem.graph.param_bytes
+        kernels.param_bytes_batch(*kernels.param_tables(problem), size, phases, held)
     else:
         held[:] = [problem.param_bytes_on(x) for x in p]
     if problem.objective is Objective.MAX_LOAD:
         load = np.empty((len(phases), problem.num_devices))
-        kernels.load_batch(kernels.load_tables(problem), phases, load)
+        kernels.load_batch(*kernels.load_tables(problem), phases, load)
         value = load.reshape(len(p), each, -1).mean(axis=1).max(axis=1)
     else:
         assert problem.objective is Objective.PIECEWISE_LATENCY, problem.objective
