@@ -114,7 +114,7 @@ class OrderSearchEnv(PlacementEnv):
     A move takes an operator elsewhere in the order of its device; or its colocation group to
     another device, to a place there where its inputs have come; or, staying where they are in the
     order, neighbours on its device too. It begins with an operator of the critical chain, or any
-    other. Its effect is estimated (``placement.search.order``), and observed; moves whose
+    other. Its effect is estimated (``placement.search.order_estimates``), and observed; moves whose
     estimate is hopeless beside the best one's are not offered.
 
     **Observation** ``Dict``, of ``C`` moves and, before them, the choice to stay:

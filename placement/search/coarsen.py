@@ -96,7 +96,6 @@ class _Merger:
         g = problem.graph
         self._edges = g.edges
         self._edge_s = edge_seconds(problem)
-        self._seconds = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
         self._group = g.group
         self._group_root = np.arange(g.num_groups)
         self._able_s = np.isfinite(problem.group_compute_s)
@@ -104,7 +103,7 @@ class _Merger:
         np.add.at(self._param_bytes, g.group, g.op_param_bytes)
         self._memory_bytes = problem.memory_bytes
         self.label = np.arange(problem.num_ops, dtype=np.int32)
-        self.seconds = self._seconds.copy()
+        self.seconds = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
 
     @property
     def count(self) -> int:
