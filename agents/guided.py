@@ -15,7 +15,7 @@ from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
 from placement.objective import Objective
 from placement.problem import Problem
-from placement.search import order
+from placement.search import order_moves
 from placement.search.evaluation import Search, can_move, two_operators
 from placement.tools.clock import loads
 
@@ -45,7 +45,7 @@ class GuidedNet(nn.Module):
         self.formulation = formulation
         num_search, num_move = guided_kernels.NUM_SEARCH_FEATURES, guided_kernels.NUM_MOVE_FEATURES
         if formulation == "order_search":
-            num_search, num_move = order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES
+            num_search, num_move = order_moves.NUM_SEARCH_FEATURES, order_moves.NUM_MOVE_FEATURES
         h = self.config.scorer
         self.by_search = nn.Linear(num_search, h)
         self.by_move = nn.Linear(num_move, h, bias=False)

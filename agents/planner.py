@@ -34,10 +34,10 @@ from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not,
 from placement.planners.order_search import anneal as anneal_orders
 from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.search.chooser import TABU
 from placement.search.descent import descend
 from placement.search.descent import load_kernels as load_descent
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
-from placement.search.order import TABU
 from placement.search.pipeline import can_foresee, constructed
 from placement.tools.clock import loads
 

@@ -14,7 +14,7 @@ from envs.problems import MAX_ID, ProblemSet
 from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 from placement.planners import order_search
 from placement.problem import Placement, Problem
-from placement.search import order
+from placement.search import order_times
 from placement.search.list_schedule import state_of as placed_of
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.simulator import score
@@ -135,7 +135,7 @@ class Dispatcher:
             self._timed = order_search.tables_of(problem), order_search.state_of(problem, 1)
         tables, state = self._timed
         state.place[:], state.sequence[:] = self.placement, self.sequence
-        return float(order.timetable(tables, state, -1, problem.num_ops, np.inf))
+        return float(order_times.timetable(tables, state, -1, problem.num_ops, np.inf))
 
 
 def _tables_of(problem: Problem, rule: Any, activations: int) -> kernels.Tables:

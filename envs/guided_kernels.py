@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.search.chooser import choose, network
+from placement.search.chooser import BOUND, HAND, POLICY, UNIFORM, bounded, choose, network
 from placement.search.evaluation import INFEASIBLE
 from placement.search.macro import (
     Draws,
@@ -22,7 +22,6 @@ from placement.search.macro import (
     propose_from,
     uniform,
 )
-from placement.search.order import BOUND, HAND, POLICY, UNIFORM, bounded
 from placement.simulator import kernels
 from placement.simulator.analytic_kernels import (
     Moves,

@@ -21,7 +21,8 @@ from placement.planners.order_search import (
 )
 from placement.problem import Placement, Problem
 from placement.search import order
-from placement.search.order import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES, State
+from placement.search.order_moves import NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES
+from placement.search.order_state import State
 
 
 class OrderSearchRules(OfferingRules):
@@ -78,17 +79,17 @@ class OrderSearchRules(OfferingRules):
     def _take(self, b: int, p: int, action: int) -> tuple[float, float]:
         state = self._state(b)
         self.num_evaluations += int(state.which[action] >= 0)
-        used = float(state.x[order.STEP] + 1.0) / self.moves
+        used = float(state.step + 1.0) / self.moves
         return order.play(self._tables[p], state, order.TAKE, action, NO_NETWORK, used, used), used
 
     def _best_of(self, b: int) -> tuple[float, Choice]:
         state, problem = self._state(b), self.problems.problems[int(self.ids[b])]
-        return float(state.x[order.BEST]), choice_of(problem, state.best_place)
+        return state.best_s, choice_of(problem, state.best_place)
 
     def _finish(self, b: int) -> None:
         p, state = int(self.ids[b]), self._state(b)
-        if state.x[order.BEST] < self.best_s[p]:
-            self.sequence_s[p] = state.x[order.BEST]
+        if state.best_s < self.best_s[p]:
+            self.sequence_s[p] = state.best_s
             self.best_sequence[p, : self.problems.problems[p].num_ops] = state.best_sequence
         super()._finish(b)
 
@@ -113,7 +114,7 @@ class OrderSearchEnv(PlacementEnv):
     A move takes an operator elsewhere in the order of its device; or its colocation group to
     another device, to a place there where its inputs have come; or, staying where they are in the
     order, neighbours on its device too. It begins with an operator of the critical chain, or any
-    other. Its effect is estimated (``placement.search.order``), and observed; moves whose
+    other. Its effect is estimated (``placement.search.order_estimates``), and observed; moves whose
     estimate is hopeless beside the best one's are not offered.
 
     **Observation** ``Dict``, of ``C`` moves and, before them, the choice to stay:

@@ -168,27 +168,27 @@ def planners() -> Iterator[Row]:
     from placement.planners import load
     from placement.search import macro
     from placement.search.evaluation import neighbours
-    from placement.simulator.analytic import LoadMoves
-    from placement.simulator.analytic_kernels import trial_move
+    from placement.simulator.analytic import load_moves
+    from placement.simulator.analytic_kernels import load_change
     from placement.workloads.synthetic import families
 
     @numba.njit
     def try_all(tables, state, group, where):  # type: ignore[no-untyped-def]
         total = 0.0
         for i in range(len(group)):
-            total += trial_move(tables, state, group[i], where[i])
+            total += load_change(tables, state, group[i], where[i])[1]
         return total
 
     count = 200_000
     for name in ("layered_wide", "transformer", "inception"):
         problem = families()[name](0).with_objective("max_load")
-        moves = LoadMoves(problem, load("contiguous_dp")(problem).placement)
-        graph, best = neighbours(problem), moves.state.device.copy()
+        state = load_moves(problem, load("contiguous_dp")(problem).placement)
+        graph, best = neighbours(problem), state[1].device.copy()
         rng = np.random.default_rng(0)
         group = rng.integers(0, problem.graph.num_groups, count)
         where = rng.integers(0, problem.num_devices, count)
 
-        compute_s, state = moves.tables.compute_s, (moves.tables, moves.state)
+        compute_s = state[0].compute_s
         draws = [macro.draws_of(compute_s, graph, 0, x, 0.0, 64) for x in (np.ones(5), macro.SHARE)]
         budget = best, np.inf, count, 0.2, 1e-3, 6
         trials, single, several = medians_s(

@@ -10,9 +10,38 @@ from numpy.typing import NDArray
 
 from placement.problem import Problem, host_of
 from placement.search.evaluation import Choice
-from placement.search.list_schedule import Devices, Floats, Memory
+from placement.search.list_schedule import Floats, produced_bytes, room_bytes
 
 Intervals = tuple[list[float], list[float]]  # begins, ends
+Devices = NDArray[np.intp]  # [K], in order
+
+
+class Memory:
+    """Bytes that devices hold while groups are placed one by one; tied parameters count once."""
+
+    def __init__(self, problem: Problem, activations: int = 0) -> None:
+        g = problem.graph
+        self.problem, self._made = problem, activations * produced_bytes(problem)
+        readers = g.group[g.param_use_op]
+        self._reads = [set(g.param_use[readers == k].tolist()) for k in range(g.num_groups)]
+        self._held: list[set[int]] = [set() for _ in range(problem.num_devices)]
+        self._used = [0] * problem.num_devices
+
+    def able(self, group: int) -> Devices:
+        """Devices that can run ``group``: those with room, or all of them where none has."""
+        can = np.flatnonzero(np.isfinite(self.problem.group_compute_s[group]))
+        have = room_bytes(self.problem)
+        room = [d for d in can if self._need(group, int(d)) <= have[d]]
+        return np.array(room or can, np.intp)
+
+    def hold(self, group: int, device: int) -> None:
+        self._used[device] = self._need(group, device)
+        self._held[device] |= self._reads[group]
+
+    def _need(self, group: int, device: int) -> int:
+        new = sorted(self._reads[group] - self._held[device])
+        more = int(self.problem.graph.param_bytes[new].sum())
+        return self._used[device] + int(self._made[group]) + more
 
 
 class ListSchedule:

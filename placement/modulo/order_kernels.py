@@ -85,22 +85,17 @@ def follow(work, order, prefix, prefix_start, most, word, start, before):  # typ
         word[at] = item
         _place(work, state, count, start, before, item, begin)
         end = max(end, begin + work[item & _BLOCK, _TIME])
-    after = np.empty((num, n), np.int64)  # of what waits: a list in the order given
-    first, last, read = -1, -1, prefix
+    waiting, num_waiting, read = np.empty(num * n, np.int64), 0, prefix
     for at in range(prefix, num * n):
-        previous, item, begin = -1, first, -1
-        while item >= 0:
+        item, begin, k = np.int64(0), np.int64(-1), 0
+        while begin < 0 and k < num_waiting:
+            item = waiting[k]
             begin = _begin(work, state, count, start, item >> _BITS, item & _BLOCK)
-            if begin >= 0:
-                break
-            previous, item = item, after[item >> _BITS, item & _BLOCK]
-        if item >= 0:
-            if previous < 0:
-                first = after[item >> _BITS, item & _BLOCK]
-            else:
-                after[previous >> _BITS, previous & _BLOCK] = after[item >> _BITS, item & _BLOCK]
-            if item == last:
-                last = previous
+            k += 1
+        if begin >= 0:
+            num_waiting -= 1
+            for i in range(k - 1, num_waiting):
+                waiting[i] = waiting[i + 1]
         while begin < 0:
             if read == num * n:
                 return -1
@@ -108,12 +103,8 @@ def follow(work, order, prefix, prefix_start, most, word, start, before):  # typ
             read += 1
             begin = _begin(work, state, count, start, item >> _BITS, item & _BLOCK)
             if begin < 0:
-                after[item >> _BITS, item & _BLOCK] = -1
-                if first < 0:
-                    first = item
-                else:
-                    after[last >> _BITS, last & _BLOCK] = item
-                last = item
+                waiting[num_waiting] = item
+                num_waiting += 1
         b = item & _BLOCK
         if begin + work[b, _TAIL] > most:
             return -1

@@ -105,7 +105,9 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
         BlocksError: no micro-batch fits into the memory, or nothing was found in time.
     """
     end = time.perf_counter() + seconds
-    best = _search_one(work, end)
+    start = _one_at_a_time(work, end)
+    shorter, bound = _shortest(work, 1, start.period, end)
+    best = Outcome(shorter or start, Fraction(bound))
     if unroll is not None:
         return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
     for k in range(2, MAX_UNROLL + 1):
@@ -117,13 +119,6 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
         if wide.pattern.per_micro_batch < best.pattern.per_micro_batch:
             best = replace(wide, others=(*best.others, best.pattern))
     return best
-
-
-def _search_one(work: Work, end: float) -> Outcome:
-    """The shortest pattern of one micro-batch."""
-    start = _one_at_a_time(work, end)
-    best, bound = _shortest(work, 1, start.period, end)
-    return Outcome(best or start, Fraction(bound))
 
 
 def _one_at_a_time(work: Work, end: float) -> Pattern:
@@ -420,13 +415,8 @@ def _fixed_point(
     A lag that is decided tells something about the starts, and so about other lags.
     """
     n, total = work.num_blocks, work.num_blocks * k
-    devices = [set(b.devices) for b in work.blocks]
     time_of = [work.blocks[x % n].time for x in range(total)]
-    pairs = [
-        (x, y)
-        for x, y in itertools.combinations(range(total), 2)
-        if devices[x % n] & devices[y % n]
-    ]
+    pairs = _on_one_device(work, k)
     while True:
         lags = {}
         changed = False
@@ -447,17 +437,20 @@ def _fixed_point(
             return None
 
 
+def _on_one_device(work: Work, k: int) -> list[tuple[int, int]]:
+    """Pairs of nodes that share a device, the smaller one first."""
+    n, devices = work.num_blocks, [set(b.devices) for b in work.blocks]
+    pairs = itertools.combinations(range(n * k), 2)
+    return [(x, y) for x, y in pairs if devices[x % n] & devices[y % n]]
+
+
 def _tightened(work: Work, pattern: Pattern, least: int) -> Pattern:
     """The same order at its shortest period, not below ``least``."""
     low, best = least, pattern
     n, k = work.num_blocks, pattern.unroll
     starts = pattern.starts.reshape(-1)
-    devices = [set(b.devices) for b in work.blocks]
-    lags = {
-        (x, y): int(starts[y] - starts[x]) // pattern.period
-        for x, y in itertools.combinations(range(n * k), 2)
-        if devices[x % n] & devices[y % n]
-    }
+    pairs = _on_one_device(work, k)
+    lags = {(x, y): int(starts[y] - starts[x]) // pattern.period for x, y in pairs}
     while low < best.period:
         period = (low + best.period) // 2
         far = _closure(work, k, period)

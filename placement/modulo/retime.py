@@ -112,9 +112,7 @@ def _stretched(start: Ints, num: int, pattern: Pattern) -> Iterator[Ints]:
     """Keys ``[N, n]``: a short schedule with periods put in after its first, second, ..."""
     few, k = len(start), pattern.unroll
     more = num - few
-    for cut in range(1, few):
-        if cut < k:
-            continue
+    for cut in range(k, few):
         batch = np.arange(more) + cut
         last = start[cut - k : cut]
         middle = last[(batch - cut) % k] + pattern.period * ((batch - cut) // k + 1)[:, None]

@@ -92,7 +92,8 @@ class AntichainDp:
             # No split has room: without limits there is one, unless support forbids it.
             if rows:
                 return np.array(rows)
-            return _anywhere(problem)[None] if activations is None else plan(None)
+            fastest = problem.group_compute_s.argmin(axis=1).astype(np.int32)
+            return fastest[None] if activations is None else plan(None)
 
         first_that_fits(search, plan)
         return search.solution(
@@ -232,8 +233,3 @@ def _solve(
             choice[ideals[state] & ~ideals[before]] = order[k]
             state = before
     return float(slowest[-1]), choice
-
-
-def _anywhere(problem: Problem) -> Choice:
-    """Every group on the device that runs it fastest."""
-    return problem.group_compute_s.argmin(axis=1).astype(np.int32)

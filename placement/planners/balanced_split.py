@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import check_least
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, device_classes, supported_choice
 from placement.search.list_schedule import first_that_fits, held_bytes
 
 Floats = NDArray[np.float64]
-_MAX_ORDERED = 8  # devices: they have 40,320 permutations, however few of them differ
+# Of devices orders are tried: of so many at most, and if so few of them differ.
+_MAX_ORDERED, _MAX_ORDERS = 8, 120
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,14 @@ class BalancedSplit:
     Deviations: seconds are those of the profile, which for an unmeasured model are predicted
     from its static description (the paper divides operations by peak rates); every order of
     at most 8 devices is tried, those that may be swapped count as one, while there are at most
-    ``max_orders``, and otherwise the cluster's order alone; a colocation group is placed whole,
+    120, and otherwise the cluster's order alone; a colocation group is placed whole,
     at its first operator; an operator that breaks a range because no device there can run it
     leaves the split unbalanced: it goes to the first device that can.
-
-    Attributes:
-        max_orders: of the devices.
     """
-
-    max_orders: int = 120
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "max_orders")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
-        orders = _orders(device_classes(problem), self.max_orders)
+        orders = _orders(device_classes(problem))
         split_s = np.inf
 
         def plan(activations: int) -> Choice:
@@ -58,15 +50,15 @@ class BalancedSplit:
         return search.solution(split_s=split_s, num_orders=len(orders))
 
 
-def _orders(classes: NDArray[np.int32], limit: int) -> list[tuple[int, ...]]:
-    """Orders of the devices that differ, the cluster's own first; it alone if beyond ``limit``."""
+def _orders(classes: NDArray[np.int32]) -> list[tuple[int, ...]]:
+    """Orders of the devices that differ, the cluster's own first; it alone if they are too many."""
     own = tuple(range(len(classes)))
     if len(classes) > _MAX_ORDERED:
         return [own]
     orders: dict[tuple[int, ...], tuple[int, ...]] = {}
     for order in itertools.permutations(own):
         orders.setdefault(tuple(classes[list(order)]), order)
-        if len(orders) > limit:
+        if len(orders) > _MAX_ORDERS:
             return [own]
     return list(orders.values())
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from placement.bounds import lower_bound
 from placement.objective import Objective
-from placement.planners import PlannerError, check_least, load
+from placement.planners import PlannerError, load
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
@@ -35,7 +35,9 @@ _QUICK = ("single_device", "heft", "busy_heft", "peft", "critical_path_first", "
 _LATE = {"m_sct": 15.0, "coarsened": 15.0, "antichain_dp": 8.0}
 _AT_LEAST = {"ideal_dp": 5.0, **_LATE}
 _ORDERS = 8  # that contiguous_dp cuts
-# What ideal_dp gets where seconds are not limited: a second or less, and the same on every machine.
+# What ideal_dp gets at most of limited seconds, as on wide graphs it would take any time; and where
+# they are not limited: a second or less, and the same on every machine.
+_IDEAL_SECONDS = 15.0
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 # Where the load of devices counts splits come first, where one micro-batch does list schedules. One
 # device is second: a list schedule can be several times worse, and it costs one evaluation to know.
@@ -79,19 +81,11 @@ class BestOf:
     Attributes:
         planners: names, as ``placement.planners.load`` takes them.
         search_on: whether searches go on. One that starts here asks for the planners alone.
-        ideal_seconds: most that ``ideal_dp`` gets of limited ``seconds``: on wide graphs it would
-            take any time. Without them it ends after so many steps instead, about a second of
-            them: what is found does not depend on the clock.
         seconds, evaluations: budget of all together; None is no limit, and takes about 20 s for
-            2,500 operators and far less for hundreds. Of limited seconds list schedules and
-            splits that take a moment come first. A planner with a clock
-            gets half of the seconds that are left (``critical_path_greedy`` four fifths for
-            ``latency``, as long as it may still win), the last one all. Once something fits, any
-            other is begun only where several times what the slowest without a clock took is left.
-            Of limited evaluations ``single_device`` gets a tenth of those left, and at least one,
-            ``critical_path_greedy`` a quarter and ``contiguous_dp`` half. The splits or list
-            schedules that suit the objective run first, those that evaluate one placement before
-            those that evaluate several.
+            2,500 operators and far less for hundreds. A planner with a clock gets half of the
+            seconds that are left, the last one all; any other is begun, once something fits, only
+            where several times what the slowest took is left. The comments above say who is first
+            and who gets which share.
     """
 
     planners: tuple[str, ...] = (
@@ -120,12 +114,8 @@ class BestOf:
         "data_parallel",
     )
     search_on: bool = True
-    ideal_seconds: float = 15.0
     seconds: float | None = None
     evaluations: int | None = None
-
-    def __post_init__(self) -> None:
-        check_least(self, 0, "ideal_seconds")
 
     def __call__(self, problem: Problem) -> Solution:
         """Plan ``problem``.
@@ -168,7 +158,7 @@ class BestOf:
             if isinstance(planner, IdealDp) and self.seconds is None:
                 planner = replace(planner, **_IDEALS)
             elif isinstance(planner, IdealDp):
-                share = min(share, self.ideal_seconds / max(search.seconds_left, 1e-9))
+                share = min(share, _IDEAL_SECONDS / max(search.seconds_left, 1e-9))
             before, began = search.best_cost, search.seconds
             try:
                 with warnings.catch_warnings():  # a program that ended early says so: it may lose

@@ -15,14 +15,12 @@ class BusyHeft:
     """The best of several ``heft`` in which transfers wait for their channel.
 
     What finishes first may leave much to do far away: each adds the optimistic cost table of PEFT
-    (Arabnejad and Barbosa, IEEE TPDS 25(3), 2014) to the finish, with another weight.
+    (Arabnejad and Barbosa, IEEE TPDS 25(3), 2014) to the finish, with weights 0, 0.25 and 0.5.
 
     Attributes:
-        look_aheads: weights of that table.
         seconds, evaluations: budget of all together; None is no limit.
     """
 
-    look_aheads: tuple[float, ...] = (0.0, 0.25, 0.5)
     seconds: float | None = None
     evaluations: int | None = None
 
@@ -31,7 +29,7 @@ class BusyHeft:
 
     def __call__(self, problem: Problem) -> Solution:
         search, values = Search(problem, self.seconds, self.evaluations), {}
-        for weight in self.look_aheads:
+        for weight in (0.0, 0.25, 0.5):
             if search.left:
                 values[str(weight)] = search.run(Heft(weight, busy=True), 1.0).value_s
         return search.solution(values_s=values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from placement.planners import PlannerError, load
 from placement.problem import Planner, Problem, Solution
 from placement.search.budget import Budget, prepared
-from placement.search.coarsen import coarsen, expand
+from placement.search.coarsen import coarsen
 from placement.search.evaluation import Search
 
 
@@ -47,6 +47,6 @@ class Coarsened:
         limits = Budget(seconds, None if self.evaluations is None else self.evaluations - 1)
         callee = load(self.planner) if isinstance(self.planner, str) else self.planner
         answer = prepared(callee, budget=limits)(coarse)
-        search.costs(search.choice(expand(answer.placement, label)))
+        search.costs(search.choice(answer.placement[label]))
         search.num_evaluations += int(answer.stats.get("evaluations", 1))
         return search.solution(num_ops=coarse.num_ops, coarse_value_s=answer.value_s)

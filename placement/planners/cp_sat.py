@@ -20,7 +20,7 @@ from placement.planners.order_search import (
     why_simulated,
 )
 from placement.problem import Planner, Problem, Solution
-from placement.search import exact, order, windows
+from placement.search import exact, windows
 from placement.search.evaluation import Search
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools import cpsat
@@ -156,7 +156,7 @@ def _orders(planner: CpSat, search: Search) -> Solution:
     if found.place is not None and found.sequence is not None:
         start(tables, state, found.place, found.sequence, rng)
         search.num_evaluations += 1
-        best_s = float(state.x[order.BEST])
+        best_s = state.best_s
         search.consider_order(state.best_place, state.best_sequence, best_s)
     return search.solution(max(bound_s, found.bound_s), solved="latency", closed=found.closed)
 

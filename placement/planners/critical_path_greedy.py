@@ -13,7 +13,6 @@ from placement.planners import check_shares
 from placement.problem import Placement, Problem, Solution
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
-    Choice,
     Search,
     load_kernels,
     single_devices,
@@ -57,7 +56,9 @@ class CriticalPathGreedy:
         load_kernels(Objective.LATENCY)  # walks follow timelines, whatever the objective is
         search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
         part = parts(problem, key_operators(problem, self.dense))
-        fastest = _seconds_of_parts(problem, part).argmin(axis=1)[part].astype(np.int32)
+        seconds = np.zeros((int(part.max()) + 1, problem.num_devices))
+        np.add.at(seconds, part, problem.group_compute_s)
+        fastest = seconds.argmin(axis=1)[part].astype(np.int32)
         # Where no device runs all of a part, its groups go each to its own fastest.
         own = problem.group_compute_s.argmin(axis=1).astype(np.int32)
         able = search.allowed[np.arange(len(part)), fastest]
@@ -67,21 +68,20 @@ class CriticalPathGreedy:
         while improved and search.left:
             walks, improved = walks + 1, False
             assert search.best is not None, "the start was scored"
-            for p in _on_path(problem, search.best, part):
+            group = problem.graph.group
+            path = critical_path(problem, search.best[group])
+            for p in dict.fromkeys(part[group[path]].tolist()):
                 if not search.left or _too_slow(search, first_cost, self.beat):
                     improved = False
                     break
                 groups = np.flatnonzero(part == p)
                 can = np.array(search.allowed[groups].all(axis=0))
                 can[search.best[groups[0]]] = False
-                trials = []
-                for device in np.flatnonzero(can):
-                    trial = search.best.copy()
-                    trial[groups] = device
-                    trials.append(trial)
+                devices = np.flatnonzero(can)
+                trials = np.tile(search.best, (len(devices), 1))
+                trials[:, groups] = devices[:, None]
                 before = search.best_cost
-                if trials:
-                    search.costs(np.array(trials))
+                search.costs(trials)
                 if search.best_cost < before:
                     moved, improved = moved + 1, True
         return search.solution(num_parts=int(part.max()) + 1, num_walks=walks, num_moved=moved)
@@ -137,20 +137,6 @@ def parts(problem: Problem, key: NDArray[np.bool_]) -> Ints:
                 able[min(a, b)] = both
     roots = np.array([root(k) for k in range(g.num_groups)])
     return np.unique(roots, return_inverse=True)[1].astype(np.int32)
-
-
-def _seconds_of_parts(problem: Problem, part: Ints) -> NDArray[np.float64]:
-    """float64 ``[K, D]``."""
-    total = np.zeros((int(part.max()) + 1, problem.num_devices))
-    np.add.at(total, part, problem.group_compute_s)
-    return total
-
-
-def _on_path(problem: Problem, choice: Choice, part: Ints) -> list[int]:
-    """The parts on the critical path of one micro-batch, from its end to its beginning."""
-    placement = choice[problem.graph.group]
-    path = critical_path(problem, placement)
-    return list(dict.fromkeys(part[problem.graph.group[path]].tolist()))
 
 
 def critical_path(problem: Problem, placement: Placement) -> list[int]:

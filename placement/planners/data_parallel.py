@@ -14,6 +14,8 @@ from placement.search.evaluation import INFEASIBLE, Search, single_devices
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
+_SLACK = 0.005  # how much longer than the best a period may be, as a share, for fewer phases
+
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -22,16 +24,14 @@ class DataParallel:
     With ``K`` phases, at most ``max_phases`` of the problem, turns are dealt one after another,
     each to the device that would end it first: one of a third of the speed takes every fourth
     micro-batch. No other deal of ``K`` turns has a smaller largest load. The fastest device, the
-    two fastest, and so on are tried, each with the fewest phases that are within ``slack`` of the
-    best; the simulator decides. Devices that cannot run every operator, or cannot hold the model
-    and its activations, take no part. ``stats["turns"]`` has the turns of each device.
+    two fastest, and so on are tried, each with the fewest phases whose period is at most 0.5 %
+    above the best; the simulator decides. Devices that cannot run every operator, or cannot hold
+    the model and its activations, take no part. ``stats["turns"]`` has the turns of each device.
 
     Attributes:
-        slack: how much longer than the best a period may be, as a share, for fewer phases.
         seconds, evaluations: budget; None is no limit.
     """
 
-    slack: float = 0.005
     seconds: float | None = None
     evaluations: int | None = None
 
@@ -56,7 +56,7 @@ class DataParallel:
         for count in range(2, int((seconds < INFEASIBLE).sum()) + 1):
             if not search.left:
                 break
-            turn = deal(seconds[order[:count]], problem.max_phases, self.slack)
+            turn = deal(seconds[order[:count]], problem.max_phases, _SLACK)
             if len(turn) > 1:
                 search.consider(single[order[turn]], 1)
         assert search.best is not None, "single devices were scored"

@@ -508,7 +508,7 @@ def _linearised(
 ) -> _Split:
     """The best split of items in this order; the first guesses of its load keep it short."""
     n, rank = len(order), np.argsort(order).astype(np.int32)
-    line = replace(
+    line = Blocks.of(
         b,
         compute_s=b.compute_s[order],
         src=np.where(b.src >= 0, rank[b.src], -1).astype(np.int32),

@@ -81,90 +81,10 @@ def _no_chain(problem: Problem) -> str:
     return ""
 
 
-@dataclass(frozen=True, eq=False)
-class _Stages:
-    """What a stage of blocks ``[j, i)`` costs on a device of each class.
-
-    Attributes:
-        block: int32 ``[G]`` of each group.
-        routed: bool ``[G]``: groups that a stage may leave to the helper; at most one of a block.
-        firsts: ``[K]`` a device of each class.
-        seconds: float64 ``[K, C + 1, C + 1]``; inf where it does not fit.
-        left: int ``[K, C + 1, C + 1]``: how many blocks leave their routed group to the helper.
-        way: float64 ``[C + 1, D, D]``: seconds from one device to the next before block ``i``.
-        enter: float64 ``[K]``: seconds until the model's input is there.
-        helper: its number, or None; ``room`` is for how many groups.
-    """
-
-    block: Ints
-    routed: NDArray[np.bool_]
-    firsts: NDArray[np.intp]
-    seconds: Floats
-    left: NDArray[np.intp]
-    way: Floats
-    enter: Floats
-    helper: int | None
-    room: int
-
-    @classmethod
-    def of(
-        cls, problem: Problem, block: Ints, kind: Ints, helper: int | None, activations: bool
-    ) -> _Stages:
-        """Costs where ``block`` int32 ``[G]`` are never cut, with or without a helper.
-
-        ``activations``: all tensors that a stage makes or uses count as memory too.
-        """
-        graph, size = problem.graph, int(block.max()) + 2
-        firsts = np.unique(kind, return_index=True)[1]
-        last = np.append(block[1:] != block[:-1], True)
-        routed = last & np.append(True, block[1:] == block[:-1]) & (helper is not None)
-        able = np.isfinite(problem.group_compute_s)
-        if helper is not None:
-            routed &= able[:, helper]
-        group_s = np.where(able, problem.group_compute_s, 0.0)
-        way = _ways(problem, np.arange(len(block) + 1))
-        after = np.flatnonzero(np.append(True, block[1:] != block[:-1]))
-        host, shares = host_of(problem)
-        inputs = [] if shares.all() else np.flatnonzero(graph.tensor_src < 0).tolist()
-        enter = np.array([
-            0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in inputs)
-            for d in firsts.tolist()
-        ])  # fmt: skip
-        held = _held(problem, block, size, activations)
-        own = np.zeros(size - 1)  # bytes that only the routed group of a block has
-        shared = 0.0
-        if helper is not None:
-            own, shared = _own(problem, block, routed)
-        room = 0
-        if helper is not None and own.any():
-            fit = (problem.memory_bytes[helper] - shared) // own.max()
-            room = int(min(max(0.0, fit), routed.sum()))
-        seconds, left = [], []
-        for d in firsts:
-            run = np.zeros(size - 1)
-            np.add.at(run, block, group_s[:, d])
-            whole = np.append(0.0, np.cumsum(run))
-            need = held - problem.memory_bytes[d]
-            extra = np.zeros(size - 1)
-            if helper is not None and helper != d:
-                g = np.flatnonzero(routed)
-                there = way[g, d, helper] + way[g + 1, helper, d]
-                extra[block[g]] = group_s[g, helper] - group_s[g, d] + there
-            cost, count = _stage(whole, need, own, extra, block[routed], room)
-            never = np.append(0, np.cumsum(np.bincount(block[~able[:, d]], minlength=size - 1)))
-            cost[never[None, :] > never[:, None]] = np.inf
-            seconds.append(cost)
-            left.append(count)
-        cuts = np.append(after, len(block))
-        return cls(
-            block, routed, firsts, np.stack(seconds), np.stack(left), way[cuts], enter, helper, room
-        )
-
-
-def _ways(problem: Problem, cuts: NDArray[np.intp]) -> Floats:
-    """float64 ``[len(cuts), D, D]``: seconds to hand on what groups before a cut made for it."""
+def _ways(problem: Problem) -> Floats:
+    """float64 ``[G + 1, D, D]``: seconds to hand on what groups before a cut made for it."""
     graph, count = problem.graph, problem.num_devices
-    way = np.zeros((len(cuts), count, count))
+    way = np.zeros((graph.num_groups + 1, count, count))
     for t, dst in zip(graph.use_tensor.tolist(), graph.use_dst.tolist(), strict=True):
         src = int(graph.tensor_src[t])
         if src >= 0 and graph.group[src] != graph.group[dst]:
@@ -214,31 +134,20 @@ def _stage(
     ``excess`` are bytes over the device's memory where nothing is left to the helper.
     """
     size = len(whole)
-    cost = whole[None, :] - whole[:, None]
-    count = np.zeros((size, size), np.intp)
     freed, more = np.append(0.0, np.cumsum(own)), np.append(0.0, np.cumsum(extra))
     leaves = np.zeros(size - 1, np.intp)
     leaves[may] = 1
     number = np.append(0, np.cumsum(leaves))
-    for j in range(size - 1):
-        over = excess[j, j + 1 :]
-        # The first blocks of the stage leave theirs: up to where enough is free.
-        upto = (
-            np.searchsorted(freed, freed[j] + over - 1e-6, "left")
-            if room
-            else np.full(len(over), size)
-        )
-        upto = np.where(over <= 0, j, upto)
-        ends = np.arange(j + 1, size)
-        cost[j, j + 1 :] += np.where(
-            upto <= ends, more[np.minimum(upto, size - 1)] - more[j], np.inf
-        )
-        count[j, j + 1 :] = np.where(
-            upto <= ends, number[np.minimum(upto, size - 1)] - number[j], 0
-        )
-    cost[np.tril_indices(size)] = np.inf
-    cost[count > room] = np.inf
-    return cost, np.where(count > room, 0, count)
+    begin, end = np.indices((size, size))
+    # The first blocks of a stage leave theirs: up to where enough is free.
+    enough = np.searchsorted(freed, freed[:, None] + excess - 1e-6)
+    upto = np.where(excess <= 0, begin, enough)
+    possible = (upto <= end) & (begin < end)
+    upto = np.minimum(upto, size - 1)
+    count = np.where(possible, number[upto] - number[begin], 0)
+    possible &= count <= room
+    cost = (whole[end] - whole[begin]) + (more[upto] - more[begin])
+    return np.where(possible, cost, np.inf), np.where(possible, count, 0)
 
 
 Node = tuple[int, list[int]]  # class of the last device, nodes before (-1: the beginning)
@@ -275,26 +184,88 @@ def _solve(
     if helper is not None:
         kind[helper] = kind.max() + 1  # of a class of its own, last
         kind = np.unique(kind, return_inverse=True)[1].astype(np.int32)
-    stages = _Stages.of(problem, block, kind, helper, activations)
-    if helper is not None and not stages.left.any():
-        return None  # as without one
     nodes, _ = _states(problem, kind, max_states, helper)
-    table = _Table(stages, kind, nodes)
+    program = _Program(problem, block, kind, helper, activations, nodes)
+    if helper is not None and not program.left.any():
+        return None  # as without one
     for n in range(len(nodes)):
-        table.fill(n)
-    return table.choice()
+        program.fill(n)
+    return program.choice()
 
 
-class _Table:
-    """The least seconds of every node, with so many groups left to the helper, ``[U, C + 1]``."""
+class _Program:
+    """The dynamic program of one device that may help, or of none.
 
-    def __init__(self, stages: _Stages, kind: Ints, nodes: list[Node]) -> None:
-        self.stages, self.kind, self.nodes = stages, kind, nodes
-        self.size = stages.seconds.shape[1]
-        used = np.arange(stages.room + 1)
-        self.best = np.full((len(nodes), len(used), self.size), np.inf)
-        self.number = used[:, None, None] - stages.left[:, None]  # [K, U, C + 1, C + 1] before it
-        self.ways = _between(stages.way, kind)
+    Attributes:
+        block: int32 ``[G]`` of each group; a stage is of blocks ``[j, i)``.
+        routed: bool ``[G]``: groups that a stage may leave to the helper; at most one of a block.
+        seconds: float64 ``[K, C + 1, C + 1]`` of a stage on a device of each class; inf where it
+            does not fit.
+        left: int ``[K, C + 1, C + 1]``: how many blocks leave their routed group to the helper.
+        ways: float64 ``[C + 1, K, K]``: seconds from one device to the next before block ``i``.
+        enter: float64 ``[K]``: seconds until the model's input is there.
+        best: float64 ``[nodes, U, C + 1]`` the least seconds of every node, with so many groups
+            left to the helper.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        block: Ints,
+        kind: Ints,
+        helper: int | None,
+        activations: bool,
+        nodes: list[Node],
+    ) -> None:
+        """``activations``: all tensors that a stage makes or uses count as memory too."""
+        graph, size = problem.graph, int(block.max()) + 2
+        firsts = np.unique(kind, return_index=True)[1]  # a device of each class
+        last = np.append(block[1:] != block[:-1], True)
+        routed = last & np.append(True, block[1:] == block[:-1]) & (helper is not None)
+        able = np.isfinite(problem.group_compute_s)
+        if helper is not None:
+            routed &= able[:, helper]
+        group_s = np.where(able, problem.group_compute_s, 0.0)
+        way = _ways(problem)
+        host, shares = host_of(problem)
+        inputs = [] if shares.all() else np.flatnonzero(graph.tensor_src < 0).tolist()
+        self.enter = np.array([
+            0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in inputs)
+            for d in firsts.tolist()
+        ])  # fmt: skip
+        held = _held(problem, block, size, activations)
+        own = np.zeros(size - 1)  # bytes that only the routed group of a block has
+        shared = 0.0
+        if helper is not None:
+            own, shared = _own(problem, block, routed)
+        room = 0  # of the helper, in groups
+        if helper is not None and own.any():
+            fit = (problem.memory_bytes[helper] - shared) // own.max()
+            room = int(min(max(0.0, fit), routed.sum()))
+        seconds, left = [], []
+        for d in firsts:
+            run = np.zeros(size - 1)
+            np.add.at(run, block, group_s[:, d])
+            whole = np.append(0.0, np.cumsum(run))
+            need = held - problem.memory_bytes[d]
+            extra = np.zeros(size - 1)
+            if helper is not None and helper != d:
+                g = np.flatnonzero(routed)
+                there = way[g, d, helper] + way[g + 1, helper, d]
+                extra[block[g]] = group_s[g, helper] - group_s[g, d] + there
+            cost, count = _stage(whole, need, own, extra, block[routed], room)
+            never = np.append(0, np.cumsum(np.bincount(block[~able[:, d]], minlength=size - 1)))
+            cost[never[None, :] > never[:, None]] = np.inf
+            seconds.append(cost)
+            left.append(count)
+        cuts = np.flatnonzero(np.append(True, block[1:] != block[:-1]))
+        self.block, self.routed, self.helper, self.kind = block, routed, helper, kind
+        self.nodes, self.size = nodes, size
+        self.seconds, self.left = np.stack(seconds), np.stack(left)
+        self.ways = _between(way[np.append(cuts, len(block))], kind)
+        used = np.arange(room + 1)
+        self.best = np.full((len(nodes), len(used), size), np.inf)
+        self.number = used[:, None, None] - self.left[:, None]  # [K, U, C + 1, C + 1] before it
 
     def entered(self, n: int) -> tuple[Floats, NDArray[np.intp]]:
         """``[U, C + 1]`` seconds until the last device of ``n`` begins, and the node before."""
@@ -305,7 +276,7 @@ class _Table:
                 costs.append(self.best[p] + self.ways[:, self.nodes[p][0], k])
             else:
                 start = np.full(self.best.shape[1:], np.inf)
-                start[0, 0] = self.stages.enter[k]
+                start[0, 0] = self.enter[k]
                 costs.append(start)
         at = np.argmin(costs, axis=0)
         return np.min(costs, axis=0), np.array(before)[at]
@@ -314,7 +285,7 @@ class _Table:
         """``[U, C + 1, C + 1]`` seconds where the last stage is of blocks ``[j, i)``."""
         number = self.number[self.nodes[n][0]]
         begun = enter[np.maximum(number, 0), np.arange(self.size)[:, None]]
-        return np.where(number < 0, np.inf, begun + self.stages.seconds[self.nodes[n][0]])
+        return np.where(number < 0, np.inf, begun + self.seconds[self.nodes[n][0]])
 
     def fill(self, n: int) -> None:
         """``best[n]``, when those of the nodes before are there."""
@@ -326,20 +297,20 @@ class _Table:
         if not np.isfinite(ends).any():
             return None
         n, u = (int(x) for x in np.unravel_index(int(ends.argmin()), ends.shape))
-        stages, end = self.stages, self.size - 1
+        end = self.size - 1
         free = {k: np.flatnonzero(self.kind == k).tolist() for k in range(int(self.kind.max()) + 1)}
-        device = np.empty(len(stages.block), np.int32)
+        device = np.empty(len(self.block), np.int32)
         while end > 0:
             k = self.nodes[n][0]
             enter, came = self.entered(n)
             begin = int(self.ending(n, enter)[u, :, end].argmin())
-            inside = (stages.block >= begin) & (stages.block < end)
+            inside = (self.block >= begin) & (self.block < end)
             device[inside] = free[k].pop(0)
-            count = int(stages.left[k, begin, end])
+            count = int(self.left[k, begin, end])
             u -= count
             if count:
-                assert stages.helper is not None
-                device[np.flatnonzero(inside & stages.routed)[:count]] = stages.helper
+                assert self.helper is not None
+                device[np.flatnonzero(inside & self.routed)[:count]] = self.helper
             n, end = int(came[u, begin]), begin
         return device
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
-from placement.search.list_schedule import Memory, first_that_fits, produced_bytes
+from placement.search.list_schedule import ListSchedule, first_that_fits, produced_bytes
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,12 @@ def _fill(problem: Problem, activations: int) -> Choice:
     share = int(weight.sum()) // count + int(weight.max())
     capacity = [min(share, int(b)) for b in problem.memory_bytes]
     used = [0] * count
-    memory = Memory(problem, activations)
-    choice = np.empty(g.num_groups, np.int32)
-    current = 0
+    schedule, current = ListSchedule(problem, activations), 0
     for group in range(g.num_groups):
         while current < count - 1 and used[current] + weight[group] > capacity[current]:
             current += 1
-        able = memory.able(group)
+        able = np.flatnonzero(schedule.able(group))
         device = int(able[((able - current) % count).argmin()])
-        choice[group] = device
         used[device] += int(weight[group])
-        memory.hold(group, device)
-    return choice
+        schedule.hold(group, device)
+    return schedule.choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,8 +23,8 @@ from placement.search.evaluation import (
     neighbours,
     two_operators,
 )
-from placement.simulator.analytic import LoadMoves
-from placement.simulator.analytic_kernels import Moves, piecewise_tables
+from placement.simulator.analytic import load_moves
+from placement.simulator.analytic_kernels import Moves, Placed, piecewise_tables
 from placement.tools.clock import loads
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
@@ -49,20 +49,18 @@ class MacroSearch:
     device, a chain of successors, a grown neighbourhood (all of a length drawn
     log-uniformly), or swaps two groups.
 
-    For ``max_load`` deltas are exact and incremental, in one kernel, a move at a time; what is
-    annealed is ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost
-    everywhere. For ``piecewise_latency`` a kernel walks over the pieces and gives up where the
-    latency is above what would be accepted; a fifth of its moves take a part of a stage, cut
-    off before or behind a group, to a device next to it. Other objectives are simulated,
-    ``width`` placements at once, and annealed as they are. Before it is annealed a period is
-    improved by its estimate, and ``max_load`` too where evaluations are limited
+    For ``max_load`` deltas are exact, in one kernel; what is annealed is
+    ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost everywhere. For
+    ``piecewise_latency`` a kernel walks over the pieces; a fifth of its moves take a part of a
+    stage, cut off before or behind a group, to a device next to it. Other objectives are
+    simulated, ``width`` placements at once, and annealed as they are. Before, a period is improved
+    by its estimate, and ``max_load`` too where evaluations are limited
     (``placement.search.descent``).
 
     The budget is divided into ``rounds`` that cool down. For ``max_load`` each starts from the
-    best so far, and in most ``p`` grows up to 128 or 256: rounds of small ``p`` see the balance
-    of all devices and find new shapes, those of large ``p`` see the busiest one alone and
-    polish. For ``piecewise_latency`` they start in turn from each first placement, the last
-    from the best.
+    best so far: rounds of small ``p`` see the balance of all devices and find new shapes, those of
+    large ``p`` see the busiest one alone and polish. For ``piecewise_latency`` they start in turn
+    from each first placement, the last from the best.
 
     Attributes:
         start: planner that gives the first placement (a name or a planner), or ``random``;
@@ -72,7 +70,6 @@ class MacroSearch:
             limit).
         rounds: how often it is heated up; None: 8 for ``piecewise_latency``, otherwise 6.
         width: moves among which a step of the simulated objectives chooses.
-        body: most groups a move has; None: 64 for ``max_load``, otherwise all.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
@@ -80,13 +77,12 @@ class MacroSearch:
     start: str | Planner | None = None
     rounds: int | None = None
     width: int = 16
-    body: int | None = None
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "rounds", "width", "body")
+        check_least(self, 1, "rounds", "width")
         check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
@@ -141,76 +137,70 @@ def _cooling(search: Search, rounds: int) -> Iterator[tuple[int, float]]:
 def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     """Anneal the largest load in the kernel until the budget ends."""
     assert search.best is not None
-    problem = search.problem
-    moves = LoadMoves(problem, search.best[problem.graph.group])
-    body = min(planner.body or 64, problem.graph.num_groups)
-    compute_s, graph = moves.tables.compute_s, neighbours(problem)
-    draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, 0.0, body)
-    best = search.best.copy()
-    best_s = search.best_s
-    rounds = planner.rounds or 6
-    slowly = max(1, int(min(_STEPS, search.num_left / (16 * rounds))))
-    current = -1
-    for this, part in _cooling(search, rounds):
-        if this != current:
-            current = this
-            moves.state.device[:] = best
+    problem, rounds = search.problem, planner.rounds or 6
+    tables, state = load_moves(problem, search.best[problem.graph.group])
+    draws = _draws(planner, problem, tables.compute_s, 0.0, 64)
+
+    def anneal(best: Choice, best_s: float, steps: int, this: int, part: float) -> float:
         warm, cold, first, last = _ROUNDS[this % len(_ROUNDS)]
-        steps = int(min(slowly, search.num_left))
-        found_s = macro.anneal(
-            moves.tables,
-            moves.state,
-            draws,
-            best,
-            best_s,
-            steps,
-            _HOT,
-            warm * (cold / warm) ** part,
-            min(last, first + int((last - first + 1) * part)),
-        )
-        if found_s < best_s:
-            search.consider(best, steps)
-            best_s = found_s
-        else:
-            search.num_evaluations += steps
+        temperature = warm * (cold / warm) ** part
+        power = min(last, first + int((last - first + 1) * part))
+        moves = tables, state, draws, best, best_s, steps
+        return float(macro.anneal(*moves, _HOT, temperature, power))
+
+    _in_rounds(search, state, rounds, _STEPS, [], anneal)
 
 
 def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
     """Anneal the latency of pieces in the kernel until the budget ends."""
     assert search.best is not None
-    problem = search.problem
-    g = problem.graph
-    moves = LoadMoves(problem, search.best[g.group])
-    tables = Moves(**dict(moves.tables.items(), compute_s=_one_cpu(problem)))
-    piecewise = piecewise_tables(problem)
-    device = np.empty(g.num_ops, np.int32)
-    members = macro.Members(ptr=g.group_ptr, op=g.group_op, device=device)
-    body = min(planner.body or g.num_groups, g.num_groups)
-    compute_s, graph = tables.compute_s, neighbours(problem)
-    draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, _CUT, body)
-    best = search.best.copy()
-    best_s = search.best_s
-    rounds = planner.rounds or 8
-    slowly = max(1, int(min(16, search.num_left / (16 * rounds))))
-    current = -1
+    problem, g, rounds = search.problem, search.problem.graph, planner.rounds or 8
+    tables, state = load_moves(problem, search.best[g.group])
+    tables = Moves(**dict(tables.items(), compute_s=_one_cpu(problem)))
+    pieces = piecewise_tables(problem)
+    members = macro.Members(ptr=g.group_ptr, op=g.group_op, device=np.empty(g.num_ops, np.int32))
+    draws = _draws(planner, problem, tables.compute_s, _CUT, g.num_groups)
+
+    def anneal(best: Choice, best_s: float, steps: int, this: int, part: float) -> float:
+        warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
+        level_s = search.best_s if search.best_s < np.inf else 1e3
+        temperature = level_s * warm * (cold / warm) ** part
+        moves = tables, state, draws, pieces, members, best, best_s, steps
+        return float(macro.anneal_pieces(*moves, temperature))
+
+    _in_rounds(search, state, rounds, 16, starts, anneal)
+
+
+def _draws(
+    planner: MacroSearch, problem: Problem, compute_s: NDArray[np.float64], cut: float, most: int
+) -> macro.Draws:
+    body = min(most, problem.graph.num_groups)  # groups that a move has, at most
+    return macro.draws_of(compute_s, neighbours(problem), planner.seed, macro.SHARE, cut, body)
+
+
+def _in_rounds(
+    search: Search,
+    state: Placed,
+    rounds: int,
+    most: int,
+    starts: list[Choice],
+    anneal: Callable[[Choice, float, int, int, float], float],
+) -> None:
+    """Anneal in a kernel, at most ``most`` steps between two looks at the budget, until it ends.
+
+    Rounds begin with ``starts`` in turn, the last one (without ``starts`` each) with the best so
+    far. ``anneal`` is told that, its value, the steps, the round, and the part of it that is over.
+    """
+    assert search.best is not None
+    best, best_s, current = search.best.copy(), search.best_s, -1
+    slowly = max(1, int(min(most, search.num_left / (16 * rounds))))
     for this, part in _cooling(search, rounds):
         if this != current:
             current = this
-            moves.state.device[:] = best if this == rounds - 1 else starts[this % len(starts)]
-        warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
+            at_best = not starts or this == rounds - 1
+            state.device[:] = best if at_best else starts[this % len(starts)]
         steps = int(min(slowly, search.num_left))
-        level_s = search.best_s if search.best_s < np.inf else 1e3
-        found_s = macro.anneal_pieces(
-            tables,
-            moves.state,
-            draws,
-            piecewise,
-            members,
-            best,
-            best_s,
-            steps,
-            level_s * warm * (cold / warm) ** part,
-        )
+        found_s = anneal(best, best_s, steps, this, part)
         if found_s < best_s:
             search.consider(best, steps)
             best_s = found_s
@@ -232,9 +222,7 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     assert search.best is not None
     problem = search.problem
     choose = np.random.default_rng(planner.seed)
-    body = min(planner.body or problem.graph.num_groups, problem.graph.num_groups)
-    compute_s, graph = problem.group_compute_s, neighbours(problem)
-    draws = macro.draws_of(compute_s, graph, planner.seed, macro.SHARE, 0.0, body)
+    draws = _draws(planner, problem, problem.group_compute_s, 0.0, problem.graph.num_groups)
     width = planner.width
     here, cost, current = search.best, search.best_cost, -1
     for this, part in _cooling(search, planner.rounds or 6):

@@ -63,27 +63,23 @@ def _partition(pymetis: Any, problem: Problem, seed: int) -> tuple[NDArray[np.in
         return np.zeros(g.num_groups, np.int32), 0
     able = np.isfinite(problem.group_compute_s)
     mean = np.where(able, problem.group_compute_s, 0.0).sum(axis=1) / able.sum(axis=1)
-    between: dict[tuple[int, int], float] = {}
-    for (a, b), seconds in zip(g.group[g.edges], edge_seconds(problem), strict=True):
-        if a != b:
-            pair = (int(min(a, b)), int(max(a, b)))
-            between[pair] = between.get(pair, 0.0) + float(seconds)
-    pairs = sorted(between)
-    neighbours: list[list[tuple[int, int]]] = [[] for _ in range(g.num_groups)]
-    for (a, b), weight in zip(pairs, _whole([between[p] for p in pairs]), strict=True):
-        neighbours[a].append((b, weight))
-        neighbours[b].append((a, weight))
+    ends = np.sort(g.group[g.edges].reshape(-1, 2), axis=1)
+    outer = ends[:, 0] != ends[:, 1]
+    pairs, at = np.unique(ends[outer], axis=0, return_inverse=True)
+    weight = _whole(np.bincount(at.ravel(), edge_seconds(problem)[outer], len(pairs)))
+    both = np.concatenate([pairs, pairs[:, ::-1]])
+    order = np.lexsort((both[:, 1], both[:, 0]))
     total = np.where(able, problem.group_compute_s, mean[:, None]).sum(axis=0)
     speed = 1.0 / np.maximum(total, 1e-300)
     with _silent():
         cut, part = pymetis.part_graph(
             problem.num_devices,
             pymetis.CSRAdjacency(
-                np.cumsum([0, *(len(x) for x in neighbours)]),
-                np.array([b for x in neighbours for b, _ in x], np.int64),
+                np.searchsorted(both[order, 0], np.arange(g.num_groups + 1)),
+                both[order, 1].astype(np.int64),
             ),
             vweights=_whole(mean),
-            eweights=np.array([w for x in neighbours for _, w in x], np.int64),
+            eweights=np.tile(weight, 2)[order],
             tpwgts=(speed / speed.sum()).tolist(),
             recursive=False,
             options=pymetis.Options(seed=seed),

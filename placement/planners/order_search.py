@@ -17,11 +17,11 @@ from placement.planners.heft import Heft
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule
-from placement.search import order, windows
-from placement.search.chooser import no_network
+from placement.search import order, order_moves, windows
+from placement.search.chooser import HAND, POLICY, TABU, no_network
 from placement.search.evaluation import Search, two_operators
 from placement.search.justification import justify
-from placement.search.order import State, Tables
+from placement.search.order_state import State, Tables
 from placement.simulator import kernels, simulate
 from placement.tools.clock import loads
 
@@ -61,7 +61,7 @@ _JUSTIFYING, _PASSES, _JUSTIFY_IN_VAIN = 0.3, 30, 2
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
-NO_NETWORK = no_network(order.NUM_SEARCH_FEATURES, order.NUM_MOVE_FEATURES)
+NO_NETWORK = no_network(order_moves.NUM_SEARCH_FEATURES, order_moves.NUM_MOVE_FEATURES)
 
 
 @dataclass(frozen=True)
@@ -76,31 +76,26 @@ class OrderSearch:
     **What it refuses** (``why_not``): memory that may not suffice, and devices that stream.
     ``macro_search`` takes those; ``best_of`` and ``policy`` choose by themselves.
 
-    **Measured machines.** Where times depend on what else happens meanwhile (``why_simulated``:
-    operators take longer beside busy devices, a receiver is woken, a link blocks), every move that
-    is tried is simulated in its order, and estimates know what handing over takes. A move takes
-    about as long as one of ``macro_search``, several times as long as the pass elsewhere.
+    **Measured machines.** Where times depend on what else happens meanwhile (``why_simulated``),
+    every move that is tried is simulated in its order, and estimates know what handing over takes.
+    A move takes about as long as one of ``macro_search``, several times as long as elsewhere.
 
     **Tabu search** where nothing takes time between devices, as in job shops: always the least
     estimate of ``width`` moves of the critical path is made, and what moved rests for some steps
-    (Mastrolilli and Gambardella 2000). Elsewhere transfers take channels that carry one tensor at
-    a time, an estimate says less, and the same moves are annealed.
+    (Mastrolilli and Gambardella 2000). Elsewhere an estimate says less, and moves are annealed.
 
-    **Forward-backward improvement** (``placement.search.justification``): first the best start is
-    dealt out anew from its end and from its beginning in turn, within three tenths of the budget
-    and as long as that finds what is no worse; a pass over all operators is an evaluation.
-    What comes out is annealed beside the other starts.
+    **Forward-backward improvement** (``placement.search.justification``) of the best start comes
+    before, within three tenths of the budget; a pass over all operators is an evaluation. What
+    comes out is annealed beside the other starts.
 
     **Windows** (``placement.search.windows``): where OR-Tools is installed and the budget is large
-    enough, two parts of it go to CP-SAT, which solves runs of the sequence exactly, the rest
-    being fixed in order. A window counts as the evaluations that the annealing would have made
-    meanwhile, so it is no cheaper than that. ``stats`` has how many ``windows`` were solved, how
-    many of them were ``better_windows``, and ``closed_windows``, in which nothing better is.
+    enough, two parts of it go to CP-SAT, which solves runs of the sequence exactly. A window counts
+    as the evaluations that the annealing would have made meanwhile. ``stats`` has how many
+    ``windows`` were solved, how many of them were ``better_windows``, and ``closed_windows``, in
+    which nothing better is.
 
-    With fewer evaluations left than half the operators there is neither a race of starts nor
-    forward-backward improvement: the best start is improved.
-
-    It ends where the latency is at a proved bound; ``lower_bound_s`` is that bound.
+    With fewer evaluations left than half the operators the best start alone is improved. It ends
+    where the latency is at a proved bound; ``lower_bound_s`` is that bound.
 
     Attributes:
         seconds, evaluations: budget in all, the start included; 20,000 evaluations if neither is
@@ -132,8 +127,8 @@ class OrderSearch:
         load_kernel()
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.bound_s = lower_bound(problem)
-        chooser = order.HAND if sends(problem) else order.TABU
-        quick = chooser == order.TABU and not too_few(search)
+        chooser = HAND if sends(problem) else TABU
+        quick = chooser == TABU and not too_few(search)
         search.run_start(self.start or ("heft" if quick else "best_of"))
         told = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
         return search.solution(search.bound_s, **told)
@@ -253,8 +248,8 @@ def state_of(problem: Problem, width: int) -> State:
     edges = len(problem.graph.use_dst)
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
-    sizes |= {"X": order.NUM_X, "L": min(_LONGEST, problem.graph.num_groups) + 1}
-    sizes |= {"F": order.NUM_MOVE_FEATURES, "S": order.NUM_SEARCH_FEATURES}
+    sizes["L"] = min(_LONGEST, problem.graph.num_groups) + 1
+    sizes |= {"F": order_moves.NUM_MOVE_FEATURES, "S": order_moves.NUM_SEARCH_FEATURES}
     run = problem if why_simulated(problem) else two_operators()
     orders = np.zeros((run.num_ops, 2), np.int32), np.zeros(run.num_devices + 1, np.int32)
     sent = len(run.graph.use_dst)
@@ -284,7 +279,7 @@ def start(
     the budget, count as made.
     """
     state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
-    state.x[order.WARM], state.x[order.COLD] = WARM, COLD
+    state.warm, state.cold = WARM, COLD
     state.place[:] = placement
     state.sequence[:] = sequence
     order.play(tables, state, order.BEGIN, step, NO_NETWORK, used, used)
@@ -311,7 +306,7 @@ def anneal(
     place = search.best[problem.graph.group]
     starts = [(place, sequence_of(problem, place, search.schedule))]
     others, stages = STARTS, _STAGES
-    if chooser == order.TABU:
+    if chooser == TABU:
         others, stages = _TABU_STARTS, _TABU_STAGES
     for name, share in () if few else others:
         if search.left:
@@ -324,7 +319,7 @@ def anneal(
     if width is None:
         many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
         width = WIDTH if many else WIDE
-        if chooser == order.TABU:
+        if chooser == TABU:
             width = _TABU_WIDTH if np.isfinite(search.seconds_left) else _TABU_WIDE
     runs = []
     for place, sequence in starts:
@@ -333,12 +328,12 @@ def anneal(
         runs.append(state_of(problem, width))
         start(tables, runs[-1], place, sequence, rng)
         search.num_evaluations += 1
-        search.consider_order(place, runs[-1].best_sequence, _best_s(runs[-1]))
+        search.consider_order(place, runs[-1].best_sequence, runs[-1].best_s)
     if search.left and not few:
-        runs.append(_justified(search, tables, min(runs, key=_best_s), rng, width))
+        runs.append(_justified(search, tables, min(runs, key=lambda x: x.best_s), rng, width))
     made, begun, told = 0, search.used, {"windows": 0}
     for kept, share, cool, cooled in stages[-1:] if few else stages:
-        runs = sorted(runs, key=_best_s)[:kept]
+        runs = sorted(runs, key=lambda x: x.best_s)[:kept]
         if kept == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, told)
             if solved(search.used + _FIRST_WINDOWS):
@@ -365,10 +360,6 @@ def too_few(search: Search) -> bool:
     return search.num_left < _TOO_FEW * search.problem.num_ops
 
 
-def _best_s(state: State) -> float:
-    return float(state.x[order.BEST])
-
-
 def _justified(
     search: Search, tables: Tables, best: State, rng: np.random.Generator, width: int
 ) -> State:
@@ -377,14 +368,14 @@ def _justified(
     start(tables, state, best.best_place, best.best_sequence, rng)
     until, made, in_vain = search.used + _JUSTIFYING * (1.0 - search.used), 0, 0
     while in_vain < _JUSTIFY_IN_VAIN and search.used < until and search.left:
-        kept, until_made = state.x[order.KEPT], made + int(min(_PASSES, search.num_left))
+        kept, until_made = state.num_kept, made + int(min(_PASSES, search.num_left))
         then = justify(tables, state, made, until_made, search.bound_s * (1 + 1e-9))
         if then == made:
             break
         search.num_evaluations += then - made
         made = then
-        search.consider_order(state.best_place, state.best_sequence, _best_s(state))
-        in_vain = 0 if state.x[order.KEPT] > kept else in_vain + 1
+        search.consider_order(state.best_place, state.best_sequence, state.best_s)
+        in_vain = 0 if state.num_kept > kept else in_vain + 1
     start(tables, state, state.best_place, state.best_sequence, rng)
     return state
 
@@ -418,7 +409,7 @@ def _solve_windows(
         told.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)
     while in_vain < _IN_VAIN and search.used < until and search.left:
-        cost, width = float(state.x[order.COST]), min(int(size), n)
+        cost, width = state.cost_s, min(int(size), n)
         if search.num_left < worth + windows.PER_OPERATOR * width:
             break
         place, sequence = state.place.copy(), state.sequence.copy()
@@ -442,12 +433,12 @@ def _solve_windows(
         in_vain += 1
         if found.place is not None and found.sequence is not None:
             start(tables, state, found.place, found.sequence, rng)
-            if state.x[order.COST] > cost * (1 + 1e-12):  # channels were busy
+            if state.cost_s > cost * (1 + 1e-12):  # channels were busy
                 start(tables, state, place, sequence, rng)
-            elif state.x[order.COST] < cost * (1 - 1e-12):
+            elif state.cost_s < cost * (1 - 1e-12):
                 told["better_windows"] += 1
                 in_vain = 0
-                cost = float(state.x[order.COST])
+                cost = state.cost_s
                 search.consider_order(state.best_place, state.best_sequence, cost)
         if found.closed and width == n and grain:
             search.bound_s = max(search.bound_s, cost)  # all there is
@@ -467,12 +458,12 @@ def _heat(state: State, tables: Tables, evaluations: float) -> None:
     are some share of the latency, is undone now and then.
     """
     seconds = tables.compute_s[np.arange(len(state.place)), state.best_place]
-    share = float(seconds.mean()) / max(float(state.x[order.BEST]), 1e-300)
+    share = float(seconds.mean()) / max(state.best_s, 1e-300)
     warm = _SIMULATED_WARM if tables.simulated else WARM
     per_op = evaluations / len(state.place)
     much = float(np.clip(np.log(per_op / _FEW) / np.log(_MANY / _FEW), 0.0, 1.0))
-    for at, few, many in ((order.WARM, warm, _WARM_SHARE), (order.COLD, COLD, _COLD_SHARE)):
-        state.x[at] = few * (max(many * share, few) / few) ** much
+    state.warm = warm * (max(_WARM_SHARE * share, warm) / warm) ** much
+    state.cold = COLD * (max(_COLD_SHARE * share, COLD) / COLD) ** much
 
 
 def _spend(
@@ -501,7 +492,7 @@ def _spend(
         rate = steps / max(search.seconds - before, 1e-9)
         made += steps
         search.num_evaluations += steps
-        search.consider_order(state.best_place, state.best_sequence, float(state.x[order.BEST]))
+        search.consider_order(state.best_place, state.best_sequence, state.best_s)
     return made
 
 
@@ -512,6 +503,6 @@ def load_kernel() -> None:
     Search(problem, evaluations=1).cost(np.zeros(2, np.int32))
     tables, state, place = tables_of(problem), state_of(problem, 2), np.zeros(2, np.int32)
     start(tables, state, place, sequence_of(problem, place), np.random.default_rng(0))
-    for chooser in (order.POLICY, order.TABU):
+    for chooser in (POLICY, TABU):
         order.play(tables, state, order.SEARCH + chooser, 1, NO_NETWORK, 0.0, 0.0)
     justify(tables, state, 0, 3, 0.0)

@@ -80,14 +80,13 @@ class PhaseSearch:
         while starts and search.left and count > 1:
             share = _SEARCH_SHARE / len(starts)
             begin = starts.pop()[:, whole].ravel()
-            inner = MacroSearch(start=lambda _, p=begin: Solution(p, np.inf), seed=self.seed)
-            left = search.num_left if np.isfinite(search.num_left) else None
-            inner = replace(
-                inner,
-                seconds=share * search.seconds_left if np.isfinite(search.seconds_left) else None,
-                evaluations=None if left is None else max(2, int(share * left)),
-            )
-            answer = inner(copies)
+            seconds, left = search.seconds_left, search.num_left
+            answer = MacroSearch(
+                start=lambda _, p=begin: Solution(p, np.inf),
+                seconds=share * seconds if np.isfinite(seconds) else None,
+                evaluations=max(2, int(share * left)) if np.isfinite(left) else None,
+                seed=self.seed,
+            )(copies)
             choice = search.choice(answer.placement.reshape(count, -1))
             search.consider(choice, int(answer.stats["evaluations"]))
         return search.solution()

@@ -125,14 +125,8 @@ def by_speed(problem: Problem) -> list[NDArray[np.intp]]:
     return [order[:count] for count in (*slower.tolist(), len(order))]
 
 
-def stage_periods(
-    problem: Problem, block: Ints, devices: NDArray[np.intp] | None = None
-) -> StagePeriods:
-    """The table of all stages, ``block`` int32 ``[G]`` being the block of each group.
-
-    ``devices``: those that are used; None: all.
-    """
-    devices = np.arange(problem.num_devices) if devices is None else devices
+def stage_periods(problem: Problem, block: Ints, devices: NDArray[np.intp]) -> StagePeriods:
+    """All stages on ``devices``, ``block`` int32 ``[G]`` being the block of each group."""
     g, size = problem.graph, int(block.max()) + 2
     at = block[g.group]
     seconds = np.zeros(size - 1)

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import PlannerError, check_least, check_shares
+from placement.planners import PlannerError, check_least
 from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Position, begin, can_move, moves
+
+_LAST = 0.01  # temperature, as a share of the first
 
 
 @dataclass(frozen=True)
 class SimulatedAnnealing:
     """Annealing (Kirkpatrick, Gelatt, Vecchi, Science 1983) over the moves of ``LocalSearch``.
 
-    The temperature falls geometrically from the first to ``last_temperature`` times the
-    first, as a function of the budget spent: the budget is always used to the end. The first
+    The temperature falls geometrically from the first to a hundredth of it, as a function of
+    the budget spent: the budget is always used to the end. The first
     temperature is calibrated on the run itself: it is the one at which the median of the
     first 100 worsenings is accepted with probability ``accept``.
 
@@ -29,14 +31,12 @@ class SimulatedAnnealing:
             its evaluations count, and it has at most a quarter of the seconds.
         accept: probability with which the median worsening is accepted at first, above
             0 and below 1.
-        last_temperature: the last temperature as a share of the first.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
         seed: of the draws.
     """
 
     start: str | Planner = "best_of"
     accept: float = 0.02
-    last_temperature: float = 0.01
     seconds: float | None = None
     evaluations: int | None = None
     seed: int = 0
@@ -46,7 +46,6 @@ class SimulatedAnnealing:
             raise PlannerError(
                 f"simulated_annealing: accept = {self.accept} must be above 0 and below 1"
             )
-        check_shares(self, "last_temperature")
         check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
@@ -66,7 +65,7 @@ class SimulatedAnnealing:
                 if here.cost < cost < INFEASIBLE and len(worsenings) < 100:
                     worsenings.append(cost - here.cost)
                     first = float(np.median(worsenings)) / -math.log(self.accept)
-                temperature = first * self.last_temperature**progress
+                temperature = first * _LAST**progress
                 # With probability exp(-worsening / temperature); never at temperature 0.
                 limit = -temperature * math.log(1.0 - rng.random())
                 if cost <= here.cost or cost - here.cost < limit:

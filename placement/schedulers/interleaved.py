@@ -9,7 +9,7 @@ import numpy as np
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError
-from placement.schedulers._cut import Cut, cut
+from placement.schedulers._cut import cut
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,11 @@ class Interleaved:
             order = virtual_order(s, len(used), len(forward), num_microbatches, bool(backward))
             for at, (chunk, batch, back) in enumerate(order):
                 level = backward[chunk] if back else forward[chunk]
-                _put(key, pieces, d, level, back, batch, at)
+                here = (pieces.device == d) & (pieces.level == level) & (pieces.backward == back)
+                key[batch, here] = at
         schedule = pieces.schedule(key)
         schedule.check(problem, placement)
         return schedule
-
-
-def _put(
-    key: np.ndarray, pieces: Cut, device: int, level: int, back: bool, batch: int, at: int
-) -> None:
-    here = (pieces.device == device) & (pieces.level == level) & (pieces.backward == back)
-    key[batch, here] = at
 
 
 def virtual_order(

@@ -2,7 +2,8 @@
 
 ``budget``: what may be spent; ``evaluation``: scoring choices within it, symmetry, moves, what
 cannot fit; ``coarsen``: smaller problems; ``grid``: recurrent models; ``exact``: what the exact
-planners share; ``windows``: pieces of an order, solved exactly. Kernels: ``macro`` and ``order``
-(moves of placements, and of orders too), ``chooser`` (which of the moves that are offered),
-``list_kernels`` with ``list_schedule``, ``ideal_kernels``.
+planners share; ``windows``: pieces of an order, solved exactly. Kernels: ``macro`` (moves of
+placements), ``order`` (of orders too, with what it is given, times, estimates and moves in files
+of their own), ``chooser`` (which of the moves that are offered), ``list_kernels`` with
+``list_schedule``, ``ideal_kernels``.
 """

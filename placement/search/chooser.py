@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from placement.search.macro import uniform
-from placement.tools.jit import allocating, kernel, largest
+from placement.tools.jit import allocating, inlined, kernel, largest
+
+POLICY, HAND, UNIFORM, TABU = range(4)  # who chooses
+BOUND = 10.0  # of features
 
 
 def no_network(num_search: int, num_move: int) -> tuple[Any, ...]:
@@ -61,6 +64,11 @@ def network(net, search, offered, which, group, device, width, logits):
         for j in range(size):
             score += max(second[j], np.float32(0.0)) * out[j]
         logits[k] = score
+
+
+@inlined
+def bounded(value):
+    return max(-BOUND, min(BOUND, value))
 
 
 @kernel

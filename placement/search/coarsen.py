@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from placement.graph import OpGraph, components, levels, topological_order
-from placement.problem import Placement, Problem, ProblemError
+from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 
 Ints = NDArray[np.int32]
@@ -89,11 +89,6 @@ def grouped(problem: Problem, num_groups: int) -> Problem:
     return replace(problem, graph=replace(graph, group=group.astype(np.int32)), profile=profile)
 
 
-def expand(placement: ArrayLike, label: Ints) -> Placement:
-    """The placement int32 ``[N]`` that a coarse one, int32 ``[K]``, stands for."""
-    return np.asarray(placement, dtype=np.int32)[label]
-
-
 class _Merger:
     """Labels int32 ``[N]`` that become fewer; see the proof above."""
 
@@ -101,7 +96,6 @@ class _Merger:
         g = problem.graph
         self._edges = g.edges
         self._edge_s = edge_seconds(problem)
-        self._seconds = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
         self._group = g.group
         self._group_root = np.arange(g.num_groups)
         self._able_s = np.isfinite(problem.group_compute_s)
@@ -109,7 +103,7 @@ class _Merger:
         np.add.at(self._param_bytes, g.group, g.op_param_bytes)
         self._memory_bytes = problem.memory_bytes
         self.label = np.arange(problem.num_ops, dtype=np.int32)
-        self.seconds = self._seconds.copy()
+        self.seconds = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
 
     @property
     def count(self) -> int:
@@ -121,8 +115,9 @@ class _Merger:
         count = self.count
         edges, weight = self._coarse_edges()
         level = levels(edges, count)
-        pairs = edges[level[edges[:, 1]] == level[edges[:, 0]] + 1]
-        pairs = pairs[self._ranking(edges, weight, pairs)]
+        next_to = level[edges[:, 1]] == level[edges[:, 0]] + 1
+        pairs = edges[next_to]
+        pairs = pairs[self._ranking(edges, pairs, weight[next_to])]
         if side_by_side:
             order = np.lexsort((self.seconds, level))
             both = np.stack([order[:-1], order[1:]], axis=1)
@@ -161,11 +156,9 @@ class _Merger:
         np.add.at(total, at.reshape(-1), self._edge_s[outer])
         return edges, total
 
-    def _ranking(self, edges: Ints, weight: Floats, pairs: Ints) -> NDArray[np.intp]:
-        """The order in which to try ``pairs``, rows of ``edges``: what must, then what pays."""
+    def _ranking(self, edges: Ints, pairs: Ints, heavy: Floats) -> NDArray[np.intp]:
+        """The order in which to try ``pairs`` of that weight: what must, then what pays."""
         count = self.count
-        at = {tuple(e): i for i, e in enumerate(edges.tolist())}
-        heavy = weight[[at[tuple(p)] for p in pairs.tolist()]]
         root = np.empty(count, np.int64)
         root[self.label] = [self._root(int(k)) for k in self._group]
         free = (self.seconds[pairs] == 0).any(axis=1)

@@ -19,7 +19,7 @@ from placement.search.evaluation import (
 )
 from placement.search.macro import SHARE, Offers, draws_of
 from placement.search.pipeline import MOST, SQUARINGS, Pipeline, can_foresee
-from placement.simulator.analytic import LoadMoves
+from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import TENSOR
 from placement.tools.clock import loads
 
@@ -61,8 +61,8 @@ def _descend_loads(search: Search, seed: int) -> None:
     """
     problem = search.problem
     assert search.best is not None
-    position, graph = LoadMoves(problem, search.best[problem.graph.group]), neighbours(problem)
-    t, groups = position.tables, problem.graph.num_groups
+    t, state = load_moves(problem, search.best[problem.graph.group])
+    graph, groups = neighbours(problem), problem.graph.num_groups
     draws = draws_of(t.compute_s, graph, seed, SHARE, 0.0, min(_BODY, groups))
     touches = np.diff(t.touch_ptr)
     owner = np.repeat(np.arange(groups), touches)
@@ -78,7 +78,7 @@ def _descend_loads(search: Search, seed: int) -> None:
     best, tried, steps = search.best.copy(), 0, 0
     while search.left and tried == steps:
         steps, before_s = int(min(search.num_left, _STEPS)), search.best_s
-        given = t, position.state, draws, offers, best, before_s
+        given = t, state, draws, offers, best, before_s
         found_s, tried = macro.descend(*given, steps, _WIDTH, _HOT_LOADS)
         if found_s < before_s:
             search.consider(best, tried)

@@ -283,7 +283,7 @@ class Position:
     """Where a search stands that changes a placement move by move.
 
     For ``max_load`` a move is scored from the loads of the two devices concerned
-    (``analytic.LoadMoves``), otherwise as a whole placement. Every trial is one evaluation.
+    (``analytic.load_moves``), otherwise as a whole placement. Every trial is one evaluation.
 
     Attributes:
         choice: int32 ``[G]``.
@@ -294,10 +294,10 @@ class Position:
         """Begin at the best choice so far."""
         assert search.best is not None, "a start is always scored"
         self._search = search
-        self._moves: analytic.LoadMoves | None = None
+        self._moves: tuple[Any, Any] | None = None  # of ``load_moves``
         if search.problem.objective is Objective.MAX_LOAD:
             placement = search.best[search.problem.graph.group]
-            self._moves = analytic.LoadMoves(search.problem, placement)
+            self._moves = analytic.load_moves(search.problem, placement)
         self.choice, self.cost = search.best.copy(), search.best_cost
         self._then, self._then_cost = self.choice, self.cost
 
@@ -305,8 +305,8 @@ class Position:
         """Stand at a choice whose cost is known."""
         self.choice, self.cost = choice.copy(), cost
         if self._moves is not None:
-            self._moves.state.device[:] = choice
-            fill_state(self._moves.tables, self._moves.state)
+            self._moves[1].device[:] = choice
+            fill_state(*self._moves)
 
     def trial(self, groups: NDArray[np.intp], device: int) -> float:
         """Cost if ``groups``, which share a device, were on ``device``; ``keep`` makes it so."""
@@ -326,19 +326,16 @@ class Position:
         """Make the move that was tried last."""
         if self._moves is not None:
             moved = np.flatnonzero(self._then != self.choice)
-            apply_moves(*self._moves_args(moved, self._then[moved]))
+            apply_moves(*self._moves, moved.astype(np.int32), self._then[moved], len(moved))
         self.choice, self.cost = self._then, self._then_cost
-
-    def _moves_args(self, groups: NDArray[np.intp], devices: Choice) -> tuple[Any, ...]:
-        assert self._moves is not None
-        return self._moves.tables, self._moves.state, groups.astype(np.int32), devices, len(groups)
 
     def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
         assert self._moves is not None
         old = int(self.choice[groups[0]])
-        load_s, held = self._moves.state.load, self._moves.state.held
+        load_s, held = self._moves[1].load, self._moves[1].held
         before = load_s.copy(), held.copy()
-        arguments = self._moves_args(groups, np.full(len(groups), device, np.int32))
+        where = np.full(len(groups), device, np.int32)
+        arguments = *self._moves, groups.astype(np.int32), where, len(groups)
         apply_moves(*arguments)
         capacity = self._search.problem.memory_bytes
         overflow = float((np.maximum(held - capacity, 0) / capacity).sum())
@@ -383,10 +380,9 @@ def load_kernels(objective: Objective) -> None:
     if not objective.is_analytic:
         simulate(problem, [0, 0])
     if objective is Objective.MAX_LOAD:
-        position = analytic.LoadMoves(problem, [0, 0])
-        none = np.zeros(0, np.int32), np.zeros(0, np.int32), 0
-        apply_moves(position.tables, position.state, *none)
-        undo_moves(position.tables, position.state, *none, 0, 0)
+        nothing = *analytic.load_moves(problem, [0, 0]), *np.zeros((2, 0), np.int32), 0
+        apply_moves(*nothing)
+        undo_moves(*nothing, 0, 0)
 
 
 def why_infinite(problem: Problem, placement: Placement) -> str:

@@ -191,7 +191,7 @@ class Program(Struct):
     own_bytes: Array  # int64 [M]
     io_s: Array  # float64 [H, K]
     tied_bytes: Array  # int64 [Q]
-    touch_ptr: Array  # of the items, as are the next three: see objective_kernels.Moves
+    touch_ptr: Array  # of the items, as are the next three: see analytic_kernels.Moves
     touch: Array
     tied_ptr: Array
     tied: Array

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.search.macro import uniform
-from placement.search.order import BEST, KEPT, sending_s, timetable
+from placement.search.order_times import sending_s, timetable
 from placement.tools.jit import copy, kernel
 
 _FAR, _NEARER = 0.15, 3.0  # shaken by that share of all places at most, by e ** -3 of it at least
@@ -21,14 +21,15 @@ _FAR, _NEARER = 0.15, 3.0  # shaken by that share of all places at most, by e **
 
 @kernel
 def justify(t, s, made, until, bound_s):
-    """Improve ``s.best_place`` in ``s.best_sequence``, which are worth ``x[BEST]``.
+    """Improve ``s.best_place`` in ``s.best_sequence``, which are worth ``s.best_s``.
 
-    What is worth the same replaces them, and counts in ``x[KEPT]``. After ``made`` passes over all
-    operators (0: the order is not shaken at first) it goes on as long as a round surely ends before
-    ``until`` of them, or comes to ``bound_s``. Returns those made; ``play`` has to begin anew then.
+    What is worth the same replaces them, and counts in ``s.num_kept``. After ``made`` passes over
+    all operators (0: the order is not shaken at first) it goes on as long as a round surely ends
+    before ``until`` of them, or comes to ``bound_s``. Returns those made; ``play`` has to begin
+    anew then.
     """
     n = len(s.sequence)
-    while made + 3 <= until and s.x[BEST] > bound_s:
+    while made + 3 <= until and s.best_s > bound_s:
         begun = made
         copy(s.place, s.best_place)
         copy(s.sequence, s.best_sequence)
@@ -39,9 +40,9 @@ def justify(t, s, made, until, bound_s):
         least = np.inf
         while True:
             latency = timetable(t, s, np.int64(-1), np.int64(n), np.inf)
-            if made > begun and latency <= s.x[BEST]:
-                s.x[BEST] = latency
-                s.x[KEPT] += 1.0
+            if made > begun and latency <= s.best_s:
+                s.best_s = latency
+                s.num_kept += 1
                 copy(s.best_place, s.place)
                 copy(s.best_sequence, s.sequence)
             if latency >= least * (1.0 - 1e-12) or made + 2 > until:

@@ -196,7 +196,7 @@ def _occupy(s, which, device, op, start, end):
 
 
 @kernel
-def _hold(t, s, group, device):
+def hold(t, s, group, device):
     """``group`` is on ``device`` from now on."""
     if t.may_bind:
         s.used[device] = need(t, s, group, device)
@@ -209,7 +209,7 @@ def _hold(t, s, group, device):
 def place(t, s, op, device, start):
     """Run ``op`` on ``device`` from ``start``, and fix its group there."""
     if s.choice[t.group[op]] < 0:
-        _hold(t, s, t.group[op], device)
+        hold(t, s, t.group[op], device)
     end = start + t.compute_s[op, device]
     s.finish_s[op] = end
     s.free_s[device] = max(s.free_s[device], end)
@@ -373,6 +373,6 @@ def balance_levels(t, s, order, level, team):
                 here, all_here = load_s[d] + cost_s[d], total_s[d] + cost_s[d]
                 if here < least or (here == least and all_here < least_total):
                     device, least, least_total = d, here, all_here
-        _hold(t, s, group, np.int64(device))
+        hold(t, s, group, np.int64(device))
         load_s[device] += cost_s[device]
         total_s[device] += cost_s[device]

@@ -14,7 +14,6 @@ from placement.search.evaluation import Choice, Search, two_operators
 from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
-Devices = NDArray[np.intp]  # [K], in order
 
 
 class ListSchedule:
@@ -29,7 +28,8 @@ class ListSchedule:
     """
 
     def __init__(self, problem: Problem, activations: int = 0, busy: bool = False) -> None:
-        """``activations``: how often a device must hold what its groups produce (see ``fits``).
+        """``activations``: how often a device must hold what its groups produce (see
+        ``first_that_fits``).
 
         With ``busy`` transfers of ``place`` wait for their channel where the problem has
         contention; otherwise no transfer waits for another.
@@ -99,10 +99,22 @@ class ListSchedule:
         _load("balance_levels")
         list_kernels.balance_levels(self._tables, self._state, ops, level, team)
 
+    def able(self, group: int) -> NDArray[np.bool_]:
+        """bool ``[D]``: devices that can run ``group``: those with room, or all if none has."""
+        able = np.empty(len(self._state.free_s), np.bool_)
+        _load("fill_able")
+        list_kernels.fill_able(self._tables, self._state, np.int32(group), able)
+        return able
+
+    def hold(self, group: int, device: int) -> None:
+        """``group`` is on ``device`` from now on, without times."""
+        _load("hold")
+        list_kernels.hold(self._tables, self._state, np.int32(group), device)
+
 
 @loads
 def _load(kernel: str) -> None:
-    """One of the three."""
+    """One of the five."""
     problem = two_operators()
     empty = ListSchedule(problem)
     order, seconds = np.arange(2), np.zeros((2, 2))
@@ -110,6 +122,8 @@ def _load(kernel: str) -> None:
         "place_in_order": (order, seconds, order - 2),
         "place_first_to_start": (seconds[0], order.astype(np.int32) - 2),
         "balance_levels": (order, order.astype(np.int32), np.ones((2, 2), bool)),
+        "fill_able": (np.int32(0), np.ones(2, bool)),
+        "hold": (np.int32(0), 0),
     }
     getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
 
@@ -154,50 +168,6 @@ def room_bytes(problem: Problem) -> NDArray[np.int64]:
     if problem.cluster.streaming:
         room[problem.worker[problem.cluster.streaming]] -= 2 * problem.graph.op_param_bytes.max()
     return room
-
-
-class Memory:
-    """Bytes each device holds while groups are placed on it one by one.
-
-    A group needs its parameters (tied ones once per device) and ``activations`` times the
-    tensors it produces, those that share memory once.
-    """
-
-    def __init__(self, problem: Problem, activations: int = 0) -> None:
-        g = problem.graph
-        self._allowed = np.isfinite(problem.group_compute_s)
-        self._may_bind = problem.memory_may_bind  # otherwise nothing need be counted
-        if not self._may_bind:
-            return
-        self._capacity = room_bytes(problem)
-        self._param_bytes = g.param_bytes
-        self._missing = np.ones((problem.num_devices, len(g.param_bytes)), bool)
-        self._used = np.zeros(problem.num_devices, np.int64)
-        self._produced = activations * produced_bytes(problem)
-        self._param_ptr, self._param = _group_params(problem)
-
-    def able(self, group: int) -> Devices:
-        """Devices that can run ``group``: those with room, or all of them where none has."""
-        can = np.flatnonzero(self._allowed[group])
-        if not self._may_bind:
-            return can
-        room = can[(self._need(group) <= self._capacity)[can]]
-        return room if len(room) else can
-
-    def hold(self, group: int, device: int) -> None:
-        """``group`` is on ``device`` from now on."""
-        if self._may_bind:
-            self._used[device] = self._need(group)[device]
-            self._missing[device, self._params(group)] = False
-
-    def _params(self, group: int) -> NDArray[np.int64]:
-        return self._param[self._param_ptr[group] : self._param_ptr[group + 1]]
-
-    def _need(self, group: int) -> NDArray[np.int64]:
-        """int64 ``[D]``: bytes on each device if ``group`` went there too."""
-        params = self._params(group)
-        new = self._missing[:, params] @ self._param_bytes[params]
-        return self._used + new + self._produced[group]
 
 
 def _group_params(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -249,7 +249,7 @@ def anneal(t, s, w, best, best_s, steps, hot, temperature, power):
     2 ** power``, so that not the slowest device alone counts.
 
     Args:
-        t, s: of ``objective_kernels.move_tables``, ``move_state``.
+        t, s: of ``analytic_kernels.move_tables``, ``move_state``.
         w: of ``draws_of``.
         best: int32 ``[G]`` best placement so far, overwritten where a better one is met.
         best_s: its largest load; inf if it does not fit in memory.
@@ -319,7 +319,7 @@ class Members(Struct):
 def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
     """Like ``anneal`` for ``piecewise_latency``, with a ``temperature`` in seconds.
 
-    ``pieces``: of ``objective_kernels.piecewise_tables``. Returns the latency of ``best``.
+    ``pieces``: of ``analytic_kernels.piecewise_tables``. Returns the latency of ``best``.
     """
     memory, device, load, held = t.memory, s.device, s.load, s.held
     random, group, where = w.random, w.group, w.where

@@ -2,9 +2,9 @@
 
 A *window* is a run of positions of a sequence. What comes before it keeps its times, which are
 release times of the window; what comes after it keeps its devices and their order, and the
-longest path from each of them to the end is a tail (``order.State.from_s``). So the latency of the
-whole is that of the window with heads and tails, exactly, where channels do not wait: transfers
-take their time here but no channel, and ``timetable`` says what the answer is worth.
+longest path from each of them to the end is a tail (``State.from_s``). So the latency of the whole
+is that of the window with heads and tails, exactly, where channels do not wait: transfers take
+their time here but no channel, and ``timetable`` says what the answer is worth.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.search import order
-from placement.search.order import State, Tables
+from placement.search import order_times
+from placement.search.order_state import State, Tables
 from placement.tools import cpsat
 from placement.tools.clock import loads
 
 Ints = NDArray[np.int32]
 
-sending_s: Any = order.sending_s.py_func  # of one delivery at a time: not worth a kernel's call
+sending_s: Any = order_times.sending_s.py_func  # of one delivery: not worth a kernel's call
 _UNITS = 2**20  # integer units of the latency where its seconds are multiples of nothing
 # One unit of CP-SAT's deterministic time takes as long as so many evaluations of the annealing,
 # and to write down an operator as so many.
@@ -99,7 +99,7 @@ def solve(
     """
     from ortools.sat.python import cp_model
 
-    cost = float(s.x[order.COST])
+    cost = s.cost_s
     unit = grain_s or cost / _UNITS
     model = cp_model.CpModel()
     program = _Program(t, s, part.start, part.stop, unit, model)

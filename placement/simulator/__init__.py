@@ -147,16 +147,32 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
     status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
     sent = run.num_sent
-    sums, begin, finish = summing(problem, phases, m, float(run.end.max()))
+    transfers = run.transfers[:sent], run.transfer_start[:sent], run.transfer_end[:sent]
+    peak = run.peak + problem.param_bytes_on(placement)
+    return _timeline(problem, placement, run.start.copy(), run.end.copy(), transfers, peak)
+
+
+def _timeline(
+    problem: Problem,
+    placement: Placement,
+    start_s: Floats,
+    end_s: Floats,
+    transfers: tuple[NDArray[np.int32], Floats, Floats],
+    peak_bytes: NDArray[np.int64],
+) -> Timeline:
+    """With what replicas add up behind the ``transfers``: int32 ``[X, 4]``, begins and ends."""
+    phases = np.atleast_2d(placement)[: len(end_s)]
+    sums = summing(problem, phases, len(end_s), float(end_s.max()))
+    both = [np.concatenate([a, b]) for a, b in zip(transfers, sums, strict=True)]
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=problem.worker[placement],
-        start_s=run.start.copy(),
-        end_s=run.end.copy(),
-        transfers=np.concatenate([run.transfers[:sent], sums]),
-        transfer_start_s=np.append(run.transfer_start[:sent], begin),
-        transfer_end_s=np.append(run.transfer_end[:sent], finish),
-        peak_bytes=run.peak + problem.param_bytes_on(placement),
+        start_s=start_s,
+        end_s=end_s,
+        transfers=both[0],
+        transfer_start_s=both[1],
+        transfer_end_s=both[2],
+        peak_bytes=peak_bytes,
         power=problem.power,
     )
 
@@ -404,21 +420,8 @@ def simulate_reference(
         run.begin(now)
     sent = np.reshape(np.array(run.sent, float), (-1, 6))
     rows, begin, finish = sent[:, :4].astype(np.int32), sent[:, 4], sent[:, 5]
-    peak = _peak_bytes_reference(
-        problem, p, run.admitted_s, run.start, run.end, rows, begin, finish
-    )
-    sums, first, last = summing(problem, run.phases, num_batches, float(run.end.max()))
-    return Timeline(
-        device_names=problem.cluster.device_names,
-        placement=problem.worker[p],
-        start_s=run.start,
-        end_s=run.end,
-        transfers=np.concatenate([rows, sums]),
-        transfer_start_s=np.append(begin, first),
-        transfer_end_s=np.append(finish, last),
-        peak_bytes=peak,
-        power=problem.power,
-    )
+    peak = run.peak_bytes(rows, begin, finish)
+    return _timeline(problem, p, run.start, run.end, (rows, begin, finish), peak)
 
 
 class _Reference:
@@ -428,7 +431,8 @@ class _Reference:
         self, problem: Problem, placement: Placement, schedule: Schedule | None, num_batches: int
     ) -> None:
         g, n, d = problem.graph, problem.num_ops, problem.num_devices
-        self.problem, self.schedule, self.num_batches = problem, schedule, num_batches
+        self.problem, self.placement = problem, placement
+        self.schedule, self.num_batches = schedule, num_batches
         placed = np.atleast_2d(placement)[:num_batches]
         self.phases = problem.worker[placed]
         self.window = num_batches if schedule is not None else problem.max_in_flight
@@ -570,72 +574,65 @@ class _Reference:
         self.next_entry[device] += 1
         return key
 
+    def peak_bytes(
+        self, transfers: NDArray[np.int32], transfer_start_s: Floats, transfer_end_s: Floats
+    ) -> NDArray[np.int64]:
+        """int64 ``[D]``: each stored tensor is a set of intervals; the largest sum of them.
 
-def _peak_bytes_reference(
-    problem: Problem,
-    placement: Placement,
-    admitted_s: list[float],
-    start: Floats,
-    end: Floats,
-    transfers: NDArray[np.int32],
-    transfer_start: Floats,
-    transfer_end: Floats,
-) -> NDArray[np.int64]:
-    """int64 ``[D]``: each stored tensor is a set of intervals; the largest sum of them.
+        At home a tensor lives in its root's memory, which is held while any tensor in it is; a
+        copy sent elsewhere is its own.
+        """
+        problem, start, end = self.problem, self.start, self.end
+        g, m = problem.graph, self.num_batches
+        at = self.phases[np.arange(m) % len(self.phases)]  # [M, N]
+        spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
 
-    At home a tensor lives in its root's memory, which is held while any tensor in it is; a
-    copy sent elsewhere is its own.
-    """
-    g, m = problem.graph, start.shape[0]
-    phases = problem.worker[np.atleast_2d(placement)]
-    at = phases[np.arange(m) % len(phases)]  # [M, N]
-    _, shares_host = host_of(problem)
-    spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+        def users(tensor: int, batch: int, device: int | np.intp) -> NDArray[np.int32]:
+            all_users = g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]
+            return all_users[at[batch, all_users] == device]
 
-    def users(tensor: int, batch: int, device: int | np.intp) -> NDArray[np.int32]:
-        all_users = g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]
-        return all_users[at[batch, all_users] == device]
+        def hold(
+            stored: int, batch: int, device: int | np.intp, begin: float, until: float
+        ) -> None:
+            spans.setdefault((stored, batch, int(device)), []).append((begin, until))
 
-    def hold(stored: int, batch: int, device: int | np.intp, begin: float, until: float) -> None:
-        spans.setdefault((stored, batch, int(device)), []).append((begin, until))
+        for tensor in range(g.num_tensors):
+            src, root = int(g.tensor_src[tensor]), int(g.tensor_root[tensor])
+            for batch in range(m):
+                if src >= 0:
+                    home = int(at[batch, src])
+                    until = max(end[batch, [src, *users(tensor, batch, home)]])
+                    if tensor in g.output_tensor:
+                        until = end[batch].max()
+                    sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
+                    until = max(until, *transfer_end_s[sent], 0.0)
+                    hold(root, batch, home, start[batch, src], until)
+                    continue
+                for cpu in np.flatnonzero(self.shares_host):
+                    if len(here := users(tensor, batch, cpu)):
+                        hold(root, batch, cpu, self.admitted_s[batch], max(end[batch, here]))
+        for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start_s, strict=True):
+            stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
+            hold(stored, batch, b, begin, max(end[batch, users(tensor, batch, b)]))
 
-    for tensor in range(g.num_tensors):
-        src, root = int(g.tensor_src[tensor]), int(g.tensor_root[tensor])
-        for batch in range(m):
-            if src >= 0:
-                home = int(at[batch, src])
-                until = max(end[batch, [src, *users(tensor, batch, home)]])
-                if tensor in g.output_tensor:
-                    until = end[batch].max()
-                sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
-                until = max(until, *transfer_end[sent], 0.0)
-                hold(root, batch, home, start[batch, src], until)
-                continue
-            for cpu in np.flatnonzero(shares_host):
-                if len(here := users(tensor, batch, cpu)):
-                    hold(root, batch, cpu, admitted_s[batch], max(end[batch, here]))
-    for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start, strict=True):
-        stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
-        hold(stored, batch, b, begin, max(end[batch, users(tensor, batch, b)]))
-
-    peak = problem.param_bytes_on(placement)
-    for device in range(problem.num_devices):
-        changes = []
-        for (stored, _, where), lives in spans.items():
-            if where == device:
-                size = int(g.tensor_bytes[stored])
-                for begin, until in _union(lives):
-                    changes += [(begin, 1, size), (until, 0, -size)]
-        if problem.profile.workspace_bytes is not None:
-            for batch, op in np.argwhere(at == device):
-                size = int(problem.profile.workspace_bytes[op])
-                changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
-        now = most = 0
-        for _, _, change in sorted(changes):
-            now += change
-            most = max(most, now)
-        peak[device] += most
-    return peak
+        peak = problem.param_bytes_on(self.placement)
+        for device in range(problem.num_devices):
+            changes = []
+            for (stored, _, where), lives in spans.items():
+                if where == device:
+                    size = int(g.tensor_bytes[stored])
+                    for begin, until in _union(lives):
+                        changes += [(begin, 1, size), (until, 0, -size)]
+            if problem.profile.workspace_bytes is not None:
+                for batch, op in np.argwhere(at == device):
+                    size = int(problem.profile.workspace_bytes[op])
+                    changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
+            now = most = 0
+            for _, _, change in sorted(changes):
+                now += change
+                most = max(most, now)
+            peak[device] += most
+        return peak
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -47,12 +47,13 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
     each = len(phases) // max(len(p), 1)
     held = np.empty((len(p), problem.num_devices), np.int64)
     if each <= 1:
-        kernels.param_bytes_batch(kernels.param_tables(problem), phases, held)
+        size = problem.graph.param_bytes
+        kernels.param_bytes_batch(*kernels.param_tables(problem), size, phases, held)
     else:
         held[:] = [problem.param_bytes_on(x) for x in p]
     if problem.objective is Objective.MAX_LOAD:
         load = np.empty((len(phases), problem.num_devices))
-        kernels.load_batch(kernels.load_tables(problem), phases, load)
+        kernels.load_batch(*kernels.load_tables(problem), phases, load)
         value = load.reshape(len(p), each, -1).mean(axis=1).max(axis=1)
     else:
         assert problem.objective is Objective.PIECEWISE_LATENCY, problem.objective
@@ -152,52 +153,17 @@ def circle(problem: Problem, placement: ArrayLike) -> list[tuple[int, Ints]]:
     return [(int(p[ops[0]]), ops) for ops in members]
 
 
-class LoadMoves:
-    """Largest load after moving one block, without looking at the others.
+def load_moves(problem: Problem, placement: ArrayLike) -> tuple[kernels.Moves, kernels.Placed]:
+    """Tables, and the state of ``placement`` int32 ``[N]``, for ``analytic_kernels.apply_moves``.
 
-    Only the loads of the two devices concerned change, by what the block's own tensors cost
-    there, so a move costs time in the number of these tensors and of the devices.
+    It moves colocation groups and keeps the loads: a move costs time in the number of tensors of
+    the groups that move, not of all.
 
-    >>> moves = LoadMoves(problem, placement)     # blocks are the colocation groups
-    >>> moves.trial(group, device)                # seconds after the move; inf if not possible
-    >>> moves.apply(group, device)                # make it
-
-    Searches that run inside numba call ``objective_kernels.trial_move`` and ``apply_move`` on
-    ``tables`` and ``state`` directly.
+    Raises:
+        ProblemError: it is not a placement (see ``Problem.check_placement``).
     """
-
-    def __init__(self, problem: Problem, placement: ArrayLike) -> None:
-        """Start from ``placement`` int32 ``[N]``.
-
-        Raises:
-            ProblemError: it is not a placement (see ``Problem.check_placement``).
-        """
-        self.problem = problem
-        self.tables = kernels.move_tables(problem, kernels.blocks(problem, problem.graph.group))
-        p = problem.check_placement(placement)
-        device = np.zeros(problem.graph.num_groups, np.int32)
-        device[problem.graph.group] = p
-        self.state = kernels.move_state(self.tables, device)
-
-    @property
-    def placement(self) -> Placement:
-        """int32 ``[N]``."""
-        return self.state.device[self.problem.graph.group]
-
-    @property
-    def load_s(self) -> Floats:
-        """float64 ``[D]`` loads now (a copy)."""
-        return self.state.load.copy()
-
-    @property
-    def held_bytes(self) -> NDArray[np.int64]:
-        """int64 ``[D]`` parameter bytes now (a copy)."""
-        return self.state.held.copy()
-
-    def trial(self, group: int, device: int) -> float:
-        """``max_load`` if ``group`` were on ``device``; inf: unsupported, or too large for it."""
-        return float(kernels.trial_move(self.tables, self.state, group, device))
-
-    def apply(self, group: int, device: int) -> None:
-        """Move ``group`` to ``device``."""
-        kernels.apply_move(self.tables, self.state, group, device)
+    group = problem.graph.group
+    tables = kernels.move_tables(problem, kernels.blocks(problem, group))
+    device = np.zeros(problem.graph.num_groups, np.int32)
+    device[group] = problem.check_placement(placement)
+    return tables, kernels.move_state(tables, device)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,32 +17,22 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
+class Blocks(Struct):
     """A problem seen as ``I`` blocks of operators that are placed whole.
 
     Tensors that stay within a block are left out; those with the same producer and the same
-    users are one, ``H`` in all.
-
-    Attributes:
-        compute_s: float64 ``[I, D]``; inf = cannot run there.
-        src: int32 ``[H]`` producing block, -1 for model inputs.
-        use_ptr: int32 ``[H + 1]`` and use_dst: int32: other blocks that use each tensor.
-        io_s: float64 ``[H, D]``.
-        own_bytes: int64 ``[I]`` parameters that only this block reads.
-        tied_ptr, tied_dst: int32, like ``use``: blocks that read each parameter of several.
-        tied_bytes: int64 ``[Q]`` its size.
+    users are one, ``H`` in all. ``Q`` parameters are read by several blocks.
     """
 
-    compute_s: Floats
-    src: Ints
-    use_ptr: Ints
-    use_dst: Ints
-    io_s: Floats
-    own_bytes: NDArray[np.int64]
-    tied_ptr: Ints
-    tied_dst: Ints
-    tied_bytes: NDArray[np.int64]
+    compute_s: Array  # float64 [I, D]; inf = cannot run there
+    src: Array  # int32 [H] producing block, -1 for model inputs
+    use_ptr: Array  # int32 [H + 1]
+    use_dst: Array  # int32 other blocks that use each tensor
+    io_s: Array  # float64 [H, D]
+    own_bytes: Array  # int64 [I] parameters that only this block reads
+    tied_ptr: Array  # int32 [Q + 1]
+    tied_dst: Array  # int32 blocks that read each parameter of several
+    tied_bytes: Array  # int64 [Q] its size
 
     @property
     def num_blocks(self) -> int:
@@ -97,25 +86,6 @@ def blocks(problem: Problem, block: Ints) -> Blocks:
     )
 
 
-class Loads(Struct):
-    """A problem for ``load_batch``: the colocation groups as blocks, and an operator of each."""
-
-    first: Array  # int32 [G] an operator of each group
-    compute_s: Array  # float64 [G, D]
-    src: Array  # int32 [H] producing group of each tensor, -1 for model inputs
-    use_ptr: Array  # int32 [H + 1]
-    use_dst: Array  # int32 other groups that use each tensor
-    io_s: Array  # float64 [H, D]
-
-
-class Params(Struct):
-    """A problem for ``param_bytes_batch``: the parameters' readers, sorted by parameter."""
-
-    param: Array  # int32 of each pair
-    reader: Array  # int32 the operator that reads it
-    size: Array  # int64 bytes of each parameter
-
-
 class PieceRoom(Struct):
     """Room for ``piecewise_one``; there are at most ``N + D`` pieces."""
 
@@ -150,7 +120,7 @@ class Pieces(Struct):
 
 
 class Moves(Struct):
-    """``I`` blocks for ``trial_move`` and ``apply_moves``."""
+    """``I`` blocks for ``apply_moves``."""
 
     compute_s: Array  # float64 [I, D]
     touch_ptr: Array  # int32 [I + 1]
@@ -178,23 +148,22 @@ class Placed(Struct):
     readers: Array = array("Q, D", np.int32)  # blocks on each device that read a tied parameter
 
 
-def load_tables(problem: Problem) -> Loads:
-    """The problem for ``load_batch``."""
-    cached: Loads | None = problem.__dict__.get("_load_tables")
+def load_tables(problem: Problem) -> tuple[Blocks, Ints]:
+    """The colocation groups as blocks, and int32 ``[G]`` an operator of each."""
+    cached: tuple[Blocks, Ints] | None = problem.__dict__.get("_load_tables")
     if cached is None:
         g = problem.graph
-        b = blocks(problem, g.group)
         first = np.zeros(g.num_groups, np.int32)
         first[g.group[::-1]] = np.arange(g.num_ops)[::-1]
-        cached = Loads.of(b, first=first)
+        cached = blocks(problem, g.group), first
         problem.__dict__["_load_tables"] = cached
     return cached
 
 
 @allocating
-def load_batch(t, placements, load):
+def load_batch(t, first, placements, load):
     """Loads ``[B, D]`` of placements ``[B, N]``; group ``g`` is where operator ``first[g]`` is."""
-    first, compute_s, io_s = t.first, t.compute_s, t.io_s
+    compute_s, io_s = t.compute_s, t.io_s
     src, use_ptr, use_dst = t.src, t.use_ptr, t.use_dst
     num_groups, num_devices = compute_s.shape
     device = np.empty(num_groups, np.int32)
@@ -220,22 +189,20 @@ def load_batch(t, placements, load):
                 load[b, home] += io_s[tensor, home]
 
 
-def param_tables(problem: Problem) -> Params:
-    """The problem for ``param_bytes_batch``."""
-    cached: Params | None = problem.__dict__.get("_param_tables")
+def param_tables(problem: Problem) -> tuple[Ints, Ints]:
+    """Pairs of a parameter and an operator that reads it, int32 each, by parameter."""
+    cached: tuple[Ints, Ints] | None = problem.__dict__.get("_param_tables")
     if cached is None:
         g = problem.graph
         order = np.lexsort((g.param_use_op, g.param_use))
-        param, reader = g.param_use[order], g.param_use_op[order]
-        cached = Params(param=param, reader=reader, size=g.param_bytes)
+        cached = g.param_use[order], g.param_use_op[order]
         problem.__dict__["_param_tables"] = cached
     return cached
 
 
 @allocating
-def param_bytes_batch(t, placements, held):
-    """Parameter bytes ``[B, D]`` of placements ``[B, N]``; tied ones once per device."""
-    param, reader, size = t.param, t.reader, t.size
+def param_bytes_batch(param, reader, size, placements, held):
+    """Parameter bytes ``[B, D]`` of placements ``[B, N]``; each of ``size [P]`` once per device."""
     seen = np.empty(held.shape[1], np.int32)
     held[:] = 0
     for b in range(len(placements)):
@@ -386,7 +353,7 @@ def piecewise_batch(t, placements, value):
 
 
 def move_tables(problem: Problem, b: Blocks) -> Moves:
-    """Blocks of a problem for ``trial_move``."""
+    """Blocks of a problem for ``apply_moves``."""
     users = np.repeat(np.arange(len(b.src)), np.diff(b.use_ptr))
     made = np.flatnonzero(b.src >= 0)
     owner = np.concatenate([b.src[made], b.use_dst])
@@ -478,30 +445,6 @@ def load_change(t, s, g, new):
         else:
             at_new += io_s[tensor, new] * (there == 0)
     return at_old, at_new
-
-
-@kernel
-def trial_move(t, s, g, new):
-    """Largest load with block ``g`` on ``new``; inf where it cannot run or does not fit."""
-    load = s.load
-    old = s.device[g]
-    largest = 0.0
-    if new == old:
-        for d in range(len(load)):
-            largest = max(largest, load[d])
-        return largest
-    need = s.held[new] + t.own_bytes[g]
-    for i in range(t.tied_ptr[g], t.tied_ptr[g + 1]):
-        if s.readers[t.tied[i], new] == 0:
-            need += t.tied_bytes[t.tied[i]]
-    if need > t.memory[new]:
-        return np.inf
-    at_old, at_new = load_change(t, s, g, new)
-    largest = max(load[old] + at_old, load[new] + at_new)
-    for d in range(len(load)):
-        if d != old and d != new:
-            largest = max(largest, load[d])
-    return largest
 
 
 @inlined

@@ -843,8 +843,6 @@ def test_a_budget_must_be_positive() -> None:
     "text",
     [
         "antichain_dp max_states=-1",
-        "balanced_split max_orders=-1",
-        "best_of ideal_seconds=-1",
         "brkga elite=nan",
         "brkga elite=-1",
         "brkga mutants=2",
@@ -866,7 +864,6 @@ def test_a_budget_must_be_positive() -> None:
         "simulated_annealing accept=nan",
         "simulated_annealing accept=2",
         "simulated_annealing accept=0",
-        "simulated_annealing last_temperature=-1",
         "time_slices num_directions=-1",
         *(f"{name} seed=-1" for name in (*SEARCHES, "cp_sat", "metis")),
         "agents.planner:PolicyPlanner seed=-1",

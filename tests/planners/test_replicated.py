@@ -87,7 +87,7 @@ def test_gradients_are_sent_too() -> None:
     some = {"tensor_bytes": [9, 0, 9, 0], "link": (0.0, 1.0), "num_microbatches": 4}
     kind = {"kind": "npu"}
     problem = small_problem(np.ones((4, 2)), edges(4), graph=facts, device=kind, **some)
-    table = stage_periods(problem, np.arange(2, dtype=np.int32))
+    table = stage_periods(problem, np.arange(2, dtype=np.int32), np.arange(problem.num_devices))
     # Each stage computes for 2 s, sends 9 s and receives 9 s; both together send nothing.
     assert table.period_s[0, 0, 1] == table.period_s[0, 1, 2] == 9
     assert table.period_s[0, 0, 2] == 4
@@ -136,7 +136,7 @@ def test_no_split_is_better(problem: Problem) -> None:
     problem = replace(problem, graph=graph)
     problem = replace(problem, max_phases=12)
     block = np.arange(graph.num_groups, dtype=np.int32)
-    table = stage_periods(problem, block)
+    table = stage_periods(problem, block, np.arange(problem.num_devices))
     period_s, found = fewest(table, problem.num_devices)
 
     def slowest(split: list[tuple[int, int, int]]) -> float:
@@ -154,7 +154,9 @@ def test_no_split_is_better(problem: Problem) -> None:
 def test_the_table_says_what_a_slow_loop_says(problem: Problem) -> None:
     g = replace(problem.graph, is_backward=np.ones(problem.num_ops, bool))
     problem = replace(problem, graph=g)
-    table = stage_periods(problem, np.arange(g.num_groups, dtype=np.int32))
+    table = stage_periods(
+        problem, np.arange(g.num_groups, dtype=np.int32), np.arange(problem.num_devices)
+    )
     latency, per_byte = problem.link_latency_s.max(), problem.link_s_per_byte.max()
     matrix = problem.profile.transfer_s
     for a in range(problem.num_ops):

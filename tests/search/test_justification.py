@@ -14,7 +14,6 @@ from placement.planners import load
 from placement.planners.order_search import OrderSearch
 from placement.problem import Problem
 from placement.schedule import in_sequence
-from placement.search import order
 from placement.search.justification import justify
 from placement.simulator import simulate
 from tests.problems import random_problem, small_problem
@@ -38,9 +37,9 @@ def random_graph(seed: int, num_ops: int, count: int) -> Problem:
 def test_it_is_never_worse_and_says_what_its_answer_is_worth(seed: int, contention: bool) -> None:
     problem = replace(plain(random_problem(seed, 14, 3, grouped=True)), contention=contention)
     tables, state = started(problem, seed)
-    before = float(state.x[order.BEST])
+    before = state.best_s
     assert justify(tables, state, 0, 40, 0.0) <= 40
-    after, place, sequence = float(state.x[order.BEST]), state.best_place, state.best_sequence
+    after, place, sequence = state.best_s, state.best_place, state.best_sequence
     assert after <= before
     problem.check_placement(place)
     at = np.argsort(sequence)

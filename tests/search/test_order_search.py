@@ -38,7 +38,11 @@ from placement.problem import Problem
 from placement.report.run_folder import read_run
 from placement.runs.compare import compare
 from placement.schedule import in_sequence
+from placement.search import chooser as choosers
 from placement.search import order
+from placement.search import order_estimates as estimates
+from placement.search import order_moves as moves
+from placement.search import order_times as times
 from placement.search.evaluation import Search
 from placement.simulator import score, simulate, simulate_reference, value_of
 from placement.testing import check_planner
@@ -109,18 +113,18 @@ def test_timetables_are_the_simulators(seed: int, contention: bool, like: Any) -
     for run in (simulate, simulate_reference):
         timeline = run(problem, state.place, schedule)
         if not np.isfinite(timeline.end_s).all():
-            assert state.x[order.COST] == 1e30
+            assert state.cost_s == 1e30
             return
         np.testing.assert_allclose(state.end_s, timeline.end_s[0], rtol=1e-9)
         np.testing.assert_allclose(state.start_s, timeline.start_s[0], rtol=1e-9)
-        assert state.x[order.COST] == pytest.approx(timeline.latency_s, rel=1e-9)
+        assert state.cost_s == pytest.approx(timeline.latency_s, rel=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 100_000),
     num_ops=st.sampled_from([15, 15, 15, 130]),  # of 130 operators passes begin in the middle
-    chooser=st.sampled_from([order.HAND, order.UNIFORM, order.TABU]),
+    chooser=st.sampled_from([choosers.HAND, choosers.UNIFORM, choosers.TABU]),
     like=st.sampled_from([plain, lambda p: free(plain(p)), measured]),
 )
 def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int, like: Any) -> None:
@@ -131,7 +135,7 @@ def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int,
     order.play(tables, state, order.SEARCH + chooser, steps, NO_NETWORK, 0.0, 0.5)
     again = state_of(problem, 16)
     again.place[:], again.sequence[:] = state.place, state.sequence
-    assert order._begin(tables, again) == state.x[order.COST]
+    assert times.evaluate(tables, again) == state.cost_s
     assert state.position[state.sequence].tolist() == list(range(num_ops))
     for name in (
         "start_s", "end_s", "hand_s", "arrival_s", "lane", "lane_ptr", "in_lane", "load", "mark"
@@ -146,7 +150,7 @@ def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int,
     best.check(problem, state.best_place)
     found = simulate(problem, state.best_place, best).latency_s
     if np.isfinite(found):
-        assert found == pytest.approx(state.x[order.BEST], rel=1e-9)
+        assert found == pytest.approx(state.best_s, rel=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -155,13 +159,13 @@ def test_moves_on_the_critical_chain_change_an_end_of_a_block(seed: int) -> None
     """Another order within a block leaves the chain as long as it is."""
     problem = free(plain(random_problem(seed, 40, 3)))
     tables, state = started(problem, seed, width=64)
-    order.play(tables, state, order.SEARCH + order.TABU, 60, NO_NETWORK, 0.0, 0.5)
+    order.play(tables, state, order.SEARCH + choosers.TABU, 60, NO_NETWORK, 0.0, 0.5)
     assert state_of(problem, 1).free_s.shape == (3,), "no channel"
     for k in np.flatnonzero(state.which >= 0):
         i, at = state.which[k], np.int64(state.at[k])
         assert state.on_chain[i]
         if state.to[k] == state.place[i]:
-            a, b = order._block(state, i)
+            a, b = moves._block(state, i)
             block = state.lane[a : b + 1].copy()
             back = order._shift(state, i, at)
             moved = block[np.argsort(state.position[block])]
@@ -178,16 +182,16 @@ def test_a_pass_that_begins_and_ends_in_the_middle_is_exact(seed: int) -> None:
     whole, rng = state_of(problem, 16), RNG(seed)
     for k in np.flatnonzero(state.which >= 0)[:8]:
         i, old, at = state.which[k], state.place[state.which[k]], np.int64(state.at[k])
-        limit = state.x[order.COST] * rng.choice([0.99, 1.0, 1.01, np.inf])
+        limit = state.cost_s * rng.choice([0.99, 1.0, 1.01, np.inf])
         num = order._members(tables, state, k)
         first, moved = order._concerned(tables, state, k, num)
         order._put(state, num, np.int64(state.to[k]))
         back = order._shift(state, i, at) if at >= 0 else at
         whole.place[:], whole.sequence[:] = state.place, state.sequence
-        latency = order._begin(tables, whole)
-        found = order.timetable(tables, state, first, moved, limit)
+        latency = times.evaluate(tables, whole)
+        found = times.timetable(tables, state, first, moved, limit)
         assert found == latency or (found == 1e30 and latency > limit)
-        order._forget(tables, state)
+        times.forget(tables, state)
         order._put(state, num, np.int64(old))
         if at >= 0:
             order._shift(state, i, back)
@@ -213,27 +217,28 @@ def test_heads_tails_and_estimates_by_hand() -> None:
     placement = np.array([0, 1, 0, 1, 0], np.int32)
     start(tables, state, placement, np.arange(5, dtype=np.int32), RNG(0))
     assert state.start_s.tolist() == [0, 0, 4, 1, 6]
-    assert state.x[order.COST] == 7
+    assert state.cost_s == 7
     assert state.after_s.tolist() == [3, 3, 1, 0, 0]  # from the end of each to that of all
-    assert state.chain[: int(state.x[order.NUM_CHAIN])].tolist() == [4, 2, 0]
+    assert state.chain[: state.num_chain].tolist() == [4, 2, 0]
     # e to device 1: c ends at 6, its tensor is there at 7, d has ended at 4: 8 s in all.
-    assert order._inputs_s(tables, state, 4, 1) == 7
-    assert order._elsewhere(tables, state, 4, 1, 7.0, 5) == (8, 7)
+    assert estimates.inputs_s(tables, state, 4, 1) == 7
+    assert estimates.elsewhere(tables, state, 4, 1, 7.0, 5) == (8, 7)
     # c to device 1, before d (position 1 of that lane): a's tensor at 5, c until 7, then d: 10.
-    assert order._elsewhere(tables, state, 2, 1, 5.0, 4) == (10, 5)
+    assert estimates.elsewhere(tables, state, 2, 1, 5.0, 4) == (10, 5)
     # behind d: c from 5 to 7, its tensor back at 8, e until 9.
-    assert order._elsewhere(tables, state, 2, 1, 5.0, 5) == (9, 5)
+    assert estimates.elsewhere(tables, state, 2, 1, 5.0, 5) == (9, 5)
     # c and e together to device 1, where they are in the sequence, which is in order of time:
     # behind d, c from 5 to 7, e to 8.
     assert state.sequence.tolist() == [0, 1, 3, 2, 4]
     state.room[:2] = [3, 4]
-    assert order._together(tables, state, 2, 1, 2) == (8, 5, 5)
+    assert estimates.together(tables, state, 2, 1, 2) == (8, 5, 5)
     state.room[:2] = [4, 3]  # in whatever order they are given
-    assert order._together(tables, state, 2, 1, 2) == (8, 5, 5) and list(state.room[:2]) == [3, 4]
+    assert estimates.together(tables, state, 2, 1, 2) == (8, 5, 5)
+    assert list(state.room[:2]) == [3, 4]
     for i, at, latency in ((2, 4, 9.0), (4, 5, 8.0)):  # and that is what they take
         state.place[i] = 1
         back = order._shift(state, i, at)
-        assert order.timetable(tables, state, -1, 99, np.inf) == latency
+        assert times.timetable(tables, state, -1, 99, np.inf) == latency
         order._shift(state, i, back)
         state.place[i] = 0
         assert state.sequence.tolist() == [0, 1, 3, 2, 4]
@@ -250,23 +255,23 @@ def test_estimates_of_a_measured_machine_by_hand() -> None:
     start(tables, state, placement, np.arange(5, dtype=np.int32), RNG(0))
     # 0  aaaaaaaa cc e       a and b begin beside each other, and so does d
     # 1  bb dddddd
-    assert state.end_s.tolist() == [8, 2, 10, 8, 11] and state.x[order.COST] == 11
+    assert state.end_s.tolist() == [8, 2, 10, 8, 11] and state.cost_s == 11
     assert state.from_s.tolist() == [11, 8, 3, 6, 1] and not state.hand_s.any()
-    assert order._seconds(tables, state, 4, 1, 8.5) == 2  # c runs
-    assert order._seconds(tables, state, 2, 1, 8.5) == 2  # beside nobody but itself
-    assert order._seconds(tables, state, 3, 0, 1.0) == 6  # b runs
+    assert estimates._seconds(tables, state, 4, 1, 8.5) == 2  # c runs
+    assert estimates._seconds(tables, state, 2, 1, 8.5) == 2  # beside nobody but itself
+    assert estimates._seconds(tables, state, 3, 0, 1.0) == 6  # b runs
     # a sends to c's device: while c runs there is nobody to wake.
-    assert order._handing_s(tables, state, 0, 1, 9.0) == 0.25
-    assert order._handing_s(tables, state, 0, 1, 12.0) == 0.75
+    assert estimates._handing_s(tables, state, 0, 1, 9.0) == 0.25
+    assert estimates._handing_s(tables, state, 0, 1, 12.0) == 0.75
     # e to device 1: c ends at 10, its tensor is there at 11, e runs beside nobody.
-    assert order._elsewhere(tables, state, 4, 1, 11.0, 5) == (12, 11)
+    assert estimates.elsewhere(tables, state, 4, 1, 11.0, 5) == (12, 11)
     # d to device 0, behind e: b hands its tensor over, and then nobody waits for device 1.
-    assert order._handed_s(tables, state, 3, 0) == 0
+    assert estimates._handed_s(tables, state, 3, 0) == 0
     # c to device 1: a wakes it, 8.75, then e.
-    assert order._handed_s(tables, state, 2, 1) == 9.75
+    assert estimates._handed_s(tables, state, 2, 1) == 9.75
     state.place[2] = 1  # c begins at 9 on device 1, e at 12; as a ends, d does
     assert state.sequence.tolist() == [0, 1, 3, 2, 4]
-    assert order.timetable(tables, state, -1, 99, np.inf) == 13
+    assert times.timetable(tables, state, -1, 99, np.inf) == 13
     assert state.try_hand_s.tolist() == [0.25, 0, 0.75, 0, 0]
 
 
@@ -277,14 +282,14 @@ def test_another_order_by_hand() -> None:
     # 0  aaaa b cc e     d waits for b, which is sent until 6, and ends at 9.
     # 1             ddd
     start(tables, state, np.array([0, 0, 0, 1, 0], np.int32), np.arange(5, dtype=np.int32), RNG(0))
-    assert state.x[order.COST] == 9 and state.in_lane[1] == 1
+    assert state.cost_s == 9 and state.in_lane[1] == 1
     # 0  b aaaa cc e     b first: d from 2 to 5, all else as it was: 8.
-    assert order._reordered(tables, state, 1, 0.0, 0) == 8
+    assert estimates.reordered(tables, state, 1, 0.0, 0) == 8
     # a behind b is the same order.
-    assert order._reordered(tables, state, 0, 0.0, 1) == 8
+    assert estimates.reordered(tables, state, 0, 0.0, 1) == 8
     back = order._shift(state, 1, 0)
     assert state.sequence.tolist() == [1, 0, 2, 3, 4]
-    assert order.timetable(tables, state, -1, 99, np.inf) == 8
+    assert times.timetable(tables, state, -1, 99, np.inf) == 8
     order._shift(state, 1, back)
     assert state.sequence.tolist() == list(range(5))
 
@@ -297,19 +302,21 @@ def test_no_latency_is_below_the_estimate_where_channels_are_free(seed: int) -> 
     """
     problem = replace(plain(random_problem(seed, 12, 3)), contention=False)
     tables, state = started(problem, seed)
-    if state.x[order.COST] >= 1e30:
+    if state.cost_s >= 1e30:
         return
     rng = RNG(seed)
     for i in range(problem.num_ops):
         old = state.place[i]
         new = int((old + 1 + rng.integers(2)) % 3)
-        ready = order._inputs_s(tables, state, i, new)
-        place = order._first_in_lane(state, new, state.position, state.position[i])
-        estimate, begin = order._elsewhere(tables, state, i, new, ready, place)
+        ready = estimates.inputs_s(tables, state, i, new)
+        place = estimates.first_in_lane(state, new, state.position, state.position[i])
+        estimate, begin = estimates.elsewhere(tables, state, i, new, ready, place)
         state.room[0] = state.position[i]  # a body of one is the same
-        assert order._together(tables, state, i, new, 1) == pytest.approx((estimate, begin, ready))
+        assert estimates.together(tables, state, i, new, 1) == pytest.approx(
+            (estimate, begin, ready)
+        )
         state.place[i] = new
-        assert order.timetable(tables, state, -1, 99, np.inf) >= min(estimate, 1e30) * (1 - 1e-9)
+        assert times.timetable(tables, state, -1, 99, np.inf) >= min(estimate, 1e30) * (1 - 1e-9)
         state.place[i] = old
 
 
@@ -431,7 +438,7 @@ def test_the_environment() -> None:
     rng = RNG(0)
     for i, problem in enumerate(problems):
         obs, _ = env.reset(options={"problem": i})
-        first = env.unwrapped.rules._states[0][i].x[order.BEST]  # type: ignore[attr-defined]
+        first = env.unwrapped.rules._states[0][i].best_s  # type: ignore[attr-defined]
         total, over, steps = 0.0, False, 0
         while not over:
             assert obs in env.observation_space
@@ -460,7 +467,7 @@ def test_the_kernel_chooses_as_the_network_does() -> None:
     weights = net.weights()
     tables, state = started(problem, 5)
     logits = np.empty(17)
-    order.network(
+    choosers.network(
         weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
     )
     obs = {
@@ -475,15 +482,15 @@ def test_the_kernel_chooses_as_the_network_does() -> None:
     np.testing.assert_allclose(logits[moves], found[moves], rtol=1e-4, atol=1e-4)
     twin_tables, twin = started(problem, 5)
     for i in range(30):
-        order.network(
+        choosers.network(
             weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
         )
         logits[0] = -np.inf if state.which.max() >= 0 else 0.0
-        action = order.choose(state.random, logits, 16)
+        action = choosers.choose(state.random, logits, 16)
         order.play(tables, state, order.TAKE, action, NO_NETWORK, 0.0, (i + 1) / 30)
-    order.play(twin_tables, twin, order.SEARCH + order.POLICY, 30, weights, 0.0, 1.0)
+    order.play(twin_tables, twin, order.SEARCH + choosers.POLICY, 30, weights, 0.0, 1.0)
     assert np.array_equal(state.sequence, twin.sequence)
-    assert np.array_equal(state.x, twin.x)
+    assert (state.cost_s, state.best_s, state.step) == (twin.cost_s, twin.best_s, twin.step)
 
 
 @pytest.mark.parametrize("chooser", ["policy", "hand", "uniform"])
@@ -568,4 +575,4 @@ def test_nothing_to_search() -> None:
     assert OrderSearch(evaluations=10)(problem).value_s == 1.0
     search = Search(problem, evaluations=10)
     search.cost(np.zeros(1, np.int32))
-    assert anneal(search, NO_NETWORK, order.HAND, 4, 0) == {"steps": 0}
+    assert anneal(search, NO_NETWORK, choosers.HAND, 4, 0) == {"steps": 0}

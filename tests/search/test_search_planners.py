@@ -20,7 +20,7 @@ from placement.search import macro
 from placement.search.evaluation import Search, neighbours
 from placement.simulator import analytic_kernels as kernels
 from placement.simulator import score
-from placement.simulator.analytic import LoadMoves, device_loads
+from placement.simulator.analytic import device_loads, load_moves
 from placement.testing import check_planner
 from tests.planners.test_planners import every_placement, make, random_small
 from tests.problems import chain, small_problem
@@ -37,27 +37,27 @@ def small(seed: int, **settings):
 def test_deltas_of_macro_moves_are_exact(seed: int) -> None:
     problem = small(seed, num_ops=8, group=None, param_bytes=10, memory_bytes=55)
     p = every_placement(problem)[seed % 100 % 2]
-    moves = LoadMoves(problem, p)
-    device, load_s, held = moves.state.device, moves.state.load, moves.state.held
-    draws = macro.draws_of(moves.tables.compute_s, neighbours(problem), seed, SHARE, 0.2, 8)
+    tables, state = load_moves(problem, p)
+    device, load_s, held = state.device, state.load, state.held
+    draws = macro.draws_of(tables.compute_s, neighbours(problem), seed, SHARE, 0.2, 8)
     group, where, mark = draws.group, draws.where, draws.mark
     for _ in range(30):
         count = macro.propose(draws, device, -1)
         assert not mark.any() and len(set(group[:count])) == count
         if count == 0:
             continue
-        start = [x.copy() for _, x in moves.state.items()]
+        start = [x.copy() for _, x in state.items()]
         old, new = device[group[0]], where[0]
-        after = moves.placement
+        after = device[problem.graph.group]
         after[group[:count]] = where[:count]
-        kernels.apply_moves(moves.tables, moves.state, group, where, count)
-        assert np.array_equal(moves.placement, after)
+        kernels.apply_moves(tables, state, group, where, count)
+        assert np.array_equal(device[problem.graph.group], after)
         np.testing.assert_allclose(load_s, device_loads(problem, after), atol=1e-12)
-        assert np.array_equal(moves.held_bytes, problem.param_bytes_on(after))
+        assert np.array_equal(held, problem.param_bytes_on(after))
         if draws.random[0] % np.uint64(3) == 0:
-            kernels.undo_moves(moves.tables, moves.state, group, where, count, old, new)
+            kernels.undo_moves(tables, state, group, where, count, old, new)
             load_s[:], held[:] = start[1], start[2]
-            for was, (_, now) in zip(start, moves.state.items(), strict=True):
+            for was, (_, now) in zip(start, state.items(), strict=True):
                 assert np.array_equal(was, now)
 
 
@@ -196,7 +196,7 @@ def test_macro_search_keeps_the_contract(evaluations: int, objective: str) -> No
 
 
 def test_an_option_below_one_is_an_error() -> None:
-    for option in ("rounds", "width", "body"):
+    for option in ("rounds", "width"):
         with pytest.raises(PlannerError, match=f"{option} = 0 must be at least 1"):
             load("macro_search", **{option: 0})(small(0))
 

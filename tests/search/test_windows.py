@@ -15,7 +15,7 @@ from placement.planners import load
 from placement.planners.order_search import start, state_of, tables_of
 from placement.problem import Problem
 from placement.schedule import in_sequence
-from placement.search import order, windows
+from placement.search import windows
 from placement.simulator import simulate
 from tests.problems import random_placement, random_problem, small_problem
 from tests.search.test_order_search import plain, random_sequence
@@ -88,7 +88,7 @@ def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
     problem = replace(plain(random_problem(seed, 14, 3, grouped=True)), contention=False)
     tables, state = tables_of(problem), state_of(problem, 4)
     start(tables, state, random_placement(problem, seed), random_sequence(problem, seed), RNG(0))
-    cost, first = float(state.x[order.COST]), int(RNG(seed).integers(6))
+    cost, first = state.cost_s, int(RNG(seed).integers(6))
     if cost >= 1e30:
         return
     rest_s = windows.rest_s(tables, state, first, first + 8)
