@@ -203,8 +203,8 @@ def layer_of(encoder: str) -> type[nn.Module]:
             signature(method).bind("self", *arguments)
         except TypeError as error:
             raise PolicyError(
-                f"encoder {encoder!r}: {method.__name__} must take ({', '.join(arguments)}), it has "
-                f"{signature(method)}: {error} (docs/extend.md, A policy)"
+                f"encoder {encoder!r}: {method.__name__} must take ({', '.join(arguments)}), "
+                f"it has {signature(method)}: {error} (docs/extend.md, A policy)"
             ) from error
     return kind
 
