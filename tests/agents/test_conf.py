@@ -598,6 +598,12 @@ def test_train_on_synthetic_problems(
         "giph-1",
         "giph-1/0",
     ]
+    # A formulation of one's own in the working directory is found while the settings are read.
+    text = (
+        "from envs.formulations import Formulation\nown = Formulation('own_steps:own', 'x:Env')\n"
+    )
+    (tmp_path / "own_steps.py").write_text(text)
+    words += ["training.formulation=own_steps:own"]
     assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
     assert "use baseline or imitation" in capsys.readouterr().err
     for seed, message in (
