@@ -279,7 +279,7 @@ def test_what_generators_get_wrong() -> None:
     too_large.sizes = Sizes(4, 3, 9)  # type: ignore[attr-defined]
     with pytest.raises(EnvError, match="room for"):
         gym.make("envs/DevicePlacement-v0", problems=too_large).unwrapped.reset()
-    with pytest.raises(EnvError, match="made a int, not a Problem"):
+    with pytest.raises(EnvError, match="made no Problem: int"):
         gym.make("envs/DevicePlacement-v0", problems=lambda rng: 3)
     with pytest.raises(EnvError, match=r"generator 'envs.generators:Layred' cannot be imported"):
         gym.make("envs/DevicePlacement-v0", problems="envs.generators:Layred")
@@ -459,6 +459,8 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     halved = TrainedPolicy(make_net(NetworkConfig(encoder="test_rl:Halved"), "sequential"))
     with pytest.raises(PolicyError, match=r"encoder Halved: forward gives .*, 32.* for x of .*64"):
         halved.place(small_problems()[0], None, 0, 0)
+    with pytest.raises(PolicyError, match=r"'test_rl:OwnNet' must be an envs.formulations.Form"):
+        TrainConfig(formulation="test_rl:OwnNet")
     with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
         train(small_problems(), config=TrainConfig(algorithm="stable_baselines3:DQN"))
     with pytest.raises(EnvError, match="reward 'test_rl:no' cannot be imported"):
