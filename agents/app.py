@@ -98,13 +98,15 @@ def explain(error: Exception, config: str = "compare") -> str | None:
         if re.search(r"hydra/(launcher|sweeper)", str(error)):
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
-    if _raised_by(error) == "hydra":  # plain exceptions, for flags that exclude each other
-        return f"{error}\n(flags that can be given: --help, --hydra-help)"
-    if isinstance(error, OSError) and error.filename:
+    by_hydra = _raised_by(error) == "hydra"
+    if isinstance(error, OSError) and (error.filename or by_hydra):
+        place = os.path.abspath(error.filename) if error.filename else "the run folder"
         return (
-            f"cannot use {os.path.abspath(error.filename)}: {error.strerror}; "
+            f"cannot use {place}: {error.strerror}; "
             "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
         )
+    if by_hydra:  # plain exceptions, for flags that exclude each other
+        return f"{error}\n(flags that can be given: --help, --hydra-help)"
     return cli.explain(error)
 
 

@@ -66,11 +66,9 @@ def _compare(cfg: DictConfig) -> float:
         save_pictures(run, comparison)
         save_best(run, comparison, problems, planners)
         save_report(run)
-    files = (
-        "report.html, compare.csv, compare.md, curves.png, pareto.png; "
-        "per workload plan.json, trace.json"
-    )
-    show(run, comparison, files)
+    files = "compare.csv, compare.md, curves.png, pareto.png; per workload plan.json, trace.json"
+    page = (run.folder / "report.html").is_file()  # jobs of a sweep have none
+    show(run, comparison, "report.html, " * page + files)
     return metric_s(comparison)
 
 

@@ -105,7 +105,7 @@ def _train(cfg: DictConfig) -> float:
         if not fresh:  # of drawn samples nobody runs a plan: the table says it all
             save_best(run, comparison, problems, planners)
             save_report(run)
-            said += ", report.html and plans"
+            said += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
     show(run, comparison, said)
     return metric_s(comparison)
 

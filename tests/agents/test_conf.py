@@ -376,6 +376,11 @@ def test_full_memory_and_files_without_a_name_are_no_defects_of_ours() -> None:
     assert explain(MemoryError()) == "not enough memory for a problem of this size"
     assert explain(OSError("no route to host")) == "no route to host"
     assert explain(ZeroDivisionError()) is None
+    full = "def write(): raise OSError(28, 'No space left on device')"  # into .hydra, while closing
+    exec(full, hydra := {"__name__": "hydra.utils"})
+    with pytest.raises(OSError) as raised:
+        hydra["write"]()
+    assert str(explain(raised.value)).startswith("cannot use the run folder: No space left")
 
 
 def test_files_among_workloads_move_to_files() -> None:
