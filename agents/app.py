@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli, workloads
+from placement.tools.named import meant
 from placement.tools.ownership import DISTRIBUTION, version
 
 if TYPE_CHECKING:
@@ -79,10 +81,10 @@ def launch(
                 return cli.BAD_INPUT if error.code else cli.OK
         return cli.OK
 
-    return cli.guarded(run, explain, debug=debug)
+    return cli.guarded(run, partial(explain, config=config), debug=debug)
 
 
-def explain(error: Exception) -> str | None:
+def explain(error: Exception, config: str = "compare") -> str | None:
     """What to tell the user; None if the error is a mistake of ours."""
     if isinstance(error, InstantiationException):
         cause = error.__cause__
@@ -90,18 +92,43 @@ def explain(error: Exception) -> str | None:
             return str(cause)
         return f"{error}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, HydraException | OmegaConfBaseException):
+        if unknown := _unknown(str(error), config):
+            return unknown
         because = f"\n{error.__cause__}" if error.__cause__ else ""
         if re.search(r"hydra/(launcher|sweeper)", str(error)):
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
-    if _raised_by(error) == "hydra":  # plain exceptions, for flags that exclude each other
-        return f"{error}\n(flags that can be given: --help, --hydra-help)"
-    if isinstance(error, OSError) and error.filename:
+    by_hydra = _raised_by(error) == "hydra"
+    if isinstance(error, OSError) and (error.filename or by_hydra):
+        place = os.path.abspath(error.filename) if error.filename else "the run folder"
         return (
-            f"cannot use {os.path.abspath(error.filename)}: {error.strerror}; "
+            f"cannot use {place}: {error.strerror}; "
             "another run folder: hydra.run.dir=FOLDER (or hydra.sweep.dir=FOLDER)"
         )
+    if by_hydra:  # plain exceptions, for flags that exclude each other
+        return f"{error}\n(flags that can be given: --help, --hydra-help)"
     return cli.explain(error)
+
+
+def _unknown(message: str, config: str) -> str:
+    """What Hydra says of a name that it does not know, with what may be meant; or nothing."""
+    entry = re.search(r"Could not (?:find|load) '(workload|planner)/(.*?)'", message)
+    if entry is not None:
+        group, name = entry.groups()
+        near = meant(name, conf.names(group)) or ";"
+        own = "package.module:" + ("function" if group == "workload" else "Class")
+        if ":" in name:  # in a place that is no list, such as planner@baseline
+            own = "a file of --config-dir (docs/faq.md)"
+        there = ", ".join(conf.names(group))
+        return f"{group} {name!r} is unknown{near} there are {there}, or your own as {own}"
+    setting = re.match(r"Could not override '([\w.]+)'", message)
+    if setting is not None:
+        parent, _, name = setting[1].rpartition(".")
+        every = OmegaConf.load(Path(conf.__file__).parent / f"{config}.yaml")
+        keys: Any = OmegaConf.select(every, parent) if parent else every
+        near = meant(name, map(str, keys or ()))
+        return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
+    return ""
 
 
 def _raised_by(error: BaseException) -> str:
@@ -116,8 +143,9 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
     ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
     holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
-    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. A function of yours gets a node
-    of its own: ``workload=[mine:build]`` becomes ``workload=[]`` and ``+workload.build={...}``.
+    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. What is yours gets a node of its
+    own: ``workload=[mine:build]`` becomes ``workload=[]`` and ``+workload.build={...}``, and so do
+    planners.
     ``sweep=NAME`` needs no ``-m``, and ``--json`` is ``json=true``.
 
     Raises:
@@ -133,31 +161,35 @@ def with_lists(argv: Sequence[str]) -> list[str]:
 
 
 def _only_names(arg: str) -> list[str]:
-    """A choice of workloads without the files and functions in it, and these as what they are."""
-    if not arg.startswith("workload="):
+    """A choice without files, functions and classes of yours in it, and these as what they are."""
+    group = arg.partition("=")[0]
+    if group not in _LISTS:
         return [arg]
     value = OverridesParser.create().parse_override(arg).value()
     items = value if isinstance(value, list) else [value]
     words = [x for x in items if isinstance(x, str)]
-    folders = [x for x in words if Path(x).is_dir() and x not in workloads.names()]
     specs = [x for x in words if re.fullmatch(r"[\w.]+:\w+", x) and not Path(x).is_file()]
-    specs += folders
-    files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
+    files: list[str] = []
+    if group == "workload":
+        specs += [x for x in words if Path(x).is_dir() and x not in workloads.names()]
+        files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
     if not specs and not files:
         return [arg]
     others = [str(x) for x in items if x not in (*specs, *files)]
-    lists = [f"workload=[{','.join(others)}]"]
+    lists = [f"{group}=[{','.join(others)}]"]
     lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
     given = [spec.partition(":")[2] or Path(spec).resolve().name for spec in specs]
     names = [*others, *(re.sub(r"\W", "_", name) for name in given)]
     for name, spec in zip(names[len(others) :], specs, strict=True):
         node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
+        if group == "planner":
+            node = f"={{_target_: {spec.replace(':', '.')}}}"
         if names.count(name) > 1:
             raise AppError(
-                f"{arg}: two workloads are called {name!r}; instead of {spec} in the list add "
-                f"'+workload.NAME{node}'"
+                f"{arg}: two {group}s are called {name!r}; instead of {spec} in the list add "
+                f"'+{group}.NAME{node}'"
             )
-        lists.append(f"+workload.{name}{node}")
+        lists.append(f"+{group}.{name}{node}")
     return lists
 
 

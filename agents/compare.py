@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -22,6 +23,7 @@ from agents.app import (
     show,
 )
 from agents.sweeps import once
+from placement.cli import says_if_busy
 
 if TYPE_CHECKING:
     from placement.problem import Problem
@@ -46,7 +48,8 @@ def _compare(cfg: DictConfig) -> float:
     if not cfg.get("planner"):
         raise AppError("no planner: add e.g. planner=heft")
     planners = {str(name): make_planner(node) for name, node in cfg.planner.items()}
-    with job(cfg, "compare") as run:
+    runs = cfg.execute and cfg.get("workload")  # files are only predicted
+    with job(cfg, "compare") as run, says_if_busy() if runs else nullcontext():
         problems = make_problems(run)
         comparison = compare(
             problems,
@@ -63,11 +66,9 @@ def _compare(cfg: DictConfig) -> float:
         save_pictures(run, comparison)
         save_best(run, comparison, problems, planners)
         save_report(run)
-    files = (
-        "report.html, compare.csv, compare.md, curves.png, pareto.png; "
-        "per workload plan.json, trace.json"
-    )
-    show(run, comparison, files)
+    files = "compare.csv, compare.md, curves.png, pareto.png; per workload plan.json, trace.json"
+    page = (run.folder / "report.html").is_file()  # jobs of a sweep have none
+    show(run, comparison, "report.html, " * page + files)
     return metric_s(comparison)
 
 

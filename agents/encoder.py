@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -182,7 +183,7 @@ def layer_of(encoder: str) -> type[nn.Module]:
     """The class of layer of that name; one of the user's is imported.
 
     Raises:
-        PolicyError: it cannot be imported, or is no ``torch.nn.Module``.
+        PolicyError: it cannot be imported, or is no ``torch.nn.Module`` of the form that is called.
     """
     if encoder in LAYERS:
         return LAYERS[encoder]
@@ -192,6 +193,17 @@ def layer_of(encoder: str) -> type[nn.Module]:
         raise PolicyError(str(error)) from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise PolicyError(f"encoder {encoder!r} must be a class of torch.nn.Module")
+    for method, arguments in (
+        (kind.__init__, ("hidden",)),
+        (kind.forward, ("x", "batch", "waves")),
+    ):
+        try:
+            signature(method).bind("self", *arguments)
+        except TypeError as error:
+            raise PolicyError(
+                f"encoder {encoder!r}: {method.__name__} must take ({', '.join(arguments)}), "
+                f"it has {signature(method)}: {error} (docs/extend.md, A policy)"
+            ) from error
     return kind
 
 
@@ -240,7 +252,13 @@ class Encoder(nn.Module):
         waves = store.waves(key) if self.needs_waves else []
         x = self.group_in(batch.x)
         for layer in self.layers:
-            x = layer(x, batch, waves)
+            y = layer(x, batch, waves)
+            if getattr(y, "shape", None) != x.shape:
+                raise PolicyError(
+                    f"encoder {type(layer).__name__}: forward gives {getattr(y, 'shape', type(y))} "
+                    f"for x of {x.shape}: a layer gives groups as it gets them, float32 [V, H]"
+                )
+            x = y
         groups = store.dense(self.group_out(x), ids)
         for layer in self.attention:
             groups = layer(groups, store.real[ids])

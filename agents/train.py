@@ -61,14 +61,13 @@ def _train(cfg: DictConfig) -> float:
             f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1"
         )
     seeds_of(cfg)
+    own = [cfg.training[x] for x in ("reward", "generator", "algorithm", "formulation")]
+    for name in (*own, cfg.training.network.encoder, *cfg.allow):
+        search_here(str(name))  # before the settings are read: a formulation is imported then
     config = instantiate(cfg.training, _convert_="all")
     baseline, expert = (prepared(make_planner(p), cfg.seed) for p in (cfg.baseline, cfg.expert))
     if cfg.warm_start not in ("baseline", "imitation"):
         raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
-    for name in (config.reward, config.generator, config.algorithm, config.formulation):
-        search_here(name)
-    for name in (config.network.encoder, *cfg.allow):
-        search_here(name)
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
     with job(cfg, "train") as run:
         fresh = config.generator is not None
@@ -106,7 +105,7 @@ def _train(cfg: DictConfig) -> float:
         if not fresh:  # of drawn samples nobody runs a plan: the table says it all
             save_best(run, comparison, problems, planners)
             save_report(run)
-            said += ", report.html and plans"
+            said += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
     show(run, comparison, said)
     return metric_s(comparison)
 

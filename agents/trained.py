@@ -259,7 +259,7 @@ def decode(
     rules = building_rules(net.config, net.formulation, problems, len(ids))
     rules.start(np.arange(len(ids)), ids)
     if (
-        isinstance(rules, SequentialRules)
+        type(rules) is SequentialRules  # of a subclass what is legal may differ
         and isinstance(net, PlacementNet)
         and _scores_as_ours(net)
     ):

@@ -110,9 +110,10 @@ class PlacementEnv(gym.Env[Observation, Any]):
         tuple of one such row for each.
 
         Raises:
-            EnvError: there is no problem of that number.
+            EnvError: there is no problem of that number, or an option of another name.
         """
         super().reset(seed=seed)
+        check_reset(options, ("problem",))
         chosen = (options or {}).get("problem")
         if self._source.generator is not None:
             if chosen is not None:
@@ -122,9 +123,11 @@ class PlacementEnv(gym.Env[Observation, Any]):
             self._drawn += 1
             chosen = 0
         count = len(self.problems.problems)
-        problem = int(self.np_random.integers(count)) if chosen is None else int(chosen)
-        if not 0 <= problem < count:
-            raise EnvError(f"options['problem'] = {problem}, there are {count} (0..{count - 1})")
+        if chosen is None:
+            chosen = self.np_random.integers(count)
+        if not isinstance(chosen, int | np.integer) or not 0 <= chosen < count:
+            raise EnvError(f"options['problem'] = {chosen!r}, there are {count} (0..{count - 1})")
+        problem = int(chosen)
         self.rules.start(np.array([0]), np.array([problem]), self.np_random)
         return self._observation(), self._info()
 
@@ -181,6 +184,15 @@ class PlacementEnv(gym.Env[Observation, Any]):
             seen |= self._graphs(self.rules.ids)
         seen["problem"][0] = self._number()
         return {key: rows[0].copy() for key, rows in seen.items()}
+
+
+def check_reset(options: dict[str, Any] | None, known: Sequence[str] = ()) -> None:
+    """Raises: EnvError, an option of ``reset`` that nobody reads."""
+    for name in options or {}:
+        if name not in known:
+            raise EnvError(
+                f"reset: option {name!r} is unknown; known: {', '.join(known) or 'none'}"
+            )
 
 
 def mask_of(space: spaces.Space[Any], masks: NDArray[np.bool_]) -> NDArray[np.int8]:

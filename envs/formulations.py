@@ -14,7 +14,7 @@ from typing import Any, Literal
 from gymnasium import spaces
 
 from envs.lookup import find
-from envs.problems import ProblemSet
+from envs.problems import EnvError, ProblemSet
 from envs.rules import Rules
 
 Mode = Literal["best_of_k", "refine", "guided_search"]
@@ -159,8 +159,10 @@ def formulation_of(name: str) -> Formulation:
     """
     if name in FORMULATIONS:
         return FORMULATIONS[name]
-    formulation: Formulation = find(name, "formulation")
-    return formulation
+    found = find(name, "formulation")
+    if not isinstance(found, Formulation):
+        raise EnvError(f"formulation {name!r} must be an envs.formulations.Formulation")
+    return found
 
 
 def formulation_in(space: spaces.Dict) -> Formulation:

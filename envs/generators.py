@@ -271,9 +271,7 @@ def draw(generator: Generator, rng: np.random.Generator, room: Sizes | None = No
     """
     problem = generator(rng)
     if not isinstance(problem, Problem):
-        raise EnvError(
-            f"generator {name_of(generator)} made a {type(problem).__name__}, not a Problem"
-        )
+        raise EnvError(f"generator {name_of(generator)} made no Problem: {type(problem).__name__}")
     if room is not None and any(np.array(sizes_of(problem)) > room):
         raise EnvError(
             f"generator {name_of(generator)} made a problem of {sizes_of(problem)}, and there is "

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from envs import IDS
-from envs.base import PlacementEnv, mask_of
+from envs.base import PlacementEnv, check_reset, mask_of
 from envs.episodes import Episodes, Fresh
 from envs.lookup import find
 from envs.problems import EnvError
@@ -77,7 +77,12 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Start every episode; ``seed`` decides which problems follow."""
+        """Start every episode; ``seed`` decides which problems follow.
+
+        Raises:
+            EnvError: any option: there are none.
+        """
+        check_reset(options)
         super().reset(seed=seed if isinstance(seed, int) else None)
         if seed is not None:
             self.episodes.seed(seed)

@@ -122,11 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.options += rest
+    trials = f", as are runs in {args.trials}" if getattr(args, "trials", None) else ""
     return cli.guarded(
         lambda: _run(args),
         cli.explain,
         debug=args.debug,
-        interrupted=f"interrupted; {cli.AFTER_INTERRUPT}",
+        interrupted=f"interrupted; {cli.AFTER_INTERRUPT}{trials}",
     )
 
 

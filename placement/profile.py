@@ -153,8 +153,9 @@ class Profile:
         for device in workers:
             source = device.measured_as
             if source not in self.device_names:
+                like = f" is like {source!r}, which" if device.like else ""
                 raise ProfileError(
-                    f"device {device.name!r} was not measured (profile has "
+                    f"device {device.name!r}{like} was not measured (profile has "
                     f"{list(self.device_names)}); run: placement profile, or give it "
                     f"'like: <measured device>' and 'speed: <factor>', or predict it: "
                     "--predict roofline"

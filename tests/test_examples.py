@@ -30,7 +30,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # A seam each; in the suite for a few updates.
-OWN = ("own_encoder.py", "own_reward.py", "own_generator.py", "grpo.py")
+OWN = ("own_encoder.py", "own_environment.py", "own_reward.py", "own_generator.py", "grpo.py")
 
 
 @pytest.mark.parametrize("name", ["train_ppo.py", "cleanrl_ppo.py"])
@@ -59,6 +59,7 @@ def test_a_seam_of_ones_own(
     out = capsys.readouterr().out
     said = {
         "own_encoder.py": "the file names its encoder: own_encoder:Mean",
+        "own_environment.py": "devices in use, at most: 2",
         "own_reward.py": "own_reward:few_devices: ",
         "own_generator.py": "75% reward",
         "grpo.py": "320 steps: reward",

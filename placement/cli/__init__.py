@@ -222,6 +222,7 @@ def print_table(
     # Names come from files: no markup, no emoji.
     out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(max(out.width, NARROWEST), WIDTH)
+    table.collapse_padding = out.width < WIDTH  # room for figures
     out.print(printable(title), style="italic")
     out.print(table)
 

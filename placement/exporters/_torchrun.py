@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 def main() -> int:
     data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if len(sys.argv) != 2 or world != len(data["ranks"]):
+    named = len(sys.argv) == 2 and ":" in sys.argv[1]
+    if not named or world != len(data["ranks"]):
         print(f"torchrun --nproc-per-node {len(data['ranks'])} {sys.argv[0]} package.module:name")
         return 2
     device = take(data["ranks"][rank])

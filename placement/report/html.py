@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Placement, Problem, Solution
+from placement.profile import error_in
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.runs.compare import Comparison, placement_id
@@ -222,7 +223,7 @@ def _workload(
     if not rows and plan is not None:
         rows = (_planned(plan, workload.name),)
     index = {name: i for i, d in enumerate(decisions) for name in d.planners}
-    about = ("objective", "num_ops", "num_devices", "bound_s")
+    about = ("objective", "num_ops", "num_devices", "bound_s", "prediction_error")
     return {
         "name": workload.name,
         **{name: getattr(rows[0], name) if rows else None for name in about},
@@ -297,6 +298,7 @@ def _planned(plan: Plan, workload: str) -> Row:
         bound_s=bound,
         gap=said.value_s / bound - 1 if bound else None,
         plan_s=np.nan,  # not in the file
+        prediction_error=error_in(plan.provenance.profile) or None,
         **facts,
     )
 

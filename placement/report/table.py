@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from placement.tools.files import csv_text
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
 
-WIDTH = 80
+NARROWEST, WIDTH = 60, 80  # columns
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     notes = [f"on the front of {_traded(first)}: {', '.join(front)}"] if front else []
     if first.energy_source == "declared":
         notes.append("energy is computed from declared watts, not from measured ones")
+    error, ran = (
+        first.prediction_error,
+        any(r.num_rounds for rows in by_planner.values() for r in rows),
+    )
+    if error and not ran:  # what ran has errors of its own, in the next table
+        notes.append(
+            f"predictions err by {error:.1%}: of rows that differ by less, either may be better"
+        )
     notes += [f"{name}: {rows[0].note}" for name, rows in by_planner.items() if rows[0].note]
     return Table(
         f"{workload}, predicted: {first.num_ops} operators on {first.num_devices} devices, "
@@ -140,25 +149,28 @@ def overall(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def print_tables(every: Sequence[Table]) -> None:
-    """To standard output, at most 80 columns."""
+    """To standard output, at most 80 columns; on a narrow terminal headers have two lines."""
     from rich import box
     from rich import table as rich_table
     from rich.console import Console
 
     # Names come from files: no markup, no emoji.
     out = Console(markup=False, emoji=False, highlight=False)
-    out.width = min(out.width, WIDTH)
+    out.width = min(max(out.width, NARROWEST), WIDTH)
+    wide = out.width == WIDTH
     for one in every:
         out.print(one.title, style="bold")
         shown = rich_table.Table(
             box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
         )
         for i, column in enumerate(one.header):
-            # Only the name may be shortened: a figure that is cut is a wrong figure.
+            # Only the name may be shortened or broken: a figure that is cut is a wrong figure.
             if i == 0:
-                shown.add_column(column, overflow="ellipsis")
+                shown.add_column(column, overflow="ellipsis" if wide else "fold")
             else:
-                shown.add_column(column, justify="right", no_wrap=True)
+                two_lines = re.sub(r"(?<=.{4})[ -](?=.)", lambda x: x[0].strip() + "\n", column)
+                text = column if wide else two_lines
+                shown.add_column(text, justify="right", no_wrap=True)
         for cells in one.cells:
             shown.add_row(*cells)
         out.print(shown)

@@ -308,13 +308,19 @@ def test_an_interrupted_comparison_continues(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["planner=heft", "planner.heft.sead=3"], "Key 'sead' is not in struct"),
+        (["planner=heft", "planner.heft.sead=3"], "there is no setting 'planner.heft.sead'"),
         (["planner=heft", "+planner.heft.sead=3"], "has no option 'sead'"),
         (["planner.local_search.patience=soon"], "patience = 'soon' is not of type float"),
-        (["planner=hefd"], "Could not find 'planner/hefd'"),
+        (["planner=hefd"], "planner 'hefd' is unknown; did you mean 'heft'? there are antichain"),
+        (
+            ["planner=[hefd]"],
+            "planner 'hefd' is unknown; did you mean 'heft'? there are antichain",
+        ),
+        (["planner=no_such:Planner"], "no_such"),
+        (["secondz=3"], "no setting 'secondz'; did you mean 'seconds'? (all of them: --cfg job)"),
         (["planner=heft,expert"], "add --multirun"),
         (["planner=[]"], "no planner: add e.g. planner=heft"),
-        (["workload=tiny_mlq"], "Could not find 'workload/tiny_mlq'"),
+        (["workload=tiny_mlq"], "workload 'tiny_mlq' is unknown; did you mean 'tiny_mlp'?"),
         (["+workload.tiny_mlp.depth=3"], "got an unexpected keyword argument 'depth'"),
         (["objective=speed"], "objective 'speed' is unknown"),
         (["rounds=many"], "'many' of type 'str' could not be converted to Integer"),
@@ -370,6 +376,11 @@ def test_full_memory_and_files_without_a_name_are_no_defects_of_ours() -> None:
     assert explain(MemoryError()) == "not enough memory for a problem of this size"
     assert explain(OSError("no route to host")) == "no route to host"
     assert explain(ZeroDivisionError()) is None
+    full = "def write(): raise OSError(28, 'No space left on device')"  # into .hydra, while closing
+    exec(full, hydra := {"__name__": "hydra.utils"})
+    with pytest.raises(OSError) as raised:
+        hydra["write"]()
+    assert str(explain(raised.value)).startswith("cannot use the run folder: No space left")
 
 
 def test_files_among_workloads_move_to_files() -> None:
@@ -394,6 +405,8 @@ MINE = """
 from torch import nn, zeros
 def build():
     return nn.Linear(8, 8), (zeros(2, 8),)
+from placement.planners.heft import Heft
+class Late(Heft): pass
 """
 
 
@@ -414,9 +427,10 @@ def test_functions_and_configurations_of_ones_own(
     assert moved[1].startswith("+workload.Llama_3_2={_target_") and f'"{folder}"' in moved[1]
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["planner=heft", "hydra.run.dir=out", *PREDICT[2:]]
-    assert run("compare", "workload=[mine:build]", *words) == 0
-    assert {r["workload"] for r in rows_of(tmp_path / "out")} == {"build"}
+    words = ["planner=[peft,mine:Late]", "+planner.Late.look_ahead=0.5", "hydra.run.dir=out"]
+    assert run("compare", "workload=[mine:build]", *words, *PREDICT[2:]) == 0
+    rows = rows_of(tmp_path / "out")
+    assert {r["workload"] for r in rows} == {"build"} and rows[-1]["planner"] == "Late"
 
     (tmp_path / "conf" / "workload").mkdir(parents=True)
     (tmp_path / "conf" / "planner").mkdir()
@@ -589,6 +603,12 @@ def test_train_on_synthetic_problems(
         "giph-1",
         "giph-1/0",
     ]
+    # A formulation of one's own in the working directory is found while the settings are read.
+    text = (
+        "from envs.formulations import Formulation\nown = Formulation('own_steps:own', 'x:Env')\n"
+    )
+    (tmp_path / "own_steps.py").write_text(text)
+    words += ["training.formulation=own_steps:own"]
     assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
     assert "use baseline or imitation" in capsys.readouterr().err
     for seed, message in (

@@ -68,6 +68,10 @@ def test_reset_is_seeded_and_takes_a_problem() -> None:
     assert env.reset(options={"problem": 7})[0]["problem"].tolist() == [7]
     with pytest.raises(EnvError, match=r"= 12, there are 12 \(0\.\.11\)"):
         env.reset(options={"problem": 12})
+    with pytest.raises(EnvError, match=r"= 1.5, there are 12"):
+        env.reset(options={"problem": 1.5})
+    with pytest.raises(EnvError, match="option 'problm' is unknown; known: problem"):
+        env.reset(options={"problm": 7})
 
 
 def test_rewards_by_hand() -> None:

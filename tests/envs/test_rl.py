@@ -279,7 +279,7 @@ def test_what_generators_get_wrong() -> None:
     too_large.sizes = Sizes(4, 3, 9)  # type: ignore[attr-defined]
     with pytest.raises(EnvError, match="room for"):
         gym.make("envs/DevicePlacement-v0", problems=too_large).unwrapped.reset()
-    with pytest.raises(EnvError, match="made a int, not a Problem"):
+    with pytest.raises(EnvError, match="made no Problem: int"):
         gym.make("envs/DevicePlacement-v0", problems=lambda rng: 3)
     with pytest.raises(EnvError, match=r"generator 'envs.generators:Layred' cannot be imported"):
         gym.make("envs/DevicePlacement-v0", problems="envs.generators:Layred")
@@ -309,6 +309,21 @@ class OwnLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
         return x + torch.relu(self.own(x))
+
+
+class Narrow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Halved(nn.Identity):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return x[:, ::2]
 
 
 class OwnNet(PlacementNet):
@@ -437,6 +452,15 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         make_net(NetworkConfig(encoder="nowhere:Layer"), "sequential")
     with pytest.raises(PolicyError, match=r"must be a class of torch.nn.Module"):
         make_net(NetworkConfig(encoder="test_rl:slower_is_better"), "sequential")
+    for layer, why in (("Narrow", r"forward must take \(x, batch, waves\), it has"),
+                       ("Bare", r"__init__ must take \(hidden\), it has")):  # fmt: skip
+        with pytest.raises(PolicyError, match=f"encoder 'test_rl:{layer}': {why}"):
+            make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
+    halved = TrainedPolicy(make_net(NetworkConfig(encoder="test_rl:Halved"), "sequential"))
+    with pytest.raises(PolicyError, match=r"encoder Halved: forward gives .*, 32.* for x of .*64"):
+        halved.place(small_problems()[0], None, 0, 0)
+    with pytest.raises(PolicyError, match=r"'test_rl:OwnNet' must be an envs.formulations.Form"):
+        TrainConfig(formulation="test_rl:OwnNet")
     with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
         train(small_problems(), config=TrainConfig(algorithm="stable_baselines3:DQN"))
     with pytest.raises(EnvError, match="reward 'test_rl:no' cannot be imported"):

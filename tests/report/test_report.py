@@ -213,6 +213,24 @@ def test_the_terminal_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) 
     assert "[bold]" in out
 
 
+def test_a_narrow_terminal_breaks_headers_and_names_and_cuts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in ("60", "40"):
+        monkeypatch.setenv("COLUMNS", columns)
+        table.print_tables(table.tables(comparison(*rows(planner="local_search"))))
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 60 and "…" not in out
+        assert out.count("local_search") == 3 and "6.25" in out and "-20.0" in out
+
+
+def test_predictions_that_nothing_ran_for_say_how_far_they_are_off() -> None:
+    said = "predictions err by 12.3%: of rows that differ by less, either may be better"
+    for measured in (False, True):
+        known = [replace(r, prediction_error=0.123) for r in rows(measured=measured)]
+        assert (said in table.tables(comparison(*known))[0].notes) is not measured
+
+
 def test_markdown_escapes_what_would_break_a_table() -> None:
     text = table.to_markdown(comparison(*rows(planner="a|b\nc", note="line\nbreak")))
     assert "| a\\|b c |" in text and "line break" in text

@@ -104,6 +104,7 @@ function compareSection(workload) {
   const about = [`${plural(workload.num_ops, "operator")} on ${plural(workload.num_devices, "device")}, objective ${workload.objective}`,
     workload.num_microbatches && `${plural(workload.num_microbatches, "micro-batch", "micro-batches")}, ${workload.max_in_flight} in flight`,
     workload.bound_s > 0 && `proved lower bound ${seconds(workload.bound_s, unitOf(workload))}`,
+    workload.prediction_error > 0 && `predictions err by ${percent(workload.prediction_error)}`,
     workload.planners.some((p) => p.seeds > 1) && "medians over the seeds"].filter(Boolean).join("; ");
   return card(workload.planners.length > 1 ? "Compare" : "Plan", `${about}. Speed-ups are over the best single device (the thin line).`, holder);
 }
