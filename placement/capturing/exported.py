@@ -98,9 +98,9 @@ def export(
     if lost:
         owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
-        path = path.removeprefix(prefix)
+        full = ".".join(filter(None, (path, name))).removeprefix(prefix)
         raise CaptureError(
-            f"the module changes its buffer '{path}.{name}' by assigning to it, "
+            f"the module changes its buffer {full!r} by assigning to it, "
             + (
                 f"which torch.export loses: write it in place (self.{name}.copy_(...))"
                 if training

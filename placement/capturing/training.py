@@ -252,8 +252,41 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
 
 
 def optimizer_like(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of the same class for other parameters; the groups hold all settings."""
-    return type(optimizer)(groups, lr=groups[0]["lr"])
+    """An optimizer of the same class, with the same attributes, for other parameters.
+
+    Its class need not be callable with ``lr``; the groups hold all settings.
+    """
+    new: Any = object.__new__(type(optimizer))
+    # A learning-rate scheduler puts a ``step`` of this optimizer there.
+    new.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    torch.optim.Optimizer.__init__(new, groups, optimizer.defaults)
+    return new  # type: ignore[no-any-return]
+
+
+def looks_at_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what it does to a parameter depends on another's gradient; found out on stand-ins."""
+    each = [(group, x) for group in optimizer.param_groups for x in group["params"]][:2]
+
+    def after(*numbers: int) -> list[Tensor]:
+        groups = [{**each[i][0], "params": [stand_in(each[i][1])]} for i in numbers]
+        mine = optimizer_like(optimizer, groups)
+        params = [group["params"][0] for group in groups]
+        for _ in range(2):
+            for x, i in zip(params, numbers, strict=True):
+                x.grad = 10.0 ** (2 * i) * torch.arange(1, x.numel() + 1).reshape(x.shape).to(x)
+            mine.step()
+        return [x.detach() for x in params]
+
+    def stand_in(param: Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.ones((2,) * param.dim(), dtype=param.dtype))
+
+    try:
+        together, again = after(*range(len(each))), after(*range(len(each)))
+        alone = [x for i in range(len(each)) for x in after(i)]
+    except Exception:  # what it cannot do, it says when it steps
+        return False
+    is_random = not all(map(torch.equal, together, again))
+    return not is_random and not all(map(torch.allclose, together, alone))
 
 
 class _Builder:
