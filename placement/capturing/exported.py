@@ -327,9 +327,13 @@ def _export_error(
                 "add use_cache=False to its keyword inputs; to decode with a cache: "
                 "docs/transformers.md"
                 if what.endswith("Cache")
-                else "let it return tensors, constants, or tuples, lists and dicts of them; a data "
-                "class is one of these after torch.export.register_dataclass"
-                f"({what.rpartition('.')[2]})"
+                else "let it return tensors, constants, or tuples, lists and dicts of them"
+                + (
+                    "; a data class is one of these after torch.export.register_dataclass"
+                    f"({what.rpartition('.')[2]})"
+                    if "." in what and not what.startswith("torch.")
+                    else ""
+                )
             )
         )
     return CaptureError(

@@ -270,6 +270,11 @@ class Runner:
                 "the runner is another process's, and a fork has no threads: bind the plan in this "
                 "process, which should be started by spawn"
             )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise RunnerError(
+                "autocast is on around the call, but what was captured does not follow it: use it "
+                "in the module's forward, and capture that; or call the runner outside of it"
+            )
         if not self._busy.acquire(blocking=False):
             raise RunnerError(
                 "the runner is in use by another call or stream; finish it, or bind a second one"
