@@ -120,12 +120,11 @@ class Trainer:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._updated: dict[int, Tensor] = {}  # by parameter: what they update
         self._members: list[list[int]] = []
-        self._state: Any = None  # the optimizer's, as it was read or written last
+        self._known_state: Any = None  # the optimizer's, as it was read or written last
         self._num_added = 0
         me = weakref.ref(self)
         self._hook = optimizer.register_state_dict_pre_hook(lambda _: _write_state(me))
-        params = enumerate(graph.program.params)
-        self._frozen = [q for q, x in params if q not in self._home and not x.requires_grad]
+        self._is_trained = [x.requires_grad for x in graph.program.params]
 
     def step(self, microbatches: Iterable[Any]) -> Tensor:
         """One optimizer step on the mean gradient of ``microbatches``; their losses, ``[M]``.
@@ -245,7 +244,7 @@ class Trainer:
         if self._is_stale():
             self._write_state()
             self._optimizers = self._split_optimizer()
-            self._state = self.optimizer.state
+            self._known_state = self.optimizer.state
         self._add_up()
         updates = {}
         for d in set(self._home.values()):
@@ -266,15 +265,13 @@ class Trainer:
         Raises:
             RunnerError: a parameter became frozen or trained, or the optimizer has hooks.
         """
-        program, own = self._program, self.optimizer
-        for what, changed in (
-            ("frozen", [q for q in self._home if not program.params[q].requires_grad]),
-            ("trained", [q for q in self._frozen if program.params[q].requires_grad]),
-        ):
-            if changed:
+        own = self.optimizer
+        for q, (x, before) in enumerate(zip(self._program.params, self._is_trained, strict=True)):
+            if x.requires_grad != before:
                 raise RunnerError(
-                    f"{program.param_names[changed[0]]!r} is to be {what} now, but was captured "
-                    "otherwise: capture the module again, and make another Trainer"
+                    f"{self._program.param_names[q]!r} has requires_grad={x.requires_grad} now, "
+                    "but the step was captured otherwise: capture the module again, and make "
+                    "another Trainer"
                 )
         if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
             raise RunnerError(
@@ -287,7 +284,7 @@ class Trainer:
         """Whether the devices' optimizers are not for this state, these groups or this memory."""
         return (
             not self._optimizers
-            or self._state is not self.optimizer.state
+            or self._known_state is not self.optimizer.state
             or self._members != _members(self.optimizer)
             or any(x is not self._trained(q) for q, x in self._updated.items())
         )
@@ -349,7 +346,7 @@ class Trainer:
             self._write_state()
 
     def _write_state(self) -> None:
-        if self._state is not self.optimizer.state:
+        if self._known_state is not self.optimizer.state:
             return  # another was loaded
         for own in self._optimizers.values():
             for q, here in self._updated.items():

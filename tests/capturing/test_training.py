@@ -686,7 +686,7 @@ def test_what_a_step_cannot_follow_is_refused():
     param = graph.program.params[graph.program.gradients[0][0]]
     with Trainer(graph, TWO, place, optimizer) as trainer:
         param.requires_grad_(False)
-        with pytest.raises(RunnerError, match="is to be frozen now, but was captured otherwise"):
+        with pytest.raises(RunnerError, match="has requires_grad=False now, but the step was"):
             trainer.step(batches)
         param.requires_grad_(True)
         hook = optimizer.register_step_post_hook(print)
