@@ -255,10 +255,22 @@ def optimizer_like(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.
     """An optimizer of the same class, with the same attributes, for other parameters.
 
     Its class need not be callable with ``lr``; the groups hold all settings.
+
+    Raises:
+        CaptureError: it keeps parameters, or another optimizer, beside its groups.
     """
     new: Any = object.__new__(type(optimizer))
-    # A learning-rate scheduler puts a ``step`` of this optimizer there.
-    new.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    # The rest is made anew; a learning-rate scheduler puts a ``step`` of this optimizer there.
+    skipped = {"step", "state", "param_groups", "defaults"}
+    kept = {k: v for k, v in vars(optimizer).items() if k not in skipped}
+    for k, v in kept.items():
+        if any(isinstance(x, torch.optim.Optimizer | nn.Parameter) for x in pytree.tree_leaves(v)):
+            raise CaptureError(
+                f"{type(optimizer).__name__} keeps parameters beside its groups (in {k!r}), and "
+                "would change these, not those of a device: use another optimizer, e.g. "
+                "torch.optim.AdamW"
+            )
+    new.__dict__.update(kept)
     torch.optim.Optimizer.__init__(new, groups, optimizer.defaults)
     return new  # type: ignore[no-any-return]
 
@@ -268,13 +280,16 @@ def looks_at_all(optimizer: torch.optim.Optimizer) -> bool:
     each = [(group, x) for group in optimizer.param_groups for x in group["params"]][:2]
 
     def after(*numbers: int) -> list[Tensor]:
-        groups = [{**each[i][0], "params": [stand_in(each[i][1])]} for i in numbers]
-        mine = optimizer_like(optimizer, groups)
-        params = [group["params"][0] for group in groups]
+        params = [stand_in(each[i][1]) for i in numbers]
+        mine: dict[int, list[nn.Parameter]] = {}  # by group, of which two may be of one
+        for i, x in zip(numbers, params, strict=True):
+            mine.setdefault(id(each[i][0]), []).append(x)
+        groups = [{**g, "params": mine[id(g)]} for g in optimizer.param_groups if id(g) in mine]
+        small = optimizer_like(optimizer, groups)
         for _ in range(2):
             for x, i in zip(params, numbers, strict=True):
                 x.grad = 10.0 ** (2 * i) * torch.arange(1, x.numel() + 1).reshape(x.shape).to(x)
-            mine.step()
+            small.step()
         return [x.detach() for x in params]
 
     def stand_in(param: Tensor) -> nn.Parameter:
@@ -283,6 +298,8 @@ def looks_at_all(optimizer: torch.optim.Optimizer) -> bool:
     try:
         together, again = after(*range(len(each))), after(*range(len(each)))
         alone = [x for i in range(len(each)) for x in after(i)]
+    except CaptureError:
+        raise
     except Exception:  # what it cannot do, it says when it steps
         return False
     is_random = not all(map(torch.equal, together, again))

@@ -683,6 +683,10 @@ def test_what_a_step_cannot_follow_is_refused():
     place = random_placement(graph, 0, 2)
     with pytest.raises(RunnerError, match="ClippedByNorm changes a parameter by what the grad"):
         Trainer(graph, TWO, place, ClippedByNorm(module.parameters(), lr=0.1))
+    optimizer.inner = torch.optim.SGD(module.parameters())  # as Lookahead has
+    with pytest.raises(CaptureError, match=r"SGD keeps parameters beside its groups \(in 'inner'"):
+        Trainer(graph, TWO, place, optimizer)
+    del optimizer.inner
     param = graph.program.params[graph.program.gradients[0][0]]
     with Trainer(graph, TWO, place, optimizer) as trainer:
         param.requires_grad_(False)
