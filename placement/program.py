@@ -135,9 +135,13 @@ class Program:
         if not (self._is_flat and all(isinstance(x, Tensor) for x in leaves)):
             leaves, tree = pytree.tree_flatten(leaves)
         if tree != self.in_tree:
+            as_given, as_captured = (
+                str(pytree.tree_unflatten([_LEAF] * x.num_leaves, x))[1:-1][:200]
+                for x in (tree, self.in_tree)
+            )
             raise InputError(
-                f"inputs are nested as {tree}, but were captured as {self.in_tree}: give them as "
-                "captured, or capture the module again with inputs like these"
+                f"inputs are nested as ({as_given}), but were captured as ({as_captured}): give "
+                "them as captured, or capture the module again with inputs like these"
             )
         tensors = []
         for name, example, got in zip(self.leaf_names, self.example_leaves, leaves, strict=True):
@@ -299,6 +303,16 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+class _Leaf:
+    """Stands for what is no container, where a structure is shown."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+_LEAF = _Leaf()
+
+
 def input_spec(inputs: Any) -> dict[str, Any]:
     """``inputs`` as JSON: ``{"args": [...], "kwargs": {...}}``, shapes instead of values.
 
@@ -324,7 +338,8 @@ def input_spec(inputs: Any) -> dict[str, Any]:
             return {k: encode(y, f"{where}[{k!r}]") for k, y in x.items()}
         raise CaptureError(
             f"input {where} is a {type(x).__module__}.{type(x).__qualname__}: inputs must be "
-            "tensors, numbers, strings, None, or lists, tuples and dicts of them"
+            "tensors, numbers, strings, None, or lists, tuples and dicts (whose keys are strings) "
+            "of them"
         )
 
     return {

@@ -98,9 +98,9 @@ def export(
     if lost:
         owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
-        path = path.removeprefix(prefix)
+        full = ".".join(filter(None, (path, name))).removeprefix(prefix)
         raise CaptureError(
-            f"the module changes its buffer '{path}.{name}' by assigning to it, "
+            f"the module changes its buffer {full!r} by assigning to it, "
             + (
                 f"which torch.export loses: write it in place (self.{name}.copy_(...))"
                 if training
@@ -327,9 +327,13 @@ def _export_error(
                 "add use_cache=False to its keyword inputs; to decode with a cache: "
                 "docs/transformers.md"
                 if what.endswith("Cache")
-                else "let it return tensors, constants, or tuples, lists and dicts of them; a data "
-                "class is one of these after torch.export.register_dataclass"
-                f"({what.rpartition('.')[2]})"
+                else "let it return tensors, constants, or tuples, lists and dicts of them"
+                + (
+                    "; a data class is one of these after torch.export.register_dataclass"
+                    f"({what.rpartition('.')[2]})"
+                    if "." in what and not what.startswith("torch.")
+                    else ""
+                )
             )
         )
     return CaptureError(

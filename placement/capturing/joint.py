@@ -238,9 +238,11 @@ def trace_step(
     except CaptureError:
         raise
     except Exception as error:
+        is_sparse = "SparseTensorImpl" in str(error)
+        advice = ". Gradients must be dense: nn.Embedding(..., sparse=False)" if is_sparse else ""
         raise CaptureError(
             f"autograd cannot be traced through the module{user_line(error)}: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}{advice}"
         ) from error
     nodes = list(pure.graph.nodes)
     entries = [n for n in nodes if n.op == "placeholder"]
@@ -404,7 +406,7 @@ def loss_of(outputs: Any) -> Tensor:
         loss = outputs[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         shown = (
-            f"a tensor of shape {tuple(loss.shape)}"
+            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
             if isinstance(loss, Tensor)
             else (f"a {type(loss).__name__}")
         )

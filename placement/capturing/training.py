@@ -252,8 +252,58 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
 
 
 def optimizer_like(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of the same class for other parameters; the groups hold all settings."""
-    return type(optimizer)(groups, lr=groups[0]["lr"])
+    """An optimizer of the same class, with the same attributes, for other parameters.
+
+    Its class need not be callable with ``lr``; the groups hold all settings.
+
+    Raises:
+        CaptureError: it keeps parameters, or another optimizer, beside its groups.
+    """
+    new: Any = object.__new__(type(optimizer))
+    # The rest is made anew; a learning-rate scheduler puts a ``step`` of this optimizer there.
+    skipped = {"step", "state", "param_groups", "defaults"}
+    kept = {k: v for k, v in vars(optimizer).items() if k not in skipped}
+    for k, v in kept.items():
+        if any(isinstance(x, torch.optim.Optimizer | nn.Parameter) for x in pytree.tree_leaves(v)):
+            raise CaptureError(
+                f"{type(optimizer).__name__} keeps parameters beside its groups (in {k!r}), and "
+                "would change these, not those of a device: use another optimizer, e.g. "
+                "torch.optim.AdamW"
+            )
+    new.__dict__.update(kept)
+    torch.optim.Optimizer.__init__(new, groups, optimizer.defaults)
+    return new  # type: ignore[no-any-return]
+
+
+def looks_at_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what it does to a parameter depends on another's gradient; found out on stand-ins."""
+    each = [(group, x) for group in optimizer.param_groups for x in group["params"]][:2]
+
+    def after(*numbers: int) -> list[Tensor]:
+        params = [stand_in(each[i][1]) for i in numbers]
+        mine: dict[int, list[nn.Parameter]] = {}  # by group, of which two may be of one
+        for i, x in zip(numbers, params, strict=True):
+            mine.setdefault(id(each[i][0]), []).append(x)
+        groups = [{**g, "params": mine[id(g)]} for g in optimizer.param_groups if id(g) in mine]
+        small = optimizer_like(optimizer, groups)
+        for _ in range(2):
+            for x, i in zip(params, numbers, strict=True):
+                x.grad = 10.0 ** (2 * i) * torch.arange(1, x.numel() + 1).reshape(x.shape).to(x)
+            small.step()
+        return [x.detach() for x in params]
+
+    def stand_in(param: Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.ones((2,) * param.dim(), dtype=param.dtype))
+
+    try:
+        together, again = after(*range(len(each))), after(*range(len(each)))
+        alone = [x for i in range(len(each)) for x in after(i)]
+    except CaptureError:
+        raise
+    except Exception:  # what it cannot do, it says when it steps
+        return False
+    is_random = not all(map(torch.equal, together, again))
+    return not is_random and not all(map(torch.allclose, together, alone))
 
 
 class _Builder:

@@ -150,7 +150,8 @@ class Runner:
         self._graphs: list[Graphs] = []
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
-        self._shared: list[Tensor] = []  # of the module's, those that are read where they are
+        # Of the module's, those that are read where they are.
+        self._shared: dict[tuple[torch.device, int], Tensor] = {}
         self._places: list[int] = []
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
@@ -268,6 +269,11 @@ class Runner:
             raise RunnerError(
                 "the runner is another process's, and a fork has no threads: bind the plan in this "
                 "process, which should be started by spawn"
+            )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise RunnerError(
+                "autocast is on around the call, but what was captured does not follow it: use it "
+                "in the module's forward, and capture that; or call the runner outside of it"
             )
         if not self._busy.acquire(blocking=False):
             raise RunnerError(
@@ -496,11 +502,11 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            if [*map(Tensor.data_ptr, self._shared)] == self._places:
+            if [*map(Tensor.data_ptr, self._shared.values())] == self._places:
                 return
             self.stop()  # they would read the memory that their parameters had
-            self.loaded.clear()
-            self._copies = weights.Copies()
+            for key in self._shared:
+                del self.loaded[key]
         self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
         self._streamed.clear()
@@ -517,9 +523,12 @@ class Runner:
         self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
         self.workers = workers
         params = self._program.params
-        loaded = () if self._program.gradients else self.loaded.items()  # what is trained stays
-        self._shared = [params[p] for (_, p), x in loaded if x.data_ptr() == params[p].data_ptr()]
-        self._places = [*map(Tensor.data_ptr, self._shared)]
+        self._shared = {
+            key: params[key[1]]
+            for key, x in self.loaded.items()
+            if x.data_ptr() == params[key[1]].data_ptr()
+        }
+        self._places = [*map(Tensor.data_ptr, self._shared.values())]
         for d in self._used:
             workers[d].start()
         self._copies.keep(self._program)
@@ -605,9 +614,15 @@ class Runner:
         if self._program.params[p].is_meta:
             raise RunnerError(
                 f"parameter {self._program.param_names[p]!r} has no values (it is on the device "
-                "'meta'): load them into the module first; or use what needs none: "
+                "'meta'): load them into the module, and capture it then; or use what needs none: "
                 "placement plan MODEL --planner heft --predict roofline, and "
                 "placement run plan.json --distributed --weights FILE"
+            )
+        value = self._program.params[p]
+        if value.numel() * value.element_size() != self.graph.param_bytes[p]:
+            raise RunnerError(
+                f"{self._program.param_names[p]!r} is {value.dtype} of shape {tuple(value.shape)} "
+                f"now, but was captured with {self.graph.param_bytes[p]} bytes: capture again"
             )
 
     def _one_gpu(self) -> int | None:

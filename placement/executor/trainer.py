@@ -7,6 +7,7 @@ the same time, with an optimizer of the caller's class and settings.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from placement.capturing.training import flatten_example, optimizer_like
+from placement.capturing.training import flatten_example, looks_at_all, optimizer_like
 from placement.cluster import Cluster
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
 from placement.executor.runner import Runner, RunnerError
@@ -48,9 +49,9 @@ class Trainer:
         cluster: devices of this machine.
         placement: int32 ``[N]`` device of each operator, or ``[K, N]``: replicas take turns, and
             what they have added up is added before every update, where phase 0 adds up.
-        optimizer: over the module's parameters; settings (e.g. of a learning-rate scheduler) are
-            read at every step, its state is kept up to date by ``sync``. It must treat every
-            parameter by itself (SGD, Adam, AdamW, RMSprop, ...; not LBFGS).
+        optimizer: over the module's parameters; settings (e.g. of a learning-rate scheduler) and
+            groups are read at every step, its state is kept up to date by ``sync``. It must treat
+            every parameter by itself (SGD, Adam, AdamW, RMSprop, ...; not LBFGS).
         max_in_flight: at most this many micro-batches between first operator and last, which
             bounds the stored activations.
         priority: int32 ``[N]`` as for ``Runner``.
@@ -87,6 +88,12 @@ class Trainer:
                 "LBFGS needs all gradients at one place and runs the module again: use an "
                 "optimizer that treats every parameter by itself, e.g. torch.optim.AdamW"
             )
+        if looks_at_all(optimizer):
+            raise RunnerError(
+                f"{type(optimizer).__name__} changes a parameter by what the gradients of others "
+                "are, which may lie on other devices: use an optimizer that treats every parameter "
+                "by itself, e.g. torch.optim.AdamW"
+            )
         self.graph = graph
         self.optimizer = optimizer
         self._schedule = schedule
@@ -111,7 +118,13 @@ class Trainer:
         first = np.atleast_2d(p)[0]
         self._home = {q: int(first[graph.tensor_src[t]]) for q, t in graph.program.gradients}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._updated: dict[int, Tensor] = {}  # by parameter: what they update
+        self._members: list[list[int]] = []
+        self._known_state: Any = None  # the optimizer's, as it was read or written last
         self._num_added = 0
+        me = weakref.ref(self)
+        self._hook = optimizer.register_state_dict_pre_hook(lambda _: _write_state(me))
+        self._is_trained = [x.requires_grad for x in graph.program.params]
 
     def step(self, microbatches: Iterable[Any]) -> Tensor:
         """One optimizer step on the mean gradient of ``microbatches``; their losses, ``[M]``.
@@ -226,8 +239,12 @@ class Trainer:
         """
         if self._num_added == 0:
             raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
-        if not self._optimizers:
+        self._check_unchanged()
+        self.runner.call_on({})  # reads parameters again whose memory is another now
+        if self._is_stale():
+            self._write_state()
             self._optimizers = self._split_optimizer()
+            self._known_state = self.optimizer.state
         self._add_up()
         updates = {}
         for d in set(self._home.values()):
@@ -238,12 +255,44 @@ class Trainer:
                 group.update({k: v for k, v in settings.items() if k != "params"})
             updates[d] = _update(own, mine, self._num_added)
         self.runner.call_on(updates)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers warn otherwise
         self._num_added = 0
         self._spread()
+
+    def _check_unchanged(self) -> None:
+        """What the step was captured with, and what would be lost.
+
+        Raises:
+            RunnerError: a parameter became frozen or trained, or the optimizer has hooks.
+        """
+        own = self.optimizer
+        for q, (x, before) in enumerate(zip(self._program.params, self._is_trained, strict=True)):
+            if x.requires_grad != before:
+                raise RunnerError(
+                    f"{self._program.param_names[q]!r} has requires_grad={x.requires_grad} now, "
+                    "but the step was captured otherwise: capture the module again, and make "
+                    "another Trainer"
+                )
+        if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+            raise RunnerError(
+                "the optimizer has a hook on its step, which would not run, as every device makes "
+                "a step of its own: remove it; gradients are trainer.gradients() after "
+                "trainer.accumulate(microbatches), and trainer.update() makes the step"
+            )
+
+    def _is_stale(self) -> bool:
+        """Whether the devices' optimizers are not for this state, these groups or this memory."""
+        return (
+            not self._optimizers
+            or self._known_state is not self.optimizer.state
+            or self._members != _members(self.optimizer)
+            or any(x is not self._trained(q) for q, x in self._updated.items())
+        )
 
     def _split_optimizer(self) -> dict[int, torch.optim.Optimizer]:
         """For every device an optimizer of the parameters whose gradients it holds."""
         optimizers = {}
+        self._updated, self._members = {}, _members(self.optimizer)
         for d in set(self._home.values()):
             groups, states = [], {}
             for number, group in enumerate(self.optimizer.param_groups):
@@ -254,6 +303,7 @@ class Trainer:
                     if home == d and id(original) in members:
                         here = self._trained(q)
                         here.grad = self.runner.gradients[q]
+                        self._updated[q] = here
                         mine.append(here)
                         if original in self.optimizer.state:
                             states[here] = self._moved(self.optimizer.state[original], here)
@@ -293,12 +343,16 @@ class Trainer:
                 )
                 if is_kept and device != original.device:
                     original.copy_(value)
-            for own in self._optimizers.values():
-                for q, home in self._home.items():
-                    here = self._trained(q)
+            self._write_state()
+
+    def _write_state(self) -> None:
+        if self._known_state is not self.optimizer.state:
+            return  # another was loaded
+        for own in self._optimizers.values():
+            for q, here in self._updated.items():
+                if here in own.state:
                     original = self._program.params[q]
-                    if own is self._optimizers.get(home) and here in own.state:
-                        self.optimizer.state[original] = self._moved(own.state[here], original)
+                    self.optimizer.state[original] = self._moved(own.state[here], original)
 
     def _moved(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, beside it.
@@ -321,6 +375,7 @@ class Trainer:
             self.sync()
         finally:
             self._optimizers = {}
+            self._hook.remove()
             self.runner.close()
 
     def __enter__(self) -> Trainer:
@@ -332,6 +387,17 @@ class Trainer:
         except Exception:
             if kind is None:
                 raise  # else what has happened before is said, not what follows from it
+
+
+def _write_state(trainer: weakref.ref[Trainer]) -> None:
+    """Bring the state up to date that is about to be saved."""
+    if (mine := trainer()) is not None:
+        mine._write_state()
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Which parameters each group has."""
+    return [[id(x) for x in group["params"]] for group in optimizer.param_groups]
 
 
 def synchronize(tensors: Iterable[Tensor]) -> None:

@@ -579,7 +579,7 @@ def test_arguments_may_be_given_by_position_or_by_name():
         ((X,), {"b": 4}, "'b' is 4, but was captured with the constant 3"),
         ((X,), {"b": True}, "'b' is True, but was captured with the constant 3"),
         ((X,), {"b": X}, r"'b' is f32\[2,4\], but was captured with the constant 3"),
-        (([X],), {"b": 3}, "nested as"),
+        (([X],), {"b": 3}, r"nested as \(\[\*\], \*\), but were captured as \(\*, \*\)"),
         ((3.0,), {"b": 3}, "'a' must be a tensor, got float"),
         ((X,), {}, r"'b' is missing: the module was captured with \(a, b\)"),
         ((X,), {"a": X, "b": 3}, "'a' is given twice"),

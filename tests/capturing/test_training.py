@@ -568,7 +568,7 @@ def write_to_parameter(m, x):
     [
         (lambda m, x: m.linear(x), r"one floating-point number.*tensor of shape \(2, 4\)"),
         (lambda m, x: {"logits": m.linear(x)}, r"got a NoneType"),
-        (lambda m, x: m.linear(x).argmax(), r"got a tensor of shape \(\)"),
+        (lambda m, x: m.linear(x).argmax(), r"got a torch\.[a-z0-9]* tensor of shape \(\)"),
         (lambda m, x: x.sum(), r"nothing to train"),
         (lambda m, x: m.linear(x).sum().detach(), r"depends on no parameter"),
         (lambda m, x: m.linear(x.mul_(2)).sum(), r"changes its input"),
@@ -608,3 +608,95 @@ def test_misuse_is_explained():
         pytest.raises(RunnerError, match=r"parameters\(\) of the captured module"),
     ):
         trainer.step([(x, x)])
+
+
+class Clipped(torch.optim.SGD):
+    """Has a setting that no group knows, and no argument ``lr``."""
+
+    def __init__(self, params, rate, clip):
+        super().__init__(params, lr=rate)
+        self.clip = clip
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.grad.clamp_(-self.clip, self.clip)
+        return super().step(closure)
+
+
+class ClippedByNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(params, 0.1)
+        return super().step(closure)
+
+
+def other_memory(module, optimizer):
+    for p in module.parameters():
+        p.data = p.data * 2
+
+
+def other_groups(module, optimizer):
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": group["params"][2:4]}]
+
+
+def other_state(module, optimizer):
+    state = optimizer.state_dict()  # as it is now, though nobody called sync()
+    assert state["state"]
+    for of_one in state["state"].values():
+        of_one["exp_avg"] = of_one["exp_avg"] * 3
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [other_memory, other_groups, other_state])
+def test_what_changes_between_steps_counts_in_the_next(change):
+    module, plain, optimizer, expected, batches, graph = beside_plain(4, "adamw")
+    with Trainer(graph, TWO, random_placement(graph, 0, 2), optimizer) as trainer:
+        for i, batch in enumerate(batches):
+            if i == 2:
+                change(module, optimizer)
+                change(plain, expected)
+            trainer.step([batch])
+            plain_step(plain, expected, [batch])
+    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_optimizer_keeps_its_attributes_and_its_scheduler_sees_its_steps(recwarn):
+    module, plain, _, _, batches, graph = beside_plain(4)
+    mine, expected = (Clipped(m.parameters(), rate=0.1, clip=1e-3) for m in (module, plain))
+    scheduler = torch.optim.lr_scheduler.StepLR(mine, 1, 0.5)
+    with Trainer(graph, TWO, random_placement(graph, 0, 2), mine) as trainer:
+        for batch in batches:
+            trainer.step([batch])
+            scheduler.step()
+            plain_step(plain, expected, [batch])
+            expected.param_groups[0]["lr"] /= 2
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_a_step_cannot_follow_is_refused():
+    module, _, optimizer, _, batches, graph = beside_plain(1)
+    place = random_placement(graph, 0, 2)
+    with pytest.raises(RunnerError, match="ClippedByNorm changes a parameter by what the grad"):
+        Trainer(graph, TWO, place, ClippedByNorm(module.parameters(), lr=0.1))
+    optimizer.inner = torch.optim.SGD(module.parameters())  # as Lookahead has
+    with pytest.raises(CaptureError, match=r"SGD keeps parameters beside its groups \(in 'inner'"):
+        Trainer(graph, TWO, place, optimizer)
+    del optimizer.inner
+    param = graph.program.params[graph.program.gradients[0][0]]
+    with Trainer(graph, TWO, place, optimizer) as trainer:
+        param.requires_grad_(False)
+        with pytest.raises(RunnerError, match="has requires_grad=False now, but the step was"):
+            trainer.step(batches)
+        param.requires_grad_(True)
+        hook = optimizer.register_step_post_hook(print)
+        with pytest.raises(RunnerError, match="has a hook on its step, which would not run"):
+            trainer.step(batches)
+        hook.remove()
+        module.double()
+        with pytest.raises(RunnerError, match=r"is torch.float64 of shape .* now"):
+            trainer.step(batches)

@@ -186,6 +186,11 @@ def test_one_user_at_a_time():
         with pytest.raises(RunnerError, match="in use"):
             runner(*inputs)
         stream.close()
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(RunnerError, match="autocast is on around the call"),
+        ):
+            runner(*inputs)
 
 
 def test_workers_stay_for_the_next_call():
