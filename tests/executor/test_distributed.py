@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
@@ -56,7 +57,7 @@ pytestmark = pytest.mark.timeout(300)
 
 CLUSTER = Cluster("tests", tuple(Device(f"cpu:{i}") for i in range(4)))  # not pinned
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+IMPORTED_IN = os.getpid()
 HANGS_S = 3.0  # what the tests of faults wait for a sign of life
 
 
@@ -132,7 +133,24 @@ def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int
 # --- processes -----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> Iterator[None]:
+    """What ranks are forked from imports this file first.
+
+    Python 3.11 finds it by ``PYTHONPATH`` alone, and is silent where it does not.
+    """
+    server = multiprocessing.forkserver._forkserver
+    server._stop()  # another file's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        CONTEXT.set_forkserver_preload([__name__])
+        server.ensure_running()
+    yield
+    server._stop()
+
+
 def _rank(work: Callable[..., Any], rank: int, env: dict[str, str], pipe: Any, args: Any) -> None:
+    assert os.getpid() != IMPORTED_IN, "each rank imports torch again"
     os.environ.update(env, RANK=str(rank))
     torch.set_num_threads(1)
     try:
