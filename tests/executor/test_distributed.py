@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -697,15 +696,12 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
         problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
     )
     plan.save(tmp_path / "plan.json")
-    command = [sys.executable, "-m", "placement", "run", "plan.json", "--distributed", "--json"]
-    command += ["--batches", "6", "--trace", "trace.json", "--timeout", "120"]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["numerics_equal"] is True
-    assert "torchrun --nnodes HOSTS" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "plan.json", "--distributed", "--json", "--batches", "6"]
+    assert main([*command, "--trace", "trace.json", "--timeout", "120"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["numerics_equal"] is True
+    assert "torchrun --nnodes HOSTS" in err
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["tid"] for e in events if e["ph"] == "X"} >= {0, 1}
     for d in (0, 1):
@@ -719,7 +715,6 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
         wrong["--weights none.safetensors"] = missing
     else:
         wrong["--against-single-device"] = "not with --distributed and training"
-    monkeypatch.chdir(tmp_path)
     for words, said in wrong.items():
         assert main(["run", "plan.json", "--distributed", *words.split()]) == 2
         (line,) = capfd.readouterr().err.splitlines()
