@@ -470,7 +470,7 @@ def _form(x: Any) -> Any:
 
 
 def _metas(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What ``func`` gives, without values: found once for each form of arguments, as that is slow."""
+    """What ``func`` gives, without values: slow, so found once for each form of arguments."""
     kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     leaves, given = pytree.tree_flatten((args, kept))
     key = (func, given, *map(_form, leaves))
