@@ -28,7 +28,6 @@ from agents.app import (
     seeds_of,
     show,
 )
-from agents.expert import load_solutions, save_solutions
 from agents.sweeps import is_best_of_sweep, once
 from placement.cli import search_here
 from placement.problem import Planner, Problem, Solution
@@ -222,6 +221,8 @@ class _Remembered:
 
     def __init__(self, planner: Planner, path: Path, resume: bool) -> None:
         self.planner, self.path = planner, path
+        from agents.expert import load_solutions  # and PyTorch: --help does without
+
         self.known = load_solutions(path) if resume and path.is_file() else {}
 
     def __call__(self, problem: Problem) -> Solution:
@@ -230,6 +231,8 @@ class _Remembered:
         if key not in self.known:
             solution = self.planner(problem)
             self.known[key] = solution.placement
+            from agents.expert import save_solutions
+
             save_solutions(self.known, self.path)
             return solution
         placement = self.known[key]

@@ -250,7 +250,7 @@ class Bench:
 
     @property
     def planning_s(self) -> float:
-        return 0.5 if self.emulated else 1.0
+        return 0.2 if self.emulated else 1.0
 
     @property
     def gpu(self) -> torch.device:
@@ -915,11 +915,11 @@ def memory(b: Bench) -> None:
         _copies(b)
     with b.item("measured in parts"):
         _in_parts(b)
-    width, layers = (128, 8) if b.emulated else (2048, 8)
+    width, layers = (128, 6) if b.emulated else (2048, 8)
     shape = {"tables": 3, "rows": 20_000, "batch": 16} if b.emulated else {
         "tables": 26, "rows": 100_000, "batch": 512}  # fmt: skip
     decoder = Decoder(layers, width).eval()
-    few, many = (1, 16), (1, 64 if b.emulated else 256)
+    few, many = (1, 16), (1, 32 if b.emulated else 256)
     models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         "decoder, few tokens": lambda: (decoder, torch.randn(*few, width)),
         "dlrm": lambda: load("dlrm", dim=64, lookups=1, **shape),

@@ -460,10 +460,33 @@ class _Later:
         self.cell = cell
 
 
+_forms: dict[Any, Any] = {}  # of results that share no memory with an argument, by those of all
+
+
+def _form(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.size(), x.stride(), x.dtype, x.storage_offset()
+    return type(x), x
+
+
 def _metas(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` gives, without values: slow, so found once for each form of arguments."""
     kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    leaves, given = pytree.tree_flatten((args, kept))
+    key = (func, given, *map(_form, leaves))
     with torch.inference_mode(False), torch.no_grad():
-        return func(*pytree.tree_map(_as_meta, args), **pytree.tree_map(_as_meta, kept))
+        if key in _forms:
+            forms, spec = _forms[key]
+            made = [torch.empty_strided(*f[:2], dtype=f[2], device="meta") for f in forms]
+            return pytree.tree_unflatten(made, spec)
+        metas = list(map(_as_meta, leaves))
+        read, kept = pytree.tree_unflatten(metas, given)
+        value = func(*read, **kept)
+    results, spec = pytree.tree_flatten(value)
+    old = {x.untyped_storage()._cdata for x in metas if isinstance(x, Tensor)}
+    if all(isinstance(x, Tensor) and x.untyped_storage()._cdata not in old for x in results):
+        _forms[key] = [_form(x) for x in results], spec
+    return value
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -522,7 +522,7 @@ ALSO = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(parts(), st.sampled_from(sorted(ALSO)), st.sampled_from(sorted(ALSO)))
 def test_random_modules_run_as_they_are_called(
     sentence: tuple[Part, ...], first: str, last: str

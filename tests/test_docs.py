@@ -173,14 +173,14 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
     """In less time than a reader's: who learns as long as is said, and that it helps, is tested."""
     if block.language == "python":
         text = re.sub(r"\.learn\([\d_]+\)", ".learn(1)", block.text)
-        text = text.replace("optimize(module, inputs)", "optimize(module, inputs, seconds=1)")
+        text = text.replace("optimize(module, inputs)", "optimize(module, inputs, seconds=0.3)")
         # Line numbers of the page, so that a traceback points into it.
         exec(compile("\n" * block.line + text, str(page), "exec"), names)
     for arguments in commands(block):
         if arguments[0] == "profile" and "--repeats" not in arguments:
             arguments += ["--repeats", "2"]
         if arguments[0] == "optimize" and "--seconds" not in arguments:
-            arguments += ["--seconds", "1"]
+            arguments += ["--seconds", "0.3"]
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             code = main(arguments)

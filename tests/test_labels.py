@@ -50,10 +50,11 @@ def figures(name: str) -> dict[str, set[str]]:
     study: Study = STUDIES[name]
     released, found = results.released_for(study, RESULTS), {}
     rows = study.read(RESULTS)
+    best_of_all = best_known(rows)
+    best_in = {group: best_known(mine) for group, mine in groups(rows, "group").items()}
     for (group, planner), mine in groups(rows, "group", "planner").items():
         who = {results.chooser(planner, row.objective, released) for row in mine}
-        for known in (rows, [row for row in rows if row.group == group]):
-            best = best_known(known)
+        for best in (best_of_all, best_in[group]):
             by_problem = groups((r for r in mine if r.value_s), "problem").items()
             logs = [np.mean(np.log([r.value_s / best[n] for r in runs])) for n, runs in by_problem]
             if logs and len(who) == 1:

@@ -332,7 +332,7 @@ def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["optimize", "tiny_mlp", "--seconds", "1", "--objective", "latency"]
+    words = ["optimize", "tiny_mlp", "--seconds", "0.3", "--objective", "latency"]
     assert main([*words, "--out", "plan.json"]) == OK
     out, err = capsys.readouterr()
     assert "plain PyTorch" in out

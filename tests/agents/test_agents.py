@@ -411,7 +411,7 @@ def test_the_planner_contract(options: dict[str, Any]) -> None:
     check_planner(PolicyPlanner(policy=untrained("one_shot"), **options))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     problem=problems(grouped=True, unsupported=True),
     mode=st.sampled_from(["zero_shot", "best_of_k"]),

@@ -6,7 +6,7 @@ import sys
 
 from experiments.study import ROOT
 
-TRAINED = ("placeto", "gdp", "hdp", "hsdag", "giph", "post", "doppler", "released_latency",
+TRAINED = ("placeto", "hsdag", "giph", "post", "doppler", "released_latency",
            "released_order", "search_max_load", "released_dispatch")  # fmt: skip
 CODE = """
 import sys

@@ -391,7 +391,7 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(monkeypatch
 
     So is what a planner then answers, which is what was predicted too short.
     """
-    found = np.array([learned(seed, monkeypatch) for seed in range(4)])
+    found = np.array([learned(seed, monkeypatch) for seed in range(2)])
     before, after, answer, answer_before = np.median(found, axis=0)
     assert after < min(0.1, before / 2) and found[:, 1].max() < 0.15, found
     assert answer > 0.9 > answer_before and found[:, 2].min() > 0.75, found

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.timeout(300)
 
 CLUSTER = Cluster("tests", tuple(Device(f"cpu:{i}") for i in range(4)))  # not pinned
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+IMPORTED_IN = os.getpid()
 HANGS_S = 3.0  # what the tests of faults wait for a sign of life
 
 
@@ -132,7 +132,24 @@ def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int
 # --- processes -----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> Iterator[None]:
+    """What ranks are forked from imports this file first.
+
+    Python 3.11 finds it by ``PYTHONPATH`` alone, and is silent where it does not.
+    """
+    server = multiprocessing.forkserver._forkserver
+    server._stop()  # another file's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        CONTEXT.set_forkserver_preload([__name__])
+        server.ensure_running()
+    yield
+    server._stop()
+
+
 def _rank(work: Callable[..., Any], rank: int, env: dict[str, str], pipe: Any, args: Any) -> None:
+    assert os.getpid() != IMPORTED_IN, "each rank imports torch again"
     os.environ.update(env, RANK=str(rank))
     torch.set_num_threads(1)
     try:
@@ -679,15 +696,12 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
         problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
     )
     plan.save(tmp_path / "plan.json")
-    command = [sys.executable, "-m", "placement", "run", "plan.json", "--distributed", "--json"]
-    command += ["--batches", "6", "--trace", "trace.json", "--timeout", "120"]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["numerics_equal"] is True
-    assert "torchrun --nnodes HOSTS" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "plan.json", "--distributed", "--json", "--batches", "6"]
+    assert main([*command, "--trace", "trace.json", "--timeout", "120"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["numerics_equal"] is True
+    assert "torchrun --nnodes HOSTS" in err
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["tid"] for e in events if e["ph"] == "X"} >= {0, 1}
     for d in (0, 1):
@@ -701,7 +715,6 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
         wrong["--weights none.safetensors"] = missing
     else:
         wrong["--against-single-device"] = "not with --distributed and training"
-    monkeypatch.chdir(tmp_path)
     for words, said in wrong.items():
         assert main(["run", "plan.json", "--distributed", *words.split()]) == 2
         (line,) = capfd.readouterr().err.splitlines()

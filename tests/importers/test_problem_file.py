@@ -152,7 +152,7 @@ def test_rows_that_only_some_operators_have(tmp_path: Path) -> None:
     st.sampled_from([x for x in Objective if x != "energy"]),
     st.booleans(),
 )
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(max_examples=25)
 def test_what_is_saved_is_loaded(
     tmp_path_factory: pytest.TempPathFactory, problem: Problem, objective: Any, predicted: bool
 ) -> None:

@@ -109,7 +109,7 @@ def test_a_small_budget_is_obeyed(name: str, evaluations: int) -> None:
     check_planner(load(name, evaluations=evaluations))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6))
 def test_nothing_beats_brute_force_and_bounds_hold(seed: int) -> None:
     problem = random_small(seed)

@@ -173,7 +173,7 @@ def test_moves_on_the_critical_chain_change_an_end_of_a_block(seed: int) -> None
             assert moved[0] != block[0] or moved[-1] != block[-1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 100_000))
 def test_a_pass_that_begins_and_ends_in_the_middle_is_exact(seed: int) -> None:
     """Its latency is that of a whole pass; it is given up only where that is above the limit."""

@@ -135,7 +135,7 @@ def test_bounds_of_equal_machines_are_rounded_up() -> None:
         assert 4.5 * unit <= lower_bound(replace(problem, profile=slow)) <= 6 * unit
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 100_000), unit=st.sampled_from([1.0, 1e-3, 0.37]))
 def test_no_schedule_is_below_the_bound(seed: int, unit: float) -> None:
     rng = RNG(seed)

@@ -143,7 +143,7 @@ def test_phases_that_are_alike_are_one(seed: int, phases: int) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_replicas_are_better_than_the_bounds(seed: int) -> None:
     problem, p = periodic(seed)
     problem = replace(problem, max_phases=len(p), num_microbatches=40)
