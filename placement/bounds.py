@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from placement.objective import Objective
 from placement.problem import ROUNDING, Floats, Problem, host_of
 from placement.relaxed import Program, call_s, load_s, of_groups, period_s, pieces_s
+from placement.simulator.cuts import cut_load_s
 from placement.timeline import longest_flight
 
 
@@ -23,10 +24,11 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
     Period and largest load: the fractional load balance without communication (an LP), which also
     holds where replicas take turns. Where they may not (the problem's ``max_phases`` is 1): how
-    many of the heaviest colocation groups devices can run (``_whole_bound_s``), and for the period
-    how long a micro-batch may be under way (``_flight_bound_s``). Latency: the largest of loads, of
-    the critical path with every operator at its fastest device, and of what each device alone must
-    run (``_one_device_s``); of few operators also the energy of every interval of time
+    many of the heaviest colocation groups devices can run (``_whole_bound_s``), for the period how
+    long a micro-batch may be under way (``_flight_bound_s``), and for the largest load, where it is
+    the problem's objective, what devices write and read (``cut_load_s``). Latency: the largest of
+    loads, of the critical path with every operator at its fastest device, and of what each device
+    alone must run (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
     nothing takes time to send. Piecewise latency: the critical path, and what cannot be
     together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
@@ -37,7 +39,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     bounds = {
         "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
         "period": _period_bound_s(problem, load_s, _LP_SIZE),
-        "max_load": load_s,
+        "max_load": _max_load_bound_s(problem, load_s),
         "piecewise_latency": max(path_s, pieces_s(problem)),
     }
     if problem.power is not None:
@@ -57,7 +59,8 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective.is_throughput:
         load_s = _load_bound_s(problem)
         of_period = problem.objective is Objective.PERIOD
-        return _period_bound_s(problem, load_s, _LONG_LP) if of_period else load_s
+        bound_s = _period_bound_s if of_period else _max_load_bound_s
+        return bound_s(problem, load_s, _LONG_LP)
     path_s = _path_bound_s(problem)
     if problem.objective is Objective.LATENCY:
         load_s = _load_bound_s(problem, _QUICK_LP)
@@ -537,6 +540,13 @@ def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDA
     while before[path[-1]] >= 0:
         path.append(int(before[path[-1]]))
     return float(end_s[last]), np.array(path)
+
+
+def _max_load_bound_s(problem: Problem, load_s: float, lp_size: int = _LP_SIZE) -> float:
+    """Of a problem that asks for it also with all that is written and read."""
+    if problem.objective is not Objective.MAX_LOAD or problem.max_phases > 1:
+        return load_s
+    return cut_load_s(problem, balance_prices(problem.group_compute_s, lp_size), load_s)
 
 
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
