@@ -10,7 +10,7 @@ import numpy as np
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Floats, Planner, Problem, Solution
-from placement.relaxed import MOST_GROUPS, TOLERANCE, Call, Pieces, tighten
+from placement.relaxed import EXACT, MOST_GROUPS, TOLERANCE, Call, Pieces, proved, tighten
 from placement.search import exact
 from placement.search.evaluation import Search
 
@@ -90,9 +90,7 @@ class Mip:
             search.consider(
                 stages.choice(problem, stage, answer.x[kind].argmax(axis=1).tolist()), 1
             )
-        dual = answer.get("mip_dual_bound")
-        dual = dual if dual is not None and np.isfinite(dual) else 0.0
-        bound_s = max(0.0, dual * (1 - TOLERANCE) - TOLERANCE) * unit_s
+        bound_s = proved(answer) * unit_s
         return exact.finish(
             search,
             self.contiguous,
@@ -129,7 +127,7 @@ class Mip:
             if np.array_equal(rows.answer, before) or not promise.tighten(rows.answer):
                 break
             before = rows.answer
-        proved_s = least * promise.unit_s * (1 - 1e-12)
+        proved_s = least * promise.unit_s * EXACT
         bound_s = max(bound_s, min(proved_s, search.best_s))
         return search.solution(bound_s, solved=str(search.problem.objective))
 

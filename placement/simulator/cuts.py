@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Floats, Problem
+from placement.relaxed import EXACT
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools.jit import Struct, array, kernel
 
@@ -20,7 +21,6 @@ Array = NDArray[Any]
 _PLACED = 200  # of groups put somewhere, that are looked at
 _LOOKS = 60_000_000  # at arcs (0.3 s), half of them for groups alone
 _LEAST = 1e-13  # of all capacities, that a path is worth
-_EXACT = 1 - 1e-12  # sums in another order are no more
 
 
 class _Arcs(Struct):
@@ -155,8 +155,7 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     b, devices = blocks(problem, problem.graph.group), problem.num_devices
     if not b.io_s.any() or devices == 1:
         return least_s
-    net = _Network(b)
-    can: NDArray[np.bool_] = np.isfinite(b.compute_s)
+    net, can = _Network(b), np.isfinite(b.compute_s)
     priced = np.where(can, np.where(can, b.compute_s, 0.0) * prices, np.inf)
     cheapest = priced.min(axis=1)
     above = priced - cheapest[:, None]
@@ -167,7 +166,7 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     kind = [first.setdefault(facts[:, d].tobytes(), d) for d in range(devices)]
     alone = {k: net.nothing(b.compute_s[:, k], b.io_s[:, k]) for k in set(kind)}
     spent = {k: net.nothing(above[:, k], prices[k] * b.io_s[:, k]) for k in set(kind)}
-    none, io = np.zeros(0, int), b.io_s.any(axis=0)
+    none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
     heavy_s, covered = b.compute_s.min(axis=1), np.zeros(b.num_blocks, np.bool_)
     for g in np.argsort(-heavy_s, kind="stable").tolist():
         if covered[g] or net.arcs.looks > _LOOKS / 2:
@@ -177,7 +176,7 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
         if ways:
             covered |= np.array([way.there for way in ways]).all(axis=0)
     order = np.argsort(-heavy_s, kind="stable")
-    least_s, all_s = max(least_s, float(heavy_s.max()) * _EXACT), float(cheapest.sum())
+    least_s, all_s = max(least_s, float(heavy_s.max()) * EXACT), float(cheapest.sum())
     # A bound, minus the groups that are put, a number, their devices, two flows of each device.
     begun: Any = least_s, 0, 0, none, [(alone[k], spent[k]) for k in kind]
     open_, number = [begun], 0
@@ -204,10 +203,10 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
                     for flow in flows[e]
                 )  # fmt: skip
                 new.append(both)
-                loads_s = max(loads_s, both[0].seconds * _EXACT)
+                loads_s = max(loads_s, both[0].seconds * EXACT)
                 spent_s += both[1].seconds
             number += 1
-            heappush(open_, (max(loads_s, spent_s * _EXACT), put - 1, number, here, new))
+            heappush(open_, (max(loads_s, spent_s * EXACT), put - 1, number, here, new))
         if not open_:  # nothing fits
             return bound_s
     return open_[0][0]
