@@ -43,7 +43,8 @@ class Mip:
     Attributes:
         contiguous: only splits along the pipeline.
         start: planner of the first placement, which is improved on; None: ``macro_search``
-            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
+            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5. Before it,
+            where the objective has no program, ``macro_search`` has half of them for that.
         seconds: budget. The problem is read and the start is made in any case; where too little
             is left for the program, the start is the answer (``stats["status"]``).
     """
@@ -60,8 +61,8 @@ class Mip:
         search = Search(problem, self.seconds)
         if (program := self._program(problem)) is not None:
             return self._promised(program, search)
-        exact.begin(search, self.start, self.contiguous, self.seconds)
-        stages = exact.stages(problem, self.contiguous, search)
+        split = exact.begin(search, self.start, self.contiguous, self.seconds)
+        stages = exact.stages(problem, self.contiguous, search, split)
         known = stages.start is not None and stages.upper_s > 0
         unit_s = stages.upper_s if known else exact.largest_s(stages)
         try:
