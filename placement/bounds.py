@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import ROUNDING, Floats, Problem, host_of
-from placement.relaxed import Program, call_s, load_s, of_groups, period_s, pieces_s
+from placement.relaxed import EXACT, Program, call_s, load_s, of_groups, period_s, pieces_s
+from placement.simulator.cuts import cut_load_s
 from placement.timeline import longest_flight
 
 
@@ -23,10 +24,11 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
     Period and largest load: the fractional load balance without communication (an LP), which also
     holds where replicas take turns. Where they may not (the problem's ``max_phases`` is 1): how
-    many of the heaviest colocation groups devices can run (``_whole_bound_s``), and for the period
-    how long a micro-batch may be under way (``_flight_bound_s``). Latency: the largest of loads, of
-    the critical path with every operator at its fastest device, and of what each device alone must
-    run (``_one_device_s``); of few operators also the energy of every interval of time
+    many of the heaviest colocation groups devices can run (``_whole_bound_s``), for the period how
+    long a micro-batch may be under way (``_flight_bound_s``), and for the largest load, where it is
+    the problem's objective, what devices write and read (``cut_load_s``). Latency: the largest of
+    loads, of the critical path with every operator at its fastest device, and of what each device
+    alone must run (``_one_device_s``); of few operators also the energy of every interval of time
     (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
     nothing takes time to send. Piecewise latency: the critical path, and what cannot be
     together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
@@ -37,7 +39,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     bounds = {
         "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
         "period": _period_bound_s(problem, load_s, _LP_SIZE),
-        "max_load": load_s,
+        "max_load": _max_load_bound_s(problem, load_s),
         "piecewise_latency": max(path_s, pieces_s(problem)),
     }
     if problem.power is not None:
@@ -46,7 +48,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
         added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
         run_s = max(path_s / problem.num_microbatches, load_s)
         waiting_w = least.sum() + problem.second_j
-        bounds["energy"] = float(added + waiting_w * run_s) * _EXACT
+        bounds["energy"] = float(added + waiting_w * run_s) * EXACT
     return bounds
 
 
@@ -57,7 +59,8 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective.is_throughput:
         load_s = _load_bound_s(problem)
         of_period = problem.objective is Objective.PERIOD
-        return _period_bound_s(problem, load_s, _LONG_LP) if of_period else load_s
+        bound_s = _period_bound_s if of_period else _max_load_bound_s
+        return bound_s(problem, load_s, _LONG_LP)
     path_s = _path_bound_s(problem)
     if problem.objective is Objective.LATENCY:
         load_s = _load_bound_s(problem, _QUICK_LP)
@@ -131,7 +134,7 @@ def _one_device_s(problem: Problem) -> float:
             else:
                 longest_s = max(longest_s, until_s - minus_tail)
             now_s = until_s
-    return float(longest_s) * _EXACT
+    return float(longest_s) * EXACT
 
 
 def grain_s(problem: Problem) -> float:
@@ -186,7 +189,7 @@ def _energetic_bound_s(problem: Problem, bound_s: float, grain: float) -> float:
     devices = problem.num_devices
     head_s = _packed_heads_s(own_s, edges, devices, grain)
     tail_s = _packed_heads_s(own_s[::-1], mirrored, devices, grain)[::-1]
-    bound_s = max(bound_s, float((head_s + own_s + tail_s).max()) * _EXACT)
+    bound_s = max(bound_s, float((head_s + own_s + tail_s).max()) * EXACT)
     for _ in range(_ROUNDS):
         late_s = bound_s - tail_s - own_s  # latest begins
         first = np.unique(np.concatenate([head_s, late_s]))
@@ -261,7 +264,7 @@ def _routes_bound_s(problem: Problem) -> float:
     streams = problem.worker != np.arange(problem.num_devices)
     full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
-        return free_s * _EXACT
+        return free_s * EXACT
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -280,7 +283,7 @@ def _routes_bound_s(problem: Problem) -> float:
         if value(power) < least_s:
             bound_s, power = _highest(value, -4.0, 2.0)
             least_s = min(least_s, bound_s)
-    return max(free_s, least_s) * _EXACT
+    return max(free_s, least_s) * EXACT
 
 
 def _highest(
@@ -429,7 +432,6 @@ def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
     return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
-_EXACT = 1 - 1e-12  # sums in another order are no more
 _PATHS = 8  # that a program is told of
 _PLACED = 200  # of rows put somewhere, that are looked at
 _COUNTED = 16  # groups per device: of more, how many a device can run says no more than loads
@@ -478,7 +480,7 @@ def _busy_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
 
     def between_s(low: float, high: float) -> float:
         more_s = batch_s * max(1 / devices, 1 / (1 + high * (longer * devices - 1)))
-        least_s = load_s + more_s * _EXACT
+        least_s = load_s + more_s * EXACT
         return max(least_s, period_s(problem, low, high, more_s)) if solves else least_s
 
     parts = [(between_s(0.0, 1.0), 0.0, 1.0)]
@@ -503,7 +505,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     path_s = _path_bound_s(problem)
     if periods == 1.0:  # a call, each time
         return _latency_bound_s(problem, path_s, load_s, min(lp_size, _QUICK_LP))
-    bound_s = max(load_s, path_s / periods * _EXACT)
+    bound_s = max(load_s, path_s / periods * EXACT)
     own_s, _, count = _equal_columns(np.where(problem.supported, problem.compute_s, np.inf))
     edges, group, can = problem.graph.edges, problem.graph.group, np.isfinite(own_s)
     own_s = np.where(can, own_s, 0.0)
@@ -520,7 +522,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     for _ in range(_PATHS):
         if longest_s <= periods * bound_s * (1 + ROUNDING):
             break
-        bound_s = max(bound_s, program.solve()[0] * unit_s * _EXACT)
+        bound_s = max(bound_s, program.solve()[0] * unit_s * EXACT)
         longest_s, path = _longest_path((program.found[on][group] * own_s).sum(axis=1), edges)
         program.row(0.0, (on[group[path]], own_s[path]), (time, -periods * unit_s))
     return bound_s
@@ -539,10 +541,17 @@ def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDA
     return float(end_s[last]), np.array(path)
 
 
+def _max_load_bound_s(problem: Problem, load_s: float, lp_size: int = _LP_SIZE) -> float:
+    """Of a problem that asks for it also with all that is written and read."""
+    if problem.objective is not Objective.MAX_LOAD or problem.max_phases > 1:
+        return load_s
+    return cut_load_s(problem, balance_prices(problem.group_compute_s, lp_size), load_s)
+
+
 def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
     prices = balance_prices(groups, lp_size)
-    least_s = float(priced(groups, prices).sum()) * _EXACT
+    least_s = float(priced(groups, prices).sum()) * EXACT
     if problem.max_phases == 1:
         least_s = _whole_bound_s(groups, prices, least_s)
     full = problem.graph.param_bytes.sum() > problem.memory_bytes
@@ -562,7 +571,7 @@ def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
     least_s = max(least_s, float(s[0].min()))
     for k in range(2, min(len(s), _COUNTED * s.shape[1]) + 1):
         ends = np.sort(s[:k], axis=0).cumsum(axis=0)
-        least_s = max(least_s, float(np.partition(ends, k - 1, axis=None)[k - 1]) * _EXACT)
+        least_s = max(least_s, float(np.partition(ends, k - 1, axis=None)[k - 1]) * EXACT)
     kinds = _equal_columns(s)[1]
     column = np.argsort(kinds, kind="stable")
     rest = [*priced(s, prices)[::-1].cumsum()[::-1].tolist(), 0.0]
@@ -579,7 +588,7 @@ def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
             if took_s == np.inf:
                 continue
             here = [*loads[:d], loads[d] + took_s, *loads[d + 1 :]]
-            least = max(here[d], spent_s + price[d] * took_s + rest[1 - put]) * _EXACT
+            least = max(here[d], spent_s + price[d] * took_s + rest[1 - put]) * EXACT
             alike = tuple(load for _, load in sorted(zip(kind, here, strict=True)))
             new = max(bound_s, least), put - 1, alike
             if new not in seen:
@@ -594,7 +603,7 @@ def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _L
     Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
     """
     s = np.asarray(seconds, dtype=np.float64)
-    return float(priced(s, balance_prices(s, lp_size)).sum()) * _EXACT
+    return float(priced(s, balance_prices(s, lp_size)).sum()) * EXACT
 
 
 def priced(seconds: Floats, prices: Floats) -> Floats:

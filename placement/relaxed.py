@@ -13,6 +13,7 @@ from placement.timeline import least_window
 from placement.tools.clock import loads
 
 TOLERANCE = 1e-6  # of the solver, for what is whole and for what is proved then
+EXACT = 1 - 1e-12  # sums in another order are no more
 Columns = NDArray[np.intp]
 Terms = tuple[Columns, ArrayLike]  # columns, and what each counts
 
@@ -103,9 +104,7 @@ class Program:
             options={"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE},
         )
         self.answer = answer.x
-        proved = answer.get("mip_dual_bound")
-        known = proved is not None and np.isfinite(proved)
-        return max(0.0, float(proved) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
+        return proved(answer)
 
     def _scaled(self) -> tuple[Any, Floats, Floats]:
         """Rows, sparse, and their limits over the largest number of each; these ``[R]``."""
@@ -127,6 +126,13 @@ class Program:
     def size(self) -> int:
         """Numbers in all rows."""
         return sum(len(value) for _, _, value in self._entries)
+
+
+def proved(answer: Any) -> float:
+    """What HiGHS says of a program of whole numbers, less its tolerance; 0: nothing."""
+    dual = answer.get("mip_dual_bound")
+    known = dual is not None and np.isfinite(dual)
+    return max(0.0, float(dual) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
 
 
 def tighten(
@@ -356,7 +362,7 @@ def load_s(problem: Problem) -> float:
     seconds = of_groups(problem, placed.alone_s)
     for here in placed.sides:
         placed.program.row(0.0, (placed.on[:, here], seconds[:, here]), placed.time)
-    return placed.program.solve()[0] * placed.unit_s * (1 - 1e-12)
+    return placed.program.solve()[0] * placed.unit_s * EXACT
 
 
 class Pieces:
@@ -566,7 +572,7 @@ def pieces_s(problem: Problem) -> float:
     pieces = Pieces(problem)
     if pieces.program.size > _PIECES_WORK / 2:
         return 0.0
-    return tighten(pieces.program, pieces.tighten, _PIECES_WORK) * pieces.unit_s * (1 - 1e-12)
+    return tighten(pieces.program, pieces.tighten, _PIECES_WORK) * pieces.unit_s * EXACT
 
 
 class Call:
@@ -625,7 +631,7 @@ class Call:
 def call_s(problem: Problem, work: float = _CALL_WORK) -> float:
     """A call, at least; ``work``: numbers in all programs that are solved."""
     call = Call(problem)
-    return tighten(call.program, call.tighten, work) * call.unit_s * (1 - 1e-12)
+    return tighten(call.program, call.tighten, work) * call.unit_s * EXACT
 
 
 def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0) -> float:
@@ -652,4 +658,4 @@ def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: floa
         program.row(0.0, *sent, (time, minus_s / counted))
     rest = 1.0 + (problem.num_workers - 1) * high
     program.row(-rest * more_s, (on, alone_s), (time, rest * minus_s))
-    return program.solve()[0] * placed.unit_s * (1 - 1e-12)
+    return program.solve()[0] * placed.unit_s * EXACT

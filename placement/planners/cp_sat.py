@@ -57,7 +57,8 @@ class CpSat:
         contiguous: only splits along the pipeline.
         start: planner of the first placement, which is improved on; None: ``macro_search``,
             for orders ``order_search``, or, if contiguous, ``ideal_dp``, for a tenth of the
-            seconds, at most 5.
+            seconds, at most 5. Before it, where the objective has no program, ``macro_search``
+            has half of them for that.
         seconds: budget. The problem is read and the start is made in any case; where too little
             is left for the program, the start is the answer (``stats["status"]``).
         threads: of the solver.
@@ -84,14 +85,14 @@ class CpSat:
         search = Search(problem, self.seconds)
         if not (self.contiguous or why_not(problem) or why_simulated(problem)):
             return _orders(self, search)
-        exact.begin(search, self.start, self.contiguous, self.seconds)
+        split = exact.begin(search, self.start, self.contiguous, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:
             try:
                 return _latency(self, cp_model, search, exact.writing(search, _READING))
             except exact.OutOfTime:
                 bound_s = lower_bound(problem)
                 return search.solution(bound_s, status=exact.UNWRITTEN, branches=0)
-        stages = exact.stages(problem, self.contiguous, search)
+        stages = exact.stages(problem, self.contiguous, search, split)
         unit_s = (
             stages.upper_s / _UNITS
             if stages.start is not None and stages.upper_s > 0

@@ -10,7 +10,7 @@ import numpy as np
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Floats, Planner, Problem, Solution
-from placement.relaxed import MOST_GROUPS, TOLERANCE, Call, Pieces, tighten
+from placement.relaxed import EXACT, MOST_GROUPS, TOLERANCE, Call, Pieces, proved, tighten
 from placement.search import exact
 from placement.search.evaluation import Search
 
@@ -43,7 +43,8 @@ class Mip:
     Attributes:
         contiguous: only splits along the pipeline.
         start: planner of the first placement, which is improved on; None: ``macro_search``
-            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5.
+            or, if contiguous, ``ideal_dp``, for a tenth of the seconds, at most 5. Before it,
+            where the objective has no program, ``macro_search`` has half of them for that.
         seconds: budget. The problem is read and the start is made in any case; where too little
             is left for the program, the start is the answer (``stats["status"]``).
     """
@@ -60,8 +61,8 @@ class Mip:
         search = Search(problem, self.seconds)
         if (program := self._program(problem)) is not None:
             return self._promised(program, search)
-        exact.begin(search, self.start, self.contiguous, self.seconds)
-        stages = exact.stages(problem, self.contiguous, search)
+        split = exact.begin(search, self.start, self.contiguous, self.seconds)
+        stages = exact.stages(problem, self.contiguous, search, split)
         known = stages.start is not None and stages.upper_s > 0
         unit_s = stages.upper_s if known else exact.largest_s(stages)
         try:
@@ -90,9 +91,7 @@ class Mip:
             search.consider(
                 stages.choice(problem, stage, answer.x[kind].argmax(axis=1).tolist()), 1
             )
-        dual = answer.get("mip_dual_bound")
-        dual = dual if dual is not None and np.isfinite(dual) else 0.0
-        bound_s = max(0.0, dual * (1 - TOLERANCE) - TOLERANCE) * unit_s
+        bound_s = proved(answer) * unit_s
         return exact.finish(
             search,
             self.contiguous,
@@ -129,7 +128,7 @@ class Mip:
             if np.array_equal(rows.answer, before) or not promise.tighten(rows.answer):
                 break
             before = rows.answer
-        proved_s = least * promise.unit_s * (1 - 1e-12)
+        proved_s = least * promise.unit_s * EXACT
         bound_s = max(bound_s, min(proved_s, search.best_s))
         return search.solution(bound_s, solved=str(search.problem.objective))
 

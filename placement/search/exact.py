@@ -21,6 +21,7 @@ from placement.simulator.analytic_kernels import Blocks, blocks
 Ints = NDArray[np.int32]
 
 START_SHARE, MOST_START_S = 0.1, 5.0  # of the seconds, for the planner that starts
+OWN_SHARE = 0.5  # of them, for a search of an objective that no solver here knows
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +81,8 @@ class Stages:
         return np.flatnonzero(costly > 0).astype(np.int32)
 
 
-def stages(problem: Problem, contiguous: bool, search: Search) -> Stages:
-    """The problem over stages, starting from the best placement of ``search``."""
+def stages(problem: Problem, contiguous: bool, search: Search, split: Ints) -> Stages:
+    """The problem over stages, starting from ``split``, which ``begin`` found for ``search``."""
     if contiguous:
         block, edges = contract(problem)
     else:
@@ -98,8 +99,7 @@ def stages(problem: Problem, contiguous: bool, search: Search) -> Stages:
     for k, devices in enumerate(kinds):
         kind[devices] = k
 
-    assert search.best is not None
-    placement = search.best[problem.graph.group]
+    placement = split[problem.graph.group]
     upper_s = float(device_loads(problem, placement).max())
     device = np.full(costs.num_blocks, -1, np.int32)
     device[block] = placement
@@ -177,9 +177,15 @@ def writing(search: Search, reading: float) -> Callable[[], None]:
     return check
 
 
-def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds: float) -> None:
-    """Run the planner that gives the first placement; the default one in a part of ``seconds``."""
+def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds: float) -> Ints:
+    """Run the planner that gives the first split; the default one in a part of ``seconds``.
+
+    Of an objective that is not the solver's, ``search`` has the answer of a planner that knows it
+    first, unless only some splits may answer. Returns the split, devices int32 ``[G]``.
+    """
     problem, seconds = search.problem, min(MOST_START_S, START_SHARE * seconds)
+    if not (problem.objective.is_analytic or contiguous) and start is None:
+        search.run("macro_search", OWN_SHARE, OWN_SHARE, one_phase=True)
     if problem.objective is not Objective.PIECEWISE_LATENCY:
         problem = problem.with_objective(Objective.MAX_LOAD)
     if start is not None:
@@ -197,7 +203,9 @@ def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds
             if start is not None:
                 raise
             answer = load("single_device")(problem)
-    search.consider(search.choice(answer.placement), int(answer.stats.get("evaluations", 1)))
+    choice = search.choice(answer.placement)
+    search.consider(choice, int(answer.stats.get("evaluations", 1)))
+    return choice
 
 
 def finish(

@@ -21,6 +21,7 @@ from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.testing import check_planner
 from tests.planners.test_planners import every_placement, make, random_small
+from tests.problems import random_problem
 
 pytest.importorskip("ortools")
 
@@ -51,6 +52,12 @@ def contiguous_optimum(problem: Problem) -> float:
                 if np.isfinite(problem.compute_s[np.arange(len(item)), placement]).all():
                     best = min(best, float(score(problem, placement)[0]))
     return best
+
+
+def test_an_objective_without_a_program_is_searched_too() -> None:
+    problem = random_problem(13, 5, 2, objective="period")  # the split of least load takes 11 s
+    best_s = score(problem, every_placement(problem)).min()
+    assert load("mip", seconds=2)(problem).value_s == pytest.approx(best_s)
 
 
 @pytest.mark.parametrize("name", EXACT)

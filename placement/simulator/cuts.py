@@ -1,0 +1,212 @@
+"""What devices take, at least, in view of all that they write and read: minimum cuts."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.problem import Floats, Problem
+from placement.relaxed import EXACT
+from placement.simulator.analytic_kernels import Blocks, blocks
+from placement.tools.jit import Struct, array, kernel
+
+Array = NDArray[Any]
+
+_PLACED = 200  # of groups put somewhere, that are looked at
+_LOOKS = 60_000_000  # at arcs (0.3 s), half of them for groups alone
+_LEAST = 1e-13  # of all capacities, that a path is worth
+
+
+class _Arcs(Struct):
+    """Arcs between nodes, the last two of which are source and sink; room for ``_augment``."""
+
+    begin: Array  # int64 [V + 1] where the arcs from each node begin in ``arcs``
+    arcs: Array  # int64 [A] by the node that they are from; arc ``a ^ 1`` is the other way
+    head: Array  # int64 [A] the node that each is to
+    level: Array = array("V", np.int64)  # in the end -1 on the sink's side
+    queue: Array = array("V", np.int64)
+    at: Array = array("V", np.int64)
+    path: Array = array("V", np.int64)
+    looks: int  # at arcs
+
+
+@kernel
+def _augment(net, left, least):
+    """The flow that is added (Dinic 1970); ``left``: what each arc can carry still."""
+    begin, arcs, head = net.begin, net.arcs, net.head
+    level, queue, at, path = net.level, net.queue, net.at, net.path
+    sink = len(begin) - 2
+    source, total = sink - 1, 0.0
+    while True:
+        for u in range(len(level)):
+            level[u], at[u] = -1, begin[u]
+        level[source], queue[0], num = 0, source, 1
+        for k in range(len(queue)):
+            if k == num:
+                break
+            for i in range(begin[queue[k]], begin[queue[k] + 1]):
+                v = head[arcs[i]]
+                if level[v] < 0 and left[arcs[i]] > least:
+                    level[v], queue[num] = level[queue[k]] + 1, v
+                    num += 1
+        if level[sink] < 0:
+            return total
+        net.looks += len(arcs)
+        u, depth = source, 0
+        while True:
+            net.looks += 1
+            while at[u] < begin[u + 1]:
+                a = arcs[at[u]]
+                if left[a] > least and level[head[a]] == level[u] + 1:
+                    break
+                at[u] += 1
+                net.looks += 1
+            if at[u] < begin[u + 1]:
+                path[depth], u = arcs[at[u]], head[arcs[at[u]]]
+                depth += 1
+            elif depth:
+                depth -= 1
+                u = head[path[depth] ^ 1]
+                at[u] += 1
+            else:
+                break
+            if u == sink:
+                amount = np.inf
+                net.looks += depth
+                for i in range(depth):
+                    amount = min(amount, left[path[i]])
+                total += amount
+                for i in range(depth - 1, -1, -1):
+                    left[path[i]] -= amount
+                    left[path[i] ^ 1] += amount
+                    if left[path[i]] <= least:  # go on from where the first that is full begins
+                        depth, u = i, head[path[i] ^ 1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Flow:
+    """The least seconds of a device; with which groups; what the arcs can carry still."""
+
+    seconds: float
+    there: NDArray[np.bool_]
+    left: Floats
+
+
+class _Network:
+    """Cuts in it are sets of groups, and cost what a device takes that runs these.
+
+    Groups are nodes; those that the device runs are on the source's side. It pays for a tensor that
+    it makes where a node is not there that all users pull, and for one that it reads where a node
+    is there that any user pulls.
+    """
+
+    def __init__(self, b: Blocks) -> None:
+        groups, tensors = np.arange(b.num_blocks), np.arange(len(b.src))
+        write = len(groups) + tensors
+        read = write + len(tensors)
+        source = len(groups) + 2 * len(tensors)
+        which, made = np.repeat(tensors, np.diff(b.use_ptr)), b.src >= 0
+        source_of = np.where(made, b.src, source + 1)
+        none = np.zeros(len(groups), int)
+        tail = groups, source + none, b.src[made], write[which], b.use_dst, read
+        head = source + 1 + none, groups, write[made], b.use_dst, read[which], source_of
+        self.groups, self.made, self.many = len(groups), made, len(which)
+        ends = np.stack([np.concatenate(tail), np.concatenate(head)], axis=1).astype(np.int64)
+        arcs = np.argsort(ends.ravel(), kind="stable")
+        self.arcs = _Arcs.fresh(
+            {"V": source + 2},
+            begin=np.searchsorted(ends.ravel()[arcs], np.arange(source + 3)),
+            arcs=arcs,
+            head=ends[:, ::-1].ravel().copy(),
+        )
+
+    def nothing(self, compute_s: Floats, io_s: Floats) -> _Flow:
+        """A device with no group; what it runs takes ``[G]``, what it writes or reads ``[H]``."""
+        free = np.full(self.many, np.inf)
+        can = compute_s, np.zeros(self.groups), io_s[self.made], free, free, io_s
+        left = np.zeros(len(self.arcs.head))
+        left[::2] = np.concatenate(can)
+        return _Flow(0.0, np.zeros(self.groups, np.bool_), left)
+
+    def more(self, flow: _Flow, inside: Any, outside: Any) -> _Flow:
+        """With more groups that the device runs, and more that it does not."""
+        left = flow.left.copy()
+        left[2 * outside] = left[2 * (self.groups + inside)] = np.inf
+        least = _LEAST * float(left[np.isfinite(left)].sum())
+        seconds = flow.seconds + _augment(self.arcs, left, least)
+        return _Flow(seconds, self.arcs.level[: self.groups] >= 0, left)
+
+
+def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
+    """The largest load (``max_load``, one phase), from ``least_s`` up.
+
+    Which groups go well with one that a device runs, and without those that others run, is a
+    minimum cut of a network, whatever happens to the rest (Stone 1977). The loads of all at
+    ``prices [D]`` are no less than what every group costs where that is cheapest, and what is paid
+    besides, which is a cut as well. Groups are put wherever they can be, those first that make a
+    device busiest; what can become least is looked at first.
+    """
+    b, devices = blocks(problem, problem.graph.group), problem.num_devices
+    if not b.io_s.any() or devices == 1:
+        return least_s
+    net, can = _Network(b), np.isfinite(b.compute_s)
+    priced = np.where(can, np.where(can, b.compute_s, 0.0) * prices, np.inf)
+    cheapest = priced.min(axis=1)
+    above = priced - cheapest[:, None]
+    room_bytes = problem.memory_bytes.astype(np.float64)
+    room_bytes[problem.cluster.streaming] = np.inf  # the host holds them
+    facts = np.concatenate([b.compute_s, b.io_s, room_bytes[None]])
+    first: dict[bytes, int] = {}  # device of each kind
+    kind = [first.setdefault(facts[:, d].tobytes(), d) for d in range(devices)]
+    alone = {k: net.nothing(b.compute_s[:, k], b.io_s[:, k]) for k in set(kind)}
+    spent = {k: net.nothing(above[:, k], prices[k] * b.io_s[:, k]) for k in set(kind)}
+    none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
+    heavy_s, covered = b.compute_s.min(axis=1), np.zeros(b.num_blocks, np.bool_)
+    for g in np.argsort(-heavy_s, kind="stable").tolist():
+        if covered[g] or net.arcs.looks > _LOOKS / 2:
+            continue  # it may be with a group that takes as long
+        ways = [net.more(alone[k], np.array([g]), none) for k in alone if io[k] and can[g, k]]
+        heavy_s[g] = min([way.seconds for way in ways] + [*b.compute_s[g, ~io]])
+        if ways:
+            covered |= np.array([way.there for way in ways]).all(axis=0)
+    order = np.argsort(-heavy_s, kind="stable")
+    least_s, all_s = max(least_s, float(heavy_s.max()) * EXACT), float(cheapest.sum())
+    # A bound, minus the groups that are put, a number, their devices, two flows of each device.
+    begun: Any = least_s, 0, 0, none, [(alone[k], spent[k]) for k in kind]
+    open_, number = [begun], 0
+    for _ in range(_PLACED):
+        bound_s, put, _, device, flows = open_[0]
+        if -put == len(order) or net.arcs.looks > _LOOKS:
+            break
+        heappop(open_)
+        group, tried = int(order[-put]), set()
+        for d in range(devices):
+            here = np.append(device, d)
+            members = [order[: 1 - put][here == e] for e in range(devices)]
+            alike = kind[d], d if len(members[d]) > 1 else -1
+            full = b.own_bytes[members[d]].sum() > room_bytes[d]
+            if not can[group, d] or full or alike in tried:
+                continue
+            tried.add(alike)
+            new, loads_s, spent_s = [], bound_s, all_s
+            for e in range(devices):
+                others = order[: 1 - put][here != e]
+                both = tuple(
+                    flow if not len(members[e]) or flow.there[group] == (e == d)
+                    else net.more(flow, members[e], others)
+                    for flow in flows[e]
+                )  # fmt: skip
+                new.append(both)
+                loads_s = max(loads_s, both[0].seconds * EXACT)
+                spent_s += both[1].seconds
+            number += 1
+            heappush(open_, (max(loads_s, spent_s * EXACT), put - 1, number, here, new))
+        if not open_:  # nothing fits
+            return bound_s
+    return open_[0][0]
