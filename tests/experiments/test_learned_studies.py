@@ -344,12 +344,12 @@ def test_only_what_the_released_network_decodes_is_made_again(
     options = study.parse([zero_shot.STUDY], ["zero_shot", "--work", str(tmp_path)])
     heft_s = value_of(small, planners.load("heft")(small))
     then = [
-        cell(f"{family}: s {objective}", planner, 0, value_s, group=zero_shot.ONE)
-        for family, objective, planner, value_s in (
-            ("synthetic", "latency", "trained", 99.0),
-            ("synthetic", "latency", "heft", heft_s),
-            ("synthetic", "period", "trained", 99.0),
-            ("captured", "latency", "trained", 99.0),
+        cell(f"{family}: s {objective}", planner, seed, value_s, group=zero_shot.ONE)
+        for family, objective, planner, seed, value_s in (
+            ("synthetic", "latency", "trained", 0, 99.0),
+            ("synthetic", "latency", "heft", None, heft_s),
+            ("synthetic", "period", "trained", 0, 99.0),
+            ("captured", "latency", "trained", 0, 99.0),
         )
     ]
     now = zero_shot.released_again(then, options)
