@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.runs import GIB, limited, warm
-from experiments.study import Finished, Options, say
+from experiments.study import Finished, Options, StudyError, say
 from experiments.tables import groups
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
@@ -107,6 +107,30 @@ def run_tasks(
     for name, problem in problems.items():
         for task in tasks(options, name, problem):
             yield task.run(options.finished, name, problem)
+
+
+def made_again(
+    cells: Sequence[Cell],
+    tasks: Iterable[tuple[str, Problem, Task]],
+    finished: Finished,
+    rule: str,
+) -> list[Cell]:
+    """The cells, those of these tasks made again; ``rule`` is a task that shows the problem.
+
+    Raises:
+        StudyError: the rule has another value today, so the problem is another.
+    """
+    made: dict[tuple[str, str, str, int | None], Cell] = {}
+    for name, problem, task in tasks:
+        made[task.group, name, task.label, task.seed] = task.run(finished, name, problem)
+    now = [made.get((c.group, c.problem, c.planner, c.seed), c) for c in cells]
+    for then, cell in zip(cells, now, strict=True):
+        if cell.planner == rule and cell.value_s != then.value_s:
+            raise StudyError(
+                f"{cell.problem}: {rule} makes {cell.value_s} s, and made {then.value_s} s when "
+                "the rows were made: run the whole study"
+            )
+    return now
 
 
 def _outcome(

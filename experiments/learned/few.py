@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from experiments.budgets import FEW, HEURISTICS
-from experiments.learned.cells import Cell, Task, best_known, gain, run_tasks, to_known
+from experiments.learned.cells import Cell, Task, best_known, gain, made_again, run_tasks, to_known
 from experiments.learned.study import learned_study, untrained_dispatcher
-from experiments.learned.zero_shot import problems, unit
-from experiments.study import Options
-from experiments.tables import DASH, Column, Mean, geometric, share, table
+from experiments.learned.zero_shot import from_files_and_draws, problems, unit, untrained
+from experiments.study import Again, Options
+from experiments.tables import DASH, Column, Mean, geometric, groups, share, table
 from placement.objective import Objective
 from placement.planners import load
 from placement.planners.order_search import why_not
@@ -44,10 +44,24 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     frozen: dict[str, Any] = {"policy": "untrained", "margin": 0.0}
     if problem.objective is Objective.LATENCY:  # others are not constructed
         frozen["seed_policy"] = untrained_dispatcher(options)
+    if problem.objective is Objective.PERIOD:
+        frozen["waits"] = untrained(options)
     for seed in range(options.seeds):
         yield Task(GROUP, SEARCH, load(searcher), seed, evaluations=few)
         yield Task(GROUP, POLICY, load("policy", margin=0.0), seed, evaluations=few)
         yield Task(GROUP, UNTRAINED, load("policy", **frozen), seed, evaluations=few)
+
+
+def untrained_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
+    """The cells, those of periods with untrained networks made again."""
+    periods = from_files_and_draws(options, Objective.PERIOD)
+    again = (
+        (name, problem, task)
+        for name, problem in periods.items()
+        for task in tasks(options, name, problem)
+        if task.label in (UNTRAINED, "heft")
+    )
+    return made_again(cells, again, options.finished, "heft")
 
 
 def searches(options: Options, name: str, problem: Problem) -> Iterator[Task]:
@@ -83,9 +97,9 @@ def headroom(cells: Sequence[Cell]) -> list[str]:
 
 
 def ahead(cells: Sequence[Cell], planner: str) -> tuple[float, float, float]:
-    """Share of runs on these that are better than ``contiguous_dp``, and its 95 % interval."""
+    """Share of these where every seed is better than ``contiguous_dp``, and its 95 % interval."""
     ratios = gain(with_rules(cells), planner, ["contiguous_dp"])
-    return share([r < 1 - 1e-9 for n in headroom(cells) for r in ratios[n]])
+    return share([max(ratios[n]) < 1 - 1e-9 for n in headroom(cells)])
 
 
 def behind(cells: Sequence[Cell], planner: str) -> int:
@@ -106,7 +120,16 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
         value, low, high = (100 * x for x in ahead(cells, planner))
         return f"{value:.0f} % ({low:.0f} to {high:.0f})"
 
+    def against(other: str, objective: str) -> str:
+        mine = [c for c in cells if objective in ("all", c.objective)]
+        return geometric(gain(with_rules(mine), POLICY, [other])).percent()
+
     return {
+        "against": table(
+            [*groups(cells, "objective"), "all"],
+            Column("objective", str),
+            *(Column(f"{POLICY} against {o}", partial(against, o)) for o in PLANNERS[1:]),
+        ),
         "known": table(
             names,
             Column("family", str),
@@ -123,4 +146,5 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     }
 
 
-STUDY = learned_study("few", FEW, problems, rows, unit, row=Cell, parts=parts)
+AGAIN = Again("untrained", "make untrained periods again, but of captured models", untrained_again)
+STUDY = learned_study("few", FEW, problems, rows, unit, row=Cell, parts=parts, again=AGAIN)

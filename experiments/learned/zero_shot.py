@@ -11,14 +11,14 @@ import numpy as np
 
 from experiments.budgets import HELD_OUT, HEURISTICS, ZERO_SHOT
 from experiments.learned import problems as families
-from experiments.learned.cells import Cell, Task, gain, run_tasks, to_known
+from experiments.learned.cells import Cell, Task, gain, made_again, run_tasks, to_known
 from experiments.learned.study import (
     learned_study,
     policies,
     untrained_dispatcher,
     wants,
 )
-from experiments.study import RESULTS, Again, Options, StudyError
+from experiments.study import RESULTS, Again, Options
 from experiments.tables import (
     DASH,
     Column,
@@ -127,35 +127,28 @@ def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
     yield from (best[name] for name in chosen if name in best)
 
 
-def released_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
-    """The cells, those of latencies with one evaluation made again by the released network.
-
-    Captured models stay as they are: they would have to be measured, which makes other problems.
-
-    Raises:
-        StudyError: a rule has another value today, so the problem is another.
-    """
-    names = [f for f in families.FAMILIES if f != "captured"]
-    chosen = {
+def from_files_and_draws(options: Options, objective: Objective) -> families.Problems:
+    """Without captured models: they would have to be measured, which makes other problems."""
+    return {
         f"{family}: {name}": problem
-        for family in names
+        for family in families.FAMILIES
+        if family != "captured"
         for name, problem in families.family(family, options.data, options.graphs).items()
-        if problem.objective is Objective.LATENCY
+        if problem.objective is objective
     }
+
+
+def released_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
+    """The cells, those of latencies with one evaluation made again by the released network."""
     options.also = []  # of latencies they decide nothing
-    made: dict[tuple[str, str, str], Cell] = {}
-    for name, problem in chosen.items():
-        for task in tasks(options, name, problem):
-            if task.label in (TRAINED, UNTRAINED, LIST):
-                made[ONE, name, task.label] = task.run(options.finished, name, problem)
-    now = [made.get((c.group, c.problem, c.planner), c) for c in cells]
-    for then, cell in zip(cells, now, strict=True):
-        if cell.planner == LIST and cell.value_s != then.value_s:
-            raise StudyError(
-                f"{cell.problem}: {LIST} makes {cell.value_s} s, and made {then.value_s} s when "
-                "the rows were made: run the study without --released"
-            )
-    return now
+    latencies = from_files_and_draws(options, Objective.LATENCY)
+    again = (
+        (name, problem, task)
+        for name, problem in latencies.items()
+        for task in tasks(options, name, problem)
+        if task.label in (TRAINED, UNTRAINED, LIST)
+    )
+    return made_again(cells, again, options.finished, LIST)
 
 
 def best_of_few() -> dict[str, Cell]:

@@ -336,7 +336,7 @@ def test_only_what_the_released_network_decodes_is_made_again(
     ]
     now = zero_shot.released_again(then, options)
     assert (now[0].value_s or 99.0) < 99.0 and now[2:] == then[2:]
-    with pytest.raises(StudyError, match="run the study without --released"):
+    with pytest.raises(StudyError, match="run the whole study"):
         zero_shot.released_again([replace(then[1], value_s=0.9 * heft_s)], options)
 
 
