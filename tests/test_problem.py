@@ -274,7 +274,9 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     assert values.latency_s.min() >= bounds["latency"] * (1 - 1e-9)
     assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
     assert values.energy_j.min() >= bounds["energy"] * (1 - 1e-9)
-    assert bounds == {what: lower_bound(problem.with_objective(what)) for what in bounds}
+    own = {what: lower_bound(problem.with_objective(what)) for what in bounds}
+    # What devices write and read is looked at where it is the problem's objective only.
+    assert bounds.pop("max_load") <= own.pop("max_load") * (1 + 1e-9) and bounds == own
 
 
 def branches(rng: np.random.Generator, most: int) -> OpGraph:
