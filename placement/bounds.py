@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from placement.objective import Objective
 from placement.problem import ROUNDING, Floats, Problem, host_of
 from placement.relaxed import EXACT, Program, call_s, load_s, of_groups, period_s, pieces_s
-from placement.simulator.cuts import cut_load_s
 from placement.timeline import longest_flight
+from placement.tools.clock import loads
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
@@ -541,10 +541,21 @@ def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDA
     return float(end_s[last]), np.array(path)
 
 
+@loads
+def _load_cuts() -> None:
+    """Reports and plans that are shown need no compiler."""
+    from placement.simulator import cuts
+
+    cuts.load_kernel()
+
+
 def _max_load_bound_s(problem: Problem, load_s: float, lp_size: int = _LP_SIZE) -> float:
     """Of a problem that asks for it also with all that is written and read."""
     if problem.objective is not Objective.MAX_LOAD or problem.max_phases > 1:
         return load_s
+    _load_cuts()
+    from placement.simulator.cuts import cut_load_s
+
     return cut_load_s(problem, balance_prices(problem.group_compute_s, lp_size), load_s)
 
 

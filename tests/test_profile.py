@@ -143,7 +143,7 @@ def test_a_declared_pattern_replaces_all_measured_links_that_it_covers() -> None
 def test_a_device_that_was_not_measured() -> None:
     with pytest.raises(ProfileError, match=r"'tpu' was not measured .* run: placement profile"):
         make().for_cluster(Cluster("c", (Device("tpu"),)))
-    with pytest.raises(ProfileError, match=r"'x' was not measured"):
+    with pytest.raises(ProfileError, match=r"'x' is like 'cuda:7', which was not measured"):
         make().for_cluster(Cluster("c", (Device("x", like="cuda:7"),)))
 
 

@@ -1403,8 +1403,7 @@ def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent
             sent.clear()
             threads.clear()
             for item in items:
-                with torch.autocast("cuda"):  # is the caller's, not the model's
-                    found = runner(*item)
+                found = runner(*item)
                 torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
             me = threading.current_thread()
             assert threads == {me.ident} and {*sent} == {me.name}
