@@ -19,6 +19,7 @@ from placement.search.evaluation import INFEASIBLE, Search
 
 _SHORT, _LONG = 5, 100  # decisions in a row that are drawn anew
 PROMISES = 13  # samples, of which one is evaluated
+_RULE = 4  # every so many samples are the rule's alone: those of a trained network are much alike
 
 
 class DispatchNet(nn.Module):
@@ -142,24 +143,26 @@ def decode(
 ) -> dict[str, Any]:
     """Evaluate the greedy decode, what the rule alone makes, then ``samples``; what each is worth.
 
+    A quarter of the samples are of the rule alone.
+
     As far as the budget goes, and each in its own order, where orders can be timed: there greedy
     decodes and samples are made from the last operator to the first, too. Where the greedy one does
     not fit in memory, the next count what groups produce, too. Then ``again`` evaluations draw a
-    part of the best anew, 5 to 100 decisions in a row: a result that is not worse is what the next
-    begins with.
+    part of the best anew, by what has made it, 5 to 100 decisions in a row: a result that is not
+    worse is what the next begins with.
     """
     weights, scale = net.weights(), net.config.finish_weight
     problem = search.problem
     ways = [Dispatcher(problem)]
     counted, stats = 0, dict[str, Any]()
     begun, best = search.num_evaluations, np.inf
-    found: tuple[Dispatcher, Past] | None = None
+    found: tuple[Dispatcher, Past, Net] | None = None
 
-    def tried(episode: Dispatcher) -> float:
+    def tried(episode: Dispatcher, by: Net) -> float:
         nonlocal best, found
         cost = evaluate(search, episode)
         if cost <= best * (1 + 1e-12):
-            best, found = cost, (episode, episode.past)
+            best, found = cost, (episode, episode.past, by)
         return cost
 
     for what, activations, network in (
@@ -179,13 +182,14 @@ def decode(
             ways[0], counted = Dispatcher(problem, activations=activations), activations
         episode = ways[what == "backward"]
         episode.construct(network, scale)
-        stats[f"{what}_value_s"] = tried(episode)
+        stats[f"{what}_value_s"] = tried(episode, network)
     for number in range(samples):
         if not search.left:
             break
         episode = ways[number % len(ways)]
-        episode.construct(weights, scale, seed + number)
-        tried(episode)
+        network = no_network() if number // len(ways) % _RULE == 1 else weights
+        episode.construct(network, scale, seed + number)
+        tried(episode, network)
     stats |= {"greedy_evaluations": 1, "best_of_k_value_s": best}
     stats["best_of_k_evaluations"] = search.num_evaluations - begun
     until, rng = search.num_evaluations + again, np.random.default_rng(seed)
@@ -193,9 +197,9 @@ def decode(
     while found and search.left and search.num_evaluations + 1 <= until:
         width = int(np.exp(rng.uniform(np.log(_SHORT), np.log(most))))
         first = int(rng.integers(-width // 2, problem.num_ops - width // 2))
-        episode, past = found
-        episode.again(weights, scale, int(rng.integers(2**62)), past, first, first + width)
-        tried(episode)
+        episode, past, network = found
+        episode.again(network, scale, int(rng.integers(2**62)), past, first, first + width)
+        tried(episode, network)
     if again:
         stats["again_value_s"] = best
     return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}
