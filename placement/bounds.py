@@ -35,11 +35,12 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     adds least, and every device idle for the shortest possible run, whose seconds are worth
     ``second_j``.
     """
-    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem)
+    prices = balance_prices(problem.group_compute_s)
+    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices)
     bounds = {
         "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
         "period": _period_bound_s(problem, load_s, _LP_SIZE),
-        "max_load": _max_load_bound_s(problem, load_s),
+        "max_load": _max_load_bound_s(problem, load_s, prices),
         "piecewise_latency": max(path_s, pieces_s(problem)),
     }
     if problem.power is not None:
@@ -57,13 +58,15 @@ def lower_bound(problem: Problem) -> float:
     if problem.objective is Objective.ENERGY:
         return lower_bounds(problem)[problem.objective]
     if problem.objective.is_throughput:
-        load_s = _load_bound_s(problem)
-        of_period = problem.objective is Objective.PERIOD
-        bound_s = _period_bound_s if of_period else _max_load_bound_s
-        return bound_s(problem, load_s, _LONG_LP)
+        prices = balance_prices(problem.group_compute_s)
+        load_s = _load_bound_s(problem, prices)
+        if problem.objective is Objective.PERIOD:
+            return _period_bound_s(problem, load_s, _LONG_LP)
+        return _max_load_bound_s(problem, load_s, prices)
     path_s = _path_bound_s(problem)
     if problem.objective is Objective.LATENCY:
-        load_s = _load_bound_s(problem, _QUICK_LP)
+        prices = balance_prices(problem.group_compute_s, _QUICK_LP)
+        load_s = _load_bound_s(problem, prices, _QUICK_LP)
         return _latency_bound_s(problem, path_s, load_s, _QUICK_LP)
     return max(path_s, pieces_s(problem))
 
@@ -549,19 +552,18 @@ def _load_cuts() -> None:
     cuts.load_kernel()
 
 
-def _max_load_bound_s(problem: Problem, load_s: float, lp_size: int = _LP_SIZE) -> float:
+def _max_load_bound_s(problem: Problem, load_s: float, prices: Floats) -> float:
     """Of a problem that asks for it also with all that is written and read."""
     if problem.objective is not Objective.MAX_LOAD or problem.max_phases > 1:
         return load_s
     _load_cuts()
     from placement.simulator.cuts import cut_load_s
 
-    return cut_load_s(problem, balance_prices(problem.group_compute_s, lp_size), load_s)
+    return cut_load_s(problem, prices, load_s)
 
 
-def _load_bound_s(problem: Problem, lp_size: int = _LP_SIZE) -> float:
+def _load_bound_s(problem: Problem, prices: Floats, lp_size: int = _LP_SIZE) -> float:
     groups = problem.group_compute_s
-    prices = balance_prices(groups, lp_size)
     least_s = float(priced(groups, prices).sum()) * EXACT
     if problem.max_phases == 1:
         least_s = _whole_bound_s(groups, prices, least_s)

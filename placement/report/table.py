@@ -67,10 +67,8 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     notes = [f"on the front of {_traded(first)}: {', '.join(front)}"] if front else []
     if first.energy_source == "declared":
         notes.append("energy is computed from declared watts, not from measured ones")
-    error, ran = (
-        first.prediction_error,
-        any(r.num_rounds for rows in by_planner.values() for r in rows),
-    )
+    error = first.prediction_error
+    ran = any(r.num_rounds for rows in by_planner.values() for r in rows)
     if error and not ran:  # what ran has errors of its own, in the next table
         notes.append(
             f"predictions err by {error:.1%}: of rows that differ by less, either may be better"
