@@ -90,12 +90,9 @@ class GuidedNet(nn.Module):
 
     def weights(self) -> tuple[NDArray[np.float32], ...]:
         """``net`` of ``chooser.network``."""
-        nothing = torch.zeros(0, self.config.scorer)  # of single groups, and of devices
         return arrays(
             self.by_search.weight.T,
             self.by_move.weight.T,
-            nothing,
-            nothing,
             self.by_search.bias,
             self.hidden.weight.T,
             self.hidden.bias,

@@ -636,10 +636,9 @@ def play(t, s, job, number, net, used, then):
                 k = 0
         else:
             if chooser == POLICY:
-                body, where = s.body[:, 0], s.where[:, 0]
                 for j in range(width + 1):
                     s.which[j] = s.count[j] - 1
-                network(net, s.search, s.offered, s.which, body, where, width, logits)
+                network(net, s.search, s.offered, s.which, width, logits)
             else:
                 for j in range(width + 1):
                     logits[j] = s.offered[j, SCORE] if j == 0 or s.count[j] > 0 else -np.inf

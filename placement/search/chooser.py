@@ -17,20 +17,19 @@ BOUND = 10.0  # of features
 
 def no_network(num_search: int, num_move: int) -> tuple[Any, ...]:
     """``net`` of ``network`` where nobody asks it: of so many features, and zeros."""
-    shapes = ((num_search, 1), (num_move, 1), (0, 1), (0, 1), (1,), (1, 1), (1,), (1,))
+    shapes = ((num_search, 1), (num_move, 1), (1,), (1, 1), (1,), (1,))
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
 
 
 @allocating
-def network(net, search, offered, which, group, device, width, logits):
+def network(net, search, offered, which, width, logits):
     """Logits ``[width + 1]`` of a policy: hand score plus a network of two hidden layers.
 
-    ``net``: (by_search [S, H], by_move [F, H], by_group [G, H], by_device [D, H], bias [H],
-    hidden [H, H], hidden_bias [H], out [H]), float32; ``by_group`` and ``by_device`` have no
-    rows where the policy knows the graph from the features alone. Choice 0 is to stay; ``which``
-    ``[C + 1]`` is negative where there is no move, ``group`` and ``device`` say what goes where.
+    ``net``: (by_search [S, H], by_move [F, H], bias [H], hidden [H, H], hidden_bias [H],
+    out [H]), float32. Choice 0 is to stay; ``which`` ``[C + 1]`` is negative where there is no
+    move.
     """
-    by_search, by_move, by_group, by_device, bias, hidden, hidden_bias, out = net
+    by_search, by_move, bias, hidden, hidden_bias, out = net
     size = len(bias)
     common = bias.copy()
     for i in range(len(by_search)):
@@ -49,10 +48,6 @@ def network(net, search, offered, which, group, device, width, logits):
             if a != 0.0:
                 for j in range(size):
                     first[j] += a * by_move[i, j]
-        if k > 0 and len(by_group) > 0:
-            g, d = group[k], device[k]
-            for j in range(size):
-                first[j] += by_group[g, j] + by_device[d, j]
         for j in range(size):
             second[j] = hidden_bias[j]
         for i in range(size):

@@ -210,7 +210,7 @@ def play(t, s, job, number, net, used, then):
             k = _least(s, width)
         elif chooser != UNIFORM:
             if chooser == POLICY:
-                network(net, s.search, s.offered, s.which, s.group, s.to, width, logits)
+                network(net, s.search, s.offered, s.which, width, logits)
             else:
                 for j in range(width + 1):
                     logits[j] = s.offered[j, 0] if s.which[j] >= 0 else -np.inf

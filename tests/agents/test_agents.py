@@ -619,9 +619,7 @@ def test_the_kernel_scores_moves_as_the_network_does(objective: Any) -> None:
             logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0][0].numpy()
         found = np.empty(17)
         state = rules._state(0)
-        body, where = state.body[:, 0], state.where[:, 0]
-        offered, moves = state.offered, state.count - 1
-        network(net.weights(), state.search, offered, moves, body, where, 16, found)
+        network(net.weights(), state.search, state.offered, state.count - 1, 16, found)
         legal = rules.masks()[0]
         assert found[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
         rules.act(np.array([int(np.argmax(legal[::-1]))]))

@@ -467,9 +467,7 @@ def test_the_kernel_chooses_as_the_network_does() -> None:
     weights = net.weights()
     tables, state = started(problem, 5)
     logits = np.empty(17)
-    choosers.network(
-        weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
-    )
+    choosers.network(weights, state.search, state.offered, state.which, 16, logits)
     obs = {
         "moves": torch.from_numpy(state.offered)[None],
         "search": torch.from_numpy(state.search)[None],
@@ -482,9 +480,7 @@ def test_the_kernel_chooses_as_the_network_does() -> None:
     np.testing.assert_allclose(logits[moves], found[moves], rtol=1e-4, atol=1e-4)
     twin_tables, twin = started(problem, 5)
     for i in range(30):
-        choosers.network(
-            weights, state.search, state.offered, state.which, state.group, state.to, 16, logits
-        )
+        choosers.network(weights, state.search, state.offered, state.which, 16, logits)
         logits[0] = -np.inf if state.which.max() >= 0 else 0.0
         action = choosers.choose(state.random, logits, 16)
         order.play(tables, state, order.TAKE, action, NO_NETWORK, 0.0, (i + 1) / 30)
