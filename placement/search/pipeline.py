@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from placement.objective import Objective
 from placement.planners.contiguous_dp import (
     Split,
+    Stages,
     memory_counts,
     merge_blocks,
     splits,
@@ -482,12 +483,12 @@ def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
     sets = float(min(np.prod(kinds + 1.0), 512)) * len(kinds)
     steps = sets * min(problem.graph.num_groups, _BLOCKS) ** 2
     orders = topological_orders(problem, int(min(most, max(2, _CUTS / steps))) - 1)
-    positions = [None, *orders]
+    positions, stages = [None, *orders], Stages(problem)
     for count in reversed(memory_counts(problem)):  # what surely fits, if there is any
         found: list[Split] = []
         for position in positions:
             block = merge_blocks(problem, _BLOCKS, position)
-            found += splits(problem, block, count, most=_EACH)[0]
+            found += splits(stages, block, count, _EACH)
         if found:
             return sorted(found, key=lambda split: split.cost_s)[:_STARTS]
     return []
