@@ -107,18 +107,18 @@ def score_splits(
         known = search.best_cost
         if (count is None and known < INFEASIBLE) or (drawn and not search.left):
             break
-        found: list[Split] = []
+        cuts: list[Split] = []
         for block in tuple(drawn) or blocks:
             drawn += [block] * (count == counts[0])
-            found += splits(stages, block, count, each)
+            cuts += splits(stages, block, count, each)
             if search.used >= 1.0:  # also where no order had a split yet
                 break
-        found.sort(key=lambda split: split.cost_s)
-        if not found:
+        cuts.sort(key=lambda split: split.cost_s)
+        if not cuts:
             continue
-        costs = search.costs([split.choice for split in found[:candidates]])
+        costs = search.costs([split.choice for split in cuts[:candidates]])
         if search.best_cost < known or bottleneck_s is None:
-            bottleneck_s = min(split.slowest_s for split in found)
+            bottleneck_s = min(split.slowest_s for split in cuts)
         # Whether anything fits says little: one device often does. The best split has to.
         if not len(costs) or costs[0] < INFEASIBLE:
             break
@@ -155,15 +155,15 @@ def splits(
     latency = stages.problem.objective is Objective.LATENCY
     in_turn = _solve(costs.seconds(activations, np.add), kind, states, np.add) if latency else []
     seconds = costs.seconds(activations)
-    found = _solve(seconds, kind, states)
+    best = _solve(seconds, kind, states)
     if latency:
-        distinct = {tuple(x): x for _, x in in_turn + found}.values()
-        found = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
-    found = found[:most]
-    slowest_s = (max(seconds[kind[d], j, i] for d, j, i in x) for _, x in found)
+        distinct = {tuple(x): x for _, x in in_turn + best}.values()
+        best = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
+    best = best[:most]
+    slowest_s = (max(seconds[kind[d], j, i] for d, j, i in x) for _, x in best)
     return [
         Split(cost_s, float(slow_s), _choice(x, block, kind))
-        for (cost_s, x), slow_s in zip(found, slowest_s, strict=True)
+        for (cost_s, x), slow_s in zip(best, slowest_s, strict=True)
     ]
 
 
@@ -283,10 +283,10 @@ class Stages:
         arrive_s, input_s, blocking_s = (np.stack(prices) for prices in zip(*priced, strict=True))
         self._uses = kernels.Uses.fresh(
             {"N": g.num_ops, "T": g.num_tensors},
-            made_ptr=g.out_ptr,
-            made=g.out_tensor,
-            used_ptr=g.in_ptr,
-            used=g.in_tensor,
+            makes_ptr=g.out_ptr,
+            makes=g.out_tensor,
+            uses_ptr=g.in_ptr,
+            uses=g.in_tensor,
             inner=g.tensor_src >= 0,
             compute_s=np.ascontiguousarray(run_s[:, self._firsts].T),
             arrive_s=arrive_s,

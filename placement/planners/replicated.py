@@ -217,7 +217,7 @@ def fewest_in_turns(
         rows = np.frombuffer(some, bool)
         part = StagePeriods(table.replicas[rows], table.period_s[rows])
         if not best[1] or _cover(part, best[0] * (1 - ROUNDING), num_devices):
-            best = min(best, fewest(part, num_devices), key=lambda found: found[0])
+            best = min(best, fewest(part, num_devices), key=lambda split: split[0])
     return best
 
 

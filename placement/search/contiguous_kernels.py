@@ -34,13 +34,13 @@ class Graph(Struct):
 @kernel
 def _growth(t, n, factor):
     """Bytes that ``n`` makes less those that nobody needs after it, times its factor."""
-    made, unused = 0, 0
+    produced, unused = 0, 0
     for k in range(t.output_ptr[n], t.output_ptr[n + 1]):
-        made += t.size[t.output[k]]
+        produced += t.size[t.output[k]]
     for k in range(t.inner_ptr[n], t.inner_ptr[n + 1]):
         if t.left[t.inner[k]] == 1:
             unused += t.size[t.inner[k]]
-    return factor[n] * (made - unused)
+    return factor[n] * (produced - unused)
 
 
 @allocating
@@ -110,10 +110,10 @@ def sum_up(begin, end, column, weight, above, grid):
 class Uses(Struct):
     """What stages cost, whatever their blocks are, for ``fill_costs``; and room for it."""
 
-    made_ptr: Array  # int32 [N + 1] tensors that each operator makes
-    made: Array  # int32
-    used_ptr: Array  # int32 [N + 1] tensors that each operator uses
-    used: Array  # int32
+    makes_ptr: Array  # int32 [N + 1] tensors that each operator makes
+    makes: Array  # int32
+    uses_ptr: Array  # int32 [N + 1] tensors that each operator uses
+    uses: Array  # int32
     inner: Array  # bool [T] made by an operator, not an input of the model
     compute_s: Array  # float64 [K, N] of each operator; inf where it is not supported
     arrive_s: Array  # float64 [K, T] to receive the tensor from another device
@@ -176,14 +176,14 @@ def fill_costs(t, at, compute, blocked, received):
     blocked[:] = 0.0
     received[:] = 0.0
     for n in order:
-        for i in range(t.made_ptr[n], t.made_ptr[n + 1]):
-            _meet(t, t.made[i], np.int64(at[n]), blocked, received)
-        for i in range(t.used_ptr[n], t.used_ptr[n + 1]):
-            _meet(t, t.used[i], np.int64(at[n]), blocked, received)
+        for i in range(t.makes_ptr[n], t.makes_ptr[n + 1]):
+            _meet(t, t.makes[i], np.int64(at[n]), blocked, received)
+        for i in range(t.uses_ptr[n], t.uses_ptr[n + 1]):
+            _meet(t, t.uses[i], np.int64(at[n]), blocked, received)
     for n in range(len(at)):
         end = np.int64(at[n]) + 1
-        for i in range(t.made_ptr[n], t.made_ptr[n + 1]):
-            tensor = t.made[i]
+        for i in range(t.makes_ptr[n], t.makes_ptr[n + 1]):
+            tensor = t.makes[i]
             # Where it is made it is not received. It is sent unless all who use it are here.
             for k in range(len(received)):
                 _spread(received[k], 0, end, end, -t.arrive_s[k, tensor])
