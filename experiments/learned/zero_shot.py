@@ -116,8 +116,8 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
             one_decode = load("policy", mode="zero_shot", policy=policy)
             yield Task(one, label + DECODE, one_decode, 0, evaluations=1)
     for group, evaluations in EVALUATIONS.items() if one == PIPELINES else ((one, 1),):
-        for seed, given in enumerate((trained or [{}]) if pipeline else [{}]):
-            planner = load("policy", margin=0.0, **given)
+        for seed, networks in enumerate((trained or [{}]) if pipeline else [{}]):
+            planner = load("policy", margin=0.0, **networks)
             yield Task(group, TRAINED, planner, seed, evaluations=evaluations)
         planner = load("policy", margin=0.0, **new)
         yield Task(group, UNTRAINED, planner, 0, evaluations=evaluations)
@@ -205,13 +205,13 @@ def by_family(cells: Sequence[Cell]) -> str:
         mine = [c for c in of_group(cells, group) if name in (EVERY, family_of(c.problem))]
         return against(mine, other, of_families=name == EVERY).percent()
 
-    shown = ((PIPELINES, HAND), (PIPELINES, UNTRAINED), (LATENCIES, UNTRAINED), (LATENCIES, LIST))
+    columns = ((PIPELINES, HAND), (PIPELINES, UNTRAINED), (LATENCIES, UNTRAINED), (LATENCIES, LIST))
     return table(
         (*NEVER_DRAWN, EVERY),
         Column("family", str),
         *(
             Column(f"{g.partition(',')[0]}, against {o}", partial(mean, group=g, other=o))
-            for g, o in shown
+            for g, o in columns
         ),
     )
 
