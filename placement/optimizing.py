@@ -397,9 +397,9 @@ def _in_turns(
         ways = {name: calls(r, r, inputs, batches) for name, r in runners.items()}
         if module is not None:
             ways["plain"] = _plain(module, inputs, batches)
-        found = measure(ways, report)
-    graphs = {x.removesuffix(_GRAPHS): found.pop(x) for x in [*found] if x.endswith(_GRAPHS)}
-    return found, graphs
+        measured = measure(ways, report)
+    graphs = {x.removesuffix(_GRAPHS): measured.pop(x) for x in [*measured] if x.endswith(_GRAPHS)}
+    return measured, graphs
 
 
 def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
@@ -410,12 +410,12 @@ def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
         return False
     try:
         for _ in range(_CAPTURED):
-            found = pytree.tree_leaves(graphed(*args, **kwargs))
+            replayed = pytree.tree_leaves(graphed(*args, **kwargs))
     except RuntimeError:  # there is no room for both, or a library refuses
         return False
     expected = pytree.tree_leaves(runner(*args, **kwargs))
     tolerance = equality.Tolerance.of([*runner.graph.program.params, *expected], runner.cluster)
-    return graphed.num_graphs > 0 and not equality.difference(found, expected, tolerance)
+    return graphed.num_graphs > 0 and not equality.difference(replayed, expected, tolerance)
 
 
 def _singles(problem: Problem, plan: Plan) -> list[str]:
@@ -425,12 +425,12 @@ def _singles(problem: Problem, plan: Plan) -> list[str]:
     devices = problem.cluster.devices
     able = [d for d in range(len(devices)) if problem.supported[:, d].all()]
     alone_s = score(problem, np.repeat(np.array(able, np.int32)[:, None], problem.num_ops, 1))
-    found: dict[tuple[str, str, int], str] = {}  # of devices that are alike the best one
+    best_of_kind: dict[tuple[str, str, int], str] = {}  # of devices that are alike the best one
     for i in np.argsort(alone_s, kind="stable"):
         if alone_s[i] <= _CLOSE * plan.fallback.value_s:
             device = devices[able[i]]
-            found.setdefault((device.kind, device.model, device.threads), device.name)
-    return [name for name in found.values() if [name] != devices_of(plan)]
+            best_of_kind.setdefault((device.kind, device.model, device.threads), device.name)
+    return [name for name in best_of_kind.values() if [name] != devices_of(plan)]
 
 
 def _plain(module: nn.Module, inputs: Any, batches: int) -> Way:

@@ -270,8 +270,8 @@ def trace_step(
 def _copied(value: fx.Node) -> fx.Node:
     """The new statistics themselves, where ``value`` is no more than a copy of them."""
     source: Any = value.args[1] if value.target is _aten.copy.default else value
-    made = source.target is operator.getitem and source.args[0].target
-    return source if made is _aten._native_batch_norm_legit_functional.default else value
+    operation = source.target is operator.getitem and source.args[0].target
+    return source if operation is _aten._native_batch_norm_legit_functional.default else value
 
 
 def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:

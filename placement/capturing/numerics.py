@@ -86,11 +86,11 @@ def check_numbers(
             f"{what}. Only the call takes torch's fast path of attention: switch it off, with "
             "torch.backends.mha.set_fastpath_enabled(False), and capture the module again"
         )
-    with calls_from_user(_QUESTIONS) as asked:
+    with calls_from_user(_QUESTIONS) as questions:
         call()
     raise CaptureError(
         f"{what}. "
-        + (f"It asks whether it is traced{asked[0][1]}" if asked else _UNKNOWN)
+        + (f"It asks whether it is traced{questions[0][1]}" if questions else _UNKNOWN)
         + ": make both ways compute the same"
     )
 

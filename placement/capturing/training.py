@@ -262,15 +262,15 @@ def optimizer_like(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.
     new: Any = object.__new__(type(optimizer))
     # The rest is made anew; a learning-rate scheduler puts a ``step`` of this optimizer there.
     skipped = {"step", "state", "param_groups", "defaults"}
-    kept = {k: v for k, v in vars(optimizer).items() if k not in skipped}
-    for k, v in kept.items():
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in skipped}
+    for k, v in attributes.items():
         if any(isinstance(x, torch.optim.Optimizer | nn.Parameter) for x in pytree.tree_leaves(v)):
             raise CaptureError(
                 f"{type(optimizer).__name__} keeps parameters beside its groups (in {k!r}), and "
                 "would change these, not those of a device: use another optimizer, e.g. "
                 "torch.optim.AdamW"
             )
-    new.__dict__.update(kept)
+    new.__dict__.update(attributes)
     torch.optim.Optimizer.__init__(new, groups, optimizer.defaults)
     return new  # type: ignore[no-any-return]
 

@@ -153,11 +153,11 @@ def _finished(
     if not args.out or not Path(args.out).exists():
         return {}
     try:
-        kept = parse_json(Path(args.out).read_text(encoding="utf-8"))
+        earlier = parse_json(Path(args.out).read_text(encoding="utf-8"))
         same = {"suite": args.suite, "planner": args.planner, **facts}
-        if any(kept[key] != value for key, value in same.items()):
+        if any(earlier[key] != value for key, value in same.items()):
             raise ValueError("it is of another suite, planner, options or budget")
-        rows = [BenchRow(**row) for row in kept["rows"]]
+        rows = [BenchRow(**row) for row in earlier["rows"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise cli.UsageError(
             f"--out {args.out} cannot be continued ({error}); name another file, or remove it"

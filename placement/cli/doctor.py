@@ -106,7 +106,7 @@ def facts() -> dict[str, Any]:
         writable = False
     there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
     required, extras = packages()
-    found = {
+    machine = {
         "version": version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -128,7 +128,7 @@ def facts() -> dict[str, Any]:
     load = None
     if others_s is not None and worked_s is not None:
         load = round(max(worked_s - others_s, 0.0) / (time.monotonic() - begun), 2)
-    return found | {"cpu": found["cpu"] | {"load": load}}
+    return machine | {"cpu": machine["cpu"] | {"load": load}}
 
 
 def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     if args.plan is None and args.options:  # argparse leaves what follows a flag to the options
         args.plan = args.options.pop(0)
-    wanted = (("the plan", args.plan), ("--to NAME", args.to), ("--out FILE", args.out))
-    missing = [what for what, value in wanted if value is None]
+    options = (("the plan", args.plan), ("--to NAME", args.to), ("--out FILE", args.out))
+    missing = [what for what, value in options if value is None]
     if missing:
         raise cli.UsageError(f"missing: {', '.join(missing)}; exporters: placement export --list")
     cli.search_here(args.to)
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
         if problem is None:
             problem = _problem(plan, args)
-        told = str(error).partition(". --nearest")[0]
+        reason = str(error).partition(". --nearest")[0]
         nearest = _nearest(exporter, plan, problem, error)
         moved = {op: d for op, d in nearest.assignment.items() if d != plan.assignment[op]}
-        cli.say(told)
+        cli.say(reason)
         title = f"{len(moved)} of {plan.graph.num_ops} operators move"
         if problem is None:
             cli.say(

@@ -230,12 +230,12 @@ def _checked(args: argparse.Namespace, problem: Problem, solution: Solution) -> 
 
     true = as_simulated(problem, solution)
     wrong = [
-        f"{what} = {said} (simulator: {value})"
-        for what, said, value in (
+        f"{what} = {claimed} (simulator: {value})"
+        for what, claimed, value in (
             ("value_s", solution.value_s, true.value_s),
             ("lower_bound_s", solution.lower_bound_s, f"at most {true.value_s}"),
         )
-        if said != getattr(true, what)
+        if claimed != getattr(true, what)
     ]
     if wrong:
         cli.say(

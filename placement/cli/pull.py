@@ -75,8 +75,10 @@ def _artifact(name: str) -> wandb.Artifact:
     try:
         return wandb.Api().artifact(name)
     except (wandb.Error, OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PullError(f"{name}: {said}; are you logged in (wandb login), is it there?") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PullError(
+            f"{name}: {reason}; are you logged in (wandb login), is it there?"
+        ) from error
 
 
 def _fetch(artifact: wandb.Artifact, folder: Path, suffix: str) -> bytes:

@@ -428,12 +428,12 @@ class _Gpu:
         try:
             yield
         except RuntimeError:
-            kept = [value]
+            values = [value]
             if not self.has_failed:
                 # ``isinstance`` would ask a proxy.
-                kept += [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+                values += [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
             self.has_failed = True
-            for x in kept:
+            for x in values:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
             raise
 

@@ -30,7 +30,7 @@ def constants(program: Program, ops: Set[int], device: torch.device) -> dict[int
     """
     if program.gradients or program.new_buffers:
         return {}
-    found, sizes = dict[int, Tensor](), dict[int, int]()
+    constant, sizes = dict[int, Tensor](), dict[int, int]()
     for n in sorted(_constant_steps(program)):
         step = program.steps[n]
         # One that fails does so again where it runs, with its name.
@@ -41,16 +41,16 @@ def constants(program: Program, ops: Set[int], device: torch.device) -> dict[int
             torch._C.DisableTorchFunction(),
         ):
             value = step.target(
-                *fill(step.args, found, (), device), **fill(step.kwargs, found, (), device)
+                *fill(step.args, constant, (), device), **fill(step.kwargs, constant, (), device)
             )
-            made = [value[i] for i in step.output_index] if step.multi else [value]
-            more = sizes | {storage_of(x): x.untyped_storage().nbytes() for x in made}
+            values = [value[i] for i in step.output_index] if step.multi else [value]
+            more = sizes | {storage_of(x): x.untyped_storage().nbytes() for x in values}
             if sum(more.values()) <= _MOST_BYTES:
                 sizes = more
-                found |= zip(step.outputs, made, strict=True)
+                constant |= zip(step.outputs, values, strict=True)
     near = {t for n in ops for t in program.steps[n].outputs}
     near |= {x.tensor for n in ops for x in _leaves(program.steps[n]) if isinstance(x, Ref)}
-    return {t: x for t, x in found.items() if t in near}
+    return {t: x for t, x in constant.items() if t in near}
 
 
 def _constant_steps(program: Program) -> set[int]:
@@ -91,8 +91,8 @@ def _is_pure(target: Any) -> bool:
     )
 
 
-def _may_share(step: Step, made: Set[int]) -> bool:
-    """Whether a step may write to one of the tensors ``made``, or make what is in its memory.
+def _may_share(step: Step, tensors: Set[int]) -> bool:
+    """Whether a step may write to one of these ``tensors``, or make what is in its memory.
 
     Of operators that are made of others schemas do not always say so: ``dropout`` or ``meshgrid``
     may return what they are given first.
@@ -101,7 +101,7 @@ def _may_share(step: Step, made: Set[int]) -> bool:
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return True
     if target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return any(isinstance(x, Ref) and x.tensor in made for x in leaves_of(step.args[:1]))
+        return any(isinstance(x, Ref) and x.tensor in tensors for x in leaves_of(step.args[:1]))
     returns_it = any(x.alias_info is not None for x in target._schema.returns)
     return returns_it or torch.Tag.maybe_aliasing_or_mutating in target.tags
 
@@ -116,15 +116,15 @@ def with_constants(step: Step, known: Mapping[int, Tensor]) -> Step:
     if step.target is not _ATTENTION:
         return step
     names = [x.name for x in _ATTENTION._schema.arguments]
-    given = dict(zip(names, step.args, strict=False)) | step.kwargs
-    mask = given.get("attn_mask")
+    arguments = dict(zip(names, step.args, strict=False)) | step.kwargs
+    mask = arguments.get("attn_mask")
     value = known.get(mask.tensor) if isinstance(mask, Ref) else None
-    if value is None or value.dtype is not torch.bool or given.get("is_causal"):
+    if value is None or value.dtype is not torch.bool or arguments.get("is_causal"):
         return step
     is_causal = not value.all()
     if is_causal and not (value == torch.ones_like(value).tril()).all():
         return step
     if is_causal and value.shape[-1] != value.shape[-2]:  # PyTorch has no word for which it means
         return step
-    given |= {"attn_mask": None, "is_causal": bool(is_causal)}
-    return replace(step, args=tuple(given.pop(x) for x in names[:3]), kwargs=given)
+    arguments |= {"attn_mask": None, "is_causal": bool(is_causal)}
+    return replace(step, args=tuple(arguments.pop(x) for x in names[:3]), kwargs=arguments)

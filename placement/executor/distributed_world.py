@@ -238,8 +238,8 @@ class World:
         if error is None:
             self.close()
         else:
-            said = f"{type(error).__name__}: {_first_line(error)}"
-            self.abandon(f"rank {self.rank} has ended with {said}")
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            self.abandon(f"rank {self.rank} has ended with {reason}")
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -382,8 +382,8 @@ class World:
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             self._suspect(f"{self.name(rank)} has ended, or its connection broke", rank, error)
         else:
-            said = f"{type(error).__name__}: {_first_line(error)}"
-            self._suspect(f"{self.name(self.rank)} cannot talk to rank {rank}: {said}")
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            self._suspect(f"{self.name(self.rank)} cannot talk to rank {rank}: {reason}")
 
     def _suspect(
         self, cause: str, rank: int | None = None, error: Exception | None = None, hangs: int = 0
@@ -391,8 +391,8 @@ class World:
         """Tell all ranks; what was told first is the cause."""
         if self._closing or self._suspicion is not None:
             return
-        said = f" ({_first_line(error)})" if error is not None else ""
-        self._suspicion = {"cause": cause + said, "rank": rank, "hangs": hangs}
+        detail = f" ({_first_line(error)})" if error is not None else ""
+        self._suspicion = {"cause": cause + detail, "rank": rank, "hangs": hangs}
         self._wake.set()
 
     def _conclude(self, fault: dict[str, Any]) -> None:
@@ -460,11 +460,11 @@ class World:
             if silent > self.timeout_s + 2 * interval:
                 self._lost(f"no answer for {self.timeout_s:g} s")
 
-    def _lost(self, said: str) -> None:
+    def _lost(self, reason: str) -> None:
         """The store does not answer: nobody can be told, and all others find out the same way."""
         keeper = {} if self._agent_keeps else {"rank": 0, "hangs": 1}
         known = self._suspicion or keeper | {
-            "cause": f"rank {self.rank} cannot reach the store of the run ({said}): the host of "
+            "cause": f"rank {self.rank} cannot reach the store of the run ({reason}): the host of "
             "rank 0 or the link to it is down, or torchrun has ended"
         }
         self._conclude(known)

@@ -140,16 +140,16 @@ def _obstacle(program: Program, op: int, own: set[int], known: Container[int]) -
     if not isinstance(target, OpOverload):
         return f"{getattr(target, '__name__', target)} is not one operator of PyTorch"
     arguments = target._schema.arguments
-    given = {x.name: x.default_value for x in arguments if x.has_default_value()}
-    given |= dict(zip((x.name for x in arguments), step.args, strict=False)) | step.kwargs
-    written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
+    values = {x.name: x.default_value for x in arguments if x.has_default_value()}
+    values |= dict(zip((x.name for x in arguments), step.args, strict=False)) | step.kwargs
+    written = [values.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
     if not all(isinstance(x, Ref) and x.tensor in own for x in leaves_of(written)):
         return f"{target} writes to what it reads"
     if any(tag in target.tags for tag in _DEPENDS):
         return f"the form of what {target} makes may be another every time"
     # Attention, dropout and recurrent layers draw only if they are to drop something.
-    is_off = any(given.get(name) == 0 for name in ("dropout_p", "dropout")) or any(
-        given.get(name) is False for name in ("train", "training")
+    is_off = any(values.get(name) == 0 for name in ("dropout_p", "dropout")) or any(
+        values.get(name) is False for name in ("train", "training")
     )
     if torch.Tag.nondeterministic_seeded in target.tags and not is_off:
         return f"{target} draws random numbers"  # each micro-batch has its own
@@ -178,7 +178,7 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
         try:
             # Other threads copy meanwhile, and ask for pinned memory: that is none of this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            made = work()
+            outputs = work()
             graph.capture_end()
         except BaseException:
             try:
@@ -188,7 +188,7 @@ def recorded(work: Callable[[], Any], pool: Any, device: torch.device) -> tuple[
                 with suppress(Exception):
                     _abandon(pool, device)
             raise
-    return graph, made
+    return graph, outputs
 
 
 def _abandon(pool: Any, device: torch.device) -> None:

@@ -342,10 +342,10 @@ class Runner:
                     raise failed
                 return
             if direct is not None:
-                made = self._launched(direct, exhausted or self.max_in_flight == 1)
+                launched = self._launched(direct, exhausted or self.max_in_flight == 1)
                 outputs, _, unwritten = pending.pop(following)
                 self._check_unwritten(unwritten, following - first)
-                finished[following] = self._assemble(outputs | made)
+                finished[following] = self._assemble(outputs | launched)
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
                 if isinstance(message, Failure):
@@ -396,12 +396,12 @@ class Runner:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)
             try:
-                made = direct.next(no_more)
+                tensors = direct.next(no_more)
             except Exception as error:
                 self._raise(direct.worker.failure(error))
         if self._closed:
             raise RunnerError(_CLOSED_IN_USE)
-        return made
+        return tensors
 
     def _check_unwritten(self, inputs: Unwritten, batch: int) -> None:
         """Raises: InputError, naming the input that was written to while devices read it."""

@@ -37,8 +37,8 @@ def main() -> int:
     try:
         return run(data, rank, world, device)
     except Exception as error:  # of torch's own kinds, and of the module's
-        said = (str(error).strip() or "it gives no reason").splitlines()[0]
-        print(f"rank {rank}: torch.distributed.pipelining fails: {type(error).__name__}: {said}")
+        reason = (str(error).strip() or "it gives no reason").splitlines()[0]
+        print(f"rank {rank}: torch.distributed.pipelining fails: {type(error).__name__}: {reason}")
         return 1
     finally:
         dist.destroy_process_group()

@@ -325,9 +325,9 @@ class Sizes:
     def _settle(self, scope: Scope, name: str, kind: Any, declared: Mapping[str, Any]) -> None:
         """Keep what is known of a name: what was inferred, else ``dims``, else the file's word."""
         declaration = declared.get(name)
-        said = declaration.tensor_type.shape.dim if declaration is not None else ()
+        shape = declaration.tensor_type.shape.dim if declaration is not None else ()
         if _sizes(kind) is None and declaration is not None and _sizes(declaration) is not None:
-            kind = _type(declaration.tensor_type.elem_type, [None] * len(said))
+            kind = _type(declaration.tensor_type.elem_type, [None] * len(shape))
         elif _sizes(kind) is None and kind is not None and f"{name}.0" in self.dims:
             rank = len(list(takewhile(lambda i: f"{name}.{i}" in self.dims, count())))
             kind = _type(kind.tensor_type.elem_type, [None] * rank)
@@ -340,11 +340,11 @@ class Sizes:
             keys = [f"{name}.{axis}"]
             if not dim.HasField("dim_value"):
                 dim.Clear()
-            if axis < len(said):
-                if said[axis].dim_param not in _NAMELESS | self.input_names:
-                    keys.append(said[axis].dim_param)
-                if self.fixed and not dim.HasField("dim_value") and said[axis].dim_value > 0:
-                    dim.dim_value = said[axis].dim_value
+            if axis < len(shape):
+                if shape[axis].dim_param not in _NAMELESS | self.input_names:
+                    keys.append(shape[axis].dim_param)
+                if self.fixed and not dim.HasField("dim_value") and shape[axis].dim_value > 0:
+                    dim.dim_value = shape[axis].dim_value
             self._set(dim, keys, f"{name!r}, axis {axis}")
         scope.types[name] = kind
 
@@ -488,9 +488,9 @@ class Sizes:
             types = infer_node_outputs(schema, node, kinds, data, opset_imports=imports)
         except Exception as error:
             shapes = ", ".join(f"{x} {_sizes(kind)}" for x, kind in kinds.items())
-            said = str(error).removeprefix("[ShapeInferenceError] ").strip()
+            reason = str(error).removeprefix("[ShapeInferenceError] ").strip()
             raise FormatError(
-                f"{where}: shape inference failed: {said.rstrip('.')}; inputs are "
+                f"{where}: shape inference failed: {reason.rstrip('.')}; inputs are "
                 f"{shapes or 'none'}{self._of_dims()}"
             ) from error
         return [types.get(x) for x in node.output]

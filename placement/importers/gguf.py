@@ -331,7 +331,9 @@ class _Model:
             inner = sum(many(t, 0) for t in down)  # what goes into it; before it gate and up
             wide = sum(many(t, 1) for t in feeds if t not in down)
             routed = sum(many(t, 0) + many(t, 1) for t in down if "_exps" in t.name)
-            asked = sum(many(t, 1) for t in tensors if ".attn_" in t.name and "_out" not in t.name)
-            return max(asked, wide + inner, routed)
+            attention = sum(
+                many(t, 1) for t in tensors if ".attn_" in t.name and "_out" not in t.name
+            )
+            return max(attention, wide + inner, routed)
 
         return 5 * self.hidden + max(map(of, self.layers[:1] + self.layers[-1:]))

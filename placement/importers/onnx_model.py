@@ -330,13 +330,13 @@ def _signature(node: Any, scope: Scope, where: str) -> str:
     """Kind, shapes, types and constants."""
     from onnx import helper
 
-    said = [str(scope.tensor(x, where)) if x else "-" for x in node.input]
+    parts = [str(scope.tensor(x, where)) if x else "-" for x in node.input]
     for a in sorted(node.attribute, key=lambda a: a.name):
         if a.HasField("g"):
-            said.append(f"{a.name}=<{', '.join(kind_of(x) for x in a.g.node)}>")
+            parts.append(f"{a.name}=<{', '.join(kind_of(x) for x in a.g.node)}>")
         elif not a.HasField("t") and not a.HasField("sparse_tensor"):
-            said.append(str(helper.printable_attribute(a)))
-    return f"{kind_of(node)}({', '.join(said)})"
+            parts.append(str(helper.printable_attribute(a)))
+    return f"{kind_of(node)}({', '.join(parts)})"
 
 
 def _work(scope: Scope, v: int, where: str) -> tuple[float, float]:

@@ -443,9 +443,9 @@ def _per_tensor(record: ProblemRecord, name: str, shape: tuple[int, ...]) -> Any
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
     """The first wrong keys with their values, and what is expected there."""
     errors = error.errors(include_url=False)
-    said = [_explain_one(dict(e), data) for e in errors[:3]]
-    more = len(errors) - len(said)
-    return "; ".join(said) + (f"; and {more} more" if more > 0 else "")
+    reasons = [_explain_one(dict(e), data) for e in errors[:3]]
+    more = len(errors) - len(reasons)
+    return "; ".join(reasons) + (f"; and {more} more" if more > 0 else "")
 
 
 def _explain_one(e: dict[str, Any], data: Mapping[str, Any]) -> str:

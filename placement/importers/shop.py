@@ -134,22 +134,22 @@ def _chains(jobs: Jobs) -> Found:
 def _records(data: Any, path: str) -> Jobs:
     """Jobs of records that say job, operation (0, 1, ... in each job), machine and duration."""
     jobs, machines = (whole_of(data, key, path, 1) for key in ("jobs", "machines"))
-    found: dict[int, dict[int, tuple[int, float]]] = {}
+    jobs_ops: dict[int, dict[int, tuple[int, float]]] = {}
     for where, record in _items(data["data"], f"{path}: data"):
         job, op, machine = (whole_of(record, k, where) for k in ("job", "operation", "machine"))
-        if op in found.setdefault(job, {}) or machine >= machines:
+        if op in jobs_ops.setdefault(job, {}) or machine >= machines:
             raise FormatError(
                 f"{where}: operation {op} of job {job} on machine {machine}: there are {machines} "
                 "machines, from 0, and an operation has one record"
             )
-        found[job][op] = machine, number_of(record, "duration", where)
-    gap = next((k for k, ops in found.items() if k >= jobs or max(ops) >= len(ops)), None)
-    if gap is not None or len(found) != jobs:
-        which = f"job {gap}" if gap is not None else f"{len(found)} jobs"
+        jobs_ops[job][op] = machine, number_of(record, "duration", where)
+    gap = next((k for k, ops in jobs_ops.items() if k >= jobs or max(ops) >= len(ops)), None)
+    if gap is not None or len(jobs_ops) != jobs:
+        which = f"job {gap}" if gap is not None else f"{len(jobs_ops)} jobs"
         raise FormatError(
             f"{path}: data has {which}: jobs are 0 to {jobs - 1}, and operations of each 0, 1, ..."
         )
-    return [[[found[k][op]] for op in range(len(found[k]))] for k in range(jobs)]
+    return [[[jobs_ops[k][op]] for op in range(len(jobs_ops[k]))] for k in range(jobs)]
 
 
 def _of_matrices(data: Any, path: str) -> Jobs:
@@ -278,25 +278,25 @@ def _flexible(rows: Rows, head: list[str]) -> Found:
             raise _Wrong(line, f"the file ends before {what}")
         return line, word
 
-    found: Jobs = []
+    routes: Jobs = []
     for job in range(jobs):
-        found.append([])
+        routes.append([])
         what = f"number of operations of job {job}"
         for k in range(_int(*take(what), what, 0)):
             where = f"operation {k} of job {job}"
             what = f"number of machines of {where}"
             machine, duration = f"a machine of {where}", f"a duration of {where}"
-            found[-1].append(
+            routes[-1].append(
                 [
                     (_int(*take(machine), machine, 0, machines), _time(*take(duration), duration))
                     for _ in range(_int(*take(what), what, 1, machines))
                 ]
             )
     line, left = next(words, (last, ""))
-    if left or not any(found):
-        count = f"{jobs} jobs have {sum(map(len, found))} operations"
+    if left or not any(routes):
+        count = f"{jobs} jobs have {sum(map(len, routes))} operations"
         raise _Wrong(line, f"{count}, but then comes {left[:60]!r}" if left else count)
-    return _chains(_from_zero(found, machines, last))
+    return _chains(_from_zero(routes, machines, last))
 
 
 def _routes(rows: Rows, head: list[str], loose: bool = False) -> Found:
@@ -306,7 +306,7 @@ def _routes(rows: Rows, head: list[str], loose: bool = False) -> Found:
     otherwise one may be cut off, or they are something else.
     """
     jobs, machines = _sizes(rows, head, 1)
-    found: Jobs = []
+    routes: Jobs = []
     missing, closed = [], True
     for line, row in rows:
         end = row[-2:] == ["-1", "-1"]
@@ -318,11 +318,11 @@ def _routes(rows: Rows, head: list[str], loose: bool = False) -> Found:
         if not len(used) == len(set(used)) == machines:
             missing.append(line)
         times = [_time(line, word, "a duration") for word in words[1::2]]
-        found.append([[way] for way in zip(used, times, strict=True)])
+        routes.append([[way] for way in zip(used, times, strict=True)])
     alike = 2 * len(missing) <= jobs or len({len(row) for _, row in rows}) == 1
     if missing and not closed and (alike or not loose):
         raise _Wrong(missing[0], "a job does not visit every machine once, or end in -1 -1")
-    return _chains(_from_zero(found, machines, rows[-1][0]))
+    return _chains(_from_zero(routes, machines, rows[-1][0]))
 
 
 def _matrices(rows: Rows, head: list[str]) -> Found:
@@ -331,14 +331,14 @@ def _matrices(rows: Rows, head: list[str]) -> Found:
     for line, row in rows:
         if len(row) != machines:
             raise _Wrong(line, f"{len(row)} numbers in a row of {machines}")
-    found: Jobs = []
+    routes: Jobs = []
     for (at, times), (line, visits) in zip(rows[:jobs], rows[jobs:], strict=True):
         used = [_int(line, word, "a machine", 0, machines) for word in visits]
         if len(set(used)) < machines:
-            raise _Wrong(line, f"job {len(found)} does not visit every machine once")
+            raise _Wrong(line, f"job {len(routes)} does not visit every machine once")
         seconds = [_time(at, word, "a duration") for word in times]
-        found.append([[way] for way in zip(used, seconds, strict=True)])
-    return _chains(_from_zero(found, machines, rows[-1][0]))
+        routes.append([[way] for way in zip(used, seconds, strict=True)])
+    return _chains(_from_zero(routes, machines, rows[-1][0]))
 
 
 def _general(rows: Rows, head: list[str]) -> Found:
@@ -352,20 +352,20 @@ def _general(rows: Rows, head: list[str]) -> Found:
             raise _Wrong(line, f"{len(row)} numbers are no precedence: before, after")
         before, after = (_int(line, word, "an operation", 0, count - 1) for word in row[:2])
         pairs.append((before, after))
-    found: Jobs = [[]]
+    routes: Jobs = [[]]
     for line, row in rows[num_pairs:]:
         ways = _int(line, row[0], "the number of machines", 1, machines)
         if len(row) != 1 + 2 * ways:
             raise _Wrong(line, f"{len(row) - 1} numbers are no {ways} pairs of machine, duration")
-        found[0].append(
+        routes[0].append(
             [
                 (_int(line, m, "a machine", 0, machines), _time(line, t, "a duration"))
                 for m, t in zip(row[1::2], row[2::2], strict=True)
             ]
         )
-    if len(found[0]) != count:
-        raise _Wrong(rows[-1][0] if rows else 1, f"{len(found[0])} operations, of {count}")
-    return _chains(_from_zero(found, machines, rows[-1][0]))[0], pairs
+    if len(routes[0]) != count:
+        raise _Wrong(rows[-1][0] if rows else 1, f"{len(routes[0])} operations, of {count}")
+    return _chains(_from_zero(routes, machines, rows[-1][0]))[0], pairs
 
 
 _Reading = tuple[str, Callable[[Rows, list[str]], Found]]

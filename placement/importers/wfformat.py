@@ -47,11 +47,11 @@ def read(
     """
     workflow = data["workflow"]
     if "specification" in workflow:
-        said = field(workflow, "specification", f"{path}: workflow")
+        spec = field(workflow, "specification", f"{path}: workflow")
         done = field(workflow, "execution", f"{path}: workflow")
-        records = _list(said, "tasks", f"{path}: specification")
+        records = _list(spec, "tasks", f"{path}: specification")
         ran = _list(done, "tasks", f"{path}: execution")
-        files = _list(said, "files", f"{path}: specification") if "files" in said else []
+        files = _list(spec, "files", f"{path}: specification") if "files" in spec else []
     else:  # before 1.5 a task had all of it
         records = ran = _list(workflow, _either("tasks", "jobs", workflow), f"{path}: workflow")
         files = []
@@ -119,12 +119,12 @@ def _tensors(
         for file in dict.fromkeys(read):
             readers.setdefault(file, []).append(i)
         written += [(i, file) for file in dict.fromkeys(wrote)]
-    found = []
+    tensors = []
     for i, file in written:
         users = [v for v in readers.get(file, ()) if (i, v) in pairs]
         if users:
-            found.append((i, sizes.get(file, 0), users))
-    return found
+            tensors.append((i, sizes.get(file, 0), users))
+    return tensors
 
 
 def _sizes(files: list[Any], path: str) -> dict[str, int]:

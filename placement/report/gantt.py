@@ -57,8 +57,8 @@ def plot_gantt(
     return save_figure(_figure(panels, title), path)
 
 
-def picture(timeline: Timeline | None, said: str, num_lanes: int) -> NDArray[np.uint8]:
-    """The timeline as a picture, uint8 ``[height, width, 3]``; without one, what is ``said``.
+def picture(timeline: Timeline | None, message: str, num_lanes: int) -> NDArray[np.uint8]:
+    """The timeline as a picture, uint8 ``[height, width, 3]``; without one, what is ``message``.
 
     Pictures of the same ``num_lanes`` are of the same size, as frames of a film are.
 
@@ -68,7 +68,7 @@ def picture(timeline: Timeline | None, said: str, num_lanes: int) -> NDArray[np.
     figure = _figure([("predicted", timeline)], "") if timeline else figure_class()(dpi=150)
     figure.set_size_inches(11, 1.35 + 0.5 * num_lanes)
     if timeline is None:
-        figure.text(0.5, 0.5, as_text(said), ha="center", va="center", color=INK, wrap=True)
+        figure.text(0.5, 0.5, as_text(message), ha="center", va="center", color=INK, wrap=True)
     else:
         figure.tight_layout(h_pad=0.8)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -273,16 +273,16 @@ def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str,
 
 def _planned(plan: Plan, workload: str) -> Row:
     """A plan without a comparison as the row that it would be there."""
-    said, bound = plan.predicted, plan.lower_bound_s.get(plan.objective)
+    predicted, bound = plan.predicted, plan.lower_bound_s.get(plan.objective)
     what = "latency" if "latency" in plan.objective else "period"
     facts: dict[str, Any] = {}
     if plan.fallback is not None:
-        alone, mine = getattr(plan.fallback, f"{what}_s"), getattr(said, f"{what}_s")
+        alone, mine = getattr(plan.fallback, f"{what}_s"), getattr(predicted, f"{what}_s")
         facts["speedup"] = alone / mine if mine else None
     for name in ("latency", "period"):
         spread: Any = getattr(plan.measured, f"{name}_s", None)
         if spread is not None:
-            predicted_s, measured_s = getattr(said, f"{name}_s"), spread.median_s
+            predicted_s, measured_s = getattr(predicted, f"{name}_s"), spread.median_s
             facts |= {f"measured_{name}_s": measured_s, f"measured_{name}_iqr_s": spread.iqr_s}
             facts[f"{name}_error"] = predicted_s / measured_s - 1 if measured_s else None
     return Row(
@@ -294,9 +294,12 @@ def _planned(plan: Plan, workload: str) -> Row:
         len(plan.cluster.devices),
         None,
         feasible=True,
-        **{name: getattr(said, name) for name in ("value_s", "latency_s", "period_s", "energy_j")},
+        **{
+            name: getattr(predicted, name)
+            for name in ("value_s", "latency_s", "period_s", "energy_j")
+        },
         bound_s=bound,
-        gap=said.value_s / bound - 1 if bound else None,
+        gap=predicted.value_s / bound - 1 if bound else None,
         plan_s=np.nan,  # not in the file
         prediction_error=error_in(plan.provenance.profile) or None,
         **facts,
@@ -323,11 +326,11 @@ def _devices(workload: Workload, decisions: list[_Decision]) -> list[dict[str, A
 
 
 def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dict[str, Any]:
-    said, measured = decision.predicted, decision.measured
+    predicted, measured = decision.predicted, decision.measured
     return {
         "planners": decision.planners,
         "placement": _packed(decision.placement.astype("<u2")),
-        "predicted": _timeline(problem, said, decision.window, batches) if said else None,
+        "predicted": _timeline(problem, predicted, decision.window, batches) if predicted else None,
         "measured": _timeline(problem, measured, decision.window, batches) if measured else None,
     }
 

@@ -109,11 +109,11 @@ class Comparison:
         of = np.array([r.workload for r in rows])
         figures = {}
         for what in ("latency", "period"):
-            said = np.array([getattr(r, f"{what}_s") for r in rows])
+            predicted = np.array([getattr(r, f"{what}_s") for r in rows])
             measured = np.array([getattr(r, f"measured_{what}_s") for r in rows])
-            each = [spearman(said[of == w], measured[of == w]) for w in dict.fromkeys(of)]
+            each = [spearman(predicted[of == w], measured[of == w]) for w in dict.fromkeys(of)]
             ranked = [x for x in each if not np.isnan(x)]
-            figures[f"{what}_mape"] = mape(said, measured)
+            figures[f"{what}_mape"] = mape(predicted, measured)
             figures[f"{what}_spearman"] = float(np.mean(ranked)) if ranked else float("nan")
         return Fidelity(len(rows), **figures)
 
@@ -126,9 +126,9 @@ class Comparison:
         """
         what = "measured_speedup" if self.is_measured else "speedup"
         left_out = self.without_single()
-        kept = [r for r in self.rows if r.workload not in left_out]
+        rows = [r for r in self.rows if r.workload not in left_out]
         gains = []
-        for name, mine in groups(kept, "planner").items():
+        for name, mine in groups(rows, "planner").items():
             if not name.startswith(SINGLE):
                 of_workload = groups(mine, "workload").values()
                 cells = [[getattr(r, what) or 1.0 for r in seeds] for seeds in of_workload]
@@ -417,13 +417,13 @@ def _rows(
         singles = [getattr(r, column) for r in rows if r.planner.startswith(SINGLE) and r.feasible]
         return min((x for x in singles if x is not None), default=None)
 
-    said, measured = best(what), best(f"measured_{what}")
+    predicted, measured = best(what), best(f"measured_{what}")
     on_front = pareto_front(_values(rows))
     return [
         replace(
             row,
             pareto=bool(front),
-            speedup=_ratio(said, getattr(row, what) if row.feasible else None),
+            speedup=_ratio(predicted, getattr(row, what) if row.feasible else None),
             measured_speedup=_ratio(measured, getattr(row, f"measured_{what}")),
         )
         for row, front in zip(rows, on_front, strict=True)
@@ -567,9 +567,9 @@ def problem_fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
     costs = {f.name: getattr(problem.profile, f.name) for f in fields(problem.profile)}
     del costs["provenance"], costs["spread_s"]
-    said = {f.name: getattr(problem, f.name) for f in fields(problem)}
-    del said["graph"], said["cluster"], said["profile"]
-    parts = [part for item in (*costs.items(), *said.items()) for part in item]
+    values = {f.name: getattr(problem, f.name) for f in fields(problem)}
+    del values["graph"], values["cluster"], values["profile"]
+    parts = [part for item in (*costs.items(), *values.items()) for part in item]
     return _digest(problem.graph.fingerprint, problem.cluster.fingerprint, *parts)
 
 

@@ -164,7 +164,7 @@ class WandbTracker(Tracker):
             return
         # W&B takes a package called agents for an LLM library, and would recommend another product.
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-        asked = self.mode or os.environ.get("WANDB_MODE")
+        mode = self.mode or os.environ.get("WANDB_MODE")
         options: dict[str, Any] = {
             "project": self.project,
             "entity": self.entity,
@@ -183,7 +183,7 @@ class WandbTracker(Tracker):
             ),
         }
         try:
-            run = _begin(asked or ("online" if is_logged_in() else "offline"), options)
+            run = _begin(mode or ("online" if is_logged_in() else "offline"), options)
         except (wandb.Error, OSError) as error:
             warnings.warn(_NOT_MIRRORED.format(error), stacklevel=2)
             yield Mirror()

@@ -48,20 +48,20 @@ from numpy.typing import NDArray
 P = ParamSpec("P")
 
 
-def _counting(wanted: bool) -> dict[str, Any]:
+def _counting(on: bool) -> dict[str, Any]:
     """numba's own name for it is private: without it kernels are slower, and still right."""
-    return {"_nrt": wanted} if hasattr(DefaultOptions, "_nrt") else {}
+    return {"_nrt": on} if hasattr(DefaultOptions, "_nrt") else {}
 
 
 def _compiled(function: Any = None, *, cache: bool = True, **options: Any) -> Any:
     """As ``numba.njit``, with our cache."""
     if function is None:
         return partial(_compiled, cache=cache, **options)
-    found = nb.njit(function, nogil=True, **options)
+    compiled = nb.njit(function, nogil=True, **options)
     if cache:
         with suppress(RuntimeError):  # no source file: compiled by every process
-            found._cache = _Cache(function)
-    return found
+            compiled._cache = _Cache(function)
+    return compiled
 
 
 _IN_TREE: Any = CompileResultCacheImpl._locator_classes[1]  # its name changes between versions
@@ -100,11 +100,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            found = super().load_overload(sig, target_context)
-            if found is None:
+            overload = super().load_overload(sig, target_context)
+            if overload is None:
                 data = self._beside_source.load(self._index_key(sig, target_context.codegen()))
-                found = None if data is None else self._impl.rebuild(target_context, data)
-            return found
+                overload = None if data is None else self._impl.rebuild(target_context, data)
+            return overload
         except Exception:  # pickle raises anything for a file that is cut off
             with suppress(OSError):
                 self.flush()
@@ -125,23 +125,23 @@ def _of_this_file() -> str:
 @cache
 def _digest(function: Callable[..., Any]) -> str:
     """Of a kernel's code, and of what is compiled into it: kernels that it calls, constants."""
-    found = hashlib.sha1()
+    digest = hashlib.sha1()
     codes = [function.__code__]
     for code in codes:
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
         plain = [x for x in code.co_consts if not isinstance(x, CodeType)]
-        found.update(code.co_code + repr(plain).encode())
+        digest.update(code.co_code + repr(plain).encode())
         values = [function.__globals__.get(name) for name in code.co_names]
         modules = [vars(x) for x in values if isinstance(x, ModuleType)]
         for value in values + [x.get(name) for x in modules for name in code.co_names]:
             called = getattr(value, "py_func", getattr(value, "_defn", None))  # kernel, intrinsic
             if called is not None and called is not function:
-                found.update(_digest(called).encode())
+                digest.update(_digest(called).encode())
             elif isinstance(value, np.ndarray):
-                found.update(value.tobytes())
+                digest.update(value.tobytes())
             elif isinstance(value, bool | int | float | str | tuple | np.generic):
-                found.update(repr(value).encode())
-    return found.hexdigest()
+                digest.update(repr(value).encode())
+    return digest.hexdigest()
 
 
 kernel: Any = partial(_compiled, **_counting(False))
@@ -367,9 +367,9 @@ def _get_field(context: Any, builder: Any, kind: StructType, struct: Any, name: 
 def _set_field(
     context: Any, builder: Any, signature: Any, args: tuple[Any, Any], name: str
 ) -> None:
-    (kind, given), (struct, value) = signature.args, args
+    (kind, value_type), (struct, value) = signature.args, args
     at, member = kind.places[name]
-    cast = context.cast(builder, value, given, member)
+    cast = context.cast(builder, value, value_type, member)
     context.pack_value(
         builder, member, cast, _word(builder, struct, at, context.get_data_type(member))
     )
@@ -385,11 +385,11 @@ def copy(to: Any, values: Any) -> None:
 @inlined
 def largest(values: Any, count: Any) -> Any:
     """As ``np.argmax(values[:count])``."""
-    found = 0
+    best = 0
     for i in range(1, count):
-        if values[i] > values[found]:
-            found = i
-    return found
+        if values[i] > values[best]:
+            best = i
+    return best
 
 
 @inlined

@@ -107,22 +107,22 @@ def cases(
     if not every:
         raise SuiteError(f"no {' or '.join(known.files)} in {folder}. {_where(suite)}")
     only = _ENDING.sub("", only)
-    found = [
+    matching = [
         case
         for case in every
         if fnmatch(case.problem, only) or fnmatch(case.problem.rpartition("/")[2], only)
     ]
-    if not found:
+    if not matching:
         names = short([case.problem for case in every], 200)
         raise SuiteError(f"suite {suite} has no problem {only!r}; it has {names}")
-    return found
+    return matching
 
 
 def _where(suite: str) -> str:
-    said = SUITES[suite]
+    source = SUITES[suite]
     return (
-        f"Nothing is downloaded: take {' and '.join(said.files)} from {said.source} "
-        f"(licence: {said.licence}), put them into FOLDER/{suite} and name that folder: "
+        f"Nothing is downloaded: take {' and '.join(source.files)} from {source.source} "
+        f"(licence: {source.licence}), put them into FOLDER/{suite} and name that folder: "
         f"placement bench {suite} --data FOLDER --planner heft"
     )
 
@@ -235,8 +235,8 @@ def bounds_of(
 
 def _synthetic(folder: Path, devices: int | None) -> Iterator[Case]:
     for name, family in synthetic.families().items():
-        made = family if devices is None else replace(family, num_devices=devices)
-        yield Case(name, partial(made, 0), made.num_devices)
+        resized = family if devices is None else replace(family, num_devices=devices)
+        yield Case(name, partial(resized, 0), resized.num_devices)
 
 
 def _text(path: Path) -> str:
@@ -248,15 +248,15 @@ def _records(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = parse_json(_text(path))
+        records_by_name = parse_json(_text(path))
     except ValueError as error:
         raise SuiteError(f"{path}: not valid JSON: {error}") from error
-    if isinstance(found, list):  # as ScheduleOpt/benchmarks has them, and JSPLIB
-        records = [r for r in found if isinstance(r, dict)]
-        found = {str(r.get("instance", r.get("name", ""))): _jsplib(r) for r in records}
-    if not isinstance(found, dict):
+    if isinstance(records_by_name, list):  # as ScheduleOpt/benchmarks has them, and JSPLIB
+        records = [r for r in records_by_name if isinstance(r, dict)]
+        records_by_name = {str(r.get("instance", r.get("name", ""))): _jsplib(r) for r in records}
+    if not isinstance(records_by_name, dict):
         raise SuiteError(f"{path}: must be an object, by the name of the problem")
-    return found
+    return records_by_name
 
 
 def _jsplib(record: dict[str, Any]) -> dict[str, Any]:

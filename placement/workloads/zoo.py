@@ -215,8 +215,8 @@ def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
     with seeded():
         options = {"image_size": size} if kind.kind in ("cnn", "vit") else {}
         config = settings(**options | kind.config | {"use_cache": False, "return_dict": True})
-        made = module(config).eval()
-        return made, example_inputs(made, batch, size)
+        instance = module(config).eval()
+        return instance, example_inputs(instance, batch, size)
 
 
 def _class(transformers: Any, path: str) -> Any:
