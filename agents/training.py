@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from agents.algorithms import CrossEntropyPPO, PerGraphBuffer, elites
@@ -165,7 +166,9 @@ def _learn(
     left = config.total_steps - agent.num_timesteps
     if left <= 0:
         return
-    # Without log_interval stable-baselines3 prints nothing and keeps the last figures.
+    # Without log_interval stable-baselines3 prints nothing and keeps the last figures. A logger of
+    # its own making would leave an empty folder in the folder of temporary files.
+    agent.set_logger(Logger(folder=None, output_formats=[]))
     try:
         agent.learn(left, list(watching), log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
     except BudgetSpent:  # of measurements: a limit like the others

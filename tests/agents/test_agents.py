@@ -479,7 +479,10 @@ def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
             PolicyPlanner(margin=margin)
 
 
-def test_finetune_keeps_the_best_of_training(tmp_path: Path) -> None:
+def test_finetune_keeps_the_best_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rng = np.random.default_rng(0)
     problem = chain(rng.random((12, 3)), latency_s=0.01)
     answer = PolicyPlanner("untrained", "finetune", k=4, steps=300, baseline="single_device")(
@@ -490,6 +493,7 @@ def test_finetune_keeps_the_best_of_training(tmp_path: Path) -> None:
     assert answer.value_s == stats["best_value_s"]
     assert answer.value_s <= min(stats["best_of_k_value_s"], stats["greedy_value_s"])
     assert answer.value_s < 0.95 * stats["baseline_value_s"]
+    assert not list(tmp_path.iterdir())  # stable-baselines3's own logger leaves a folder
 
 
 def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
