@@ -43,6 +43,7 @@ which share they may err), or largest_context where nothing fits.
 """
 
 
+_LONG_STREAM, _LONGER = 512, 0.03  # micro-batches; what is worth a line
 _FILE_OPTIONS = (
     ("devices", int, "K", "number of devices"),
     ("bandwidth", float, "BYTES_PER_S", "of the links between them"),
@@ -185,6 +186,8 @@ def run(args: argparse.Namespace) -> int:
         _say_measured(solution)
     elif planned.stats.get("best_value_s", planned.value_s) < planned.value_s:
         _say_kept(planned)
+    else:
+        _say_longer(problem, planned)
     _say_network(args, problem, planned)
     if args.out or not args.json:
         _show_and_save(args, planner, problem, solution, measured)
@@ -305,6 +308,23 @@ def _say_kept(solution: Solution) -> None:
         f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
         "--measurements 40 decides by running"
     )
+
+
+def _say_longer(problem: Problem, solution: Solution) -> None:
+    """Where items of a long stream take longer: the last of a short one have nobody behind."""
+    from placement.objective import Objective
+    from placement.simulator import score
+
+    count = problem.num_microbatches
+    if problem.objective is not Objective.PERIOD or count >= _LONG_STREAM:
+        return
+    long = replace(problem, num_microbatches=_LONG_STREAM)
+    more = float(score(long, solution.placement[None])[0]) / solution.value_s - 1
+    if more > _LONGER:
+        cli.say(
+            f"in a stream of {_LONG_STREAM} items each takes {more:.0%} longer than in one of "
+            f"{count}, which this plan is for; --microbatches {_LONG_STREAM} plans for it"
+        )
 
 
 def _say_network(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:

@@ -35,6 +35,7 @@ from placement.plan import Plan, load_plan
 from placement.profile import Profile
 from placement.tools import progress
 from placement.tools.files import FileError
+from placement.workloads import synthetic
 from tests.machine import CORES
 from tests.problems import chain, small_problem
 
@@ -217,6 +218,14 @@ def test_plan_of_public_workloads(shared: Path, capsys: pytest.CaptureFixture[st
     args = ["plan", file, "--planner", "single_device", "--devices", "2", "--bandwidth", "1e9"]
     got = answer(capsys, *args, "--memory", str(2**40))
     assert got["feasible"] and 0 < got["lower_bound_s"] <= got["value_s"]
+
+
+def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, capsys: Any) -> None:
+    save(synthetic.families()["towers"](1), tmp_path / "towers.json")
+    words = ["plan", str(tmp_path / "towers.json"), "--planner", "heft", "--json"]
+    assert main(words) == OK
+    assert "of 512 items each takes 6% longer than in one of 32" in capsys.readouterr().err
+    assert main([*words, "--microbatches", "512"]) == OK and not capsys.readouterr().err
 
 
 def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
