@@ -48,7 +48,7 @@ ROOMS = (
     "importers", "exporters", "report", "workloads",
 )  # fmt: skip
 
-INNER = ("kernels", "table")
+INNER = ("kernels", "table", "run_state")
 RE_EXPORTS = ("placement", "placement.executor")  # their names are described where they are defined
 
 
