@@ -35,28 +35,28 @@ AGAIN_S = 5.0
 GIB = 2**30
 HOST_BYTES = 96 * GIB  # at least: memory of a lent machine grows as it is used, and says little
 
-# Constants of ``placement.costs.measure`` here: what is learned once is not measured again, and
-# what costs most is done once.
+# Constants of ``placement.costs`` here: what is learned once is not measured again, and what
+# costs most is done once.
 _QUICK: dict[str, Any] = {
-    "_PATIENCE": 1,
-    "_CALIBRATION_S": 0.02,
-    "_CALIBRATION_CUTS": (1, 3, 7, 15, 31),
-    "_CALIBRATION_ROUNDS": 1,
-    "_LIKELY_ERROR": 0.08,  # of one run on a virtual machine
-    "_ORDER_ROUNDS": 2,
+    "measure.PATIENCE": 1,
+    "measure.ORDER_ROUNDS": 2,
+    "calibration.RUN_S": 0.02,
+    "calibration.CUTS": (1, 3, 7, 15, 31),
+    "calibration.ROUNDS": 1,
+    "calibration.LIKELY_ERROR": 0.08,  # of one run on a virtual machine
 }
 # And on the emulated GPU, whose times mean nothing.
 _BRIEF: dict[str, Any] = {
-    "_LINK_BYTES": (2**12, 2**16),
-    "_LONG_BYTES": 2**18,
-    "_STREAMED": 4,
-    "_PATIENCE": 1,
-    "_CALIBRATION_S": 0.0,
-    "_CALIBRATION_RUNS": (2, 3),
-    "_CALIBRATION_CUTS": (1, 3),
-    "_CALIBRATION_ROUNDS": 1,
-    "_CALIBRATION_TRIES": 2,
-    "_CALIBRATION_SEARCH": 20,
+    "measure.PATIENCE": 1,
+    "transfers.LINK_BYTES": (2**12, 2**16),
+    "transfers.LONG_BYTES": 2**18,
+    "transfers.STREAMED": 4,
+    "calibration.RUN_S": 0.0,
+    "calibration.RUNS": (2, 3),
+    "calibration.CUTS": (1, 3),
+    "calibration.ROUNDS": 1,
+    "calibration.STEPS": 2,
+    "calibration.EVALUATIONS": 20,
 }
 
 
@@ -203,8 +203,8 @@ class Bench:
                 return earlier
         with ExitStack() as stack:
             for constant, value in (_BRIEF if self.emulated else _QUICK).items():
-                stack.enter_context(patch.object(measuring, constant, value))
-            for name in ("measure_links", "_batch_seconds"):  # of the machine, not of a model
+                stack.enter_context(patch(f"placement.costs.{constant}", value))
+            for name in ("measure_links", "batch_seconds"):  # of the machine, not of a model
                 shared = partial(once, self.work / f"{name}.pickle", getattr(measuring, name))
                 stack.enter_context(patch.object(measuring, name, shared))
             if not calibrate:

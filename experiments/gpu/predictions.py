@@ -16,7 +16,7 @@ from experiments.gpu.bench import Bench
 from experiments.gpu.models import all_on
 from experiments.study import StudyError
 from placement.cluster import Cluster
-from placement.costs.measure import at_speed, pieces, run_placement
+from placement.costs.calibration import at_speed, pieces, run_placement
 from placement.executor import Runner
 from placement.graph import OpGraph
 from placement.problem import Problem

@@ -29,6 +29,7 @@ from placement.capturing.kernels import kernel_of
 from placement.capturing.training import mean_of_outputs, plain_step
 from placement.cli.train import difference as train_difference
 from placement.cluster import Cluster, ClusterError, Device
+from placement.costs import calibration, transfers
 from placement.costs.links import devices_here
 from placement.costs.measure import cached_path, measure
 from placement.executor import Executor, Runner, Trainer
@@ -745,13 +746,11 @@ class Wide(nn.Module):
 def briefly(monkeypatch):
     """Measuring without what is the same for every model, and with fewer runs."""
     monkeypatch.setattr(measure_module, "measure_links", lambda cluster, repeats: ())
-    monkeypatch.setattr(measure_module, "_batch_seconds", lambda cluster, repeats: 0.0)
-    monkeypatch.setattr(measure_module, "_CALIBRATION_RUNS", (2, 3))
-    monkeypatch.setattr(measure_module, "_CALIBRATION_S", 0.0)
-    monkeypatch.setattr(measure_module, "_CALIBRATION_CUTS", (1, 3))
-    monkeypatch.setattr(measure_module, "_CALIBRATION_ROUNDS", 1)
-    monkeypatch.setattr(measure_module, "_CALIBRATION_TRIES", 1)
-    monkeypatch.setattr(measure_module, "_PATIENCE", 1)
+    monkeypatch.setattr(measure_module, "batch_seconds", lambda cluster, repeats: 0.0)
+    monkeypatch.setattr(measure_module, "PATIENCE", 1)
+    few = {"RUNS": (2, 3), "RUN_S": 0.0, "CUTS": (1, 3), "ROUNDS": 1, "STEPS": 1}
+    for name, value in few.items():
+        monkeypatch.setattr(calibration, name, value)
 
 
 def wide(rows=100, width=16):
@@ -875,18 +874,18 @@ def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeyp
 
 def test_links_of_a_gpu_are_measured_with_long_tensors_too(monkeypatch):
     """Where a copy takes 20 ms from 1 MiB on, sizes up to 64 KiB do not show it."""
-    monkeypatch.setattr(measure_module, "_LINK_BYTES", (2**12, 2**16))
-    monkeypatch.setattr(measure_module, "_LONG_BYTES", 2**20)
+    monkeypatch.setattr(transfers, "LINK_BYTES", (2**12, 2**16))
+    monkeypatch.setattr(transfers, "LONG_BYTES", 2**20)
     sizes = []
-    real = measure_module.fit_link
+    real = transfers.fit_link
 
     def fit(src, dst, some, seconds):
         sizes.append(some)
         return real(src, dst, some, seconds)
 
-    monkeypatch.setattr(measure_module, "fit_link", fit)
+    monkeypatch.setattr(transfers, "fit_link", fit)
     with emulated_gpu.emulated():
-        measure_module.measure_links(BOTH, repeats=1)
+        transfers.measure_links(BOTH, repeats=1)
     assert sizes == [(2**12, 2**16, 2**20)] * 2
 
 
