@@ -13,25 +13,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.objective import ObjectiveName
-from placement.plan import checking, comparing
-from placement.plan.parts import (
-    ClusterInfo,
-    Count,
-    Fallback,
-    GraphInfo,
-    Limits,
-    Measured,
-    Name,
-    PlanError,
-    PlanMismatch,
-    PlannerInfo,
-    Predicted,
-    Provenance,
-    Seconds,
-    Spread,
-    Stage,
-    Strict,
-)
+from placement.plan import checking, comparing, parts
+from placement.plan.parts import Count, Name, PlanError, PlanMismatch, Seconds
 from placement.problem import MOST_PHASES, Placement, Problem
 from placement.profile import error_in
 from placement.tools.files import write_atomic
@@ -42,7 +25,7 @@ if TYPE_CHECKING:
     from placement.timeline import Timeline
 
 
-class Plan(Strict):
+class Plan(parts.Strict):
     """One decision for one graph on one cluster.
 
     Attributes:
@@ -62,9 +45,9 @@ class Plan(Strict):
     """
 
     schema_version: Literal[1, 2] = 1
-    planner: PlannerInfo
-    graph: GraphInfo
-    cluster: ClusterInfo
+    planner: parts.PlannerInfo
+    graph: parts.GraphInfo
+    cluster: parts.ClusterInfo
     objective: ObjectiveName
     num_microbatches: Annotated[int, Field(ge=1, le=2**31 - 1)]
     max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -73,14 +56,14 @@ class Plan(Strict):
     phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
     priority: tuple[Count, ...]
     order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
-    stages: tuple[Stage, ...]
+    stages: tuple[parts.Stage, ...]
     device_map: dict[Name, Name]
-    predicted: Predicted
-    measured: Measured | None = None
+    predicted: parts.Predicted
+    measured: parts.Measured | None = None
     lower_bound_s: dict[Name, Seconds]
-    limits: Limits
-    fallback: Fallback | None = None
-    provenance: Provenance
+    limits: parts.Limits
+    fallback: parts.Fallback | None = None
+    provenance: parts.Provenance
 
     @model_serializer(mode="wrap")
     def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -151,7 +134,7 @@ class Plan(Strict):
 
     def measured_s(self, what: str) -> float | None:
         """The measured ``latency`` or ``period``; None if it was not measured."""
-        spread: Spread | None = getattr(self.measured, f"{what}_s", None)
+        spread: parts.Spread | None = getattr(self.measured, f"{what}_s", None)
         return None if spread is None else spread.median_s
 
     def save(self, path: str | Path) -> None:

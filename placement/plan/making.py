@@ -15,20 +15,9 @@ from pydantic import ValidationError
 
 from placement.bounds import lower_bound, lower_bounds
 from placement.objective import Objective
+from placement.plan import parts
 from placement.plan.document import Plan
-from placement.plan.parts import (
-    ClusterInfo,
-    Fallback,
-    GraphInfo,
-    Limits,
-    Measured,
-    PlanError,
-    PlannerInfo,
-    Predicted,
-    Provenance,
-    module_map,
-    stages_of,
-)
+from placement.plan.parts import Fallback, Measured, PlanError, Predicted, module_map, stages_of
 from placement.plan.reading import explain
 from placement.problem import Placement, Problem, Solution
 from placement.tools.ownership import version
@@ -75,9 +64,9 @@ def make_plan(
     try:
         return Plan(
             schema_version=2 if later else 1,
-            planner=PlannerInfo(name=planner, parameters=dict(parameters or {})),
-            graph=GraphInfo.of(graph, workload, input_spec),
-            cluster=ClusterInfo.of(problem),
+            planner=parts.PlannerInfo(name=planner, parameters=dict(parameters or {})),
+            graph=parts.GraphInfo.of(graph, workload, input_spec),
+            cluster=parts.ClusterInfo.of(problem),
             objective=problem.objective.value,
             num_microbatches=stream.num_microbatches,
             max_in_flight=problem.max_in_flight,
@@ -92,12 +81,12 @@ def make_plan(
             measured=measured,
             lower_bound_s=lower_bounds(_in_order(problem, solution.schedule))
             | {problem.objective: proved_bound_s(problem, solution)},
-            limits=Limits(
+            limits=parts.Limits(
                 memory_bytes=_per_device(problem, problem.memory_bytes),
                 headroom_bytes=_per_device(problem, problem.memory_bytes - peak),
             ),
             fallback=_fallback(problem),
-            provenance=Provenance(
+            provenance=parts.Provenance(
                 version=version(),
                 git_commit=_git_commit(),
                 created=now(),
