@@ -13,11 +13,7 @@ from placement.cluster import Cluster, Device
 from placement.executor import Runner
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
-
-
 BOTH = Cluster("both", (CPU, GPU))
-
-
 THREE = Cluster("three", (CPU, GPU, Device("cpu:1")))
 
 
