@@ -53,8 +53,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "policy": policy,
     "fidelity": each(PREDICTED, fidelity),
 }
-# In those that are not timed sections run beside each other. Numbers are parts of the time; the
-# last section measures as often as what the others have left over allows.
+# Parts of the time. Sections that are not here time nothing: they run beside each other, first. The
+# last one measures as often as what the others have left over allows.
 TIMED = {
     "profile": 36, "plans": 74, "memory": 38, "training": 30, "energy": 12, "policy": 15,
     "fidelity": 50,
@@ -81,9 +81,10 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             import emulated_gpu
 
             stack.enter_context(emulated_gpu.emulated())
-            replaces = torch.__future__.set_overwrite_module_params_on_conversion
-            stack.callback(replaces, False)
-            replaces(True)
+            # Or ``module.to`` would put its tensors, which are of another class, into parameters.
+            set_overwrite = torch.__future__.set_overwrite_module_params_on_conversion
+            stack.callback(set_overwrite, False)
+            set_overwrite(True)
         ended = False
         with bench.item(name, limit_s * 0.95):
             SECTIONS[name](bench)
