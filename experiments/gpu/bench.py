@@ -188,12 +188,7 @@ class Bench:
         return self.models[key]
 
     def measured(
-        self,
-        key: str,
-        graph: OpGraph,
-        cluster: Cluster,
-        repeats: int = 3,
-        calibrate: bool = True,
+        self, key: str, graph: OpGraph, cluster: Cluster, repeats: int = 3, calibrate: bool = True
     ) -> Profile:
         """The profile of ``graph``: an earlier section's, where one has written it as ``key``."""
         path = self.work / f"{key}.npz"

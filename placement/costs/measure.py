@@ -64,11 +64,7 @@ _CLEARLY = 0.95  # ... and the second is taken where it needs less than this sha
 
 
 def measure(
-    graph: OpGraph,
-    cluster: Cluster,
-    *,
-    repeats: int = 10,
-    progress: Progress | None = None,
+    graph: OpGraph, cluster: Cluster, *, repeats: int = 10, progress: Progress | None = None
 ) -> Profile:
     """Profile of ``graph`` (with its program) on every device of ``cluster``.
 

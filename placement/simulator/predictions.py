@@ -344,10 +344,7 @@ def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int)
 
 
 def checked(
-    problem: Problem,
-    placement: ArrayLike,
-    schedule: Schedule | None,
-    num_microbatches: int | None,
+    problem: Problem, placement: ArrayLike, schedule: Schedule | None, num_microbatches: int | None
 ) -> tuple[Placement, int]:
     p = problem.check_placement(placement)
     if schedule is not None:
