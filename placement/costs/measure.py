@@ -148,8 +148,11 @@ def _rounds(
             len(alone) < PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
         ):
             done = len(alone)
-            again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
-            say(f"measuring, round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+            of = f"{repeats}"
+            if done >= repeats:
+                most = PATIENCE * repeats
+                of = f"at most {most}, as rounds differ by more than {_SPREAD:.0%}"
+            say(f"measuring, round {done + 1} of {of}", min(1.0, done / repeats))
             # The first of the runs finds the caches as another device left them.
             each = [run_seconds(r, inputs, count) for r, count in zip(runners, runs, strict=True)]
             alone.append(np.stack(each, axis=1))
