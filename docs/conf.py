@@ -44,11 +44,11 @@ html_show_copyright = False
 
 # What is for users; the rooms that planners are made of are not.
 ROOMS = (
-    "capturing", "planners", "schedulers", "simulator", "costs", "executor", "runs", "importers",
-    "exporters", "report", "workloads",
+    "plan", "capturing", "planners", "schedulers", "simulator", "costs", "executor", "runs",
+    "importers", "exporters", "report", "workloads",
 )  # fmt: skip
 
-INNER = ("kernels", "table")
+INNER = ("kernels", "table", "run_state")
 RE_EXPORTS = ("placement", "placement.executor")  # their names are described where they are defined
 
 

@@ -34,7 +34,8 @@ from experiments.tables import Column, groups, table
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
-from placement.costs.measure import at_speed, measure
+from placement.costs.calibration import at_speed
+from placement.costs.measure import measure
 from placement.executor import Executor
 from placement.problem import Placement, Problem
 from placement.profile import Profile

@@ -43,7 +43,7 @@ if [ -n "${CACHE_PYTHON:-}" ]; then
         cd $there && eval "$touched"
         "$CACHE_PYTHON" $install "$home/$wheels"/*.whl
         env $settings NUMBA_CACHE_DIR="$home/$kernels" "$CACHE_PYTHON" -c \
-            'from experiments.gpu import warm_up; warm_up()'
+            'from experiments.gpu.checks import warm_up; warm_up()'
     )
     rm -rf $there
 else

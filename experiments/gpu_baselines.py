@@ -7,6 +7,7 @@ accelerate's, and a stream of layers through pinned memory by hand.
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +31,11 @@ def timed_once(call: Callable[[], Any]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def ratio(value: float | None, base: float | None) -> float:
+    """nan where one of them is not known."""
+    return value / base if value is not None and base else math.nan
 
 
 def resident(module: nn.Module, device: torch.device) -> Callable[[Any], list[Tensor]]:

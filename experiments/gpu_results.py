@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import baselines, gpu, gpu_goals
+from experiments import baselines, gpu_goals
+from experiments.gpu.models import PROFILED
+from experiments.gpu.predictions import commonest
 from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
 from experiments.tables import Column, groups, table
 from placement import importers, workloads
@@ -95,13 +97,13 @@ def write_problems(measured: Mapping[str, Problem], about: Fact, folder: Path) -
         path.unlink()
     families = workloads.family_of()
     for key, problem in measured.items():
-        spec, options = gpu.PROFILED.get(key, (key.partition("_")[0], {}))
+        spec, options = PROFILED.get(key, (key.partition("_")[0], {}))
         family = families.get(spec, spec)
         facts = {
             "dataset": dataset.VERSION,
             "kind": dataset.KINDS.get(family, "decoder" if family == "decoder" else "other"),
             "family": family,
-            **({"spec": spec, "options": options} if key in gpu.PROFILED else {}),
+            **({"spec": spec, "options": options} if key in PROFILED else {}),
             **{k: v for k, v in problem.profile.provenance.items() if k != "host"},
             **{k: v for k, v in about.items() if k not in ("when", "load")},
         }
@@ -288,7 +290,7 @@ def where(measured: Mapping[str, Problem]) -> str:
 
     def kinds(name: str) -> str:
         cpu_s, gpu_s = both(name)
-        return gpu.commonest(np.array(measured[name].graph.op_kind)[cpu_s < gpu_s])
+        return commonest(np.array(measured[name].graph.op_kind)[cpu_s < gpu_s])
 
     def saved(name: str) -> float:
         cpu_s, gpu_s = both(name)

@@ -23,15 +23,18 @@ from placement.tools.files import parse_yaml, short, write_atomic
 
 Floats = NDArray[np.float64]
 
-
-# That anything may take (30,000 years), or a byte: sums over operators, or over all the bytes that
-# a graph may have, stay below what planners take for infeasible (1e30).
+# The longest (30,000 years) that anything may take, sending a byte included. Sums over operators,
+# or over all the bytes that a graph may have, stay below what planners take for infeasible (1e30).
 LONGEST_S = 1e12
-MOST_DEVICES = 4096  # of a cluster: tables of every pair of them are a GiB then
-MOST_THREADS = 2**16  # and core numbers
-
-
-_GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28  # of free memory, that no tensor is promised
+MOST_DEVICES = 4096  # of a cluster: a table of all pairs of them, of float64, is 128 MiB then
+MOST_THREADS = 2**16  # of a device, and the number of a core is below it
+# Of a GPU's free memory, what no tensor is promised: for libraries' workspaces, kernels, and blocks
+# that are cut badly or waited for.
+_GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28
+_SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
+_MOST_SLOTS = 64  # devices of the library in one host: each two of them have a link
+_ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
+_WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
 class ClusterError(ValueError):
@@ -378,13 +381,13 @@ class Cluster:
                 for gpu, at in zip(cards, starts, strict=True)
             )
             return cls("this-machine", (host, *cards))
-        chosen = cores[:max_cpu_devices]
+        used = cores[:max_cpu_devices]
         # CPU devices share one memory: each is promised an equal part of it.
         return cls(
             "this-machine",
             tuple(
-                Device(f"cpu:{i}", "cpu", (core,), 1, memory // len(chosen), model=model)
-                for i, core in enumerate(chosen)
+                Device(f"cpu:{i}", "cpu", (core,), 1, memory // len(used), model=model)
+                for i, core in enumerate(used)
             ),
         )
 
@@ -441,12 +444,8 @@ class Cluster:
 def changed_fields(item: Device | Link) -> dict[str, Any]:
     """What a file says of it: the fields that are not at their defaults, tuples as lists."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
-    said = {f.name: values[f.name] for f in fields(item) if values[f.name] != f.default}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()}
-
-
-_SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
-_ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
+    changed = {f.name: values[f.name] for f in fields(item) if values[f.name] != f.default}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in changed.items()}
 
 
 def _described(data: Any) -> Device:
@@ -493,10 +492,6 @@ def _slots(cluster: Cluster) -> list[Link]:
         for a, b in permutations(speed, 2)
         if not cluster.joins[at[a], at[b]]
     ]
-
-
-_MOST_SLOTS = 64
-_WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
 def from_record(kind: type, data: Any) -> Any:
@@ -583,7 +578,6 @@ def _cuda_devices() -> tuple[Device, ...]:
         facts = torch.cuda.get_device_properties(i)
         free = facts.total_memory
         with suppress(RuntimeError, AssertionError):  # a device that nobody may use tells nothing
-            # Libraries' workspaces, kernels, and blocks that are cut badly or waited for.
             free = int(torch.cuda.mem_get_info(i)[0] * (1 - _GPU_MARGIN)) - _GPU_MARGIN_BYTES
         devices.append(Device(f"cuda:{i}", "cuda", (), 1, max(free, 1), model=facts.name))
     return tuple(devices)

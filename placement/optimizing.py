@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
-from placement.costs.measure import check_here, corrected, load_or_measure
+from placement.costs.calibration import corrected
+from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner, equality
 from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective

@@ -80,6 +80,11 @@ class Problem:
             raise ProblemError(
                 f"ready_order {self.ready_order!r} is unknown; use one of {get_args(ReadyOrder)}"
             )
+        self._check_numbers()
+        self._check_devices()
+
+    def _check_numbers(self) -> None:
+        """Raises: ProblemError, a number is out of its range, or all are too much to simulate."""
         if self.num_microbatches < 1 or self.max_in_flight < 1:
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
@@ -103,6 +108,9 @@ class Problem:
             )
         if not 0 <= self.second_j < np.inf:
             raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")
+
+    def _check_devices(self) -> None:
+        """Raises: ProblemError, the devices cannot run the graph, or lack what is asked for."""
         if self.objective is Objective.ENERGY and self.power is None:
             silent = [d.name for d in self.cluster.devices if d.busy_w is None or d.idle_w is None]
             raise ProblemError(
@@ -115,9 +123,9 @@ class Problem:
                 f"device {name!r} copies parameters from host memory for each operator, which is "
                 f"for inference: a training step changes them; leave {name!r} out of the cluster"
             )
-        if not np.isfinite(self.group_compute_s).any(axis=1).all():
-            g = int(np.flatnonzero(~np.isfinite(self.group_compute_s).any(axis=1))[0])
-            ops = np.flatnonzero(self.graph.group == g)
+        homeless = np.flatnonzero(~np.isfinite(self.group_compute_s).any(axis=1))
+        if len(homeless):
+            ops = np.flatnonzero(self.graph.group == homeless[0])
             names = [self.graph.op_name[i] for i in ops[:4]]
             raise ProblemError(f"no device can run every operator of colocation group {names}")
 

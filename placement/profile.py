@@ -132,7 +132,7 @@ class Profile:
         """By which share predictions of placements miss what runs; 0 where none were run.
 
         On average over placements that ran for the profile, one relative to another (see
-        ``costs.measure.calibrated``): of two values that differ by less, either may be the
+        ``costs.calibration.calibrated``): of two values that differ by less, either may be the
         better one.
         """
         return error_in(self.provenance)

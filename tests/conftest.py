@@ -100,7 +100,7 @@ def shared() -> Path:
 @pytest.fixture
 def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles and plans as measured, but in the fewest runs: for tests to which all are equal."""
-    few = {"PATIENCE": 1, "CALIBRATION_MOST": 1, "CALIBRATION_ROUNDS": 1, "STREAMED": 8}
-    for name, value in (few | {"CALIBRATION_TRIES": 1}).items():
-        monkeypatch.setattr(f"placement.costs.measure._{name}", value)
+    few = {"measure.PATIENCE": 1, "transfers.STREAMED": 8, "calibration.MOST_TIMES": 1}
+    for name, value in (few | {"calibration.ROUNDS": 1, "calibration.STEPS": 1}).items():
+        monkeypatch.setattr(f"placement.costs.{name}", value)
     monkeypatch.setattr("placement.runs.ways.ROUNDS", 2)

@@ -429,7 +429,7 @@ def test_no_file_folder_or_too_much(path: Path, monkeypatch: pytest.MonkeyPatch)
         load_plan(path.with_name("nowhere.json"))
     with pytest.raises(PlanError, match="cannot be read: Is a directory"):
         load_plan(path.parent)
-    monkeypatch.setattr("placement.plan.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("placement.plan.reading.MAX_FILE_BYTES", 100)
     with pytest.raises(PlanError, match="bytes, a plan has at most 100"):
         load_plan(path)
 
@@ -563,7 +563,7 @@ def test_package_loads_what_is_asked_for() -> None:
     code = """
 import sys, placement
 assert "placement.graph" not in sys.modules and "numpy" not in sys.modules
-assert placement.load_plan.__module__ == "placement.plan" and "capture" in dir(placement)
+assert placement.load_plan.__module__ == "placement.plan.reading" and "capture" in dir(placement)
 assert "torch" not in sys.modules
 for name in placement.__all__:
     getattr(placement, name)

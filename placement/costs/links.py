@@ -29,7 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster, ClusterError, Device, Link
-from placement.costs.measure import fit_link
+from placement.costs.transfers import fit_link
 from placement.executor.awake import let_senders_finish
 from placement.executor.distributed_world import Direct, move
 from placement.profile import Profile

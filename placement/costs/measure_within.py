@@ -26,7 +26,7 @@ from placement.profile import Profile
 from placement.program import Program
 from placement.tools.progress import Progress
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10  # in which each chosen operator runs once
 _FEWEST = 3  # operators of a class that tell how fast the machine is now
 
 
@@ -123,7 +123,7 @@ def measure_within(
     answer = profile_of(
         graph,
         cluster,
-        _Told(compute, within, cluster),
+        _Known(compute, within, cluster),
         links=_links(cluster, corpus),
         samples=samples,
         known=measured,
@@ -174,11 +174,10 @@ def correction(
     factor = np.ones_like(predicted)
     op_class = features(graph).op_class
     for c in np.unique(op_class):
-        at = op_class == c
-        if (at & is_measured).sum() >= _FEWEST:
-            factor[at] = compute[at & is_measured].sum(axis=0) / predicted[at & is_measured].sum(
-                axis=0
-            )
+        alike = op_class == c
+        known = alike & is_measured
+        if known.sum() >= _FEWEST:
+            factor[alike] = compute[known].sum(axis=0) / predicted[known].sum(axis=0)
     return factor
 
 
@@ -191,12 +190,12 @@ class _Remembering:
     def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         seconds, spread = self.predictor.predict(graph, device)
         recorded, within = self.corpus.known(graph, device, self.machine)
-        there = np.isfinite(recorded)
-        return np.where(there, recorded, seconds), np.where(there, within, spread)
+        known = np.isfinite(recorded)
+        return np.where(known, recorded, seconds), np.where(known, within, spread)
 
 
-class _Told:
-    """What is known already, by device."""
+class _Known:
+    """A predictor of what is known already: float64 ``[N, D]`` seconds, and how far they vary."""
 
     def __init__(self, seconds: Floats, spread: Floats, cluster: Cluster) -> None:
         self.seconds, self.spread, self.cluster = seconds, spread, cluster

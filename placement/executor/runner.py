@@ -163,7 +163,8 @@ class Runner:
                 known[name] = shares(graph, phase, cluster.num_devices)
         self._shares = [known[name] for name in names]  # [K][D]
         self._active = [[s.device for s in phase if s.ops] for phase in self._shares]
-        self._fed = [[s.device for s in x if s.model_inputs or s.sources] for x in self._shares]
+        takes = [[s for s in phase if s.model_inputs or s.sources] for phase in self._shares]
+        self._fed = [[s.device for s in phase] for phase in takes]  # devices, by phase
         self._used = sorted({d for active in self._active for d in active})
         leaves = set(graph.output_tensor.tolist())
         self._through = [t for t in graph.program.input_tensors if t in leaves]
@@ -342,10 +343,10 @@ class Runner:
                     raise failed
                 return
             if direct is not None:
-                launched = self._launched(direct, exhausted or self.max_in_flight == 1)
+                computed = self._launched(direct, exhausted or self.max_in_flight == 1)
                 outputs, _, unwritten = pending.pop(following)
                 self._check_unwritten(unwritten, following - first)
-                finished[following] = self._assemble(outputs | launched)
+                finished[following] = self._assemble(outputs | computed)
             while following not in finished and len(pending) > 0:
                 message = self._results.get()
                 if isinstance(message, Failure):
@@ -396,12 +397,12 @@ class Runner:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)
             try:
-                tensors = direct.next(no_more)
+                outputs = direct.next(no_more)
             except Exception as error:
                 self._raise(direct.worker.failure(error))
         if self._closed:
             raise RunnerError(_CLOSED_IN_USE)
-        return tensors
+        return outputs
 
     def _check_unwritten(self, inputs: Unwritten, batch: int) -> None:
         """Raises: InputError, naming the input that was written to while devices read it."""
@@ -638,12 +639,12 @@ class Runner:
     def not_graphed(self) -> dict[str, str]:
         """The first operator of each run that is no CUDA graph, and why not."""
         names = self.graph.op_name
-        return {names[n]: why for some in self._graphs for n, why in some.eager.items()}
+        return {names[n]: why for graphs in self._graphs for n, why in graphs.eager.items()}
 
     @property
     def num_graphs(self) -> int:
         """How many runs of operators are CUDA graphs by now."""
-        return sum(some.captured for some in self._graphs)
+        return sum(graphs.captured for graphs in self._graphs)
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""

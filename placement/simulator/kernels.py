@@ -14,250 +14,18 @@ happened; memory is counted by references while the run goes on, so that nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numba as nb
 import numpy as np
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
-from placement.problem import Problem, host_of
-from placement.tools.jit import Struct, array, inlined, kernel
+from placement.simulator.memory_kernels import free, hold, hold_local, hold_sent, release, remember
+from placement.simulator.run_state import MANY, State, Tables, room, state_of, tables
+from placement.tools.jit import inlined, kernel
 
-Array = NDArray[Any]
-
+__all__ = ["State", "Tables", "durations", "room", "run", "run_batch", "state_of", "tables"]
 _FAR = 1e300  # later than any event
-_LIVE = 1 << 30  # bit of a reference count: the bytes are counted as held
-_SMALL = 1 << 15  # micro-batches times operators times devices of a run whose room is kept
-_MANY = 64  # devices in a block of those that are passed over together
-
-
-class Tables(Struct):
-    """One problem. Deliveries and links have the model inputs as one more sender, the last."""
-
-    edge_ptr: Array  # int32 [N + 2] deliveries of each operator, by tensor and consumer
-    edge_tensor: Array  # int32 [E]
-    edge_dst: Array  # int32 [E] consumer
-    edge_bytes: Array  # float64 [E]
-    num_inputs: Array  # int32 [N]
-    priority: Array  # int32 [N]
-    by_priority: Array  # int32 [N]
-    link_latency_s: Array  # float64 [(D + 1) D], as are the other links
-    link_s_per_byte: Array  # float64
-    link_blocking: Array  # bool
-    link_channel: Array  # int32
-    link_wake_s: Array  # float64
-    link_send_s: Array  # float64
-    link_send_s_per_byte: Array  # float64
-    link_receive_s: Array  # float64 [D D], or [0]: nothing
-    local_channel: int  # of pairs that share memory, which costs nothing; the last channel
-    transfer_s: Array  # float64 [T (D + 1) D] where a profile states them, or [0]
-    contention: bool
-    by_arrival: bool  # operators run in the order in which they become ready
-    host: int  # the device that model inputs come from
-    worker: Array  # int32 [D] the device that runs what is placed on each
-    num_workers: int
-    out_ptr: Array  # int32 [N + 1]
-    out_tensor: Array  # int32
-    in_ptr: Array  # int32 [N + 1]
-    in_tensor: Array  # int32
-    use_ptr: Array  # int32 [T + 1]
-    use_dst: Array  # int32
-    tensor_src: Array  # int32 [T]
-    tensor_root: Array  # int32 [T]
-    tensor_bytes: Array  # int64 [T]
-    output_tensor: Array  # int32 outputs of the model that operators produce
-    output_count: Array  # int32 [T] how often each tensor is one of those
-    workspace_bytes: Array  # int64 [N], or [0]: unknown
-    compute_s: Array  # float64 [N, D]
-    loaded_s: Array  # float64 [N, D] beside busy devices
-    batch_s: float  # seconds that a micro-batch of a pipelined run takes longer
-
-
-def tables(problem: Problem) -> Tables:
-    """The problem for ``run``: graph (CSR), priorities, links, memory."""
-    cached: Tables | None = problem.__dict__.get("_kernel_tables")
-    if cached is not None:
-        return cached
-    g, n, d = problem.graph, problem.num_ops, problem.num_devices
-    host, shares = host_of(problem)
-    # Deliveries of an operator, by tensor and consumer; those of model inputs stand last.
-    src = g.tensor_src[g.use_tensor]
-    producer = np.where(src >= 0, src, n)
-    order = np.lexsort((g.use_dst, g.use_tensor, producer))
-    edge_tensor = g.use_tensor[order]
-
-    def with_inputs(a: Array, local: Any) -> Array:
-        """``a [.., D, D]`` with the row of model inputs, and ``local`` where memory is shared."""
-        rows = np.concatenate([a, a[..., host : host + 1, :]], axis=-2).astype(a.dtype)
-        rows[..., np.arange(d), np.arange(d)] = local
-        rows[..., d, shares] = local
-        return rows
-
-    given = problem.profile.transfer_s
-    matrix = np.zeros(0) if given is None else with_inputs(np.asarray(given, np.float64), 0.0)
-    blocking = with_inputs(problem.link_blocking, False)
-    blocking[d] = False
-    sending = [problem.link_wake_s, problem.link_send_s, problem.link_send_s_per_byte]
-    wake_s, send_s, send_s_per_byte = with_inputs(np.stack(sending), 0.0)
-    wake_s[d] = send_s[d] = send_s_per_byte[d] = 0.0
-    receive_s = problem.link_receive_s
-    produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
-    workspace = problem.profile.workspace_bytes
-    cached = Tables.of(
-        g,
-        problem,
-        edge_ptr=np.searchsorted(producer[order], np.arange(n + 2)).astype(np.int32),
-        edge_tensor=edge_tensor,
-        edge_dst=g.use_dst[order],
-        edge_bytes=g.tensor_bytes[edge_tensor].astype(np.float64),
-        num_inputs=np.diff(g.in_ptr).astype(np.int32),
-        by_priority=np.argsort(problem.priority).astype(np.int32),
-        link_latency_s=with_inputs(problem.link_latency_s, 0.0).ravel(),
-        link_s_per_byte=with_inputs(problem.link_s_per_byte, 0.0).ravel(),
-        link_blocking=blocking.ravel(),
-        link_channel=with_inputs(problem.link_channel, problem.num_channels).ravel(),
-        link_wake_s=wake_s.ravel(),
-        link_send_s=send_s.ravel(),
-        link_send_s_per_byte=send_s_per_byte.ravel(),
-        link_receive_s=receive_s.ravel() if receive_s.any() else np.zeros(0),
-        local_channel=problem.num_channels,
-        transfer_s=matrix.ravel(),
-        by_arrival=problem.ready_order == "arrival",
-        host=host,
-        output_tensor=produced_outputs,
-        output_count=np.bincount(produced_outputs, minlength=g.num_tensors).astype(np.int32),
-        workspace_bytes=np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
-        batch_s=problem.profile.batch_s,
-    )
-    problem.__dict__["_kernel_tables"] = cached
-    return cached
-
-
-class State(Struct):
-    """One run: what is given, what comes of it, and room; ``W`` micro-batches are in flight.
-
-    A micro-batch in flight has a *slot*, 0..W - 1. One run leaves the room ready for the next.
-    Micro-batch ``m`` is in phase ``m % K``: what it runs is at ``row`` of its slot, and behind it.
-    """
-
-    # Given.
-    placement: Array = array("K*N", np.int32)
-    seconds: Array = array("K*N")  # of each operator
-    beside_s: Array = array("N")  # more for each other device that runs, of one micro-batch
-    order: Array  # int32 [.., 2] operators and micro-batches of a schedule, or empty
-    order_ptr: Array  # int32 [D + 1] where each device's begin there
-    num_batches: int
-    window: int  # W
-    track: bool  # memory
-    record: bool  # when everything begins and ends
-    # What comes of it.
-    finish: Array = array("M")
-    busy: Array = array("D")
-    peak: Array = array("D", np.int64)  # the most bytes of tensors and workspace held
-    start: Array = array("R, N")  # recorded (``R`` is ``M``, else 0), as are the next
-    end: Array = array("R, N")
-    released: Array = array("R, N")  # when the device of each has handed over what it made
-    transfers: Array = array("X, 4", np.int32)  # tensor, micro-batch, from, to
-    transfer_start: Array = array("X")
-    transfer_end: Array = array("X")
-    # The clock.
-    now: float
-    to_do: int  # operators that have not ended
-    admitted: int  # micro-batches
-    num_free: int  # slots
-    num_active: int  # slots
-    num_running: int  # devices, in a run of one micro-batch
-    num_sent: int  # transfers recorded
-    num_events: int  # of memory, waiting
-    # Micro-batches and slots.
-    slot_of: Array = array("M", np.int32)
-    free_slots: Array = array("W", np.int32)
-    active: Array = array("W", np.int32)  # slots in the order of their micro-batches
-    batch_of: Array = array("W", np.int32)
-    row: Array = array("W", np.int64, 0)  # where the operators of its phase begin, a multiple of N
-    left: Array = array("W", np.int32)  # operators that have not ended
-    missing: Array = array("W*N", np.int32)  # inputs that were not sent yet
-    arrival: Array = array("W*N")  # of the last input
-    # What waits for a device.
-    low: Array = array("D*W*words", np.uint64, 0)  # sets of ready operators, by priority
-    high: Array = array("D*W*tops", np.uint64, 0)  # which words of ``low`` are not 0
-    num_ready: Array = array("D", np.int64)
-    base: Array = array("D+1", np.int64)  # where the queue of each device has its room
-    head: Array = array("D", np.int64)
-    tail: Array = array("D", np.int64)
-    later_s: Array = array("2*W*K*N")  # queues of those whose inputs are on the way
-    later: Array = array("2*W*K*N", np.int64)  # micro-batch and operator
-    next_entry: Array = array("D", np.int32)  # of ``order``
-    # Devices and channels.
-    running: Array = array("D", np.int64)  # operator; -1: none
-    running_slot: Array = array("D", np.int64)
-    wake_s: Array = array("D")  # next time something happens on the device
-    begun: Array = array("D", np.int64)  # devices that begin something at this moment
-    soon_s: Array = array("blocks")  # the first ``wake_s`` of 64 devices
-    blocked_s: Array = array("D+1")  # end of what keeps the worker from its next operator
-    told_s: Array = array("D")  # arrival of the last that was sent there
-    channel_s: Array = array("channels+1")  # when each is free
-    arrives: Array = array("D")  # when what ``stamp`` names is there
-    stamp: Array = array("D", np.int64)  # the micro-batch and tensor that were sent there last
-    # Memory.
-    refs: Array = array("W*T*D", np.int32, 0)  # users of each stored tensor, and ``_LIVE``
-    held: Array = array("D", np.int64)  # bytes now
-    event_s: Array = array("2*W*E")  # heap of begins and ends of transfers
-    event: Array = array("2*W*E", np.int64)
-    load: Array = array("D")  # seconds per micro-batch
-
-
-def state_of(
-    problem: Problem,
-    num_batches: int,
-    window: int,
-    track: bool,
-    order: tuple[Array, Array] | None = None,
-    num_transfers: int = -1,
-    num_phases: int = 1,
-) -> State:
-    """Room for a run; where ``num_transfers`` is not negative times are recorded.
-
-    ``order``: the fields ``order`` and ``order_ptr`` of a schedule; None: list scheduling.
-    """
-    g, n, d = problem.graph, problem.num_ops, problem.num_devices
-    record, words = num_transfers >= 0, (n + 63) >> 6
-    sizes = {"K": num_phases, "N": n, "D": d, "W": window, "M": num_batches}
-    sizes |= {"R": num_batches if record else 0, "X": max(num_transfers, 0)}
-    sizes |= {"words": words, "tops": (words + 63) >> 6, "blocks": (d + _MANY - 1) // _MANY}
-    sizes |= {"T": g.num_tensors if track else 0, "E": len(g.use_dst) if track else 0}
-    sizes["channels"] = problem.num_channels
-    rows, row_ptr = order or (np.empty((0, 2), np.int32), np.zeros(d + 1, np.int32))
-    given = {"order": rows, "order_ptr": row_ptr, "num_batches": num_batches, "window": window}
-    return State.fresh(sizes, False, **given, track=track, record=record)
-
-
-@contextmanager
-def room(
-    problem: Problem,
-    num_batches: int,
-    window: int,
-    track: bool,
-    record: bool = False,
-    num_phases: int = 1,
-) -> Iterator[State]:
-    """A ``State`` that nobody else uses meanwhile; a small one is kept for the problem's next run.
-
-    If it is to ``record``, there is room for as many transfers as there can be.
-    """
-    key = num_batches, window, track, record, num_phases
-    spare = problem.__dict__.setdefault("_kernel_rooms", {}).setdefault(key, [])
-    try:
-        state = spare.pop()
-    except IndexError:
-        sent = len(problem.graph.use_dst) * num_batches if record else -1
-        state = state_of(problem, num_batches, window, track, None, sent, num_phases)
-    yield state
-    if num_phases * num_batches * problem.num_ops * problem.num_devices < _SMALL:
-        spare.append(state)
 
 
 @intrinsic
@@ -270,48 +38,6 @@ def _lowest_bit(typingctx: Any, x: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return nb.int64(nb.uint64), codegen
-
-
-@kernel
-def _push_event(s, time, key):
-    """Insert into the binary min-heap of memory events."""
-    times, keys = s.event_s, s.event
-    i = s.num_events
-    s.num_events += 1
-    while i > 0:
-        parent = (i - 1) >> 1
-        if times[parent] <= time:
-            break
-        times[i] = times[parent]
-        keys[i] = keys[parent]
-        i = parent
-    times[i] = time
-    keys[i] = key
-
-
-@kernel
-def _pop_event(s):
-    """Remove the earliest memory event and return its key."""
-    times, keys = s.event_s, s.event
-    top = keys[0]
-    s.num_events -= 1
-    size = s.num_events
-    time, key = times[size], keys[size]
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= size:
-            break
-        if child + 1 < size and times[child + 1] < times[child]:
-            child += 1
-        if times[child] >= time:
-            break
-        times[i] = times[child]
-        keys[i] = keys[child]
-        i = child
-    times[i] = time
-    keys[i] = key
-    return top
 
 
 @kernel
@@ -375,83 +101,6 @@ def _pop_ready(t, s, row):
     return -1
 
 
-@inlined
-def _key(t, s, slot, tensor, device):
-    """Where ``refs`` counts a stored tensor."""
-    return np.uint64((slot * len(t.tensor_src) + tensor) * len(s.held) + device)
-
-
-@kernel
-def _hold(t, s, slot, tensor, device, users):
-    """So many users more of a stored tensor, whose bytes count once."""
-    key = _key(t, s, slot, tensor, device)
-    count = s.refs[key] + users
-    if count < _LIVE:
-        count += _LIVE
-        s.held[device] += t.tensor_bytes[tensor]
-    s.refs[key] = count
-
-
-@kernel
-def _release(t, s, slot, tensor, device, users):
-    """So many users less; the last one frees the bytes."""
-    key = _key(t, s, slot, tensor, device)
-    count = s.refs[key] - users
-    if count == _LIVE:
-        count = 0
-        s.held[device] -= t.tensor_bytes[tensor]
-    s.refs[key] = count
-
-
-@kernel
-def _num_users(t, s, slot, tensor, device):
-    """How many operators on ``device`` use ``tensor``."""
-    use_dst, placement, row = t.use_dst, s.placement, s.row[slot]
-    count = 0
-    for u in range(t.use_ptr[tensor], t.use_ptr[tensor + 1]):
-        count += placement[row + use_dst[u]] == device
-    return count
-
-
-@kernel
-def _stored(t, s, slot, tensor, device):
-    """At home a tensor lives in its root's memory; a copy sent elsewhere is its own."""
-    src = t.tensor_src[tensor]
-    if src < 0 or s.placement[s.row[slot] + src] == device:
-        return np.int64(t.tensor_root[tensor])
-    return tensor
-
-
-@kernel
-def _push_transfer(s, time, slot, tensor, device, is_begin):
-    """Remember that a transfer begins or ends at ``time``."""
-    _push_event(s, time, (((np.int64(tensor) << 24) | slot) << 15 | device << 1) | is_begin)
-
-
-@kernel
-def _hold_local(t, s, slot, tensor, device, is_input):
-    """Memory, when a tensor is delivered where it is: one user more; a model input begins."""
-    root = np.int64(t.tensor_root[tensor])
-    if is_input:
-        _hold(t, s, slot, root, device, 1)
-    else:
-        s.refs[_key(t, s, slot, root, device)] += 1
-
-
-@kernel
-def _hold_sent(t, s, slot, tensor, src, dst, begin, arrives_s):
-    """Memory, when a tensor is sent: a copy there from its begin, its sender's until its end."""
-    root, is_input = np.int64(t.tensor_root[tensor]), src == len(s.held)
-    if begin > s.now:
-        _push_transfer(s, begin, slot, tensor, dst, 1)
-    else:
-        stored = root if is_input else tensor
-        _hold(t, s, slot, stored, dst, _num_users(t, s, slot, tensor, dst))
-    if not is_input:
-        s.refs[_key(t, s, slot, root, src)] += 1
-        _push_transfer(s, arrives_s, slot, root, src, 0)
-
-
 @kernel
 def _record_transfer(t, s, tensor, batch, src, dst, begin, arrives_s):
     x = s.num_sent
@@ -484,7 +133,7 @@ def _begin(t, s):
         s.running[d] = -1
         s.wake_s[d] = _FAR
         s.blocked_s[d] = 0.0
-        s.told_s[d] = -1.0
+        s.last_arrival_s[d] = -1.0
         s.busy[d] = 0.0
         s.stamp[d] = -1
         s.next_entry[d] = s.order_ptr[d]
@@ -508,7 +157,7 @@ def _deliver(t, s, op, src, slot):
     num_devices, num_tensors, n = len(s.running), len(t.tensor_src), len(t.priority)
     now, batch, track = s.now, np.int64(s.batch_of[slot]), s.track
     row = np.uint64(s.row[slot])
-    has_matrix, many = len(t.transfer_s) > 0, num_devices > _MANY
+    has_matrix, many = len(t.transfer_s) > 0, num_devices > MANY
     fixed, local_channel = len(s.order) > 0, np.uint64(t.local_channel)
     sending_s = 0.0
     # Unsigned indices spare numba's test for negative ones: 10 % of the run.
@@ -535,16 +184,16 @@ def _deliver(t, s, op, src, slot):
             blocked_s[src] = max(blocked_s[src], arrives_s)
         if first and c != local_channel:
             sending_s += t.link_send_s[pair] + edge_bytes[e] * t.link_send_s_per_byte[pair]
-            if s.running[dst] < 0 and blocked_s[dst] <= now and s.told_s[dst] < now:
+            if s.running[dst] < 0 and blocked_s[dst] <= now and s.last_arrival_s[dst] < now:
                 sending_s += t.link_wake_s[pair]
-            s.told_s[dst] = arrives_s
+            s.last_arrival_s[dst] = arrives_s
             if s.record:
                 _record_transfer(t, s, tensor, batch, src, to, begin, arrives_s)
         if track:
             if c == local_channel:
-                _hold_local(t, s, slot, tensor, to, op == n)
+                hold_local(t, s, slot, tensor, to, op == n)
             elif first:
-                _hold_sent(t, s, slot, tensor, src, to, begin, arrives_s)
+                hold_sent(t, s, slot, tensor, src, to, begin, arrives_s)
         if many:
             s.soon_s[dst >> np.uint64(6)] = now
         at = np.uint64(slot * n) + user
@@ -589,19 +238,6 @@ def _admit(t, s):
 
 
 @kernel
-def _free(t, s, op, d, slot):
-    """Memory, when an operator ends: its workspace, its inputs, and outputs that nobody uses."""
-    if len(t.workspace_bytes) > 0:
-        s.held[d] -= t.workspace_bytes[op]
-    for j in range(t.out_ptr[op], t.out_ptr[op + 1]):
-        tensor = t.out_tensor[j]
-        root = np.int64(t.tensor_root[tensor])
-        _release(t, s, slot, root, d, 1 - np.int64(t.output_count[tensor]))
-    for j in range(t.in_ptr[op], t.in_ptr[op + 1]):
-        _release(t, s, slot, _stored(t, s, slot, np.int64(t.in_tensor[j]), d), d, 1)
-
-
-@kernel
 def _finish(t, s, slot):
     """A micro-batch has ended: its slot is free."""
     s.finish[s.batch_of[slot]] = s.now
@@ -618,7 +254,7 @@ def _finish(t, s, slot):
         for j in range(len(t.output_tensor)):
             tensor = t.output_tensor[j]
             home = np.int64(s.placement[s.row[slot] + t.tensor_src[tensor]])
-            _release(t, s, slot, np.int64(t.tensor_root[tensor]), home, 1)
+            release(t, s, slot, np.int64(t.tensor_root[tensor]), home, 1)
 
 
 @inlined
@@ -628,10 +264,10 @@ def _sender(t, s, d):
     From device ``d`` on those whose operator ends, then model inputs (N on D) that are admitted.
     """
     running, wake_s = s.running, s.wake_s
-    num_devices, many, now = len(running), len(running) > _MANY, s.now
+    num_devices, many, now = len(running), len(running) > MANY, s.now
     while d < num_devices:
         if many and d & 63 == 0 and s.soon_s[d >> 6] != now:
-            d = min(d + _MANY, num_devices)
+            d = min(d + MANY, num_devices)
         elif running[d] < 0 or wake_s[d] != now:
             d += 1
         else:
@@ -657,7 +293,7 @@ def _end(s, op, d, slot):
 def _leave(t, s, op, d, slot):
     """What an operator made is delivered."""
     if s.track:
-        _free(t, s, op, d, slot)
+        free(t, s, op, d, slot)
     if s.record:
         s.released[s.batch_of[slot], op] = max(s.now, s.blocked_s[d])
     s.to_do -= 1
@@ -716,7 +352,7 @@ def _choose(t, s, d):
 def _start(t, s):
     """Idle devices begin what they can; of 64 to which nothing has happened none can."""
     running, wake_s = s.running, s.wake_s
-    many, now, slows, num_begun = len(running) > _MANY, s.now, s.num_batches == 1, 0
+    many, now, slows, num_begun = len(running) > MANY, s.now, s.num_batches == 1, 0
     for d in range(len(running)):
         if running[d] >= 0 or (many and s.soon_s[d >> 6] != now):
             continue
@@ -741,7 +377,7 @@ def _start(t, s):
             if len(t.workspace_bytes) > 0:
                 s.held[d] += t.workspace_bytes[op]
             for j in range(t.out_ptr[op], t.out_ptr[op + 1]):
-                _hold(t, s, slot, np.int64(t.tensor_root[t.out_tensor[j]]), d, 1)
+                hold(t, s, slot, np.int64(t.tensor_root[t.out_tensor[j]]), d, 1)
     s.num_running += num_begun
     for k in range(num_begun if s.num_running > 1 else 0):
         d = s.begun[k]
@@ -755,7 +391,7 @@ def _next(s):
     """The next moment at which anything happens."""
     wake_s, soon_s, num_devices = s.wake_s, s.soon_s, len(s.wake_s)
     now = _FAR
-    if num_devices > _MANY:
+    if num_devices > MANY:
         for block in range(len(soon_s)):
             if soon_s[block] == s.now:
                 soon_s[block] = _FAR
@@ -766,34 +402,6 @@ def _next(s):
         for d in range(num_devices):
             now = min(now, wake_s[d])
     return now
-
-
-@inlined
-def _raise_peak(s):
-    for d in range(len(s.peak)):
-        s.peak[d] = max(s.peak[d], s.held[d])
-
-
-@kernel
-def _remember(t, s, before):
-    """Memory, when the clock has moved on from ``before``: transfers begin and end meanwhile.
-
-    What is held when it moves is what counts: at equal times the order of allocations and frees
-    does not matter.
-    """
-    while s.num_events > 0 and s.event_s[0] <= s.now:
-        if s.event_s[0] > before:
-            before = s.event_s[0]
-            _raise_peak(s)
-        code = _pop_event(s)
-        tensor, slot, d = code >> 39, (code >> 15) & 0xFFFFFF, (code >> 1) & 0x3FFF
-        stored = np.int64(t.tensor_root[tensor]) if t.tensor_src[tensor] < 0 else tensor
-        if code & 1:
-            _hold(t, s, slot, stored, d, _num_users(t, s, slot, tensor, d))
-        else:
-            _release(t, s, slot, stored, d, 1)
-    if s.now > before:
-        _raise_peak(s)
 
 
 @kernel
@@ -820,7 +428,7 @@ def run(t, s):
         if s.now == _FAR:
             return 1
         if s.track:
-            _remember(t, s, before)
+            remember(t, s, before)
     return 0
 
 

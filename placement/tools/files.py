@@ -16,7 +16,7 @@ import shutil
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,12 @@ def short(value: Any, limit: int = 60) -> str:
     """``repr`` of anything at all, in ``limit`` characters at most."""
     text = _SHORT.repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def some(items: Sequence[str], sep: str = ", ", most: int = 5) -> str:
+    """The first of ``items``, and how many more there are."""
+    more = len(items) - most
+    return sep.join(items[:most]) + (f"{sep}and {more} more" if more > 0 else "")
 
 
 _SHORT = reprlib.Repr()

@@ -15,22 +15,11 @@ from torch import nn
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
+from placement.costs import calibration, transfers
 from placement.costs import measure as measure_module
-from placement.costs.measure import (
-    _LINK_BYTES,
-    Costs,
-    _ways,
-    at_speed,
-    cached_path,
-    calibrated,
-    fit_link,
-    load_or_measure,
-    measure,
-    measure_links,
-    pieces,
-    scaled,
-    typical,
-)
+from placement.costs.calibration import Costs, _ways, at_speed, calibrated, pieces, scaled
+from placement.costs.measure import cached_path, load_or_measure, measure, typical
+from placement.costs.transfers import LINK_BYTES, fit_link, measure_links
 from placement.executor.runner import Runner
 from placement.graph import OpGraph
 from placement.problem import Problem
@@ -126,7 +115,7 @@ def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting(monkeypatch):
         main = threading.main_thread().ident
         timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
         timer.start()
-        monkeypatch.setattr(measure_module, "_TOGETHER_S", 1e6)
+        monkeypatch.setattr(measure_module, "TOGETHER_S", 1e6)
         measure_module._run_together(runners, flat, 1e-3)
     timer.join()
     assert threading.active_count() == before
@@ -149,10 +138,8 @@ def test_one_device_has_no_load_and_no_links():
 
 
 def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
-    watched, silent = (capture(measure_module._Watched(w), torch.ones(8)) for w in (True, False))
-    assert (
-        set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == measure_module._CHAIN_OPS
-    )
+    watched, silent = (capture(transfers.Watched(w), torch.ones(8)) for w in (True, False))
+    assert set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == transfers.CHAIN_OPS
     assert watched.op_kind.count("aten.add.Tensor") == silent.num_ops
 
 
@@ -163,7 +150,7 @@ def test_a_transfer_takes_at_least_what_passes_until_it_is_there(monkeypatch):
         apart = len(set(runner.placement.ravel().tolist())) > 1
         return (5e-3, 3e-3) if apart else (8e-3, 0.0)
 
-    monkeypatch.setattr(measure_module, "_span", span)
+    monkeypatch.setattr(transfers, "_span", span)
     for link in measure_links(TWO, repeats=1):
         assert link.latency_s == pytest.approx(3e-3)
 
@@ -179,22 +166,22 @@ def test_measured_links_are_links():
 )
 def test_a_line_is_fitted_back(latency_s, bandwidth):
     """Known answer: seconds made from a latency and a bandwidth give them back."""
-    seconds = latency_s + np.array(_LINK_BYTES) / bandwidth
-    link = fit_link("a", "b", _LINK_BYTES, seconds)
+    seconds = latency_s + np.array(LINK_BYTES) / bandwidth
+    link = fit_link("a", "b", LINK_BYTES, seconds)
     assert link.latency_s == pytest.approx(latency_s, abs=1e-9)
     assert 1 / link.bandwidth_bytes_per_s == pytest.approx(1 / bandwidth, abs=1e-14)
 
 
 def test_small_transfers_decide_the_latency():
     """Noise of a millisecond on 8 MiB must not turn 20 us of latency into 0 or 500 us."""
-    seconds = 2e-5 + np.array(_LINK_BYTES) / 1e10
+    seconds = 2e-5 + np.array(LINK_BYTES) / 1e10
     seconds[-1] += 1e-3
-    assert fit_link("a", "b", _LINK_BYTES, seconds).latency_s == pytest.approx(2e-5, rel=0.3)
+    assert fit_link("a", "b", LINK_BYTES, seconds).latency_s == pytest.approx(2e-5, rel=0.3)
 
 
 def test_transfers_that_were_not_seen_do_not_hide_the_others():
     """8 MiB took no longer than without them, by chance, 64 MiB a second."""
-    sizes = (*_LINK_BYTES, 2**26)
+    sizes = (*LINK_BYTES, 2**26)
     link = fit_link("a", "b", sizes, np.array([0.0, 0.0, 0.0, 0.0, 1.0]))
     assert 2**26 < link.bandwidth_bytes_per_s < 2**29
 
@@ -212,13 +199,13 @@ def test_one_transfer_that_contradicts_the_others_does_not_count(
     microseconds, latency_s, bandwidth
 ):
     """What 4 KiB to 64 MiB took between a CPU and an H200, and what may come of it."""
-    link = fit_link("a", "b", (*_LINK_BYTES, 2**26), np.array(microseconds) * 1e-6)
+    link = fit_link("a", "b", (*LINK_BYTES, 2**26), np.array(microseconds) * 1e-6)
     assert link.latency_s == pytest.approx(latency_s, rel=0.1)
     assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.2)
 
 
 def test_nothing_measurable_is_a_free_link():
-    link = fit_link("a", "b", _LINK_BYTES, np.zeros(len(_LINK_BYTES)))
+    link = fit_link("a", "b", LINK_BYTES, np.zeros(len(LINK_BYTES)))
     assert link.latency_s == 0 and link.bandwidth_bytes_per_s == float("inf")
 
 
@@ -333,7 +320,7 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
         busy = 7 < len(runs) < 11  # somebody else uses a core for some time
         return at_speed(truth, np.array([2.0, 2.0])) if busy else truth
 
-    monkeypatch.setattr(measure_module, "run_placement", like(truth, disturbed))
+    monkeypatch.setattr(calibration, "run_placement", like(truth, disturbed))
     found = calibrated(graph, TWO, profile)
     # Replicas send nothing: of what neighbours cost they tell most, and are told best.
     turns = np.array([[[0] * 12, [1] * 12]], np.int32)
@@ -359,7 +346,7 @@ def test_a_speed_is_between_two_measurements_or_a_gpus_where_nothing_is_recorded
     seconds = np.full((24, 2), 1e-4)
     links = every_link(cluster.device_names, 3e-5, 1e9)
     truth = Profile(cluster.device_names, seconds, seconds * 0, links)
-    monkeypatch.setattr(measure_module, "run_placement", like(truth))
+    monkeypatch.setattr(calibration, "run_placement", like(truth))
     found = calibrated(graph, cluster, at_speed(truth, np.array([1.0, 1.4])))
     assert found.provenance["alone"] == pytest.approx([1.0, 1 / 1.4], rel=0.03)
     expected = truth.compute_s * [1.0, 1.0 if kind == "cuda" else 1.4**0.5]
@@ -378,7 +365,7 @@ def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     there = replace(to, latency_s=9e-5, bandwidth_bytes_per_s=1e9 / 3)
     truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
 
-    monkeypatch.setattr(measure_module, "run_placement", like(truth))
+    monkeypatch.setattr(calibration, "run_placement", like(truth))
     found = calibrated(graph, cluster, profile)
     before, after = (errors(graph, cluster, guess, truth) for guess in (profile, found))
     assert min(before) > 0.1 and max(after) < 0.04, (before, after)
@@ -421,7 +408,7 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         answer = planners.load("local_search", evaluations=500)(problem)
         return answer.value_s / score(replace(problem, profile=truth), answer.placement[None])[0]
 
-    monkeypatch.setattr(measure_module, "run_placement", run)
+    monkeypatch.setattr(calibration, "run_placement", run)
     found = calibrated(graph, cluster, profile)
     before, after = (float(np.mean(errors(graph, cluster, p, truth))) for p in (profile, found))
     return [before, after, answered(found), answered(profile)]
@@ -438,9 +425,9 @@ def test_what_takes_less_time_runs_more_often(monkeypatch):
         asked[tuple(placement.ravel())] = counts
         return like(profile)(problem, placement)
 
-    monkeypatch.setattr(measure_module, "run_placement", run)
+    monkeypatch.setattr(calibration, "run_placement", run)
     calibrated(graph, cluster, profile)
-    (alone, many), warm = measure_module._CALIBRATION_RUNS, measure_module._CALIBRATION_WARM
+    (alone, many), warm = calibration.RUNS, calibration.WARM
     assert asked[(0,) * 10] == (1, many, warm)  # of one device no latency is taken
     assert asked[(1,) * 10] == (1, 12 * many, 12 * warm)
     assert all(counts[0] in (alone, 1) for counts in asked.values())
@@ -456,7 +443,7 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
         times = {3: 1.4, 15: 1.4}.get(int((np.diff(placement) != 0).sum()), 1.0)
         return at_speed(truth, np.array([times, times]))
 
-    monkeypatch.setattr(measure_module, "run_placement", like(profile, slower))
+    monkeypatch.setattr(calibration, "run_placement", like(profile, slower))
     found = calibrated(graph, TWO, profile)
     # Two of seven placements: cut at 1, 3, 7 and 15 places, two devices, and replicas.
     assert found.error == pytest.approx(2 / 7 * np.log(1.4), abs=0.05)
@@ -468,6 +455,6 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
 
 
 def test_placements_for_calibration_are_cut_at_few_places_to_a_quarter_of_all():
-    placements = pieces(problem_of(relus(60), TWO), measure_module._CALIBRATION_CUTS, 20)
+    placements = pieces(problem_of(relus(60), TWO), calibration.CUTS, 20)
     assert (np.diff(placements, axis=1) != 0).sum(axis=1).tolist() == [1, 3, 7, 15]
     assert placements.shape == (4, 60) and placements.dtype == np.int32

@@ -15,7 +15,8 @@ from placement.executor.executor import measured_timeline
 from placement.executor.memory import Storages
 from placement.program import storage_of
 from placement.schedule import Schedule
-from placement.simulator import _Reference, simulate
+from placement.simulator import simulate
+from placement.simulator.reference import Reference
 from placement.workloads import tiny
 from tests.machine import THREE, problem_of, random_placement
 
@@ -66,7 +67,7 @@ def test_peaks_follow_from_the_measured_times_by_the_simulators_definition(make)
             admitted = [(runner.admitted_ns[b] - runner.admitted_ns[0]) * 1e-9 for b in range(5)]
         # What is handed over by reference is held by its receiver from then on.
         handed = timeline.transfer_start_s
-        run = _Reference(problem, placement, None, 5)
+        run = Reference(problem, placement, None, 5)
         run.admitted_s, run.start, run.end = admitted, timeline.start_s, timeline.end_s
         expected = run.peak_bytes(timeline.transfers, handed, handed)
         assert timeline.peak_bytes.tolist() == expected.tolist()

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import gpu, gpu_goals
-from experiments.study import ROOT
+from experiments import gpu_goals
+from experiments.gpu import bench, models, plans, predictions, processes
+from experiments.gpu.bench import Bench
+from experiments.study import ROOT, StudyError
 
 # What the emulated device, or this machine, cannot do; and it frees late where the machine is busy.
 EXCUSED = ("nvidia-smi", "half of the activations")
@@ -35,7 +37,7 @@ def script(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_section_runs_to_its_end(tmp_path: Path) -> None:
-    names = [n for names, _ in gpu.ROUNDS for n in names]
+    names = [n for names, _ in processes.ROUNDS for n in names]
     done = script(tmp_path, "--emulated")
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
@@ -71,11 +73,11 @@ def test_a_section_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
         "correct": lambda: os.kill(os.getpid(), 9),
         "train": lambda: time.sleep(60),
     }
-    running = {name: gpu.FORK.Process(target=work) for name, work in works.items()}
+    running = {name: processes.FORK.Process(target=work) for name, work in works.items()}
     for process in running.values():
         process.start()
     began = time.perf_counter()
-    gpu.watched(running, began, 1.0, options(tmp_path))
+    processes.watched(running, began, 1.0, options(tmp_path))
     assert {r["section"]: r["status"] for r in rows(tmp_path)} == {
         "facts": "done",
         "micro": "exit code 3",
@@ -85,12 +87,12 @@ def test_a_section_that_hangs_or_dies_costs_no_other(tmp_path: Path) -> None:
 
 
 def test_an_item_that_fails_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
-    bench = gpu.Bench(tmp_path, tmp_path, "micro", True)
-    with bench.item("slow", 0.1):
+    work = Bench(tmp_path, tmp_path, "micro", True)
+    with work.item("slow", 0.1):
         time.sleep(10)
-    with bench.item("wrong"):
+    with work.item("wrong"):
         raise RuntimeError("CUDA error: unspecified launch failure")
-    bench.emit("right", value=float("nan"))
+    work.emit("right", value=float("nan"))
     slow, wrong, right = rows(tmp_path)
     assert slow["failed"] == "stopped, as 0.1 s for 'slow' were over"
     assert 0.1 <= slow["at"] <= wrong["at"] <= right["at"] < 60  # since the script began
@@ -148,28 +150,28 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
 
 
 def test_an_item_within_another_leaves_it_its_time(tmp_path: Path) -> None:
-    bench = gpu.Bench(tmp_path, tmp_path, "plans", True)
-    with bench.item("around", 30):
-        with bench.item("short", 30):
+    work = Bench(tmp_path, tmp_path, "plans", True)
+    with work.item("around", 30):
+        with work.item("short", 30):
             pass
-        with bench.item("long", 0.1):
+        with work.item("long", 0.1):
             time.sleep(10)
-        bench.emit("after")
+        work.emit("after")
     assert [r["item"] for r in rows(tmp_path)] == ["long", "after"]
 
 
 def test_an_item_whose_time_is_over_takes_what_is_in_it_along(tmp_path: Path) -> None:
     """What swallows errors, in the library or in an item, does not go on then."""
-    bench, began = gpu.Bench(tmp_path, tmp_path, "plans", True), time.perf_counter()
-    with bench.item("around", 0.2):
+    work, began = Bench(tmp_path, tmp_path, "plans", True), time.perf_counter()
+    with work.item("around", 0.2):
         for _ in range(100):
-            with bench.item("within", 30):
+            with work.item("within", 30):
                 try:
                     time.sleep(10)
                 except Exception:
                     time.sleep(10)
-    with bench.item("next", 30):
-        bench.emit("next")
+    with work.item("next", 30):
+        work.emit("next")
     first, second = rows(tmp_path)
     assert first["item"] == "around" and second["item"] == "next"
     assert first["failed"] == "stopped, as 0.2 s for 'around' were over"
@@ -184,9 +186,9 @@ def test_a_limit_is_enforced_again_where_nobody_could_be_told(
         def __del__(self) -> None:
             time.sleep(0.4)  # an exception in here is dropped by Python
 
-    bench = gpu.Bench(tmp_path, tmp_path, "plans", True)
-    monkeypatch.setattr(gpu, "AGAIN_S", 0.5)
-    with bench.item("around", 0.2):
+    work = Bench(tmp_path, tmp_path, "plans", True)
+    monkeypatch.setattr(bench, "AGAIN_S", 0.5)
+    with work.item("around", 0.2):
         Deaf()
         time.sleep(20)
     assert rows(tmp_path)[0]["seconds"] < 15
@@ -200,15 +202,15 @@ def test_capturing_in_the_first_process_asks_cuda_for_nothing(
     def asked(*_: Any) -> Any:
         raise AssertionError("CUDA was asked")
 
-    models: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
-    monkeypatch.setattr(gpu, "captured", lambda _: torch.cuda.is_current_stream_capturing())
-    gpu.prepare(models, ["bert_tiny"], options(tmp_path))
-    assert models == {"bert_tiny": False}
+    monkeypatch.setattr(processes, "captured", lambda _: torch.cuda.is_current_stream_capturing())
+    processes.prepare(captured, ["bert_tiny"], options(tmp_path))
+    assert captured == {"bert_tiny": False}
 
 
 def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
-    bench, called = gpu.Bench(tmp_path, tmp_path, "plans", True), []
+    work, called = Bench(tmp_path, tmp_path, "plans", True), []
 
     def way(name: str, seconds: list[float]) -> list[float]:
         called.append(name)
@@ -219,10 +221,10 @@ def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
 
     a, b = [3.0, 1.0, 2.0], [5.0, 4.0, 9.0]
     ways = {"a": lambda: way("a", a), "bad": fails, "b": lambda: way("b", b)}
-    found = gpu.in_turns(bench, "m", ways, 4, until=0.0)
+    found = plans.in_turns(work, "m", ways, 4, until=0.0)
     assert found == {"a": [3, 1, 2], "b": [5, 4, 9]} and called == ["a", "b", "b", "a", "a", "b"]
-    assert gpu.times_as_fast(found, "a", "b") == 4.0  # of 5 / 3, 4 / 1, 9 / 2
-    assert np.isnan(gpu.times_as_fast(found, "bad", "b"))
+    assert plans.times_as_fast(found, "a", "b") == 4.0  # of 5 / 3, 4 / 1, 9 / 2
+    assert np.isnan(plans.times_as_fast(found, "bad", "b"))
     (row,) = rows(tmp_path)
     assert row["item"] == "m, bad" and "no kernel" in row["failed"]
 
@@ -230,17 +232,19 @@ def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
 def test_a_section_that_fails_outside_of_its_items_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(bench: gpu.Bench) -> None:
-        raise gpu.StudyError("torch sees no CUDA device here")
+    def fails(_: Bench) -> None:
+        raise StudyError("torch sees no CUDA device here")
 
     watching: list[str] = []
     for name in ("enable", "dump_traceback_later"):  # pytest's own goes on
-        monkeypatch.setattr(gpu.faulthandler, name, lambda *_, n=name, **__: watching.append(n))
+        monkeypatch.setattr(
+            processes.faulthandler, name, lambda *_, n=name, **__: watching.append(n)
+        )
     for name in ("disable", "cancel_dump_traceback_later"):
-        monkeypatch.setattr(gpu.faulthandler, name, watching.pop)
-    monkeypatch.setitem(gpu.SECTIONS, "facts", fails)
+        monkeypatch.setattr(processes.faulthandler, name, watching.pop)
+    monkeypatch.setitem(processes.SECTIONS, "facts", fails)
     with pytest.raises(SystemExit):
-        gpu.section("facts", 20.0, options(tmp_path))
+        processes.section("facts", 20.0, options(tmp_path))
     assert not watching  # or a thread would read this process's frames later, which may crash it
     (row,) = rows(tmp_path)
     assert row["failed"] == "StudyError: torch sees no CUDA device here"
@@ -255,31 +259,35 @@ def test_predictions_are_compared_at_the_speed_that_devices_have_beside_the_plac
     took = slower * plain[np.arange(40) % 20]
     times = np.ones((10, 2, 2))
     times[5:, 0] = 2.0
-    speeds = gpu.speeds_at(at, timed_at, times)
+    speeds = predictions.speeds_at(at, timed_at, times)
     assert speeds.shape == (40, 2, 2) and (speeds[:, 1] == 1).all()
     assert speeds[:3, 0].max() < 1.1 and speeds[-3:, 0].min() > 1.8
-    facts = gpu.agreement(plain, 1.1 * took, took)
+    facts = predictions.agreement(plain, 1.1 * took, took)
     assert facts["latency_error"] == pytest.approx(np.log(1.1)) == facts["period_error"]
     assert facts["period_plain_error"] == pytest.approx(np.log(2) / 2)
     assert facts["latency_floor"] == pytest.approx(np.log(2)) and facts["latency_rank"] > 0.999
-    once = gpu.agreement(plain, took[:8], took[:8])
+    once = predictions.agreement(plain, took[:8], took[:8])
     assert once["latency_error"] == 0.0 and np.isnan(once["latency_floor"])
 
 
 def test_all_sections_take_less_than_eight_minutes(tmp_path: Path) -> None:
-    assert sum(part for _, part in gpu.ROUNDS) <= 305 - 4 and gpu.LONGEST_S == 470
-    assert [n for names, _ in gpu.ROUNDS for n in names] == list(gpu.SECTIONS)
-    assert len({name for names in gpu.CHECKED for name in names}) == 12
-    assert len(gpu.PROFILED) == 6 and len(gpu.PREDICTED) == 3
-    assert gpu.main(["--out", str(tmp_path), "--sections", "nothing"]) == 2
+    assert sum(part for _, part in processes.ROUNDS) <= 305 - 4 and bench.LONGEST_S == 470
+    assert [n for names, _ in processes.ROUNDS for n in names] == list(processes.SECTIONS)
+    assert len({name for names in models.CHECKED for name in names}) == 12
+    assert len(models.PROFILED) == 6 and len(models.PREDICTED) == 3
+    assert processes.main(["--out", str(tmp_path), "--sections", "nothing"]) == 2
 
 
 def test_a_plan_is_compared_with_devices_that_have_their_inputs_where_it_has_them() -> None:
     """One on the GPU with what is there; one on both with what comes from the host."""
     seconds = {"cpu": 9.0, "gpu": 2.0, "gpu_fed": 3.0, "plan": 2.0, "planned": 2.5}
     gpu_only, both = np.ones(3, np.int32), np.array([0, 1, 1], np.int32)
-    assert (gpu.uses(gpu_only), gpu.uses(both), gpu.uses(0 * both)) == ("GPU", "both", "CPU")
-    assert gpu.over_single(seconds, gpu_only, "plan") == 1.0
-    assert gpu.over_single(seconds, both, "planned") == 1.2
-    assert gpu.over_single({"cpu": 9.0, "gpu": 2.0, "plan": 4.0}, both, "plan") == 0.5
-    assert np.isnan(gpu.over_single({"plan": 4.0}, both, "plan"))
+    assert (models.uses(gpu_only), models.uses(both), models.uses(0 * both)) == (
+        "GPU",
+        "both",
+        "CPU",
+    )
+    assert plans.over_single(seconds, gpu_only, "plan") == 1.0
+    assert plans.over_single(seconds, both, "planned") == 1.2
+    assert plans.over_single({"cpu": 9.0, "gpu": 2.0, "plan": 4.0}, both, "plan") == 0.5
+    assert np.isnan(plans.over_single({"plan": 4.0}, both, "plan"))

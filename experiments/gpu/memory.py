@@ -1,0 +1,232 @@
+"""Section ``memory``: models twice as large as the memory that the GPU may use; and peaks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from experiments.gpu.bench import Bench
+from experiments.gpu.models import all_on, bytes_of, expected_of
+from experiments.gpu_baselines import (
+    Decoder,
+    offloaded_seconds,
+    pinned,
+    ratio,
+    streamed,
+    tensors_of,
+    timed,
+)
+from placement import planners
+from placement.capturing import capture
+from placement.cluster import Cluster
+from placement.executor import Executor, Runner, weights
+from placement.executor.equality import error
+from placement.executor.streamed import with_streaming
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.program import split_inputs
+from placement.simulator import evaluate, simulate
+from placement.workloads import load
+
+
+def memory(bench: Bench) -> None:
+    """Models twice as large as the memory that the GPU may use."""
+    with bench.item("copies to the GPU"):
+        _copies(bench)
+    with bench.item("measured in parts"):
+        _in_parts(bench)
+    width, layers = (128, 6) if bench.emulated else (2048, 8)
+    shape = {"tables": 3, "rows": 20_000, "batch": 16} if bench.emulated else {
+        "tables": 26, "rows": 100_000, "batch": 512}  # fmt: skip
+    decoder = Decoder(layers, width).eval()
+    few, many = (1, 16), (1, 32 if bench.emulated else 256)
+    models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+        "decoder, few tokens": lambda: (decoder, torch.randn(*few, width)),
+        "dlrm": lambda: load("dlrm", dim=64, lookups=1, **shape),
+        "decoder, many tokens": lambda: (decoder, torch.randn(*many, width)),
+    }
+    for i, (name, make) in enumerate(models.items()):
+        with bench.item(name, bench.part_s(len(models) - i)):
+            _capped(bench, name, *make())
+
+
+def _copies(bench: Bench) -> None:
+    """GB/s to the GPU of what is pinned, and of what is not: staged by us, in whole or in parts."""
+    x, threads = torch.ones(2**18 if bench.emulated else 2**24), torch.get_num_threads()
+    there, pin = x.to(bench.gpu), pinned(x)
+    parts = [*zip(there.chunk(64), pin.chunk(64), x.chunk(64), strict=True)]
+    ways: dict[str, Callable[[], Any]] = {
+        "pinned": lambda: there.copy_(pin, non_blocking=True),
+        "pageable": lambda: there.copy_(x),
+        "staged": lambda: there.copy_(pin.copy_(x), non_blocking=True),
+        "in_parts": lambda: [a.copy_(p.copy_(y), non_blocking=True) for a, p, y in parts],
+    }
+    for count in (1, 2, threads):
+        torch.set_num_threads(count)
+        took_s = {
+            way: timed(lambda c=call: (c(), torch.cuda.synchronize()), 3)
+            for way, call in ways.items()
+        }
+        rates = {way: x.nbytes / seconds * 1e-9 for way, seconds in took_s.items()}
+        bench.emit(f"copies to the GPU, {count} threads", **rates)
+    torch.set_num_threads(threads)
+
+
+def _in_parts(bench: Bench) -> None:
+    """A model that the GPU cannot hold is measured all the same, and a plan of it runs."""
+    width = 1024 if bench.emulated else 4096
+    module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).eval()
+    inputs = torch.randn(8, width)
+    graph = capture(module, inputs, name="parts")
+    with memory_of(bench, 0.6 * bytes_of(module)) as cluster:
+        profile = bench.measured("parts", graph, cluster, 1, calibrate=False)
+        problem = Problem(graph, cluster, profile, num_microbatches=1)
+        solution = planners.load("heft")(problem)
+        with Runner(graph, cluster, solution.placement) as runner:
+            off = error(runner(inputs), expected_of(module, [inputs])[0][0][0])
+    parts = profile.provenance.get("in_parts")
+    used = float((solution.placement == 1).mean())
+    bench.emit("measured in parts", parts=str(parts), error=off, on_gpu=used, ok=off < 1e-2)
+
+
+def forget(graph: OpGraph | None = None) -> None:
+    """Free the GPU's memory of a graph's parameters and of what PyTorch's allocator keeps.
+
+    And of cuBLAS' workspaces, 32 MiB for each thread and stream that has launched.
+    """
+    if graph is not None:
+        weights.forget_others(torch.device("cuda:0"), graph.program, set())
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
+    """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
+
+    The rest is for what a plan does not count: the allocator's blocks, and libraries' workspaces.
+    """
+    cpu, card = bench.cluster.devices
+    total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()  # accelerate leaves modules that hold themselves
+    forget()
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total)
+    held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
+    bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
+    workspaces = 0 if bench.emulated else 2**26  # of the calling thread and the one that launches
+    promised = max(1, int(share * num_bytes) - workspaces)
+    try:
+        yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
+    """One model: measured without the cap, which would take longer; then all ways under it."""
+    graph, size = capture(module, inputs, name=name), bytes_of(module)
+    key = name.replace(", ", "_").replace(" ", "_")
+    profile = bench.measured(key, graph, bench.cluster, 1, calibrate=False)
+    streaming = with_streaming(bench.cluster)  # whose copies are measured with memory of their own
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        expected = [x.clone() for x in tensors_of(module(*args, **kwargs))]
+    ms: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+    forget(graph)
+    with memory_of(bench, 0.5 * size) as cluster:
+        more = replace(streaming, devices=(*cluster.devices, streaming.devices[2]))
+        alike = {"objective": "latency", "num_microbatches": 1}
+        problem = Problem(graph, more, profile.for_cluster(more), **alike)
+        bench.keep(f"{key}_half", problem)
+        planner = planners.load("best_of", seconds=bench.planning_s)
+        placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
+        if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
+            placed["stream"] = all_on(graph, 2)
+        # The best without the third choice: what stays on the CPU is computed there.
+        placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
+        for way, placement in placed.items():
+            forget(graph)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            with (
+                bench.item(f"{name}, {way}", 30),
+                Runner(graph, more, placement, priority=problem.priority) as runner,
+            ):
+                outputs = tensors_of(runner(*args, **kwargs))
+                errors = [error(x, exact) for x, exact in zip(outputs, expected, strict=True)]
+                facts[f"{way}_error"] = max(errors)
+                ms[f"{way}_ms"] = timed(partial(runner, *args, **kwargs), 3) * 1e3
+            if way == "plan":
+                peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+                facts |= beside(problem, placement, peak_mib)
+        forget(graph)
+        room = cluster.devices[1].memory_bytes
+        _without_us(bench, name, module, inputs, room, expected, ms, facts)
+    plan = placed["plan"]
+    bench.emit(
+        name,
+        model_mib=size / 2**20,
+        **ms,
+        plan_over_accelerate=ratio(ms.get("accelerate_ms"), ms.get("plan_ms")),
+        plan_over_streamed=ratio(ms.get("streamed_ms"), ms.get("plan_ms")),
+        plan_over_cut=ratio(ms.get("cut_ms"), ms.get("plan_ms")),
+        better=min(("cut", "stream", "streamed"), key=lambda way: ms.get(f"{way}_ms", math.inf)),
+        predicted_ms=float(evaluate(problem, plan[None]).latency_s[0]) * 1e3,
+        on_gpu=float((problem.worker[plan] == 1).mean()),
+        from_host_mib=float(problem.param_bytes_on(plan)[0]) / 2**20,
+        **facts,
+        ok=all(value <= 3e-3 for key, value in facts.items() if key.endswith("_error")),
+    )
+
+
+def _without_us(
+    bench: Bench,
+    name: str,
+    module: nn.Module,
+    inputs: Any,
+    room: int,
+    expected: list[Tensor],
+    ms: dict[str, float],
+    facts: dict[str, Any],
+) -> None:
+    """Within ``room`` bytes: a decoder streamed by hand, accelerate; fills ``ms`` and ``facts``."""
+    if isinstance(module, Decoder):
+        with bench.item(f"{name}, streamed", 30):
+            call, num_stay = streamed(module, inputs, bench.gpu)
+            ms["streamed_ms"] = timed(call, 5) * 1e3
+            facts |= {"streamed_error": error(call(), expected[0]), "streamed_kept": num_stay}
+        call = None  # or its memory would be held
+    forget()
+    with bench.item(f"{name}, accelerate", 30), torch.no_grad():
+        limits = {"cpu": 2**40} if bench.emulated else {0: room, "cpu": 2**40}
+        ms["accelerate_ms"] = offloaded_seconds(copy.deepcopy(module), inputs, limits) * 1e3
+
+
+def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:
+    """Predicted and allocator's peak of a GPU, in MiB, without what else is in its memory."""
+    forget(problem.graph)
+    before = torch.cuda.memory_allocated(0)
+    line = Executor(problem).run(placement, num_microbatches=6)
+    measured_mib = float(line.peak_bytes[1] - before) / 2**20
+    return beside(replace(problem, num_microbatches=6), placement, measured_mib)
+
+
+def beside(problem: Problem, placement: np.ndarray, measured_mib: float) -> dict[str, float]:
+    """The predicted peak of a GPU beside the one that was measured, in MiB.
+
+    It is off by a part of what was measured, or of a MiB where that is less.
+    """
+    predicted = float(simulate(problem, placement).peak_bytes[1]) / 2**20
+    off = (predicted - measured_mib) / max(measured_mib, 1.0)
+    return {"predicted_mib": predicted, "allocator_mib": measured_mib, "predicted_off": off}

@@ -1,0 +1,180 @@
+"""Sections that measure operators, and placements beside what is predicted of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from experiments.gpu.bench import Bench
+from experiments.gpu.models import all_on
+from experiments.study import StudyError
+from placement.cluster import Cluster
+from placement.costs.calibration import at_speed, pieces, run_placement
+from placement.executor import Runner
+from placement.graph import OpGraph
+from placement.problem import Problem
+from placement.simulator import evaluate
+
+TURNS = 4  # of all placements, at most
+EVERY = 5  # placements, then each device alone
+STEADY_S = 5.0  # for which a device about keeps its speed
+
+
+def each(
+    keys: Sequence[str], one: Callable[[Bench, str, nn.Module, Any, OpGraph], None]
+) -> Callable[[Bench], None]:
+    """The section that does the same with models."""
+
+    def section(bench: Bench) -> None:
+        names = ("tiny_mlp",) if bench.emulated else keys
+        for i, key in enumerate(names):
+            bench.fair_s = (bench.until - time.perf_counter()) / (len(names) - i)
+            with bench.item(key, bench.part_s(len(names) - i)):
+                one(bench, key, *bench.model(key))
+
+    return section
+
+
+def profile(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
+    """Where the CPU wins, and what of the GPU's time is dispatch."""
+    cluster, is_long = bench.cluster, key.endswith("_b32")
+    measured = bench.measured(key, graph, cluster, 1 if is_long else 3, calibrate=not is_long)
+    cpu, gpu = measured.compute_s.T
+    busy_s = math.nan
+    with bench.item(f"{key}, kernels alone"):
+        busy_s = kernel_seconds(graph, cluster, inputs, "CPU" if bench.emulated else "CUDA")
+    gpu_s = float(gpu[np.isfinite(gpu)].sum())
+    bench.emit(
+        key,
+        cpu_ms=float(cpu.sum() * 1e3),
+        gpu_ms=gpu_s * 1e3,
+        kernels_ms=busy_s * 1e3,
+        dispatch_share=1 - busy_s / gpu_s,
+        cpu_faster_share=float((cpu < gpu).mean()),
+        cpu_faster_in=commonest(np.array(graph.op_kind)[cpu < gpu]),
+        lacking=int(np.isinf(gpu).sum()),
+        error=measured.provenance.get("error"),
+        seconds=measured.provenance["seconds"],
+    )
+
+
+def commonest(kinds: Iterable[str]) -> str:
+    """The three kinds of operators that are there most often, and how often."""
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(kinds).most_common(3))
+
+
+def kernel_seconds(graph: OpGraph, cluster: Cluster, inputs: Any, where: str) -> float:
+    """Seconds of the kernels alone that run on ``where``, of a run on the GPU."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with Runner(graph, cluster, all_on(graph, 1)) as runner:
+        list(runner.stream([inputs] * 3))
+        with record(activities=[getattr(ProfilerActivity, where)]) as run:
+            list(runner.stream([inputs] * 5))
+    # As they were recorded: to make a tree of them takes PyTorch seconds. Copies are no kernels.
+    kernels_ns = [
+        e.duration_ns()
+        for e in run.profiler.kineto_results.events()
+        if e.device_type().name == where and e.name()[:3] != "Mem"
+    ]
+    if not kernels_ns:
+        raise StudyError(f"PyTorch's profiler has seen nothing of {where}")
+    return sum(kernels_ns) * 1e-9 / 5
+
+
+def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
+    """Predicted and measured latency and period of placements with few cuts and many.
+
+    As a user runs them: nothing is recorded. A virtual machine changes its speed within seconds,
+    which no model foresees. So after every few placements the whole model also runs on each device,
+    called and streamed alike, and predictions are for devices of that speed (see ``speeds_at``);
+    ``plain`` are those for the speed of the profile. Placements run again and again, in turns: by
+    how much the second time differs from the first is the ``floor`` of what a prediction can miss.
+
+    Arrays end in latency and period, float64 ``[.., 2]``.
+    """
+    until, cluster = time.perf_counter() + 0.9 * bench.fair_s, bench.cluster
+    problem = Problem(graph, cluster, bench.measured(key, graph, cluster), num_microbatches=8)
+    counts = (1, 2, 4, 8, 16, 32, 2, 1, 8, 4, 32, 16, 1, 2, 4, 8, 16, 32, 2, 1)
+    placements = list(pieces(problem, counts[: 3 if bench.emulated else None], seed=0))
+    singles = [all_on(graph, device) for device in (0, 1)]
+    plain = np.array([predicted(problem, placement) for placement in placements])
+    plain_alone = np.array([predicted(problem, placement) for placement in singles])
+
+    def run(what: str, placement: np.ndarray, told: np.ndarray) -> tuple[float, Any]:
+        """When, and latency and period; of quick ones more, as a GPU that was idle is warm late."""
+        more = 1 if bench.emulated else int(np.clip(0.05 / told[0], 1, 8))
+        began = time.perf_counter()
+        both = run_placement(problem, placement, 3 * more, 8 * more, 2 * more)
+        ended = time.perf_counter()
+        names = ("latency_s", "period_s", "measured_latency_s", "measured_period_s")
+        bench.emit(f"{key}, {what}", **dict(zip(names, [*told, *both], strict=True)))
+        return (began + ended) / 2, both
+
+    runs, runs_alone = list[Any](), list[Any]()
+    for n in range(TURNS * len(placements)):
+        if n % EVERY == 0:
+            devices = zip(cluster.device_names, singles, plain_alone, strict=True)
+            runs_alone.append([run(*device) for device in devices])
+        i = n % len(placements)
+        cuts = int((np.diff(placements[i][np.argsort(problem.priority)]) != 0).sum())
+        runs.append(run(f"{cuts} cuts", placements[i], plain[i]))
+        if n > 6 and time.perf_counter() > until:  # fewer of each rather than none of the last
+            break
+    at, took = (np.array([row[k] for row in runs]) for k in (0, 1))
+    at_alone, took_alone = (np.array([[x[k] for x in row] for row in runs_alone]) for k in (0, 1))
+    followed = np.empty_like(took)
+    for n, times in enumerate(speeds_at(at, at_alone, took_alone / plain_alone)):
+        for k in (0, 1):
+            slower = replace(problem, profile=at_speed(problem.profile, times[:, k]))
+            followed[n, k] = predicted(slower, placements[n % len(placements)])[k]
+    bench.emit(key, placements=min(len(runs), len(plain)), **agreement(plain, followed, took))
+
+
+def speeds_at(at: np.ndarray, timed_at: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """``times [R, D, K]``, as they were at ``timed_at [R, D]``, at other times: ``[N, D, K]``.
+
+    Means of the logarithms; those of some seconds before or after count most.
+    """
+    weights = np.exp(-np.abs(at[:, None, None] - timed_at) / STEADY_S)
+    weights /= weights.sum(axis=1, keepdims=True)
+    return np.exp(np.einsum("nrd,rdk->ndk", weights, np.log(times)))
+
+
+def predicted(problem: Problem, placement: np.ndarray) -> tuple[float, float]:
+    """Predicted seconds of a call, and the predicted period."""
+    values, is_single = evaluate(problem, placement[None]), (placement == placement[0]).all()
+    call_s = 0.0 if is_single else problem.profile.provenance.get("call_s", 0.0)
+    return float(values.latency_s[0]) + call_s, float(values.period_s[0])
+
+
+def agreement(plain: np.ndarray, followed: np.ndarray, took: np.ndarray) -> dict[str, float]:
+    """How well predictions ``followed [R, 2]`` of runs agree with what they ``took [R, 2]``.
+
+    Placements, of which ``plain [P, 2]`` are other predictions, ran in turns: run ``r`` is of
+    placement ``r % P``. Errors are of logarithms, and medians over placements.
+    """
+    from scipy.stats import spearmanr
+
+    num, num_ran = len(plain), min(len(plain), len(took))
+    told, mean = (
+        np.exp([np.log(x[i::num]).mean(axis=0) for i in range(num_ran)]) for x in (followed, took)
+    )
+    off, plain_off = (np.abs(np.log(x / mean)) for x in (told, plain[:num_ran]))
+    again = took[num:][:num]
+    floor = np.abs(np.log(took[: len(again)] / again))
+    facts = {}
+    for k, name in enumerate(("latency", "period")):
+        facts[f"{name}_error"] = float(np.median(off[:, k]))
+        facts[f"{name}_rank"] = float(spearmanr(told[:, k], mean[:, k]).statistic)
+        facts[f"{name}_plain_error"] = float(np.median(plain_off[:, k]))
+        facts[f"{name}_floor"] = float(np.median(floor[:, k])) if len(floor) else math.nan
+    return facts

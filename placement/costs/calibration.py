@@ -1,0 +1,343 @@
+"""Costs between devices, and speeds of devices, from placements that ran: see ``calibrated``."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement import planners
+from placement.cluster import Cluster
+from placement.executor.alone import is_short
+from placement.executor.runner import Runner
+from placement.graph import OpGraph
+from placement.objective import Objective
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.simulator import evaluate
+from placement.timeline import streamed_period
+
+Floats = NDArray[np.float64]
+Way = frozenset[tuple[str, str]]  # pairs of devices, by name
+
+# Placements that run: a random one for each number of cuts, of which there are at most a share of
+# the operators; and what a planner answers that may try so many placements.
+CUTS, CUT_SHARE, SEED = (1, 3, 7, 15, 31, 63, 127), 0.25, 20
+EVALUATIONS = 400
+# Each runs so many micro-batches to warm up, then one by one, and in a pipeline. Where that takes
+# less than ``RUN_S`` it runs more, up to so many times as many.
+WARM, RUNS = 3, (3, 8)
+RUN_S, MOST_TIMES = 0.05, 32
+ROUNDS = 2  # of which the faster counts: others disturb one of them
+SIMULATED = 16  # micro-batches at most when costs are tried
+# Costs are found in so many steps at most, while each leaves less than this share of what is
+# unlikely. Slopes are over steps of this size, and damped by one of these.
+STEPS, ENOUGH = 12, 0.99
+SLOPE_STEP, DAMPING = 0.1, (0.0, 0.3, 3.0, 30.0)
+# How far from what was measured a cost is likely to be. A prediction is off by this logarithm,
+LIKELY_ERROR = 0.03
+LIKELY_FACTOR = 1.0  # ... and by this are what transfers, waking and neighbours cost,
+LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # ... and all operators of a device of this kind.
+LIKELY_S, LIKELY_UNLIKE_S = 4e-5, 2e-4  # Seconds more, of one kind of devices and of several.
+
+
+def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
+    """The profile with costs between devices, and speeds of devices, as they are in this graph.
+
+    What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
+    they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
+    part. So single devices, replicas and a few placements run as a user runs them, and the costs
+    that are most probable are taken, where each is near what was measured, and what ran near what
+    is predicted (see ``_most_probable``). Replicas send nothing: of neighbours they tell most.
+    With those costs a planner answers, and what it answered runs too: whatever is predicted too
+    short by mistake is what a planner finds, and what no other placement may show.
+
+    Of a CPU both speeds count alike: that which was measured, and that it had meanwhile. Of a GPU
+    the latter counts: there recording takes the thread that launches as long as many operators do.
+    By how much what ran is still missed is the profile's ``error``. A placement that a GPU has no
+    memory for tells nothing; where that are all, the profile stays as it is.
+    """
+    least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
+    many = RUNS[1] * _repeated(least.sum(axis=0).max())
+    few = min(many, SIMULATED)
+    problem = Problem(graph, cluster, profile, num_microbatches=few)
+    ran, measured = _ran(problem, _for_calibration(problem))
+    if not ran:
+        return profile
+    on_gpu = np.array([device.kind == "cuda" for device in cluster.devices])
+
+    def with_costs(costs: Costs) -> Profile:
+        return scaled(profile, replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5)))
+
+    costs, missed = _most_probable(problem, ran, measured)
+    answers, took = _ran(problem, _answers(replace(problem, profile=with_costs(costs))))
+    if answers:
+        ran, measured = [*answers, *ran], np.concatenate([took, measured])
+        costs, missed = _most_probable(problem, ran, measured)
+    # What all placements have in common does not make one look better than another.
+    known = [x[np.isfinite(x)] for x in missed.T]
+    apart = np.concatenate([x - np.median(x) for x in known if len(x)])
+    facts = {
+        "calibration": {"neighbours": costs.neighbours.tolist(), "waking": costs.waking},
+        "ways": [[*sorted(way)[0], *own] for way, own in costs.ways.items()],
+        "alone": costs.times.tolist(),
+        "call_s": costs.call_s,
+        "error": float(np.abs(apart).mean()),
+    }
+    return replace(with_costs(costs), provenance=profile.provenance | facts)
+
+
+def _repeated(whole_s: float) -> int:
+    """How many times as often something runs that takes so long: a GPU is warm late."""
+    return int(np.clip(RUN_S / whole_s, 1, MOST_TIMES))
+
+
+def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
+    """Single devices, cuts, and replicas where every device can hold all."""
+    singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
+    able = problem.supported.all(axis=0)
+    replicas = [singles] if able.all() and problem.buffers_stay(singles[None])[0] else []
+    cuts = pieces(problem, CUTS, SEED)
+    return [*singles[able], *cuts, *replicas]
+
+
+def _answers(problem: Problem) -> list[NDArray[np.int32]]:
+    """What a planner answers, for a call and for a stream, where it uses several devices."""
+    search = planners.load("local_search", evaluations=EVALUATIONS)
+    answers = (
+        search(replace(problem, objective=objective)).placement
+        for objective in (Objective.LATENCY, Objective.PERIOD)
+    )
+    return list({p.tobytes(): p for p in answers if (p != p[0]).any()}.values())
+
+
+def _ran(
+    problem: Problem, placements: list[NDArray[np.int32]]
+) -> tuple[list[NDArray[np.int32]], Floats]:
+    """Those of the placements that fit, and what they took: the faster of the rounds.
+
+    Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
+    unlike, have no latency (nan): what a call of one device costs besides its operators is not what
+    one of several does.
+    """
+    rows = np.arange(problem.num_ops)
+    rounds = np.full((ROUNDS, len(placements), 2), np.nan)
+    for r in range(ROUNDS):
+        for i, p in enumerate(placements):
+            whole_s = problem.compute_s[rows, p].sum(axis=-1).mean()
+            times = _repeated(whole_s)
+            one = p.ndim > 1 or bool((p == p[0]).all())
+            alone, many = (runs * times for runs in RUNS)
+            warm = WARM * times
+            try:
+                rounds[r, i] = run_placement(problem, p, 1 if one else alone, many, warm)
+            except RuntimeError as error:
+                if not is_short(error):
+                    raise
+            if one:
+                rounds[r, i, 0] = np.nan
+    fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
+    return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
+
+
+def run_placement(
+    problem: Problem, placement: NDArray[np.int32], alone: int, many: int, warm: int
+) -> tuple[float, float]:
+    """Latency and period as a user sees them, where nothing is recorded (see ``run_plain``)."""
+    window = problem.max_in_flight
+    with Runner(
+        problem.graph, problem.cluster, placement, max_in_flight=window, priority=problem.priority
+    ) as runner:
+        return run_plain(runner, alone, many, warm)
+
+
+def run_plain(runner: Runner, alone: int, many: int, warm: int) -> tuple[float, float]:
+    """The median seconds of ``alone`` calls, after ``warm`` others, and the steady period of a
+    stream of ``many`` micro-batches.
+    """
+    inputs, spans = runner.graph.program.timing_inputs(), list[float]()
+    for _ in range(warm + alone):
+        began = time.perf_counter()
+        for _ in runner.stream_tensors([inputs]):
+            pass
+        spans.append(time.perf_counter() - began)
+    period_s = streamed_period(runner.stream_tensors([inputs] * many), runner.num_phases)
+    return float(np.median(spans[warm:])), period_s
+
+
+def corrected(problem: Problem, placements: list[NDArray[np.int32]], measured: Floats) -> Profile:
+    """The profile with the costs that are most probable after placements have run.
+
+    ``measured`` float64 ``[P, 2]``: latency and period, nan where it is not known. A periodic
+    placement is the last.
+    """
+    few = min(problem.num_microbatches, SIMULATED)
+    costs, _ = _most_probable(replace(problem, num_microbatches=few), placements, measured)
+    return scaled(problem.profile, costs)
+
+
+def _most_probable(
+    problem: Problem, placements: list[NDArray[np.int32]], measured: Floats
+) -> tuple[Costs, Floats]:
+    """The most probable costs after ``measured`` float64 ``[P, 2]``, nan where there is nothing.
+
+    Each number is likely within one of its scale (``_costs``) and each measurement within
+    ``LIKELY_ERROR``; what is far from that counts less than its square. All are looked for at
+    once: what one takes away another can give. Returns them, and float64 ``[P, 2]`` by how much
+    predictions miss then, as logarithms of ratios. Periodic placements come last.
+    """
+    by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
+    batches = [np.stack(alike) for alike in by_ndim if alike]
+    known, (scale, least) = np.isfinite(measured), _scale(problem.cluster)
+
+    def missed(numbers: Floats) -> Floats:
+        costs = _costs(problem.cluster, numbers * scale)
+        guess = replace(problem, profile=scaled(problem.profile, costs))
+        each = [evaluate(guess, batch) for batch in batches]
+        latency_s = np.concatenate([v.latency_s for v in each]) + costs.call_s
+        period_s = np.concatenate([v.period_s for v in each])
+        return np.log(np.stack([latency_s, period_s], axis=1) / measured)
+
+    def unlikely(numbers: Floats) -> Floats:
+        return np.concatenate([missed(numbers)[known] / LIKELY_ERROR, numbers])
+
+    def sum_of(rows: Floats) -> float:
+        return float((np.sqrt(1 + rows**2) - 1).sum())  # as squares where small, as sizes where not
+
+    numbers = np.zeros(len(scale))
+    rows = unlikely(numbers)
+    for _ in range(STEPS):
+        # Levenberg-Marquardt. Slopes of small steps would see one schedule, which changes.
+        aside = numbers + SLOPE_STEP * np.eye(len(numbers))
+        slopes = np.stack([unlikely(others) - rows for others in aside], axis=1) / SLOPE_STEP
+        weighted = slopes / np.sqrt(1 + rows**2)[:, None]
+        down, curved = weighted.T @ rows, weighted.T @ slopes
+        # What is least and would be less stays: else the others would step as if it moved too.
+        free = np.flatnonzero((numbers > least) | (down < 0))
+        tried = [numbers.copy() for _ in DAMPING]
+        for others, damping in zip(tried, DAMPING, strict=True):
+            damped = curved[np.ix_(free, free)] + damping * np.eye(len(free))
+            step = np.linalg.solve(damped, down[free])
+            others[free] = np.maximum(least[free], others[free] - step)
+        best = min(tried, key=lambda others: sum_of(unlikely(others)))
+        if sum_of(unlikely(best)) > ENOUGH * sum_of(rows):
+            break
+        numbers, rows = best, unlikely(best)
+    return _costs(problem.cluster, numbers * scale), missed(numbers)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What changes a profile (see ``scaled``).
+
+    Attributes:
+        times: float64 ``[D]`` how many times as long operators take on each device.
+        neighbours: float64 ``[D]`` how many times as much they take longer beside busy ones.
+        waking: how many times as long waking takes.
+        ways: of pairs of devices, by name: how many times as long transfers take, seconds more of
+            each, and seconds more that a tensor keeps the sender, and the receiver.
+        call_s: of a call of several devices, besides its first operator to its last.
+    """
+
+    times: Floats
+    neighbours: Floats
+    waking: float
+    ways: Mapping[Way, tuple[float, ...]]
+    call_s: float = 0.0
+
+
+def _costs(cluster: Cluster, numbers: Floats) -> Costs:
+    """Of numbers ``[C]`` in the order of ``Costs``: logarithms of factors, and seconds."""
+    kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
+    times, by_kind, (waking,), of_ways, (call_s,) = np.split(
+        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 4 * len(ways)])
+    )
+    neighbours = by_kind[np.unique(kinds, return_inverse=True)[1]]
+    each = [(float(np.exp(f)), *more) for f, *more in of_ways.reshape(-1, 4).tolist()]
+    own = dict(zip(ways, each, strict=True))
+    return Costs(np.exp(times), np.exp(neighbours), float(np.exp(waking)), own, float(call_s))
+
+
+def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
+    """Float64 ``[C]`` how far each of these numbers is likely to be from 0, and the least of it."""
+    kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
+    seconds = LIKELY_S if len(set(kinds)) == 1 else LIKELY_UNLIKE_S
+    factors = [LIKELY_TIMES[kind] for kind in kinds] + [LIKELY_FACTOR] * (len(set(kinds)) + 1)
+    scale = [*factors, *[LIKELY_FACTOR, *[seconds] * 3] * len(ways), seconds]
+    least = [-np.inf] * len(factors) + [-np.inf, *[0.0] * 3] * len(ways) + [0.0]
+    return np.array(scale), np.array(least)
+
+
+def pieces(problem: Problem, counts: Sequence[int], seed: int) -> NDArray[np.int32]:
+    """Placements int32 ``[B, N]`` of pieces of the order that runs, with so many cuts each.
+
+    Plans cut at some places only. Where nearly all is cut, all devices are busy too, and what
+    crossing costs cannot be told from what neighbours do. Each begins on the next device: what
+    sending costs one shows where it has more to do than others. So in every second one a device
+    has the longer pieces the faster it is: else the slowest would set all periods.
+    """
+    graph, devices = problem.graph, problem.num_devices
+    rng = np.random.default_rng(seed)
+    first = np.full(graph.num_groups, graph.num_ops)
+    np.minimum.at(first, graph.group, problem.priority)
+    most = max(1, int(CUT_SHARE * graph.num_ops))
+    able = np.isfinite(problem.compute_s)
+    speed = 1 / np.maximum(problem.compute_s.sum(axis=0, where=able), 1e-12)
+    choices = []
+    for i, cuts in enumerate(counts):
+        if cuts <= most:
+            at = np.sort(rng.choice(max(1, graph.num_ops - 1), cuts, replace=False))
+            on = (np.arange(cuts + 1) + i) % devices
+            size = np.diff([0, *at, graph.num_ops]) * (speed[on] if i % 2 else 1.0)
+            at = np.cumsum(size)[:-1] * (graph.num_ops / size.sum())
+            choices.append(on[np.searchsorted(at, first)])
+    chosen = np.stack(choices)
+    seconds = problem.group_compute_s
+    able = np.isfinite(seconds)[np.arange(graph.num_groups), chosen]
+    return np.where(able, chosen, seconds.argmin(axis=1))[:, graph.group].astype(np.int32)
+
+
+def _ways(cluster: Cluster) -> list[Way]:
+    """Pairs of devices by kinds of both."""
+    by_kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for a, b in itertools.permutations(cluster.devices, 2):
+        by_kinds.setdefault((a.kind, b.kind), []).append((a.name, b.name))
+    return [frozenset(pairs) for pairs in by_kinds.values()]
+
+
+def scaled(profile: Profile, costs: Costs) -> Profile:
+    """The profile with other costs of operators, of busy neighbours and between devices."""
+    links = []
+    for x in profile.links:
+        own = (own for way, own in costs.ways.items() if (x.src, x.dst) in way)
+        factor, later_s, sending_s, receiving_s = next(own, (1.0, 0.0, 0.0, 0.0))
+        links.append(
+            replace(
+                x,
+                latency_s=x.latency_s * factor + later_s,
+                bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / factor,
+                wake_s=x.wake_s * costs.waking,
+                send_s=x.send_s + sending_s,
+                receive_s=x.receive_s + receiving_s,
+            )
+        )
+    other = replace(at_speed(profile, costs.times), links=tuple(links))
+    if other.loaded_s is None:
+        return other
+    able = np.isfinite(other.compute_s)
+    more = np.subtract(
+        other.loaded_s, other.compute_s, out=np.zeros_like(other.compute_s), where=able
+    )
+    loaded = other.compute_s + costs.neighbours * more
+    # An operator that was measured, by chance, faster beside busy neighbours still takes time.
+    return replace(other, loaded_s=np.maximum(loaded, 0.1 * other.loaded_s))
+
+
+def at_speed(profile: Profile, times: Floats) -> Profile:
+    """The profile of devices whose operators take float64 ``times [D]`` as long."""
+    loaded = None if profile.loaded_s is None else profile.loaded_s * times
+    return replace(profile, compute_s=profile.compute_s * times, loaded_s=loaded)

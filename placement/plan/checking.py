@@ -1,0 +1,166 @@
+"""What contradicts itself in a plan: one line for each contradiction, with key and value.
+
+Each function below is about one part of the file. A file that was edited by hand, or written by
+another program, may say anything that the schema lets pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import isclose
+from typing import TYPE_CHECKING
+
+from placement.plan.parts import stages_of, whole_modules
+from placement.problem import ROUNDING
+from placement.tools.files import some
+
+if TYPE_CHECKING:
+    from placement.plan.document import Plan
+
+
+def inconsistencies(plan: Plan) -> list[str]:
+    """All of them; of the rest nothing is said where the devices themselves are in doubt."""
+    try:
+        cluster = plan.cluster.build()
+    except ValueError as error:
+        return [f"cluster: {error}"]
+    lines = []
+    if cluster.fingerprint != plan.cluster.fingerprint:
+        lines.append(
+            f"cluster.fingerprint = {plan.cluster.fingerprint[:12]}..., but the devices listed "
+            f"give {cluster.fingerprint[:12]}..."
+        )
+    lines += [*_of_names(plan), *_of_operators(plan), *_of_what_follows(plan)]
+    incomplete = next(_of_tables(plan), None)
+    if incomplete is not None:
+        return [*lines, incomplete]  # what is below reads these tables device by device
+    return [*lines, *_of_memory(plan), *_of_values(plan), *_of_order(plan)]
+
+
+def _of_names(plan: Plan) -> Iterator[str]:
+    """Devices that are not listed, operators that the assignment does not have."""
+    devices = [d.name for d in plan.cluster.devices]
+    phases = {f"phases[{i}]": phase for i, phase in enumerate(plan.phases)}
+    for key, phase in {"assignment": plan.assignment, **phases}.items():
+        for op, device in phase.items():
+            if device not in devices:
+                yield f"{key}[{op!r}] = {device!r}: no such device, there are {devices}"
+        unknown = [op for op in phase if op not in plan.assignment]
+        if unknown:
+            yield f"{key}: no operator {some(unknown)} in assignment"
+    if (plan.schema_version == 2) != bool(plan.phases):
+        yield (
+            f"schema_version = {plan.schema_version}, but there are {len(plan.phases)} phases: "
+            "a plan with phases has version 2, one without has 1"
+        )
+    for key, named in (
+        ("device_map", plan.device_map.values()),
+        ("order", plan.order or ()),
+        ("fallback.device", [plan.fallback.device] if plan.fallback else ()),
+    ):
+        for device in set(named) - {*devices}:
+            yield f"{key}: no device {device!r}, there are {devices}"
+
+
+def _of_operators(plan: Plan) -> Iterator[str]:
+    """Numbers of operators: how many there are, and which."""
+    graph, n = plan.graph, plan.graph.num_ops
+    if len(plan.assignment) != n:
+        yield f"assignment has {len(plan.assignment)} operators, graph.num_ops = {n}"
+    elif sorted(plan.priority) != list(range(n)):
+        yield f"priority must hold each of 0..{n - 1} once"
+    if graph.modules and len(graph.modules) != n:
+        yield f"graph.modules has {len(graph.modules)} paths, num_ops = {n}"
+    if graph.sources and len(graph.sources) != n:
+        yield f"graph.sources is about {len(graph.sources)} operators, num_ops = {n}"
+    for i, read in enumerate(graph.sources):
+        if max(read, default=-1) >= i:
+            yield f"graph.sources: operator {i} reads from operator {max(read)}"
+    numbered = {"backward": graph.backward, "outputs": graph.outputs}
+    for key, numbers in (graph.parameters | numbered).items():
+        if max(numbers, default=0) >= n:
+            yield f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}"
+
+
+def _of_what_follows(plan: Plan) -> Iterator[str]:
+    """Stages and whole modules say again what the assignment says."""
+    on, modules = list(plan.assignment.values()), plan.graph.modules
+    if plan.stages != stages_of(list(plan.assignment), on):
+        yield "stages do not follow from assignment"
+    if len(modules) == len(on) and plan.device_map != whole_modules(modules, on):
+        yield "device_map does not follow from assignment and graph.modules"
+
+
+def _of_tables(plan: Plan) -> Iterator[str]:
+    """Tables that have an entry for every device."""
+    devices = [d.name for d in plan.cluster.devices]
+    for key, table in (
+        ("predicted.busy_s", plan.predicted.busy_s),
+        ("predicted.peak_bytes", plan.predicted.peak_bytes),
+        ("limits.memory_bytes", plan.limits.memory_bytes),
+        ("limits.headroom_bytes", plan.limits.headroom_bytes),
+    ):
+        if set(table) != set(devices):
+            yield f"{key} is about {sorted(table)}, devices are {devices}"
+
+
+def _of_memory(plan: Plan) -> Iterator[str]:
+    """Of every device: limit, peak and what is free of it."""
+    for d in plan.cluster.devices:
+        peak, limit = plan.predicted.peak_bytes[d.name], plan.limits.memory_bytes[d.name]
+        free = plan.limits.headroom_bytes[d.name]
+        if limit != d.memory_bytes:
+            yield f"limits.memory_bytes[{d.name!r}] = {limit}, it has {d.memory_bytes}"
+        if peak > limit:
+            yield f"device {d.name!r} needs {peak} bytes, its limit is {limit}"
+        elif free != limit - peak:
+            yield (
+                f"limits.headroom_bytes[{d.name!r}] = {free}, but {limit} less the peak {peak} "
+                f"is {limit - peak}"
+            )
+
+
+def _of_values(plan: Plan) -> Iterator[str]:
+    """Values that say the objective twice must agree, and none is below a proved bound."""
+    twins = {"latency": "latency_s", "period": "period_s"}
+    if not plan.second_j:
+        twins["energy"] = "energy_j"
+    twin = twins.get(plan.objective, "value_s")
+    for key, part in (("predicted", plan.predicted), ("fallback", plan.fallback)):
+        if part is None:
+            continue
+        again = getattr(part, twin, None)  # a fallback has no energy_j
+        if again is not None and not isclose(part.value_s, again, rel_tol=ROUNDING):
+            yield f"{key}.value_s = {part.value_s}, but {key}.{twin} = {again}"
+        values = {"latency": part.latency_s, "period": part.period_s}
+        for what, value in (values | {plan.objective: part.value_s}).items():
+            bound = plan.lower_bound_s.get(what, 0.0)
+            if value < bound * (1 - ROUNDING):
+                yield f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}"
+
+
+def _of_order(plan: Plan) -> Iterator[str]:
+    """An order runs every operator of every micro-batch once, where its phase has it."""
+    if plan.order is None:
+        return
+    num_entries = sum(map(len, plan.order.values()))
+    expected = len(plan.assignment) * plan.num_microbatches
+    if expected > 2 * num_entries:  # too many to name each
+        yield (
+            f"order has {num_entries} entries, {len(plan.assignment)} operators x "
+            f"{plan.num_microbatches} micro-batches are {expected}"
+        )
+        return
+    phases = plan.assignments
+    times: Counter[tuple[str, int]] = Counter()
+    for device, entries in plan.order.items():
+        times.update(entries)
+        for op, batch in entries:
+            planned = phases[batch % len(phases)].get(op)
+            if planned != device or batch >= plan.num_microbatches:
+                yield f"order[{device!r}] runs {op!r}, micro-batch {batch}: not its work"
+    for op in plan.assignment:
+        for batch in range(plan.num_microbatches):
+            if times[op, batch] != 1:
+                yield f"order runs {op!r}, micro-batch {batch}, {times[op, batch]} times"

@@ -1,0 +1,290 @@
+"""The parts of a plan: types of its keys, and what follows from an assignment.
+
+Docstrings of these classes are in ``docs/plan.schema.json``, which is what other programs read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+
+from placement.cluster import Cluster, Device, Link
+from placement.graph import OpGraph
+from placement.plan.comparing import graph_parts, readers_of, sources_of
+from placement.problem import Problem
+
+# Names are shown in terminals and pages: control and direction-changing characters are refused.
+_PRINTABLE = r"^[^\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]*$"
+Name = Annotated[str, Field(max_length=1024, pattern=_PRINTABLE)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Source = Annotated[int, Field(ge=-1, le=2**63 - 1)]
+Seconds = Annotated[FiniteFloat, Field(ge=0)]
+
+
+class PlanError(ValueError):
+    """The plan file is damaged or inconsistent; the message says where."""
+
+
+class PlanMismatch(PlanError):
+    """The plan is for another model or other devices; the message names the parts that differ."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class PlannerInfo(Strict):
+    """Which planner decided, with which hyper-parameters."""
+
+    name: Name
+    parameters: dict[Name, JsonValue] = {}
+
+
+class GraphInfo(Strict):
+    """The model: ``fingerprint`` of the whole, ``parts`` of what it consists of.
+
+    ``optimizer`` is the class of ``torch.optim`` whose state counts as memory in training.
+    ``modules`` is the path of each operator's module; ``sources`` says whose tensors each operator
+    reads (by number; -1 is an input of the model; where one hands on its whole input, also whose
+    that is), and ``outputs`` whose tensors leave the model; ``parameters`` says which operators (by
+    number) read each parameter or buffer; ``backward`` numbers the backward operators.
+    """
+
+    name: Name
+    fingerprint: Hash
+    num_ops: Annotated[int, Field(ge=1)]
+    parts: dict[Name, Hash]
+    workload: Name | None = None
+    input_spec: dict[str, JsonValue] | None = None
+    mode: Literal["inference", "training"] = "inference"
+    optimizer: Name | None = None
+    modules: tuple[Name, ...] = ()
+    sources: tuple[tuple[Source, ...], ...] = ()
+    outputs: tuple[Source, ...] = ()
+    parameters: dict[Name, tuple[Count, ...]] = {}
+    backward: tuple[Count, ...] = ()
+
+    @classmethod
+    def of(
+        cls, graph: OpGraph, workload: str | None, input_spec: dict[str, Any] | None
+    ) -> GraphInfo:
+        """From a graph; ``input_spec`` that of its program if not given."""
+        program = graph.program
+        if input_spec is None and program is not None:
+            input_spec = program.input_spec
+        return cls(
+            name=graph.name,
+            fingerprint=graph.fingerprint,
+            num_ops=graph.num_ops,
+            parts=graph_parts(graph),
+            workload=workload,
+            input_spec=input_spec,
+            mode="training" if graph.is_backward.any() else "inference",
+            optimizer=None if program is None else program.optimizer,
+            modules=graph.op_module,
+            sources=sources_of(graph),
+            outputs=tuple(sorted({*graph.tensor_src[graph.output_tensor].tolist()})),
+            parameters=readers_of(graph),
+            backward=tuple(np.flatnonzero(graph.is_backward).tolist()),
+        )
+
+
+class DeviceInfo(Strict):
+    """As ``placement.cluster.Device``."""
+
+    name: Name
+    kind: Name
+    cores: tuple[Count, ...]
+    threads: Count
+    memory_bytes: Count
+    busy_w: Seconds | None
+    idle_w: Seconds | None
+    like: Name | None
+    speed: FiniteFloat
+    model: Name
+    power_source: Literal["declared", "measured"] = "declared"
+    flops_per_s: FiniteFloat | None = None
+    bytes_per_s: FiniteFloat | None = None
+    call_s: Seconds | None = None
+    streams: Name | None = None
+
+
+class LinkInfo(Strict):
+    """As ``placement.cluster.Link``; no bandwidth is an unlimited one. Measured or declared."""
+
+    src: Name
+    dst: Name
+    latency_s: Seconds
+    bandwidth_bytes_per_s: FiniteFloat | None
+    blocking: bool
+    channel: Name | None
+    wake_s: Seconds = 0.0
+    send_s: Seconds = 0.0
+    send_s_per_byte: Seconds = 0.0
+    receive_s: Seconds = 0.0
+    declared: bool
+
+
+class ClusterInfo(Strict):
+    """The devices that the decision is about, and the links as it was made with them."""
+
+    name: Name
+    fingerprint: Hash
+    devices: tuple[DeviceInfo, ...]
+    links: tuple[LinkInfo, ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> ClusterInfo:
+        """From a problem: its devices, and its profile's links."""
+        declared = set(problem.cluster.links)
+        unlimited = {"bandwidth_bytes_per_s": None}
+        info = cls.model_construct(
+            name=problem.cluster.name,
+            fingerprint="",  # of the cluster that is built from the rest
+            devices=tuple(DeviceInfo(**asdict(d)) for d in problem.cluster.devices),
+            links=tuple(
+                LinkInfo(
+                    **asdict(x)
+                    | {"declared": x in declared}
+                    | ({} if np.isfinite(x.bandwidth_bytes_per_s) else unlimited)
+                )
+                for x in problem.profile.links
+            ),
+        )
+        return cls(**dict(info) | {"fingerprint": info.build().fingerprint})
+
+    def build(self) -> Cluster:
+        """The ``Cluster`` (with declared links only, as it was).
+
+        Raises:
+            ClusterError: the description is not a valid cluster.
+        """
+        devices = tuple(Device(**d.model_dump()) for d in self.devices)
+        links = [x.model_dump(exclude={"declared"}) for x in self.links if x.declared]
+        for link in links:
+            if link["bandwidth_bytes_per_s"] is None:
+                link["bandwidth_bytes_per_s"] = float("inf")
+        return Cluster(self.name, devices, tuple(Link(**link) for link in links))
+
+
+class Stage(Strict):
+    """Operators ``first`` to ``last`` (by number, both included): a piece on one device."""
+
+    device: Name
+    first: Name
+    last: Name
+    num_ops: Count
+
+
+class Predicted(Strict):
+    """What the simulator says; ``value_s`` is of the objective (joules if that is ``energy``).
+
+    ``busy_s`` and ``energy_j`` are per micro-batch; ``energy_j`` is null where the power of a
+    device is unknown.
+    """
+
+    value_s: Seconds
+    latency_s: Seconds
+    period_s: Seconds
+    energy_j: Seconds | None = None
+    busy_s: dict[Name, Seconds]
+    peak_bytes: dict[Name, Count]
+
+
+class Spread(Strict):
+    """Median and interquartile range of repeated measurements."""
+
+    median_s: Seconds
+    iqr_s: Seconds
+
+    @classmethod
+    def of(cls, seconds: ArrayLike) -> Spread:
+        """Of the repeats."""
+        low, middle, high = np.percentile(np.asarray(seconds, float), [25, 50, 75])
+        return cls(median_s=float(middle), iqr_s=float(high - low))
+
+
+class Measured(Strict):
+    """What a run on real devices gave: ``n`` repeats, when (ISO 8601) and on what.
+
+    A search with measurements (``placement plan --measurements``) measures the objective alone:
+    the other of the two is null.
+    """
+
+    latency_s: Spread | None = None
+    period_s: Spread | None = None
+    n: Count
+    when: Name
+    machine: Name
+
+
+class Limits(Strict):
+    """Memory of each device, and what the predicted peak leaves free of it."""
+
+    memory_bytes: dict[Name, Count]
+    headroom_bytes: dict[Name, int]
+
+
+class Fallback(Strict):
+    """The best single device: where to go back to; ``value_s`` is of the objective."""
+
+    device: Name
+    value_s: Seconds
+    latency_s: Seconds
+    period_s: Seconds
+
+
+class Provenance(Strict):
+    """Which version made the plan, when, and where its profile comes from."""
+
+    version: Name
+    git_commit: Name | None
+    created: Name
+    profile: dict[str, JsonValue]
+
+
+def stages_of(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
+    """The runs of operators, given by name in order, that are on one device."""
+    cuts = [0, *(i for i in range(1, len(on)) if on[i] != on[i - 1]), len(on)]
+    return tuple(
+        Stage(device=on[a], first=names[a], last=names[b - 1], num_ops=b - a)
+        for a, b in pairwise(cuts)
+        if b > a
+    )
+
+
+def module_map(graph: OpGraph, on: Sequence[str]) -> dict[str, str]:
+    """``whole_modules`` of a graph; ``on`` is the ``[N]`` device name of each operator."""
+    return whole_modules(graph.op_module, on)
+
+
+def whole_modules(modules: Sequence[str], on: Sequence[str]) -> dict[str, str]:
+    """Module path -> device, for the outermost modules whose operators are all on one device.
+
+    Args:
+        modules: ``[N]`` path of each operator's module.
+        on: ``[N]`` its device name.
+    """
+    where: dict[str, str | None] = {}
+    for path, device in zip(modules, on, strict=True):
+        for above in ancestry(path):
+            if where.setdefault(above, device) != device:
+                where[above] = None
+    return {
+        path: device
+        for path, device in where.items()
+        if device is not None and not any(where[x] for x in ancestry(path)[:-1])
+    }
+
+
+def ancestry(path: str) -> list[str]:
+    """``a.b`` -> ``["", "a", "a.b"]``."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:i]) for i in range(len(parts) + 1)]

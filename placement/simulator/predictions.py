@@ -1,0 +1,360 @@
+"""Seconds, timelines and values of placements, by the kernel; what they mean is in the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isclose
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from placement.objective import Objective
+from placement.problem import ROUNDING, Placement, Problem, Solution
+from placement.schedule import Schedule
+from placement.timeline import Timeline, steady_period
+
+if TYPE_CHECKING:
+    from placement.simulator import kernels
+
+Floats = NDArray[np.float64]
+
+
+def durations(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
+    """float64, as ``placement``: seconds each operator takes in a run of ``num_microbatches``.
+
+    In a run of one these are the least: see ``beside``.
+    """
+    rows = np.arange(problem.num_ops)
+    compute_s = problem.compute_s[rows, placement]
+    alone = compute_s + receiving(problem, placement)
+    if num_microbatches == 1:
+        return alone
+    phases = placement.size // problem.num_ops
+    worker = problem.worker[placement]
+    load = np.bincount(worker.ravel(), alone.ravel(), problem.num_devices) / phases
+    if not np.isfinite(load).all() or load.max() == 0:
+        return alone
+    # One device has no neighbours.
+    share = (load.sum() - load) / load.max() / max(problem.num_workers - 1, 1)
+    seconds = alone + share[worker] * (problem.loaded_s[rows, placement] - compute_s)
+    whole = seconds.sum(axis=-1, keepdims=True)
+    stretched: Floats = seconds * (1.0 + problem.profile.batch_s / np.where(whole > 0, whole, 1.0))
+    return stretched
+
+
+def receiving(problem: Problem, placement: Placement) -> Floats:
+    """float64, as ``placement``: seconds more of operators that take in what other devices made."""
+    g, more = problem.graph, np.zeros(np.shape(placement))
+    if not problem.link_receive_s.any():
+        return more
+    by_operator = g.tensor_src[g.use_tensor] >= 0  # not the model's inputs
+    tensor, reader = g.use_tensor[by_operator], g.use_dst[by_operator]
+    for row, on in zip(np.atleast_2d(more), np.atleast_2d(placement), strict=True):
+        worker = problem.worker[on]
+        _, first = np.unique(np.stack([tensor, worker[reader]]), axis=1, return_index=True)
+        by, source = reader[first], worker[g.tensor_src[tensor[first]]]
+        np.add.at(row, by, problem.link_receive_s[source, worker[by]])
+    return more
+
+
+def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
+    """float64 ``[N]`` seconds more for each other device that runs when an operator begins."""
+    rows = np.arange(problem.num_ops)
+    alone = problem.compute_s[rows, placement]
+    if num_microbatches > 1 or not np.isfinite(alone).all():
+        return np.zeros(problem.num_ops)
+    slower: Floats = problem.loaded_s[rows, placement] - alone
+    return slower / max(problem.num_workers - 1, 1)
+
+
+def simulate(
+    problem: Problem,
+    placement: ArrayLike,
+    schedule: Schedule | None = None,
+    num_microbatches: int | None = None,
+) -> Timeline:
+    """Predicted ``Timeline`` of a placement int32 ``[N]`` or ``[K, N]`` (peak memory included).
+
+    ``num_microbatches`` defaults to the schedule's, else to the problem's.
+
+    Raises:
+        ProblemError: the placement is not one (shape, device, support, colocation).
+        ScheduleError: the schedule does not fit, or deadlocks.
+    """
+    from placement.simulator import kernels
+
+    placed, m = checked(problem, placement, schedule, num_microbatches)
+    num_phases = min(placed.size // problem.num_ops, m)
+    if schedule is None:
+        window = min(m, problem.max_in_flight)
+        with kernels.room(problem, m, window, True, True, num_phases) as run:
+            return _run(problem, placed, run)
+    most_sent = len(problem.graph.use_dst) * m
+    run = kernels.state_of(problem, m, m, True, _flat_order(schedule), most_sent, num_phases)
+    return _run(problem, placed, run)
+
+
+def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline:
+    from placement.simulator import kernels
+
+    m = run.num_batches
+    phases = np.atleast_2d(placement)[:m]
+    run.placement[:] = phases.ravel()
+    run.seconds[:] = durations(problem, phases, m).ravel()
+    run.beside_s[:] = beside(problem, phases[0], m)
+    status = kernels.run(kernels.tables(problem), run)
+    assert status == 0, "a topological order cannot deadlock, and schedules were checked"
+    sent = run.num_sent
+    transfers = run.transfers[:sent], run.transfer_start[:sent], run.transfer_end[:sent]
+    peak = run.peak + problem.param_bytes_on(placement)
+    return timeline_of(problem, placement, run.start.copy(), run.end.copy(), transfers, peak)
+
+
+def timeline_of(
+    problem: Problem,
+    placement: Placement,
+    start_s: Floats,
+    end_s: Floats,
+    transfers: tuple[NDArray[np.int32], Floats, Floats],
+    peak_bytes: NDArray[np.int64],
+) -> Timeline:
+    """With what replicas add up behind the ``transfers``: int32 ``[X, 4]``, begins and ends."""
+    phases = np.atleast_2d(placement)[: len(end_s)]
+    sums = summing(problem, phases, len(end_s), float(end_s.max()))
+    both = [np.concatenate([a, b]) for a, b in zip(transfers, sums, strict=True)]
+    return Timeline(
+        device_names=problem.cluster.device_names,
+        placement=problem.worker[placement],
+        start_s=start_s,
+        end_s=end_s,
+        transfers=both[0],
+        transfer_start_s=both[1],
+        transfer_end_s=both[2],
+        peak_bytes=peak_bytes,
+        power=problem.power,
+    )
+
+
+def summing(
+    problem: Problem, placement: Placement, num_microbatches: int, after_s: float
+) -> tuple[NDArray[np.int32], Floats, Floats]:
+    """Transfers of gradients, and then of new values, after a training step of replicas.
+
+    ``placement`` ``[K, N]``. Returns, as ``Timeline`` has them, int32 ``[X, 4]`` (of the last
+    micro-batch), and when each begins and ends.
+    """
+    g = problem.graph
+    memory = [d.kind == "cpu" or -i for i, d in enumerate(problem.cluster.devices)]
+    # Tensor, from, to; no transfer twice, in the order in which they are made.
+    there: dict[tuple[int, int, int], None] = {}
+    back: dict[tuple[int, int, int], None] = {}
+    sources = problem.worker[placement][:, g.tensor_src[g.gradient_tensor]]
+    for s in np.flatnonzero((sources != sources[0]).any(axis=0)).tolist():
+        t, (home, *others) = int(g.gradient_tensor[s]), dict.fromkeys(sources[:, s].tolist())
+        away = [d for d in others if memory[d] != memory[home]]
+        there |= dict.fromkeys((t, d, home) for d in away)
+        back |= dict.fromkeys((t, home, d) for d in {memory[d]: d for d in away}.values())
+    begin: list[float] = []
+    end: list[float] = []
+    for sent in (there, back):
+        free: dict[int, float] = {}
+        first_s = max(end, default=after_s)
+        for t, a, b in sent:
+            channel = int(problem.link_channel[a, b]) if problem.contention else len(end)
+            begin.append(free.get(channel, first_s))
+            end.append(begin[-1] + problem.transfer_s(t, a, b))
+            free[channel] = end[-1]
+    rows = [(t, num_microbatches - 1, a, b) for t, a, b in (*there, *back)]
+    return np.array(rows, np.int32).reshape(-1, 4), np.array(begin), np.array(end)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What a batch of ``B`` placements is worth, float64 ``[B]``; inf = cannot run.
+
+    ``energy_j`` is joules per micro-batch, None where power is unknown, and ``priced_j`` what
+    the objective ``energy`` is: with the worth of the run's seconds; ``peak_bytes`` is int64
+    ``[B, D]``, or None where memory cannot bind; ``feasible`` is bool ``[B]``: supported
+    everywhere and within the memory of every device.
+    """
+
+    latency_s: Floats
+    period_s: Floats
+    energy_j: Floats | None
+    priced_j: Floats | None
+    peak_bytes: NDArray[np.int64] | None
+    feasible: NDArray[np.bool_]
+
+
+def evaluate(problem: Problem, placements: ArrayLike) -> Values:
+    """Latency (one micro-batch), period and energy of placements int32 ``[B, N]``, ``[B, K, N]``.
+
+    The latency of a periodic placement is that of its slowest phase. Colocation is not checked
+    here (searches move whole groups).
+
+    Raises:
+        ProblemError: placements of another length, or an unknown device.
+    """
+    alone, m = _batch(problem, placements, 1), problem.num_microbatches
+    many = alone if m == 1 else _batch(problem, placements, m)
+    energy = None if problem.power is None else _energy_j(problem, many)
+    priced = None if energy is None else _priced(problem, energy, many.run_s)
+    feasible = alone.feasible & many.feasible
+    return Values(alone.period_s, many.period_s, energy, priced, many.peak_bytes, feasible)
+
+
+def score(problem: Problem, placements: ArrayLike) -> Floats:
+    """The problem's objective of placements int32 ``[B, N]`` or ``[B, K, N]``: float64 ``[B]``.
+
+    inf where an operator is unsupported or memory is exceeded.
+
+    Raises:
+        ProblemError: placements of another length, or an unknown device.
+    """
+    if problem.objective.is_analytic:
+        from placement.simulator import analytic
+
+        return analytic.score(problem, placements)
+    runs = _batch(problem, placements, problem.num_run)
+    value = runs.period_s
+    if problem.objective is Objective.ENERGY:
+        value = _priced(problem, _energy_j(problem, runs), runs.run_s)
+    return np.where(runs.feasible, value, np.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Of ``B`` placements, float64 ``[B]``: the period, and seconds of the run per micro-batch
+    (inf: it cannot run); ``busy_s [B, D]`` of the whole run; the rest as in ``Values``."""
+
+    period_s: Floats
+    run_s: Floats
+    busy_s: Floats
+    peak_bytes: NDArray[np.int64] | None
+    feasible: NDArray[np.bool_]
+
+
+def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
+    """Placements int32 ``[B, N]`` or ``[B, K, N]``, each run with so many micro-batches.
+
+    A single micro-batch is run in each of the phases, of which the slowest counts.
+    """
+    from placement.simulator import kernels
+
+    m, track = num_microbatches, problem.memory_may_bind
+    batch = problem.as_batch(placements)
+    batch = batch.reshape(len(batch), -1, problem.num_ops)
+    num_phases = batch.shape[1]
+    rows = batch.reshape(-1, 1, problem.num_ops) if m == 1 else np.ascontiguousarray(batch[:, :m])
+    finish, busiest = np.empty((len(rows), m)), np.empty(len(rows))
+    peak = np.zeros((len(rows), problem.num_devices), np.int64)
+    busy = np.zeros((len(rows), problem.num_devices))
+    tables, window = kernels.tables(problem), min(m, problem.max_in_flight)
+    with kernels.room(problem, m, window, track, num_phases=rows.shape[1]) as state:
+        flat = rows.reshape(len(rows), -1)
+        kernels.run_batch(tables, state, flat, finish, busiest, busy, peak)
+    ran = np.isfinite(busiest)
+    value = np.full(len(rows), np.inf)
+    value[ran] = steady_period(finish[ran], busiest[ran], num_phases)
+    run_s = np.where(ran, finish.max(axis=1) / m, np.inf)
+    if rows.shape[1] > 1 and len(problem.graph.gradient_tensor):
+        summing_s = [max(summing(problem, row, m, 0.0)[2], default=0.0) / m for row in rows]
+        value, run_s = value + summing_s, run_s + summing_s
+    rows_each, fits = len(rows) // max(len(batch), 1), ran
+    if track:
+        for i in np.flatnonzero(ran):
+            peak[i] += problem.param_bytes_on(batch[i // rows_each])
+        fits = ran & (peak <= problem.memory_bytes).all(axis=1)
+    runs = _Runs(value, run_s, busy, peak if track else None, fits)
+    runs = runs if rows_each <= 1 else _slowest(runs, rows_each)
+    return replace(runs, feasible=runs.feasible & problem.buffers_stay(batch))
+
+
+def _slowest(runs: _Runs, each: int) -> _Runs:
+    """The slowest of every ``each`` runs, the most that any of them holds, and whether all fit."""
+    at = runs.period_s.reshape(-1, each).argmax(axis=1)
+    at += np.arange(len(at)) * each
+    peak = runs.peak_bytes
+    if peak is not None:
+        peak = peak.reshape(len(at), each, -1).max(axis=1)
+    fits = np.asarray(runs.feasible.reshape(-1, each).all(axis=1))
+    return _Runs(runs.period_s[at], runs.run_s[at], runs.busy_s[at], peak, fits)
+
+
+def _energy_j(problem: Problem, runs: _Runs) -> Floats:
+    """float64 ``[B]`` joules per micro-batch (``Timeline.energy_j / M``); inf: it cannot run."""
+    assert problem.power is not None, "the problem was checked"
+    m = problem.num_microbatches
+    energy = np.full(len(runs.run_s), np.inf)
+    for i in np.flatnonzero(np.isfinite(runs.run_s)):
+        energy[i] = problem.power.energy_j(runs.run_s[i], runs.busy_s[i] / m)
+    return energy
+
+
+def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
+    """The objective ``energy``: float64 ``[B]`` joules, and what the seconds are worth."""
+    return energy_j + problem.second_j * run_s if problem.second_j else energy_j
+
+
+def value_of(problem: Problem, solution: Solution) -> float:
+    """The objective of an answer: in its own order, if it has one; inf: it cannot run."""
+    if solution.schedule is None or problem.objective.is_analytic:
+        return float(score(problem, problem.check_placement(solution.placement)[None])[0])
+    timeline = simulate(problem, solution.placement, solution.schedule)
+    peak = timeline.peak_bytes
+    if peak is not None and (peak > problem.memory_bytes).any():
+        return float("inf")
+    return value_in(problem, timeline)
+
+
+def value_in(problem: Problem, timeline: Timeline) -> float:
+    """The objective of a timeline: of latency, period and energy, which timelines have."""
+    if problem.objective is Objective.LATENCY:
+        return timeline.latency_s
+    if problem.objective is Objective.PERIOD:
+        return timeline.period_s
+    assert timeline.energy_j is not None, "the problem was checked"
+    return (timeline.energy_j + problem.second_j * timeline.makespan_s) / timeline.num_microbatches
+
+
+def as_simulated(problem: Problem, solution: Solution) -> Solution:
+    """The answer with the value that the simulator gives it, whatever its planner says of it.
+
+    A ``lower_bound_s`` above that value proves nothing and is dropped.
+    """
+    value_s = value_of(problem, solution)
+    if isclose(value_s, solution.value_s, rel_tol=ROUNDING):
+        value_s = solution.value_s
+    bound = solution.lower_bound_s
+    if bound is not None and bound > value_s * (1 + ROUNDING):
+        bound = None
+    return replace(solution, value_s=value_s, lower_bound_s=bound)
+
+
+def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int) -> Schedule:
+    """The order in which the list scheduler would run ``placement``, made explicit."""
+    timeline = simulate(problem, placement, num_microbatches=num_microbatches)
+    batch, op = np.divmod(
+        np.lexsort((timeline.end_s.ravel(), timeline.start_s.ravel())), problem.num_ops
+    )
+    rows = np.stack([op, batch], axis=1).astype(np.int32)
+    on = timeline.device_of[batch, op]
+    return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), num_microbatches)
+
+
+def checked(
+    problem: Problem, placement: ArrayLike, schedule: Schedule | None, num_microbatches: int | None
+) -> tuple[Placement, int]:
+    p = problem.check_placement(placement)
+    if schedule is not None:
+        schedule.check(problem, p)
+        return p, schedule.num_microbatches
+    return p, num_microbatches or problem.num_microbatches
+
+
+def _flat_order(schedule: Schedule) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``."""
+    sizes = [len(rows) for rows in schedule.order]
+    flat = np.concatenate([np.reshape(r, (-1, 2)) for r in schedule.order]).astype(np.int32)
+    return flat, np.cumsum([0, *sizes]).astype(np.int32)

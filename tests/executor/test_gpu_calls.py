@@ -1,0 +1,329 @@
+"""Calls of one emulated GPU, which the calling thread launches."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from placement.capturing import capture
+from placement.executor import Runner
+from placement.executor import backend as backend_module
+from placement.executor import runner as runner_module
+from placement.executor import weights as weights_module
+from placement.executor.runner import RunnerError
+from placement.workloads import load
+from tests import emulated_gpu
+from tests.executor.on_gpu import BOTH, Draws, Layers, all_on, graphed, others_like, two_layers
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """By whom messages are sent between threads of the executor."""
+    senders = []
+
+    class Counted(queue.SimpleQueue):
+        def put(self, *args):
+            senders.append(threading.current_thread().name)
+            super().put(*args)
+
+    for module in (backend_module, runner_module):
+        monkeypatch.setattr(module, "queue", SimpleNamespace(SimpleQueue=Counted))
+    return senders
+
+
+@pytest.mark.parametrize("small", [0, 2**16])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent, monkeypatch):
+    """Other threads only copy what a stream has that is long."""
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
+    graph = capture(module, items[0])
+    threads = set()
+    launch = emulated_gpu._launch
+    monkeypatch.setattr(
+        emulated_gpu, "_launch", lambda *a: (threads.add(threading.get_ident()), launch(*a))[1]
+    )
+    with emulated_gpu.emulated(copy_s=1e-3, kernel_s=1e-4) as gpu:
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+            runner.cuda_graphs = graphs
+            runner(*items[0])
+            sent.clear()
+            threads.clear()
+            for item in items:
+                found = runner(*item)
+                torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
+            me = threading.current_thread()
+            assert threads == {me.ident} and {*sent} == {me.name}
+            assert not any(x.is_inference() or x.is_pinned() for x in found)
+            taken = []
+            stream = runner.stream_tensors(taken.append(x) or x for x in items)
+            for n, (item, found) in enumerate(zip(items, stream, strict=True)):
+                assert len(taken) == min(n + runner.max_in_flight, len(items))
+                torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
+            assert (threads == {me.ident} and {*sent} == {me.name}) == bool(small)
+            torch.testing.assert_close(runner(*items[0]), module(*items[0]), rtol=1e-5, atol=1e-5)
+        assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What a call does: kernels and graphs to launch, and to ask what parameters were written."""
+    order = []
+
+    def note(where, name, what):
+        does = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a: (order.append(what), does(*a))[1])
+
+    note(emulated_gpu, "_launch", "work")
+    note(emulated_gpu.CUDAGraph, "replay", "work")
+    note(weights_module.Copies, "refresh", "ask")
+    return order
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_whether_parameters_were_written_is_asked_while_the_gpu_computes(graphs, order):
+    module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
+    graph, weight = capture(module, x), module.layers[2].weight
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner.cuda_graphs = graphs
+
+        def steps():
+            order.clear()
+            torch.testing.assert_close(runner(*x), module(*x), rtol=1e-5, atol=1e-5)
+            assert order.count("ask") == 1 and order.index("ask") >= 3
+            return len(order)
+
+        with torch.inference_mode():  # so are the copies made
+            for _ in range(4):
+                runner(*x)
+        once = steps()
+        with torch.no_grad():
+            weight.mul_(2)
+        assert steps() > once + 3
+        assert steps() == once
+        weight.data = weight.data + 1
+        assert steps() > once + 3
+    assert gpu.num_races == 0
+
+
+def test_a_call_in_which_the_device_fails_does_not_end_the_process(monkeypatch):
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
+    graph = capture(nn.Embedding(10, 4).eval(), torch.arange(4))
+    with emulated_gpu.emulated(kernel_s=1e-2) as gpu, Runner(graph, BOTH, all_on(graph, 1)) as run:
+        run(torch.arange(4))
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            run(torch.tensor([1, 2, 3, 99]))
+        gc.collect()
+        assert gpu.num_aborts == 0
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_fails_with_parameters_as_they_were_is_launched_with_those_that_are(written):
+    module, x = two_layers()
+    graph, fails = capture(module.eval(), x), []
+    *steps, last = graph.program.steps
+
+    def once(*args):
+        if fails:
+            raise ArithmeticError(fails.pop())
+        return last.target(*args)
+
+    steps.append(replace(last, target=once))
+    graph = replace(graph, program=replace(graph.program, steps=tuple(steps)))
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        fails.append("now")
+        with torch.no_grad():
+            for weight in [module[0].weight] * written:
+                weight.mul_(2)
+        with nullcontext() if written else pytest.raises(ArithmeticError, match="now"):
+            torch.testing.assert_close(runner(x), module(x))
+
+
+def test_what_draws_random_numbers_asks_first_and_is_launched_once(order):
+    module, x = nn.Sequential(nn.Linear(4, 4), Draws()).eval(), torch.randn(3, 4)
+    graph = capture(module, x)
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        lengths = []
+        for _ in range(2):
+            order.clear()
+            runner(x)
+            lengths.append(len(order))
+            assert order.index("ask") < 2
+            with torch.no_grad():
+                module[0].weight.mul_(2)
+        assert lengths[1] == lengths[0] + 1  # the copy that is made again
+
+
+@pytest.mark.parametrize("small", [0, 2**16])
+@pytest.mark.parametrize("stays", ["host", "device"])
+def test_results_of_a_call_are_the_callers_and_so_is_its_stream(stays, small, monkeypatch):
+    """Of a graph, which writes over what it has made; on the GPU that is not the current one."""
+    monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
+    graph = capture(module, items[0])
+    with emulated_gpu.emulated(2, kernel_s=1e-4) as gpu:
+        with graphed(graph, BOTH, all_on(graph, 1), outputs=stays) as runner:
+            for item in items[:4]:
+                runner(*item)
+            torch.cuda.set_device(1)
+            mine = torch.cuda.Stream(0)
+            torch.cuda.set_stream(mine)
+            torch.cuda.set_device(1)
+            gpu.copies.clear()
+            found = [runner(*item) for item in items]
+            assert torch.cuda.current_device() == 1 and torch.cuda.current_stream(0) is mine
+            torch.cuda.set_device(0)
+            assert not gpu.copies["pageable"]
+            for item, one in zip(items, found, strict=True):
+                assert not any(x.is_inference() or x.is_pinned() for x in one if not x.is_cuda)
+                here = [x.cpu() for x in one]
+                torch.testing.assert_close(here, [*module(*item)], rtol=1e-5, atol=1e-5)
+        assert gpu.num_races == 0 and gpu.num_replays > 6
+
+
+def test_calls_and_streams_take_turns_in_the_phases_of_a_placement():
+    module, inputs = load("tiny_branches")
+    graph = capture(module, inputs)
+    phases = np.stack([all_on(graph, 1)] * 3)
+    items = [others_like(inputs, i) for i in range(9)]
+    with emulated_gpu.emulated(), Runner(graph, BOTH, phases) as runner:
+        found = [runner(*items[0]), *runner.stream(items[1:5]), runner(*items[5])]
+        found += [*runner.stream(items[6:8]), runner(*items[8])]
+        assert runner.next_batch == 9
+    for item, one in zip(items, found, strict=True):
+        torch.testing.assert_close(one, module(*item))
+
+
+def test_a_loaders_error_comes_after_the_results_before_it():
+    module, inputs = load("tiny_branches")
+    graph, found = capture(module, inputs), []
+
+    def items():
+        yield from [inputs] * 3
+        raise ArithmeticError("no more")
+
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        with pytest.raises(ArithmeticError, match="no more") as raised:
+            found.extend(runner.stream(items()))
+        assert raised.value.__notes__ == ["raised for micro-batch 3 of the stream"]
+        torch.testing.assert_close([*found, runner(*inputs)], [module(*inputs)] * 4)
+
+
+def test_an_error_of_a_call_names_its_operator_and_the_next_call_works():
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        gpu.missing = {str(graph.program.steps[1].target)}
+        gc.disable()
+        try:
+            before = gpu.allocated[0]
+            with pytest.raises(NotImplementedError) as raised:
+                runner(x)
+            name = graph.op_name[1]
+            assert raised.value.__notes__ == [
+                f"raised on device 'cuda:0' in operator {name!r} (module '1')"
+            ]
+            del raised
+            assert gpu.allocated[0] == before  # at once, as there is no cycle
+        finally:
+            gc.enable()
+        gpu.missing = set()
+        torch.testing.assert_close(runner(x), module(x))
+
+
+def test_a_call_is_interrupted_like_any_other(monkeypatch):
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        launch = emulated_gpu._launch
+
+        def interrupted(func, *rest):
+            if func is graph.program.steps[-1].target:
+                raise KeyboardInterrupt
+            return launch(func, *rest)
+
+        monkeypatch.setattr(emulated_gpu, "_launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner(x)
+        monkeypatch.undo()
+        torch.testing.assert_close(runner(x), module(x))
+    assert gpu.num_races == 0
+
+
+def test_a_thread_that_calls_once_leaves_launching_to_the_one_that_has_planned(monkeypatch):
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    here = set()
+    launch = emulated_gpu._launch
+
+    def noted(func, *rest):
+        if func is graph.program.steps[0].target:
+            here.add(threading.current_thread())
+        return launch(func, *rest)
+
+    monkeypatch.setattr(emulated_gpu, "_launch", noted)
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        for _ in range(3):
+            caller = threading.Thread(target=runner, args=(x,))
+            caller.start()
+            caller.join()
+            assert caller not in here
+        for _ in range(2):
+            torch.testing.assert_close(runner(x), module(x))
+        assert threading.current_thread() in here
+
+
+def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated() as gpu:
+        runner = Runner(graph, BOTH, all_on(graph, 1))
+        runner(x)
+        gpu.kernel_s, said, gpu.peak[0] = 0.1, [], 0
+
+        def call():
+            try:
+                runner(x)
+            except RunnerError as error:
+                said.append(str(error))
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        while not gpu.peak[0]:
+            time.sleep(1e-3)  # until it is in the midst of it
+        runner.close()
+        caller.join()
+    assert said == ["the runner was closed while it was in use; bind the plan again"]
+    assert gpu.num_races == 0
+
+
+def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
+    """Two calls by one thread and the next by another: cuBLAS knows only the first."""
+    module = Layers().eval()
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    graph = capture(module, x)
+    with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
+        list(runner.stream([x] * 2))
+        for _ in range(4):
+            torch.testing.assert_close(runner(*x), module(*x), rtol=1e-5, atol=1e-5)
+        assert all("fewer than 3" in why for why in runner.not_graphed.values())
+        assert gpu.num_replays >= 2
+        for found in runner.stream([x] * 3):  # replays what the other thread has captured
+            torch.testing.assert_close(found, module(*x), rtol=1e-5, atol=1e-5)
+        assert gpu.num_replays >= 5
