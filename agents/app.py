@@ -69,16 +69,15 @@ def launch(
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         parser = get_args_parser()
-        with cli.says_when_compiling():
-            try:
-                args = parser.parse_args(with_lists(typed))
-                if args.experimental_rerun:
-                    raise AppError("--experimental-rerun: give the same words instead")
-                # As hydra.main does, which reads its words from sys.argv.
-                hydra_version.setbase("1.3")
-                _run_hydra(args, parser, task, "pkg://conf", config)
-            except SystemExit as error:  # of Hydra, for what it is asked and cannot do
-                return cli.BAD_INPUT if error.code else cli.OK
+        try:
+            args = parser.parse_args(with_lists(typed))
+            if args.experimental_rerun:
+                raise AppError("--experimental-rerun: give the same words instead")
+            # As hydra.main does, which reads its words from sys.argv.
+            hydra_version.setbase("1.3")
+            _run_hydra(args, parser, task, "pkg://conf", config)
+        except SystemExit as error:  # of Hydra, for what it is asked and cannot do
+            return cli.BAD_INPUT if error.code else cli.OK
         return cli.OK
 
     return cli.guarded(run, partial(explain, config=config), debug=debug)
@@ -311,6 +310,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             _only_one(folder),
             tracker.run(folder, config, job_type, group) as mirror,
             cli.progress() as report,
+            cli.says_when_compiling(),
         ):
             yield Job(cfg, folder, mirror, report)
     except KeyboardInterrupt:

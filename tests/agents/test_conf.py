@@ -6,6 +6,8 @@ import csv
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -48,15 +50,16 @@ def hydra_conf() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_entries_have_the_defaults_of_the_code() -> None:
-    """The policy's are in a file, as importing it takes seconds; arguments of models are read."""
+    """The policy's are in a file, as importing it takes seconds; those of others are read."""
     assert GROUPS["planner"] == sorted([*planners.names(), "policy"])
     assert GROUPS["workload"] == list(workloads.names())
-    cfg = compose("compare", ["planner=policy", "workload=bert_base"])
-    kind = planners.find("policy")
-    assert cfg.planner.policy == {
-        "_target_": f"{kind.__module__}.{kind.__qualname__}",
-        **{f.name: f.default for f in fields(kind) if f.init},
-    }
+    every = f"planner=[{','.join(GROUPS['planner'])}]"
+    cfg = compose("compare", [every, "workload=bert_base"])
+    for name in GROUPS["planner"]:
+        kind = planners.find(name)
+        defaults = {f.name: f.default for f in fields(kind) if f.init}
+        lists = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+        assert cfg.planner[name] == {"_target_": f"{kind.__module__}.{kind.__qualname__}", **lists}
     family = importlib.import_module("placement.workloads.bert")
     defaults = {n: p.default for n, p in inspect.signature(family.bert_base).parameters.items()}
     assert cfg.workload.bert_base == {
@@ -64,6 +67,17 @@ def test_entries_have_the_defaults_of_the_code() -> None:
         "spec": "bert_base",
         **defaults,
     }
+
+
+def test_help_imports_no_compiler_and_copies_no_store() -> None:
+    """Hydra copies the store, with every entry, for each group that a help page names."""
+    code = """import copy, sys
+from hydra.core.config_store import ConfigStore
+from agents.compare import main
+assert main(["--help"]) == 0
+assert copy.deepcopy(ConfigStore.instance()) is ConfigStore.instance()
+assert not {"numba", "torch", "scipy"} & set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.usefixtures("hydra_conf")
