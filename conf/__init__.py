@@ -35,7 +35,7 @@ def _planner(name: str) -> dict[str, Any]:
     """The target and the default of every field."""
     kind = name.title().replace("_", "")
     body = _defined(planners, name, kind).body
-    fields = [(x.target.id, x.value) for x in body if isinstance(x, ast.AnnAssign)]
+    fields = [(ast.unparse(x.target), x.value) for x in body if isinstance(x, ast.AnnAssign)]
     values = {k: list(v) if isinstance(v, tuple) else v for k, v in _literals(fields).items()}
     return {"_target_": f"{planners.__name__}.{name}.{kind}", **values}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -348,8 +349,11 @@ def _show_and_save(
     if args.out:
         plan.save(args.out)
         here = problem.graph.program is not None and not plan.missing_devices()
-        runs = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
-        cli.say(f"plan written to {args.out}{runs}")
+        then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
+        if serving.is_served(args):  # there is nothing that could run here
+            plan_path = shlex.quote(args.out)
+            then = f"; next: placement export {plan_path} --to vllm --out vllm.env (--list: others)"
+        cli.say(f"plan written to {args.out}{then}")
 
 
 def _decided(args: argparse.Namespace) -> str:
