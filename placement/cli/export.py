@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
         title = f"{len(moved)} of {plan.graph.num_ops} operators move"
         if problem is None:
             cli.say(
-                f"{title}; what that costs is not known, nor whether it fits into memory, as the "
-                "profile is not at hand: --model, --profile"
+                f"{title}; what that costs is not known, nor whether it fits into memory; to know: "
+                f"--model {shlex.quote(plan.graph.workload or 'MODEL')}, or --profile FILE"
             )
         else:
             try:

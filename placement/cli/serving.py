@@ -179,6 +179,6 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     seconds = terms(decoder, problem.cluster, serving, solution.placement)
     cli.put(
         f"decode: {serving.batch / seconds['decode_s']:.1f} tokens/s at a context of "
-        f"{serving.context}; prefill: {seconds['prefill_s']:.2f} s for {serving.batch} x "
+        f"{serving.context}; prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
         f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
     )

@@ -132,8 +132,11 @@ def measure(
                 len(alone) < _PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
             ):
                 done = len(alone)
-                again = f", as they differ by more than {_SPREAD:.0%}" if done >= repeats else ""
-                say(f"measuring, round {done + 1} of {repeats}{again}", min(1.0, done / repeats))
+                of = f"{repeats}"
+                if done >= repeats:
+                    most = _PATIENCE * repeats
+                    of = f"at most {most}, as rounds differ by more than {_SPREAD:.0%}"
+                say(f"measuring, round {done + 1} of {of}", min(1.0, done / repeats))
                 # The first of the two finds the caches as another device left them.
                 each = [run_seconds(runners[d], inputs, runs[d]) for d in devices]
                 alone.append(np.stack(each, axis=1))

@@ -6,6 +6,8 @@ import csv
 import importlib
 import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -308,15 +310,17 @@ def test_an_interrupted_comparison_continues(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    words = (*PREDICT, "planner=[heft,random_search]", "hydra.run.dir=out")
+    words = (*PREDICT, "planner=[heft,random_search]")
     with monkeypatch.context() as patch:
         patch.setattr(RandomSearch, "__call__", interrupted)
-        assert run("compare", *words) == 130
-    assert f"the same command with hydra.run.dir={tmp_path / 'out'}\n" in capsys.readouterr().err
+        assert run("compare", *words, 'hydra.run.dir="an öut"') == 130
+    (said,) = re.findall("to continue, the same command with (.*)", capsys.readouterr().err)
+    (again,) = shlex.split(said)
+    assert again == f'hydra.run.dir="{tmp_path}/an öut"'
     with monkeypatch.context() as patch:
         patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
-        assert run("compare", *words) == 0
-    assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "out")}
+        assert run("compare", *words, again) == 0
+    assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "an öut")}
 
 
 @pytest.mark.parametrize(
@@ -332,6 +336,9 @@ def test_an_interrupted_comparison_continues(
         ),
         (["planner=no_such:Planner"], "no_such"),
         (["secondz=3"], "no setting 'secondz'; did you mean 'seconds'? (all of them: --cfg job)"),
+        (["plannner=heft"], "no setting 'plannner'; did you mean 'planner'?"),
+        (["hydra.run.dir=öut"], """'hydra.run.dir="é/run"'"""),
+        (["planner=[heft"], "at input '[heft'\n(to see all options"),
         (["planner=heft,expert"], "add --multirun"),
         (["planner=[]"], "no planner: add e.g. planner=heft"),
         (["workload=tiny_mlq"], "workload 'tiny_mlq' is unknown; did you mean 'tiny_mlp'?"),
@@ -355,7 +362,7 @@ def test_what_a_wrong_command_says(
 ) -> None:
     assert run("compare", *PREDICT, *words) == 2
     said = capsys.readouterr().err
-    assert message in said
+    assert message in said and said.startswith("placement: ")
     assert "Traceback" not in said
 
 

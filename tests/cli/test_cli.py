@@ -545,6 +545,23 @@ def test_run(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert measured is not None and measured.model_dump() == got["measured"]
 
 
+def test_run_says_where_one_device_is_faster(
+    plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from placement.cli.ways import show
+    from placement.plan import Measured, Spread
+
+    def took(value_s: float) -> Measured:
+        spread = Spread(median_s=value_s, iqr_s=0.0)
+        return Measured(latency_s=spread, period_s=spread, n=1, when="2026-11-27", machine="here")
+
+    plan = load_plan(plan_path)
+    for plan_s, single_s in ((2.0, 1.0), (1.0, 2.0)):
+        show(plan, {"plan": took(plan_s), "single": took(single_s)}, as_json=False)
+        faster = "alone is faster; placement optimize tiny_mlp keeps whatever is fastest"
+        assert (faster in capsys.readouterr().err) == (single_s < plan_s)
+
+
 def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: Any) -> None:
     # All of a micro-batch before the next, latest first: no list rule would do that.
     path, trace = tmp_path / "plan.json", tmp_path / "trace.json"
@@ -859,6 +876,7 @@ def test_files_are_written_whatever_becomes_of_the_output(how: str, tmp_path: Pa
     )
     assert result.returncode == OK and "Traceback" not in result.stderr
     assert load_plan(out).planner.name == "heft"
+    assert how != "| cat" or ("20 us" in result.stdout and "?" not in result.stdout)
 
 
 def test_a_plan_is_no_problem_and_names_of_devices_are_needed(
