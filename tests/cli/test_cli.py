@@ -471,6 +471,19 @@ def test_profile(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert Profile.load(out).graph_fingerprint == got["graph_fingerprint"]
 
 
+def test_profile_says_how_to_plan(
+    home: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, devices = tmp_path / "a profile.npz", home / "two.yaml"
+    args = f"profile tiny_mlp --cluster {devices} --repeats 1 --mode training".split()
+    assert main([*args, "--out", str(out)]) == OK
+    said = capsys.readouterr().err.rpartition("next: placement ")[2]
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(said)) == OK
+    plan = load_plan("plan.json")
+    assert plan.graph.mode == "training" and [d.name for d in plan.cluster.devices] == ["a", "b"]
+
+
 def test_profile_that_cannot_be_saved_is_still_shown(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
