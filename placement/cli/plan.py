@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planner",
         metavar="NAME",
-        help="e.g. heft (best_of; for language models layer_dp)",
+        help="e.g. heft; a wrong one lists all (best_of; for language models layer_dp)",
     )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")

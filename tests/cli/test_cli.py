@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -469,6 +471,13 @@ def test_profile(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert set(got["most_expensive"][0]["compute_s"]) == {"a", "b"}
     assert Profile.load(out).compute_s.shape == (6, 2)
     assert Profile.load(out).graph_fingerprint == got["graph_fingerprint"]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
 
 
 def test_profile_says_how_to_plan(
