@@ -177,7 +177,8 @@ def run_diff(args: argparse.Namespace) -> int:
         shown = [[op, was or "-", now or "-"] for op, (was, now) in list(moved.items())[:NUM_SHOWN]]
         more = len(moved) - len(shown)
         cli.print_table(
-            f"{len(moved)} operators moved" + (f", the first {NUM_SHOWN}" if more else ""),
+            f"{cli.count(len(moved), 'operator')} moved"
+            + (f", the first {NUM_SHOWN}" if more else ""),
             ["operator", "a", "b"],
             shown,
         )

@@ -582,6 +582,13 @@ def test_run_says_where_one_device_is_faster(
         show(plan, {"plan": took(plan_s), "single": took(single_s)}, as_json=False)
         faster = "alone is faster; placement optimize tiny_mlp keeps whatever is fastest"
         assert (faster in capsys.readouterr().err) == (single_s < plan_s)
+    assert plan.fallback is not None
+    itself = plan.model_copy(update={"assignment": dict.fromkeys(plan.assignment, "b")})
+    itself = itself.model_copy(
+        update={"fallback": plan.fallback.model_copy(update={"device": "b"})}
+    )
+    show(itself, {"plan": took(2.0), "single": took(1.0)}, as_json=False)
+    assert capsys.readouterr().err == "placement: the plan is b alone: what differs is chance\n"
 
 
 def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: Any) -> None:
