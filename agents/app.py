@@ -63,22 +63,35 @@ def launch(
     """
     typed = sys.argv[1:] if words is None else words
     debug = bool(os.environ.get("HYDRA_FULL_ERROR"))
+    failed: list[Exception] = []
+
+    def alone(cfg: DictConfig) -> float:
+        """The task; before an error of a single job Hydra would print words that nobody typed."""
+        try:
+            return task(cfg)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            failed.append(error)
+            return float("nan")
 
     def run() -> int:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself, exits with 1
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         parser = get_args_parser()
-        with cli.says_when_compiling():
-            try:
-                args = parser.parse_args(with_lists(typed))
-                if args.experimental_rerun:
-                    raise AppError("--experimental-rerun: give the same words instead")
-                # As hydra.main does, which reads its words from sys.argv.
-                hydra_version.setbase("1.3")
-                _run_hydra(args, parser, task, "pkg://conf", config)
-            except SystemExit as error:  # of Hydra, for what it is asked and cannot do
-                return cli.BAD_INPUT if error.code else cli.OK
+        try:
+            args = parser.parse_args(with_lists(typed))
+            if args.experimental_rerun:
+                raise AppError("--experimental-rerun: give the same words instead")
+            # As hydra.main does, which reads its words from sys.argv.
+            hydra_version.setbase("1.3")
+            work = task if args.multirun else alone  # launchers send the task to other processes
+            _run_hydra(args, parser, work, "pkg://conf", config)
+        except SystemExit as error:  # of Hydra, for what it is asked and cannot do
+            return cli.BAD_INPUT if error.code else cli.OK
+        if failed:
+            raise failed[0]
         return cli.OK
 
     return cli.guarded(run, partial(explain, config=config), debug=debug)
@@ -94,7 +107,12 @@ def explain(error: Exception, config: str = "compare") -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException):
         if unknown := _unknown(str(error), config):
             return unknown
-        because = f"\n{error.__cause__}" if error.__cause__ else ""
+        if re.match("token recog|LexerNoViable", str(error)) and not str(error).isascii():
+            return (
+                f"{str(error).splitlines()[0]}: Hydra wants such a word in quotes of its own, "
+                """inside the shell's: 'workload=["é/my.json"]' 'hydra.run.dir="é/run"'"""
+            )
+        because = f"\n{error.__cause__}" if str(error.__cause__ or "None") != "None" else ""
         if re.search(r"hydra/(launcher|sweeper)", str(error)):
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
@@ -125,7 +143,8 @@ def _unknown(message: str, config: str) -> str:
     if setting is not None:
         parent, _, name = setting[1].rpartition(".")
         every = OmegaConf.load(Path(conf.__file__).parent / f"{config}.yaml")
-        keys: Any = OmegaConf.select(every, parent) if parent else every
+        groups = [str(key) for x in every.defaults if isinstance(x, DictConfig) for key in x]
+        keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
         near = meant(name, map(str, keys or ()))
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
     return ""
@@ -311,11 +330,14 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             _only_one(folder),
             tracker.run(folder, config, job_type, group) as mirror,
             cli.progress() as report,
+            cli.says_when_compiling(),
         ):
             yield Job(cfg, folder, mirror, report)
     except KeyboardInterrupt:
-        again = f"hydra.sweep.dir={hydra.sweep.dir}" if is_sweep else f"hydra.run.dir={folder}"
-        again = shlex.quote(again)
+        key, place = ("sweep", str(hydra.sweep.dir)) if is_sweep else ("run", str(folder))
+        if not re.fullmatch(r"[\w/.:+-]+", place, re.ASCII):  # Hydra's grammar, then the shell's
+            place = '"' + re.sub(r'(\\*)"', r'\1\1\\"', place) + '"'
+        again = shlex.quote(f"hydra.{key}.dir={place}")
         if job_type == "train":
             again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")

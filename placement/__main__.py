@@ -87,12 +87,22 @@ VERBS = {
 }
 
 
+_START = """start with:
+  placement doctor
+  placement optimize resnet50           or your own package.module:function
+  placement VERB --help                 examples of a verb
+
+other commands: placement-compare (a table of planners), placement-train, placement-sweep-report
+"""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command; ``args.verb`` is the name of the verb."""
     parser = Parser(
         prog="placement",
         description="Decide where every operator of a model runs, prove it, run it.",
-        epilog=cli.EXIT_CODES,
+        epilog=f"{_START}\n{cli.EXIT_CODES}",
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")

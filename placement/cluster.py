@@ -538,7 +538,7 @@ def _field(where: str, key: str, value: Any, needed: Any) -> Any:
             raise TypeError("a word")
         return needed(float(value))
     except (TypeError, ValueError, OverflowError):
-        raise ClusterError(f"{key} = {short(value)} is not a number") from None
+        raise ClusterError(f"{key} = {short(value)} is not a number, such as 8e9") from None
 
 
 def _host_memory_bytes() -> int:

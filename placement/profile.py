@@ -153,7 +153,7 @@ class Profile:
         for device in workers:
             source = device.measured_as
             if source not in self.device_names:
-                like = f" is like {source!r}, which" if device.like else ""
+                like = f" is like {source!r}, which" if source != device.name else ""
                 raise ProfileError(
                     f"device {device.name!r}{like} was not measured (profile has "
                     f"{list(self.device_names)}); run: placement profile, or give it "

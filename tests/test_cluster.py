@@ -87,7 +87,7 @@ def test_a_container_has_the_memory_that_it_may_use(monkeypatch: pytest.MonkeyPa
         (GOOD.replace("links:", "wires:"), r"unknown keys \['wires'\]; keys are name, devices"),
         (GOOD.replace("busy_w: 65", "busy_w: -65"), r"busy_w = -65.0 watts is negative"),
         (GOOD.replace("busy_w: 65", "busy_w: much"), r"busy_w = 'much' is not a number"),
-        (GOOD.replace("8e9", "lots"), r"memory_bytes = 'lots' is not a number"),
+        (GOOD.replace("8e9", "8GiB"), r"memory_bytes = '8GiB' is not a number, such as 8e9"),
         (GOOD.replace("8e9", ".inf"), r"memory_bytes = .* is not a number"),
         (GOOD.replace("8e9", "0"), r"memory_bytes = 0, must be from 1"),
         (GOOD.replace("cores: [0, 1]", "cores: 2"), r"cores = 2 is not a list"),

@@ -145,6 +145,8 @@ def test_a_device_that_was_not_measured() -> None:
         make().for_cluster(Cluster("c", (Device("tpu"),)))
     with pytest.raises(ProfileError, match=r"'x' is like 'cuda:7', which was not measured"):
         make().for_cluster(Cluster("c", (Device("x", like="cuda:7"),)))
+    with pytest.raises(ProfileError, match="device 'cuda:9' was not measured"):
+        make().for_cluster(Cluster("c", (Device("cuda:9", like="nvidia/a100"),)))
 
 
 @pytest.mark.parametrize(

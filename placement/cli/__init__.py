@@ -7,6 +7,7 @@ Data goes to standard output, everything else to standard error. A verb's file h
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import io
 import json
@@ -158,13 +159,24 @@ def interruptible() -> Iterator[None]:
 
 
 def any_output() -> None:
-    """Output and errors take any text: what cannot be printed is ``?``; closed ones go nowhere."""
+    """Output and errors take any text: what cannot be printed is ``?``, or the nearest that can.
+
+    Closed ones go nowhere.
+    """
+    codecs.register_error("nearest", _nearest)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # to the end of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="nearest")
+
+
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join({"µ": "u", "±": "+-", "–": "-"}.get(x, "?") for x in text), error.end
 
 
 def close_output() -> None:

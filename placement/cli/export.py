@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
         title = f"{len(moved)} of {plan.graph.num_ops} operators move"
         if problem is None:
             cli.say(
-                f"{title}; what that costs is not known, nor whether it fits into memory, as the "
-                "profile is not at hand: --model, --profile"
+                f"{title}; what that costs is not known, nor whether it fits into memory; to know: "
+                f"--model {shlex.quote(plan.graph.workload or 'MODEL')}, or --profile FILE"
             )
         else:
             try:
@@ -103,16 +103,16 @@ def run(args: argparse.Namespace) -> int:
                 return cli.NO
         exported = exporter(nearest, problem)
     paths = _write(exported, args.out, read=[args.plan, getattr(exporter, "model", None)])
-    note = _filled_in(exported.note, plan.graph.workload, args.out)
+    note = _filled_in(exported.note, plan.graph.workload, paths)
     if args.json:
-        _answer(args, paths, moved, predicted, note)
+        _answer(args, list(paths.values()), moved, predicted, note)
     elif predicted is not None:
         cli.print_table(title, ["predicted", "the plan", "the nearest", "change"], rows)
-    cli.say(f"written: {', '.join(paths)}; {note}")
+    cli.say(f"written: {', '.join(paths.values())}; {note}")
     return cli.OK
 
 
-def _filled_in(note: str, workload: str | None, out: str) -> str:
+def _filled_in(note: str, workload: str | None, paths: Mapping[str, str]) -> str:
     """``note`` with the names of this export, to be typed as it stands."""
     from placement.workloads import family_of
 
@@ -120,7 +120,9 @@ def _filled_in(note: str, workload: str | None, out: str) -> str:
     function = f"placement.workloads.{family}:{workload}" if family else workload or ""
     if ":" in function:
         note = note.replace("package.module:function", shlex.quote(function))
-    return note.replace("FILE", shlex.quote(out))
+    for suffix in sorted(paths, reverse=True):  # FILE itself last
+        note = note.replace(f"FILE{suffix}", shlex.quote(paths[suffix]))
+    return note
 
 
 def _answer(
@@ -224,8 +226,8 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
         return None
 
 
-def _write(exported: Exported, path_given: str, *, read: Sequence[str | None]) -> list[str]:
-    """Write the files and return their paths.
+def _write(exported: Exported, path_given: str, *, read: Sequence[str | None]) -> dict[str, str]:
+    """Write the files and return their paths by suffix.
 
     Raises:
         UsageError: two of them, or one of them and one that was ``read``, are the same file.
@@ -242,7 +244,7 @@ def _write(exported: Exported, path_given: str, *, read: Sequence[str | None]) -
         taken.append(path.resolve())
     for suffix, content in exported.files.items():
         write_atomic(paths[suffix], content)
-    return [str(path) for path in paths.values()]
+    return {suffix: str(path) for suffix, path in paths.items()}
 
 
 def _list(args: argparse.Namespace) -> int:

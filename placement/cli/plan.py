@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planner",
         metavar="NAME",
-        help="e.g. heft (best_of; for language models layer_dp)",
+        help="e.g. heft; a wrong one lists all (best_of; for language models layer_dp)",
     )
     configure_problem(parser)
     parser.add_argument("--seconds", type=float, help="budget of the planner")
@@ -368,8 +369,11 @@ def _show_and_save(
     if args.out:
         plan.save(args.out)
         here = problem.graph.program is not None and not plan.missing_devices()
-        runs = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
-        cli.say(f"plan written to {args.out}{runs}")
+        then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
+        if serving.is_served(args):  # there is nothing that could run here
+            plan_path = shlex.quote(args.out)
+            then = f"; next: placement export {plan_path} --to vllm --out vllm.env (--list: others)"
+        cli.say(f"plan written to {args.out}{then}")
 
 
 def _decided(args: argparse.Namespace) -> str:

@@ -95,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
         profile.save(path)
     except (OSError, ValueError) as error:
         raise cli.UsageError(f"the profile above was not saved: {error}{_or(args.out)}") from error
-    how = (
-        ""
-        if args.seconds is None
-        else f"; use it with: placement plan --profile {shlex.quote(str(path))}"
-    )
-    cli.say(f"profile saved to {path}{how}")
+    words = ["placement", "plan", args.workload]
+    words += ["--mode", mode] if mode == "training" else []
+    words += ["--optimizer", args.optimizer] if args.optimizer else []
+    words += ["--cluster", args.cluster] if args.cluster else []
+    words += ["--profile", str(path)] if args.out or args.seconds is not None else []
+    cli.say(f"profile saved to {path}; next: {shlex.join(words)} --out plan.json")
     return cli.OK
 
 

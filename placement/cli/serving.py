@@ -142,8 +142,8 @@ def why_not(args: argparse.Namespace, problem: Problem) -> str:
     cache_bytes = int(graph.param_bytes[held["kv_cache"]].sum())
     total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
     needs = (
-        f"a context of {serving.context} tokens x {serving.batch} needs {total} bytes (of which "
-        f"{cache_bytes} are cache), the devices have {there} together"
+        f"a context of {serving.context:,} tokens x {serving.batch} needs {total:,} bytes (of "
+        f"which {cache_bytes:,} are cache), the devices have {there:,} together"
     )
     if fits(problem):
         return f"{needs}; another planner finds a split that fits: --planner layer_dp"
@@ -179,6 +179,6 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     seconds = terms(decoder, problem.cluster, serving, solution.placement)
     cli.put(
         f"decode: {serving.batch / seconds['decode_s']:.1f} tokens/s at a context of "
-        f"{serving.context}; prefill: {seconds['prefill_s']:.2f} s for {serving.batch} x "
+        f"{serving.context}; prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
         f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
     )

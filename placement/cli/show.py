@@ -88,7 +88,8 @@ def show_plan(plan: Plan) -> None:
         values.insert(0, [name, shown, "-", *_gap(value, bound, unit), single])
     cli.print_table(
         f"{plan.graph.name} ({cli.count(plan.graph.num_ops, 'operator')}) by {plan.planner.name}, "
-        f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batches, "
+        f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batch"
+        f"{'es' * (plan.num_microbatches > 1)}, "
         f"{plan.max_in_flight} in flight",
         ["", "predicted", "measured", "proved bound", "gap", "one device"],
         values,
@@ -176,7 +177,8 @@ def run_diff(args: argparse.Namespace) -> int:
         shown = [[op, was or "-", now or "-"] for op, (was, now) in list(moved.items())[:NUM_SHOWN]]
         more = len(moved) - len(shown)
         cli.print_table(
-            f"{len(moved)} operators moved" + (f", the first {NUM_SHOWN}" if more else ""),
+            f"{cli.count(len(moved), 'operator')} moved"
+            + (f", the first {NUM_SHOWN}" if more else ""),
             ["operator", "a", "b"],
             shown,
         )

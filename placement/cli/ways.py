@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +138,8 @@ def show(
         columns += [f"{single} alone", "speed-up"]
     equal = "results equal the plain module's" if compared else "results are not compared"
     cli.print_table(f"{plan.graph.name}: {equal}", columns, rows)
+    if ratios is not None and all({*phase.values()} == {single} for phase in plan.assignments):
+        cli.say(f"the plan is {single} alone: what differs is chance")
+    elif ratios is not None and ratios.get(plan.objective, 1.0) < 1.0:
+        model = shlex.quote(plan.graph.workload or "MODEL")
+        cli.say(f"{single} alone is faster; placement optimize {model} keeps whatever is fastest")

@@ -42,5 +42,5 @@ class Vllm:
         lines.append(f"VLLM_PP_LAYER_PARTITION={layers}")
         return Exported(
             {"": "\n".join(lines) + "\n"},
-            f"set what is in it, and serve with --pipeline-parallel-size {len(parts)}",
+            f"env $(grep -v '#' FILE) vllm serve MODEL --pipeline-parallel-size {len(parts)}",
         )

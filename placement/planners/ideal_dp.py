@@ -75,7 +75,7 @@ class IdealDp:
         ideals: False: the answer is the best linearised split.
     """
 
-    memory_bytes: int = 2**30
+    memory_bytes: int = 1_073_741_824  # 1 GiB; conf/ reads literals
     seconds: float | None = 60.0
     max_states: int = 4096
     max_steps: int | None = None

@@ -194,7 +194,7 @@ def _label(axis: Any, name: str, timeline: Timeline) -> None:
     axis.set_yticks(range(len(lanes)), map(as_text, lanes), color=INK)
     axis.set_ylim(len(lanes) - 0.45, -0.55)
     many = timeline.num_microbatches > 1  # then the first one shares its devices
-    facts = [f"{'micro-batch 0' if many else 'latency'} {shown.duration(timeline.latency_s)}"]
+    facts = [f"{'first micro-batch' if many else 'latency'} {shown.duration(timeline.latency_s)}"]
     if many:
         facts.append(f"period {shown.duration(timeline.period_s)}")
     axis.set_title(as_text(name), loc="left", fontsize=10, color=INK, pad=4)

@@ -64,7 +64,7 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     ]
     num_seeds = max(len(rows) for rows in by_planner.values())
     front = [name for name, rows in by_planner.items() if any(r.pareto for r in rows)]
-    notes = [f"on the front of {_traded(first)}: {', '.join(front)}"] if front else []
+    notes = [f"best trade-offs of {_traded(first)}: {', '.join(front)}"] if front else []
     if first.energy_source == "declared":
         notes.append("energy is computed from declared watts, not from measured ones")
     error = first.prediction_error

@@ -314,7 +314,9 @@ def _reason(error: OSError, path: Path, num_bytes: int) -> str:
             f"no space left in {folder} ({num_bytes} bytes needed, {free} free); "
             "free some or choose another folder"
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error.errno == errno.EROFS:
+        return f"{folder} can only be read; choose a folder elsewhere"
+    if error.errno in (errno.EACCES, errno.EPERM):
         return (
             f"no permission to write in {folder}; choose a folder of yours, or: chmod u+w {folder}"
         )

@@ -27,7 +27,9 @@ def seconds(value: float, unit: str = "s") -> str:
 
 
 def mebibytes(value: float) -> str:
-    """Bytes as MiB, or the word for no limit."""
+    """Bytes as MiB, little ones as KiB, or the word for no limit."""
+    if 0 < value < 2**20 / 10:
+        return f"{value / 2**10:,.1f} KiB"
     return "unlimited" if value >= 2**62 else f"{value / 2**20:,.1f} MiB"
 
 

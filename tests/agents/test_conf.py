@@ -6,6 +6,11 @@ import csv
 import importlib
 import inspect
 import json
+import logging
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -48,15 +53,16 @@ def hydra_conf() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_entries_have_the_defaults_of_the_code() -> None:
-    """The policy's are in a file, as importing it takes seconds; arguments of models are read."""
+    """The policy's are in a file, as importing it takes seconds; those of others are read."""
     assert GROUPS["planner"] == sorted([*planners.names(), "policy"])
     assert GROUPS["workload"] == list(workloads.names())
-    cfg = compose("compare", ["planner=policy", "workload=bert_base"])
-    kind = planners.find("policy")
-    assert cfg.planner.policy == {
-        "_target_": f"{kind.__module__}.{kind.__qualname__}",
-        **{f.name: f.default for f in fields(kind) if f.init},
-    }
+    every = f"planner=[{','.join(GROUPS['planner'])}]"
+    cfg = compose("compare", [every, "workload=bert_base"])
+    for name in GROUPS["planner"]:
+        kind = planners.find(name)
+        defaults = {f.name: f.default for f in fields(kind) if f.init}
+        lists = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+        assert cfg.planner[name] == {"_target_": f"{kind.__module__}.{kind.__qualname__}", **lists}
     family = importlib.import_module("placement.workloads.bert")
     defaults = {n: p.default for n, p in inspect.signature(family.bert_base).parameters.items()}
     assert cfg.workload.bert_base == {
@@ -64,6 +70,17 @@ def test_entries_have_the_defaults_of_the_code() -> None:
         "spec": "bert_base",
         **defaults,
     }
+
+
+def test_help_imports_no_compiler_and_copies_no_store() -> None:
+    """Hydra copies the store, with every entry, for each group that a help page names."""
+    code = """import copy, sys
+from hydra.core.config_store import ConfigStore
+from agents.compare import main
+assert main(["--help"]) == 0
+assert copy.deepcopy(ConfigStore.instance()) is ConfigStore.instance()
+assert not {"numba", "torch", "scipy"} & set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.usefixtures("hydra_conf")
@@ -294,15 +311,17 @@ def test_an_interrupted_comparison_continues(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    words = (*PREDICT, "planner=[heft,random_search]", "hydra.run.dir=out")
+    words = (*PREDICT, "planner=[heft,random_search]")
     with monkeypatch.context() as patch:
         patch.setattr(RandomSearch, "__call__", interrupted)
-        assert run("compare", *words) == 130
-    assert f"the same command with hydra.run.dir={tmp_path / 'out'}\n" in capsys.readouterr().err
+        assert run("compare", *words, 'hydra.run.dir="an öut"') == 130
+    (said,) = re.findall("to continue, the same command with (.*)", capsys.readouterr().err)
+    (again,) = shlex.split(said)
+    assert again == f'hydra.run.dir="{tmp_path}/an öut"'
     with monkeypatch.context() as patch:
         patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
-        assert run("compare", *words) == 0
-    assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "out")}
+        assert run("compare", *words, again) == 0
+    assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "an öut")}
 
 
 @pytest.mark.parametrize(
@@ -318,6 +337,9 @@ def test_an_interrupted_comparison_continues(
         ),
         (["planner=no_such:Planner"], "no_such"),
         (["secondz=3"], "no setting 'secondz'; did you mean 'seconds'? (all of them: --cfg job)"),
+        (["plannner=heft"], "no setting 'plannner'; did you mean 'planner'?"),
+        (["hydra.run.dir=öut"], """'hydra.run.dir="é/run"'"""),
+        (["planner=[heft"], "at input '[heft'\n(to see all options"),
         (["planner=heft,expert"], "add --multirun"),
         (["planner=[]"], "no planner: add e.g. planner=heft"),
         (["workload=tiny_mlq"], "workload 'tiny_mlq' is unknown; did you mean 'tiny_mlp'?"),
@@ -341,7 +363,7 @@ def test_what_a_wrong_command_says(
 ) -> None:
     assert run("compare", *PREDICT, *words) == 2
     said = capsys.readouterr().err
-    assert message in said
+    assert message in said and said.startswith("placement: ")
     assert "Traceback" not in said
 
 
@@ -569,6 +591,8 @@ def test_an_interrupted_training_says_how_it_goes_on(
     wanted = f"the same command with hydra.run.dir={tmp_path / 'out'} resume=true\n"
     said = capsys.readouterr().err
     assert wanted in said and "nothing to resume" not in said
+    # torch would say how often it used its caches, after the last word.
+    assert not logging.getLogger("torch._subclasses.fake_tensor").isEnabledFor(logging.INFO)
     assert run("train", *words, "resume=true") == 130
     assert f"nothing to resume in {tmp_path / 'out'}: there is no" in capsys.readouterr().err
     (tmp_path / "out" / "checkpoint.pt").touch()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -480,6 +482,26 @@ def test_profile(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert Profile.load(out).graph_fingerprint == got["graph_fingerprint"]
 
 
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
+
+
+def test_profile_says_how_to_plan(
+    home: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, devices = tmp_path / "a profile.npz", home / "two.yaml"
+    args = f"profile tiny_mlp --cluster {devices} --repeats 1 --mode training".split()
+    assert main([*args, "--out", str(out)]) == OK
+    said = capsys.readouterr().err.rpartition("next: placement ")[2]
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(said)) == OK
+    plan = load_plan("plan.json")
+    assert plan.graph.mode == "training" and [d.name for d in plan.cluster.devices] == ["a", "b"]
+
+
 def test_profile_that_cannot_be_saved_is_still_shown(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -552,6 +574,30 @@ def test_run(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sum("operator" in e["args"] for e in slices) == 4 * 6
     measured = load_plan(out).measured
     assert measured is not None and measured.model_dump() == got["measured"]
+
+
+def test_run_says_where_one_device_is_faster(
+    plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from placement.cli.ways import show
+    from placement.plan import Measured, Spread
+
+    def took(value_s: float) -> Measured:
+        spread = Spread(median_s=value_s, iqr_s=0.0)
+        return Measured(latency_s=spread, period_s=spread, n=1, when="2026-11-27", machine="here")
+
+    plan = load_plan(plan_path)
+    for plan_s, single_s in ((2.0, 1.0), (1.0, 2.0)):
+        show(plan, {"plan": took(plan_s), "single": took(single_s)}, as_json=False)
+        faster = "alone is faster; placement optimize tiny_mlp keeps whatever is fastest"
+        assert (faster in capsys.readouterr().err) == (single_s < plan_s)
+    assert plan.fallback is not None
+    itself = plan.model_copy(update={"assignment": dict.fromkeys(plan.assignment, "b")})
+    itself = itself.model_copy(
+        update={"fallback": plan.fallback.model_copy(update={"device": "b"})}
+    )
+    show(itself, {"plan": took(2.0), "single": took(1.0)}, as_json=False)
+    assert capsys.readouterr().err == "placement: the plan is b alone: what differs is chance\n"
 
 
 def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, capsys: Any) -> None:
@@ -868,6 +914,7 @@ def test_files_are_written_whatever_becomes_of_the_output(how: str, tmp_path: Pa
     )
     assert result.returncode == OK and "Traceback" not in result.stderr
     assert load_plan(out).planner.name == "heft"
+    assert how != "| cat" or ("20 us" in result.stdout and "?" not in result.stdout)
 
 
 def test_a_plan_is_no_problem_and_names_of_devices_are_needed(

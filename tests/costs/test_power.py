@@ -307,7 +307,7 @@ def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(
     again = table.from_csv((tmp_path / "compare.csv").read_text())
     assert [r.pareto for r in again] == [r.pareto for r in found.rows]
     notes = table.tables(found)[0].notes
-    assert notes[0] == "on the front of latency, period and energy: single:fast, split"
+    assert notes[0] == "best trade-offs of latency, period and energy: single:fast, split"
     assert "declared watts" in notes[1]
     picture = plot_pareto(found, tmp_path / "pareto.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -323,7 +323,7 @@ def test_without_watts_the_front_is_of_latency_and_period(tmp_path: Path) -> Non
     found = compare({"toy": problem}, {"heft": planner("heft")}, out_dir=tmp_path)
     assert any(r.pareto for r in found.rows)
     notes = table.tables(found)[0].notes
-    assert notes[0].startswith("on the front of latency and period: ")
+    assert notes[0].startswith("best trade-offs of latency and period: ")
     assert not any("watts" in note for note in notes)
     plot_pareto(found, tmp_path / "pareto.png")
 

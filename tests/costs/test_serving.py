@@ -279,7 +279,7 @@ def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
     answer = json.loads(out)
     largest = answer["largest_context"]
     assert answer["feasible"] is False and f"--context {largest}" in said
-    assert "needs 148" in said and "the devices have 100000000000 together" in said
+    assert "needs 148," in said and "the devices have 100,000,000,000 together" in said
     assert main([*argv, str(largest), "--json"]) == OK
     assert main([*argv, str(largest + 1), "--json"]) == NO
 
@@ -296,7 +296,9 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     path.write_bytes(gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert "for latency, 1 micro-batch, 1 in flight" in " ".join(out.split())
+    assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in said
     assert "KV cache" in out and "tokens/s at a context of 512; prefill: " in out
     assert main(["show", str(tmp_path / "plan.json")]) == OK
 

@@ -777,6 +777,7 @@ def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
     assert json.loads(said.out)["moved"] == {"op4": "cuda:0"}
     assert json.loads(said.out)["predicted"] is None  # never a figure that nobody computed
     assert "1 of 11 operators move; what that costs is not known" in said.err
+    assert "to know: --model MODEL, or --profile FILE" in said.err
     assert out.read_text().endswith("VLLM_PP_LAYER_PARTITION=1,1\n")
     assert main([*nearest, "--model", str(model)]) == 0
     # 4 + 7 operators of 1 s against 5 + 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,28 @@ def log_of(plan: Plan) -> str:
         "llama_kv_cache:      CUDA0 KV buffer size =    28.00 MiB",
     ]
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("to", "program", "typed", "printed"),
+    [
+        ("llama_cpp", "llama-server -m MODEL", "echo", "-ngl 5 -dev CUDA0,CUDA1 -ts 2,3 -ot ^blk"),
+        ("vllm", "vllm serve MODEL", "printenv VLLM_PP_LAYER_PARTITION #", "2,2\n"),
+    ],
+)
+def test_the_command_that_is_said_runs_as_it_stands(
+    tmp_path: Path, capsys: Any, to: str, program: str, typed: str, printed: str
+) -> None:
+    plan_of(DENSE, HALVES).save(tmp_path / "plan.json")
+    out = tmp_path / "a folder" / "plan.of"
+    out.parent.mkdir()
+    assert main(["export", str(tmp_path / "plan.json"), "--to", to, "--out", str(out)]) == OK
+    command = capsys.readouterr().err.strip().partition("; ")[2]
+    assert program in command
+    ran = ["bash", "-c", command.replace(program, typed)]
+    assert subprocess.run(ran, check=True, capture_output=True, text=True).stdout.startswith(
+        printed
+    )
 
 
 def test_audit_of_llama_cpp(tmp_path: Path, capsys: Any) -> None:

@@ -39,7 +39,7 @@ def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(
     [
         (errno.ENOSPC, r"no space left in .* \(3 bytes needed, \d+ free\)"),
         (errno.EACCES, r"no permission to write in .*; choose a folder of yours"),
-        (errno.EROFS, r"no permission to write in"),
+        (errno.EROFS, r".* can only be read; choose a folder elsewhere"),
     ],
 )
 def test_errors_name_the_file_the_cause_and_the_remedy(

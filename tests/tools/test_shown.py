@@ -148,3 +148,4 @@ def test_units() -> None:
         "2000 s",
     ]
     assert (mebibytes(2**20), mebibytes(2**63 - 1)) == ("1.0 MiB", "unlimited")
+    assert (mebibytes(0), mebibytes(100), mebibytes(110_000)) == ("0.0 MiB", "0.1 KiB", "0.1 MiB")

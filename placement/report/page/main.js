@@ -26,7 +26,7 @@ function summarySection() {
   });
   if (gaps.length) facts.push(fact(percent(Math.max(...gaps)), `above the proved lower bound at most${workloads.length > 1 ? ", of the best answers" : ""}`));
   if (overall?.fidelity) facts.push(fact(percent(overall.fidelity.period_mape), `mean error of the predicted period over ${plural(overall.fidelity.num_placements, "measured placement")}`));
-  facts.push(fact(`${count(workloads.length)} × ${count(planners.size)}`, `${workloads.length === 1 ? "workload" : "workloads"} × ${planners.size === 1 ? "planner" : "planners"}`));
+  facts.push(fact(plural(planners.size, "planner"), `on ${plural(workloads.length, "workload")}`));
   $("summary").replaceChildren(el("div", { class: "facts" }, facts));
 }
 
@@ -95,7 +95,7 @@ function compareSection(workload) {
         el("tr", {}, head("planner", -1), columns.map(([name], i) => head(name, i)), notes && el("th", { scope: "col" }, ""))),
       el("tbody", {}, rows.map((p) => el("tr", { class: [p.single ? "single" : "", p.name === workload.best ? "best" : ""].join(" ").trim() || null },
         el("td", { class: "name", title: p.name }, p.name, p.name === workload.best ? el("span", { class: "tag" }, "best") : null,
-          p.pareto ? el("span", { class: "tag", title: "no other is better in latency, period and energy" }, "front") : null,
+          p.pareto ? el("span", { class: "tag", title: "no other is better in latency, period and energy" }, "trade-off") : null,
           p.seeds > 1 ? el("span", { class: "hint" }, ` ${p.seeds} seeds`) : null),
         columns.map((column) => cell(column, p)),
         notes && el("td", { class: "note" }, p.note))))));
@@ -106,7 +106,7 @@ function compareSection(workload) {
     workload.bound_s > 0 && `proved lower bound ${seconds(workload.bound_s, unitOf(workload))}`,
     workload.prediction_error > 0 && `predictions err by ${percent(workload.prediction_error)}`,
     workload.planners.some((p) => p.seeds > 1) && "medians over the seeds"].filter(Boolean).join("; ");
-  return card(workload.planners.length > 1 ? "Compare" : "Plan", `${about}. Speed-ups are over the best single device (the thin line).`, holder);
+  return card(workload.planners.length > 1 ? "Compare" : "Plan", `${about}. Speed-ups are over the best single device (the mark).`, holder);
 }
 
 function overallCard() {
