@@ -81,10 +81,6 @@ class DispatchNet(nn.Module):
             self.out.weight[0],
         )
 
-    def answer(self, problem: Problem) -> tuple[NDArray[np.int32], float]:
-        """See ``answer``."""
-        return answer(self, problem)
-
 
 def answer(
     net: DispatchNet, problem: Problem, backward: bool = False

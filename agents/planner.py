@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from agents import dispatch
-from agents.dispatch import DispatchNet
 from agents.encoder import PolicyError
 from agents.guided import (
     CHOOSERS,
@@ -26,7 +25,6 @@ from agents.trained import TrainedPolicy, actions, load_constructor, one_thread,
 from agents.waits import RELEASED, load_waits
 from envs.dispatch import load_kernels as load_dispatcher
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
-from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
@@ -268,7 +266,7 @@ class PolicyPlanner:
 
         Of a policy that dispatches, also parts of the best that are drawn ``again``.
         """
-        if isinstance(policy.net, DispatchNet):
+        if policy.formulation == "dispatch":  # not one of the user's: that has rules of its own
             return dispatch.decode(policy.net, search, wanted, self.seed, again)
         before = search.num_evaluations
         seconds: list[float] = []
@@ -346,7 +344,7 @@ class PolicyPlanner:
         if chooser == "policy":
             policy, name = self._policy(self.policy, problem, kind)
             found = policy.net
-            if not isinstance(found, GuidedNet):
+            if found.formulation not in get_args(Kind):  # the kernels know no rules but ours
                 raise PolicyError(
                     f"a {found.formulation} policy cannot choose moves; give it as seed_policy, or "
                     f"train one with training.formulation=guided_search"
@@ -393,7 +391,7 @@ class PolicyPlanner:
         if given is None or not self.k:
             return None
         policy, name = self._policy(given, problem, "best_of_k")
-        (load_dispatcher if isinstance(policy.net, DispatchNet) else load_constructor)()
+        (load_dispatcher if policy.formulation == "dispatch" else load_constructor)()
         return policy, name
 
     def _policy(
@@ -422,9 +420,8 @@ class PolicyPlanner:
         if not can_move(search.problem):
             return
         chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
-        sweep = policy.formulation == "sweep"
         start = canonical(search.problem, warm)  # as in training, and worth the same
-        rules = RefineRules(chosen, 1, [start], self.steps, sweep=sweep)
+        rules = policy.kind.rules(chosen, 1, starts=[start], moves=self.steps)
         store = GraphStore([search.problem], [None if policy.cold else start])
         rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
         generator = torch.Generator().manual_seed(self.seed)

@@ -39,8 +39,7 @@ class Formulation:
         env: ``package.module:Class`` of the environment, a ``PlacementEnv``.
         sees: of each key that it observes besides the graph: dimensions, and features of the last.
         network: ``package.module:Class`` of the network: ``Class(config, name)`` with the methods
-            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``; and, where it answers
-            faster than step by step, with ``answer`` of ``agents.dispatch.DispatchNet``.
+            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``.
         mode: in which a ``PolicyPlanner`` gets most of a policy: ``best_of_k`` where episodes build
             a placement and evaluate it once, at the end.
         steps: of an episode; None: about as many as there are groups.
