@@ -125,7 +125,8 @@ class PlacementEnv(gym.Env[Observation, Any]):
         count = len(self.problems.problems)
         if chosen is None:
             chosen = self.np_random.integers(count)
-        if not isinstance(chosen, int | np.integer) or not 0 <= chosen < count:
+        is_number = isinstance(chosen, int | np.integer) and not isinstance(chosen, bool)
+        if not is_number or not 0 <= chosen < count:
             raise EnvError(f"options['problem'] = {chosen!r}, there are {count} (0..{count - 1})")
         problem = int(chosen)
         self.rules.start(np.array([0]), np.array([problem]), self.np_random)

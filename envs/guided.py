@@ -231,7 +231,8 @@ class OfferingRules(Rules):
 
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
         rewards, done = np.zeros(len(self.ids)), np.zeros(len(self.ids), bool)
-        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
+        taken = np.where((actions >= 0) & (actions <= self.width), actions, 0)
+        for b, (p, action) in enumerate(zip(self.ids.tolist(), taken.tolist(), strict=True)):
             gain, used = self._take(b, p, action)
             rewards[b] = self._earned(b, gain)
             if used >= 1.0:

@@ -178,10 +178,11 @@ class RefineRules(Rules):
         return legal.reshape(len(self.ids), -1)
 
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
-        group, device = np.divmod(actions.astype(np.int64), self.problems.max_devices)
+        known = (actions >= 0) & (actions < self.problems.max_groups * self.problems.max_devices)
+        group, device = np.divmod(np.where(known, actions, 0), self.problems.max_devices)
         rows = np.arange(len(self.ids))
         moves = self._moves[self.ids]
-        legal = self.problems.legal[self.ids, group, device]
+        legal = known & self.problems.legal[self.ids, group, device]
         legal &= self._step < moves  # one that is over, and not started again, stays as it is
         legal &= group < self.problems.num_groups[self.ids]
         if self._turns is not None:
