@@ -49,8 +49,8 @@ class PlacementPolicy(BasePolicy):
         others: the other arguments of stable-baselines3's policies, at their defaults.
 
     Raises:
-        PolicyError: neither graphs in the observation nor a store, or an argument for networks of
-            another kind (``net_arch``, ...).
+        PolicyError: neither graphs in the observation nor a store, an argument for networks of
+            another kind (``net_arch``, ...), or, later, a network that answers nan.
     """
 
     def __init__(
@@ -124,6 +124,11 @@ class PlacementPolicy(BasePolicy):
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
         graphs, ids, encoded, row = self._encode(obs)
         answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
+        if not torch.isfinite(answer[0].sum() + answer[1].sum()):  # argmax would take device 0
+            raise PolicyError(
+                "the network's answers are no finite numbers: the learning rate is too high "
+                "(training.learning_rate), or an encoder of yours divides by 0"
+            )
         return answer
 
     def _encode(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:

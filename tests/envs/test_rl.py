@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -279,6 +280,9 @@ def test_what_generators_get_wrong() -> None:
     too_large.sizes = Sizes(4, 3, 9)  # type: ignore[attr-defined]
     with pytest.raises(EnvError, match="room for"):
         gym.make("envs/DevicePlacement-v0", problems=too_large).unwrapped.reset()
+    too_large.sizes = (4, 3)  # type: ignore[attr-defined]
+    with pytest.raises(EnvError, match=r"sizes = \(4, 3\) must be envs.problems.Sizes"):
+        gym.make("envs/DevicePlacement-v0", problems=too_large)
     with pytest.raises(EnvError, match="made no Problem: int"):
         gym.make("envs/DevicePlacement-v0", problems=lambda rng: 3)
     with pytest.raises(EnvError, match=r"generator 'envs.generators:Layred' cannot be imported"):
@@ -324,6 +328,21 @@ class Bare(nn.Module):
 class Halved(nn.Identity):
     def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
         return x[:, ::2]
+
+
+class Crooked(OwnLayer):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return x @ torch.ones(3, 3)
+
+
+class Double(OwnLayer):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return x.double()
+
+
+class Divides(OwnLayer):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return super().forward(x, batch, waves) / 0
 
 
 class OwnNet(PlacementNet):
@@ -456,9 +475,20 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
                        ("Bare", r"__init__ must take \(hidden\), it has")):  # fmt: skip
         with pytest.raises(PolicyError, match=f"encoder 'test_rl:{layer}': {why}"):
             make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
-    halved = TrainedPolicy(make_net(NetworkConfig(encoder="test_rl:Halved"), "sequential"))
-    with pytest.raises(PolicyError, match=r"encoder Halved: forward gives .*, 32.* for x of .*64"):
-        halved.place(small_problems()[0], None, 0, 0)
+    given = r"float32 \[\d+, 64\]"
+    for layer, kind, why in (
+        ("Halved", PolicyError, rf"encoder Halved: forward gives .*, 32\] for x {given}"),
+        ("Double", PolicyError, rf"encoder Double: forward gives float64 .* for x {given}"),
+        ("Crooked", RuntimeError, "shapes cannot be multiplied"),
+    ):
+        net = make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
+        with pytest.raises(kind, match=why) as caught:
+            TrainedPolicy(net).place(small_problems()[0])
+    (note,) = caught.value.__notes__
+    assert re.match(f"encoder Crooked was given x {given}, edge_index .* must give {given}", note)
+    no_numbers = TrainConfig(network=NetworkConfig(encoder="test_rl:Divides"))
+    with pytest.raises(PolicyError, match=r"no finite numbers: the learning rate .* divides by 0"):
+        train(small_problems(), config=no_numbers)
     with pytest.raises(PolicyError, match=r"'test_rl:OwnNet' must be an envs.formulations.Form"):
         TrainConfig(formulation="test_rl:OwnNet")
     with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
