@@ -74,7 +74,7 @@ def launch(
         parser = get_args_parser()
         with cli.says_when_compiling():
             try:
-                args = parser.parse_args(with_lists(typed))
+                args = parser.parse_intermixed_args(with_lists(typed))
                 if args.experimental_rerun:
                     raise AppError("--experimental-rerun: give the same words instead")
                 # As hydra.main does, which reads its words from sys.argv.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from gymnasium import spaces
 
+from envs.graphs import KEYS
 from envs.lookup import find
 from envs.problems import EnvError, ProblemSet
 from envs.rules import Rules
@@ -165,5 +166,16 @@ def formulation_of(name: str) -> Formulation:
 
 
 def formulation_in(space: spaces.Dict) -> Formulation:
-    """The one whose observations are of this space; of two that see the same, the first."""
-    return next(f for f in _ALL if f.observed_in(space))
+    """The one whose observations are of this space; of two that see the same, the first.
+
+    Raises:
+        EnvError: it is of none of the table.
+    """
+    others = space.spaces.keys() - {"problem", *KEYS}
+    for known in _ALL:
+        if known.observed_in(space) and (known.sees or not others):
+            return known
+    raise EnvError(
+        f"observations with {', '.join(sorted(others))} are of none of {', '.join(FORMULATIONS)}: "
+        f"name yours, policy_kwargs={{'formulation': 'package.module:name'}}"
+    )

@@ -272,7 +272,7 @@ def test_compare_runs_what_it_plans(
 
 def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
     words = ["workload=tiny_mlp", "planner=heft,local_search", "seed=3", *PREDICT[2:]]
-    assert run("compare", "-m", *words, "hydra.sweep.dir=sweep") == 0
+    assert run("compare", *words, "-m", "hydra.sweep.dir=sweep") == 0  # anywhere in the line
     found = [
         (number, row["planner"], row["seed"])
         for number in range(2)
@@ -479,6 +479,8 @@ def test_errors_in_code_of_ones_own_say_where(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run("train", *words, "training.reward=faulty:reward") == 2
     assert "return outcome.nothing" in capsys.readouterr().err  # the line of their code
+    assert run("train", *words, "cluster=this_machine") == 2
+    assert "leave out cluster" in capsys.readouterr().err
     # Their planner is where trainings start: without what is wrong it runs.
     assert run("train", *words, "training.samples=1") == 0
     assert rows_of(tmp_path / "out")[0]["workload"] == "sample-0"

@@ -14,11 +14,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
 from stable_baselines3.common.env_checker import check_env as sb3_check
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
 from torch import nn
 
 import envs
@@ -489,6 +491,13 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     no_numbers = TrainConfig(network=NetworkConfig(encoder="test_rl:Divides"))
     with pytest.raises(PolicyError, match=r"no finite numbers: the learning rate .* divides by 0"):
         train(small_problems(), config=no_numbers)
+    env = make_vec_env("envs/SequentialDevicePlacement-v0", 2, env_kwargs={"observe": "graph"})
+    agent = PPO(PlacementPolicy, env, n_steps=8, policy_kwargs={"formulation": "one_shot"})
+    with pytest.raises(PolicyError, match=r"OneShotNet.evaluate gives .* Discrete.3.: .*\[B, 3\]"):
+        agent.learn(8)
+    agent = PPO(PlacementPolicy, VecNormalize(env), n_steps=8)
+    with pytest.raises(PolicyError, match=r"a wrapper changes observations .VecNormalize"):
+        agent.learn(8)
     with pytest.raises(PolicyError, match=r"'test_rl:OwnNet' must be an envs.formulations.Form"):
         TrainConfig(formulation="test_rl:OwnNet")
     with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
@@ -505,3 +514,6 @@ def test_each_formulation_has_its_own_defaults() -> None:
         env: Any = gym.make(f"envs/{next(k for k, v in envs.IDS.items() if v == formulation.env)}")
         seen = formulation_in(env.observation_space)
         assert seen.name == {"sweep": "refine"}.get(name, name)
+    other = spaces.Dict({"problem": spaces.Discrete(3), "colour": spaces.Discrete(3)})
+    with pytest.raises(EnvError, match="observations with colour are of none of sequential, "):
+        formulation_in(other)
