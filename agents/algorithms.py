@@ -13,7 +13,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer
 from torch import nn
 
 from agents.encoder import ILLEGAL, PolicyError
-from envs.dispatch import Dispatcher, Net, notes_of
+from envs.dispatch import Dispatcher, Weights, notes_of
 from envs.dispatch_kernels import PAIRS
 from placement.problem import Problem
 
@@ -168,7 +168,7 @@ class EpisodesPPO(PPO):
         return True
 
     def _play(
-        self, problem: Problem, weights: Net, scale: float
+        self, problem: Problem, weights: Weights, scale: float
     ) -> tuple[NDArray[np.float64], list[_Noted]]:
         """Episodes of a problem: logarithms of their values, and what is learned from."""
         episode = Dispatcher(problem)
