@@ -361,6 +361,10 @@ def test_rules_of_ones_own_are_played_by() -> None:
     choices, _, _ = Tasks.of([problem], config, Start()).answers(config, theirs)
     assert np.array_equal(choices[0, : problem.graph.num_groups], rules.choices[0])
     assert not np.array_equal(choices[0], choice_of(problem, answer(theirs, problem)[0]))
+    measured = Start(evaluator=lambda _, placements: np.full(len(placements), 7.0))
+    ours = replace(config, formulation="dispatch")
+    seconds = Tasks.of([problem], ours, measured).answers(ours, untrained_net(None, "dispatch"))[1]
+    assert seconds.tolist() == [7.0]  # not what a kernel predicts
     planner = PolicyPlanner(TrainedPolicy(theirs), "zero_shot", baseline="single_device")
     expected = score(problem, rules.choices[:, problem.graph.group])[0]
     assert planner(problem).stats["greedy_value_s"] == pytest.approx(expected)
