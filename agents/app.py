@@ -101,9 +101,9 @@ def explain(error: Exception, config: str = "compare") -> str | None:
         if re.search(r"hydra/(launcher|sweeper)", str(error)):
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
-    if yours := _raised_in_yours(error):
-        return yours
     by_hydra = _raised_by(error) == "hydra"
+    if not by_hydra and (yours := _raised_in_yours(error)):
+        return yours
     if isinstance(error, OSError) and (error.filename or by_hydra):
         place = os.path.abspath(error.filename) if error.filename else "the run folder"
         return (
