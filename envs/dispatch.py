@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs import dispatch_kernels as kernels
 from envs.base import PlacementEnv
-from envs.problems import MAX_ID, ProblemSet
+from envs.problems import MAX_ID, EnvError, ProblemSet
 from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 from placement.planners import order_search
 from placement.problem import Placement, Problem
@@ -19,6 +19,7 @@ from placement.search.list_schedule import state_of as placed_of
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.simulator import score
 from placement.tools.clock import loads
+from placement.tools.files import short
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -188,6 +189,8 @@ class DispatchRules(BuildingRules):
     def __init__(
         self, problems: ProblemSet, num_envs: int, rule: tuple[float, ...] = MIXED
     ) -> None:
+        if np.shape(rule) != np.shape(MIXED) or not all(isinstance(w, int | float) for w in rule):
+            raise EnvError(f"rule = {short(rule)} must be {len(MIXED)} weights, as MIXED = {MIXED}")
         super().__init__(problems, num_envs)
         self._rule = rule
         self._made: list[dict[int, Dispatcher]] = [{} for _ in range(num_envs)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gymnasium import spaces
 
@@ -46,7 +46,10 @@ class Formulation:
         steps: of an episode; None: about as many as there are groups.
         options: what the environment's rules are given besides.
         shared: fields of the network's configuration that they are given, too.
-        training: fields of ``TrainConfig`` with which it learns, where they differ from the others.
+        training: those of ``agents.config.DEFAULTS`` that are others here.
+
+    Raises:
+        EnvError: an unknown ``mode``.
     """
 
     name: str
@@ -58,6 +61,13 @@ class Formulation:
     options: Mapping[str, Any] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            modes = ", ".join(get_args(Mode))
+            raise EnvError(
+                f"formulation {self.name!r}: mode = {self.mode!r} must be one of {modes}"
+            )
 
     @property
     def builds(self) -> bool:

@@ -15,7 +15,7 @@ from envs.base import PlacementEnv
 from envs.guided import NO_NETWORK, begin, start_choices, state_of, tables_of
 from envs.guided_kernels import BOUND, RESUME, State, play
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
-from envs.rules import Numbers, Observation, Rng, Rules, id_space
+from envs.rules import Numbers, Observation, Rng, Rules, check_range, id_space
 from placement.problem import Placement
 from placement.search.evaluation import INFEASIBLE, random_choice
 from placement.simulator import score
@@ -104,6 +104,7 @@ class RefineRules(Rules):
         sweep: bool = False,
         random_start: bool = False,
     ) -> None:
+        check_range("moves", moves or 0, 0)
         super().__init__(problems, num_envs)
         self.best_so_far, self.random_start = best_so_far, random_start
         default = problems.num_groups if sweep else 2 * problems.num_groups

@@ -384,6 +384,19 @@ def test_what_users_get_wrong() -> None:
     with pytest.raises(EnvError, match=r"no argument 'window'.*arguments are problems"):
         DevicePlacementEnv(window=3)
     SelectPlaceDevicePlacementEnv(window=3)
+    for name, wrong, why in (
+        ("SelectPlaceDevicePlacement", {"window": 0}, "window = 0 must be at least 1"),
+        ("GroupPlaceDevicePlacement", {"clusters": -1}, "clusters = -1 must be at least 0"),
+        ("RefineDevicePlacement", {"moves": -3}, "moves = -3 must be at least 0"),
+        ("GuidedSearch", {"again": 2.0}, "again = 2.0 must be 0 to 1"),
+        ("OrderSearch", {"width": "many"}, "width = 'many' must be at least 1"),
+        ("Dispatch", {"rule": (1.0, 2.0)}, r"rule = \(1.0, 2.0\) must be 5 weights, as MIXED"),
+        ("Dispatch", {"rule": "HEFT"}, "rule = 'HEFT' must be 5 weights"),
+    ):
+        with pytest.raises(EnvError, match=why):
+            gym.make(f"envs/{name}-v0", **wrong)
+    with pytest.raises(EnvError, match="begins with reset"):
+        DevicePlacementEnv([problem]).step(np.array([0]))
     with pytest.raises(EnvError, match=r"options\['problem'\] = True, there are 1"):
         DevicePlacementEnv([problem]).reset(options={"problem": True})
 

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -506,7 +507,7 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         train(small_problems(), config=TrainConfig(reward="test_rl:no"))
 
 
-def test_each_formulation_has_its_own_defaults() -> None:
+def test_each_formulation_has_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, formulation in FORMULATIONS.items():
         found = TrainConfig(formulation=name).resolved()
         assert found.gamma == (1.0 if formulation.builds else 0.97)
@@ -514,6 +515,12 @@ def test_each_formulation_has_its_own_defaults() -> None:
         env: Any = gym.make(f"envs/{next(k for k, v in envs.IDS.items() if v == formulation.env)}")
         seen = formulation_in(env.observation_space)
         assert seen.name == {"sweep": "refine"}.get(name, name)
+    with pytest.raises(EnvError, match="mode = 'build' must be one of best_of_k, refine, guided"):
+        replace(own, mode="build")  # type: ignore[arg-type]
+    mistyped = replace(own, name="test_rl:mistyped", training={"learning_rat": 0.1})
+    monkeypatch.setattr(sys.modules["test_rl"], "mistyped", mistyped, raising=False)
+    with pytest.raises(PolicyError, match="training has 'learning_rat'; did you mean 'learning_r"):
+        TrainConfig(formulation="test_rl:mistyped")
     other = spaces.Dict({"problem": spaces.Discrete(3), "colour": spaces.Discrete(3)})
     with pytest.raises(EnvError, match="observations with colour are of none of sequential, "):
         formulation_in(other)
