@@ -12,9 +12,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from torch import nn
 
-from agents.dispatch import DispatchNet
 from agents.encoder import ILLEGAL, PolicyError
-from envs.dispatch import Dispatcher, Net, notes_of
+from envs.dispatch import Dispatcher, Weights, notes_of
 from envs.dispatch_kernels import PAIRS
 from placement.problem import Problem
 
@@ -132,7 +131,7 @@ class EpisodesPPO(PPO):
         steps, self.n_steps = self.n_steps, 1  # the buffer is not used
         super()._setup_model()
         net: Any = self.policy.net
-        if not isinstance(net, DispatchNet):
+        if net.formulation != "dispatch":  # one of the user's has rules of its own
             raise PolicyError(
                 f"EpisodesPPO trains the formulation dispatch, not {net.formulation}: use "
                 f"stable_baselines3:PPO"
@@ -169,7 +168,7 @@ class EpisodesPPO(PPO):
         return True
 
     def _play(
-        self, problem: Problem, weights: Net, scale: float
+        self, problem: Problem, weights: Weights, scale: float
     ) -> tuple[NDArray[np.float64], list[_Noted]]:
         """Episodes of a problem: logarithms of their values, and what is learned from."""
         episode = Dispatcher(problem)

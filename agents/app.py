@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import sys
+import sysconfig
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,11 +43,13 @@ if TYPE_CHECKING:
     from placement.runs.tracking import Mirror, Tracker
 
 _LISTS = ("workload", "planner")
+_YOURS = re.compile(r"[\w.]+:\w+")
 _MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
     f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
 )
+_LIBRARIES = tuple({sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")})
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
 
@@ -80,16 +83,17 @@ def launch(
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         parser = get_args_parser()
-        try:
-            args = parser.parse_args(with_lists(typed))
-            if args.experimental_rerun:
-                raise AppError("--experimental-rerun: give the same words instead")
-            # As hydra.main does, which reads its words from sys.argv.
-            hydra_version.setbase("1.3")
-            work = task if args.multirun else alone  # launchers send the task to other processes
-            _run_hydra(args, parser, work, "pkg://conf", config)
-        except SystemExit as error:  # of Hydra, for what it is asked and cannot do
-            return cli.BAD_INPUT if error.code else cli.OK
+        with cli.says_when_compiling():
+            try:
+                args = parser.parse_intermixed_args(with_lists(typed))
+                if args.experimental_rerun:
+                    raise AppError("--experimental-rerun: give the same words instead")
+                # As hydra.main does, which reads its words from sys.argv.
+                hydra_version.setbase("1.3")
+                work = task if args.multirun else alone  # launchers send it to other processes
+                _run_hydra(args, parser, work, "pkg://conf", config)
+            except SystemExit as error:  # of Hydra, for what it is asked and cannot do
+                return cli.BAD_INPUT if error.code else cli.OK
         if failed:
             raise failed[0]
         return cli.OK
@@ -117,6 +121,8 @@ def explain(error: Exception, config: str = "compare") -> str | None:
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
     by_hydra = _raised_by(error) == "hydra"
+    if not by_hydra and (yours := _raised_in_yours(error)):
+        return yours
     if isinstance(error, OSError) and (error.filename or by_hydra):
         place = os.path.abspath(error.filename) if error.filename else "the run folder"
         return (
@@ -135,8 +141,6 @@ def _unknown(message: str, config: str) -> str:
         group, name = entry.groups()
         near = meant(name, conf.names(group)) or ";"
         own = "package.module:" + ("function" if group == "workload" else "Class")
-        if ":" in name:  # in a place that is no list, such as planner@baseline
-            own = "a file of --config-dir (docs/faq.md)"
         there = ", ".join(conf.names(group))
         return f"{group} {name!r} is unknown{near} there are {there}, or your own as {own}"
     setting = re.match(r"Could not override '([\w.]+)'", message)
@@ -147,6 +151,23 @@ def _unknown(message: str, config: str) -> str:
         keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
         near = meant(name, map(str, keys or ()))
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
+    return ""
+
+
+def _raised_in_yours(error: Exception) -> str:
+    """What an error says that code of the user's raised, and where; nothing if it is not theirs."""
+    if type(error).__module__.partition(".")[0] in cli.OUR_PACKAGES:
+        return ""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in cli.OUR_PACKAGES:
+            return ""
+        if not file.startswith(("<", *_LIBRARIES)):
+            notes = "; ".join(["", *getattr(error, "__notes__", ())])
+            return cli.one_line(
+                f"{type(error).__name__}: {error}; raised in code of yours, "
+                f"{frame.f_code.co_qualname} ({file}:{line}){notes}; HYDRA_FULL_ERROR=1 shows more"
+            )
     return ""
 
 
@@ -181,13 +202,16 @@ def with_lists(argv: Sequence[str]) -> list[str]:
 
 def _only_names(arg: str) -> list[str]:
     """A choice without files, functions and classes of yours in it, and these as what they are."""
-    group = arg.partition("=")[0]
+    group, _, spec = arg.partition("=")
+    place = re.fullmatch(r"planner@(\w+)", group)
+    if place is not None and _YOURS.fullmatch(spec):
+        return [f"~{group}", f"+{place[1]}={{_target_: {spec.replace(':', '.')}}}"]
     if group not in _LISTS:
         return [arg]
     value = OverridesParser.create().parse_override(arg).value()
     items = value if isinstance(value, list) else [value]
     words = [x for x in items if isinstance(x, str)]
-    specs = [x for x in words if re.fullmatch(r"[\w.]+:\w+", x) and not Path(x).is_file()]
+    specs = [x for x in words if _YOURS.fullmatch(x) and not Path(x).is_file()]
     files: list[str] = []
     if group == "workload":
         specs += [x for x in words if Path(x).is_dir() and x not in workloads.names()]

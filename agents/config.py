@@ -11,7 +11,7 @@ from typing import Any
 from agents.encoder import NetworkConfig, PolicyError
 from envs.formulations import FORMULATIONS, Formulation, formulation_of
 from envs.problems import EnvError
-from placement.tools.named import convert_fields
+from placement.tools.named import convert_fields, meant
 
 # What a formulation does not set for itself (``Formulation.training``): for building placements.
 DEFAULTS: Mapping[str, float] = MappingProxyType(
@@ -137,6 +137,11 @@ class TrainConfig:
             raise PolicyError(
                 f"formulation {self.formulation!r} is unknown; use one of {sorted(FORMULATIONS)}, "
                 f"or your own as package.module:name"
+            )
+        if unknown := sorted(self.kind.training.keys() - DEFAULTS.keys()):
+            raise PolicyError(
+                f"formulation {self.formulation!r}: training has {unknown[0]!r}"
+                f"{meant(unknown[0], DEFAULTS) or ';'} it may have {', '.join(DEFAULTS)}"
             )
         other = self.kind.steps != 1 or self.algorithm != type(self).algorithm
         if self.elite == 1.0 or (self.elite and other):

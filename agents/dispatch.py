@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from agents.encoder import ILLEGAL, NetworkConfig, Observations, arrays
 from agents.store import Graphs
-from envs.dispatch import Dispatcher, Net, Past, no_network
+from envs.dispatch import Dispatcher, Past, Weights, no_network
 from envs.dispatch_kernels import NUM_PAIR_FEATURES
 from envs.problems import choice_of
 from placement.problem import Problem
@@ -69,7 +69,7 @@ class DispatchNet(nn.Module):
         learned = self.out(torch.relu(self.hidden(first) + around[which])) + self.linear(pairs)
         return self.config.finish_weight * score + learned.squeeze(-1)
 
-    def weights(self) -> Net:
+    def weights(self) -> Weights:
         """``net`` of ``envs.dispatch_kernels.judge``."""
         return arrays(
             self.linear.weight[0],
@@ -80,10 +80,6 @@ class DispatchNet(nn.Module):
             self.around.weight.T,
             self.out.weight[0],
         )
-
-    def answer(self, problem: Problem) -> tuple[NDArray[np.int32], float]:
-        """See ``answer``."""
-        return answer(self, problem)
 
 
 def answer(
@@ -110,7 +106,7 @@ def promising(
     ways = [Dispatcher(search.problem)]
     if ways[0].ordered:
         ways.append(Dispatcher(search.problem, backward=True))
-    tries: list[tuple[Dispatcher, Net, int | None]] = [(way, weights, None) for way in ways]
+    tries: list[tuple[Dispatcher, Weights, int | None]] = [(way, weights, None) for way in ways]
     tries.append((ways[0], no_network(), None))
     for number in range(min(samples, PROMISES)):
         tries.append((ways[number % len(ways)], weights, seed + number))
@@ -156,9 +152,9 @@ def decode(
     ways = [Dispatcher(problem)]
     counted, stats = 0, dict[str, Any]()
     begun, best = search.num_evaluations, np.inf
-    found: tuple[Dispatcher, Past, Net] | None = None
+    found: tuple[Dispatcher, Past, Weights] | None = None
 
-    def tried(episode: Dispatcher, by: Net) -> float:
+    def tried(episode: Dispatcher, by: Weights) -> float:
         nonlocal best, found
         cost = evaluate(search, episode)
         if cost <= best * (1 + 1e-12):

@@ -252,13 +252,7 @@ class Encoder(nn.Module):
         waves = store.waves(key) if self.needs_waves else []
         x = self.group_in(batch.x)
         for layer in self.layers:
-            y = layer(x, batch, waves)
-            if getattr(y, "shape", None) != x.shape:
-                raise PolicyError(
-                    f"encoder {type(layer).__name__}: forward gives {getattr(y, 'shape', type(y))} "
-                    f"for x of {x.shape}: a layer gives groups as it gets them, float32 [V, H]"
-                )
-            x = y
+            x = _heard(layer, x, batch, waves)
         groups = store.dense(self.group_out(x), ids)
         for layer in self.attention:
             groups = layer(groups, store.real[ids])
@@ -269,6 +263,34 @@ class Encoder(nn.Module):
         everywhere = graph[:, None].expand(-1, store.device.shape[1], -1)
         devices = self.device(torch.cat([store.device[ids], everywhere], dim=2))
         return Encoded(groups, graph, devices)
+
+
+def _heard(layer: nn.Module, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
+    """What a layer makes of the groups ``x``.
+
+    Raises:
+        PolicyError: it is of another form than ``x``. What the layer raises says what it was given.
+    """
+    name, form = type(layer).__name__, _form(x)
+    try:
+        y = layer(x, batch, waves)
+    except Exception as error:
+        edges = f"edge_index {_form(batch.edge_index)}, edge_attr {_form(batch.edge_attr)}"
+        error.add_note(f"encoder {name} was given x {form}, {edges}, and must give {form}")
+        raise
+    if _form(y) != form:
+        raise PolicyError(
+            f"encoder {name}: forward gives {_form(y)} for x {form}: a layer gives groups as it "
+            f"gets them, float32 [V, H]"
+        )
+    groups: Tensor = y
+    return groups
+
+
+def _form(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 class PlacementNet(nn.Module):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from agents import dispatch
-from agents.dispatch import DispatchNet
 from agents.encoder import PolicyError
 from agents.guided import (
     CHOOSERS,
@@ -26,7 +25,6 @@ from agents.trained import TrainedPolicy, actions, load_constructor, one_thread,
 from agents.waits import RELEASED, load_waits
 from envs.dispatch import load_kernels as load_dispatcher
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
-from envs.refine import RefineRules
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
@@ -53,6 +51,16 @@ START, START_MOST = 24, 0.45
 AGAIN, ALL = 0.5, 40
 FORESEEN = 2  # evaluations of a larger budget for what promises the least periods
 UNTRAINED = "untrained"
+
+
+class _Mover(NamedTuple):
+    """Who chooses the moves of a guided search: ``tabu``, or one of ``CHOOSERS``."""
+
+    kind: Kind
+    chooser: Any
+    width: int | None  # moves that are offered
+    net: GuidedNet | None = None
+    name: str = "none"  # of its policy
 
 
 @dataclass(frozen=True)
@@ -268,7 +276,7 @@ class PolicyPlanner:
 
         Of a policy that dispatches, also parts of the best that are drawn ``again``.
         """
-        if isinstance(policy.net, DispatchNet):
+        if policy.formulation == "dispatch":  # not one of the user's: that has rules of its own
             return dispatch.decode(policy.net, search, wanted, self.seed, again)
         before = search.num_evaluations
         seconds: list[float] = []
@@ -316,53 +324,63 @@ class PolicyPlanner:
             stats["best_of_k_evaluations"] = search.num_evaluations - begun
         return stats
 
-    def _guided_search(self, problem: Problem) -> Solution:
-        seeds = self._seeds(problem)
+    def _few(
+        self, problem: Problem, seeds: tuple[TrainedPolicy, str] | None, foresees: bool
+    ) -> Solution | None:
+        """An answer without a search; None: the budget is not few, or a policy is given."""
         few = (self.evaluations or FEW + 1) <= FEW or (self.seconds or FEW_S + 1) <= FEW_S
-        alone = self.policy is self.baseline is None
-        # It takes a while: where seconds are limited evaluations bring more.
-        foresees = can_foresee(problem) and self.seconds is None and bool(self.k)
+        if not few or self.policy is not None or self.baseline is not None:
+            return None
         alone_s = float(problem.group_compute_s.sum(axis=0).min())
         runs_alone = bool(np.isfinite(alone_s))
-        if few and alone and foresees:
+        if foresees:
             search = Search(problem, evaluations=self.evaluations)
             noted = {"mode": self.mode, "policy": "none"}
             return _evaluated(search, noted | self._foresee(search, np.inf, runs_alone))
-        if few and alone and seeds is not None and seeds[0].formulation == "dispatch":
-            # Decodes can be far worse than one device: where one runs everything, it is tried.
-            if self.evaluations == 1 and not problem.memory_may_bind:
-                return self._promising(problem, *seeds, alone_s)
-            one = runs_alone and self.evaluations != 1
-            sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
-            return sampling._plan(problem, *seeds)
-        net: GuidedNet | None = None
-        chooser, width, name = self.chooser, self.width, "none"
+        if seeds is None or seeds[0].formulation != "dispatch":
+            return None
+        # Decodes can be far worse than one device: where one runs everything, it is tried.
+        if self.evaluations == 1 and not problem.memory_may_bind:
+            return self._promising(problem, *seeds, alone_s)
+        one = runs_alone and self.evaluations != 1
+        sampling = replace(self, mode="best_of_k", baseline="single_device" if one else None)
+        return sampling._plan(problem, *seeds)
+
+    def _mover(self, problem: Problem) -> _Mover:
+        """Who chooses the moves of a guided search, and of which kind they are."""
         kind: Kind = kind_of(problem) if self.order else "guided_search"
+        ours = self.policy in (None, UNTRAINED)
+        if self.chooser == "policy" and ours and kind == "order_search" and not sends(problem):
+            return _Mover(kind, "tabu", self.width)  # no network has learned as much
         ships = released(kind, problem.objective).is_file()
-        tabu = kind == "order_search" and chooser == "policy" and self.policy in (None, UNTRAINED)
-        tabu = tabu and not sends(problem)  # no network has learned as much
-        if chooser == "policy" and (tabu or (self.policy is None and not ships)):
-            chooser = "hand"  # a new network makes the same choices more slowly
-        if chooser == "policy":
-            policy, name = self._policy(self.policy, problem, kind)
-            found = policy.net
-            if not isinstance(found, GuidedNet):
-                raise PolicyError(
-                    f"a {found.formulation} policy cannot choose moves; give it as seed_policy, or "
-                    f"train one with training.formulation=guided_search"
-                )
-            if found.formulation == "order_search" and kind != found.formulation:
-                why = why_not(problem) or why_simulated(problem) or "order = False says not to"
-                raise PolicyError(f"this policy searches orders, and {why}")
-            net, kind = found, found.formulation  # type: ignore[assignment]
-            if kind != "order_search":
-                width = width or policy.width
-        if kind == "order_search":
-            load_order_kernel()
-        else:
-            load_kernel()
+        if self.chooser == "policy" and self.policy is None and not ships:
+            return _Mover(kind, "hand", self.width)  # a new network makes the same choices slower
+        if self.chooser != "policy":
+            return _Mover(kind, self.chooser, self.width)
+        policy, name = self._policy(self.policy, problem, kind)
+        learned = policy.formulation
+        if learned not in get_args(Kind):  # the kernels know no rules but ours
+            raise PolicyError(
+                f"a {learned} policy cannot choose moves; give it as seed_policy, or "
+                f"train one with training.formulation=guided_search"
+            )
+        if learned == "order_search" != kind:
+            why = why_not(problem) or why_simulated(problem) or "order = False says not to"
+            raise PolicyError(f"this policy searches orders, and {why}")
+        width = self.width if learned == "order_search" else self.width or policy.width
+        return _Mover(learned, "policy", width, policy.net, name)  # type: ignore[arg-type]
+
+    def _guided_search(self, problem: Problem) -> Solution:
+        seeds = self._seeds(problem)
+        # It takes a while: where seconds are limited evaluations bring more.
+        foresees = can_foresee(problem) and self.seconds is None and bool(self.k)
+        answer = self._few(problem, seeds, foresees)
+        if answer is not None:
+            return answer
+        kind, chooser, width, net, name = self._mover(problem)
+        (load_order_kernel if kind == "order_search" else load_kernel)()
         search, start, stats = self._start(problem, name)
-        stats["chooser"], stats["search"] = "tabu" if tabu else chooser, kind
+        stats["chooser"], stats["search"] = chooser, kind
         if seeds is not None and search.left:
             wanted = int(min(self.k, search.num_left / 4))
             again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
@@ -378,7 +396,7 @@ class PolicyPlanner:
         with one_thread():
             if kind == "order_search":
                 weights = NO_NETWORK if net is None else net.weights()
-                who = TABU if tabu else CHOOSERS[chooser]
+                who = TABU if chooser == "tabu" else CHOOSERS[chooser]
                 stats |= anneal_orders(search, weights, who, width, self.seed)
             else:
                 descend(search, self.seed)
@@ -393,7 +411,7 @@ class PolicyPlanner:
         if given is None or not self.k:
             return None
         policy, name = self._policy(given, problem, "best_of_k")
-        (load_dispatcher if isinstance(policy.net, DispatchNet) else load_constructor)()
+        (load_dispatcher if policy.formulation == "dispatch" else load_constructor)()
         return policy, name
 
     def _policy(
@@ -422,9 +440,8 @@ class PolicyPlanner:
         if not can_move(search.problem):
             return
         chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
-        sweep = policy.formulation == "sweep"
         start = canonical(search.problem, warm)  # as in training, and worth the same
-        rules = RefineRules(chosen, 1, [start], self.steps, sweep=sweep)
+        rules = policy.kind.rules(chosen, 1, starts=[start], moves=self.steps)
         store = GraphStore([search.problem], [None if policy.cold else start])
         rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
         generator = torch.Generator().manual_seed(self.seed)

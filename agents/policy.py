@@ -49,8 +49,8 @@ class PlacementPolicy(BasePolicy):
         others: the other arguments of stable-baselines3's policies, at their defaults.
 
     Raises:
-        PolicyError: neither graphs in the observation nor a store, or an argument for networks of
-            another kind (``net_arch``, ...).
+        PolicyError: neither graphs in the observation nor a store, an argument for networks of
+            another kind (``net_arch``, ...), or, later, a network that answers nan.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class PlacementPolicy(BasePolicy):
             net = make_net(config, formulation or formulation_in(observation_space).name)
         self.net = net
         self.store = store
+        choices = getattr(action_space, "nvec", None)  # without: one choice, Discrete
+        self._choices = (int(action_space.n),) if choices is None else (len(choices), choices[0])  # type: ignore[attr-defined]
         self.optimizer = optimizer_class(net.parameters(), lr=lr_schedule(1), **optimizer_kwargs)
         self._weights = tuple(net.parameters())  # walking the modules takes longer than a step
         self._last: _Remembered | None = None
@@ -124,6 +126,17 @@ class PlacementPolicy(BasePolicy):
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
         graphs, ids, encoded, row = self._encode(obs)
         answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
+        if answer[0].shape[1:] != self._choices:
+            raise PolicyError(
+                f"{type(self.net).__name__}.evaluate gives logits {list(answer[0].shape)} in "
+                f"{self.action_space}: they must be [B, {', '.join(map(str, self._choices))}]"
+            )
+        if not torch.isfinite(answer[0].sum() + answer[1].sum()):  # argmax would take device 0
+            raise PolicyError(
+                "the network's answers are no finite numbers: the learning rate is too high "
+                "(training.learning_rate), an encoder of yours divides by 0, or a wrapper changes "
+                "observations (VecNormalize: norm_obs=False)"
+            )
         return answer
 
     def _encode(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from agents.config import TrainConfig
+from agents.dispatch import answer
 from agents.encoder import PolicyError
 from agents.store import GraphStore
 from agents.trained import Net, building_rules, decode, walk
@@ -100,8 +101,8 @@ class Tasks:
     ) -> tuple[NDArray[np.int32], NDArray[np.float64], int]:
         """One answer per problem: choices int32 ``[P, G]``, seconds ``[P]``, evaluations used."""
         ids = np.arange(len(self.problems.problems))
-        if hasattr(net, "answer"):  # in a kernel of its own
-            answers = [net.answer(p) for p in self.problems.problems]
+        if config.formulation == "dispatch" and self.problems.evaluator is score:  # in a kernel
+            answers = [answer(net, p) for p in self.problems.problems]
             choices = np.full((len(ids), self.problems.max_groups), -1, np.int32)
             for row, (choice, _) in zip(choices, answers, strict=True):
                 row[: len(choice)] = choice

@@ -197,6 +197,7 @@ def _samples(cfg: DictConfig, config: TrainConfig) -> dict[str, Problem]:
     other += [name for name in ("variants", "held_out") if cfg[name]]
     other += ["warm_start"] * (cfg.warm_start != "baseline")
     typed = {x.lstrip("+").partition("=")[0] for x in HydraConfig.get().overrides.task}
+    other += ["cluster"] * ("cluster" in typed)
     for name in typed.intersection(OF_PROBLEMS):
         if any(getattr(p, name) != cfg[name] for p in samples.values()):
             other.append(name)

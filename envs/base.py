@@ -99,6 +99,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
         self.problems = self.rules.problems
         self.render_mode = render_mode
         self._last: tuple[Problem, Placement] | None = None
+        self._begun = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -125,10 +126,12 @@ class PlacementEnv(gym.Env[Observation, Any]):
         count = len(self.problems.problems)
         if chosen is None:
             chosen = self.np_random.integers(count)
-        if not isinstance(chosen, int | np.integer) or not 0 <= chosen < count:
+        is_number = isinstance(chosen, int | np.integer) and not isinstance(chosen, bool)
+        if not is_number or not 0 <= chosen < count:
             raise EnvError(f"options['problem'] = {chosen!r}, there are {count} (0..{count - 1})")
         problem = int(chosen)
         self.rules.start(np.array([0]), np.array([problem]), self.np_random)
+        self._begun = True
         return self._observation(), self._info()
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -138,8 +141,10 @@ class PlacementEnv(gym.Env[Observation, Any]):
         shape, and problems are of several.
 
         Raises:
-            EnvError: an action of another shape than the space's, or not of integers.
+            EnvError: an action of another shape than the space's, or not of integers; no ``reset``.
         """
+        if not self._begun:
+            raise EnvError("an episode begins with reset(): call it before step()")
         rewards, over = self.rules.act(numbers(action, self.action_space.shape or ())[None])
         done = bool(over[0])
         observation, info = self._observation(), self._info()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs import dispatch_kernels as kernels
 from envs.base import PlacementEnv
-from envs.problems import MAX_ID, ProblemSet
+from envs.problems import MAX_ID, EnvError, ProblemSet
 from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
 from placement.planners import order_search
 from placement.problem import Placement, Problem
@@ -19,10 +19,11 @@ from placement.search.list_schedule import state_of as placed_of
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.simulator import score
 from placement.tools.clock import loads
+from placement.tools.files import short
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
-Net = tuple[NDArray[np.float32], ...]
+Weights = tuple[NDArray[np.float32], ...]
 Past = tuple[Ints, Ints]  # what was chosen in turn int32 [N], and the device of each operator
 
 # Weights of the rule, ``dispatch_kernels.Tables.rule``: HEFT itself, and where policies start.
@@ -31,7 +32,7 @@ MIXED = (0.5, 2.0, 0.25, 1.0, 1.0)
 BOUND = 20.0
 
 
-def no_network() -> Net:
+def no_network() -> Weights:
     """``net`` of ``dispatch_kernels.judge`` that leaves the rule alone."""
     shapes = ((0,), (kernels.NUM_PAIR_FEATURES, 0), (0,), (0, 0), (0,), (0, 0), (0,))
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
@@ -74,7 +75,7 @@ class Dispatcher:
 
     def construct(
         self,
-        net: Net,
+        net: Weights,
         scale: float,
         seed: int | None = None,
         notes: kernels.Notes = _NOTHING,
@@ -87,7 +88,9 @@ class Dispatcher:
         self.state.anew, self.state.kept = 0, self.problem.num_ops
         return self._construct(net, scale, seed, notes, keep)
 
-    def again(self, net: Net, scale: float, seed: int, past: Past, first: int, last: int) -> None:
+    def again(
+        self, net: Weights, scale: float, seed: int, past: Past, first: int, last: int
+    ) -> None:
         """Play the ``past`` episode, but draw the decisions from ``first`` to ``last`` anew.
 
         Later operators follow in the past order, on the past devices.
@@ -97,7 +100,7 @@ class Dispatcher:
         self._construct(net, scale, seed, _NOTHING, 0.0)
 
     def _construct(
-        self, net: Net, scale: float, seed: int | None, notes: kernels.Notes, keep: float
+        self, net: Weights, scale: float, seed: int | None, notes: kernels.Notes, keep: float
     ) -> int:
         self.state.random[0] = 2 * (seed or 0) + 1
         noted: int = kernels.construct(
@@ -186,6 +189,8 @@ class DispatchRules(BuildingRules):
     def __init__(
         self, problems: ProblemSet, num_envs: int, rule: tuple[float, ...] = MIXED
     ) -> None:
+        if np.shape(rule) != np.shape(MIXED) or not all(isinstance(w, int | float) for w in rule):
+            raise EnvError(f"rule = {short(rule)} must be {len(MIXED)} weights, as MIXED = {MIXED}")
         super().__init__(problems, num_envs)
         self._rule = rule
         self._made: list[dict[int, Dispatcher]] = [{} for _ in range(num_envs)]

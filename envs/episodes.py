@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graphs import Graphs
+from envs.graphs import GraphArrays
 from envs.problems import MAX_ID
 from envs.rules import Observation, Rules
 from envs.source import Source
@@ -38,7 +38,7 @@ class Episodes:
         rules: Rules,
         seed: int | Sequence[int] | None = 0,
         repeats: int = 1,
-        graphs: Graphs | None = None,
+        graphs: GraphArrays | None = None,
     ) -> None:
         self.rules = rules
         self.repeats = repeats

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gymnasium import spaces
 
+from envs.graphs import KEYS
 from envs.lookup import find
 from envs.problems import EnvError, ProblemSet
 from envs.rules import Rules
@@ -39,14 +40,16 @@ class Formulation:
         env: ``package.module:Class`` of the environment, a ``PlacementEnv``.
         sees: of each key that it observes besides the graph: dimensions, and features of the last.
         network: ``package.module:Class`` of the network: ``Class(config, name)`` with the methods
-            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``; and, where it answers
-            faster than step by step, with ``answer`` of ``agents.dispatch.DispatchNet``.
+            ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``.
         mode: in which a ``PolicyPlanner`` gets most of a policy: ``best_of_k`` where episodes build
             a placement and evaluate it once, at the end.
         steps: of an episode; None: about as many as there are groups.
         options: what the environment's rules are given besides.
         shared: fields of the network's configuration that they are given, too.
-        training: fields of ``TrainConfig`` with which it learns, where they differ from the others.
+        training: those of ``agents.config.DEFAULTS`` that are others here.
+
+    Raises:
+        EnvError: an unknown ``mode``.
     """
 
     name: str
@@ -58,6 +61,13 @@ class Formulation:
     options: Mapping[str, Any] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            modes = ", ".join(get_args(Mode))
+            raise EnvError(
+                f"formulation {self.name!r}: mode = {self.mode!r} must be one of {modes}"
+            )
 
     @property
     def builds(self) -> bool:
@@ -166,5 +176,16 @@ def formulation_of(name: str) -> Formulation:
 
 
 def formulation_in(space: spaces.Dict) -> Formulation:
-    """The one whose observations are of this space; of two that see the same, the first."""
-    return next(f for f in _ALL if f.observed_in(space))
+    """The one whose observations are of this space; of two that see the same, the first.
+
+    Raises:
+        EnvError: it is of none of the table.
+    """
+    others = space.spaces.keys() - {"problem", *KEYS}
+    for known in _ALL:
+        if known.observed_in(space) and (known.sees or not others):
+            return known
+    raise EnvError(
+        f"observations with {', '.join(sorted(others))} are of none of {', '.join(FORMULATIONS)}: "
+        f"name yours, policy_kwargs={{'formulation': 'package.module:name'}}"
+    )

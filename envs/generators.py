@@ -284,7 +284,13 @@ def room_of(generator: Generator) -> Sizes:
     """What ``generator`` states as its ``sizes``, or half as much again as some that it makes."""
     stated = getattr(generator, "sizes", None)
     if stated is not None:
-        return Sizes(*stated)
+        try:
+            return Sizes(*stated)
+        except TypeError:
+            raise EnvError(
+                f"generator {name_of(generator)}: sizes = {stated!r} must be envs.problems.Sizes("
+                f"groups, devices, edges)"
+            ) from None
     rng = np.random.default_rng(0)
     seen = np.max([sizes_of(draw(generator, rng)) for _ in range(_LOOK)], axis=0)
     groups, devices, edges = seen.tolist()

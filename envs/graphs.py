@@ -42,7 +42,7 @@ _BOUND = 1e6  # features are logarithms and shares; spaces have bounds
 _EDGE_FEATURES = 2
 
 
-class Graphs:
+class GraphArrays:
     """The arrays above of ``P`` problems, stacked.
 
     Attributes:

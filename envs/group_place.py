@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet, group_order
-from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
+from envs.rules import BuildingRules, Numbers, Observation, Rng, check_range, id_space
 from placement.problem import Problem
 
 
@@ -18,6 +18,7 @@ class GroupPlaceRules(BuildingRules):
     """``B`` episodes of two steps; see ``GroupPlaceDevicePlacementEnv``."""
 
     def __init__(self, problems: ProblemSet, num_envs: int, clusters: int = 0) -> None:
+        check_range("clusters", clusters, 0)
         super().__init__(problems, num_envs)
         groups, devices = problems.max_groups, problems.max_devices
         self._labels = min(clusters, groups) or 2  # choices of a group in the first step

@@ -25,7 +25,7 @@ from envs.guided_kernels import (
 )
 from envs.problems import MAX_ID, EnvError, Floats, ProblemSet, choice_of
 from envs.rewards import log_speedup
-from envs.rules import Numbers, Observation, Rng, Rules, id_space
+from envs.rules import Numbers, Observation, Rng, Rules, check_range, id_space
 from placement.planners import PlannerError, load
 from placement.problem import Placement, Problem
 from placement.search.chooser import no_network
@@ -152,8 +152,8 @@ class OfferingRules(Rules):
             anywhere in the cooling: that is where most of a long search happens.
 
     Raises:
-        EnvError: values do not come from the simulator, a number is not positive, or a problem
-            cannot be searched.
+        EnvError: values do not come from the simulator, a number is out of its range, or a
+            problem cannot be searched.
     """
 
     name: ClassVar[str]
@@ -170,8 +170,9 @@ class OfferingRules(Rules):
     ) -> None:
         if problems.evaluator is not score:
             raise EnvError(f"{self.name} evaluates in its own kernel: leave evaluator out")
-        if moves < 1 or width < 1:
-            raise EnvError(f"moves = {moves} and width = {width} must be at least 1")
+        check_range("moves", moves, 1)
+        check_range("width", width, 1)
+        check_range("again", again, 0, 1)
         super().__init__(problems, num_envs)
         self.moves, self.width, self.again = moves, width, again
         self._states: list[dict[int, Any]] = [{} for _ in range(num_envs)]
@@ -231,7 +232,8 @@ class OfferingRules(Rules):
 
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
         rewards, done = np.zeros(len(self.ids)), np.zeros(len(self.ids), bool)
-        for b, (p, action) in enumerate(zip(self.ids.tolist(), actions.tolist(), strict=True)):
+        taken = np.where((actions >= 0) & (actions <= self.width), actions, 0)
+        for b, (p, action) in enumerate(zip(self.ids.tolist(), taken.tolist(), strict=True)):
             gain, used = self._take(b, p, action)
             rewards[b] = self._earned(b, gain)
             if used >= 1.0:

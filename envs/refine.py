@@ -15,7 +15,7 @@ from envs.base import PlacementEnv
 from envs.guided import NO_NETWORK, begin, start_choices, state_of, tables_of
 from envs.guided_kernels import BOUND, RESUME, State, play
 from envs.problems import MAX_ID, Floats, ProblemSet, group_order
-from envs.rules import Numbers, Observation, Rng, Rules, id_space
+from envs.rules import Numbers, Observation, Rng, Rules, check_range, id_space
 from placement.problem import Placement
 from placement.search.evaluation import INFEASIBLE, random_choice
 from placement.simulator import score
@@ -104,6 +104,7 @@ class RefineRules(Rules):
         sweep: bool = False,
         random_start: bool = False,
     ) -> None:
+        check_range("moves", moves or 0, 0)
         super().__init__(problems, num_envs)
         self.best_so_far, self.random_start = best_so_far, random_start
         default = problems.num_groups if sweep else 2 * problems.num_groups
@@ -178,10 +179,11 @@ class RefineRules(Rules):
         return legal.reshape(len(self.ids), -1)
 
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
-        group, device = np.divmod(actions.astype(np.int64), self.problems.max_devices)
+        known = (actions >= 0) & (actions < self.problems.max_groups * self.problems.max_devices)
+        group, device = np.divmod(np.where(known, actions, 0), self.problems.max_devices)
         rows = np.arange(len(self.ids))
         moves = self._moves[self.ids]
-        legal = self.problems.legal[self.ids, group, device]
+        legal = known & self.problems.legal[self.ids, group, device]
         legal &= self._step < moves  # one that is over, and not started again, stays as it is
         legal &= group < self.problems.num_groups[self.ids]
         if self._turns is not None:

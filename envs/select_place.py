@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
 from envs.problems import MAX_ID, ProblemSet
-from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
+from envs.rules import BuildingRules, Numbers, Observation, Rng, check_range, id_space
 from envs.sequential_kernels import (
     FEATURE_BOUND,
     NUM_DEVICE_FEATURES,
@@ -82,6 +82,7 @@ class SelectPlaceRules(BuildingRules):
     """``B`` episodes; at each step one of the first ``K = window`` ready groups is placed."""
 
     def __init__(self, problems: ProblemSet, num_envs: int, window: int = 16) -> None:
+        check_range("window", window, 1)
         super().__init__(problems, num_envs)
         width = problems.max_devices
         self._tables, self._state = tables_of(problems), state_of(problems, num_envs)

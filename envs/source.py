@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from envs.generators import Generator, draw, generator_of, room_of, small_problems
-from envs.graphs import Graphs
+from envs.graphs import GraphArrays
 from envs.lookup import find
 from envs.perturbation import Perturbation
 from envs.problems import ONE_RUNTIME, EnvError, Evaluator, ProblemSet, Runtime, Sizes
@@ -108,7 +108,7 @@ class Source:
             return chosen
         return chosen.and_more(self.perturbation(problems)[len(problems) :], self.baseline)
 
-    def rules(self, num_envs: int) -> tuple[Rules, Graphs | None]:
+    def rules(self, num_envs: int) -> tuple[Rules, GraphArrays | None]:
         """Rules of the given problems, and their graphs, if those are observed."""
         return self._ruled(self.given, num_envs)
 
@@ -117,7 +117,7 @@ class Source:
         assert self.generator is not None
         return draw(self.generator, rng, self.room)
 
-    def fresh(self, problem: Problem) -> tuple[Rules, Graphs | None]:
+    def fresh(self, problem: Problem) -> tuple[Rules, GraphArrays | None]:
         """Rules of one episode with a fresh problem."""
         return self._ruled(self._set([problem]), 1)
 
@@ -126,6 +126,6 @@ class Source:
         chosen = ProblemSet.build(problems, self.reference_s, self.baseline, self.evaluator)
         return replace(chosen, reward=reward, room=self.room)
 
-    def _ruled(self, chosen: ProblemSet, num_envs: int) -> tuple[Rules, Graphs | None]:
+    def _ruled(self, chosen: ProblemSet, num_envs: int) -> tuple[Rules, GraphArrays | None]:
         rules = self.rules_of(chosen, num_envs, **self.options)
-        return rules, Graphs(chosen.problems, self.room) if self.observe == "graph" else None
+        return rules, GraphArrays(chosen.problems, self.room) if self.observe == "graph" else None

@@ -29,9 +29,11 @@ from agents.trained import TrainedPolicy, actions, make_net
 from agents.training import TrainConfig, train
 from envs.dispatch import Dispatcher
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
+from envs.formulations import formulation_of
 from envs.guided import GuidedSearchRules
 from envs.placement import OneShotRules
 from envs.problems import ProblemSet, canonical
+from envs.refine import RefineDevicePlacementEnv, RefineRules
 from envs.select_place import SelectPlaceRules
 from envs.sequential import SequentialRules
 from placement.cluster import Cluster
@@ -755,6 +757,36 @@ def test_refine_planner() -> None:
     assert answer.stats["evaluations"] == answer.stats["baseline_evaluations"] + 51
     few = PolicyPlanner(untrained("refine"), "refine", evaluations=20)(problem)
     assert few.stats["evaluations"] <= 20
+
+
+class OnlyFirstRules(RefineRules):
+    """Only the first group may move."""
+
+    def masks(self) -> np.ndarray:
+        legal = self.problems.legal[self.ids].copy()
+        legal[:, 1:] = False
+        return legal.reshape(len(self.ids), -1)
+
+
+class OnlyFirstEnv(RefineDevicePlacementEnv):
+    rules_of = OnlyFirstRules
+
+
+only_first = replace(
+    formulation_of("refine"), name="test_agents:only_first", env="test_agents:OnlyFirstEnv"
+)
+
+
+def test_a_formulation_of_ones_own_is_refined_by_its_rules() -> None:
+    problem = chain(np.random.default_rng(0).random((6, 3)), latency_s=0.01)
+    planner = PolicyPlanner(untrained(only_first.name), "refine", steps=60, baseline="round_robin")
+    start = canonical(problem, load("round_robin")(problem).placement)
+    found = canonical(problem, planner(problem).placement)
+    assert (found != start).sum() <= 1
+    theirs = untrained("guided_search")
+    theirs.net.formulation = "test_agents:theirs"
+    with pytest.raises(PolicyError, match="a test_agents:theirs policy cannot choose moves"):
+        PolicyPlanner(theirs, "guided_search")(problem)
 
 
 def test_policies_of_the_wrong_formulation() -> None:

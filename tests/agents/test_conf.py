@@ -289,7 +289,7 @@ def test_compare_runs_what_it_plans(
 
 def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
     words = ["workload=tiny_mlp", "planner=heft,local_search", "seed=3", *PREDICT[2:]]
-    assert run("compare", "-m", *words, "hydra.sweep.dir=sweep") == 0
+    assert run("compare", *words, "-m", "hydra.sweep.dir=sweep") == 0  # anywhere in the line
     found = [
         (number, row["planner"], row["seed"])
         for number in range(2)
@@ -464,6 +464,48 @@ def test_functions_and_configurations_of_ones_own(
         (line,) = [x for x in capsys.readouterr().err.splitlines() if "header" in x]
         group = "workload" if "workload=[mine]" in words else "planner"
         assert f"its first line must be '# @package {group}.NAME'" in line and "=[mine]" in line
+
+
+FAULTY = """
+import torch
+from torch import nn
+from placement.planners.heft import Heft
+class Late(Heft): pass
+class Layer(nn.Module):
+    def __init__(self, hidden): super().__init__()
+    def forward(self, x, batch, waves): return x @ torch.ones(3, 3)
+def reward(outcome): return outcome.nothing
+"""
+
+
+def test_errors_in_code_of_ones_own_say_where(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["workload=[]", "training.generator=envs.generators:Layered", "debug=tiny"]
+    words += ["planner@baseline=faulty:Late", "+baseline.look_ahead=0.5", "hydra.run.dir=out"]
+    at = f"raised in code of yours, {{}} ({tmp_path / 'faulty.py'}:{{}})"
+    for seam, error, place, given in (
+        ("network.encoder=faulty:Layer", "RuntimeError: mat1", ("Layer.forward", 8),
+         "; encoder Layer was given x float32 ["),
+        ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 9), "; HYDRA_FULL_ERROR"),
+    ):  # fmt: skip
+        assert run("train", *words, f"training.{seam}") == 2
+        said = capsys.readouterr().err
+        assert f"error: {error}" in said and at.format(*place) + given in said
+        assert "Traceback" not in said
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert run("train", *words, "training.reward=faulty:reward") == 2
+    assert "return outcome.nothing" in capsys.readouterr().err  # the line of their code
+    assert run("train", *words, "cluster=this_machine") == 2
+    assert "leave out cluster" in capsys.readouterr().err
+    # Their planner is where trainings start: without what is wrong it runs.
+    assert run("train", *words, "training.samples=1") == 0
+    assert rows_of(tmp_path / "out")[0]["workload"] == "sample-0"
 
 
 def test_problem_files_are_workloads(

@@ -189,7 +189,7 @@ def test_a_failed_job_is_named_and_run_again(
 ) -> None:
     work = Work(heft_0=RuntimeError("no luck"))
     monkeypatch.setattr(agents.compare, "_compare", work)
-    assert run(*SWEEP, "hydra.sweep.dir=s") == 70  # a defect; the other jobs are run
+    assert run(*SWEEP, "hydra.sweep.dir=s") == 2  # in code that is not ours; the others are run
     assert "RuntimeError: no luck" in capsys.readouterr().err
     assert [job.status for job in read_sweep("s")] == ["failed"] + ["finished"] * 3
     capsys.readouterr()

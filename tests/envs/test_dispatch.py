@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from agents.dispatch import DispatchNet, answer, decode
-from agents.encoder import NetworkConfig
+from agents.encoder import NetworkConfig, PolicyError
 from agents.planner import PolicyPlanner
 from agents.store import GraphStore
+from agents.tasks import Start, Tasks
 from agents.trained import TrainedPolicy, untrained_net
 from agents.training import TrainConfig, train
 from envs import dispatch_kernels as kernels
-from envs.dispatch import HEFT, MIXED, Dispatcher, DispatchRules, no_network
+from envs.dispatch import HEFT, MIXED, DispatchEnv, Dispatcher, DispatchRules, no_network
+from envs.formulations import FORMULATIONS, Formulation
 from envs.generators import Latency, Models, Shops, TaskGraphs
-from envs.problems import ProblemSet
+from envs.problems import ProblemSet, choice_of
 from placement.objective import Objective
 from placement.planners import load
 from placement.planners.heft import Heft
@@ -326,6 +328,49 @@ def test_training_improves_it(options: dict[str, Any], gain: float) -> None:
         assert bool(layer.weight[:, [5, 6]].any()) is ("without" not in options)
     again = train(shops, config=config)
     assert again.card["greedy_speedup"] == policy.card["greedy_speedup"]
+
+
+class FirstAloneRules(DispatchRules):
+    """Only the pair that is offered first may be taken."""
+
+    def observe(self) -> Any:
+        seen = super().observe()
+        seen["mask"][:, 1:] = 0
+        return seen
+
+
+class FirstAloneEnv(DispatchEnv):
+    rules_of = FirstAloneRules
+
+
+sees = FORMULATIONS["dispatch"].sees
+first_alone = Formulation(
+    "test_dispatch:first_alone", "test_dispatch:FirstAloneEnv", sees, "agents.dispatch:DispatchNet"
+)
+
+
+def test_rules_of_ones_own_are_played_by() -> None:
+    """The kernels that answer for ``dispatch`` would not know of them."""
+    problem = drawn(1)
+    rules = FirstAloneRules(ProblemSet.build([problem]), 1)
+    rules.start(np.array([0]), np.array([0]))
+    while not rules.decide(np.array([0]))[0]:
+        pass
+    theirs = untrained_net(None, first_alone.name)
+    config = TrainConfig(total_steps=64, formulation=first_alone.name, num_checks=1)
+    choices, _, _ = Tasks.of([problem], config, Start()).answers(config, theirs)
+    assert np.array_equal(choices[0, : problem.graph.num_groups], rules.choices[0])
+    assert not np.array_equal(choices[0], choice_of(problem, answer(theirs, problem)[0]))
+    measured = Start(evaluator=lambda _, placements: np.full(len(placements), 7.0))
+    ours = replace(config, formulation="dispatch")
+    seconds = Tasks.of([problem], ours, measured).answers(ours, untrained_net(None, "dispatch"))[1]
+    assert seconds.tolist() == [7.0]  # not what a kernel predicts
+    planner = PolicyPlanner(TrainedPolicy(theirs), "zero_shot", baseline="single_device")
+    expected = score(problem, rules.choices[:, problem.graph.group])[0]
+    assert planner(problem).stats["greedy_value_s"] == pytest.approx(expected)
+    episodes = replace(config, algorithm="agents.algorithms:EpisodesPPO")
+    with pytest.raises(PolicyError, match="trains the formulation dispatch, not test_dispatch"):
+        train([problem], config=episodes)
 
 
 def test_what_is_held_out_is_never_drawn() -> None:

@@ -384,6 +384,33 @@ def test_what_users_get_wrong() -> None:
     with pytest.raises(EnvError, match=r"no argument 'window'.*arguments are problems"):
         DevicePlacementEnv(window=3)
     SelectPlaceDevicePlacementEnv(window=3)
+    for name, wrong, why in (
+        ("SelectPlaceDevicePlacement", {"window": 0}, "window = 0 must be at least 1"),
+        ("GroupPlaceDevicePlacement", {"clusters": -1}, "clusters = -1 must be at least 0"),
+        ("RefineDevicePlacement", {"moves": -3}, "moves = -3 must be at least 0"),
+        ("GuidedSearch", {"again": 2.0}, "again = 2.0 must be 0 to 1"),
+        ("OrderSearch", {"width": "many"}, "width = 'many' must be at least 1"),
+        ("Dispatch", {"rule": (1.0, 2.0)}, r"rule = \(1.0, 2.0\) must be 5 weights, as MIXED"),
+        ("Dispatch", {"rule": "HEFT"}, "rule = 'HEFT' must be 5 weights"),
+    ):
+        with pytest.raises(EnvError, match=why):
+            gym.make(f"envs/{name}-v0", **wrong)
+    with pytest.raises(EnvError, match="begins with reset"):
+        DevicePlacementEnv([problem]).step(np.array([0]))
+    with pytest.raises(EnvError, match=r"options\['problem'\] = True, there are 1"):
+        DevicePlacementEnv([problem]).reset(options={"problem": True})
+
+
+@pytest.mark.parametrize("name", ["GuidedSearch-v0", "OrderSearch-v0", "RefineDevicePlacement-v0"])
+def test_actions_outside_the_space_change_nothing(name: str) -> None:
+    env: Any = gym.make(f"envs:envs/{name}").unwrapped
+    _, info = env.reset(seed=0)
+    env.step(env.action_space.sample(info["action_mask"]))
+    for action in (-1, env.action_space.n, 10**6):
+        before = env.rules.value_s[0], env.rules.choices.copy()
+        _, reward, *_ = env.step(np.int64(action))
+        assert reward == 0.0
+        assert before[0] == env.rules.value_s[0] and np.array_equal(before[1], env.rules.choices)
 
 
 def test_select_place_offers_what_is_ready() -> None:

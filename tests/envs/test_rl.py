@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
 from stable_baselines3.common.env_checker import check_env as sb3_check
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
 from torch import nn
 
 import envs
@@ -279,6 +283,9 @@ def test_what_generators_get_wrong() -> None:
     too_large.sizes = Sizes(4, 3, 9)  # type: ignore[attr-defined]
     with pytest.raises(EnvError, match="room for"):
         gym.make("envs/DevicePlacement-v0", problems=too_large).unwrapped.reset()
+    too_large.sizes = (4, 3)  # type: ignore[attr-defined]
+    with pytest.raises(EnvError, match=r"sizes = \(4, 3\) must be envs.problems.Sizes"):
+        gym.make("envs/DevicePlacement-v0", problems=too_large)
     with pytest.raises(EnvError, match="made no Problem: int"):
         gym.make("envs/DevicePlacement-v0", problems=lambda rng: 3)
     with pytest.raises(EnvError, match=r"generator 'envs.generators:Layred' cannot be imported"):
@@ -324,6 +331,21 @@ class Bare(nn.Module):
 class Halved(nn.Identity):
     def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
         return x[:, ::2]
+
+
+class Crooked(OwnLayer):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return x @ torch.ones(3, 3)
+
+
+class Double(OwnLayer):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return x.double()
+
+
+class Divides(OwnLayer):
+    def forward(self, x: torch.Tensor, batch: Any, waves: Any) -> torch.Tensor:
+        return super().forward(x, batch, waves) / 0
 
 
 class OwnNet(PlacementNet):
@@ -456,9 +478,27 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
                        ("Bare", r"__init__ must take \(hidden\), it has")):  # fmt: skip
         with pytest.raises(PolicyError, match=f"encoder 'test_rl:{layer}': {why}"):
             make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
-    halved = TrainedPolicy(make_net(NetworkConfig(encoder="test_rl:Halved"), "sequential"))
-    with pytest.raises(PolicyError, match=r"encoder Halved: forward gives .*, 32.* for x of .*64"):
-        halved.place(small_problems()[0], None, 0, 0)
+    given = r"float32 \[\d+, 64\]"
+    for layer, kind, why in (
+        ("Halved", PolicyError, rf"encoder Halved: forward gives .*, 32\] for x {given}"),
+        ("Double", PolicyError, rf"encoder Double: forward gives float64 .* for x {given}"),
+        ("Crooked", RuntimeError, "shapes cannot be multiplied"),
+    ):
+        net = make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
+        with pytest.raises(kind, match=why) as caught:
+            TrainedPolicy(net).place(small_problems()[0])
+    (note,) = caught.value.__notes__
+    assert re.match(f"encoder Crooked was given x {given}, edge_index .* must give {given}", note)
+    no_numbers = TrainConfig(network=NetworkConfig(encoder="test_rl:Divides"))
+    with pytest.raises(PolicyError, match=r"no finite numbers: the learning rate .* divides by 0"):
+        train(small_problems(), config=no_numbers)
+    env = make_vec_env("envs/SequentialDevicePlacement-v0", 2, env_kwargs={"observe": "graph"})
+    agent = PPO(PlacementPolicy, env, n_steps=8, policy_kwargs={"formulation": "one_shot"})
+    with pytest.raises(PolicyError, match=r"OneShotNet.evaluate gives .* Discrete.3.: .*\[B, 3\]"):
+        agent.learn(8)
+    agent = PPO(PlacementPolicy, VecNormalize(env), n_steps=8)
+    with pytest.raises(PolicyError, match=r"a wrapper changes observations .VecNormalize"):
+        agent.learn(8)
     with pytest.raises(PolicyError, match=r"'test_rl:OwnNet' must be an envs.formulations.Form"):
         TrainConfig(formulation="test_rl:OwnNet")
     with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
@@ -467,7 +507,7 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         train(small_problems(), config=TrainConfig(reward="test_rl:no"))
 
 
-def test_each_formulation_has_its_own_defaults() -> None:
+def test_each_formulation_has_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, formulation in FORMULATIONS.items():
         found = TrainConfig(formulation=name).resolved()
         assert found.gamma == (1.0 if formulation.builds else 0.97)
@@ -475,3 +515,12 @@ def test_each_formulation_has_its_own_defaults() -> None:
         env: Any = gym.make(f"envs/{next(k for k, v in envs.IDS.items() if v == formulation.env)}")
         seen = formulation_in(env.observation_space)
         assert seen.name == {"sweep": "refine"}.get(name, name)
+    with pytest.raises(EnvError, match="mode = 'build' must be one of best_of_k, refine, guided"):
+        replace(own, mode="build")  # type: ignore[arg-type]
+    mistyped = replace(own, name="test_rl:mistyped", training={"learning_rat": 0.1})
+    monkeypatch.setattr(sys.modules["test_rl"], "mistyped", mistyped, raising=False)
+    with pytest.raises(PolicyError, match="training has 'learning_rat'; did you mean 'learning_r"):
+        TrainConfig(formulation="test_rl:mistyped")
+    other = spaces.Dict({"problem": spaces.Discrete(3), "colour": spaces.Discrete(3)})
+    with pytest.raises(EnvError, match="observations with colour are of none of sequential, "):
+        formulation_in(other)
