@@ -40,7 +40,7 @@ from placement.graph import OpGraph
 from placement.objective import Objective, ObjectiveName
 from placement.problem import MOST_PHASES, ROUNDING, Placement, Problem, Solution
 from placement.profile import error_in
-from placement.tools.files import model_file, parse_json, short, write_atomic
+from placement.tools.files import check_is_file, model_file, parse_json, short, write_atomic
 from placement.tools.named import meant
 from placement.tools.ownership import version
 
@@ -922,10 +922,10 @@ def read_plan(path: str | Path) -> Plan:
     """As ``load_plan``, without the check for contradictions (see ``Plan.inconsistencies``)."""
     path = Path(path)
     try:
-        size = path.stat().st_size
+        size = check_is_file(path)
         if size > MAX_FILE_BYTES:
             raise PlanError(f"{path}: {size} bytes, a plan has at most {MAX_FILE_BYTES}")
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         what = model_file(path, error.object) or f"byte {error.start} is not UTF-8"
         raise PlanError(f"{path}: not a plan: {what}") from error

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.tools.files import parse_json
+from placement.tools.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from placement.modulo.blocks import Work
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def _case(path: str, key: str) -> dict[str, Any]:
     """Raises: UsageError, no such file, not this format, or no such case."""
     try:
-        cases = parse_json(Path(path).read_text(encoding="utf-8"))["cases"]
+        cases = parse_json(read_text(path))["cases"]
         if not isinstance(cases, dict):
             raise TypeError(f"cases is a {type(cases).__name__}")
         keys = sorted(cases)
