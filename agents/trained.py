@@ -25,7 +25,7 @@ from placement.problem import Placement, Problem, Solution
 from placement.search.coarsen import grouped
 from placement.search.evaluation import two_operators
 from placement.tools.clock import loads
-from placement.tools.files import parse_json, write_atomic
+from placement.tools.files import check_is_file, parse_json, write_atomic
 
 FORMAT = 3
 MOST_WEIGHT = 1e4
@@ -175,6 +175,7 @@ def read(path: str | Path, what: str) -> tuple[Any, dict[str, Tensor]]:
     """JSON of the metadata ``what``, and the weights, of a safetensors file. Executes nothing."""
     from safetensors import safe_open
 
+    check_is_file(path)
     with safe_open(path, "pt") as file:
         head = parse_json((file.metadata() or {})[what], infinite=True)
         return head, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.devices import library, nearest
-from placement.tools.files import parse_yaml, short, write_atomic
+from placement.tools.files import parse_yaml, read_text, short, write_atomic
 
 Floats = NDArray[np.float64]
 
@@ -417,7 +417,7 @@ class Cluster:
             ClusterError: not readable, not YAML, or a field that is unknown or wrong.
         """
         try:
-            data = parse_yaml(Path(path).read_text(encoding="utf-8"))
+            data = parse_yaml(read_text(path))
         except OSError as error:
             raise ClusterError(f"{path}: cannot be read as a cluster: {error.strerror}") from error
         except ValueError as error:

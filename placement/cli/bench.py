@@ -148,12 +148,12 @@ def _finished(
         UsageError: the file is of something else.
     """
     from placement.runs.bench import BenchRow
-    from placement.tools.files import parse_json
+    from placement.tools.files import parse_json, read_text
 
     if not args.out or not Path(args.out).exists():
         return {}
     try:
-        earlier = parse_json(Path(args.out).read_text(encoding="utf-8"))
+        earlier = parse_json(read_text(args.out))
         same = {"suite": args.suite, "planner": args.planner, **facts}
         if any(earlier[key] != value for key, value in same.items()):
             raise ValueError("it is of another suite, planner, options or budget")

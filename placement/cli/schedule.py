@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.tools.files import parse_json
+from placement.tools.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from placement.modulo.blocks import Work
@@ -46,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.modulo.blocks import read_work
+    from placement.modulo.blocks import BlocksError, read_work
     from placement.modulo.search import search_schedule
 
     for name, most in (("micro_batches", 10_000), ("unroll", 64), ("seconds", 1e6)):
@@ -57,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.memory is not None and not 0 <= args.memory < 2**60:
         raise cli.UsageError(f"--memory {args.memory} must not be negative, and below 2**60")
-    work, ids = read_work(_case(args.file, args.case), args.memory)
     try:
+        work, ids = read_work(_case(args.file, args.case), args.memory)
         answer = search_schedule(work, args.micro_batches, unroll=args.unroll, seconds=args.seconds)
+    except BlocksError as error:
+        raise cli.UsageError(f"{args.file}, case {args.case[:60]!r}: {error}") from error
     except ImportError as error:
         raise cli.UsageError(
             "placement schedule needs OR-Tools: pip install 'device-placement-rl[cp]'"
@@ -74,18 +75,16 @@ def run(args: argparse.Namespace) -> int:
 def _case(path: str, key: str) -> dict[str, Any]:
     """Raises: UsageError, no such file, not this format, or no such case."""
     try:
-        cases = parse_json(Path(path).read_text(encoding="utf-8"))["cases"]
-        if not isinstance(cases, dict):
-            raise TypeError(f"cases is a {type(cases).__name__}")
-        keys = sorted(cases)
+        data = parse_json(read_text(path))
     except OSError as error:
         raise cli.UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise cli.UsageError(
-            f'{path}: no cases in it ({type(error).__name__}: {error}); expected {{"cases": ...}}'
-        ) from error
+    except ValueError as error:
+        raise cli.UsageError(f"{path}: not valid JSON: {error}") from error
+    cases = data.get("cases") if isinstance(data, dict) else None
+    if not isinstance(cases, dict):
+        raise cli.UsageError(f'{path}: no cases in it; expected {{"cases": {{"NAME": ...}}}}')
     if key not in cases:
-        shown = ", ".join(text[:60] for text in keys[:20])
+        shown = ", ".join(text[:60] for text in sorted(cases)[:20])
         raise cli.UsageError(f"{path} has no case {key!r}; it has {shown}")
     case: dict[str, Any] = cases[key]
     return case

@@ -18,6 +18,7 @@ header; what it costs on devices, and so its problem, ``placement.costs.serving`
 
 from __future__ import annotations
 
+import codecs
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -40,7 +41,14 @@ from placement.importers import (
 from placement.importers._read import FormatError, check_table
 from placement.importers.decoder import Decoder
 from placement.problem import Problem
-from placement.tools.files import model_file, parse_json, short
+from placement.tools.files import (
+    check_is_file,
+    model_file,
+    parse_json,
+    read_file,
+    read_text,
+    short,
+)
 
 __all__ = ["FormatError", "check_table", "is_decoder", "load", "load_decoder", "save"]
 
@@ -104,9 +112,9 @@ def load(
     """
     chosen: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
-        if gguf.looks_like(_begin(path)):  # which has gigabytes of weights
+        if os.path.isfile(path) and gguf.looks_like(_begin(path)):  # with gigabytes of weights
             raise FormatError(f"{path}: {_SERVED}")
-        content = Path(path).read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
     if content[:2] == b"\x1f\x8b":  # gzip
@@ -153,11 +161,15 @@ def load(
 def is_decoder(path: str | Path) -> bool:
     """Whether the file is one that ``load_decoder`` reads; false of one that cannot be read."""
     try:
-        if gguf.looks_like(_begin(path)):
-            return True
-        if os.path.getsize(path) > _MOST_CONFIG or _begin(path, 1) != b"{":
+        if not os.path.isfile(path):
             return False
-        return hf_config.looks_like(parse_json(Path(path).read_text("utf-8"), infinite=True))
+        begin = _begin(path, 64)
+        if gguf.looks_like(begin):
+            return True
+        begin = begin.removeprefix(codecs.BOM_UTF8).lstrip()
+        if os.path.getsize(path) > _MOST_CONFIG or begin[:1] not in (b"{", b""):
+            return False
+        return hf_config.looks_like(parse_json(read_text(path), infinite=True))
     except (OSError, ValueError):
         return False
 
@@ -171,7 +183,7 @@ def load_decoder(path: str | Path) -> Decoder:
     try:
         if gguf.looks_like(_begin(path)):
             return gguf.read(path)
-        data = parse_json(Path(path).read_text("utf-8"), infinite=True)
+        data = parse_json(read_text(path), infinite=True)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
     except FormatError:
@@ -186,6 +198,7 @@ def load_decoder(path: str | Path) -> Decoder:
 
 
 def _begin(path: str | Path, size: int = 4) -> bytes:
+    check_is_file(path)
     with open(path, "rb") as file:
         return file.read(size)
 
@@ -207,15 +220,18 @@ def save(problem: Problem, path: str | Path) -> None:
 
 def _unpacked(content: bytes, path: str | Path) -> bytes:
     """What is in a gzip file."""
-    unpack = zlib.decompressobj(wbits=31)
     most = min(MAX_BYTES, 2**24 + _MAX_RATIO * len(content))
-    try:
-        data = unpack.decompress(content, most)
-    except zlib.error as error:
-        raise FormatError(f"{path}: damaged: {error}") from error
-    if not unpack.eof:
-        why = "is cut off" if len(data) < most else f"holds more than {most} bytes"
-        raise FormatError(f"{path}: the compressed file {why}")
+    left, data = content, b""
+    while left:  # files that were compressed one by one may be joined
+        unpack = zlib.decompressobj(wbits=31)
+        try:
+            data += unpack.decompress(left, most - len(data) + 1)
+        except zlib.error as error:
+            raise FormatError(f"{path}: damaged: {error}") from error
+        if len(data) > most or not unpack.eof:
+            why = "is cut off" if len(data) <= most else f"holds more than {most} bytes"
+            raise FormatError(f"{path}: the compressed file {why}")
+        left = unpack.unused_data.lstrip(b"\0")  # zeros are padding
     return data
 
 

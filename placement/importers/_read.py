@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES, Cluster, Device, Link
-from placement.graph import OpGraph, topological_order
+from placement.graph import GraphError, OpGraph, topological_order
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.tools.files import short
@@ -154,19 +154,25 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
         bare.setdefault(u, []).append(v)
     tensors = [*tasks.tensors, *((u, 0, users) for u, users in bare.items())]
     uses = [(t, position[v]) for t, (_, _, users) in enumerate(tensors) for v in users]
-    try:
-        graph = OpGraph.build(
-            tasks.name,
-            [tasks.names[v] for v in order],
-            np.array([position[u] for u, _, _ in tensors], np.int32),
-            np.array([size for _, size, _ in tensors], np.int64),
-            np.array(uses, np.int32).reshape(-1, 2),
-            op_kind=None if tasks.kinds is None else [tasks.kinds[v] for v in order],
-        )
-    except ValueError as error:
-        raise FormatError(f"{path}: {error}") from error
+    graph = graph_of(
+        path,
+        tasks.name,
+        [tasks.names[v] for v in order],
+        np.array([position[u] for u, _, _ in tensors], np.int32),
+        np.array([size for _, size, _ in tensors], np.int64),
+        np.array(uses, np.int32).reshape(-1, 2),
+        op_kind=None if tasks.kinds is None else [tasks.kinds[v] for v in order],
+    )
     goal = objective or "latency"
     return problem_of(path, tasks.form, graph, cluster, tasks.seconds[order], goal, order=order)
+
+
+def graph_of(path: str, *args: Any, **facts: Any) -> OpGraph:
+    """``OpGraph.build`` of what a file says."""
+    try:
+        return OpGraph.build(*args, **facts)
+    except GraphError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def problem_of(
@@ -210,7 +216,8 @@ def topological(
     if len(order) < n:
         cycle = [names[v] for v in _cycle(array, set(range(n)) - set(order))]
         shown = cycle if len(cycle) <= 8 else [*cycle[:7], "..."]
-        raise FormatError(f"{path}: edges form a cycle: {' -> '.join([*shown, cycle[0]])}")
+        words = [name[:60] for name in (*shown, cycle[0])]
+        raise FormatError(f"{path}: edges form a cycle: {' -> '.join(words)}")
     position = [0] * n
     for i, v in enumerate(order):
         position[v] = i

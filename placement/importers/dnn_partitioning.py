@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
+from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     check_table,
     field,
+    graph_of,
     nodes_and_edges,
     number,
     number_of,
@@ -86,7 +87,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     stored = [i for i, node in enumerate(nodes) if node.num_bytes > 0]
     classes: dict[Any, int] = {}
     of_node = [v if node.colour is None else (node.colour,) for v, node in enumerate(nodes)]
-    graph = OpGraph.build(
+    graph = graph_of(
+        path,
         Path(path).stem,
         [names[v] for v in order],
         np.arange(num_ops),
@@ -130,7 +132,7 @@ def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
         acc_s = np.inf
     is_backward = _flag(record, "isBackwardNode", where)
     size = math.ceil(number(record.get("size", 0), f"{where}: size"))
-    num_bytes = whole(size, f"{where}: size")
+    num_bytes = whole(size, f"{where}: size", most=MOST_BYTES)
     colour = record.get("colorClass")
     if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
         raise FormatError(f"{where}: colorClass = {short(colour)} must be an integer")

@@ -12,8 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from placement.graph import OpGraph
-from placement.importers._read import FormatError, equal_devices, problem_of, topological
+from placement.importers._read import (
+    FormatError,
+    equal_devices,
+    graph_of,
+    problem_of,
+    topological,
+)
 from placement.problem import Problem
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
@@ -25,6 +30,7 @@ def looks_like(text: str) -> bool:
     lines = [line.strip() for line in text.splitlines()[:2]]
     return (
         len(lines) == 2
+        and "," in text  # which task graphs have none of, whose second line may be blank
         and re.fullmatch(r"\d{1,18}", lines[0]) is not None
         and re.fullmatch(r"(\d{1,18},\s*)*\d{0,18}", lines[1]) is not None
     )
@@ -80,7 +86,8 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     names = [str(n) for n in range(count)]
     order, position = topological(names, pairs, path)
     table = np.array(costs, np.float64)[order]
-    graph = OpGraph.build(
+    graph = graph_of(
+        path,
         Path(path).stem,
         [names[n] for n in order],
         np.arange(count, dtype=np.int32),

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
-from placement.graph import OpGraph
 from placement.importers._read import (
     FormatError,
     check_table,
     field,
+    graph_of,
     nodes_and_edges,
     number,
     problem_of,
@@ -80,7 +80,8 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         uses.append((tensor, position[v]))
     shape = (-1, num_devices, num_devices)
     transfer_s = np.frombuffer(b"".join(m for _, m in tensors), np.float64).reshape(shape)
-    graph = OpGraph.build(
+    graph = graph_of(
+        path,
         str(data.get("model", Path(path).stem)),
         [names[v] for v in order],
         np.array([u for u, _ in tensors], np.int32),

@@ -27,6 +27,7 @@ from placement.importers._read import (
     task_problem,
 )
 from placement.problem import Problem
+from placement.tools.files import read_text
 
 MS = ("fw_latency", "bw_latency", "acc_latency")
 COLUMNS = ("op", "Name", "_input_nodes", *MS, "output_shape", "dtype")
@@ -68,7 +69,7 @@ def joined(paths: Sequence[str | Path], bandwidth: float = float("inf")) -> Prob
     Raises:
         FormatError: see ``read``; or two files that do not have the same operators and inputs.
     """
-    every = [_tasks(Path(path).read_text(encoding="utf-8"), str(path)) for path in paths]
+    every = [_tasks(read_text(path), str(path)) for path in paths]
     first = every[0]
     for path, tasks in zip(paths, every, strict=True):
         if trace_of(tasks) != trace_of(first):
@@ -89,7 +90,7 @@ def traces(paths: Sequence[Path]) -> list[list[Path]]:
     """
     groups: dict[object, list[Path]] = {}
     for path in paths:
-        tasks = _tasks(path.read_text(encoding="utf-8"), str(path))
+        tasks = _tasks(read_text(path), str(path))
         groups.setdefault(trace_of(tasks), []).append(path)
     return list(groups.values())
 
@@ -128,7 +129,8 @@ def _tasks(text: str, path: str) -> Tasks:
                 raise FormatError(f"{where}: _input_nodes has {before[:60]!r}, which is no Name")
             if before:
                 pairs.append((at[before], i))
-        seconds[i] = sum(_milliseconds(row[key], f"{where}: {key}") for key in MS) / 1e3
+        took_ms = sum(_milliseconds(row[key], f"{where}: {key}") for key in MS)
+        seconds[i] = number(took_ms, f"{where}: {' + '.join(MS)}") / 1e3
         sizes.append(_bytes(row["output_shape"] or "", row["dtype"] or "", where))
     users: dict[int, list[int]] = {}
     for u, v in sorted(set(pairs)):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.graph import OpGraph
+from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     equal_devices,
+    graph_of,
     number,
     problem_of,
     topological,
+    whole,
 )
 from placement.problem import Problem
 
@@ -59,8 +62,7 @@ def read(
     names, described, table, pairs, order = _nodes_and_edges(text, path)
     kind = [words.split("(")[0].strip() or "op" for words in described]
     n = len(names)
-    size = np.ceil(table[:, 2]).astype(np.int64)
-    params = np.ceil(table[:, 3]).astype(np.int64)
+    size, params = table[:, 2].astype(np.int64), table[:, 3].astype(np.int64)
     stored = np.flatnonzero(params)
     seconds = table[:, 0] / 1e3
     uses, backward = list(pairs), np.zeros(n, bool)
@@ -82,7 +84,8 @@ def read(
         order = [*order, *(2 * n - 1 - v for v in order[::-1])]  # theirs follow those of the file
         backward = np.append(backward, np.ones(n, bool))
         param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
-    graph = OpGraph.build(
+    graph = graph_of(
+        path,
         Path(path).stem,
         names,
         tensor_src.astype(np.int32),
@@ -157,5 +160,7 @@ def _fields(text: str, where: str) -> list[float]:
         except ValueError:
             raise FormatError(f"{where}: {name} = {by_name[name]!r} is not a number") from None
         total = sum(number(x, f"{where}: {name}") for x in numbers)
+        if name.endswith("_size"):
+            total = whole(math.ceil(number(total, where)), f"{where}: {name}", most=MOST_BYTES)
         values.append(number(total, f"{where}: {name}"))
     return values

@@ -383,7 +383,7 @@ def _sizes(rows: Rows, head: list[str], lines: int) -> tuple[int, int]:
     """Jobs and machines of a text that has so many lines for each job."""
     jobs, machines = int(head[0]), int(head[1])
     if len(rows) != lines * jobs or not rows:
-        raise _Wrong(rows[-1][0] if rows else 1, f"{len(rows)} lines, of {lines} for {jobs} jobs")
+        raise _Wrong(1, f"{jobs} jobs need {lines * jobs} lines, there are {len(rows)}")
     return jobs, machines
 
 

@@ -23,7 +23,10 @@ NEVER = -(2**60)
 
 # Of one micro-batch, so that sums over many of them fit int64 too.
 MOST_BLOCKS = 4096
+MOST_ENTRIES = 2**17  # predecessors, and devices, of all blocks together
+MOST_RUNS = 2**20  # blocks x micro-batches of a schedule
 MOST = 2**36  # time, or memory
+_MOST_MATCHED = 1024  # blocks of a device: what more of them hold is not matched for a bound
 
 
 class BlocksError(ValueError):
@@ -75,6 +78,14 @@ class Work:
             raise BlocksError(
                 f"ndevs = {self.num_devices}; from 1 to {MOST_DEVICES} devices are possible"
             )
+        for what, total in (
+            ("predecessors", sum(len(b.preds) for b in self.blocks)),
+            ("devices", sum(len(b.devices) for b in self.blocks)),
+        ):
+            if total > MOST_ENTRIES:
+                raise BlocksError(
+                    f"all blocks together have {total} {what}, at most {MOST_ENTRIES} are possible"
+                )
         time, memory = (sum(b.time for b in self.blocks), sum(abs(b.memory) for b in self.blocks))
         for what, total in (("take a time of", time), ("change memory by", memory)):
             if total > MOST:
@@ -106,8 +117,10 @@ class Work:
                     f"device {d}: every micro-batch leaves {left:+d} of memory behind; "
                     "under a limit the blocks of a device must release what they take"
                 )
-            for v in on:
-                taken = sum(max(0, self.blocks[u].memory) for u in on if self.path[u, v] > NEVER)
+            takes = np.array([max(0, self.blocks[u].memory) for u in on], np.int64)
+            frees = [v for v in on if self.blocks[v].memory < 0]
+            before = takes @ (self.path[np.ix_(on, frees)] > NEVER)
+            for v, taken in zip(frees, before.tolist(), strict=True):
                 if -self.blocks[v].memory > taken:
                     raise BlocksError(
                         f"device {d}: block {v} releases {-self.blocks[v].memory} of memory, the "
@@ -128,10 +141,11 @@ class Work:
     @cached_property
     def on(self) -> tuple[tuple[int, ...], ...]:
         """``[D]`` blocks of each device."""
-        return tuple(
-            tuple(i for i, b in enumerate(self.blocks) if d in b.devices)
-            for d in range(self.num_devices)
-        )
+        on: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for i, b in enumerate(self.blocks):
+            for d in dict.fromkeys(b.devices):
+                on[d].append(i)
+        return tuple(map(tuple, on))
 
     @cached_property
     def load(self) -> tuple[int, ...]:
@@ -167,12 +181,14 @@ class Work:
         """``[D]`` (block that takes memory, later block that releases it, how much).
 
         All that a device takes is matched with what it releases, of those reachable where the
-        path is longest; nothing for a device whose blocks cannot be matched like that.
+        path is longest; nothing for a device whose blocks cannot be matched like that, or are many.
         """
         return tuple(self._pairs(on) for on in self.on)
 
     def _pairs(self, on: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-        pairs = []
+        pairs: list[tuple[int, int, int]] = []
+        if len(on) > _MOST_MATCHED:
+            return ()
         held = {v: -self.blocks[v].memory for v in on if self.blocks[v].memory < 0}
         for u in on:
             left = self.blocks[u].memory
@@ -258,52 +274,80 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         BlocksError: the case is not of that format, its blocks depend on each other in a
             circle, or no micro-batch fits into the memory.
     """
-    try:
-        num_devices, rows = _whole(case["ndevs"]), {_whole(b["id"]): b for b in case["blocks"]}
-        mode = case.get("mode", "train")
-        if mode not in ("train", "infer"):
-            raise ValueError(f"mode {short(mode)} is neither 'train' nor 'infer'")
-        infer = mode == "infer"
-        preds = {i: [_whole(p) for p in b["deps"]] for i, b in rows.items()}
-        numbers = {i: (_whole(b["time"]), _whole(b["memory"])) for i, b in rows.items()}
-        devices = {i: tuple(sorted({_whole(d) for d in b["devices"]})) for i, b in rows.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        lacks = "no " if isinstance(error, KeyError) else ""
-        raise BlocksError(
-            f"not a case: {lacks}{error}; it has ndevs and blocks, each with id, devices, time, "
-            "memory, deps"
-        ) from error
-    if len(rows) != len(case["blocks"]):
-        raise BlocksError("two blocks have the same id")
-    order: list[int] = []
-    left = dict(preds)
-    while left:
-        ready = [i for i, p in left.items() if all(x in rows and x not in left for x in p)]
-        if not ready:
-            raise BlocksError(
-                f"blocks {short(sorted(left))} wait for each other, or for unknown ones"
-            )
+    if not isinstance(case, dict):
+        raise BlocksError(f"not a case: {short(case)} is no object of ndevs and blocks")
+    num_devices, mode = _whole(_field(case, "ndevs", "it"), "ndevs"), case.get("mode", "train")
+    if mode not in ("train", "infer"):
+        raise BlocksError(f"not a case: mode {short(mode)} is neither 'train' nor 'infer'")
+    infer = mode == "infer"
+    records = _field(case, "blocks", "it")
+    rows: dict[int, Block] = {}
+    for k, record in enumerate(records if isinstance(records, list) else [None]):
+        where = f"blocks[{k}]"
+        i = _whole(_field(record, "id", where), f"{where}: id")
+        if i in rows:
+            raise BlocksError(f"two blocks have the same id {i}")
+        rows[i] = _row(record, f"block {i}", num_devices, infer)
+    waits = {i: len(row.preds) for i, row in rows.items()}
+    users: dict[int, list[int]] = {i: [] for i in rows}
+    for i, row in rows.items():
+        for p, _ in row.preds:
+            if p not in rows:
+                raise BlocksError(f"block {i}: deps has {p}, which is the id of no block")
+            users[p].append(i)
+    place = {i: k for k, i in enumerate(rows)}
+    ready, order = [i for i in rows if not waits[i]], list[int]()
+    while ready:
         order += ready
-        for i in ready:
-            del left[i]
+        after = [v for i in ready for v in users[i]]
+        for v in after:
+            waits[v] -= 1
+        ready = sorted({v for v in after if not waits[v]}, key=place.__getitem__)
+    if len(order) < len(rows):
+        stuck = [i for i in rows if waits[i]]
+        raise BlocksError(f"blocks {short(stuck)} wait for each other, or for such as do")
     number = {i: k for k, i in enumerate(order)}
     blocks = tuple(
-        Block(
-            devices[i],
-            numbers[i][0],
-            0 if infer else numbers[i][1],
-            tuple((number[p], 0) for p in dict.fromkeys(preds[i])),
-        )
-        for i in order
+        replace(rows[i], preds=tuple((number[p], 0) for p, _ in rows[i].preds)) for i in order
     )
     limit = None if memory is None or infer else (memory,) * num_devices
     return Work(blocks, num_devices, limit), order
 
 
-def _whole(value: Any) -> int:
-    """Raises: ValueError, no number, one with a fraction, or one that is too large."""
+def _row(record: Any, where: str, num_devices: int, infer: bool) -> Block:
+    """A block whose predecessors are ids."""
+    lists = {}
+    for key in ("devices", "deps"):
+        values = _field(record, key, where)
+        if not isinstance(values, list):
+            raise BlocksError(f"not a case: {where}: {key} = {short(values)} is no list")
+        lists[key] = [_whole(x, f"{where}: {key}") for x in values]
+    time, memory = (_whole(_field(record, k, where), f"{where}: {k}") for k in ("time", "memory"))
+    wrong = [d for d in lists["devices"] if not 0 <= d < num_devices]
+    if wrong or not lists["devices"]:
+        found = f"has {wrong[0]}" if wrong else "is empty"
+        raise BlocksError(f"{where}: devices {found}; ndevs = {num_devices}: they are from 0")
+    if time < 1:
+        raise BlocksError(f"{where} takes a time of {time}, at least 1 is possible")
+    preds = tuple((p, 0) for p in dict.fromkeys(lists["deps"]))
+    return Block(tuple(sorted(set(lists["devices"]))), time, 0 if infer else memory, preds)
+
+
+def _field(record: Any, key: str, where: str) -> Any:
+    if not isinstance(record, dict) or key not in record:
+        raise BlocksError(
+            f"not a case: {where} has no {key!r}; a case has ndevs and blocks, each with id, "
+            "devices, time, memory, deps"
+        )
+    return record[key]
+
+
+def _whole(value: Any, where: str) -> int:
+    """Raises: BlocksError, no number, one with a fraction, or one that is too large."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise ValueError(f"{short(value)} is not a whole number (a finer unit makes it one)")
+        raise BlocksError(
+            f"not a case: {where} = {short(value)} is not a whole number; a finer unit makes it one"
+        )
     if not abs(value) < 2**63:
-        raise ValueError(f"{short(value)} is too large a number")
+        raise BlocksError(f"not a case: {where} = {short(value)} is too large a number")
     return int(value)

@@ -38,10 +38,13 @@ from typing import Any
 
 import numpy as np
 
+from placement.graph import components
 from placement.modulo.blocks import NEVER, BlocksError, Ints, Work
 from placement.tools import cpsat
 
 MAX_UNROLL = 4
+_LEAST_S = 0.2  # a question gets these seconds to be written down, however few are left
+_MOST_NODES, _MOST_PAIRS = 2**11, 2**18  # of them on one device: more, and it fills gigabytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +110,8 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     end = time.perf_counter() + seconds
     start = _one_at_a_time(work, end)
     shorter, bound = _shortest(work, 1, start.period, end)
-    best = Outcome(shorter or start, Fraction(bound))
+    found = [p for p in (shorter, start, _packed(work)) if p is not None]
+    best = Outcome(min(found, key=lambda p: p.period), Fraction(bound))
     if unroll is not None:
         return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
     for k in range(2, MAX_UNROLL + 1):
@@ -119,6 +123,37 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
         if wide.pattern.per_micro_batch < best.pattern.per_micro_batch:
             best = replace(wide, others=(*best.others, best.pattern))
     return best
+
+
+def _packed(work: Work) -> Pattern | None:
+    """Blocks one after another on their devices, and of as early micro-batches as that takes.
+
+    Without limits on memory a micro-batch may be under way for any number of periods. Where every
+    block has one device no period is shorter; the schedule of few micro-batches is a long one.
+    """
+    if work.limit is not None:
+        return None
+    free, at = [0] * work.num_devices, []
+    for block in work.blocks:
+        at.append(max(free[d] for d in block.devices))
+        for d in block.devices:
+            free[d] = at[-1] + block.time
+    period, starts = max(free), np.zeros((1, work.num_blocks), np.int64)
+    for b, block in enumerate(work.blocks):
+        ready = max(
+            (starts[0, u] + work.blocks[u].time + wait for u, wait in block.preds), default=0
+        )
+        starts[0, b] = at[b] + period * max(0, -(-(ready - at[b]) // period))
+    return Pattern(starts, period)
+
+
+class _OutOfTime(Exception):
+    """A question takes too long to write down."""
+
+
+def _check_time(end: float) -> None:
+    if time.perf_counter() > end:
+        raise _OutOfTime
 
 
 def _one_at_a_time(work: Work, end: float) -> Pattern:
@@ -203,7 +238,7 @@ def _shortest(work: Work, k: int, below: int, end: float) -> tuple[Pattern | Non
             period = (cursor + below - 1) // 2
         pattern, fits = solve(work, k, period, 0.4 * left)
         if pattern is not None:
-            best = _tightened(work, pattern, cursor)
+            best = _tightened(work, pattern, cursor, max(end, time.perf_counter() + _LEAST_S))
             below = best.period
             continue
         if fits is False:
@@ -222,7 +257,14 @@ def _shortest(work: Work, k: int, below: int, end: float) -> tuple[Pattern | Non
 
 
 def _limit_pairs(
-    model: Any, work: Work, d: int, limit: int, period: int, most: int, start: Sequence[Any]
+    model: Any,
+    work: Work,
+    d: int,
+    limit: int,
+    period: int,
+    most: int,
+    start: Sequence[Any],
+    end: float,
 ) -> None:
     """Of pairs that take memory of device ``d`` and release it, only so many at a time.
 
@@ -247,6 +289,7 @@ def _limit_pairs(
         pair, begin, until, size = one
         other_pair, other_begin, other_until, other_size = other
         if size + other_size > limit and pair != other_pair:
+            _check_time(end)
             lag = model.new_int_var(-most, most, "")
             model.add(other_begin - period * lag >= until)
             model.add(other_until - period * lag <= begin + period)
@@ -264,13 +307,32 @@ def solve(
     """A pattern of ``k`` micro-batches in ``period``, and whether there is one (None: unknown).
 
     Args:
+        seconds: after which it is unknown; ``_LEAST_S`` at least to write the question down.
         seed: others than 0 search at random, for different patterns.
         shortest_flow: the one with the least time from its first start to its last end.
     """
+    pairs = sum(len(on) ** 2 for on in work.on) * k**2 // 2
+    if k * work.num_blocks > _MOST_NODES or pairs > _MOST_PAIRS:
+        return None, None
+    try:
+        return _solved(work, k, period, seconds, seed, shortest_flow)
+    except _OutOfTime:
+        return None, None
+
+
+def _solved(
+    work: Work, k: int, period: int, seconds: float, seed: int, shortest_flow: bool
+) -> tuple[Pattern | None, bool | None]:
+    """See ``solve``.
+
+    Raises:
+        _OutOfTime: writing the question down took too long.
+    """
     from ortools.sat.python import cp_model
 
-    far = _closure(work, k, period)
-    lags = None if far is None else _fixed_point(work, k, period, far)
+    end = time.perf_counter() + max(seconds, _LEAST_S)
+    far = _closure(work, k, period, end)
+    lags = None if far is None else _fixed_point(work, k, period, far, end)
     if far is None or lags is None:
         return None, False
     n, total = work.num_blocks, work.num_blocks * k
@@ -286,20 +348,24 @@ def solve(
         model.add(start[y] - start[x] >= lag)
     lag_of: dict[tuple[int, int], Any] = {}
     most = reach // period + 1
-    for (x, y), (low, high) in lags.items():
+    for i, ((x, y), (low, high)) in enumerate(lags.items()):
+        if i % 256 == 0:
+            _check_time(end)
         q = low if low == high else model.new_int_var(max(low, -most), min(high, most), "")
         lag_of[x, y], lag_of[y, x] = q, -1 - q
         model.add_linear_constraint(
             start[y] - start[x] - period * q, time_of[x], period - time_of[y]
         )
     for d, limit in enumerate(work.limit or ()):
-        held = [x for x in range(total) if x % n in work.on[d] and work.blocks[x % n].memory]
+        _check_time(end)
+        here = set(work.on[d])
+        held = [x for x in range(total) if x % n in here and work.blocks[x % n].memory]
         for x in held:
             taken = work.blocks[x % n].memory
             if taken > 0:
                 others = [work.blocks[y % n].memory * lag_of[x, y] for y in held if y != x]
                 model.add(taken - sum(others) <= limit)
-        _limit_pairs(model, work, d, limit, period, most, start)
+        _limit_pairs(model, work, d, limit, period, most, start, end)
     if shortest_flow:
         first = model.new_int_var(-reach, reach, "")
         last = model.new_int_var(-reach, 2 * reach, "")
@@ -309,7 +375,8 @@ def solve(
         model.minimize(last - first)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.max_time_in_seconds = max(seconds, 0.001)
+    _check_time(end)
+    solver.parameters.max_time_in_seconds = max(min(seconds, end - time.perf_counter()), 0.001)
     solver.parameters.random_seed = seed
     solver.parameters.randomize_search = seed != 0
     # Starts and lags are tied by differences only: their LP relaxation says nothing.
@@ -353,14 +420,11 @@ def _other_roots(work: Work) -> list[int]:
     Parts may move against each other by whole periods, where each releases what it takes, so
     that this block may start within a period after block 0.
     """
-    part = list(range(work.num_blocks))
-    for v, block in enumerate(work.blocks):
-        for u, _ in block.preds:
-            old, new = part[v], part[u]
-            part = [new if p == old else p for p in part]
+    edges = [(u, v) for v, block in enumerate(work.blocks) for u, _ in block.preds]
+    part = components(np.array(edges, np.int64).reshape(-1, 2), work.num_blocks)
     roots = []
-    for root in sorted(set(part) - {part[0]}):
-        members = {b for b, p in enumerate(part) if p == root}
+    for root in np.unique(part, return_index=True)[1].tolist()[1:]:
+        members = set(np.flatnonzero(part == part[root]).tolist())
         left_over = (sum(work.blocks[b].memory for b in on if b in members) for on in work.on)
         if work.limit is None or not any(left_over):
             roots.append(root)
@@ -390,25 +454,27 @@ def _near(work: Work) -> list[tuple[int, int, int]]:
     return pairs
 
 
-def _closure(work: Work, k: int, period: int) -> Ints | None:
+def _closure(work: Work, k: int, period: int, end: float) -> Ints | None:
     """int64 ``[kn, kn]``: least ``s_y - s_x`` from all edges; None if they contradict."""
     total = work.num_blocks * k
     far = np.full((total, total), NEVER)
     np.fill_diagonal(far, 0)
     for x, y, lag in _edges(work, k, period):
         far[x, y] = max(far[x, y], lag)
-    return _closed(far)
+    return _closed(far, end)
 
 
-def _closed(far: Ints) -> Ints | None:
+def _closed(far: Ints, end: float) -> Ints | None:
     for x in range(len(far)):
+        if x % 16 == 0:
+            _check_time(end)
         np.maximum(far, far[:, x : x + 1] + far[x : x + 1], out=far)
     far[far < NEVER // 2] = NEVER
     return None if (np.diagonal(far) > 0).any() else far
 
 
 def _fixed_point(
-    work: Work, k: int, period: int, far: Ints
+    work: Work, k: int, period: int, far: Ints, end: float
 ) -> dict[tuple[int, int], tuple[int, int]] | None:
     """Least and largest lag of every pair of nodes on a shared device; None: impossible.
 
@@ -433,7 +499,7 @@ def _fixed_point(
                     changed = True
         if not changed:
             return lags
-        if _closed(far) is None:
+        if _closed(far, end) is None:
             return None
 
 
@@ -444,8 +510,8 @@ def _on_one_device(work: Work, k: int) -> list[tuple[int, int]]:
     return [(x, y) for x, y in pairs if devices[x % n] & devices[y % n]]
 
 
-def _tightened(work: Work, pattern: Pattern, least: int) -> Pattern:
-    """The same order at its shortest period, not below ``least``."""
+def _tightened(work: Work, pattern: Pattern, least: int, end: float) -> Pattern:
+    """The same order at its shortest period, not below ``least``; or one on the way at ``end``."""
     low, best = least, pattern
     n, k = work.num_blocks, pattern.unroll
     starts = pattern.starts.reshape(-1)
@@ -453,12 +519,15 @@ def _tightened(work: Work, pattern: Pattern, least: int) -> Pattern:
     lags = {(x, y): int(starts[y] - starts[x]) // pattern.period for x, y in pairs}
     while low < best.period:
         period = (low + best.period) // 2
-        far = _closure(work, k, period)
-        if far is not None:
-            for (x, y), q in lags.items():
-                far[x, y] = max(far[x, y], work.blocks[x % n].time + period * q)
-                far[y, x] = max(far[y, x], work.blocks[y % n].time - period * (q + 1))
-            far = _closed(far)
+        try:
+            far = _closure(work, k, period, end)
+            if far is not None:
+                for (x, y), q in lags.items():
+                    far[x, y] = max(far[x, y], work.blocks[x % n].time + period * q)
+                    far[y, x] = max(far[y, x], work.blocks[y % n].time - period * (q + 1))
+                far = _closed(far, end)
+        except _OutOfTime:
+            return best
         if far is None:
             low = period + 1
         else:

@@ -11,6 +11,7 @@ by whole periods in the middle, and annealed again for what is left of the time.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ Keys = NDArray[Any]  # [N, n]: whatever has the smallest comes first
 # At most so many micro-batches shape the ends of a schedule; moves between looks at the clock.
 _FEW = 16
 _ROUNDS = 40
+_MOST_LOOKS = 2**25  # at blocks: a greedy rule looks at all of them for each that starts
 
 
 @dataclass
@@ -78,14 +80,12 @@ def shortest(
     if num_micro_batches > few:
         small = _candidates(work, table, patterns, few)
         small = _annealed(work, table, small, end - 0.5 * seconds)
-        stretched = [
-            arranged
-            for order in small[:3]
-            for p in patterns
-            for key in _stretched(order.start, num_micro_batches, p)
-            if (arranged := _arranged(work, table, key)) is not None
-        ]
-        best = sorted([*stretched, *best], key=lambda o: o.length)
+        stretched = []
+        for order, p in itertools.product(small[:3], patterns):
+            for key in _stretched(order.start, num_micro_batches, p):
+                if time.perf_counter() < end or not stretched:
+                    stretched.append(_arranged(work, table, key))
+        best = sorted([*filter(None, stretched), *best], key=lambda o: o.length)
     return _annealed(work, table, best, end)[0].start
 
 
@@ -94,13 +94,14 @@ def _candidates(work: Work, table: Ints, patterns: Sequence[Pattern], num: int) 
     arranged = [_arranged(work, table, p.unrolled(num)) for p in patterns]
     batch, n = np.arange(num)[:, None], work.num_blocks
     far = int(work.tail.max()) + 1
-    for key in (
+    rules = (
         batch * n + np.zeros(n, np.int64),  # the oldest micro-batch
         work.tail + batch / num,  # what is nearest to its end: memory is released first
         batch / num - work.tail,  # what is farthest from its end
         work.head + batch * (far / num),
         batch * float(patterns[0].per_micro_batch) - work.tail,
-    ):
+    )
+    for key in rules if num * n * n <= _MOST_LOOKS else ():
         arranged.append(_arranged(work, table, key, eager=True))
     orders = sorted((m for m in arranged if m is not None), key=lambda m: m.length)
     if not orders:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from placement.modulo import retime
-from placement.modulo.blocks import Ints, Work
+from placement.modulo.blocks import MOST_RUNS, BlocksError, Ints, Work
 from placement.modulo.repetend import Outcome, search, solve
 
 # Up to so many devices patterns are found and proved in well under a second.
@@ -61,6 +61,11 @@ def search_schedule(
     """
     from ortools.sat.python import cp_model  # noqa: F401  (its import is not part of the search)
 
+    if num_micro_batches * work.num_blocks > MOST_RUNS:
+        raise BlocksError(
+            f"{num_micro_batches} micro-batches of {work.num_blocks} blocks: at most {MOST_RUNS} "
+            "runs of a block are possible; ask for fewer micro-batches"
+        )
     retime.warm_up()
     budget = default_seconds(work) if seconds is None else seconds
     began = time.perf_counter()
@@ -68,6 +73,8 @@ def search_schedule(
     patterns = [outcome.pattern]
     for options in ({"shortest_flow": True}, {"seed": 1}, {"seed": 2}, {"seed": 3}):
         left = began + budget - time.perf_counter()
+        if left <= 0:
+            break
         similar, _ = solve(
             work, outcome.pattern.unroll, outcome.pattern.period, 0.1 * left, **options
         )

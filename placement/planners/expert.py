@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import numpy as np
 from placement.planners import PlannerError
 from placement.problem import Placement, Problem, Solution
 from placement.search.evaluation import Search
+from placement.tools.files import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ def _read(file: str, problem: Problem) -> Placement:
             '{"operator": "device", ...} for every operator'
         )
     try:
-        split: Any = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        split: Any = parse_json(read_text(file))
+    except (OSError, ValueError) as error:
         raise PlannerError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(split, dict):
         raise PlannerError(f"{file}: expected an object {{operator: device}}, got {split!r:.60}")

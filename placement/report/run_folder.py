@@ -16,7 +16,7 @@ from placement.report import table, trace
 from placement.runs.compare import Comparison, placement_id, solution_of
 from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
-from placement.tools.files import parse_json
+from placement.tools.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from placement.plan import Plan
@@ -246,4 +246,4 @@ def _columns(file: Path) -> dict[str, list[float]]:
 
 
 def _text(file: Path) -> str:
-    return file.read_bytes().decode("utf-8")
+    return read_text(file)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from placement.timeline import Timeline, TimelineError
-from placement.tools.files import parse_json, write_atomic
+from placement.tools.files import parse_json, read_text, write_atomic
 
 
 def merge_traces(
@@ -46,7 +46,7 @@ def read_traces(path: str | Path) -> dict[str, Timeline]:
         TimelineError: it cannot be read, or is not such a trace.
     """
     try:
-        events = parse_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(read_text(path))["traceEvents"]
         by_pid: dict[int, list[dict[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)

@@ -26,7 +26,7 @@ from placement.schedule import Schedule
 from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
-from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.files import parse_json, read_text, short, write_atomic
 from placement.tools.parallel import parallel_map
 
 Floats = NDArray[np.float64]
@@ -665,7 +665,7 @@ def _plain(value: Any) -> Any:
 def _read(path: Path, key: str) -> dict[str, Any] | None:
     """What was saved under ``key``; None if nothing was, or if the file is damaged."""
     try:
-        saved = parse_json(path.read_text(encoding="utf-8"), infinite=True)
+        saved = parse_json(read_text(path), infinite=True)
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) and saved.get("key") == key else None

@@ -19,7 +19,7 @@ from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.simulator import score
 from placement.timeline import Timeline
-from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.files import parse_json, read_text, short, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -416,7 +416,7 @@ def _load(path: Path, problem: Problem) -> Iterator[Round]:
     if not path.exists():
         return
     try:
-        head, *lines = path.read_text(encoding="utf-8").split("\n")
+        head, *lines = read_text(path).split("\n")
         if parse_json(head)["problem"] != fingerprint(problem):
             raise TrialError(
                 f"{path} holds trials of another problem (model, devices, objective, "

@@ -13,6 +13,7 @@ import json
 import os
 import reprlib
 import shutil
+import stat
 import threading
 import zipfile
 from collections import Counter
@@ -21,6 +22,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+MOST_BYTES = 2**31  # of a file that is read whole: as much as protobuf, and so ONNX, allows
 MAX_DEPTH = 100  # of lists and objects in each other: far below what Python's own recursion allows
 _MAX_DIGITS = 308  # of a number that float64 holds
 _MOST_PACKED = 200  # times as many bytes as the file of them has
@@ -29,6 +31,42 @@ _FEW_ALIASES = 100_000  # values that a short text of YAML may repeat by its ali
 
 class FileError(ValueError):
     """A file cannot be written; the message says which, why, and what to do."""
+
+
+def read_file(path: str | Path) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        OSError: it cannot be read; or is larger than ``MOST_BYTES``, or a device or a named pipe,
+            which may never end.
+    """
+    size = check_is_file(path)
+    if size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"{size} bytes, at most {MOST_BYTES} are read")
+    return Path(path).read_bytes()
+
+
+def check_is_file(path: str | Path) -> int:
+    """How many bytes it has.
+
+    Raises:
+        OSError: it is not there; or is a device or a named pipe, which may never end.
+    """
+    about = Path(path).stat()
+    is_named = os.path.exists(os.path.realpath(path))  # what a shell pipes in has no name
+    if is_named and not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+        raise OSError(errno.EINVAL, "a pipe or a device; write what it gives into a file")
+    return about.st_size
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file in UTF-8, without the byte order mark that some editors write.
+
+    Raises:
+        OSError: see ``read_file``.
+        ValueError: it is not UTF-8.
+    """
+    return read_file(path).decode("utf-8-sig")
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> Path:
@@ -183,6 +221,7 @@ def read_arrays(path: str | Path) -> dict[str, Any]:
     """
     import numpy as np
 
+    check_is_file(path)
     with open(path, "rb") as file:
         if not zipfile.is_zipfile(file):  # of which numpy would say: unpickle it
             raise ValueError("it is no .npz file")

@@ -28,7 +28,7 @@ from placement.cluster import Cluster, Device, Link, from_record
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
-from placement.tools.files import check_writable, parse_json, write_atomic
+from placement.tools.files import check_writable, parse_json, read_text, write_atomic
 from placement.tools.progress import Progress
 from placement.workloads import zoo
 
@@ -119,7 +119,7 @@ def read_list(path: str | Path) -> tuple[Entry, ...]:
         DatasetError: not readable, a word that is no option, or no model at all.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: cannot be read as a list of models: {error}") from error
     entries = []
@@ -272,8 +272,7 @@ def _links(home: Path, cluster: Cluster, say: Progress) -> tuple[Link, ...]:
     path = home / "machine.json"
     try:
         return tuple(
-            from_record(Link, x)
-            for x in parse_json(path.read_text(encoding="utf-8"), infinite=True)["links"]
+            from_record(Link, x) for x in parse_json(read_text(path), infinite=True)["links"]
         )
     except (OSError, ValueError, KeyError, TypeError):
         say("links", None)

@@ -197,7 +197,7 @@ def _wfformat(folder: Path, devices: int | None) -> Iterator[Case]:
 def _public(folder: Path, devices: int | None) -> Iterator[Case]:
     """``devices`` are those of PipeDream's profiles: the other files have their own."""
     path = folder / "dnn_partitioning" / "truth.json"
-    truth = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else []
+    truth = _truth(path) if path.is_file() else []
     for path in sorted(folder.glob("dnn_partitioning/*/*/*.json")):
         file = path.relative_to(folder / "dnn_partitioning").as_posix()
         latency = file.startswith("latency")
@@ -215,6 +215,21 @@ def _public(folder: Path, devices: int | None) -> Iterator[Case]:
     for path in sorted(folder.glob("moirai/*.json")):
         load = partial(importers.load, path, objective=Objective.LATENCY)
         yield Case(f"moirai/{path.stem}", load, None, 1e-3)
+
+
+def _truth(path: Path) -> list[dict[str, Any]]:
+    try:
+        truth = parse_json(_text(path))
+    except ValueError as error:
+        raise SuiteError(f"{path}: not valid JSON: {error}") from error
+    keys = {"file", "objective", "method", "status", "value", "lower_bound"}
+    records = truth if isinstance(truth, list) else [truth]
+    for i, record in enumerate(records):
+        if not isinstance(record, dict) or not keys <= record.keys():
+            raise SuiteError(f"{path}: record {i} = {short(record)} lacks a key of {sorted(keys)}")
+        for key in ("value", "lower_bound"):
+            _bound(record, key, f"{path}: record {i}")
+    return records
 
 
 def bounds_of(

@@ -351,6 +351,10 @@ def test_errors_say_what_to_do(data: Path, capsys: Any, tmp_path: Path) -> None:
     assert "lower_bound = 'none' is not a time" in said("shops", "--data", str(data))
     write(data / "shops/best_known.json", '{"a": {"lower_bound": 9, "upper_bound": 8}}')
     assert "a: lower_bound 9.0 > upper_bound 8.0" in said("shops", "--data", str(data))
+    write(data / "dnn_partitioning/truth.json", '[{"file": "a"}]')
+    for name in ("dnn_partitioning/throughput/layer/a.json", "pipedream/a.txt"):
+        write(data / name, "")
+    assert "record 0 = {'file': 'a'} lacks a key of [" in said("public", "--data", str(data))
     assert "must be positive and finite" in said("synthetic", "--seconds", "inf")
     with pytest.raises(SuiteError):
         cases("synthetic", only="nothing")

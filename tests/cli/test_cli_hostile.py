@@ -24,6 +24,7 @@ from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.heft import Heft
 from placement.problem import Problem, Solution
 from tests.problems import chain, small_problem
+from tests.served import LLAMA, written
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [
@@ -80,6 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "half.json").write_text(text[: len(text) // 2])
     (home / "empty.json").write_text("")
     (home / "folder.json").mkdir()
+    os.mkfifo(home / "pipe.json")
     (home / "array.json").write_text("[1, 2]")
     (home / "deep.json").write_text("[" * 200_000)
     return home
@@ -100,7 +102,18 @@ def test_every_verb_is_tried() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["missing", "version", "latin", "half", "empty", "folder", "array", "deep", "unreadable"],
+    [
+        "missing",
+        "version",
+        "latin",
+        "half",
+        "empty",
+        "folder",
+        "array",
+        "deep",
+        "pipe",
+        "unreadable",
+    ],
 )
 @pytest.mark.parametrize("verb", READERS)
 def test_bad_files(
@@ -115,6 +128,34 @@ def test_bad_files(
     said = refused(capsys, [_filled(word, str(file)) for word in READERS[verb]])
     assert name in said, "the file is named"
     assert sorted(p.name for p in folder.iterdir()) == before, "nothing is left behind"
+
+
+MARKED = {  # what some editors begin a file with, which is no part of its text
+    ("show", "FILE"): "plan.json",
+    ("plan", "problem.json", "--planner", "expert", "file=FILE"): {f"op{i}": "a" for i in range(6)},
+    ("plan", "llama.json", "--objective", "decode", "--context", "9", "--cluster", "FILE"): {
+        "devices": [{"name": "cpu:0", "like": "amd/ryzen-7950x"}]
+    },
+    ("schedule", "FILE", "--case", "a", "--micro-batches", "2", "--seconds", "0.1"): {
+        "cases": {"a": {"ndevs": 1, "blocks": [
+            {"id": 0, "devices": [0], "time": 1, "memory": 0, "deps": []}]}}
+    },
+    ("plan", "FILE", "--objective", "decode", "--context", "9", "--cluster", "home.yaml"): LLAMA,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", MARKED, ids=lambda argv: argv[0])
+def test_a_byte_order_mark_is_no_mistake(
+    argv: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "problem.json").write_bytes((folder / "problem.json").read_bytes())
+    written(tmp_path, LLAMA)
+    (tmp_path / "model.json").rename("llama.json")
+    content = MARKED[argv]
+    text = (folder / content).read_text() if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "marked.json").write_text("\ufeff\n" + text)
+    assert main([word.replace("FILE", "marked.json") for word in argv]) == OK
 
 
 def _filled(word: str, file: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,8 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(DNN, "nodes", 1, "fpgaLatency", value="2"), "node 3: fpgaLatency = '2'"),
         (change(DNN, "nodes", 1, "cpuLatency", value=float("nan")), "node 3: cpuLatency = nan"),
         (change(DNN, "nodes", 1, "size", value=float("inf")), "node 3: size = inf"),
+        (change(DNN, "nodes", 1, "size", value=1e17), "node 3: size = 100000000000000000 is too"),
+        (change(DNN, "nodes", value=[node(i, size=2.0**52) for i in (3, 5, 7, 9)]), "together"),
         (change(DNN, "nodes", 1, "isBackwardNode", value="no"), "node 3: isBackwardNode = 'no'"),
         (change(DNN, "nodes", 1, "colorClass", value=[2]), "node 3: colorClass"),
         (change(DNN, "edges", 0, "cost"), "edge 7 -> 3: field 'cost' is missing"),
@@ -219,6 +222,7 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (with_edge(MOIRAI, {**MOIRAI["edges"][0], "src": 4, "dst": 1}), "cycle: "),
         (PIPEDREAM.replace("backward_compute_time=4.0", "b=4"), "node node2: field 'backward"),
         (PIPEDREAM.replace("=2.0", "=-2.0"), "line 1: node node2: forward_compute_time = -2"),
+        (PIPEDREAM.replace("=40.0", "=1e30"), "line 1: node node2: parameter_size = 1"),
         (PIPEDREAM.replace("=2.0", "=two"), "node node2: forward_compute_time = 'two'"),
         (PIPEDREAM.replace("node1 -- Input0", "node2 -- Input0"), "node node2 is described twice"),
         (PIPEDREAM + "\tnode3 -- node9\n", "line 6: edge node3 -- node9: no node node9"),
@@ -233,6 +237,20 @@ def test_mistakes_are_named(tmp_path: Path, content: Any, said: str) -> None:
         load(path)
     assert said in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_compressed_files_may_be_joined(tmp_path: Path) -> None:
+    """What one is split into and compressed apart; of the first part alone there is a graph too."""
+    nodes, edges = PIPEDREAM.split("\tnode1", 1)
+    path = tmp_path / "graph.txt.gz"
+    packed = [gzip.compress(part.encode()) for part in (nodes, "", "\tnode1" + edges)]
+    path.write_bytes(b"".join(packed) + b"\0" * 9)
+    plain = load(written(tmp_path / "graph.txt", PIPEDREAM))
+    assert load(path).graph.fingerprint == plain.graph.fingerprint
+    for wrong in (packed[2][:-3], b"what is this"):
+        path.write_bytes(packed[0] + wrong)
+        with pytest.raises(FormatError, match=r"graph\.txt\.gz: .*(cut off|damaged)"):
+            load(path)
 
 
 @pytest.mark.parametrize(

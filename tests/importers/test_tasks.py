@@ -98,6 +98,8 @@ def test_a_standard_task_graph(tmp_path: Path) -> None:
     assert problem.compute_s[np.argsort(order)].tolist() == [[x] * 2 for x in (0, 4, 5, 6, 0)]
     assert Heft()(problem).value_s == 10
     assert importers.load(path).num_devices == 4
+    spaced = importers.load(written(tmp_path / "g.stg", STG.replace("\n", "\r\n\r\n")))
+    assert spaced.graph.fingerprint == problem.graph.fingerprint, "blank lines mean nothing"
     last = importers.load(
         written(tmp_path / "l.stg", "  2 8\n1 3 0\n2 4 1 1\n3 0 2 1 2"), devices=1
     )
@@ -170,6 +172,7 @@ CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
         ("a.fjs", "2 2\n1 1 1 5\n", "the file ends before number of operations of job 1"),
         ("a.fjs", "1 2\n1 1 1 5\n7\n", "but then comes '7'"),
         ("a.fjs", "1 2\n1 1 1 x\n", "a duration of operation 0 of job 0 = 'x' is not a number"),
+        ("a.fjs", "2 2\n1 1 1 5\n1 1 1 -4\n", "line 3: a duration of operation 0 of job 1 = '-4'"),
         ("a.fjs", "1 2\n1 2 0 1 2 1", "of 2 machines, one is 0 and one is 2: they must be"),
         ("a.fjs", "2 2\n0 3 1 5\n1 1 1 2", "line 3: a job does not visit every machine once"),
         ("a.json", {"machines": 2, "jobs": [[[]]]}, "jobs[0][0] is not a list, or an empty one"),
@@ -178,6 +181,7 @@ CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
         ("a.stg", "2\n0 0 0\n2 4 1 0\n", "line 3: expected task 1"),
         ("a.csv", CSV.replace("{x: None}", "{z: None}"), "_input_nodes has 'z', which is no Name"),
         ("a.csv", CSV.replace("1.0", "fast"), "fw_latency = 'fast' is not a number"),
+        ("a.csv", CSV.replace("0.25,0.125", "1e308,1e308"), "'y': fw_latency + bw_latency + acc"),
         ("a.csv", CSV.replace("acc_latency", "other"), "column 'acc_latency' is missing"),
         ("a.csv", CSV.splitlines()[0], "there are columns, but no operators"),
         ("a.json", {"workflow": {"tasks": [{"name": "a"}]}}, "field 'runtime' is missing"),

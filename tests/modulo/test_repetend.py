@@ -264,6 +264,33 @@ def test_the_checker_finds_what_is_wrong() -> None:
     assert any("holds 2, limit 1" in e for e in work.errors(packed))
 
 
+@given(works())
+@settings(max_examples=60, deadline=None)
+def test_blocks_packed_without_a_search_are_a_pattern(work: Work) -> None:
+    work = Work(work.blocks, work.num_devices)
+    pattern = repetend._packed(work)
+    assert pattern is not None and work.errors(pattern.unrolled(5)) == []
+    if all(len(b.devices) == 1 for b in work.blocks):
+        assert pattern.period == work.period_bound
+
+
+def test_many_blocks_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written down in time, or in memory, is unknown; an answer is there anyway."""
+
+    def chain(num: int) -> Work:
+        preds = [((b - 1, 0),) if b else () for b in range(num)]
+        return Work(tuple(Block((b * b % 5 % 3,), 1 + b % 4, 0, preds[b]) for b in range(num)), 3)
+
+    assert solve(chain(1200), 1, 3000, 60.0) == (None, None)
+    monkeypatch.setattr(repetend, "_LEAST_S", 0.0)
+    work = chain(200)
+    assert solve(work, 1, 500, 0.0) == (None, None)
+    answer = search_schedule(work, 3, seconds=0.01)
+    assert answer.outcome.optimal and answer.period == max(work.load)
+    with pytest.raises(BlocksError, match="10000 micro-batches of 200 blocks: at most"):
+        search_schedule(work, 10_000)
+
+
 # --- what is refused ---------------------------------------------------------------------
 
 
@@ -312,11 +339,30 @@ def test_cases_are_read_in_any_order_and_circles_refused() -> None:
         read_work({"ndevs": 1, "blocks": [block(0, []), block(0, [])]}, None)
     both = block(0, []) | {"devices": [1, 0, 1]}
     assert read_work({"ndevs": 2, "blocks": [both]}, None)[0].blocks[0].devices == (0, 1)
-    for wrong in (1.5, float("inf"), "1", None):  # never rounded
-        with pytest.raises(BlocksError, match=r"not a case: .*(integer|number)"):
-            read_work({"ndevs": 1, "blocks": [block(0, []) | {"time": wrong}]}, None)
-    with pytest.raises(BlocksError, match="not a case: no 'ndevs'"):
-        read_work({"blocks": []}, None)
+    many = {"ndevs": 1, "blocks": [block(i, [*range(i)]) for i in range(600)]}
+    with pytest.raises(BlocksError, match="179700 predecessors"):
+        read_work(many, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *(({"time": x}, "not a case: block 7: time = .* number") for x in (1.5, 1e999, "1", None)),
+        ({"id": "x"}, r"not a case: blocks\[0\]: id = 'x'"),
+        ({"devices": 0}, "block 7: devices = 0 is no list"),
+        ({"devices": []}, "block 7: devices is empty"),
+        ({"devices": [0, 2]}, "block 7: devices has 2; ndevs = 2"),
+        ({"deps": [5]}, "block 7: deps has 5, which is the id of no block"),
+        ({"time": 0}, "block 7 takes a time of 0"),
+    ],
+)
+def test_the_block_of_a_mistake_is_named(change: dict, said: str) -> None:
+    block = {"id": 7, "devices": [0], "time": 1, "memory": 0, "deps": []} | change
+    with pytest.raises(BlocksError, match=said):
+        read_work({"ndevs": 2, "blocks": [block]}, None)
+    for case in (None, {"ndevs": 2}, {"blocks": [block]}, {"ndevs": 2, "blocks": {"a": block}}):
+        with pytest.raises(BlocksError, match="not a case: "):
+            read_work(case, None)  # type: ignore[arg-type]
 
 
 # --- the command -------------------------------------------------------------------------

@@ -9,7 +9,28 @@ from typing import Any
 
 import pytest
 
-from placement.tools.files import FileError, write_atomic
+from placement.tools import files
+from placement.tools.files import FileError, read_file, read_text, write_atomic
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_may_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match="a pipe or a device; write"):
+            read_file(tmp_path / name)
+    with pytest.raises(IsADirectoryError):
+        read_file(tmp_path)
+    (tmp_path / "long").write_bytes(b"x" * 9)
+    monkeypatch.setattr(files, "MOST_BYTES", 8)
+    with pytest.raises(OSError, match="9 bytes, at most 8"):
+        read_file(tmp_path / "long")
+    ends = os.pipe()
+    os.write(ends[1], b"abc")
+    os.close(ends[1])
+    assert read_text(f"/dev/fd/{ends[0]}") == "abc", "what a shell pipes in ends with its program"
+    os.close(ends[0])
 
 
 def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
