@@ -424,6 +424,32 @@ def test_what_no_graph_can_hold_is_named(module: Any, inputs: Any, message: str)
     assert not re.search(r"\n|site-packages/torch|contextlib.py|sympy|capturing/exported.py", text)
 
 
+def test_a_lazy_module_is_named_and_left_as_it_was() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()).eval()
+    for inputs, how in ((X, {}), ((X, X[:, :3]), {"mode": "training", "loss": torch.dist})):
+        with pytest.raises(CaptureError, match=r"^'0\.weight' has no shape yet: call the module"):
+            capture(lazy, inputs, **how)
+    lazy(X)
+    assert_placed_as_called(lazy, (X,))
+
+
+def test_results_are_written_to_and_trained_on_as_those_of_a_call() -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        y = m.linear(x)
+        return y, y.t(), torch.complex(y, x).conj(), m.linear.bias, x
+
+    graph, head = capture(Of(forward).eval(), X), nn.Linear(4, 2)
+    with Runner(graph, TWO, np.arange(graph.num_ops) % 2) as runner:
+        first, *rest = runner(X)
+        head(first).sum().backward()
+        again, turned, *_ = runner(X)
+        again += 1
+        assert torch.equal(again.t(), turned)  # one memory, as in a call
+        assert not any(x.is_inference() for x in (first, *rest))
+        with torch.inference_mode():
+            torch.testing.assert_close([*runner(X)], [first, *rest])
+
+
 def test_what_is_not_used_may_be_of_any_kind() -> None:
     assert_placed_as_called(Of(lambda m, x: m.linear(x), a=SPARSE).eval(), (X,))
 
@@ -582,6 +608,7 @@ MIXED = st.recursive(
 
 @settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
 @example([0, 0], "add", 0)
+@example([("row", [3, 3]), ("row", [3, 0])], "times", 1)
 @given(st.lists(MIXED, min_size=2, max_size=4), st.sampled_from(["row", "add"]), st.integers(0, 99))
 def test_any_device_map_runs_in_accelerate(rows: list[Any], how: str, seed: int) -> None:
     pytest.importorskip("accelerate")
@@ -596,12 +623,14 @@ def test_any_device_map_runs_in_accelerate(rows: list[Any], how: str, seed: int)
             text = exporter(plan).files[""]
         except Inexpressible as error:
             text = exporter(moved(plan, error.nearest)).files[""]
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            expected = module(x)
-            again = Mixed(how, nn.Linear(4, 4), *map(mixed, rows)).eval()
-            again.load_state_dict(module.state_dict())
-            found = consumers.run_in_accelerate(again, json.loads(text), (x,), {}, patch)
-        assert torch.equal(found[0], expected)
+        for main in (None, "cuda:0"):  # where the map says, or where most people bring inputs
+            with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+                expected = module(x)
+                again = Mixed(how, nn.Linear(4, 4), *map(mixed, rows)).eval()
+                again.load_state_dict(module.state_dict())
+                where = json.loads(text)
+                found = consumers.run_in_accelerate(again, where, (x,), {}, patch, main)
+            assert torch.equal(found[0], expected)
 
 
 class Decoder(nn.Module):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of
@@ -62,6 +62,12 @@ def export(
     evaluation mode stay so, unless the whole module is. ``prefix`` is what messages leave out of
     paths in the module.
     """
+    held = (*module.named_parameters(), *module.named_buffers())
+    for name in (name for name, x in held if is_lazy(x)):  # a trace would leave its module broken
+        raise CaptureError(
+            f"{name.removeprefix(prefix)!r} has no shape yet: call the module once, and capture it "
+            "then"
+        )
     whole = training and not module.training
     lost: list[tuple[nn.Module, str]] = []
 
@@ -270,7 +276,7 @@ def _export_error(
     buffers = [
         (buffer, buffer.detach().clone())
         for buffer in module.buffers()
-        if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
+        if not buffer.is_inference()
     ]
     functions = [torch.func.vmap, *(f for group, _ in _UNTRACED.values() for f in group)]
     try:
@@ -433,8 +439,6 @@ def _special_tensor(name: str, x: Any) -> str:
     """What is wrong with a tensor that is not one block of memory with strides; else empty."""
     if not isinstance(x, Tensor):
         return ""
-    if is_lazy(x):
-        return f"{name} has no shape yet: call the module once, and capture it then"
     if x.is_nested:
         return f"{name} is a nested tensor: use padded tensors and a mask"
     if x.is_quantized:

@@ -457,6 +457,8 @@ class Runner:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
                 used_on(value, torch.cuda.current_stream(value.device))
+        if not torch.is_inference_mode_enabled():
+            outputs = {t: _without_mode(x) for t, x in outputs.items()}
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)
@@ -824,6 +826,19 @@ def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int
     for begin in itertools.count(first, schedule.num_microbatches) if rows else ():
         for op, batch in rows:
             yield op, begin + batch
+
+
+def _without_mode(x: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd may use, and that anybody may write to.
+
+    Devices compute in ``torch.inference_mode``, which costs less than ``torch.no_grad``.
+    """
+    if not x.is_inference():  # an input
+        return x
+    if x.is_conj() or x.is_neg():
+        return x.clone()
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return empty.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
 
 
 def _stop_workers(workers: list[Worker]) -> None:
