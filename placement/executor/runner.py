@@ -71,7 +71,8 @@ class Runner:
         schedule: a fixed order, for runs of exactly its number of micro-batches each.
         record: keep what is needed for a ``Timeline``.
         own_buffers: a training step changes the module's own buffers, not copies of them.
-        outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory.
+        outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory, as
+            tensors of ``torch.inference_mode`` (``clone`` them to write to them or to train).
 
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
     module's own: what is written to them, or put in their place (``parameter.data = ...``), shows
@@ -831,9 +832,10 @@ def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int
 def _without_mode(x: Tensor) -> Tensor:
     """The same memory as a tensor that autograd may use, and that anybody may write to.
 
-    Devices compute in ``torch.inference_mode``, which costs less than ``torch.no_grad``.
+    Devices compute in ``torch.inference_mode``, which costs less than ``torch.no_grad``. What stays
+    on a GPU is as it was made there.
     """
-    if not x.is_inference():  # an input
+    if not x.is_inference() or x.is_cuda:
         return x
     if x.is_conj() or x.is_neg():
         return x.clone()
