@@ -323,6 +323,7 @@ def in_regions(m: Any, x: torch.Tensor) -> torch.Tensor:
         (lambda m, x: torch.func.jvp(m.linear, (x,), (x.sin(),))[1], {"", "linear"}),
         (lambda m, x: torch.func.functional_call(m.inner, {"bias": x[0]}, x), {"", "inner"}),
         (lambda m, x: torch.distributions.Normal(m.linear(x), 2).log_prob(x), {"", "linear"}),
+        (lambda m, x: nn.GaussianNLLLoss()(m.linear(x), x, x.exp()), {"", "linear"}),
     ],
 )
 def test_regions_and_transforms_are_plain_operators_of_their_modules(
@@ -383,6 +384,11 @@ def with_a_script() -> nn.Module:
     return Of(lambda m, x: m.a(x), a=torch.jit.script(nn.ReLU()))
 
 
+def alignment(m: Any, x: torch.Tensor) -> torch.Tensor:
+    likely = m.linear(x).log_softmax(-1)[:, None]
+    return nn.functional.ctc_loss(likely, torch.tensor([[1, 2]]), (3,), (2,))
+
+
 def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor([m.linear(x), x[:1]]).to_padded_tensor(0.0)
 
@@ -408,6 +414,7 @@ DERIVATIVES = rf"derivatives at .*{HERE}.*write the derivative out|uses torch\.f
         (Of(packed, inner=nn.GRU(4, 4)), (X,), rf"packed sequences at .*{HERE}return m\.inner"),
         (Of(nested), (X,), rf"cannot trace nested tensors at .*{HERE}"),
         (Of(transformed), (X,), DERIVATIVES),
+        (Of(alignment), (X,), rf"_ctc_loss.* gives a shape that depends on the values.*{HERE}"),
         (Of(counted), (X,), "two calls .* other numbers: it keeps 'calls' between them"),
         (Of(counted_elsewhere), (X,), "two calls .* other numbers: it counts them"),
         (Of(lambda m, x: m.linear(x) * random.random()), (X,), "two calls .* other numbers"),

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -90,7 +91,7 @@ def export(
                 quiet() as messages,
                 torch.set_grad_enabled(training),
                 _transformers_as_called(),
-                _unchecked_distributions(),
+                _without_checks(),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
@@ -218,19 +219,28 @@ def _transformers_as_called() -> Iterator[None]:
 
 
 @contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Trace ``torch.distributions`` without their checks of values, which a graph cannot make."""
+def _without_checks() -> Iterator[None]:
+    """Trace without torch's own checks of values, which a graph cannot make.
+
+    Those of ``torch.distributions``, and that variances are not negative.
+    """
     kind = torch.distributions.Distribution
-    init = kind.__init__
+    init, likelihood = kind.__init__, nn.functional.gaussian_nll_loss
 
     def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args[:2], **kwargs | {"validate_args": False})
 
+    def of_any_variance(*args: Any, **kwargs: Any) -> Tensor:
+        with mock.patch.object(torch, "any", lambda _: False):  # all that it is asked for
+            return likelihood(*args, **kwargs)
+
     kind.__init__ = unchecked  # type: ignore[method-assign]
+    nn.functional.gaussian_nll_loss = of_any_variance
     try:
         yield
     finally:
         kind.__init__ = init  # type: ignore[method-assign]
+        nn.functional.gaussian_nll_loss = likelihood
 
 
 def _held(x: Any) -> dict[Any, Any]:
@@ -311,6 +321,11 @@ def _export_error(
             f"a Python branch, loop or index depends on the values of a tensor{where}: "
             "use torch.where or masks instead, or make the value a constant of the module "
             f"({text})"
+        )
+    if "DynamicOutputShape" in kind:
+        return CaptureError(
+            f"{text} gives a shape that depends on the values of a tensor{where}: make what depends "
+            "on it (e.g. a loss) of the module's outputs, outside of what is captured"
         )
     if "found a fake tensor in the exported program" in text:
         line = next((at for f, at in called if f is torch.func.vmap), where)
