@@ -324,8 +324,8 @@ def _export_error(
         )
     if "DynamicOutputShape" in kind:
         return CaptureError(
-            f"{text} gives a shape that depends on the values of a tensor{where}: make what depends "
-            "on it (e.g. a loss) of the module's outputs, outside of what is captured"
+            f"{text} gives a shape that depends on the values of a tensor{where}: make what "
+            "depends on it (e.g. a loss) of the outputs, outside of what is captured"
         )
     if "found a fake tensor in the exported program" in text:
         line = next((at for f, at in called if f is torch.func.vmap), where)
