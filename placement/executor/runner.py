@@ -458,8 +458,7 @@ class Runner:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
                 used_on(value, torch.cuda.current_stream(value.device))
-        if not torch.is_inference_mode_enabled():
-            outputs = {t: _without_mode(x) for t, x in outputs.items()}
+        outputs = {t: without_mode(x) for t, x in outputs.items()}
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)
@@ -829,13 +828,13 @@ def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int
             yield op, begin + batch
 
 
-def _without_mode(x: Tensor) -> Tensor:
+def without_mode(x: Tensor) -> Tensor:
     """The same memory as a tensor that autograd may use, and that anybody may write to.
 
     Devices compute in ``torch.inference_mode``, which costs less than ``torch.no_grad``. What stays
-    on a GPU is as it was made there.
+    on a GPU, and what is asked for in that mode, is as it was made.
     """
-    if not x.is_inference() or x.is_cuda:
+    if not x.is_inference() or x.is_cuda or torch.is_inference_mode_enabled():
         return x
     if x.is_conj() or x.is_neg():
         return x.clone()
