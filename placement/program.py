@@ -367,7 +367,8 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
             return x
         if x.keys() - {"strides"} == {"shape", "dtype"}:
             dtype = getattr(torch, str(x["dtype"]), None)
-            shape, strides = x["shape"], x.get("strides", x["shape"])
+            shape: Any = x["shape"]
+            strides: Any = x.get("strides", shape)
             sane = all(
                 isinstance(row, list) and all(type(d) is int and d >= 0 for d in row)
                 for row in (shape, strides)
