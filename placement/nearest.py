@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,11 @@ from placement.timeline import Timeline
 
 
 def best_whole(
-    problem: Problem, unit: ArrayLike, known: Placement, devices: Collection[int]
+    problem: Problem,
+    unit: ArrayLike,
+    known: Placement,
+    devices: Collection[int],
+    fixed: Mapping[int, int] | None = None,
 ) -> Placement:
     """The placement int32 ``[N]`` of least objective that keeps units on one device each.
 
@@ -26,10 +30,12 @@ def best_whole(
     Args:
         unit: int ``[N]`` the unit of each operator, numbered in the order they run; colocation
             groups of the graph do not count: a view may be elsewhere than its base, as a copy.
+        fixed: unit -> its device, of units that have no choice.
     """
-    seconds = np.where(
-        np.isin(np.arange(problem.num_devices), [*devices]), problem.compute_s, np.inf
-    )
+    numbers = np.arange(problem.num_devices)
+    seconds = np.where(np.isin(numbers, [*devices]), problem.compute_s, np.inf)
+    for u, device in (fixed or {}).items():
+        seconds[np.ix_(np.equal(unit, u), numbers != device)] = np.inf
     profile = replace(problem.profile, compute_s=seconds)
     try:
         free = _grouped(replace(problem, profile=profile), unit)

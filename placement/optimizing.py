@@ -18,6 +18,7 @@ from placement.cluster import Cluster
 from placement.costs.calibration import corrected
 from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner, equality
+from placement.executor.runner import without_mode
 from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
@@ -79,7 +80,8 @@ class OptimizedRunner(Runner):
         assert self.graph.program is not None
         self.graph.program.flatten_inputs(args, kwargs)  # refuses what a plan refuses
         with torch.inference_mode():
-            return self._module(*args, **kwargs)
+            outputs = self._module(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, without_mode, outputs)
 
     def stream(self, loader: Any, **options: Any) -> Iterator[Any]:
         if self._module is None:

@@ -316,8 +316,10 @@ _LEAF = _Leaf()
 def input_spec(inputs: Any) -> dict[str, Any]:
     """``inputs`` as JSON: ``{"args": [...], "kwargs": {...}}``, shapes instead of values.
 
-    A tensor is ``{"shape": [...], "dtype": "float32"}``, a tuple ``{"tuple": [...]}``, a number
-    that JSON has no word for ``{"float": "-inf"}``; lists, dicts and constants are themselves.
+    A tensor is ``{"shape": [...], "dtype": "float32"}``, with ``"strides"`` if it is not contiguous
+    (``channels_last``, of which a capture may have other operators), a tuple ``{"tuple": [...]}``,
+    a number that JSON has no word for ``{"float": "-inf"}``; lists, dicts and constants are
+    themselves.
 
     Raises:
         CaptureError: an input is of a type that JSON cannot hold.
@@ -326,7 +328,10 @@ def input_spec(inputs: Any) -> dict[str, Any]:
 
     def encode(x: Any, where: str) -> Any:
         if isinstance(x, Tensor):
-            return {"shape": list(x.shape), "dtype": dtype_name(x.dtype)}
+            said: dict[str, Any] = {"shape": list(x.shape), "dtype": dtype_name(x.dtype)}
+            if x.layout == torch.strided and not (x.is_contiguous() or _overlaps(x)):
+                said["strides"] = list(x.stride())
+            return said
         if type(x) is float and not math.isfinite(x):
             return {"float": str(x)}
         if x is None or type(x) in (bool, int, float, str):
@@ -360,17 +365,31 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
             return [decode(y) for y in x]
         if not isinstance(x, dict):
             return x
-        if x.keys() == {"shape", "dtype"}:
+        if x.keys() - {"strides"} == {"shape", "dtype"}:
             dtype = getattr(torch, str(x["dtype"]), None)
-            shape = x["shape"]
-            sane = isinstance(shape, list) and all(type(d) is int and d >= 0 for d in shape)
+            shape: Any = x["shape"]
+            strides: Any = x.get("strides", shape)
+            sane = all(
+                isinstance(row, list) and all(type(d) is int and d >= 0 for d in row)
+                for row in (shape, strides)
+            )
+            sane = (
+                sane
+                and len(strides) == len(shape)
+                and not (
+                    "strides" in x and _overlaps(torch.empty_strided(shape, strides, device="meta"))
+                )
+            )
             if not isinstance(dtype, torch.dtype) or not sane:
                 raise InputError(
                     f"{x} describes no tensor: expected e.g. "
                     "{'shape': [1, 3, 224, 224], 'dtype': 'float32'}"
                 )
             integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-            return (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
+            plain = (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
+            if "strides" not in x:
+                return plain
+            return torch.empty_strided(shape, strides, dtype=dtype).copy_(plain)
         if x.keys() == {"tuple"}:
             return tuple(decode(y) for y in x["tuple"])
         if x.keys() == {"float"} and x["float"] in ("inf", "-inf", "nan"):

@@ -86,10 +86,16 @@ class Somewhere(torch.Tensor):
 
 
 def run_in_accelerate(
-    module: torch.nn.Module, device_map: dict[str, str], args: Any, kwargs: Any, monkeypatch: Any
+    module: torch.nn.Module,
+    device_map: dict[str, str],
+    args: Any,
+    kwargs: Any,
+    monkeypatch: Any,
+    main: str | None = None,
 ) -> list[torch.Tensor]:
     """What the module computes as dispatched by accelerate, on GPUs that are only pretended.
 
+    Inputs are brought to ``main``, or to the first device of the map, as ``from_pretrained`` does.
     Of accelerate, the two verbs that move tensors are replaced, and nothing else.
 
     Raises:
@@ -112,7 +118,7 @@ def run_in_accelerate(
     with monkeypatch.context() as m, torch.no_grad():
         m.setattr(hooks, "set_module_tensor_to_device", put)
         m.setattr(hooks, "send_to_device", send)
-        first = next(iter(device_map.values()))
+        first = main or next(iter(device_map.values()))
         dispatch_model(module, device_map, main_device=first, force_hooks=True)
         out = module(*args, **kwargs)
     return tensors(out)

@@ -219,7 +219,8 @@ def test_plain_pytorch_where_it_is_the_fastest(
         batches = [INPUT + i for i in range(3)]
         streamed = list(runner.stream(batches, preprocess=lambda x: (x,)))
         for got, x in zip(streamed, batches, strict=True):
-            assert torch.equal(got, net(x)) and got.is_inference()
+            assert torch.equal(got, net(x))
+            assert not (got.is_inference() or got.requires_grad)
         assert set(called_in) == {threading.current_thread()} and len(called_in) == 8
         with pytest.raises(InputError, match="was captured as"):
             runner(torch.ones(3, 8))

@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of
@@ -62,6 +63,12 @@ def export(
     evaluation mode stay so, unless the whole module is. ``prefix`` is what messages leave out of
     paths in the module.
     """
+    held = (*module.named_parameters(), *module.named_buffers())
+    for name in (name for name, x in held if is_lazy(x)):  # a trace would leave its module broken
+        raise CaptureError(
+            f"{name.removeprefix(prefix)!r} has no shape yet: call the module once, and capture it "
+            "then"
+        )
     whole = training and not module.training
     lost: list[tuple[nn.Module, str]] = []
 
@@ -84,7 +91,7 @@ def export(
                 quiet() as messages,
                 torch.set_grad_enabled(training),
                 _transformers_as_called(),
-                _unchecked_distributions(),
+                _without_checks(),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
@@ -212,19 +219,28 @@ def _transformers_as_called() -> Iterator[None]:
 
 
 @contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Trace ``torch.distributions`` without their checks of values, which a graph cannot make."""
+def _without_checks() -> Iterator[None]:
+    """Trace without torch's own checks of values, which a graph cannot make.
+
+    Those of ``torch.distributions``, and that variances are not negative.
+    """
     kind = torch.distributions.Distribution
-    init = kind.__init__
+    init, likelihood = kind.__init__, nn.functional.gaussian_nll_loss
 
     def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args[:2], **kwargs | {"validate_args": False})
 
+    def of_any_variance(*args: Any, **kwargs: Any) -> Tensor:
+        with mock.patch.object(torch, "any", lambda _: False):  # all that it is asked for
+            return likelihood(*args, **kwargs)
+
     kind.__init__ = unchecked  # type: ignore[method-assign]
+    nn.functional.gaussian_nll_loss = of_any_variance
     try:
         yield
     finally:
         kind.__init__ = init  # type: ignore[method-assign]
+        nn.functional.gaussian_nll_loss = likelihood
 
 
 def _held(x: Any) -> dict[Any, Any]:
@@ -270,7 +286,7 @@ def _export_error(
     buffers = [
         (buffer, buffer.detach().clone())
         for buffer in module.buffers()
-        if not (buffer.is_inference() or isinstance(buffer, UninitializedBuffer))
+        if not buffer.is_inference()
     ]
     functions = [torch.func.vmap, *(f for group, _ in _UNTRACED.values() for f in group)]
     try:
@@ -305,6 +321,11 @@ def _export_error(
             f"a Python branch, loop or index depends on the values of a tensor{where}: "
             "use torch.where or masks instead, or make the value a constant of the module "
             f"({text})"
+        )
+    if "DynamicOutputShape" in kind:
+        return CaptureError(
+            f"{text} gives a shape that depends on the values of a tensor{where}: make what "
+            "depends on it (e.g. a loss) of the outputs, outside of what is captured"
         )
     if "found a fake tensor in the exported program" in text:
         line = next((at for f, at in called if f is torch.func.vmap), where)
@@ -433,8 +454,6 @@ def _special_tensor(name: str, x: Any) -> str:
     """What is wrong with a tensor that is not one block of memory with strides; else empty."""
     if not isinstance(x, Tensor):
         return ""
-    if is_lazy(x):
-        return f"{name} has no shape yet: call the module once, and capture it then"
     if x.is_nested:
         return f"{name} is a nested tensor: use padded tensors and a mask"
     if x.is_quantized:

@@ -203,7 +203,7 @@ def plain_step(
         outputs = module(*args, **kwargs)
         value = loss_of(loss(outputs, target) if loss else outputs)
         value.backward()
-        losses.append(value.detach())
+        losses.append(value.detach().reshape(()))
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.grad is not None:
             p.grad /= len(microbatches)

@@ -71,7 +71,8 @@ class Runner:
         schedule: a fixed order, for runs of exactly its number of micro-batches each.
         record: keep what is needed for a ``Timeline``.
         own_buffers: a training step changes the module's own buffers, not copies of them.
-        outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory.
+        outputs: where results are: ``host``, or ``device``: those of a GPU stay in its memory, as
+            tensors of ``torch.inference_mode`` (``clone`` them to write to them or to train).
 
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
     module's own: what is written to them, or put in their place (``parameter.data = ...``), shows
@@ -458,6 +459,7 @@ class Runner:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
                 used_on(value, torch.cuda.current_stream(value.device))
+        outputs = {t: without_mode(x) for t, x in outputs.items()}
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
         return self._program.unflatten_outputs(leaves)
@@ -825,6 +827,20 @@ def _repeated(schedule: Schedule, device: int, first: int) -> Iterator[tuple[int
     for begin in itertools.count(first, schedule.num_microbatches) if rows else ():
         for op, batch in rows:
             yield op, begin + batch
+
+
+def without_mode(x: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd may use, and that anybody may write to.
+
+    Devices compute in ``torch.inference_mode``, which costs less than ``torch.no_grad``. What stays
+    on a GPU, and what is asked for in that mode, is as it was made.
+    """
+    if not x.is_inference() or x.is_cuda or torch.is_inference_mode_enabled():
+        return x
+    if x.is_conj() or x.is_neg():
+        return x.clone()
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return empty.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
 
 
 def _stop_workers(workers: list[Worker]) -> None:

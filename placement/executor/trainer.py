@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -27,6 +28,16 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import Program
 from placement.schedule import Schedule, ScheduleError
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Outside of ``torch.inference_mode``: nobody may write later to what is made there."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Trainer:
@@ -186,13 +197,15 @@ class Trainer:
                         return
                 yield self.step(step)
 
+    @_lasting()
     def accumulate(self, microbatches: Iterable[Any]) -> Tensor:
         """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``."""
+        self._check_unchanged()
         flat = (flatten_example(self._program, x) for x in microbatches)
         losses = []
         try:
             for loss in self.runner.stream_tensors(flat):
-                losses.append(loss.detach().clone())
+                losses.append(loss.detach().clone().reshape(()))
             if not losses:
                 raise RunnerError("no micro-batches given: a step needs at least one")
         except BaseException:
@@ -231,6 +244,7 @@ class Trainer:
                 part.zero_()
         synchronize(sums)
 
+    @_lasting()
     def update(self) -> None:
         """One optimizer step with the mean of the accumulated gradients.
 
@@ -258,14 +272,26 @@ class Trainer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers warn otherwise
         self._num_added = 0
         self._spread()
+        # One in the same memory is one from now on: a step of plain PyTorch may come between.
+        self._write_state(here_only=True)
 
     def _check_unchanged(self) -> None:
         """What the step was captured with, and what would be lost.
 
         Raises:
-            RunnerError: a parameter became frozen or trained, or the optimizer has hooks.
+            RunnerError: a parameter became frozen or trained, the optimizer has hooks, or a
+                parameter has a gradient already.
         """
-        own = self.optimizer
+        own, program = self.optimizer, self._program
+        trained = {id(program.params[q]): program.param_names[q] for q, _ in program.gradients}
+        for x in (x for group in own.param_groups for x in group["params"]):
+            name = trained.get(id(x), "")
+            if x.grad is not None and (not name or x.grad.any()):
+                raise RunnerError(
+                    f"{name or 'a parameter of the optimizer'!r}, of shape {tuple(x.shape)}, has a "
+                    ".grad, which plain PyTorch would use in this step, but a Trainer keeps "
+                    "gradients of its own: call optimizer.zero_grad() first"
+                )
         for q, (x, before) in enumerate(zip(self._program.params, self._is_trained, strict=True)):
             if x.requires_grad != before:
                 raise RunnerError(
@@ -345,29 +371,30 @@ class Trainer:
                     original.copy_(value)
             self._write_state()
 
-    def _write_state(self) -> None:
+    def _write_state(self, here_only: bool = False) -> None:
         if self._known_state is not self.optimizer.state:
             return  # another was loaded
         for own in self._optimizers.values():
             for q, here in self._updated.items():
-                if here in own.state:
-                    original = self._program.params[q]
+                original = self._program.params[q]
+                if here in own.state and not (here_only and here.device != original.device):
                     self.optimizer.state[original] = self._moved(own.state[here], original)
 
-    def _moved(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        """The optimizer's state of a parameter, beside it.
+    def _moved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+        """The optimizer's state of a parameter, beside it: itself, where it is there.
 
         Counters are in host memory, unless the optimizer computes with them on the device.
         """
         groups = self.optimizer.param_groups
         on_device = any(group.get("fused") or group.get("capturable") for group in groups)
         stays = {"step"} if param.device.type != "cpu" and not on_device else set()
-        return {
+        moved = {
             k: v.to(param.device)
             if isinstance(v, Tensor) and k not in stays and (k == "step" or v.shape == param.shape)
             else v
             for k, v in state.items()
         }
+        return state if all(moved[k] is v for k, v in state.items()) else moved
 
     def close(self) -> None:
         """``sync``, and end the workers. Idempotent."""

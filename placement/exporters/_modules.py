@@ -104,7 +104,11 @@ class Forward:
         return {name: device[i] if i >= 0 else here for (name, here), i in pairs}
 
     def nearest(
-        self, unit: Sequence[int], on: Mapping[int, str], devices: Iterable[str]
+        self,
+        unit: Sequence[int],
+        on: Mapping[int, str],
+        devices: Iterable[str],
+        fixed: Mapping[int, str] | None = None,
     ) -> list[str]:
         """``[F]`` devices that keep units whole: ``on``, or what costs less if costs are known.
 
@@ -112,11 +116,13 @@ class Forward:
             unit: ``[F]`` unit of each operator, numbered in the order they run.
             on: unit -> device, so that few operators move.
             devices: those that may be used.
+            fixed: unit -> its device, of units that have no choice.
 
         Raises:
             PlanMismatch: the problem is not that of the plan.
         """
-        few = [on[u] for u in unit]
+        fixed = fixed or {}
+        few = [{**on, **fixed}[u] for u in unit]
         if self.problem is None:
             return few
         from placement.nearest import best_whole
@@ -125,7 +131,9 @@ class Forward:
         index = self.problem.cluster.index
         known[:] = [index(few[i]) for i in self.twin]
         allowed = {index(name) for name in devices}
-        best = best_whole(self.problem, [unit[i] for i in self.twin], known, allowed)
+        numbered = {u: index(name) for u, name in fixed.items()}
+        units = [unit[i] for i in self.twin]
+        best = best_whole(self.problem, units, known, allowed, numbered)
         return [self.problem.cluster.device_names[best[n]] for n in self.number]
 
     def require(self, device: Sequence[str], consumer: str, why: str = "") -> None:

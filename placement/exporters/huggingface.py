@@ -15,6 +15,7 @@ from placement.plan import Plan, ancestry, whole_modules
 from placement.problem import Problem
 
 INPUT = "(input)"  # the place of the model's inputs, which no module has as its path
+FIRST = "cuda:0"  # where inputs are brought by most who do not ask the map
 Places = frozenset[str]
 _OTHER_NAMES = {  # files of which a map of the model of transformers cannot be told
     "gguf": "a GGUF file, whose tensors have names of their own: plan its config.json, or export "
@@ -56,19 +57,24 @@ class Huggingface:
         if merged != list(forward.device):
             why = "torch has one CPU device, and accelerate computes on GPUs where there are some"
         if why or device != list(forward.device):
-            unit = model.units()
+            unit, with_inputs = model.units()
+            fixed = {}
+            if with_inputs >= 0 and FIRST in merged:
+                fixed = {with_inputs: FIRST}
+            elif with_inputs >= 0:  # see ``Hooked.main``
+                unit = [0 if u == with_inputs else u for u in unit]
             count: dict[int, Counter[str]] = {}
             for u, name in zip(unit, merged, strict=True):
                 count.setdefault(u, Counter())[name] += 1
             few = {u: devices.most_common(1)[0][0] for u, devices in count.items()}
-            device = forward.nearest(unit, few, set(merged))
+            device = forward.nearest(unit, few, set(merged), fixed)
             forward.require(
                 device, "a device_map", why or "a split module runs it where its inputs are"
             )
             assert not why, f"units can be anywhere, but {why}"
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         entries = model.covering(device)
-        first = _main(device, entries.values())
+        first = model.main(device, entries.values())
         inputs = {path: name for path, name in entries.items() if name == first}
         entries = inputs | entries  # accelerate takes the first device for the inputs
         here = {name: "cpu" if kinds[name] == "cpu" else name for name in entries.values()}
@@ -137,7 +143,7 @@ class Hooked:
         owners = {path: device[ops[0]] for path, ops in self.owned.items() if ops}
         known = owners | {path: device[ops[0]] for path, ops in self.inside.items()}
         known = {path: name for path, name in known.items() if path not in split}
-        known[INPUT] = _main(device, known.values())
+        known[INPUT] = self.main(device, known.values())
         on = list(device)
         for i, places, together in self._places(range(len(device)), split):
             meet = sorted({known.get(place, "") for place in together or places})
@@ -151,8 +157,21 @@ class Hooked:
             on[i] = device[i] if device[i] in here else here[0]
         return on, ""
 
-    def units(self) -> list[int]:
+    def main(self, device: Sequence[str], used: Collection[str]) -> str:
+        """Where accelerate is told to put the inputs: with the first operator, if it can be.
+
+        On ``cuda:0`` where a split module itself reads an input beside what its parts gave: many
+        bring inputs there whatever the map says.
+        """
+        places = self._places(range(len(device)), self._split(device))
+        wanted = FIRST if any(INPUT in together for _, _, together in places) else device[0]
+        return next(iter(name for name in (wanted, device[0], *used) if name in used))
+
+    def units(self) -> tuple[list[int], int]:
         """``[F]`` the unit of each operator: a map can say any devices for them.
+
+        And which of them has to be with the model's inputs, which it reads beside tensors of
+        modules; -1: none.
 
         A module is whole unless it consists of units that run one after the other. A module that
         reads parameters of its own is whole: accelerate moves these with the module only.
@@ -174,11 +193,13 @@ class Hooked:
         group, spans = self._groups(everything, split)
         first = {g: min(i for i in span if i >= 0) for g, span in spans.items()}
         number = {g: u for u, g in enumerate(sorted(first, key=first.__getitem__))}
-        number[group.get(INPUT, "")] = 0  # see ``_main``
-        return [
+        with_inputs = number.get(group.get(INPUT, ""), -1)
+        number.setdefault(group.get(INPUT, ""), 0)  # see ``main``
+        unit = [
             max(number.get(group[place], 0) for place in places)
             for _, places, _ in self._places(everything, split)
         ]
+        return unit, with_inputs
 
     def covering(self, device: list[str]) -> dict[str, str]:
         """``whole_modules``, and an entry for every parameter that is in none of them."""
@@ -247,11 +268,6 @@ class Hooked:
         if group.get(INPUT) in spans:
             spans[group[INPUT]].append(-1)
         return group, spans
-
-
-def _main(device: Sequence[str], used: Collection[str]) -> str:
-    """Where accelerate is told to put the model's inputs: with the first operator, if it can be."""
-    return device[0] if device[0] in used else next(iter(used))
 
 
 def _whole(path: str, split: Collection[str]) -> str | None:

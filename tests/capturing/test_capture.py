@@ -617,6 +617,20 @@ def test_input_specification_is_json_and_captures_the_same_graph():
     assert again.fingerprint == graph.fingerprint
 
 
+@pytest.mark.parametrize(
+    "other", [lambda x: x.to(memory_format=torch.channels_last), lambda x: x.mT]
+)
+def test_inputs_of_other_strides_capture_the_same_graph(other):
+    x = other(torch.randn(2, 3, 4, 4))
+    module = Module(lambda m, x: (x * 2).contiguous().flatten() + 1)
+    program = (graph := capture(module, x)).program
+    (again,), _ = inputs_from_spec(json.loads(json.dumps(program.input_spec)))
+    assert again.stride() == x.stride() and (again == 1).all()
+    assert capture(module, again).fingerprint == graph.fingerprint
+    assert capture(module, x.contiguous()).fingerprint != graph.fingerprint
+    assert input_spec(X[:1].expand(2, 4)) == input_spec(X)  # of elements in one place
+
+
 def test_constants_that_json_has_no_word_for_come_back():
     constants = {"low": -math.inf, "high": [math.inf], "none": math.nan, "float": 1.0}
     spec = input_spec(((X,), {"a": constants}))
@@ -633,6 +647,8 @@ def test_constants_that_json_has_no_word_for_come_back():
         {"args": [{"shape": [2], "dtype": "load"}], "kwargs": {}},
         {"args": [{"shape": [-1], "dtype": "int8"}], "kwargs": {}},
         {"args": [{"shape": "2", "dtype": "int8"}], "kwargs": {}},
+        {"args": [{"shape": [2], "dtype": "int8", "strides": [0]}], "kwargs": {}},
+        {"args": [{"shape": [2], "dtype": "int8", "strides": [1, 1]}], "kwargs": {}},
     ],
 )
 def test_a_damaged_input_specification_is_refused(spec):

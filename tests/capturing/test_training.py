@@ -649,7 +649,14 @@ def other_state(module, optimizer):
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [other_memory, other_groups, other_state])
+def a_step_of_plain_pytorch(module, optimizer):
+    plain_step(module, optimizer, data(1, seed=1))
+
+
+CHANGES = [other_memory, other_groups, other_state, a_step_of_plain_pytorch]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts_in_the_next(change):
     module, plain, optimizer, expected, batches, graph = beside_plain(4, "adamw")
     with Trainer(graph, TWO, random_placement(graph, 0, 2), optimizer) as trainer:
@@ -661,6 +668,30 @@ def test_what_changes_between_steps_counts_in_the_next(change):
             plain_step(plain, expected, [batch])
     for a, b in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_may_be_taken_where_gradients_are_off(first):
+    _, plain, optimizer, expected, batches, graph = beside_plain(4, "adamw")
+    with Trainer(graph, TWO, random_placement(graph, 0, 2), optimizer) as trainer:
+        for i, batch in enumerate(batches):
+            with torch.inference_mode((i < 2) == first):
+                loss = trainer.step([batch])
+            torch.testing.assert_close(loss * 1, plain_step(plain, expected, [batch]))
+
+
+def test_a_loss_of_one_element_is_a_number():
+    module = nn.Linear(2, 2)
+    batch = (torch.ones(1, 2), torch.ones(1, 2))
+
+    def loss(output, target):
+        return F.mse_loss(output, target).reshape(1)
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    graph = capture(module, batch, mode="training", loss=loss, optimizer=optimizer)
+    with Trainer(graph, TWO, np.zeros(graph.num_ops, int), optimizer) as trainer:
+        assert trainer.step([batch] * 3).shape == (3,)
+    assert plain_step(module, optimizer, [batch] * 3, loss).shape == (3,)
 
 
 def test_an_optimizer_keeps_its_attributes_and_its_scheduler_sees_its_steps(recwarn):
@@ -693,6 +724,13 @@ def test_what_a_step_cannot_follow_is_refused():
         with pytest.raises(RunnerError, match="has requires_grad=False now, but the step was"):
             trainer.step(batches)
         param.requires_grad_(True)
+        for x in (param, module.unused.weight):
+            x.grad = torch.ones_like(x)
+            with pytest.raises(RunnerError, match=r"has a \.grad.*optimizer\.zero_grad\(\)"):
+                trainer.step(batches)
+            optimizer.zero_grad()
+        param.grad = torch.zeros_like(param)  # as zero_grad(set_to_none=False) leaves it
+        trainer.step(batches)
         hook = optimizer.register_step_post_hook(print)
         with pytest.raises(RunnerError, match="has a hook on its step, which would not run"):
             trainer.step(batches)

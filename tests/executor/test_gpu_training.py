@@ -274,6 +274,7 @@ def test_counters_of_an_optimizer_stay_where_they_are_for_a_parameter_without_di
     module(x).sum().backward()
     optimizer.step()  # there is a state already, to be brought to the device
     optimizer.zero_grad()
+    optimizer.zero_grad()
     with emulated_gpu.emulated(), Trainer(graph, BOTH, all_on(graph, 1), optimizer) as trainer:
         trainer.step([(x, None)])
         (own,) = trainer._optimizers.values()
