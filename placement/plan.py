@@ -827,6 +827,9 @@ def make_plan(
     if excess:
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
     on, *others = ([devices[d] for d in row] for row in np.atleast_2d(p))
+    bounds = lower_bounds(_in_order(problem, schedule))
+    if problem.max_phases == 1:  # planners prove theirs for that
+        bounds[problem.objective] = max(bounds[problem.objective], solution.lower_bound_s or 0.0)
     try:
         return Plan(
             schema_version=2 if others else 1,
@@ -855,8 +858,7 @@ def make_plan(
                 peak_bytes=_per_device(devices, peak),
             ),
             measured=measured,
-            lower_bound_s=lower_bounds(_in_order(problem, schedule))
-            | {problem.objective: proved_bound_s(problem, solution)},
+            lower_bound_s=bounds,
             limits=Limits(
                 memory_bytes=_per_device(devices, problem.memory_bytes),
                 headroom_bytes=_per_device(devices, problem.memory_bytes - peak),
