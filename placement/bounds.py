@@ -27,9 +27,9 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     many of the heaviest colocation groups devices can run (``_whole_bound_s``), for the period how
     long a micro-batch may be under way (``_flight_bound_s``), and for the largest load, where it is
     the problem's objective, what devices write and read (``cut_load_s``). Latency: the largest of
-    loads, of the critical path with every operator at its fastest device, and of what each device
-    alone must run (``_one_device_s``); of few operators also the energy of every interval of time
-    (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
+    loads, of the critical path with every operator at its fastest device, of what each device
+    alone must run (``_one_device_s``), and of the earliest end of all (``earliest_end_s``); of few
+    operators also the energy of every interval of time (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
     nothing takes time to send. Piecewise latency: the critical path, and what cannot be
     together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
     adds least, and every device idle for the shortest possible run, whose seconds are worth

@@ -19,7 +19,7 @@ _FORKS = 8  # before a join, of those that not every way to it leads over
 _WORK = 250_000_000  # numbers that are looked at (0.3 s)
 _PRICED = 24  # times that prices are set anew
 _STEP, _NEAR = 1e-3, 1e-4  # of a time: by which it must grow at once, to which it is known
-_SURE = 1e-9  # of seconds, by which they must be too many
+_SURE = 1e-11  # of seconds, by which they must be too many
 
 
 class _Graph(Struct):
@@ -114,7 +114,7 @@ def _cannot(net, num, head, j, limit):
             return False
         total = 0.0
         for k in range(devices):
-            price[k] *= np.exp(step * (load[k] - room[k]) / largest)
+            price[k] *= 1.0 + step * (load[k] - room[k]) / largest
             total += price[k]
         for k in range(devices):
             price[k] = max(price[k] / total, 1e-12)
@@ -137,6 +137,19 @@ def _never(net, num, fork, v, j, limit):
         if not _cannot(net, num, net.head, j, limit):
             return False
     return True
+
+
+@kernel
+def _alone(net, num, fork, j):
+    """When a join can begin where all are on ``j``."""
+    first, last, total = np.inf, np.inf, 0.0
+    for i in range(num):
+        w = net.between[i]
+        head = net.start[w, j]
+        if fork >= 0:
+            head = max(head, net.end[fork, j] + net.since[w, j, j])
+        first, last, total = min(first, head), min(last, net.rest[w, j, j]), total + net.own_s[w, j]
+    return first + total + last
 
 
 @kernel
@@ -183,10 +196,16 @@ def _delay(net, fork, v, places):
             limit = low + step if high == np.inf else (low + high) / 2
             if not _never(net, num, fork, v, j, limit):
                 high = limit
-                if low == begin:
+                if low == begin:  # as far as is worth a look
                     break
             else:
                 low, step = limit, 2 * step
+        alone = _alone(net, num, fork, j) * (1 - 4 * _SURE)
+        if low < alone < np.inf:
+            for k in range(devices):
+                net.price[k] = 1.0 if k == j else 0.0
+            if _never(net, num, fork, v, j, alone):
+                low = alone
         net.start[v, j] = low
 
 
