@@ -29,11 +29,11 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     the problem's objective, what devices write and read (``cut_load_s``). Latency: the largest of
     loads, of the critical path with every operator at its fastest device, of what each device
     alone must run (``_one_device_s``), and of the earliest end of all (``earliest_end_s``); of few
-    operators also the energy of every interval of time (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
-    nothing takes time to send. Piecewise latency: the critical path, and what cannot be
-    together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
-    adds least, and every device idle for the shortest possible run, whose seconds are worth
-    ``second_j``.
+    operators also the energy of every interval of time (``_energetic_bound_s``). It is rounded up
+    where all seconds are multiples of one number and nothing takes time to send. Piecewise latency:
+    the critical path, and what cannot be together on accelerators (``pieces_s``). Energy (where
+    power is known): every operator where it adds least, and every device idle for the shortest
+    possible run, whose seconds are worth ``second_j``.
     """
     prices = balance_prices(problem.group_compute_s)
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices)

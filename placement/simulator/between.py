@@ -48,7 +48,7 @@ class _Graph(Struct):
     after: Array = array("N+1", np.bool_)
     between: Array = array("N+1", np.int64)
     marked: Array = array("N+1", np.int64, -1)
-    items: Array = array("N+1", np.int64)
+    item: Array = array("N+1", np.int64)
     item_s: Array = array("N+1, K")
     may: Array = array("N+1, K", np.bool_)
     load: Array = array("K")
@@ -79,7 +79,7 @@ def _cannot(net, num, head, j, limit):
         w = net.between[i]
         g = net.group[w]
         if net.marked[g] != net.mark:
-            net.marked[g], net.items[count] = net.mark, g
+            net.marked[g], net.item[count] = net.mark, g
             count += 1
             for k in range(devices):
                 may[g, k], item_s[g, k] = True, 0.0
@@ -97,7 +97,7 @@ def _cannot(net, num, head, j, limit):
         for k in range(devices):
             load[k] = 0.0
         for i in range(count):
-            g, least, where = net.items[i], np.inf, -1
+            g, least, where = net.item[i], np.inf, -1
             for k in range(devices):
                 if may[g, k] and price[k] * item_s[g, k] < least:
                     least, where = price[k] * item_s[g, k], k
