@@ -27,13 +27,13 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     many of the heaviest colocation groups devices can run (``_whole_bound_s``), for the period how
     long a micro-batch may be under way (``_flight_bound_s``), and for the largest load, where it is
     the problem's objective, what devices write and read (``cut_load_s``). Latency: the largest of
-    loads, of the critical path with every operator at its fastest device, and of what each device
-    alone must run (``_one_device_s``); of few operators also the energy of every interval of time
-    (``_energetic_bound_s``). It is rounded up where all seconds are multiples of one number and
-    nothing takes time to send. Piecewise latency: the critical path, and what cannot be
-    together on accelerators (``pieces_s``). Energy (where power is known): every operator where it
-    adds least, and every device idle for the shortest possible run, whose seconds are worth
-    ``second_j``.
+    loads, of the critical path with every operator at its fastest device, of what each device
+    alone must run (``_one_device_s``), and of the earliest end of all (``earliest_end_s``); of few
+    operators also the energy of every interval of time (``_energetic_bound_s``). It is rounded up
+    where all seconds are multiples of one number and nothing takes time to send. Piecewise latency:
+    the critical path, and what cannot be together on accelerators (``pieces_s``). Energy (where
+    power is known): every operator where it adds least, and every device idle for the shortest
+    possible run, whose seconds are worth ``second_j``.
     """
     prices = balance_prices(problem.group_compute_s)
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices)
@@ -94,10 +94,10 @@ def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
 
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: int) -> float:
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
-    bound_s = max(path_s, load_s, _one_device_s(problem), _routes_bound_s(problem))
-    unlike = (problem.compute_s != problem.compute_s[:, :1]).any()  # of alike it is no more
-    columns = _columns(problem) + 8 * len(problem.graph.use_dst) * (problem.num_workers - 2)
-    if columns <= lp_size and (problem.num_workers == 2 or (problem.num_workers > 2 and unlike)):
+    bound_s = max(path_s, load_s, _one_device_s(problem), _held_bound_s(problem))
+    if problem.num_workers > 1:
+        bound_s = max(bound_s, _earliest_end_s(problem))
+    if problem.num_workers == 2 and _columns(problem) <= lp_size:
         bound_s = max(bound_s, call_s(problem))
     grain = grain_s(problem)
     if grain:
@@ -251,23 +251,39 @@ _SIZES = 8  # of the largest parameter that is streamed
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-def _routes_bound_s(problem: Problem) -> float:
-    """The longest path to any operator, wherever all are placed, with transfers and memory.
+@loads
+def _load_between() -> None:
+    """As ``_load_cuts``."""
+    from placement.simulator import between
 
-    Of devices that cannot hold all parameters a byte has a price. What ``_Routes`` finds then is no
+    between.load_kernel()
+
+
+def _earliest_end_s(problem: Problem) -> float:
+    _load_between()
+    from placement.simulator.between import earliest_end_s
+
+    return earliest_end_s(problem)
+
+
+def _held_bound_s(problem: Problem) -> float:
+    """The longest path to any operator, where devices cannot hold all parameters; otherwise 0.
+
+    A byte has a price on these. What ``_Routes`` finds then is no
     more than the time plus the price of all that is held there; so it is no more than the time plus
     the price of their memory, whatever the price. Devices that stream need two buffers for the
     largest that they read: whichever that is, none larger is streamed, and the buffers take room.
     """
-    g, routes = problem.graph, _Routes(problem)
+    g = problem.graph
     compute_s = np.where(problem.supported, problem.compute_s, np.inf)
     share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
     own_bytes = np.bincount(g.param_use_op, share[g.param_use], g.num_ops)  # tied: held once
-    all_bytes, free_s = own_bytes.sum(), routes.longest_s(compute_s, np.zeros_like(compute_s))
+    all_bytes = own_bytes.sum()
     streams = problem.worker != np.arange(problem.num_devices)
     full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
-        return free_s * EXACT
+        return 0.0
+    routes = _Routes(problem)
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -286,7 +302,7 @@ def _routes_bound_s(problem: Problem) -> float:
         if value(power) < least_s:
             bound_s, power = _highest(value, -4.0, 2.0)
             least_s = min(least_s, bound_s)
-    return max(free_s, least_s) * EXACT
+    return least_s * EXACT
 
 
 def _highest(
@@ -509,6 +525,9 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     if periods == 1.0:  # a call, each time
         return _latency_bound_s(problem, path_s, load_s, min(lp_size, _QUICK_LP))
     bound_s = max(load_s, path_s / periods * EXACT)
+    alone_s = problem.compute_s.sum(axis=0).min()  # a call, at most
+    if problem.num_workers > 1 and alone_s > periods * bound_s:
+        bound_s = max(bound_s, _earliest_end_s(problem) / periods)
     own_s, _, count = _equal_columns(np.where(problem.supported, problem.compute_s, np.inf))
     edges, group, can = problem.graph.edges, problem.graph.group, np.isfinite(own_s)
     own_s = np.where(can, own_s, 0.0)

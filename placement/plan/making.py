@@ -79,8 +79,7 @@ def make_plan(
             device_map=module_map(graph, phases[0]),
             predicted=_predicted(problem, solution, single, stream, peak),
             measured=measured,
-            lower_bound_s=lower_bounds(_in_order(problem, solution.schedule))
-            | {problem.objective: proved_bound_s(problem, solution)},
+            lower_bound_s=_proved_bounds(problem, solution),
             limits=parts.Limits(
                 memory_bytes=_per_device(problem, problem.memory_bytes),
                 headroom_bytes=_per_device(problem, problem.memory_bytes - peak),
@@ -154,6 +153,15 @@ def _predicted(
         busy_s=_per_device(problem, stream.busy_s / many),
         peak_bytes=_per_device(problem, peak),
     )
+
+
+def _proved_bounds(problem: Problem, solution: Solution) -> dict[str, float]:
+    """Of each objective, as ``proved_bound_s``."""
+    bounds = lower_bounds(_in_order(problem, solution.schedule))
+    if problem.max_phases == 1:
+        own_s = solution.lower_bound_s or 0.0
+        bounds[problem.objective] = max(bounds[problem.objective], own_s)
+    return bounds
 
 
 def proved_bound_s(problem: Problem, solution: Solution) -> float:
