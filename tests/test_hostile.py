@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import struct
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 
 from placement.__main__ import main
 from placement.cli import BAD_INPUT
+from placement.cli.audit import last_load
 from placement.cluster import Cluster, _matching
+from placement.importers import FormatError, load
 from placement.problem import ProblemError
 from placement.runs.trials import TrialError, Trials, fingerprint
 from placement.simulator import simulate
@@ -101,6 +104,37 @@ def test_aliases_that_help_are_taken(tmp_path: Path) -> None:
 def test_patterns_match_what_their_star_stands_for(pattern: str, names: list[str]) -> None:
     exactly = re.compile(".*".join(map(re.escape, pattern.split("*")))).fullmatch
     assert _matching(pattern, names) == [d for d, name in enumerate(names) if exactly(name)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * 500_000 + "x",  # whose blank lines were looked at again from each of them
+        "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype\n"
+        f"c,n,{{}},1,0,,,torch.float{'1' * 130_000}x",
+        gzip.compress(b"") * 100_000,
+    ],
+    ids=["lines", "digits", "parts"],
+)
+def test_long_files_take_as_long_as_they_are(text: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "f.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FormatError):
+        load(path)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_the_last_load_of_a_log_is_that_of_all_layers(layers: list[int]) -> None:
+    lines = [f"load_tensors: layer {i} assigned to device {k}, \n" for k, i in enumerate(layers)]
+    starts = [k for k, i in enumerate(layers) if i == 0]
+    whole = [
+        "".join(lines[a:b])
+        for a, b in pairwise([*starts, len(lines)])
+        if max(layers) in layers[a:b]
+    ]
+    if whole:
+        assert last_load("".join(lines)) == whole[-1]
 
 
 def test_a_pattern_of_many_stars_is_quick() -> None:
@@ -288,7 +322,7 @@ def test_hostile_files_are_refused_in_a_line(
         kind = re.split("[_.0-9]", file.name)[0]
         if kind != "trials":
             said = refused(capsys, [x.replace("FILE", str(file)) for x in HOSTILE[kind]])
-            assert file.name in said or kind == "schedule"
+            assert file.name in said
 
 
 def test_hostile_trials_are_refused_in_a_line(shared: Path, trials: tuple[Any, Path]) -> None:

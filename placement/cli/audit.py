@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from bisect import bisect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,13 @@ EXAMPLE = """examples:
 Exit code 1: an operator is elsewhere than planned, or the log does not say where any is.
 """
 MOST_BYTES = 2**28
-_LAYER = re.compile(r"load_tensors: layer +(\d+) assigned to device (\S+?),? ")
+_LONGEST = 2**14  # of a line
+_LAYER = re.compile(r"load_tensors: layer +(\d{1,6}) assigned to device (\S+?),? ")
 _OVERRIDE = re.compile(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)")
 _BUFFER = re.compile(r": +(\S+) +(model|KV|RS|compute|output) buffer size = +([0-9.]+) MiB")
 _PLACED = re.compile(r"(Node\(s\)|All nodes) placed on \[(\w+)\]")
 _AFFINITY = re.compile(r'label="([^"\\]+)\\n[^"]*\\ndevice=([^"\\]+)"')
-_NODE = re.compile(r"^.*?(\w+) \(([^()]+)\)\s*$")
+_NODE = re.compile(r"^(?:.*?\W)?(\w+) \(([^()]+)\)\s*$")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan)
     try:
         with open(args.log, "rb") as file:
-            text = file.read(MOST_BYTES).decode("utf-8", "replace")
+            lines = file.read(MOST_BYTES).decode("utf-8", "replace").splitlines()
+        text = "\n".join(line[:_LONGEST] for line in lines)  # what else is in them does not matter
     except OSError as error:
         raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
     names, nodes, memory = _read(text, plan, args)
@@ -159,13 +162,10 @@ def last_load(text: str) -> str:
     starts = [at for at, layer in begun if layer == 0]
     if not starts:
         return text
-    loads = list(zip(starts, [*starts[1:], len(text)], strict=True))
     most = max(layer for _, layer in begun)
-    return next(
-        text[a:b]
-        for a, b in reversed(loads)
-        if any(a <= at < b and layer == most for at, layer in begun)
-    )
+    last = max((at for at, layer in begun if layer == most and at >= starts[0]), default=starts[0])
+    k = bisect(starts, last)
+    return text[starts[k - 1] : starts[k] if k < len(starts) else len(text)]
 
 
 def llama_cpp_operators(text: str, plan: Plan) -> dict[str, str]:

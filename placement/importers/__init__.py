@@ -19,6 +19,8 @@ header; what it costs on devices, and so its problem, ``placement.costs.serving`
 from __future__ import annotations
 
 import codecs
+import gzip
+import io
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -221,17 +223,15 @@ def save(problem: Problem, path: str | Path) -> None:
 def _unpacked(content: bytes, path: str | Path) -> bytes:
     """What is in a gzip file."""
     most = min(MAX_BYTES, 2**24 + _MAX_RATIO * len(content))
-    left, data = content, b""
-    while left:  # files that were compressed one by one may be joined
-        unpack = zlib.decompressobj(wbits=31)
-        try:
-            data += unpack.decompress(left, most - len(data) + 1)
-        except zlib.error as error:
-            raise FormatError(f"{path}: damaged: {error}") from error
-        if len(data) > most or not unpack.eof:
-            why = "is cut off" if len(data) <= most else f"holds more than {most} bytes"
-            raise FormatError(f"{path}: the compressed file {why}")
-        left = unpack.unused_data.lstrip(b"\0")  # zeros are padding
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:  # perhaps several that were joined
+            data = file.read(most + 1)
+    except EOFError as error:
+        raise FormatError(f"{path}: the compressed file is cut off") from error
+    except (OSError, zlib.error) as error:
+        raise FormatError(f"{path}: damaged: {error}") from error
+    if len(data) > most:
+        raise FormatError(f"{path}: the compressed file holds more than {most} bytes")
     return data
 
 

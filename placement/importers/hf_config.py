@@ -109,7 +109,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
     kind = data["model_type"]
     if kind not in FAMILIES:
         near = difflib.get_close_matches(kind, FAMILIES, 3, 0.5)
-        meant = f"; did you mean {', '.join(near)}?" if near else ""
+        meant = f"; did you mean {', '.join(near)}?" if near else "."
         raise FormatError(
             f"{path}: the architecture {short(kind)} is not known{meant} Known are "
             f"{', '.join(sorted(FAMILIES))}"

@@ -153,9 +153,9 @@ def _bytes(shape: str, dtype: str, where: str) -> int:
     """Of a tensor; what has no ``dtype`` is a number, or a list, in the host's memory."""
     if not dtype:
         return 0
-    bits = re.search(r"\d+$", dtype)
+    bits = re.search(r"\d{1,3}$", dtype)
     sides = [int(word) for word in re.findall(r"\d{1,18}", shape)]
-    size = prod(sides) * (int(bits[0][-3:]) // 8 if bits else 1)
+    size = prod(sides) * (int(bits[0]) // 8 if bits else 1)
     if size > MOST_BYTES:
         raise FormatError(f"{where}: output_shape = {shape[:60]!r} is larger than any memory")
     return size

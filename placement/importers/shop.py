@@ -32,7 +32,9 @@ from placement.problem import Problem
 
 _COUNT = re.compile(r"\d{1,9}")
 _NUMBER = re.compile(r"\d{1,18}(\.\d*)?")
-_HEAD = re.compile(r"^\s*(?:instance\s+(\S+)\s*$|nb\s+of\s+jobs\b)", re.IGNORECASE | re.MULTILINE)
+_HEAD = re.compile(  # spaces within a line: what spans lines is looked at again from each of them
+    r"^[ \t]*(?:instance[ \t]+(\S+)[ \t\r]*$|nb[ \t]+of[ \t]+jobs\b)", re.IGNORECASE | re.MULTILINE
+)
 _FLOW = re.compile(r"\s*number\s+of\s+jobs,\s+number\s+of\s+machines", re.IGNORECASE)
 _TITLE = re.compile(r"times|machines|\++", re.IGNORECASE)
 _MATRICES = {"duration_matrix", "machines_matrix"}
