@@ -8,7 +8,6 @@ import platform
 import re
 import shlex
 import sys
-import sysconfig
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +48,6 @@ _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
     f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
 )
-_LIBRARIES = tuple({sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")})
 _VERSIONS_OF = ("torch", "numpy", "numba", "stable-baselines3", "torch-geometric", "hydra-core")
 
 
@@ -121,7 +119,7 @@ def explain(error: Exception, config: str = "compare") -> str | None:
             return f"{error}{because}\n{_PLUGINS}"
         return f"{error}{because}\n(to see all options and values, add: --cfg job)"
     by_hydra = _raised_by(error) == "hydra"
-    if not by_hydra and (yours := _raised_in_yours(error)):
+    if not by_hydra and (yours := cli.raised_in_yours(error, "HYDRA_FULL_ERROR=1")):
         return yours
     if isinstance(error, OSError) and (error.filename or by_hydra):
         place = os.path.abspath(error.filename) if error.filename else "the run folder"
@@ -151,23 +149,6 @@ def _unknown(message: str, config: str) -> str:
         keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
         near = meant(name, map(str, keys or ()))
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
-    return ""
-
-
-def _raised_in_yours(error: Exception) -> str:
-    """What an error says that code of the user's raised, and where; nothing if it is not theirs."""
-    if type(error).__module__.partition(".")[0] in cli.OUR_PACKAGES:
-        return ""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in cli.OUR_PACKAGES:
-            return ""
-        if not file.startswith(("<", *_LIBRARIES)):
-            notes = "; ".join(["", *getattr(error, "__notes__", ())])
-            return cli.one_line(
-                f"{type(error).__name__}: {error}; raised in code of yours, "
-                f"{frame.f_code.co_qualname} ({file}:{line}){notes}; HYDRA_FULL_ERROR=1 shows more"
-            )
     return ""
 
 

@@ -16,6 +16,7 @@ import re
 import shlex
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -118,10 +119,33 @@ def explain(error: Exception) -> str | None:
     is_ours = type(error).__module__.partition(".")[0] in OUR_PACKAGES
     if not is_ours and not isinstance(error, OSError | MemoryError):
         at = next((x for x in getattr(error, "__notes__", ()) if x.startswith(IN_OPERATOR)), None)
-        return at and one_line(
+        if at is None:
+            return raised_in_yours(error, "--debug") or None
+        return one_line(
             f"{type(error).__name__}: {error}; {at}: does the module itself run on these inputs?"
         )
     return full_output(error) or one_line(str(error)) or NO_MEMORY
+
+
+def raised_in_yours(error: Exception, more: str) -> str:
+    """What an error says that code of the user's raised, and where; nothing if it is not theirs.
+
+    ``more``: what shows the traceback.
+    """
+    if type(error).__module__.partition(".")[0] in OUR_PACKAGES:
+        return ""
+    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in OUR_PACKAGES:
+            return ""
+        if not file.startswith(("<", *libraries)):
+            notes = "; ".join(["", *getattr(error, "__notes__", ())])
+            return one_line(
+                f"{type(error).__name__}: {error}; raised in code of yours, "
+                f"{frame.f_code.co_qualname} ({file}:{line}){notes}; {more} shows more"
+            )
+    return ""
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import pytest
 from placement import cli
 from placement.__main__ import VERBS, main
 from placement.cli import (
+    BAD_INPUT,
     DEFECT,
     NO,
     OK,
@@ -228,6 +229,19 @@ def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, capsys: Any)
     assert main(words) == OK
     assert "of 512 items each takes 6% longer than in one of 32" in capsys.readouterr().err
     assert main([*words, "--microbatches", "512"]) == OK and not capsys.readouterr().err
+
+
+def test_an_error_in_a_planner_of_ones_own_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "mine.py").write_text("def plan(problem):\n    return {}['x']\n")
+    monkeypatch.chdir(tmp_path)
+    save(small_problem(np.ones((3, 2)), chain(3)), tmp_path / "chain.json")
+    words = ["plan", "chain.json", "--planner", "mine:plan"]
+    assert main(words) == BAD_INPUT
+    where = f"error: KeyError: 'x'; raised in code of yours, plan ({tmp_path / 'mine.py'}:2)"
+    assert where in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--debug"]) == BAD_INPUT and "Traceback" in capsys.readouterr().err
 
 
 def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
