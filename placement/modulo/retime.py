@@ -80,7 +80,7 @@ def shortest(
     if num_micro_batches > few:
         small = _candidates(work, table, patterns, few)
         small = _annealed(work, table, small, end - 0.5 * seconds)
-        stretched = []
+        stretched: list[_Order | None] = []
         for order, p in itertools.product(small[:3], patterns):
             for key in _stretched(order.start, num_micro_batches, p):
                 if time.perf_counter() < end or not stretched:
