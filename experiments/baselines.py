@@ -86,20 +86,20 @@ def problems(data: Path, patterns: Sequence[str]) -> dict[str, Problem]:
         StudyError: nothing matches, or the public files are absent.
     """
 
-    def wanted(name: str) -> bool:
+    def is_chosen(name: str) -> bool:
         return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
     drawn = {f"synthetic/{n}": family for n, family in families().items()}
-    synthetic = {name: family(0) for name, family in drawn.items() if wanted(name)}
+    synthetic = {name: family(0) for name, family in drawn.items() if is_chosen(name)}
     if patterns and all(p.startswith("synthetic/") for p in patterns) and synthetic:
         return synthetic
     chosen: dict[str, Problem] = {}
     for path, file in study.public(data, *FILES).items():
         name = path.rpartition(".")[0]
         latency = f"{name} latency"
-        if name.startswith("moirai/") and wanted(latency):
+        if name.startswith("moirai/") and is_chosen(latency):
             chosen[latency] = importers.load(file, objective="latency")
-        if not wanted(name):
+        if not is_chosen(name):
             continue
         if name.startswith("pipedream/"):
             chosen[name] = pipedream(file)
@@ -336,16 +336,16 @@ def per_problem(rows: Sequence[Row], by_planner: Ratios) -> str:
 
 def notes(rows: Sequence[Row]) -> str:
     """What planners said where they have no answer, or fell back; equal texts once."""
-    said: dict[tuple[str, str], list[str]] = {}
+    problems_of: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.note and not row.planner.startswith(SINGLE):
             text = re.sub(r"\d[\d.e+]*", "N", row.note)  # the CSV file has the numbers
-            said.setdefault((row.planner, text), []).append(row.problem)
+            problems_of.setdefault((row.planner, text), []).append(row.problem)
     lines = []
-    for (planner, text), where in sorted(said.items()):
+    for (planner, text), where in sorted(problems_of.items()):
         places = list(dict.fromkeys(where))
-        shown = ", ".join(places[:2]) + (f" and {len(places) - 2} more" * (len(places) > 2))
-        lines.append(f"- `{planner}`: {text} ({shown})\n")
+        examples = ", ".join(places[:2]) + (f" and {len(places) - 2} more" * (len(places) > 2))
+        lines.append(f"- `{planner}`: {text} ({examples})\n")
     return "".join(lines)
 
 

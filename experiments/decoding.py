@@ -169,13 +169,13 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     decoder = read(config, "config.json", "small decoder")
     for context in options.contexts:
-        asked = Serving(Phase.DECODE, context)
+        serving = Serving(Phase.DECODE, context)
         here = Cluster.detect()
-        whole = int(serving_problem(decoder, here, asked).graph.param_bytes.sum())
+        whole = int(serving_problem(decoder, here, serving).graph.param_bytes.sum())
         limit = int(whole * options.share)
         limited = tuple(replace(d, memory_bytes=limit) for d in here.devices)
         steps = [step_of(part, config, context) for part in decoder.parts]
-        problem = serving_problem(decoder, replace(here, devices=limited), asked)
+        problem = serving_problem(decoder, replace(here, devices=limited), serving)
         problem = measured(problem, steps, options.hidden)
         solution = load("layer_dp")(problem)
         cores = [limited[d].cores for d in solution.placement]

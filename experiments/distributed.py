@@ -356,11 +356,11 @@ def faults(
             os.kill(ranks.processes[1].pid, how)
         left = [ended_late(process) for process in ranks.processes]
         seconds = time.monotonic() - began
-        said = ranks.errors[0].read_text().strip()
-        at = said.rfind("RankError: ")
+        message = ranks.errors[0].read_text().strip()
+        at = message.rfind("RankError: ")
         yield {
             "fault": name, "timeout_s": TIMEOUT_S, "seconds": seconds,
-            "left_running": any(left), "said": said[at + 11 :] if at >= 0 else said[-300:],
+            "left_running": any(left), "said": message[at + 11 :] if at >= 0 else message[-300:],
         }  # fmt: skip
 
 

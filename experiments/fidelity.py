@@ -304,10 +304,10 @@ def corrections(rows: Sequence[Row]) -> str:
     """The errors over all placements without each thing taken into account."""
 
     def compared(by: Callable[..., float], kind: str, what: str) -> float:
-        said = values(rows, f"predicted_{kind}_s")
+        predicted = values(rows, f"predicted_{kind}_s")
         if what:
-            said = [x[what] for x in values(rows, f"{kind}_without")]
-        return by(said, values(rows, f"measured_{kind}_s"))
+            predicted = [x[what] for x in values(rows, f"{kind}_without")]
+        return by(predicted, values(rows, f"measured_{kind}_s"))
 
     kinds = [
         column

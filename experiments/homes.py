@@ -74,7 +74,7 @@ def home(seed: int, model: str) -> Problem:
     share = rng.uniform(0.3, 1.0, len(likes)).tolist()
     network = _NETWORKS[int(rng.integers(len(_NETWORKS)))]
     needed = rng.uniform(0.6, 0.95)
-    asked = Serving(Phase.DECODE, _CONTEXT, whole_layers="Mixtral" not in model)
+    serving = Serving(Phase.DECODE, _CONTEXT, whole_layers="Mixtral" not in model)
 
     def problem(factor: float) -> Problem:
         devices = [
@@ -89,7 +89,9 @@ def home(seed: int, model: str) -> Problem:
             for j, b in enumerate(devices)
             if i != j
         ]
-        return serving_problem(decoder(model), Cluster("home", tuple(devices), tuple(links)), asked)
+        return serving_problem(
+            decoder(model), Cluster("home", tuple(devices), tuple(links)), serving
+        )
 
     roomy = problem(1.0)
     whole = float(roomy.graph.param_bytes.sum())

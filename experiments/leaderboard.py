@@ -70,28 +70,30 @@ class Row:
 
 def rows(options: Options) -> Iterator[Row]:
     """The rows of the table, and those that it lacks; per part the best first."""
-    kept = {(r.suite, r.only, r.planner): r for r in STUDY.read(options.out)}
+    by_key = {(r.suite, r.only, r.planner): r for r in STUDY.read(options.out)}
     for part in PARTS:
         for entry in options.planner or ENTRIES:
             key = (part.suite, part.only, entry)
-            if options.again or key not in kept:
+            if options.again or key not in by_key:
                 make = partial(_row, options, part, entry)
                 name = f"{part.suite}-{entry}"
-                kept[key] = make() if options.again else options.finished.row(Row, key, make, name)
+                by_key[key] = (
+                    make() if options.again else options.finished.row(Row, key, make, name)
+                )
     for part in PARTS:
-        mine = [r for r in kept.values() if (r.suite, r.only) == (part.suite, part.only)]
+        mine = [r for r in by_key.values() if (r.suite, r.only) == (part.suite, part.only)]
         yield from sorted(mine, key=lambda r: (r.gap is None, r.gap, r.planner))
 
 
 def _row(options: Options, part: Part, entry: str) -> Row:
     name, *words = shlex.split(entry)
     planner = planners.load(name, **dict(word.split("=", 1) for word in words))
-    found, began = [], time.process_time()
+    scores, began = [], time.process_time()
     for case in cases(part.suite, options.data, only=part.only):
-        found.append(measure(case, planner))
-        if found[-1].impossible:
-            say(f"{case.problem}: {found[-1].value} is below the bound {found[-1].lower_bound}")
-    mean = mean_of(found)
+        scores.append(measure(case, planner))
+        if scores[-1].impossible:
+            say(f"{case.problem}: {scores[-1].value} is below the bound {scores[-1].lower_bound}")
+    mean = mean_of(scores)
     say(f"{part.suite} {part.only}: {entry}: {mean}")
     return Row(
         suite=part.suite,

@@ -53,17 +53,17 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
         for case in options.cases:
             if case.partition(":")[0] == workload:
                 what = (case, options.rounds, options.count)
-                yield options.finished.row(dict, what, partial(made, options, case), name=case)
+                yield options.finished.row(dict, what, partial(measured, options, case), name=case)
 
 
-def made(options: Options, case: str) -> dict[str, Any]:
+def measured(options: Options, case: str) -> dict[str, Any]:
     """Its row, measured now."""
     workload, _, limit = case.partition(":")
     rounds, count = options.rounds, options.count
     if limit == "unlike":
         unlike = unlike_problem(workload)
         plans = planned(unlike)
-        return told(case, unlike, plans, streamed(workload, unlike, plans, rounds, count))
+        return line(case, unlike, plans, streamed(workload, unlike, plans, rounds, count))
     module, inputs, problem = profiled(workload)
     picture = options.out / "pipelining.png" if case == options.cases[0] else None
     return row(case, module, inputs, under(problem, limit), rounds, count, picture)
@@ -148,10 +148,10 @@ def row(
         measured = Executor(few).run(plans["best cut"])
         predicted = simulate(few, plans["best cut"])
         gantt.plot_gantt(predicted, measured, picture, f"{case}, cut by best_of")
-    return told(case, problem, plans, seconds)
+    return line(case, problem, plans, seconds)
 
 
-def told(
+def line(
     case: str, problem: Problem, plans: dict[str, Placement], seconds: dict[str, Any]
 ) -> dict[str, Any]:
     """A row of the table; ``seconds`` float64 ``[rounds]`` of each way that ran."""
@@ -159,14 +159,14 @@ def told(
     took = {way: float(np.median(seconds[way])) if way in seconds else None for way in ways}
     values = {way: evaluate(problem, plan[None]) for way, plan in plans.items()}
     alone = problem.objective is Objective.LATENCY
-    said = {w: float((v.latency_s if alone else v.period_s)[0]) for w, v in values.items()}
+    predicted = {w: float((v.latency_s if alone else v.period_s)[0]) for w, v in values.items()}
 
     def ratio(a: str, b: str) -> float | None:
         both = a in seconds and b in seconds
         return float(np.median(seconds[a] / seconds[b])) if both else None
 
     def error(way: str) -> float | None:
-        return said[way] / (took[way] or np.nan) - 1 if way in said else None
+        return predicted[way] / (took[way] or np.nan) - 1 if way in predicted else None
 
     alone_s = took[PLAIN[0]] or took["one device"]
     ours = min(("two replicas", "best cut", "best found"), key=lambda way: took[way] or np.inf)

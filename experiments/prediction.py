@@ -202,9 +202,9 @@ def measure_all(folder: Path, work: Path, seconds: float) -> None:
     )
     say(f"{len(built.made)} measured now, {len(built.kept)} before, {len(built.failed)} failed")
     measured = cases(folder)
-    for wanted in PLACED:
-        path = work / f"{wanted}.json"
-        chosen = [e for e in todo if e.options.get("model") == wanted]
+    for model in PLACED:
+        path = work / f"{model}.json"
+        chosen = [e for e in todo if e.options.get("model") == model]
         if path.exists() or not chosen:
             continue
         if time.monotonic() - began > seconds:

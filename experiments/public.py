@@ -96,8 +96,8 @@ def _answer(problem: Problem, *key: Any) -> Row:
         value_s = value_of(problem, done.value)
         bound_s = proved_bound_s(problem, done.value)
     stages = [f"{x['num_ops']} on {len(x['devices'])}" for x in stats.get("stages", ())]
-    said = [done.note, ", ".join(stages)]
-    said += [str(stats.get(key, "")) for key in ("message", "infeasible")]
+    notes = [done.note, ", ".join(stages)]
+    notes += [str(stats.get(key, "")) for key in ("message", "infeasible")]
     return Row(
         *key,
         value_s=finite(value_s),
@@ -107,7 +107,7 @@ def _answer(problem: Problem, *key: Any) -> Row:
         evaluations=stats.get("evaluations"),
         peak_bytes=done.peak_bytes,
         status=done.status,
-        note="; ".join(x for x in said if x),
+        note="; ".join(x for x in notes if x),
     )
 
 
@@ -316,7 +316,7 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def gain(case: Case) -> float:
         return case.value_s("single_device", "macro_search") / case.value_s()
 
-    shown = table(
+    rows_of_files = table(
         cases(rows),
         Column("file", "file"),
         Column("devices", lambda c: c.rows[0].devices),
@@ -331,7 +331,7 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     gains = [gain(c) for c in cases(rows)]
     helped = f"{sum(x > 1.005 for x in gains)} of {len(gains)}"
     wrong = mistake("Below a proved bound, which is a mistake", below_its_bound(rows, options))
-    return {"table": shown, "helped": helped, "most": max(gains), "wrong": wrong}
+    return {"table": rows_of_files, "helped": helped, "most": max(gains), "wrong": wrong}
 
 
 def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:

@@ -48,7 +48,7 @@ from placement.workloads.synthetic import families, giph
 
 Row = dict[str, Any]
 Task = tuple[str, str, Callable[[], Row]]  # problem, method, its row
-Wanted = Callable[[str], bool]  # whether rows of this problem are asked for
+Chosen = Callable[[str], bool]  # whether rows of this problem are asked for
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -186,7 +186,7 @@ def with_power(problem: placement.Problem) -> placement.Problem:
     return replace(problem, cluster=cluster, objective="energy", second_j=2.0)
 
 
-def problems(wanted: Wanted) -> Iterator[tuple[str, placement.Problem]]:
+def problems(is_chosen: Chosen) -> Iterator[tuple[str, placement.Problem]]:
     """Every file under the objectives that mean something for it, and as measured devices are."""
     kinds: Any
     for name, load in files().items():
@@ -201,7 +201,7 @@ def problems(wanted: Wanted) -> Iterator[tuple[str, placement.Problem]]:
         }.get(name.partition("/")[0], ("",))
         for kind in kinds:
             full = f"{name} {kind}".rstrip()
-            if not wanted(full):
+            if not is_chosen(full):
                 continue
             problem, objective = load(), kind.removeprefix("measured ")
             if kind.startswith("measured"):
@@ -224,8 +224,8 @@ def placements(problem: placement.Problem, number: int) -> Any:
 # --- the parts -----------------------------------------------------------------------------------
 
 
-def planner_rows(wanted: Wanted) -> Iterator[Task]:
-    for name, problem in problems(wanted):
+def planner_rows(is_chosen: Chosen) -> Iterator[Task]:
+    for name, problem in problems(is_chosen):
         file, _, kind = name.partition(" ")
         extra = file.startswith(("profile", "synthetic")) and kind not in ("period", "latency")
         if extra and problem.num_ops > 150:
@@ -257,13 +257,13 @@ def planned(method: str, problem: placement.Problem) -> Row:
     return of_solution(planners.load(method, **options | OPTIONS.get(method, {}))(problem))
 
 
-def scheduler_rows(wanted: Wanted) -> Iterator[Task]:
+def scheduler_rows(is_chosen: Chosen) -> Iterator[Task]:
     """Every scheduler on the published cases and on splits of graphs; and the search of orders."""
     path = DATA / "schedules/cases.json"
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.is_file() else {}
     for key, case in cases.items():
         name = f"case {key}"
-        if not wanted(name) or case["ndevs"] > 6:
+        if not is_chosen(name) or case["ndevs"] > 6:
             continue
         for memory in (None, 4):
             yield name, f"schedule {memory}", partial(searched, path, key, memory)
@@ -273,7 +273,7 @@ def scheduler_rows(wanted: Wanted) -> Iterator[Task]:
             for method in schedulers.names():
                 if method != "searched" or case["ndevs"] <= 4:
                     yield name, method, partial(scheduled, method, problem, place)
-    for name, problem in problems(lambda x: "period" in x and wanted(x)):
+    for name, problem in problems(lambda x: "period" in x and is_chosen(x)):
         if problem.num_ops <= 400:
             place = planners.load("contiguous_dp")(problem).placement
             for method in schedulers.names():
@@ -319,13 +319,13 @@ def searched(path: Path, key: str, memory: int | None) -> Row:
     if code:
         return {"code": code, "error": errors.getvalue().strip()}
     answer = json.loads(printed.getvalue())
-    shown = ("period", "period_lower_bound", "optimal", "unroll", "makespan")
-    return {k: answer[k] for k in shown} | {"starts": digest(np.array(answer["starts"]))}
+    names = ("period", "period_lower_bound", "optimal", "unroll", "makespan")
+    return {k: answer[k] for k in names} | {"starts": digest(np.array(answer["starts"]))}
 
 
-def simulator_rows(wanted: Wanted) -> Iterator[Task]:
+def simulator_rows(is_chosen: Chosen) -> Iterator[Task]:
     """Random placements: in the kernel, in the reference, and by formula."""
-    for name, problem in problems(wanted):
+    for name, problem in problems(is_chosen):
         methods = {
             "bounds": partial(bounds, problem),
             "batch": partial(batch, problem),
@@ -376,10 +376,10 @@ def formulas(problem: placement.Problem) -> Row:
     return {"loads": digest(*(device_loads(problem, p) for p in drawn)), "pieces": pieces}
 
 
-def file_rows(wanted: Wanted) -> Iterator[Task]:
+def file_rows(is_chosen: Chosen) -> Iterator[Task]:
     """Every problem as a problem file, which is read and written again."""
     for name, load in files().items():
-        if wanted(name):
+        if is_chosen(name):
             yield name, "problem file", partial(written, load)
 
 
@@ -393,10 +393,10 @@ def written(load: Callable[[], placement.Problem]) -> Row:
     return {"file": digest(texts[0]), "again": digest(texts[1])}
 
 
-def plan_rows(wanted: Wanted) -> Iterator[Task]:
+def plan_rows(is_chosen: Chosen) -> Iterator[Task]:
     """Plan files of several planners, and what every exporter makes of them."""
     chosen = ("branches", "gpus/", "pipedream/vgg16", "throughput/layer/bert24", "giph/0")
-    for name, problem in problems(lambda x: x.startswith(chosen) and wanted(x)):
+    for name, problem in problems(lambda x: x.startswith(chosen) and is_chosen(x)):
         if name.startswith("gpus/"):  # the model itself: modules and parameters have names
             module, inputs = workloads.load(name.partition("/")[2].partition(" ")[0])
             graph = placement.capture(module, inputs, name=problem.graph.name)
@@ -438,7 +438,7 @@ def exported(name: str, plan: Callable[[], placement.Plan], problem: placement.P
     return row | {suffix or "file": digest(text) for suffix, text in output.files.items()}
 
 
-PARTS: dict[str, Callable[[Wanted], Iterator[Task]]] = {
+PARTS: dict[str, Callable[[Chosen], Iterator[Task]]] = {
     "planners": planner_rows,
     "schedulers": scheduler_rows,
     "simulator": simulator_rows,
@@ -456,10 +456,10 @@ def record(parts: Sequence[str], keys: set[str] | None = None) -> Iterator[dict[
     for part in parts:
         rows: dict[str, Row] = {}
 
-        def wanted(problem: str, part: str = part) -> bool:
+        def is_chosen(problem: str, part: str = part) -> bool:
             return names is None or (part, problem) in names
 
-        for problem, method, task in PARTS[part](wanted):
+        for problem, method, task in PARTS[part](is_chosen):
             key = f"{part} | {problem} | {method}"
             if keys is None or key in keys:
                 rows[key] = attempt(task)

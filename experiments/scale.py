@@ -222,12 +222,12 @@ def matrix(rows: Rows, options: Options) -> dict[str, str]:
     columns = (
         Column(f"{n:,} x {d}", lambda name, n=n, d=d: cell(by[name, n, d])) for n, d in sizes
     )
-    said: dict[str, list[str]] = {}
+    sizes_of: dict[str, list[str]] = {}
     for row in rows:
         if row.note and row.status not in ("not tried", "out of time"):
             text = f"`{row.subject}`, {row.status}: " + re.sub(r"\d[\d.e+]*", "N", row.note)[:300]
-            said.setdefault(text, []).append(f"{row.operators:,} x {row.devices}")
-    notes = "".join(f"- {text} ({', '.join(where)})\n" for text, where in said.items())
+            sizes_of.setdefault(text, []).append(f"{row.operators:,} x {row.devices}")
+    notes = "".join(f"- {text} ({', '.join(where)})\n" for text, where in sizes_of.items())
     return {
         "table": table(sorted({r.subject for r in rows}), Column("planner", str), *columns),
         "said": f"## What they said\n\n{notes}\n" if notes else "",

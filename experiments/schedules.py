@@ -113,8 +113,8 @@ def rows(options: Options) -> Iterator[Row]:
         raise StudyError(f"no {folder / 'cases.json'}; name the folder with --data")
     cases = json.loads((folder / "cases.json").read_text(encoding="utf-8"))["cases"]
     truths = json.loads((folder / "truth.json").read_text(encoding="utf-8"))["records"]
-    wanted = [name for name in cases if any(part in name for part in options.cases or [""])]
-    chosen = [t for t in truths if t["case"] in wanted]
+    names = [name for name in cases if any(part in name for part in options.cases or [""])]
+    chosen = [t for t in truths if t["case"] in names]
     if not chosen:
         raise StudyError(f"no case has one of {options.cases} in its name")
     search_schedule(read_work(cases[chosen[0]["case"]], None)[0], 2, seconds=0.1)  # compiles

@@ -195,8 +195,8 @@ def template(name: str) -> str:
 
 def filled(name: str, values: Mapping[str, Any]) -> str:
     """A section with these values; a table's last line feed is the section's."""
-    shown = {k: v.rstrip("\n") if isinstance(v, str) else v for k, v in values.items()}
-    return template(name).format_map(shown).strip() + "\n"
+    texts = {k: v.rstrip("\n") if isinstance(v, str) else v for k, v in values.items()}
+    return template(name).format_map(texts).strip() + "\n"
 
 
 def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
@@ -359,8 +359,8 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 def command_line(module: str, words: Sequence[str]) -> str:
     """The command that makes the results again; of folders elsewhere the last name alone."""
-    said = shlex.join(Path(w).name if w[:1] == "/" else w for w in words)
-    return f"python -m {module} {said}".rstrip()
+    arguments = shlex.join(Path(w).name if w[:1] == "/" else w for w in words)
+    return f"python -m {module} {arguments}".rstrip()
 
 
 def say(text: str) -> None:

@@ -76,8 +76,8 @@ def to_csv(rows: Sequence[Any]) -> str:
     A field with ``metadata={"csv": False}`` is left out.
     """
     names = [f.name for f in fields(rows[0]) if f.metadata.get("csv", True)]
-    shown = ([asdict(row)[name] for name in names] for row in rows)
-    return csv_text(names, ([str(v) if v != v else v for v in row] for row in shown))
+    cells = ([asdict(row)[name] for name in names] for row in rows)
+    return csv_text(names, ([str(v) if v != v else v for v in row] for row in cells))
 
 
 def read_csv(kind: type[R], path: Path) -> list[R]:
@@ -174,6 +174,6 @@ def share(flags: Sequence[bool]) -> tuple[float, float, float]:
     """Share of true ones with Wilson's 95 % interval."""
     if not flags:
         return np.nan, np.nan, np.nan
-    found = binomtest(sum(flags), len(flags))
-    low, high = found.proportion_ci(method="wilson")
-    return float(found.statistic), float(low), float(high)
+    test = binomtest(sum(flags), len(flags))
+    low, high = test.proportion_ci(method="wilson")
+    return float(test.statistic), float(low), float(high)

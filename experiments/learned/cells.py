@@ -120,10 +120,10 @@ def made_again(
     Raises:
         StudyError: the rule has another value today, so the problem is another.
     """
-    made: dict[tuple[str, str, str, int | None], Cell] = {}
+    cells_now: dict[tuple[str, str, str, int | None], Cell] = {}
     for name, problem, task in tasks:
-        made[task.group, name, task.label, task.seed] = task.run(finished, name, problem)
-    now = [made.get((c.group, c.problem, c.planner, c.seed), c) for c in cells]
+        cells_now[task.group, name, task.label, task.seed] = task.run(finished, name, problem)
+    now = [cells_now.get((c.group, c.problem, c.planner, c.seed), c) for c in cells]
     for then, cell in zip(cells, now, strict=True):
         if cell.planner == rule and cell.value_s != then.value_s:
             raise StudyError(

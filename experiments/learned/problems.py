@@ -185,10 +185,10 @@ def twice_the_devices(problem: Problem) -> Problem:
             wide[:, a, twin] = seconds[:, both[a], (both[a] + 1) % count]
         return wide
 
-    taken = profile.take(both, names, joined)
+    wider = profile.take(both, names, joined)
     transfer_s = None if profile.transfer_s is None else pairs(profile.transfer_s)
     return replace(
         problem,
         cluster=Cluster(f"twice {cluster.name}", devices),
-        profile=replace(taken, transfer_s=transfer_s),
+        profile=replace(wider, transfer_s=transfer_s),
     )

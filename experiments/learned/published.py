@@ -54,23 +54,23 @@ DRAWN = ("lstm_grid", "chain_with_skips", "towers", "butterfly", "u_net", "trans
 
 def problems(options: Options) -> families.Problems:
     """Twenty: of suites, of families that nothing was trained on, and of GiPH's distribution."""
-    found = {name: case.load() for name, case in _cases(options).items()}
+    chosen = {name: case.load() for name, case in _cases(options).items()}
     drawn = {f"drawn {name}": synthetic.families()[name](HELD_OUT) for name in DRAWN}
     drawn |= {f"giph {seed}": synthetic.giph(seed) for seed in (HELD_OUT, HELD_OUT + 1)}
     for name, problem in drawn.items():  # GiPH's too in the runtime of all others
         latency = problem.with_objective(Objective.LATENCY)
-        found[name] = replace(latency, contention=True, ready_order="priority")
-    return found
+        chosen[name] = replace(latency, contention=True, ready_order="priority")
+    return chosen
 
 
 def _cases(options: Options) -> dict[str, suites.Case]:
     """By name, of the files that are there."""
-    found = {}
+    by_name = {}
     for suite, name, devices in FILES:
         folder = options.data if suite == "public" else options.data / suite
         (case,) = suites.cases(suite, folder, devices, name)
-        found[f"{suite} {name}" + (f" on {devices}" if devices else "")] = case
-    return found
+        by_name[f"{suite} {name}" + (f" on {devices}" if devices else "")] = case
+    return by_name
 
 
 def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[str, Any]]:
@@ -85,12 +85,12 @@ def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[st
     path, cost = folder / "trained.safetensors", folder / "cost.json"
     if not cost.is_file():
         say(f"{method}, seed {seed}: training")
-        given, solutions = machines(), None
+        problems_drawn, solutions = machines(), None
         if method == "doppler":  # the only one that imitates
-            solutions = [load("heft")(p).placement for p in given]
+            solutions = [load("heft")(p).placement for p in problems_drawn]
         began = time.process_time()
         policy = train(
-            given,
+            problems_drawn,
             config=config,
             baseline=load("single_device"),
             solutions=solutions,

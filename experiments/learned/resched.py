@@ -159,8 +159,8 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
     lines = []
     for who, mine in groups(rows, "who").items():
         line: dict[str, Any] = {"who": who, "ms": 1e3 * np.median([r.seconds for r in mine])}
-        for kind, found in groups(mine, "kind").items():
-            ratios = {r.problem: [r.value / r.known] for r in found}
+        for kind, rows_of_kind in groups(mine, "kind").items():
+            ratios = {r.problem: [r.value / r.known] for r in rows_of_kind}
             line[kind] = geometric(ratios).percent()
         lines.append(line)
     columns = [

@@ -120,10 +120,10 @@ def _rows(
 
 
 def _facts(budget: Mapping[str, Option], options: Options) -> dict[str, Any]:
-    asked = budget_of(budget, options)
-    changed = {name: v for name, v in asked.items() if v != budget[name].default}
+    values = budget_of(budget, options)
+    changed = {name: v for name, v in values.items() if v != budget[name].default}
     return {
-        "budget": asked,
+        "budget": values,
         "as_written_before": f"no: {changed}" if changed else "yes",
         "policies": _digests(policies(options)),
         "problems": " ".join(options.patterns) or "all",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ NEVER = "never drawn"
 NEVER_DRAWN = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "mixture_of_experts",
                "u_net")  # fmt: skip
 TIMED = 300  # operators
+RELEASED_SEED = 2  # of the trainings of the network of waits
 
 
 def unit(name: str) -> str:
@@ -73,14 +75,17 @@ def with_never_drawn(options: Options) -> families.Problems:
     """These, and those that decide: pipelines, and the latency of the same graphs."""
     chosen = problems(options)
     if wants(options, f"{NEVER}: "):
-        for name in NEVER_DRAWN:
-            for seed in range(HELD_OUT, HELD_OUT + options.pipelines):
-                problem = synthetic.families()[name](seed)
-                chosen[f"{NEVER}: {name}-{seed}"] = problem
-                chosen[f"{NEVER}: {name}-{seed} latency"] = problem.with_objective(
-                    Objective.LATENCY
-                )
+        for name, problem in drawn_pipelines(options).items():
+            chosen[name] = problem
+            chosen[f"{name} latency"] = problem.with_objective(Objective.LATENCY)
     return chosen
+
+
+def drawn_pipelines(options: Options) -> families.Problems:
+    """Of the families ``NEVER_DRAWN``."""
+    seeds = range(HELD_OUT, HELD_OUT + options.pipelines)
+    drawn = synthetic.families()
+    return {f"{NEVER}: {n}-{seed}": drawn[n](seed) for n in NEVER_DRAWN for seed in seeds}
 
 
 def untrained(options: Options) -> str:
@@ -111,8 +116,8 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
             one_decode = load("policy", mode="zero_shot", policy=policy)
             yield Task(one, label + DECODE, one_decode, 0, evaluations=1)
     for group, evaluations in EVALUATIONS.items() if one == PIPELINES else ((one, 1),):
-        for seed, given in enumerate((trained or [{}]) if pipeline else [{}]):
-            planner = load("policy", margin=0.0, **given)
+        for seed, networks in enumerate((trained or [{}]) if pipeline else [{}]):
+            planner = load("policy", margin=0.0, **networks)
             yield Task(group, TRAINED, planner, seed, evaluations=evaluations)
         planner = load("policy", margin=0.0, **new)
         yield Task(group, UNTRAINED, planner, 0, evaluations=evaluations)
@@ -138,8 +143,20 @@ def from_files_and_draws(options: Options, objective: Objective) -> families.Pro
     }
 
 
+def timed(options: Options) -> Iterator[tuple[str, Problem, Task]]:
+    """One evaluation of the pipelines that are timed, with the released network of waits."""
+    chosen = drawn_pipelines(options).items()
+    for name, problem in chosen:
+        if is_timed(problem.num_ops):
+            planner = load("policy", margin=0.0)
+            yield name, problem, Task(PIPELINES, TRAINED, planner, RELEASED_SEED, evaluations=1)
+
+
 def released_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
-    """The cells, those of latencies with one evaluation made again by the released network."""
+    """The cells, those of the released networks with one evaluation made again.
+
+    Of latencies, and of the pipelines whose seconds are shown.
+    """
     options.also = []  # of latencies they decide nothing
     latencies = from_files_and_draws(options, Objective.LATENCY)
     again = (
@@ -148,7 +165,7 @@ def released_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
         for task in tasks(options, name, problem)
         if task.label in (TRAINED, UNTRAINED, LIST)
     )
-    return made_again(cells, again, options.finished, LIST)
+    return made_again(cells, chain(timed(options), again), options.finished, LIST)
 
 
 def best_of_few() -> dict[str, Cell]:
@@ -188,13 +205,13 @@ def by_family(cells: Sequence[Cell]) -> str:
         mine = [c for c in of_group(cells, group) if name in (EVERY, family_of(c.problem))]
         return against(mine, other, of_families=name == EVERY).percent()
 
-    shown = ((PIPELINES, HAND), (PIPELINES, UNTRAINED), (LATENCIES, UNTRAINED), (LATENCIES, LIST))
+    columns = ((PIPELINES, HAND), (PIPELINES, UNTRAINED), (LATENCIES, UNTRAINED), (LATENCIES, LIST))
     return table(
         (*NEVER_DRAWN, EVERY),
         Column("family", str),
         *(
             Column(f"{g.partition(',')[0]}, against {o}", partial(mean, group=g, other=o))
-            for g, o in shown
+            for g, o in columns
         ),
     )
 
@@ -211,13 +228,14 @@ def median_ms(cells: Sequence[Cell], planner: str) -> float:
     return 1e3 * float(np.median([c.used_s for c in cells if c.planner == planner]))
 
 
+def is_timed(num_ops: int) -> bool:
+    return 0.5 * TIMED <= num_ops <= 1.5 * TIMED
+
+
 def plan_s(cells: Sequence[Cell]) -> float:
     """Median processor seconds of one evaluation of pipelines of about ``TIMED`` operators."""
-    used = [
-        c.used_s
-        for c in of_group(cells, PIPELINES)
-        if c.planner == TRAINED and 0.5 * TIMED <= c.operators <= 1.5 * TIMED
-    ]
+    mine = [c for c in of_group(cells, PIPELINES) if c.planner == TRAINED]
+    used = [c.used_s for c in mine if is_timed(c.operators) and c.seed == RELEASED_SEED]
     return float(np.median(used)) if used else np.nan
 
 
@@ -276,7 +294,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     }
 
 
-RELEASED = "decode latencies of public files and drawn graphs again, by the released network"
+RELEASED = "latencies of public files and drawn graphs, and seconds of pipelines, again as released"
 STUDY = learned_study(
     "zero_shot",
     ZERO_SHOT,

@@ -186,8 +186,8 @@ class BestOf:
         stats = search.run(replace(self, search_on=False), 1.0 - _SEARCH_SHARE).stats
         search.bound_s = lower_bound(problem)
         winner = _search_on(search, stats["values_s"]) or stats["winner"]
-        told = {k: stats[k] for k in ("values_s", "skipped")}
-        return search.solution(search.bound_s, winner=winner, **told)
+        others = {k: stats[k] for k in ("values_s", "skipped")}
+        return search.solution(search.bound_s, winner=winner, **others)
 
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""

@@ -101,29 +101,33 @@ def score_splits(
     load_kernels()
     problem = search.problem
     counts = memory_counts(problem)
-    bottleneck_s, all_orders, drawn = None, True, list[Ints]()
+    stages = Stages(problem, max_states)
+    bottleneck_s, drawn = None, list[Ints]()
     for count in [*counts, None]:
         known = search.best_cost
         if (count is None and known < INFEASIBLE) or (drawn and not search.left):
             break
-        found: list[Split] = []
+        cuts: list[Split] = []
         for block in tuple(drawn) or blocks:
             drawn += [block] * (count == counts[0])
-            cut, all_orders = splits(problem, block, count, max_states, each)
-            found += cut
+            cuts += splits(stages, block, count, each)
             if search.used >= 1.0:  # also where no order had a split yet
                 break
-        found.sort(key=lambda split: split.cost_s)
-        if not found:
+        cuts.sort(key=lambda split: split.cost_s)
+        if not cuts:
             continue
-        costs = search.costs([split.choice for split in found[:candidates]])
+        costs = search.costs([split.choice for split in cuts[:candidates]])
         if search.best_cost < known or bottleneck_s is None:
-            bottleneck_s = min(split.slowest_s for split in found)
+            bottleneck_s = min(split.slowest_s for split in cuts)
         # Whether anything fits says little: one device often does. The best split has to.
         if not len(costs) or costs[0] < INFEASIBLE:
             break
     num_blocks = int(drawn[0].max()) + 1
-    return {"bottleneck_s": bottleneck_s, "all_orders": all_orders, "num_blocks": num_blocks}
+    return {
+        "bottleneck_s": bottleneck_s,
+        "all_orders": stages.all_orders,
+        "num_blocks": num_blocks,
+    }
 
 
 def memory_counts(problem: Problem) -> list[int]:
@@ -141,31 +145,26 @@ class Split(NamedTuple):
 
 
 def splits(
-    problem: Problem,
-    block: Ints,
-    activations: int | None,
-    max_states: int = 512,
-    most: int | None = None,
-) -> tuple[list[Split], bool]:
+    stages: Stages, block: Ints, activations: int | None, most: int | None = None
+) -> list[Split]:
     """The best split of ``block`` int32 ``[G]`` for each set of devices: the ``most`` cheapest.
 
-    Nothing is evaluated. ``activations``: of how many micro-batches must fit; None: nothing has
-    to. The flag tells whether all orders of the devices were considered.
+    Nothing is evaluated. ``activations``: of how many micro-batches must fit; None: nothing has to.
     """
-    costs = stage_costs(problem, block)
-    states, all_orders = _states(problem, costs.kind, max_states)
+    costs, kind, states = stages.costs(block), stages.kind, stages.states
+    latency = stages.problem.objective is Objective.LATENCY
+    in_turn = _solve(costs.seconds(activations, np.add), kind, states, np.add) if latency else []
     seconds = costs.seconds(activations)
-    found = _solve(seconds, costs.kind, states)
-    if problem.objective is Objective.LATENCY:
-        in_turn = _solve(costs.seconds(activations, np.add), costs.kind, states, np.add)
-        distinct = {tuple(stages): stages for _, stages in in_turn + found}.values()
-        found = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
-    found = found[:most]
-    slowest_s = (max(seconds[costs.kind[d], j, i] for d, j, i in x) for _, x in found)
+    best = _solve(seconds, kind, states)
+    if latency:
+        distinct = {tuple(x): x for _, x in in_turn + best}.values()
+        best = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
+    best = best[:most]
+    slowest_s = (max(seconds[kind[d], j, i] for d, j, i in x) for _, x in best)
     return [
-        Split(cost_s, float(slow_s), _choice(stages, block, costs.kind))
-        for (cost_s, stages), slow_s in zip(found, slowest_s, strict=True)
-    ], all_orders
+        Split(cost_s, float(slow_s), _choice(x, block, kind))
+        for (cost_s, x), slow_s in zip(best, slowest_s, strict=True)
+    ]
 
 
 def merge_blocks(problem: Problem, max_blocks: int, position: Ints | None = None) -> Ints:
@@ -225,6 +224,7 @@ class StageCosts:
         compute: float64 ``[K, C + 1, C + 1]`` seconds, inf where not supported.
         blocked: float64, the same shape: blocking sends of the stage's outputs.
         received: float64, the same shape: transfers of the stage's inputs.
+        room: float64, the same shape, for what is returned by ``seconds``.
         binds: whether memory may; where it cannot the bytes are left out, 0.
         param_bytes: float64 parameters, tied ones once.
         activation_bytes: float64 tensors produced or used, of one micro-batch.
@@ -235,20 +235,23 @@ class StageCosts:
     compute: Floats
     blocked: Floats
     received: Floats
+    room: Floats
     binds: bool
     param_bytes: Floats
     activation_bytes: Floats
     memory_bytes: NDArray[np.int64]
 
     def seconds(self, activations: int | None, join: np.ufunc = np.maximum) -> Floats:
-        """float64 ``[K, C + 1, C + 1]`` cost of a stage; inf where it is too large.
+        """float64 ``[K, C + 1, C + 1]`` cost of a stage, in ``room``; inf where it is too large.
 
         ``join`` is ``np.add`` where it receives before it computes, and nothing else waits.
 
         Memory is parameters and ``activations`` times the activations; None: no limit.
         """
-        work = self.compute if join is np.add else self.compute + self.blocked
-        cost: Floats = join(work, self.received)
+        cost, work = self.room, self.compute
+        if join is np.maximum:
+            work = np.add(work, self.blocked, out=cost)
+        join(work, self.received, out=cost)
         if activations is not None and self.binds:
             need = self.param_bytes + activations * self.activation_bytes
             cost[need > self.memory_bytes[:, None, None]] = np.inf
@@ -260,68 +263,76 @@ class StageCosts:
         return sum(float(self.compute[s] + self.received[s]) for s in at)
 
 
-def stage_costs(problem: Problem, block: Ints) -> StageCosts:
-    """Costs of every stage on every device, ``block`` int32 ``[G]`` being the block of a group."""
-    g, num_devices = problem.graph, problem.num_devices
-    size = int(block.max()) + 2
-    at = block[g.group]  # [N]
-    run_s = (
-        problem.loaded_s
-        if problem.objective.is_pipelined and num_devices > 1
-        else problem.compute_s
-    )
+class Stages:
+    """What stages of a problem cost, in one order of its groups after another.
 
-    produced, producer, both, first, last = made_and_used(g, at)
-    is_input = g.tensor_src[g.use_tensor] < 0  # uses of model inputs
-    inputs = np.stack([g.use_tensor[is_input], at[g.use_dst[is_input]]])
-    all_uses, made_at, given_at = (points(x, size) for x in (both, producer, inputs))
+    Attributes:
+        kind: int32 ``[D]`` class of each device, of ``K``: what may be swapped costs the same.
+        states: sets of devices, of which no more than ``max_states``.
+        all_orders: whether all orders of the devices are among them.
+    """
+
+    def __init__(self, problem: Problem, max_states: int = 512) -> None:
+        g, kind = problem.graph, device_classes(problem)
+        self.problem, self.kind = problem, kind
+        self.states, self.all_orders = _states(problem, kind, max_states)
+        self._firsts = np.unique(kind, return_index=True)[1].tolist()
+        pipelined = problem.objective.is_pipelined and problem.num_devices > 1
+        run_s = problem.loaded_s if pipelined else problem.compute_s
+        priced = [_prices(problem, d) for d in self._firsts]
+        arrive_s, input_s, blocking_s = (np.stack(prices) for prices in zip(*priced, strict=True))
+        self._uses = kernels.Uses.fresh(
+            {"N": g.num_ops, "T": g.num_tensors},
+            makes_ptr=g.out_ptr,
+            makes=g.out_tensor,
+            uses_ptr=g.in_ptr,
+            uses=g.in_tensor,
+            inner=g.tensor_src >= 0,
+            compute_s=np.ascontiguousarray(run_s[:, self._firsts].T),
+            arrive_s=arrive_s,
+            input_s=input_s,
+            blocking_s=blocking_s,
+        )
+        self._room = np.empty((4, 0, 0, 0))
+
+    def costs(self, block: Ints) -> StageCosts:
+        """Of the blocks int32 ``[G]``; its arrays are overwritten by the next call."""
+        g, problem, size = self.problem.graph, self.problem, int(block.max()) + 2
+        at = block[g.group]  # [N]
+        if self._room.shape[-1] != size:  # several megabytes, which are slow to get anew
+            self._room = np.empty((4, len(self._firsts), size, size))
+        compute, blocked, received, cost = self._room
+        kernels.fill_costs(self._uses, at, compute, blocked, received)
+        binds = problem.memory_may_bind
+        param_bytes = activation_bytes = np.zeros((size, size))
+        if binds:
+            both = made_and_used(g, at)[2]
+            roots = np.stack([g.tensor_root[both[0]], both[1]])
+            params = np.stack([g.param_use, at[g.param_use_op]])
+            param_bytes = touched(points(params, size), g.param_bytes.astype(np.float64), size)
+            activation_bytes = touched(points(roots, size), g.tensor_bytes.astype(np.float64), size)
+        return StageCosts(
+            kind=self.kind,
+            compute=compute,
+            blocked=blocked,
+            received=received,
+            room=cost,
+            binds=binds,
+            param_bytes=param_bytes,
+            activation_bytes=activation_bytes,
+            memory_bytes=problem.memory_bytes[self._firsts],
+        )
+
+
+def _prices(problem: Problem, device: int) -> tuple[Floats, Floats, Floats]:
+    """Seconds ``[T]`` to receive each tensor, from a device and from the host, and to send it."""
+    others = np.delete(np.arange(problem.num_devices), device)
+    here = np.full(len(others), device)
     host, shares_host = host_of(problem)
-    kind = device_classes(problem)
-    firsts = np.unique(kind, return_index=True)[1].tolist()
-    compute, blocked, received = (np.empty((len(firsts), size, size)) for _ in range(3))
-    alike: dict[bytes, Floats] = {}
-    for k, d in enumerate(firsts):
-        per_block = np.zeros(size - 1)
-        finite = np.isfinite(run_s[:, d])
-        np.add.at(per_block, at[finite], run_s[finite, d])
-        total = np.append(0.0, np.cumsum(per_block))
-        impossible = np.append(0, np.cumsum(np.bincount(at[~finite], minlength=size - 1)))
-        np.subtract(total[None, :], total[:, None], out=compute[k])
-        if impossible[-1]:
-            compute[k][impossible[None, :] > impossible[:, None]] = np.inf
-        others = np.delete(np.arange(num_devices), d)
-        here = np.full(len(others), d)
-        arrive = _mean_transfer(problem, others, here)
-        # A tensor is received where it is used and not made; devices with alike links share it.
-        key = arrive.tobytes()
-        if key not in alike:
-            alike[key] = touched(all_uses, arrive, size) - touched(made_at, arrive, size)
-        received[k] = alike[key]
-        if not shares_host[d]:
-            from_host = _mean_transfer(problem, np.array([host]), np.array([d]))
-            received[k] += touched(given_at, from_host, size)
-        block_s = _mean_transfer(problem, here, others, problem.link_blocking)
-        # A tensor is sent where it is made and not everything that uses it is.
-        inside = within(first[produced], last[produced], block_s[produced], size)
-        blocked[k] = touched(made_at, block_s, size) - inside
-
-    binds = problem.memory_may_bind
-    param_bytes = activation_bytes = np.zeros((size, size))
-    if binds:
-        roots = np.stack([g.tensor_root[both[0]], both[1]])
-        params = np.stack([g.param_use, at[g.param_use_op]])
-        param_bytes = touched(points(params, size), g.param_bytes.astype(np.float64), size)
-        activation_bytes = touched(points(roots, size), g.tensor_bytes.astype(np.float64), size)
-    return StageCosts(
-        kind=kind,
-        compute=compute,
-        blocked=np.maximum(blocked, 0.0),
-        received=np.maximum(received, 0.0),
-        binds=binds,
-        param_bytes=param_bytes,
-        activation_bytes=activation_bytes,
-        memory_bytes=problem.memory_bytes[firsts],
-    )
+    arrive_s = _mean_transfer(problem, others, here)
+    from_host = _mean_transfer(problem, np.array([host]), np.array([device]))
+    input_s = np.zeros(len(arrive_s)) if shares_host[device] else from_host
+    return arrive_s, input_s, _mean_transfer(problem, here, others, problem.link_blocking)
 
 
 def made_and_used(g: OpGraph, at: Ints) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
@@ -428,7 +439,7 @@ def _solve(
     size = cost.shape[1]
     best = np.full((len(states), size), np.inf)
     best[0, 0] = 0.0
-    last = np.zeros((len(states), size, 3), np.int32)
+    last = np.zeros((len(states), size), np.int64)
     for s, state in enumerate(states):
         for before, device in state:
             which = (s, before.start, before.stop, device)
@@ -437,7 +448,7 @@ def _solve(
     def stages(state: int) -> Iterator[Stage]:
         end = size - 1
         while end > 0:
-            before, device, begin = last[state, end].tolist()
+            before, device, begin = kernels.last_stage(int(last[state, end]), size)
             yield device, begin, end
             state, end = before, begin
 
@@ -457,7 +468,7 @@ def load_kernels() -> None:
     """Outside of every budget."""
     problem = two_operators()
     list(topological_orders(problem, 2))
-    splits(problem, np.arange(2, dtype=np.int32), None)
+    splits(Stages(problem), np.arange(2, dtype=np.int32), None)
 
 
 def _flat(sets: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:

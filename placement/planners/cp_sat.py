@@ -141,7 +141,7 @@ def _orders(planner: CpSat, search: Search) -> Solution:
     start(tables, state, place, sequence_of(problem, place, search.schedule), rng)
     bound_s = lower_bound(problem)
     try:
-        found = windows.solve(
+        answer = windows.solve(
             tables,
             state,
             range(problem.num_ops),
@@ -154,12 +154,12 @@ def _orders(planner: CpSat, search: Search) -> Solution:
         )
     except exact.OutOfTime:
         return search.solution(bound_s, status=exact.UNWRITTEN)
-    if found.place is not None and found.sequence is not None:
-        start(tables, state, found.place, found.sequence, rng)
+    if answer.place is not None and answer.sequence is not None:
+        start(tables, state, answer.place, answer.sequence, rng)
         search.num_evaluations += 1
         best_s = state.best_s
         search.consider_order(state.best_place, state.best_sequence, best_s)
-    return search.solution(max(bound_s, found.bound_s), solved="latency", closed=found.closed)
+    return search.solution(max(bound_s, answer.bound_s), solved="latency", closed=answer.closed)
 
 
 def _solve(planner: CpSat, cp_model: Any, model: Any, search: Search) -> tuple[Any, Any]:

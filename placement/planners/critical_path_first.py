@@ -33,10 +33,12 @@ class CriticalPathFirst:
         seconds = np.where(able, problem.compute_s[path], 0.0)
         # Fastest for all of it; a device that cannot run a part of it only if none can.
         device = int(np.lexsort((seconds.sum(axis=0), -able.sum(axis=0)))[0])
-        wanted = np.full(problem.num_ops, -1, np.int32)
-        wanted[path] = device
+        device_of = np.full(problem.num_ops, -1, np.int32)
+        device_of[path] = device
         order = list(ready_order(problem, priority))
-        filled = schedule_that_fits(search, lambda schedule: schedule.place(order, wanted=wanted))
+        filled = schedule_that_fits(
+            search, lambda schedule: schedule.place(order, device_of=device_of)
+        )
         return search.solution(makespan_s=filled.makespan_s, critical_ops=len(path))
 
 

@@ -98,7 +98,7 @@ class IdealDp:
         first = last = self._best(problem, reduced, _FAR, left)
         if not first.proved and (first.load_s == _FAR or not first.message):
             last = self._best(problem, _reduced(problem, False), first.load_s, left)
-        best = min(first, last, key=lambda found: found.load_s)
+        best = min(first, last, key=lambda split: split.load_s)
         ended = time.perf_counter()
         linear_s = min(first.linear_s, last.linear_s)
         stats: dict[str, Any] = {

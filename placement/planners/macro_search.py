@@ -233,14 +233,14 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         for row in rows:
             count = macro.propose(draws, here, -1)
             row[draws.group[:count]] = draws.where[:count]
-        found = search.costs(rows)
-        if not len(found):  # the time ended meanwhile
+        costs = search.costs(rows)
+        if not len(costs):  # the time ended meanwhile
             break
-        worse = np.append(found, cost) - min(found.min(), cost)
+        worse = np.append(costs, cost) - min(costs.min(), cost)
         weight = np.exp(-worse / max(temperature, 1e-300))  # 0: nothing takes time
         chosen = int(np.searchsorted(np.cumsum(weight), choose.random() * weight.sum()))
-        if chosen < len(found):
-            here, cost = rows[chosen], float(found[chosen])
+        if chosen < len(costs):
+            here, cost = rows[chosen], float(costs[chosen])
 
 
 @loads

@@ -130,8 +130,8 @@ class OrderSearch:
         chooser = HAND if sends(problem) else TABU
         quick = chooser == TABU and not too_few(search)
         search.run_start(self.start or ("heft" if quick else "best_of"))
-        told = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
-        return search.solution(search.bound_s, **told)
+        stats = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
+        return search.solution(search.bound_s, **stats)
 
 
 def why_not(problem: Problem) -> str:
@@ -331,19 +331,21 @@ def anneal(
         search.consider_order(place, runs[-1].best_sequence, runs[-1].best_s)
     if search.left and not few:
         runs.append(_justified(search, tables, min(runs, key=lambda x: x.best_s), rng, width))
-    made, begun, told = 0, search.used, {"windows": 0}
-    for kept, share, cool, cooled in stages[-1:] if few else stages:
-        runs = sorted(runs, key=lambda x: x.best_s)[:kept]
-        if kept == 1 and runs:
-            solved = partial(_solve_windows, search, tables, runs[0], rng, told)
+    num_steps, begun, stats = 0, search.used, {"windows": 0}
+    for num_runs, share, cool, cooled in stages[-1:] if few else stages:
+        runs = sorted(runs, key=lambda x: x.best_s)[:num_runs]
+        if num_runs == 1 and runs:
+            solved = partial(_solve_windows, search, tables, runs[0], rng, stats)
             if solved(search.used + _FIRST_WINDOWS):
-                made += _spend(search, tables, runs[0], network, chooser, _LAST, (cool, cooled))
+                num_steps += _spend(
+                    search, tables, runs[0], network, chooser, _LAST, (cool, cooled)
+                )
                 solved(1.0)
                 cool = cooled
         for run in runs:
             until = min(1.0, search.used + share * (1.0 - begun))
-            made += _spend(search, tables, run, network, chooser, until, (cool, cooled))
-    return {"steps": made, **told}
+            num_steps += _spend(search, tables, run, network, chooser, until, (cool, cooled))
+    return {"steps": num_steps, **stats}
 
 
 def _from_end(problem: Problem) -> tuple[Placement, NDArray[np.int32]]:
@@ -366,16 +368,16 @@ def _justified(
     """A search that begins where forward-backward improvement comes to from ``best``."""
     state = state_of(search.problem, width)
     start(tables, state, best.best_place, best.best_sequence, rng)
-    until, made, in_vain = search.used + _JUSTIFYING * (1.0 - search.used), 0, 0
+    until, passes, in_vain = search.used + _JUSTIFYING * (1.0 - search.used), 0, 0
     while in_vain < _JUSTIFY_IN_VAIN and search.used < until and search.left:
-        kept, until_made = state.num_kept, made + int(min(_PASSES, search.num_left))
-        then = justify(tables, state, made, until_made, search.bound_s * (1 + 1e-9))
-        if then == made:
+        num_kept, until_passes = state.num_kept, passes + int(min(_PASSES, search.num_left))
+        then = justify(tables, state, passes, until_passes, search.bound_s * (1 + 1e-9))
+        if then == passes:
             break
-        search.num_evaluations += then - made
-        made = then
+        search.num_evaluations += then - passes
+        passes = then
         search.consider_order(state.best_place, state.best_sequence, state.best_s)
-        in_vain = 0 if state.num_kept > kept else in_vain + 1
+        in_vain = 0 if state.num_kept > num_kept else in_vain + 1
     start(tables, state, state.best_place, state.best_sequence, rng)
     return state
 
@@ -385,14 +387,14 @@ def _solve_windows(
     tables: Tables,
     state: State,
     rng: np.random.Generator,
-    told: dict[str, Any],
+    stats: dict[str, Any],
     until: float,
 ) -> bool:
     """Solve windows of the best of ``state`` until so much of the budget is used.
 
     It ends where none of the last ``_IN_VAIN`` was better. What one takes counts as the
     evaluations that the annealing would have made meanwhile, so nothing is done, and the answer
-    is False, where they would be few, or without OR-Tools. ``told`` is what was done.
+    is False, where they would be few, or without OR-Tools. ``stats`` is what was done.
     """
     problem, n = search.problem, len(state.place)
     left = (until - search.used) * _total(search)
@@ -402,11 +404,11 @@ def _solve_windows(
         return False
     worth = min(windows.MOST, left / _LEAST_WINDOWS)
     if not windows.available():
-        told["windows"] = "none: OR-Tools is not installed (the extra cp)"
+        stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
     grain, size, in_vain = grain_s(problem), float(min(_WINDOW, n)), 0
     for name in ("better_windows", "closed_windows"):
-        told.setdefault(name, 0)
+        stats.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)
     while in_vain < _IN_VAIN and search.used < until and search.left:
         cost, width = state.cost_s, min(int(size), n)
@@ -414,35 +416,35 @@ def _solve_windows(
             break
         place, sequence = state.place.copy(), state.sequence.copy()
         first = int(rng.integers(n - width + 1))
-        told["windows"] += 1
+        stats["windows"] += 1
         if windows.rest_s(tables, state, first, first + width) >= cost * (1 - 1e-9):
             search.num_evaluations += 1
             in_vain += 1
             continue
-        found = windows.solve(
+        answer = windows.solve(
             tables,
             state,
             range(first, first + width),
             grain,
-            told["windows"],
+            stats["windows"],
             worth,
             search.seconds_left,
         )
-        search.num_evaluations += found.evaluations
-        told["closed_windows"] += found.closed
+        search.num_evaluations += answer.evaluations
+        stats["closed_windows"] += answer.closed
         in_vain += 1
-        if found.place is not None and found.sequence is not None:
-            start(tables, state, found.place, found.sequence, rng)
+        if answer.place is not None and answer.sequence is not None:
+            start(tables, state, answer.place, answer.sequence, rng)
             if state.cost_s > cost * (1 + 1e-12):  # channels were busy
                 start(tables, state, place, sequence, rng)
             elif state.cost_s < cost * (1 - 1e-12):
-                told["better_windows"] += 1
+                stats["better_windows"] += 1
                 in_vain = 0
                 cost = state.cost_s
                 search.consider_order(state.best_place, state.best_sequence, cost)
-        if found.closed and width == n and grain:
+        if answer.closed and width == n and grain:
             search.bound_s = max(search.bound_s, cost)  # all there is
-        size = size * _GROWS if found.closed else max(size / _GROWS, min(_LEAST_WINDOW, n))
+        size = size * _GROWS if answer.closed else max(size / _GROWS, min(_LEAST_WINDOW, n))
     return True
 
 
@@ -481,7 +483,7 @@ def _spend(
     first, (cool, cooled) = search.used, cooling
     most = max(1.0, search.num_left * (until - first) / 100.0)
     slice_s = _SLICE_S if np.isfinite(search.seconds_left) else np.inf
-    rate, made = 2000.0, 0
+    rate, num_steps = 2000.0, 0
     while search.used < until and search.left and search.num_left > 1:
         part = (search.used - first) / max(until - first, 1e-12)
         _heat(state, tables, _total(search))
@@ -490,10 +492,10 @@ def _spend(
         then = cool + (cooled - cool) * min(part, 1.0)
         order.play(tables, state, order.SEARCH + chooser, steps, network, then, then)
         rate = steps / max(search.seconds - before, 1e-9)
-        made += steps
+        num_steps += steps
         search.num_evaluations += steps
         search.consider_order(state.best_place, state.best_sequence, state.best_s)
-    return made
+    return num_steps
 
 
 @loads

@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners.contiguous_dp import StageCosts, made_and_used, merge_blocks, stage_costs
+from placement.planners.contiguous_dp import (
+    StageCosts,
+    Stages,
+    load_kernels,
+    made_and_used,
+    merge_blocks,
+)
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, supported_choice
 from placement.search.list_schedule import first_that_fits
@@ -41,9 +47,10 @@ class Pipedream:
         check_least(self, 1, "max_blocks")
 
     def __call__(self, problem: Problem) -> Solution:
+        load_kernels()
         search = Search(problem)
         block = merge_blocks(problem, self.max_blocks)
-        costs = stage_costs(problem, block)
+        costs = Stages(problem).costs(block)
         transfer = crossing_s(problem, block)
         bottleneck_s = np.inf
 

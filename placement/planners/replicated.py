@@ -138,7 +138,7 @@ def stage_periods(problem: Problem, block: Ints, devices: NDArray[np.intp]) -> S
         compute = np.where(finite[None, :], total[None, :] - total[:, None], np.inf)
     lows, highs = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
 
-    # As ``contiguous_dp.stage_costs`` counts them: backward operators may lie before forward ones.
+    # As ``contiguous_dp.Stages`` counts them: backward operators may lie before forward ones.
     produced, producer, both, first, last = made_and_used(g, at)
     tensor_s = _slowest_transfer(problem)
     makes = touched(points(producer, size), tensor_s, size)
@@ -217,7 +217,7 @@ def fewest_in_turns(
         rows = np.frombuffer(some, bool)
         part = StagePeriods(table.replicas[rows], table.period_s[rows])
         if not best[1] or _cover(part, best[0] * (1 - ROUNDING), num_devices):
-            best = min(best, fewest(part, num_devices), key=lambda found: found[0])
+            best = min(best, fewest(part, num_devices), key=lambda split: split[0])
     return best
 
 

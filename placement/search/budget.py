@@ -37,6 +37,6 @@ def options_of(planner: Any) -> set[str]:
 
 def prepared(planner: Planner, seed: int | None = None, budget: Budget = NO_LIMIT) -> Planner:
     """The planner with this seed and this budget, where it has such fields."""
-    wanted, own = {"seed": seed, **asdict(budget)}, options_of(planner)
-    values = {k: v for k, v in wanted.items() if v is not None and k in own}
+    options, own = {"seed": seed, **asdict(budget)}, options_of(planner)
+    values = {k: v for k, v in options.items() if v is not None and k in own}
     return replace(planner, **values) if values else planner  # type: ignore[type-var]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.tools.jit import Struct, allocating, array, kernel
+from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = NDArray[Any]
 
@@ -34,13 +34,13 @@ class Graph(Struct):
 @kernel
 def _growth(t, n, factor):
     """Bytes that ``n`` makes less those that nobody needs after it, times its factor."""
-    made, unused = 0, 0
+    produced, unused = 0, 0
     for k in range(t.output_ptr[n], t.output_ptr[n + 1]):
-        made += t.size[t.output[k]]
+        produced += t.size[t.output[k]]
     for k in range(t.inner_ptr[n], t.inner_ptr[n + 1]):
         if t.left[t.inner[k]] == 1:
             unused += t.size[t.inner[k]]
-    return factor[n] * (made - unused)
+    return factor[n] * (produced - unused)
 
 
 @allocating
@@ -107,15 +107,126 @@ def sum_up(begin, end, column, weight, above, grid):
             grid[i, j] = along
 
 
+class Uses(Struct):
+    """What stages cost, whatever their blocks are, for ``fill_costs``; and room for it."""
+
+    makes_ptr: Array  # int32 [N + 1] tensors that each operator makes
+    makes: Array  # int32
+    uses_ptr: Array  # int32 [N + 1] tensors that each operator uses
+    uses: Array  # int32
+    inner: Array  # bool [T] made by an operator, not an input of the model
+    compute_s: Array  # float64 [K, N] of each operator; inf where it is not supported
+    arrive_s: Array  # float64 [K, T] to receive the tensor from another device
+    input_s: Array  # float64 [K, T] to receive it from the host
+    blocking_s: Array  # float64 [K, T] of the sender, while it sends
+    first: Array = array("T", np.int64)  # block that makes or uses the tensor
+    last: Array = array("T", np.int64)
+    begin: Array = array("N+1", np.int64)  # of each block's operators in ``order``
+    order: Array = array("N", np.int64)
+    above: Array = array("N+1")
+
+
+@inlined
+def _spread(grid, row, end, column, weight):
+    """Count ``weight`` in rows ``row`` to before ``end``, from ``column`` on, for ``_sum_rows``."""
+    grid[row, column] += weight
+    grid[end, column] -= weight
+
+
+@inlined
+def _sum_rows(grid, above):
+    """Sums of what was spread, none below 0."""
+    above[: grid.shape[1]] = 0.0
+    for i in range(grid.shape[0]):
+        along = 0.0
+        for j in range(grid.shape[1]):
+            above[j] += grid[i, j]
+            along += above[j]
+            grid[i, j] = max(along, 0.0)
+
+
+@kernel
+def _meet(t, tensor, block, blocked, received):
+    """An operator of ``block`` makes or uses ``tensor``; blocks come in their order."""
+    since = t.last[tensor] + 1
+    if since == block + 1:
+        return
+    if since == 0:
+        t.first[tensor] = block
+    t.last[tensor] = block
+    # Stages of blocks j to i - 1 with since <= j <= block < i meet it here first.
+    price_s = t.arrive_s if t.inner[tensor] else t.input_s
+    for k in range(len(received)):
+        _spread(received[k], since, block + 1, block + 1, price_s[k, tensor])
+
+
+@kernel
+def fill_costs(t, at, compute, blocked, received):
+    """Fill the arrays of ``StageCosts``, float64 ``[K, C + 1, C + 1]``; ``at`` int32 ``[N]``."""
+    num_blocks, begin, order = compute.shape[1] - 1, t.begin, t.order
+    begin[: num_blocks + 1] = 0
+    for b in at:
+        begin[b + 1] += 1
+    for b in range(num_blocks):
+        begin[b + 1] += begin[b]
+    for n in range(len(at)):
+        order[begin[at[n]]] = n
+        begin[at[n]] += 1
+    t.last[:] = -1
+    blocked[:] = 0.0
+    received[:] = 0.0
+    for n in order:
+        for i in range(t.makes_ptr[n], t.makes_ptr[n + 1]):
+            _meet(t, t.makes[i], np.int64(at[n]), blocked, received)
+        for i in range(t.uses_ptr[n], t.uses_ptr[n + 1]):
+            _meet(t, t.uses[i], np.int64(at[n]), blocked, received)
+    for n in range(len(at)):
+        end = np.int64(at[n]) + 1
+        for i in range(t.makes_ptr[n], t.makes_ptr[n + 1]):
+            tensor = t.makes[i]
+            # Where it is made it is not received. It is sent unless all who use it are here.
+            for k in range(len(received)):
+                _spread(received[k], 0, end, end, -t.arrive_s[k, tensor])
+                _spread(blocked[k], 0, end, end, t.blocking_s[k, tensor])
+                after = t.last[tensor] + 1
+                _spread(blocked[k], 0, t.first[tensor] + 1, after, -t.blocking_s[k, tensor])
+    for k in range(len(received)):
+        _sum_rows(received[k], t.above)
+        _sum_rows(blocked[k], t.above)
+        _fill_compute(t.compute_s[k], at, t.above, compute[k])
+
+
+@inlined
+def _fill_compute(seconds, at, above, compute):
+    size = len(compute)
+    above[:size] = 0.0
+    refused = False
+    for n in range(len(at)):
+        if seconds[n] == np.inf:
+            refused = True
+        else:
+            above[at[n] + 1] += seconds[n]
+    for i in range(1, size):
+        above[i] += above[i - 1]
+    for j in range(size):
+        for i in range(size):
+            compute[j, i] = above[i] - above[j]
+    if refused:
+        for n in range(len(at)):
+            if seconds[n] == np.inf:  # stages with block at[n] in them
+                compute[: at[n] + 1, at[n] + 1 :] = np.inf
+
+
 @kernel
 def append_stage(cost, summed, best, last, state, first, after, device):
     """Better splits of ``state``: those of the states ``first`` to before ``after``, and a stage.
 
-    ``best`` float64 ``[S, C + 1]`` is what the blocks before each cost, ``last`` int32
-    ``[S, C + 1, 3]`` the state before the last stage, its device, and where it begins. ``cost``
-    float64 ``[C + 1, C + 1]`` is of the stage of blocks ``[j, i)`` on ``device``.
+    ``best`` float64 ``[S, C + 1]`` is what the blocks before each cost, ``last`` int64
+    ``[S, C + 1]`` where the last stage begins, its device and the state before it as one number
+    (``last_stage``). ``cost`` float64 ``[C + 1, C + 1]`` is of the stage of blocks ``[j, i)``.
     """
-    for j in range(cost.shape[0] - 1):
+    size, devices = cost.shape[0], np.int64(device) * cost.shape[0]
+    for j in range(size - 1):
         which = first  # costs are joined monotonously: of several states the best one will do
         for s in range(first + 1, after):
             if best[s, j] < best[which, j]:
@@ -123,8 +234,19 @@ def append_stage(cost, summed, best, last, state, first, after, device):
         before = best[which, j]
         if before == np.inf:
             continue
-        for i in range(j + 1, cost.shape[0]):
-            value = before + cost[j, i] if summed else max(before, cost[j, i])
-            if value < best[state, i]:
-                best[state, i] = value
-                last[state, i, 0], last[state, i, 1], last[state, i, 2] = which, device, j
+        row, value, origin = cost[j, j + 1 :], best[state, j + 1 :], last[state, j + 1 :]
+        here = (np.int64(which) << _STATE) + devices + j
+        for i in range(len(row)):  # without branches, several at once
+            joined = before + row[i] if summed else max(before, row[i])
+            better = joined < value[i]
+            value[i] = joined if better else value[i]
+            origin[i] = here if better else origin[i]
+
+
+_STATE = 40  # bits below that of a state in ``last``
+
+
+def last_stage(number, size):
+    """(State before, device, first block) of a number of ``append_stage``."""
+    state, rest = number >> _STATE, number & ((1 << _STATE) - 1)
+    return state, *divmod(rest, size)

@@ -78,9 +78,9 @@ def _descend_loads(search: Search, seed: int) -> None:
     best, tried, steps = search.best.copy(), 0, 0
     while search.left and tried == steps:
         steps, before_s = int(min(search.num_left, _STEPS)), search.best_s
-        given = t, state, draws, offers, best, before_s
-        found_s, tried = macro.descend(*given, steps, _WIDTH, _HOT_LOADS)
-        if found_s < before_s:
+        args = t, state, draws, offers, best, before_s
+        best_s, tried = macro.descend(*args, steps, _WIDTH, _HOT_LOADS)
+        if best_s < before_s:
             search.consider(best, tried)
         else:
             search.num_evaluations += tried

@@ -59,7 +59,7 @@ class Search:
     ) -> None:
         """``default_evaluations`` holds where neither budget is given; None is no limit."""
         Budget(seconds, evaluations)  # or it says which is not positive
-        self._asked = evaluations
+        self._evaluations = evaluations
         if seconds is None and evaluations is None:
             evaluations = default_evaluations
         self.problem = problem
@@ -190,11 +190,11 @@ class Search:
         try:
             return self.run(start, START_SHARE, of_evaluations, True)  # with one phase
         except PlannerError as error:
-            if self._asked is None:
+            if self._evaluations is None:
                 raise
             raise PlannerError(
                 f"{option} = {planner!r} gets {of_evaluations:.0%} of evaluations = "
-                f"{self._asked}, and at least one: {error}"
+                f"{self._evaluations}, and at least one: {error}"
             ) from error
 
     def limit(self, more: int) -> None:

@@ -145,30 +145,30 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
             h = hashes[i] ^ code[v]
             mask = len(table) - 1
             slot = np.int64(h & np.uint64(mask))
-            found = table[slot]
-            while found >= 0 and (hashes[found] != h or not _is_with(bits, found, i, word, bit)):
+            ideal = table[slot]
+            while ideal >= 0 and (hashes[ideal] != h or not _is_with(bits, ideal, i, word, bit)):
                 slot = (slot + 1) & mask
-                found = table[slot]
-            if found < 0:
+                ideal = table[slot]
+            if ideal < 0:
                 if (count + 1) * bytes_each + 8 * (num_links + size) > memory_bytes:
                     return 0, bits, spans, links, origin, added
-                found = count
+                ideal = count
                 count += 1
                 bits = _grown_rows(bits, count)
                 hashes = _grown(hashes, count)
                 origin = _grown(origin, count)
                 added = _grown(added, count)
                 for w in range(words):
-                    bits[found, w] = bits[i, w]
-                bits[found, word] |= bit
-                hashes[found] = h
-                origin[found] = i
-                added[found] = v
-                table[slot] = found
+                    bits[ideal, w] = bits[i, w]
+                bits[ideal, word] |= bit
+                hashes[ideal] = h
+                origin[ideal] = i
+                added[ideal] = v
+                table[slot] = ideal
                 if 2 * count > len(table):
                     table = _table_of(hashes, count, 2 * len(table))
             links[num_links + k, 0] = v
-            links[num_links + k, 1] = found
+            links[num_links + k, 1] = ideal
         num_links += size
         i += 1
     return count, bits, spans, links, origin, added

@@ -20,39 +20,39 @@ _FAR, _NEARER = 0.15, 3.0  # shaken by that share of all places at most, by e **
 
 
 @kernel
-def justify(t, s, made, until, bound_s):
+def justify(t, s, passes, until, bound_s):
     """Improve ``s.best_place`` in ``s.best_sequence``, which are worth ``s.best_s``.
 
-    What is worth the same replaces them, and counts in ``s.num_kept``. After ``made`` passes over
+    What is worth the same replaces them, and counts in ``s.num_kept``. After ``passes`` passes over
     all operators (0: the order is not shaken at first) it goes on as long as a round surely ends
     before ``until`` of them, or comes to ``bound_s``. Returns those made; ``play`` has to begin
     anew then.
     """
     n = len(s.sequence)
-    while made + 3 <= until and s.best_s > bound_s:
-        begun = made
+    while passes + 3 <= until and s.best_s > bound_s:
+        begun = passes
         copy(s.place, s.best_place)
         copy(s.sequence, s.best_sequence)
-        if made > 0:
+        if passes > 0:
             _shake(t, s)
             _deal(t, s, False)
-            made += 1
+            passes += 1
         least = np.inf
         while True:
             latency = timetable(t, s, np.int64(-1), np.int64(n), np.inf)
-            if made > begun and latency <= s.best_s:
+            if passes > begun and latency <= s.best_s:
                 s.best_s = latency
                 s.num_kept += 1
                 copy(s.best_place, s.place)
                 copy(s.best_sequence, s.sequence)
-            if latency >= least * (1.0 - 1e-12) or made + 2 > until:
+            if latency >= least * (1.0 - 1e-12) or passes + 2 > until:
                 break
             least = latency
             _sort(s, s.try_end_s)
             _deal(t, s, True)
             _deal(t, s, False)
-            made += 2
-    return made
+            passes += 2
+    return passes
 
 
 @kernel

@@ -82,20 +82,20 @@ def fill_ready(t, s, op, ready):
         tensor = t.in_tensor[i]
         src = t.tensor_src[tensor]
         home = t.host if src < 0 else s.choice[t.group[src]]
-        made = 0.0 if src < 0 else s.finish_s[src]
+        made_s = 0.0 if src < 0 else s.finish_s[src]
         for d in range(len(ready)):
             if src >= 0 or not t.shares_host[d]:
-                ready[d] = max(ready[d], _arrives(t, s, tensor, home, d, made))
+                ready[d] = max(ready[d], _arrives(t, s, tensor, home, d, made_s))
 
 
 @kernel
-def _arrives(t, s, tensor, home, d, made):
+def _arrives(t, s, tensor, home, d, made_s):
     """When ``tensor`` is on ``d``, or would be if it was sent next."""
     if t.busy and home != d:
         if s.arrival_s[tensor, d] >= 0.0:
             return s.arrival_s[tensor, d]
-        made = max(made, s.channel_s[t.channel[home, d]])
-    return made + transfer_s(t, tensor, home, d)
+        made_s = max(made_s, s.channel_s[t.channel[home, d]])
+    return made_s + transfer_s(t, tensor, home, d)
 
 
 @kernel
@@ -230,18 +230,18 @@ def _reach(t, s, op, device, start):
 
 
 @allocating
-def place_in_order(t, s, order, extra_s, wanted):
+def place_in_order(t, s, order, extra_s, device_of):
     """Place operators ``order`` one by one, each in the earliest gap.
 
     Each goes where ``reach`` plus ``extra_s`` float64 ``[N, D]`` is least, or to the device
-    ``wanted`` int64 ``[N]`` where it may go there.
+    ``device_of`` int64 ``[N]`` where it may go there.
     """
     ready = np.empty(len(s.free_s))
     able = np.empty(len(s.free_s), np.bool_)
     for op in order:
         fill_ready(t, s, op, ready)
         fill_able(t, s, t.group[op], able)
-        best, least, begin = wanted[op], np.inf, 0.0
+        best, least, begin = device_of[op], np.inf, 0.0
         if best >= 0 and able[best]:
             begin = gap(t, s, op, best, ready[best])
         else:

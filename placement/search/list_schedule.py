@@ -49,7 +49,7 @@ class ListSchedule:
         self,
         order: ArrayLike,
         extra_s: Floats | None = None,
-        wanted: NDArray[np.int32] | None = None,
+        device_of: NDArray[np.int32] | None = None,
     ) -> None:
         """Place operators ``order`` one by one, each in the earliest gap that is long enough.
 
@@ -63,7 +63,7 @@ class ListSchedule:
         shape = self._tables.compute_s.shape
         extra_s = np.zeros(shape) if extra_s is None else extra_s
         no_device = np.full(len(self.finish_s), -1)
-        to = no_device if wanted is None else wanted.astype(np.int64)
+        to = no_device if device_of is None else device_of.astype(np.int64)
         ops = np.asarray(order, np.int64)
         _load("place_in_order")
         list_kernels.place_in_order(self._tables, self._state, ops, extra_s, to)

@@ -382,10 +382,10 @@ class Offers(Struct):
 
 @kernel
 def _refused(offers, count, number):
-    found = False
+    tried = False
     for i in range(count):
-        found |= offers.refused[i] == number
-    return found
+        tried |= offers.refused[i] == number
+    return tried
 
 
 @inlined

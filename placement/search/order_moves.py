@@ -113,22 +113,22 @@ def _neighbour(t, s, i, way, device):
     """
     in_ptr, in_src = t.in_ptr, t.in_src
     edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
-    n, count, found = len(s.place), 0, -1
+    n, count, neighbour = len(s.place), 0, -1
     for m in range(in_ptr[i], in_ptr[i + 1]):
         src = in_src[m]
         if src < n and way != 1 and not s.mark[src] and (device < 0 or s.place[src] == device):
             count += 1
             if below(s.random, count) == 0:
-                found = src
+                neighbour = src
     if way == 0:
-        return found
+        return neighbour
     for e in range(edge_ptr[i], edge_ptr[i + 1]):
         user = edge_dst[e]
         if not s.mark[user] and (device < 0 or s.place[user] == device):
             count += 1
             if below(s.random, count) == 0:
-                found = user
-    return found
+                neighbour = user
+    return neighbour
 
 
 @kernel

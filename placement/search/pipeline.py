@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from placement.objective import Objective
 from placement.planners.contiguous_dp import (
     Split,
+    Stages,
     memory_counts,
     merge_blocks,
     splits,
@@ -97,9 +98,9 @@ def net_of(
 ) -> Net:
     """With these weights."""
     first, second = np.zeros((2, len(bias)))
-    given = {"into": into, "bias": bias, "hidden": hidden, "hidden_bias": hidden_bias, "out": out}
-    made = {k: np.ascontiguousarray(v, np.float64) for k, v in given.items()}
-    return Net(**made, last=float(last), first=first, second=second)
+    weights = {"into": into, "bias": bias, "hidden": hidden, "hidden_bias": hidden_bias, "out": out}
+    arrays = {k: np.ascontiguousarray(v, np.float64) for k, v in weights.items()}
+    return Net(**arrays, last=float(last), first=first, second=second)
 
 
 def no_net() -> Net:
@@ -180,7 +181,7 @@ def measure(t, r):
         for e in range(t.edge_ptr[i], t.edge_ptr[i + 1]):
             user = t.edge_dst[e]
             d = np.int64(placement[user])
-            at, late_at, done_at, deep, taken = end, late, done, depth, 0.0
+            at, late_at, done_at, deep, receive_s = end, late, done, depth, 0.0
             if d != src:
                 tensor = t.edge_tensor[e]
                 if stamp[d] != tensor:
@@ -200,8 +201,8 @@ def measure(t, r):
                         busy = t.link_send_s[link] + t.link_send_s_per_byte[link] * size
                         load[t.worker[src]] += busy + (sent if t.link_blocking[link] else 0.0)
                         if len(t.link_receive_s) > 0:
-                            taken = t.link_receive_s[link]
-                            load[t.worker[d]] += taken
+                            receive_s = t.link_receive_s[link]
+                            load[t.worker[d]] += receive_s
                         handed += 1
                         moved += sent
                     arrives[d, 0] = end + sent
@@ -209,9 +210,9 @@ def measure(t, r):
                     arrives[d, 2] = free + sent
                 at, late_at, done_at = arrives[d, 0], arrives[d, 1], arrives[d, 2]
                 deep = depth + (src < num_devices)
-            ready[user, 0] = max(ready[user, 0], at + taken)
-            ready[user, 1] = max(ready[user, 1], late_at + taken)
-            ready[user, 2] = max(ready[user, 2], done_at + taken)
+            ready[user, 0] = max(ready[user, 0], at + receive_s)
+            ready[user, 1] = max(ready[user, 1], late_at + receive_s)
+            ready[user, 2] = max(ready[user, 2], done_at + receive_s)
             level[user] = max(level[user], deep)
     channel[t.local_channel] = 0.0
     r.path_s, r.waited_s, r.alone_s = path, waited, alone
@@ -273,10 +274,10 @@ def judge(r):
         if x > 0.0:
             for j in range(len(second)):
                 second[j] += x * net.hidden[i, j]
-    found = net.last + np.log(max(1.0, r.features[WAITED]))
+    foreseen = net.last + np.log(max(1.0, r.features[WAITED]))
     for j in range(len(second)):
-        found += max(0.0, second[j]) * net.out[j]
-    return max(0.0, found)
+        foreseen += max(0.0, second[j]) * net.out[j]
+    return max(0.0, foreseen)
 
 
 @kernel
@@ -349,9 +350,9 @@ def walk(t, m, s, w, r, squarings, most, best):
     scale = 1.0 / max(r.bound_s, 1e-300)
     energy = _energy(r, extra, over, scale, squarings)
     most_work = np.exp((energy + _ROUNDING) * 2.0**squarings)
-    hottest, made = np.int64(largest(r.load, len(r.load))), 0
+    hottest, num_better = np.int64(largest(r.load, len(r.load))), 0
     for _ in range(_STEPS):
-        if made == most:
+        if num_better == most:
             break
         count = propose(w, device, hottest if uniform(random) < _HOT else np.int64(-1))
         if count == 0:
@@ -374,7 +375,7 @@ def walk(t, m, s, w, r, squarings, most, best):
         over = overflow(held, memory)
         then = _energy(r, extra, over, scale, squarings)
         if then <= energy:
-            made += then < energy
+            num_better += then < energy
             energy = then
             most_work = np.exp((energy + _ROUNDING) * 2.0**squarings)
             hottest = np.int64(largest(r.load, len(r.load)))
@@ -449,12 +450,12 @@ class Pipeline:
 
     def descend(self, choice: Choice) -> Choice:
         """Where walks from ``choice`` int32 ``[G]`` end; by hand only if that promises much."""
-        found = choice
+        end = choice
         for k in range(_ROUNDS if self.learned else 2 * _ROUNDS):
-            wait = self._share * self.bound(found)
-            found = self.walk(found, wait, SQUARINGS[k % len(SQUARINGS)], MOST)
+            wait = self._share * self.bound(end)
+            end = self.walk(end, wait, SQUARINGS[k % len(SQUARINGS)], MOST)
         promise = 0.0 if self.learned else _PROMISE
-        return found if self.foresee(found) < (1 - promise) * self.foresee(choice) else choice
+        return end if self.foresee(end) < (1 - promise) * self.foresee(choice) else choice
 
     def describe(self, choice: Choice) -> tuple[float, Array]:
         """The bound of ``choice`` int32 ``[G]`` in seconds, its ``FEATURES`` float64 ``[F]``."""
@@ -482,14 +483,14 @@ def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
     sets = float(min(np.prod(kinds + 1.0), 512)) * len(kinds)
     steps = sets * min(problem.graph.num_groups, _BLOCKS) ** 2
     orders = topological_orders(problem, int(min(most, max(2, _CUTS / steps))) - 1)
-    positions = [None, *orders]
+    positions, stages = [None, *orders], Stages(problem)
     for count in reversed(memory_counts(problem)):  # what surely fits, if there is any
-        found: list[Split] = []
+        cuts: list[Split] = []
         for position in positions:
             block = merge_blocks(problem, _BLOCKS, position)
-            found += splits(problem, block, count, most=_EACH)[0]
-        if found:
-            return sorted(found, key=lambda split: split.cost_s)[:_STARTS]
+            cuts += splits(stages, block, count, _EACH)
+        if cuts:
+            return sorted(cuts, key=lambda split: split.cost_s)[:_STARTS]
     return []
 
 

@@ -165,7 +165,7 @@ def test_parts_that_are_drawn_anew_improve_it() -> None:
 
 
 def test_samples_that_are_alike_are_drawn_hotter(monkeypatch: pytest.MonkeyPatch) -> None:
-    sure = untrained_net(NetworkConfig(finish_weight=64.0), "dispatch")  # the rule, 16 times as cold
+    sure = untrained_net(NetworkConfig(finish_weight=64.0), "dispatch")  # the rule, but cold
     really = dispatch.evaluate
 
     def differ(seed: int) -> int:

@@ -341,7 +341,8 @@ def test_only_what_the_released_network_decodes_is_made_again(
     small = SMALL.with_objective("latency")
     drawn = {"synthetic": {"s latency": small, "s period": SMALL.with_objective("period")}}
     monkeypatch.setattr(zero_shot.families, "family", lambda name, *_: drawn.get(name, {}))
-    options = study.parse([zero_shot.STUDY], ["zero_shot", "--work", str(tmp_path)])
+    told = ["zero_shot", "--pipelines", "0", "--work", str(tmp_path)]
+    options = study.parse([zero_shot.STUDY], told)
     heft_s = value_of(small, planners.load("heft")(small))
     then = [
         cell(f"{family}: s {objective}", planner, seed, value_s, group=zero_shot.ONE)

@@ -18,7 +18,7 @@ from placement.cluster import LONGEST_S, Cluster, Device, Link
 from placement.graph import MOST_BYTES
 from placement.objective import Objective
 from placement.planners import PlannerError, load, names
-from placement.planners.contiguous_dp import merge_blocks, stage_costs
+from placement.planners.contiguous_dp import Stages, merge_blocks
 from placement.problem import Problem, ProblemError, Solution, host_of
 from placement.search.evaluation import (
     Position,
@@ -482,7 +482,7 @@ def test_contiguous_dp_with_too_many_sets_of_devices_says_so() -> None:
 @given(seed=st.integers(0, 10**6))
 def test_stage_costs_equal_their_definition(seed: int) -> None:
     problem = random_small(seed, param_bytes=7, memory_bytes=8)  # which binds: else none is counted
-    costs = stage_costs(problem, np.arange(problem.graph.num_groups, dtype=np.int32))
+    costs = Stages(problem).costs(np.arange(problem.graph.num_groups, dtype=np.int32))
     g = problem.graph
     for j, i in itertools.combinations(range(g.num_groups + 1), 2):
         inside = (g.group >= j) & (g.group < i)
