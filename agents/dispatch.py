@@ -20,6 +20,9 @@ from placement.search.evaluation import INFEASIBLE, Search
 _SHORT, _LONG = 5, 100  # decisions in a row that are drawn anew
 PROMISES = 13  # samples, of which one is evaluated
 _RULE = 4  # every so many samples are the rule's alone: those of a trained network are much alike
+# Where a sample is worth this nearly what the greedy decode is, the next is drawn at twice the
+# temperature, elsewhere at half: at most so much, and not below 1.
+_ALIKE, _HOTTEST = 0.02, 16.0
 
 
 class DispatchNet(nn.Module):
@@ -134,39 +137,50 @@ def evaluate(search: Search, episode: Dispatcher) -> float:
     return cost
 
 
+def hotter(net: Weights, heat: float) -> Weights:
+    """``net`` with logits divided by ``heat``; the scale of the rule has to be divided, too."""
+    linear, *hidden, out = net
+    return linear / heat, *hidden, out / heat
+
+
 def decode(
     net: DispatchNet, search: Search, samples: int, seed: int, again: float = 0.0
 ) -> dict[str, Any]:
     """Evaluate the greedy decode, what the rule alone makes, then ``samples``; what each is worth.
 
-    A quarter of the samples are of the rule alone.
+    A quarter of the samples are of the rule alone; the others are drawn the hotter the more alike
+    they are.
 
     As far as the budget goes, and each in its own order, where orders can be timed: there greedy
     decodes and samples are made from the last operator to the first, too. Where the greedy one does
     not fit in memory, the next count what groups produce, too. Then ``again`` evaluations draw a
-    part of the best anew, by what has made it, 5 to 100 decisions in a row: a result that is not
-    worse is what the next begins with.
+    part of the best anew, by what has made it and as hot as the last sample, 5 to 100 decisions in
+    a row: a result that is not worse is what the next begins with.
     """
     weights, scale = net.weights(), net.config.finish_weight
     problem = search.problem
-    ways = [Dispatcher(problem)]
+    ways, heat = [Dispatcher(problem)], 1.0
+    greedy = [np.inf, np.inf]  # of each way
     counted, stats = 0, dict[str, Any]()
     begun, best = search.num_evaluations, np.inf
-    found: tuple[Dispatcher, Past, Weights] | None = None
+    found: tuple[Dispatcher, Past, bool] | None = None
 
-    def tried(episode: Dispatcher, by: Weights) -> float:
+    def tried(episode: Dispatcher, ruled: bool) -> float:
         nonlocal best, found
         cost = evaluate(search, episode)
         if cost <= best * (1 + 1e-12):
-            best, found = cost, (episode, episode.past, by)
+            best, found = cost, (episode, episode.past, ruled)
         return cost
 
-    for what, activations, network in (
-        ("greedy", 0, weights),
-        ("greedy", 1, weights),
-        ("backward", 0, weights),
-        ("rule", 0, no_network()),
-        ("rule", 1, no_network()),
+    def drawn_by(ruled: bool) -> tuple[Weights, float]:
+        return (no_network(), scale) if ruled else (hotter(weights, heat), scale / heat)
+
+    for what, activations in (
+        ("greedy", 0),
+        ("greedy", 1),
+        ("backward", 0),
+        ("rule", 0),
+        ("rule", 1),
     ):
         if activations and (best < INFEASIBLE or not problem.memory_may_bind):
             continue
@@ -176,16 +190,20 @@ def decode(
             ways.append(Dispatcher(problem, backward=True))
         elif activations != counted:
             ways[0], counted = Dispatcher(problem, activations=activations), activations
-        episode = ways[what == "backward"]
-        episode.construct(network, scale)
-        stats[f"{what}_value_s"] = tried(episode, network)
+        way, ruled = int(what == "backward"), what == "rule"
+        ways[way].construct(*drawn_by(ruled))
+        cost = stats[f"{what}_value_s"] = tried(ways[way], ruled)
+        if not ruled:
+            greedy[way] = cost
     for number in range(samples):
         if not search.left:
             break
-        episode = ways[number % len(ways)]
-        network = no_network() if number // len(ways) % _RULE == 1 else weights
-        episode.construct(network, scale, seed + number)
-        tried(episode, network)
+        way, ruled = number % len(ways), number // len(ways) % _RULE == 1
+        ways[way].construct(*drawn_by(ruled), seed + number)
+        cost = tried(ways[way], ruled)
+        if not ruled:
+            alike = abs(cost - greedy[way]) < _ALIKE * greedy[way]
+            heat = min(2 * heat, _HOTTEST) if alike else max(heat / 2, 1.0)
     stats |= {"greedy_evaluations": 1, "best_of_k_value_s": best}
     stats["best_of_k_evaluations"] = search.num_evaluations - begun
     until, rng = search.num_evaluations + again, np.random.default_rng(seed)
@@ -193,9 +211,9 @@ def decode(
     while found and search.left and search.num_evaluations + 1 <= until:
         width = int(np.exp(rng.uniform(np.log(_SHORT), np.log(most))))
         first = int(rng.integers(-width // 2, problem.num_ops - width // 2))
-        episode, past, network = found
-        episode.again(network, scale, int(rng.integers(2**62)), past, first, first + width)
-        tried(episode, network)
+        episode, past, ruled = found
+        episode.again(*drawn_by(ruled), int(rng.integers(2**62)), past, first, first + width)
+        tried(episode, ruled)
     if again:
         stats["again_value_s"] = best
     return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}

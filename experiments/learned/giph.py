@@ -11,9 +11,17 @@ import numpy as np
 
 from experiments.budgets import GIPH, HELD_OUT
 from experiments.learned import problems as families
-from experiments.learned.cells import Cell, Task, enforced, policy_file, run_tasks, to_known
+from experiments.learned.cells import (
+    Cell,
+    Task,
+    enforced,
+    made_again,
+    policy_file,
+    run_tasks,
+    to_known,
+)
 from experiments.learned.study import learned_study
-from experiments.study import Options
+from experiments.study import Again, Options
 from experiments.tables import Column, Mean, geometric, table
 from placement.planners import load
 from placement.problem import Planner, Problem, Solution
@@ -29,6 +37,15 @@ LABELS = (
     *(POLICY, HAND, FROZEN, UNSAMPLED, SAMPLES, UNTRAINED, *SEARCHES.values()),
     *(f"{HEFT}, then {label}" for label in (POLICY, HAND, *SEARCHES.values())),
     *(RULE, "random placements"),
+)
+SAMPLING = (
+    POLICY,
+    HAND,
+    FROZEN,
+    SAMPLES,
+    UNTRAINED,
+    f"{HEFT}, then {POLICY}",
+    f"{HEFT}, then {HAND}",
 )
 
 
@@ -133,6 +150,17 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
         yield Task("known", f"{label}, long", planner, 0, evaluations=many)
 
 
+def sampling_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
+    """The cells, those made again of whoever asks a constructor with few evaluations."""
+    again = (
+        (name, problem, task)
+        for name, problem in problems(options).items()
+        for task in tasks(options, name, problem)
+        if task.group == "giph" and task.label in (*SAMPLING, HEFT)
+    )
+    return made_again(cells, again, options.finished, HEFT)
+
+
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     means = {label: above_known(cells, label) for label in (HEFT, *LABELS)}
     means = {label: mean for label, mean in means.items() if mean.count}
@@ -153,4 +181,7 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     }
 
 
-STUDY = learned_study("giph", GIPH, problems, partial(run_tasks, tasks), row=Cell, parts=parts)
+AGAIN = Again("sampling", "make again who asks a constructor, with few evaluations", sampling_again)
+STUDY = learned_study(
+    "giph", GIPH, problems, partial(run_tasks, tasks), row=Cell, parts=parts, again=AGAIN
+)

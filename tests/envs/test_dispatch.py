@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from agents import dispatch
 from agents.dispatch import DispatchNet, answer, decode
 from agents.encoder import NetworkConfig, PolicyError
 from agents.planner import PolicyPlanner
@@ -30,7 +31,7 @@ from placement.problem import Problem
 from placement.schedule import in_sequence
 from placement.search.evaluation import Search
 from placement.simulator import score, simulate, value_of
-from placement.workloads.synthetic import families
+from placement.workloads.synthetic import families, giph
 from tests.problems import random_problem
 
 SEEDS = range(24)
@@ -163,6 +164,21 @@ def test_parts_that_are_drawn_anew_improve_it() -> None:
         assert gains[-1] >= 0.0
         assert search.best_s == stats["again_value_s"]
     assert np.mean(gains) > 0.002
+
+
+def test_samples_that_are_alike_are_drawn_hotter(monkeypatch: pytest.MonkeyPatch) -> None:
+    sure = untrained_net(NetworkConfig(finish_weight=64.0), "dispatch")  # the rule, but cold
+    really = dispatch.evaluate
+
+    def differ(seed: int) -> int:
+        found = set()
+        monkeypatch.setattr(dispatch, "evaluate", lambda *x: found.add(y := really(*x)) or y)
+        decode(sure, Search(giph(seed), None, 40), 36, seed)
+        return len(found)
+
+    hot = [differ(seed) for seed in range(4)]
+    monkeypatch.setattr(dispatch, "_ALIKE", 0.0)
+    assert all(n > 2 * differ(seed) for seed, n in enumerate(hot))
 
 
 def test_memory_that_binds_is_kept() -> None:
