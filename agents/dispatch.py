@@ -157,63 +157,83 @@ def decode(
     part of the best anew, by what has made it and as hot as the last sample, 5 to 100 decisions in
     a row: a result that is not worse is what the next begins with.
     """
-    weights, scale = net.weights(), net.config.finish_weight
-    problem = search.problem
-    ways, heat = [Dispatcher(problem)], 1.0
-    greedy = [np.inf, np.inf]  # of each way
-    counted, stats = 0, dict[str, Any]()
-    begun, best = search.num_evaluations, np.inf
-    found: tuple[Dispatcher, Past, bool] | None = None
-
-    def tried(episode: Dispatcher, ruled: bool) -> float:
-        nonlocal best, found
-        cost = evaluate(search, episode)
-        if cost <= best * (1 + 1e-12):
-            best, found = cost, (episode, episode.past, ruled)
-        return cost
-
-    def drawn_by(ruled: bool) -> tuple[Weights, float]:
-        return (no_network(), scale) if ruled else (hotter(weights, heat), scale / heat)
-
-    for what, activations in (
-        ("greedy", 0),
-        ("greedy", 1),
-        ("backward", 0),
-        ("rule", 0),
-        ("rule", 1),
-    ):
-        if activations and (best < INFEASIBLE or not problem.memory_may_bind):
-            continue
-        if not search.left or (what == "backward" and not ways[0].ordered):
-            continue
-        if what == "backward":
-            ways.append(Dispatcher(problem, backward=True))
-        elif activations != counted:
-            ways[0], counted = Dispatcher(problem, activations=activations), activations
-        way, ruled = int(what == "backward"), what == "rule"
-        ways[way].construct(*drawn_by(ruled))
-        cost = stats[f"{what}_value_s"] = tried(ways[way], ruled)
-        if not ruled:
-            greedy[way] = cost
-    for number in range(samples):
-        if not search.left:
-            break
-        way, ruled = number % len(ways), number // len(ways) % _RULE == 1
-        ways[way].construct(*drawn_by(ruled), seed + number)
-        cost = tried(ways[way], ruled)
-        if not ruled:
-            alike = abs(cost - greedy[way]) < _ALIKE * greedy[way]
-            heat = min(2 * heat, _HOTTEST) if alike else max(heat / 2, 1.0)
-    stats |= {"greedy_evaluations": 1, "best_of_k_value_s": best}
+    decodes, begun = _Decodes(net, search), search.num_evaluations
+    stats: dict[str, Any] = decodes.greedily()
+    decodes.sample(samples, seed)
+    stats |= {"greedy_evaluations": 1, "best_of_k_value_s": decodes.best}
     stats["best_of_k_evaluations"] = search.num_evaluations - begun
-    until, rng = search.num_evaluations + again, np.random.default_rng(seed)
-    most = max(_SHORT + 1, min(problem.num_ops, _LONG))
-    while found and search.left and search.num_evaluations + 1 <= until:
-        width = int(np.exp(rng.uniform(np.log(_SHORT), np.log(most))))
-        first = int(rng.integers(-width // 2, problem.num_ops - width // 2))
-        episode, past, ruled = found
-        episode.again(*drawn_by(ruled), int(rng.integers(2**62)), past, first, first + width)
-        tried(episode, ruled)
+    decodes.draw_parts(search.num_evaluations + again, seed)
     if again:
-        stats["again_value_s"] = best
+        stats["again_value_s"] = decodes.best
     return {k: np.inf if k.endswith("value_s") and v >= INFEASIBLE else v for k, v in stats.items()}
+
+
+class _Decodes:
+    """Decodes within the budget of a search; a decode is ruled if the rule alone makes it.
+
+    Attributes:
+        best: cost of the best decode.
+    """
+
+    def __init__(self, net: DispatchNet, search: Search) -> None:
+        self.search, self.best = search, np.inf
+        self._weights, self._scale = net.weights(), net.config.finish_weight
+        self._ways = [Dispatcher(search.problem)]  # from the first operator, and from the last
+        self._greedy = [np.inf, np.inf]  # cost of each way's greedy decode
+        self._heat = 1.0
+        self._source: tuple[Dispatcher, Past, bool] | None = None  # of the best
+
+    def greedily(self) -> dict[str, float]:
+        """The greedy decodes: by the network from both ends, and by the rule."""
+        problem, counted, costs = self.search.problem, 0, dict[str, float]()
+        order = (("greedy", 0), ("greedy", 1), ("backward", 0), ("rule", 0), ("rule", 1))
+        for what, activations in order:
+            if activations and (self.best < INFEASIBLE or not problem.memory_may_bind):
+                continue
+            if not self.search.left or (what == "backward" and not self._ways[0].ordered):
+                continue
+            if what == "backward":
+                self._ways.append(Dispatcher(problem, backward=True))
+            elif activations != counted:
+                self._ways[0], counted = Dispatcher(problem, activations=activations), activations
+            way, ruled = int(what == "backward"), what == "rule"
+            self._ways[way].construct(*self._decided_by(ruled))
+            cost = costs[f"{what}_value_s"] = self._evaluated(self._ways[way], ruled)
+            if not ruled:
+                self._greedy[way] = cost
+        return costs
+
+    def sample(self, count: int, seed: int) -> None:
+        """So many decodes that are drawn, of each way in turn."""
+        for number in range(count):
+            if not self.search.left:
+                return
+            way, ruled = number % len(self._ways), number // len(self._ways) % _RULE == 1
+            self._ways[way].construct(*self._decided_by(ruled), seed + number)
+            cost = self._evaluated(self._ways[way], ruled)
+            if not ruled:
+                alike = abs(cost - self._greedy[way]) < _ALIKE * self._greedy[way]
+                self._heat = min(2 * self._heat, _HOTTEST) if alike else max(self._heat / 2, 1.0)
+
+    def draw_parts(self, until: float, seed: int) -> None:
+        """Parts of the best are drawn anew ``until`` the search has so many evaluations."""
+        rng, num_ops = np.random.default_rng(seed), self.search.problem.num_ops
+        most = max(_SHORT + 1, min(num_ops, _LONG))
+        while self._source and self.search.left and self.search.num_evaluations + 1 <= until:
+            width = int(np.exp(rng.uniform(np.log(_SHORT), np.log(most))))
+            first = int(rng.integers(-width // 2, num_ops - width // 2))
+            episode, past, ruled = self._source
+            draw = int(rng.integers(2**62))
+            episode.again(*self._decided_by(ruled), draw, past, first, first + width)
+            self._evaluated(episode, ruled)
+
+    def _decided_by(self, ruled: bool) -> tuple[Weights, float]:
+        if ruled:
+            return no_network(), self._scale
+        return hotter(self._weights, self._heat), self._scale / self._heat
+
+    def _evaluated(self, episode: Dispatcher, ruled: bool) -> float:
+        cost = evaluate(self.search, episode)
+        if cost <= self.best * (1 + 1e-12):
+            self.best, self._source = cost, (episode, episode.past, ruled)
+        return cost
