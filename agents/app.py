@@ -202,8 +202,8 @@ def _only_names(arg: str) -> list[str]:
     others = [str(x) for x in items if x not in (*specs, *files)]
     lists = [f"{group}=[{','.join(others)}]"]
     lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
-    given = [spec.partition(":")[2] or Path(spec).resolve().name for spec in specs]
-    names = [*others, *(re.sub(r"\W", "_", name) for name in given)]
+    labels = [spec.partition(":")[2] or Path(spec).resolve().name for spec in specs]
+    names = [*others, *(re.sub(r"\W", "_", name) for name in labels)]
     for name, spec in zip(names[len(others) :], specs, strict=True):
         node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
         if group == "planner":
@@ -373,9 +373,9 @@ def _tracker(cfg: DictConfig) -> Tracker:
     from placement.runs.tracking import LocalTracker, WandbTracker
 
     tracker: Tracker = instantiate(cfg.tracker, _convert_="all")
-    asked = os.environ.get("WANDB_MODE") in ("online", "offline", "shared")
+    from_shell = os.environ.get("WANDB_MODE") in ("online", "offline", "shared")
     chosen = any(x.startswith("tracker") for x in HydraConfig.get().overrides.task)
-    return WandbTracker() if asked and not chosen and tracker == LocalTracker() else tracker
+    return WandbTracker() if from_shell and not chosen and tracker == LocalTracker() else tracker
 
 
 def _versions() -> str:
@@ -519,9 +519,9 @@ def _check_node(group: str, name: Any, node: Any) -> None:
     """A file without its header has put its keys where the names are."""
     if isinstance(node, DictConfig):
         return
-    asked = [x for x in HydraConfig.get().overrides.task if x.startswith(f"{group}=")]
+    words = [x for x in HydraConfig.get().overrides.task if x.startswith(f"{group}=")]
     raise AppError(
-        f"{group}.{name} = {node} is no {group}, but a key of one: a file of yours in {asked} has "
+        f"{group}.{name} = {node} is no {group}, but a key of one: a file of yours in {words} has "
         f"no header; its first line must be '# @package {group}.NAME'"
     )
 
@@ -663,7 +663,7 @@ def _measured(row: Row) -> Any:
 _MOST_TABLES = 8  # of single workloads, on a screen
 
 
-def show(job: Job, comparison: Comparison, said: str) -> None:
+def show(job: Job, comparison: Comparison, contents: str) -> None:
     """Tables for people and what lies where; or, with ``--json``, one object for machines."""
     from placement.report import table
 
@@ -673,7 +673,7 @@ def show(job: Job, comparison: Comparison, said: str) -> None:
         table.print_tables((table.tables if few else table.overall)(comparison))
         if not few:
             print(f"tables of each of the {count} workloads: compare.md")
-        print(f"in {job.folder}: {said}")
+        print(f"in {job.folder}: {contents}")
         return
     rows = [
         {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in row.items()}

@@ -56,8 +56,10 @@ class DispatchNet(nn.Module):
         pairs, legal = obs["pairs"].float(), obs["mask"].bool()
         which, _ = torch.nonzero(legal, as_tuple=True)
         count = legal.sum(dim=1)
-        found = self.logits(pairs[legal], obs["score"].float()[legal], which, count)
-        logits = torch.full(legal.shape, ILLEGAL, device=pairs.device).masked_scatter(legal, found)
+        of_pairs = self.logits(pairs[legal], obs["score"].float()[legal], which, count)
+        logits = torch.full(legal.shape, ILLEGAL, device=pairs.device).masked_scatter(
+            legal, of_pairs
+        )
         mean = (pairs * legal[:, :, None]).sum(dim=1) / count[:, None]
         return logits, self.value(mean).squeeze(1), None
 

@@ -155,9 +155,9 @@ class PolicyPlanner:
         if self.margin is not None and not 0 <= self.margin < 1:
             raise PolicyError(f"margin = {self.margin} must be a share, 0 <= margin < 1")
         # A bad file is told before a model is measured.
-        for given in (self.policy, self.seed_policy):
-            if isinstance(given, str | Path) and given != UNTRAINED:
-                self._load(given)
+        for file in (self.policy, self.seed_policy):
+            if isinstance(file, str | Path) and file != UNTRAINED:
+                self._load(file)
         if self.waits not in (None, UNTRAINED):
             load_waits(self.waits)
 
@@ -168,10 +168,10 @@ class PolicyPlanner:
             PolicyError: the policy's file cannot be read, or is of another formulation.
             PlannerError: no such baseline, or a budget that is not positive.
         """
-        found = replace(self, mode=self._mode())._solve(problem)
-        asked = (found.stats.get(key, "none") for key in ("seed_policy", "policy"))
-        names = ", ".join(dict.fromkeys(name for name in asked if name != "none"))
-        return replace(found, stats=found.stats | {"network": names or "none"})
+        answer = replace(self, mode=self._mode())._solve(problem)
+        networks = (answer.stats.get(key, "none") for key in ("seed_policy", "policy"))
+        names = ", ".join(dict.fromkeys(name for name in networks if name != "none"))
+        return replace(answer, stats=answer.stats | {"network": names or "none"})
 
     def _solve(self, problem: Problem) -> Solution:
         mode: Any = self.mode
@@ -191,12 +191,12 @@ class PolicyPlanner:
             return "guided_search"
         return self._load(self.policy).kind.mode
 
-    def _load(self, given: str | Path | TrainedPolicy) -> TrainedPolicy:
-        if isinstance(given, TrainedPolicy):
-            return given
+    def _load(self, source: str | Path | TrainedPolicy) -> TrainedPolicy:
+        if isinstance(source, TrainedPolicy):
+            return source
         for name in self.allow:
             search_here(name)
-        return TrainedPolicy.load(given, self.allow)
+        return TrainedPolicy.load(source, self.allow)
 
     def _start(self, problem: Problem, name: str) -> tuple[Search, Solution, dict[str, Any]]:
         """The budget, what the baseline answers on it, and the first facts about both."""
@@ -215,15 +215,15 @@ class PolicyPlanner:
 
     def _answer(self, search: Search, start: Solution, stats: dict[str, Any]) -> Solution:
         """The best that was found, or the baseline's answer where that may be the better one."""
-        found = search.solution(start.lower_bound_s, **stats)
-        found.stats["best_value_s"] = found.value_s
+        answer = search.solution(start.lower_bound_s, **stats)
+        answer.stats["best_value_s"] = answer.value_s
         margin = search.problem.profile.error if self.margin is None else self.margin
         # From predictions that err by 100 % and more no gain can be told, but what fits can be.
-        if np.isinf(start.value_s) or found.value_s <= (1 - min(margin, 1.0)) * start.value_s:
-            return found
+        if np.isinf(start.value_s) or answer.value_s <= (1 - min(margin, 1.0)) * start.value_s:
+            return answer
         # What was found and is not taken is in ``best_value_s`` alone.
-        curve = [(at, n, max(value, start.value_s)) for at, n, value in found.stats["curve"]]
-        stats = found.stats | {"margin": margin, "curve": curve}
+        curve = [(at, n, max(value, start.value_s)) for at, n, value in answer.stats["curve"]]
+        stats = answer.stats | {"margin": margin, "curve": curve}
         stats.pop("list_order_value_s", None)
         ordered = {k: v for k, v in start.stats.items() if k == "list_order_value_s"}
         return replace(start, stats=stats | ordered)
@@ -260,8 +260,8 @@ class PolicyPlanner:
         if self.mode == "refine":
             self._refine(policy, search, start.placement)
         else:
-            wanted = 0 if self.mode == "zero_shot" else self.k
-            stats |= self._decode(policy, search, start.placement, wanted)
+            samples = 0 if self.mode == "zero_shot" else self.k
+            stats |= self._decode(policy, search, start.placement, samples)
         return self._answer(search, start, stats)
 
     def _decode(
@@ -269,21 +269,21 @@ class PolicyPlanner:
         policy: TrainedPolicy,
         search: Search,
         warm: Placement | None,
-        wanted: int,
+        samples: int,
         again: float = 0.0,
     ) -> dict[str, Any]:
-        """Evaluate the greedy placement and the ``wanted`` sampled ones; what they are worth.
+        """Evaluate the greedy placement and the ``samples`` sampled ones; what they are worth.
 
         Of a policy that dispatches, also parts of the best that are drawn ``again``.
         """
         if policy.formulation == "dispatch":  # not one of the user's: that has rules of its own
-            return dispatch.decode(policy.net, search, wanted, self.seed, again)
+            return dispatch.decode(policy.net, search, samples, self.seed, again)
         before = search.num_evaluations
         seconds: list[float] = []
-        for sampled in range(0, max(wanted, 1), SAMPLES_AT_ONCE):
+        for sampled in range(0, max(samples, 1), SAMPLES_AT_ONCE):
             if not search.left:
                 break
-            number = min(SAMPLES_AT_ONCE, wanted - sampled)
+            number = min(SAMPLES_AT_ONCE, samples - sampled)
             rows = policy.place(search.problem, warm, number, self.seed + sampled)
             # The greedy placement comes first in every batch; it counts once.
             costs = search.costs(choice_of(search.problem, rows if sampled == 0 else rows[1:]))
@@ -291,7 +291,7 @@ class PolicyPlanner:
         if not seconds:
             return {}
         stats: dict[str, Any] = {"greedy_value_s": seconds[0], "greedy_evaluations": 1}
-        if wanted:
+        if samples:
             stats["best_of_k_value_s"] = min(seconds)
             stats["best_of_k_evaluations"] = search.num_evaluations - before
         return stats
@@ -382,14 +382,14 @@ class PolicyPlanner:
         search, start, stats = self._start(problem, name)
         stats["chooser"], stats["search"] = chooser, kind
         if seeds is not None and search.left:
-            wanted = int(min(self.k, search.num_left / 4))
-            again = search.num_left - wanted if np.isfinite(search.num_left) else 0.0
+            samples = int(min(self.k, search.num_left / 4))
+            again = search.num_left - samples if np.isfinite(search.num_left) else 0.0
             if kind == "order_search" and too_few(search):
                 again = 0.0
             elif again > ALL:
                 again *= AGAIN
             stats["seed_policy"] = seeds[1]
-            stats |= self._decode(seeds[0], search, start.placement, wanted, again)
+            stats |= self._decode(seeds[0], search, start.placement, samples, again)
         if foresees and search.left:
             stats |= self._foresee(search, FORESEEN)
         search.limit(default_budget(problem))
@@ -405,26 +405,26 @@ class PolicyPlanner:
 
     def _seeds(self, problem: Problem) -> tuple[TrainedPolicy, str] | None:
         """Whose placements a guided search evaluates before it moves anything, and its name."""
-        given = self.seed_policy
-        if given is None and problem.objective is Objective.LATENCY:
-            given = released("best_of_k", problem.objective)
-        if given is None or not self.k:
+        source = self.seed_policy
+        if source is None and problem.objective is Objective.LATENCY:
+            source = released("best_of_k", problem.objective)
+        if source is None or not self.k:
             return None
-        policy, name = self._policy(given, problem, "best_of_k")
+        policy, name = self._policy(source, problem, "best_of_k")
         (load_dispatcher if policy.formulation == "dispatch" else load_constructor)()
         return policy, name
 
     def _policy(
-        self, given: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode | Kind
+        self, source: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode | Kind
     ) -> tuple[TrainedPolicy, str]:
         """A policy for ``mode``, and what ``stats`` call it."""
-        if isinstance(given, TrainedPolicy):
-            return given, "given"
-        if given is None:
+        if isinstance(source, TrainedPolicy):
+            return source, "given"
+        if source is None:
             ships = released(mode, problem.objective)
-            given = ships if ships.is_file() else UNTRAINED
-        if given != UNTRAINED:
-            return self._load(given), Path(given).name
+            source = ships if ships.is_file() else UNTRAINED
+        if source != UNTRAINED:
+            return self._load(source), Path(source).name
         formulation: Any = (
             mode if mode in ("guided_search", "order_search", "refine") else "sequential"
         )
@@ -505,9 +505,9 @@ def _evaluated(search: Search, stats: dict[str, Any]) -> Solution:
     """The best of what was evaluated, with ``stats``; where nothing fits, of ``best_of``."""
     if search.best_s == np.inf and search.left:
         search.run("best_of")
-    found = search.solution(lower_bound(search.problem), **stats)
-    found.stats["best_value_s"] = found.value_s
-    return found
+    answer = search.solution(lower_bound(search.problem), **stats)
+    answer.stats["best_value_s"] = answer.value_s
+    return answer
 
 
 def _evaluator(search: Search) -> Evaluator:

@@ -50,9 +50,9 @@ def once(cfg: DictConfig, work: Callable[[DictConfig], float]) -> float:
     if hydra.mode != RunMode.MULTIRUN:
         return work(cfg)
     folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
-    asked, before = _digest(cfg), _read_json(folder / RESULT)
+    config_digest, before = _digest(cfg), _read_json(folder / RESULT)
     if before.get("status") == "finished":
-        if before.get("asked") != asked:
+        if before.get("asked") != config_digest:
             raise SweepError(
                 f"{folder} holds the result of another configuration "
                 f"({' '.join(before.get('overrides', []))}); give this sweep a folder of its own: "
@@ -62,7 +62,7 @@ def once(cfg: DictConfig, work: Callable[[DictConfig], float]) -> float:
         return float("inf") if before["metric_s"] is None else float(before["metric_s"])
 
     def ended(status: str, **more: Any) -> None:
-        head = {"status": status, "asked": asked, "overrides": overrides}
+        head = {"status": status, "asked": config_digest, "overrides": overrides}
         write_atomic(folder / RESULT, json.dumps(head | more, indent=1))
 
     ended("unfinished")
@@ -171,16 +171,16 @@ def num_asked(folder: Path) -> int:
     trials = _hydra(next(folder.glob("*/.hydra/hydra.yaml"), folder)).get("sweeper", {})
     if "n_trials" in trials:
         return int(trials["n_trials"])
-    hydra, asked = _hydra(folder / "multirun.yaml"), dict[str, int]()
+    hydra, counts = _hydra(folder / "multirun.yaml"), dict[str, int]()
     try:
         words = [f"{k}={v}" for k, v in (hydra["sweeper"]["params"] or {}).items()]
         words += hydra["overrides"]["task"]
         for override in OverridesParser.create().parse_overrides(words):
             values = override.sweep_string_iterator() if override.is_sweep_override() else [""]
-            asked[override.get_key_element()] = len(list(values))
+            counts[override.get_key_element()] = len(list(values))
     except (KeyError, TypeError, AttributeError, HydraException):
         return 0
-    return int(np.prod(list(asked.values())))
+    return int(np.prod(list(counts.values())))
 
 
 def _hydra(path: Path) -> dict[str, Any]:
@@ -394,8 +394,8 @@ def _notes(report: Report) -> list[str]:
     for status in STATUSES[1:]:
         jobs = report.named(status)
         for job in jobs[:_NUM_NAMED]:
-            asked = " ".join(f"{k}={v}" for k, v in job.overrides.items())
-            notes.append(f"{status}: job {job.name} {asked}" + f": {job.error}" * bool(job.error))
+            words = " ".join(f"{k}={v}" for k, v in job.overrides.items())
+            notes.append(f"{status}: job {job.name} {words}" + f": {job.error}" * bool(job.error))
         if len(jobs) > _NUM_NAMED:
             notes.append(f"{status}: and {len(jobs) - _NUM_NAMED} more jobs")
     later = report.num_jobs - len(report.jobs)

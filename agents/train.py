@@ -100,12 +100,12 @@ def _train(cfg: DictConfig) -> float:
         mine = [row for row in comparison.rows if row.planner == "policy"]
         best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
-        said = "policy.safetensors, metrics.csv, compare.csv, compare.md"
+        contents = "policy.safetensors, metrics.csv, compare.csv, compare.md"
         if not fresh:  # of drawn samples nobody runs a plan: the table says it all
             save_best(run, comparison, problems, planners)
             save_report(run)
-            said += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
-    show(run, comparison, said)
+            contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
+    show(run, comparison, contents)
     return metric_s(comparison)
 
 
@@ -227,8 +227,8 @@ class _Remembered:
         self.known = load_solutions(path) if resume and path.is_file() else {}
 
     def __call__(self, problem: Problem) -> Solution:
-        asked = json.dumps([problem_fingerprint(problem), describe(self.planner)], sort_keys=True)
-        key = hashlib.sha256(asked.encode()).hexdigest()
+        what = json.dumps([problem_fingerprint(problem), describe(self.planner)], sort_keys=True)
+        key = hashlib.sha256(what.encode()).hexdigest()
         if key not in self.known:
             solution = self.planner(problem)
             self.known[key] = solution.placement

@@ -308,10 +308,10 @@ def _config(
 def _check_device(name: str) -> None:
     """Raises: PolicyError, there is none: stable-baselines3 would take the CPU and say nothing."""
     try:
-        found = name == "auto" or torch.device(name).type != "cuda" or torch.cuda.is_available()
+        usable = name == "auto" or torch.device(name).type != "cuda" or torch.cuda.is_available()
     except RuntimeError:
-        found = False
-    if not found:
+        usable = False
+    if not usable:
         raise PolicyError(f"device = {name!r} is not here; use cpu, cuda (with a GPU) or auto")
 
 

@@ -71,8 +71,8 @@ class WaitsNet(nn.Module):
         """float32 ``[B]`` logarithms of features float32 ``[B, F]``; below 0 is as good as 0."""
         x = torch.relu(self.first((features - self.mean) / self.spread))
         by_hand = torch.log(features[:, WAITED].clamp(min=1.0))
-        found: Tensor = by_hand + self.out(torch.relu(self.second(x))).squeeze(1)
-        return found
+        logarithm: Tensor = by_hand + self.out(torch.relu(self.second(x))).squeeze(1)
+        return logarithm
 
     def net(self) -> Net:
         """For ``placement.search.pipeline``, which computes the same."""
@@ -125,11 +125,11 @@ def placements(
     seed = int(rng.integers(2**31))
     by_hand, own = Pipeline(problem, seed), Pipeline(problem, seed, net)
     starts = [split.choice for split in cheapest(problem, _CUT)[:10]]
-    found = {choice.tobytes(): choice for choice in starts}
+    placement_of = {choice.tobytes(): choice for choice in starts}
     for _ in range(2 * count if starts else 0):
-        if len(found) >= count:
+        if len(placement_of) >= count:
             break
-        pool = starts[:6] if rng.random() < 0.7 else list(found.values())
+        pool = starts[:6] if rng.random() < 0.7 else list(placement_of.values())
         begin = pool[int(rng.integers(len(pool)))]
         bound_s, squarings = by_hand.bound(begin), int(rng.choice(SQUARINGS))
         most = int(2 ** rng.integers(np.log2(MOST) + 1))
@@ -137,8 +137,8 @@ def placements(
             choice = own.walk(begin, WAITS * bound_s, squarings, most)
         else:
             choice = by_hand.walk(begin, float(rng.choice(_HAND_WAITS)) * bound_s, squarings, most)
-        found[choice.tobytes()] = choice
-    return list(found.values())
+        placement_of[choice.tobytes()] = choice
+    return list(placement_of.values())
 
 
 def labelled(problem: Problem, choices: Sequence[Choice], pipeline: Pipeline) -> Rows:
@@ -163,10 +163,10 @@ def fit(rows: Sequence[Rows], seed: int, hidden: int = 32) -> WaitsNet:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-2, steps)
     for _ in range(_EPOCHS):
         for part in torch.randperm(len(target)).split(_BATCH):
-            wanted = target[part]
-            found = net(features[part])
-            found = torch.where(wanted > 0, found, torch.relu(found))
-            loss = nn.functional.huber_loss(found, wanted, delta=_HUBER)
+            expected = target[part]
+            predicted = net(features[part])
+            predicted = torch.where(expected > 0, predicted, torch.relu(predicted))
+            loss = nn.functional.huber_loss(predicted, expected, delta=_HUBER)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -194,10 +194,10 @@ def train(
             fresh: list[Rows] = []
             for _ in range(problems):
                 problem = draw(rng)
-                found = placements(problem, own, rng)
-                if found:  # a problem may have no split at all
+                choices = placements(problem, own, rng)
+                if choices:  # a problem may have no split at all
                     describing = Pipeline(problem, 0, own or WaitsNet(1).net())
-                    fresh.append(labelled(problem, found, describing))
+                    fresh.append(labelled(problem, choices, describing))
             error = np.nan if net is None else _error(net, fresh)
             rows += fresh
             net = fit(rows, seed, hidden)
@@ -218,8 +218,8 @@ def _error(net: WaitsNet, rows: Sequence[Rows]) -> float:
     """Mean absolute error of the logarithm."""
     features, target = (np.concatenate(x) for x in zip(*rows, strict=True))
     with torch.no_grad():
-        found = net(torch.from_numpy(features).float()).clamp(min=0).numpy()
-    return float(np.abs(found - target).mean())
+        predicted = net(torch.from_numpy(features).float()).clamp(min=0).numpy()
+    return float(np.abs(predicted - target).mean())
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -229,9 +229,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--problems", type=int, default=250, help="of each round")
     parser.add_argument("--out", required=True, metavar="FILE")
-    given = parser.parse_args(words)
-    net, card = train(given.seed, given.rounds, given.problems)
-    net.save(given.out, card)
+    args = parser.parse_args(words)
+    net, card = train(args.seed, args.rounds, args.problems)
+    net.save(args.out, card)
 
 
 if __name__ == "__main__":

@@ -167,12 +167,12 @@ class PlacementEnv(gym.Env[Observation, Any]):
         from placement.report.gantt import picture, text_gantt
 
         if self._last is None:
-            timeline, said = None, "no placement yet: finish an episode first"
+            timeline, caption = None, "no placement yet: finish an episode first"
         else:
-            timeline, said = _timeline(*self._last)
+            timeline, caption = _timeline(*self._last)
         if self.render_mode == "ansi":
-            return f"{said}\n" if timeline is None else text_gantt(timeline, 100)
-        return picture(timeline, said, self.problems.max_devices)
+            return f"{caption}\n" if timeline is None else text_gantt(timeline, 100)
+        return picture(timeline, caption, self.problems.max_devices)
 
     def _number(self) -> int:
         generated = self._source.generator is not None

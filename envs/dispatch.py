@@ -116,8 +116,8 @@ class Dispatcher:
     @property
     def placement(self) -> Placement:
         """int32 ``[N]`` of the episode that is over."""
-        found: Placement = self.state.placed.choice[self._group]
-        return found[::-1].copy() if self.backward else found
+        choice: Placement = self.state.placed.choice[self._group]
+        return choice[::-1].copy() if self.backward else choice
 
     @property
     def sequence(self) -> Ints:

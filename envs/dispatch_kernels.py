@@ -235,11 +235,11 @@ def _arrivals(t, s, op, arrive):
         tensor = x.in_tensor[i]
         src = x.tensor_src[tensor]
         home = np.int64(x.host if src < 0 else p.choice[x.group[src]])
-        made = 0.0 if src < 0 else p.finish_s[src]
+        made_s = 0.0 if src < 0 else p.finish_s[src]
         for d in range(len(arrive)):
             if src < 0 and x.shares_host[d]:
                 continue
-            there = made
+            there = made_s
             cost = transfer_s(x, tensor, home, d)
             if busy and p.arrival_s[tensor, d] >= 0.0:
                 there = p.arrival_s[tensor, d]
@@ -471,11 +471,11 @@ def take(t, s, k):
         home = np.int64(x.host if src < 0 else p.choice[x.group[src]])
         if home == d or (src < 0 and x.shares_host[d]):
             continue
-        made = 0.0 if src < 0 else p.finish_s[src]
+        made_s = 0.0 if src < 0 else p.finish_s[src]
         c, cost = x.channel[home, d], transfer_s(x, tensor, home, d)
         if cost == 0.0 or p.arrival_s[tensor, d] >= 0.0:
             continue
-        there = max(made, p.channel_s[c]) + cost
+        there = max(made_s, p.channel_s[c]) + cost
         p.channel_s[c] = p.arrival_s[tensor, d] = there
         if busy and there > start:
             start = gap(x, p, op, d, there)
@@ -607,8 +607,8 @@ def construct(t, s, net, scale, greedy, keep, notes):
         offer(t, s)
         judge(s, net, scale, first, second)
         k = choose(s, greedy)
-        wanted = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
-        if wanted and noted < len(notes.count) and at + s.count <= len(notes.score):
+        noting = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
+        if noting and noted < len(notes.count) and at + s.count <= len(notes.score):
             for m in range(s.count):
                 for i in range(NUM_PAIR_FEATURES):
                     notes.features[at + m, i] = s.features[m, i]

@@ -169,10 +169,10 @@ def formulation_of(name: str) -> Formulation:
     """
     if name in FORMULATIONS:
         return FORMULATIONS[name]
-    found = find(name, "formulation")
-    if not isinstance(found, Formulation):
+    formulation = find(name, "formulation")
+    if not isinstance(formulation, Formulation):
         raise EnvError(f"formulation {name!r} must be an envs.formulations.Formulation")
-    return found
+    return formulation
 
 
 def formulation_in(space: spaces.Dict) -> Formulation:
