@@ -27,7 +27,7 @@ class _Graph(Struct):
 
     ``start``, ``end``: the earliest on each device. ``rest``: the least time from the end of an
     operator on ``k`` to the begin of a join on ``j``; ``since``: from the end of a fork on ``j`` to
-    its begin on ``k``. ``told``: the join for which these are so.
+    its begin on ``k``. ``of_join``: the join for which these are so.
     """
 
     in_ptr: Array  # int64 [N + 2] where the edges to each begin
@@ -44,7 +44,7 @@ class _Graph(Struct):
     head: Array = array("N+1, K")
     rest: Array = array("N+1, K, K")
     since: Array = array("N+1, K, K")
-    told: Array = array("N+1", np.int64, -1)
+    of_join: Array = array("N+1", np.int64, -1)
     after: Array = array("N+1", np.bool_)
     between: Array = array("N+1", np.int64)
     marked: Array = array("N+1", np.int64, -1)
@@ -157,8 +157,8 @@ def _delay(net, fork, v, places):
     """A join begins later, on each of ``places`` devices, where what is between allows no other."""
     devices, num = len(net.price), 0
     for w in range(fork + 1, v):
-        net.after[w] = fork < 0 and net.told[w] == v
-        if fork >= 0 and net.told[w] == v:
+        net.after[w] = fork < 0 and net.of_join[w] == v
+        if fork >= 0 and net.of_join[w] == v:
             net.since[w] = 0.0
             for e in range(net.in_ptr[w], net.in_ptr[w + 1]):
                 u = net.src[e]
@@ -218,7 +218,7 @@ def _join(net, v, places):
         for i in range(net.out_ptr[w], net.out_ptr[w + 1]):
             e = net.out[i]
             q = net.dst[e]
-            if q != v and (q > v or net.told[q] != v):
+            if q != v and (q > v or net.of_join[q] != v):
                 continue
             if to == 0:
                 net.rest[w] = 0.0
@@ -235,7 +235,7 @@ def _join(net, v, places):
                     net.rest[w, k, j] = max(net.rest[w, k, j], least)
         if to == 0:
             continue
-        net.told[w] = v
+        net.of_join[w] = v
         ways -= to
         every = ways == 0 and not begins
         if every or (forks < _FORKS and net.out_ptr[w + 1] - net.out_ptr[w] > 1):
@@ -288,29 +288,27 @@ def earliest_end_s(problem: Problem) -> float:
     """
     g, n = problem.graph, problem.num_ops
     own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
-    own_s, can_s = (
-        np.zeros((n + 1, len(own))),
-        np.where(problem.supported, problem.compute_s, np.inf),
-    )
+    own_s = np.zeros((n + 1, len(own)))
+    can_s = np.where(problem.supported, problem.compute_s, np.inf)
     for k, d in enumerate(own):
         own_s[:n, k] = can_s[:, problem.worker == d].min(axis=1)
-    (host, shares_host), given = host_of(problem), problem.profile.transfer_s
+    (host, shares_host), measured_s = host_of(problem), problem.profile.transfer_s
     ends = np.ix_(own, own)
-    if given is None:
+    if measured_s is None:
         size = g.tensor_bytes[:, None, None]
         all_s = problem.link_latency_s[ends] + size * problem.link_s_per_byte[ends]
     else:
-        all_s = given[:, ends[0], ends[1]] * (1 - np.eye(len(own)))
-    made, start = g.tensor_src[g.use_tensor] >= 0, np.zeros((n + 1, len(own)))
-    read, reader = g.use_tensor[~made], g.use_dst[~made]
+        all_s = measured_s[:, ends[0], ends[1]] * (1 - np.eye(len(own)))
+    inner, start = g.tensor_src[g.use_tensor] >= 0, np.zeros((n + 1, len(own)))
+    read, reader = g.use_tensor[~inner], g.use_dst[~inner]
     from_host_s = all_s[read, np.searchsorted(own, problem.worker[host])]
     np.maximum.at(start, reader, np.where(shares_host[own], 0.0, from_host_s))
-    pairs = np.stack([g.use_dst, g.tensor_src[g.use_tensor]])[:, made]
+    pairs = np.stack([g.use_dst, g.tensor_src[g.use_tensor]])[:, inner]
     last = np.setdiff1d(np.arange(n), pairs[1])
     pairs = np.concatenate([pairs, [np.full(len(last), n), last]], axis=1).astype(np.int64)
     (dst, src), edge = np.unique(pairs, axis=1, return_inverse=True)
     sent_s = np.zeros((len(src), *all_s.shape[1:]))
-    np.maximum.at(sent_s, edge.ravel()[: made.sum()], all_s[g.use_tensor[made]])
+    np.maximum.at(sent_s, edge.ravel()[: inner.sum()], all_s[g.use_tensor[inner]])
     out = np.argsort(src, kind="stable")
     net = _Graph.fresh(
         {"N": n, "K": len(own)},
