@@ -56,8 +56,8 @@ def public_modules(package: str) -> list[str]:
     """The package and its modules that are for users."""
     if package == "placement.capturing":
         return [package]  # one function; the rest is how
-    found = pkgutil.iter_modules(import_module(package).__path__)
-    names = [m.name for m in found if not (m.name[0] == "_" or m.name.endswith(INNER))]
+    modules = pkgutil.iter_modules(import_module(package).__path__)
+    names = [m.name for m in modules if not (m.name[0] == "_" or m.name.endswith(INNER))]
     files = [n for n in names if not (package == "placement" and (ROOT / package / n).is_dir())]
     return [package, *(f"{package}.{name}" for name in files)]
 

@@ -25,9 +25,9 @@ PLANNERS = {
 def main() -> None:
     path = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("branches.json"))
     problem = importers.load(path)
-    made = {name: planners.load(name, **options) for name, options in PLANNERS.items()}
+    compared = {name: planners.load(name, **options) for name, options in PLANNERS.items()}
     # What is finished is kept in the folder: started again, it goes on from there.
-    comparison = compare({path.stem: problem}, made, (0, 1), out_dir="runs/compare_planners")
+    comparison = compare({path.stem: problem}, compared, (0, 1), out_dir="runs/compare_planners")
     print_tables(tables(comparison))
     best = comparison.best(path.stem)
     faster = "" if best.speedup is None else f", {best.speedup:.2f}x one device"

@@ -58,8 +58,8 @@ class Rounds:
 def main() -> None:
     check_planner(Rounds())  # valid placements, its value is the simulator's, repeatable, ...
     problem = importers.load(Path(__file__).with_name("branches.json"))
-    made = {"rounds": Rounds(), "heft": planners.load("heft")}
-    print_tables(tables(compare({"branches": problem}, made, (0,), out_dir="runs/rounds")))
+    compared = {"rounds": Rounds(), "heft": planners.load("heft")}
+    print_tables(tables(compare({"branches": problem}, compared, (0,), out_dir="runs/rounds")))
 
 
 if __name__ == "__main__":

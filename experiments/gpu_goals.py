@@ -128,7 +128,7 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
 
 def card_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What ``nvidia-smi`` told of the card."""
-    told = [str(r.get("text", "")) for r in rows if r["item"] == "nvidia-smi"] or [""]
+    texts = [str(r.get("text", "")) for r in rows if r["item"] == "nvidia-smi"] or [""]
     names = ("driver", "highest_clock", "clock", "power_limit")
-    values = map(str.strip, told[-1].split(",")[2:6])
+    values = map(str.strip, texts[-1].split(",")[2:6])
     return dict(itertools.zip_longest(names, values, fillvalue="unknown"))

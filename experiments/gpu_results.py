@@ -68,20 +68,20 @@ def rows(options: Options) -> list[dict[str, Any]]:
         raise StudyError(f"{options.folder}: not the folder of a run: {error}") from error
     if not measured:
         raise StudyError(f"{options.folder}: profiles.zip has no problem (*{SUFFIX})")
-    found = [json.loads(line, parse_constant=lambda name: None) for line in lines]
+    facts = [json.loads(line, parse_constant=lambda name: None) for line in lines]
     first = next(iter(measured.values())).profile
-    options.about = about(found, first.provenance)
+    options.about = about(facts, first.provenance)
     write_problems(measured, options.about, options.dataset)
-    return found
+    return facts
 
 
 def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
     """Machine, card, clocks and versions of a run; ``measured`` is of one of its profiles."""
     known: dict[str, Fact] = {r["item"]: r for r in rows if r["section"] == "facts"}
     versions = {k: v for k, v in known["versions"].items() if k not in ("section", "item", "at")}
-    kept = ("when", "cpu", "cores", "load", "cores_stay_awake")
+    names = ("when", "cpu", "cores", "load", "cores_stay_awake")
     return {
-        **{k: measured[k] for k in kept if k in measured},
+        **{k: measured[k] for k in names if k in measured},
         **versions,
         "card": known["cuda:0"]["model"],
         "cpu_device_cores": known["cpu:0"]["cores"],
@@ -147,13 +147,13 @@ def speeds(rows: Sequence[Fact]) -> str:
 def slower(rows: Sequence[Fact]) -> str:
     """A sentence: what is slower than eager PyTorch."""
     ways = {"gpu_ms": "operator by operator", "gpu_graphs_ms": "as CUDA graphs"}
-    found = [
+    models = [
         f"{r['item']}, {called} ({r['eager_ms'] / r[way]:.2f}x)"
         for r in of(rows, "plans", "eager_ms")
         for way, called in ways.items()
         if r.get(way) and r[way] > r["eager_ms"]
     ]
-    return f"Slower than eager PyTorch: {'; '.join(found) or 'nothing of this'}."
+    return f"Slower than eager PyTorch: {'; '.join(models) or 'nothing of this'}."
 
 
 def half(rows: Sequence[Fact]) -> str:
@@ -232,16 +232,16 @@ def problems(patterns: Sequence[str] = ()) -> dict[str, Problem]:
     Raises:
         StudyError: no name matches.
     """
-    found = {}
+    chosen = {}
     for path in sorted(DATASET.glob(f"*-cores/*{SUFFIX}")):
         problem = importers.load(path)
         for objective in ("latency",) if problem.cluster.streaming else ("latency", "period"):
             name = f"{objective}/{path.name.removesuffix(SUFFIX)}"
             if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns):
-                found[name] = replace(problem, objective=objective)
-    if not found:
+                chosen[name] = replace(problem, objective=objective)
+    if not chosen:
         raise StudyError(f"no problem of {DATASET} matches {', '.join(patterns) or '*'}")
-    return found
+    return chosen
 
 
 def least_s(runs: Sequence[baselines.Row], planner: str = "") -> float:

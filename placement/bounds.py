@@ -360,12 +360,12 @@ class _Routes:
 
     def _sent_s(self, tensor: int | np.integer[Any]) -> Floats:
         """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
-        problem, given = self.problem, self.problem.profile.transfer_s
-        if given is None:
+        problem, measured_s = self.problem, self.problem.profile.transfer_s
+        if measured_s is None:
             size = float(problem.graph.tensor_bytes[tensor])
             return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
         pairs = np.ix_(problem.worker, problem.worker)
-        return np.where(self.same, 0.0, given[tensor][pairs])
+        return np.where(self.same, 0.0, measured_s[tensor][pairs])
 
     def _regions(self) -> dict[int, tuple[NDArray[np.intp], Floats]]:
         """By join: its last forks ``[F]``, and the longest paths ``[F, W]`` from each through those
@@ -378,12 +378,12 @@ class _Routes:
             np.maximum(way_s[src], way_s[dst] + own_s[dst], out=way_s[src])
             way_s[src, dst] = max(way_s[src, dst], 0.0)
         is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
-        found = {}
+        regions = {}
         for v in np.flatnonzero(is_join).tolist():
             forks = np.flatnonzero(is_fork & np.isfinite(way_s[:, v]))[-_FORKS:]
             if len(forks):
-                found[v] = forks, way_s[forks, forks[0] : v] + way_s[forks[0] : v, v]
-        return found
+                regions[v] = forks, way_s[forks, forks[0] : v] + way_s[forks[0] : v, v]
+        return regions
 
     def longest_s(self, compute_s: Floats, held_s: Floats) -> float:
         """The last end, where operators take ``compute_s`` and hold what is worth ``held_s``."""

@@ -286,9 +286,9 @@ class _Placed:
         Between more than two each takes the least to it from any other, or from it to any other.
         """
         g, problem, on = self.problem.graph, self.problem, self.on
-        size, given = g.tensor_bytes.astype(np.float64), problem.profile.transfer_s
-        (_, shares_host), made = host_of(problem), g.tensor_src >= 0
-        source = np.where(made, g.group[g.tensor_src], -1)
+        size, measured_s = g.tensor_bytes.astype(np.float64), problem.profile.transfer_s
+        (_, shares_host), inner = host_of(problem), g.tensor_src >= 0
+        source = np.where(inner, g.group[g.tensor_src], -1)
         (tensor, reader), pair = np.unique(
             np.stack([g.use_tensor, g.group[g.use_dst]]), axis=1, return_inverse=True
         )
@@ -300,17 +300,19 @@ class _Placed:
             both: list[tuple[Any, Any]] = [(others, dst), (dst, others)]
             for arrives, ends in zip(self.arrives, both, strict=False):
                 per_byte = np.multiply.outer(size, problem.link_s_per_byte[ends])
-                sent = problem.link_latency_s[ends] + per_byte if given is None else given[:, *ends]
+                sent = problem.link_latency_s[ends] + per_byte
+                if measured_s is not None:
+                    sent = measured_s[:, *ends]
                 sent_s, into = sent.min(axis=1), ends[1] is dst
                 self.unit_s += float(sent.max(axis=1).sum())
                 if not sent_s.any():
                     continue
-                may = (source[tensor] != reader) & (made | (~shares_host[dst] & into))[tensor]
+                may = (source[tensor] != reader) & (inner | (~shares_host[dst] & into))[tensor]
                 crosses, none = np.zeros(len(tensor), np.intp), np.zeros(may.sum())
                 crosses[may] = self.program.columns(none + 1)
                 from_, to = source[tensor[may]], reader[may]
                 sign = 1.0 if into else -1.0
-                there = ((on[from_, d], -sign * made[tensor[may]]) for d in here)
+                there = ((on[from_, d], -sign * inner[tensor[may]]) for d in here)
                 reads = ((on[to, d], sign) for d in here)
                 self.program.rows(none, *reads, *there, (crosses[may], -1.0))
                 arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
@@ -412,10 +414,10 @@ class Pieces:
 
     def _pairs(self) -> None:
         g, program = self.problem.graph, self.program
-        made = g.tensor_src[g.use_tensor] >= 0
-        source = np.where(made, g.group[g.tensor_src[g.use_tensor]], -1)
+        inner = g.tensor_src[g.use_tensor] >= 0
+        source = np.where(inner, g.group[g.tensor_src[g.use_tensor]], -1)
         reader = g.group[g.use_dst]
-        sent = made & (source != reader)
+        sent = inner & (source != reader)
         two = np.sort(np.stack([source, reader])[:, sent], axis=0)
         one, other = np.unique(two, axis=1)
         self.without = np.full((g.num_groups, g.num_groups), -1, np.intp)
@@ -427,8 +429,8 @@ class Pieces:
             there, back = self.without[a, b], self.without[b, a]
             program.rows(none, (there, 1.0), (back, -1.0), (self.on[a], -1.0), (self.on[b], 1.0))
         # Which column says that a use of a tensor is read by an accelerator, or written by one.
-        self.reads = np.where(made, self.without[reader, source], self.on[reader])
-        self.reads[made & ~sent] = -1
+        self.reads = np.where(inner, self.without[reader, source], self.on[reader])
+        self.reads[inner & ~sent] = -1
         self.writes = np.where(sent, self.without[source, reader], -1)
         io_s = np.zeros((g.num_groups, g.num_groups))
         at, cost_s = (source[sent], reader[sent]), self.io_s[g.use_tensor[sent]]

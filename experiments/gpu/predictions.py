@@ -109,14 +109,14 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
     plain = np.array([predicted(problem, placement) for placement in placements])
     plain_alone = np.array([predicted(problem, placement) for placement in singles])
 
-    def run(what: str, placement: np.ndarray, told: np.ndarray) -> tuple[float, Any]:
+    def run(what: str, placement: np.ndarray, predicted: np.ndarray) -> tuple[float, Any]:
         """When, and latency and period; of quick ones more, as a GPU that was idle is warm late."""
-        more = 1 if bench.emulated else int(np.clip(0.05 / told[0], 1, 8))
+        more = 1 if bench.emulated else int(np.clip(0.05 / predicted[0], 1, 8))
         began = time.perf_counter()
         both = run_placement(problem, placement, 3 * more, 8 * more, 2 * more)
         ended = time.perf_counter()
         names = ("latency_s", "period_s", "measured_latency_s", "measured_period_s")
-        bench.emit(f"{key}, {what}", **dict(zip(names, [*told, *both], strict=True)))
+        bench.emit(f"{key}, {what}", **dict(zip(names, [*predicted, *both], strict=True)))
         return (began + ended) / 2, both
 
     runs, runs_alone = list[Any](), list[Any]()
@@ -165,16 +165,16 @@ def agreement(plain: np.ndarray, followed: np.ndarray, took: np.ndarray) -> dict
     from scipy.stats import spearmanr
 
     num, num_ran = len(plain), min(len(plain), len(took))
-    told, mean = (
+    predicted, mean = (
         np.exp([np.log(x[i::num]).mean(axis=0) for i in range(num_ran)]) for x in (followed, took)
     )
-    off, plain_off = (np.abs(np.log(x / mean)) for x in (told, plain[:num_ran]))
+    off, plain_off = (np.abs(np.log(x / mean)) for x in (predicted, plain[:num_ran]))
     again = took[num:][:num]
     floor = np.abs(np.log(took[: len(again)] / again))
     facts = {}
     for k, name in enumerate(("latency", "period")):
         facts[f"{name}_error"] = float(np.median(off[:, k]))
-        facts[f"{name}_rank"] = float(spearmanr(told[:, k], mean[:, k]).statistic)
+        facts[f"{name}_rank"] = float(spearmanr(predicted[:, k], mean[:, k]).statistic)
         facts[f"{name}_plain_error"] = float(np.median(plain_off[:, k]))
         facts[f"{name}_floor"] = float(np.median(floor[:, k])) if len(floor) else math.nan
     return facts

@@ -56,8 +56,8 @@ def training(bench: Bench) -> None:
     for name in ("all on the GPU", "as CUDA graphs"):
         with bench.item(name):
             steps.row(name, graph, bench.cluster, all_on(graph, 1))
-    kept, peak = steps.sizes_mib["all on the GPU"]
-    room = (kept + 0.5 * (peak - kept)) * 2**20
+    held, peak = steps.sizes_mib["all on the GPU"]
+    room = (held + 0.5 * (peak - held)) * 2**20
     with bench.item("recomputed, half of the activations"), memory_of(bench, room) as capped:
         kinds = ("ResNetEmbeddings", "ResNetBottleNeckLayer")
         blocks = [name for name, x in module.named_modules() if type(x).__name__ in kinds]

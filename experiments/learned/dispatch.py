@@ -95,8 +95,8 @@ def problems(options: Options) -> Iterator[tuple[str, str, Problem, float | None
     """Suite, name, problem and best known value."""
     for name in FAMILIES:
         for seed in range(900, 900 + options.graphs):
-            made = replace(families()[name](seed), objective=Objective.LATENCY)
-            yield "families", f"{name}-{seed}", made, None
+            problem = replace(families()[name](seed), objective=Objective.LATENCY)
+            yield "families", f"{name}-{seed}", problem, None
     for seed in range(900, 900 + options.graphs):
         yield "giph", f"giph-{seed}", giph(seed), None
     for kind, pattern in (
@@ -185,11 +185,11 @@ def tuned(seed: int, options: Options) -> tuple[float, ...]:
         say(f"{TUNED}, seed {seed}")
         # Above 0 the last one says that channels are busy.
         bounds = [(0.0, 4.0)] * (len(MIXED) - 1) + [(-1.0, 1.0)]
-        found = differential_evolution(
+        fit = differential_evolution(
             mean_log, bounds, popsize=4, maxiter=max(1, options.steps // steps - 1), x0=MIXED,
             rng=seed, polish=False, tol=0.0,
         )  # fmt: skip
-        return {"weights": found.x.tolist()}
+        return {"weights": fit.x.tolist()}
 
     row = options.finished.row(dict, [TUNED, seed, options.steps], evolve, f"{TUNED}-{seed}")
     return tuple(row["weights"])
@@ -227,27 +227,27 @@ def finished(options: Options, what: list[Any], make: Callable[[], list[float]])
 
 def rows(options: Options) -> Iterator[Row]:
     """Of the planner, then of one decode and more; what is not asked for stays as it is."""
-    kept = [] if options.only is None else STUDY.read(RESULTS)
+    committed = [] if options.only is None else STUDY.read(RESULTS)
     for part in (planned, decoded):
         if options.only in (None, part.__name__):
             yield from part(options)
         else:
-            yield from (r for r in kept if (r.samples == EVALUATIONS) is (part is planned))
+            yield from (r for r in committed if (r.samples == EVALUATIONS) is (part is planned))
 
 
 def planned(options: Options) -> Iterator[Row]:
     """The planner with every trained constructor, and with the seed of each untrained."""
     from agents.planner import UNTRAINED as NEW
 
-    def plan(problem: Problem, **given: Any) -> list[float]:
-        return [load("policy", evaluations=EVALUATIONS, **given)(problem).value_s]
+    def plan(problem: Problem, **settings: Any) -> list[float]:
+        return [load("policy", evaluations=EVALUATIONS, **settings)(problem).value_s]
 
     new = untrained_dispatcher(options)
-    given = {PLANNER: {}, FROZEN: {"policy": NEW}}
+    networks = {PLANNER: {}, FROZEN: {"policy": NEW}}
     for suite, name, problem, known_s in searched(options):
         for seed, path in seeds(options.policies).items():
             for planner, file in ((PLANNER, path), (FROZEN, new)):
-                more = {"seed_policy": file, "seed": seed, **given[planner]}
+                more = {"seed_policy": file, "seed": seed, **networks[planner]}
                 what = [suite, name, planner, _file_digest(file), seed]
                 (value,) = finished(options, what, partial(plan, problem, **more))
                 yield Row(suite, name, planner, seed, EVALUATIONS, value, known_s)
@@ -271,14 +271,14 @@ def decoded(options: Options) -> Iterator[Row]:
     def ruled(problem: Problem) -> list[float]:
         return [value_of(problem, load(rule)(problem)) for rule in RULES]
 
-    made = partial(finished, options)
+    values_of = partial(finished, options)
     deciding = list(decoders(options))
     for suite, name, problem, known_s in problems(options):
-        values = made([suite, name, "rules", ""], partial(ruled, problem))
+        values = values_of([suite, name, "rules", ""], partial(ruled, problem))
         for rule, value in zip(RULES, values, strict=True):
             yield Row(suite, name, rule, 0, 1, value, known_s)
         for who in deciding:
-            values = made([suite, name, who.name, who.digest], partial(decodes, problem, who))
+            values = values_of([suite, name, who.name, who.digest], partial(decodes, problem, who))
             for samples in decodes_of(who.name):
                 yield Row(suite, name, who.name, who.seed, samples, min(values[:samples]), known_s)
 
@@ -291,11 +291,11 @@ def over(rows: Sequence[Row], who: str, samples: int, base: str | None) -> dict[
     mine = groups((r for r in rows if r.who == who and r.samples == samples), "problem")
     theirs = groups((r for r in rows if r.who == base and r.samples == samples), "problem")
     ratios: dict[str, list[float]] = {}
-    for name, found in mine.items():
+    for name, rows_of in mine.items():
         others = {r.seed: r.value_s for r in theirs.get(name, ())}
         first = next(iter(others.values()), None)
-        references = [r.known_s if base is None else others.get(r.seed, first) for r in found]
-        values = [r.value_s for r in found]
+        references = [r.known_s if base is None else others.get(r.seed, first) for r in rows_of]
+        values = [r.value_s for r in rows_of]
         if all(references) and np.isfinite([*values, *references]).all():
             ratios[name] = [v / x for v, x in zip(values, references, strict=True)]
     return ratios
@@ -317,15 +317,15 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     suites_of = list(groups(decodes, "suite").items())
 
     def lines(base: str | None, who: Sequence[str]) -> list[dict[str, Any]]:
-        made = []
+        table_rows = []
         for name in who:
             for samples in decodes_of(name):
                 label = f"{name} (hand-written)" if name in RULES else name
                 row: dict[str, Any] = {"who": label, "decodes": samples}
                 for suite, mine in suites_of:
                     row[suite] = geometric(over(mine, name, samples, base)).percent()
-                made.append(row)
-        return made
+                table_rows.append(row)
+        return table_rows
 
     known = [suite for suite, mine in suites_of if mine[0].known_s]
     every = [suite for suite, _ in suites_of]
@@ -393,11 +393,11 @@ def files(rows: Sequence[Row], options: Options) -> dict[str, str]:
     name = f"{NAME}_curve.csv"
     if options.checkpoints is None:
         return {}
-    made = curve(options)
-    seen = {(p.run, p.steps) for p in made}
+    points = curve(options)
+    seen = {(p.run, p.steps) for p in points}
     # Points of checkpoints that are no longer there stay.
-    kept = [p for p in read_csv(Point, RESULTS / name) if (p.run, p.steps) not in seen]
-    options.points = sorted(kept + made, key=lambda p: (p.run, p.steps, p.suite))
+    committed = [p for p in read_csv(Point, RESULTS / name) if (p.run, p.steps) not in seen]
+    options.points = sorted(committed + points, key=lambda p: (p.run, p.steps, p.suite))
     return {name: to_csv(options.points)}
 
 

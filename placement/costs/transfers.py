@@ -133,14 +133,14 @@ def fit_link(src: str, dst: str, sizes: Sequence[int], seconds: Floats) -> Link:
     """
     from scipy.optimize import nnls
 
-    size, kept = np.asarray(sizes, np.float64), np.arange(len(sizes))
+    size, used = np.asarray(sizes, np.float64), np.arange(len(sizes))
     while True:
-        against = np.triu(seconds[kept] < 0.5 * seconds[kept, None])
+        against = np.triu(seconds[used] < 0.5 * seconds[used, None])
         number = against.sum(axis=0) + against.sum(axis=1)
         if not number.any():
             break
-        kept = np.delete(kept, len(kept) - 1 - number[::-1].argmax())
-    size, seconds = size[kept], seconds[kept]
+        used = np.delete(used, len(used) - 1 - number[::-1].argmax())
+    size, seconds = size[used], seconds[used]
     weight = 1.0 / np.maximum.reduce([seconds, seconds.max() * size / size.max(), 0 * size + 1e-6])
     # Scaled columns: bytes and ones differ by seven orders of magnitude.
     (latency, slope), _ = nnls(

@@ -240,16 +240,16 @@ class CudaBackend:
             torch.cuda.set_stream(theirs)
             torch.cuda.set_device(device)
 
-    def _leaving(self, made: dict[int, Any], is_last: bool) -> Callable[[], dict[int, Any]]:
+    def _leaving(self, tensors: dict[int, Any], is_last: bool) -> Callable[[], dict[int, Any]]:
         """What gives outputs of the model, in host memory unless they stay, once they are there.
 
         If ``is_last``, to be called while the stream that computes is the current one.
         """
         gpu = self._gpu
         if self.results_stay:
-            return partial(gpu.wait, gpu.record(gpu.compute), made)
-        there = {t: x for t, x in made.items() if isinstance(x, Tensor) and x.is_cuda}
-        others = {t: x for t, x in made.items() if t not in there}
+            return partial(gpu.wait, gpu.record(gpu.compute), tensors)
+        there = {t: x for t, x in tensors.items() if isinstance(x, Tensor) and x.is_cuda}
+        others = {t: x for t, x in tensors.items() if t not in there}
         if is_last and sum(x.nbytes for x in there.values()) <= _SMALL_BYTES:
             return lambda: others | {t: x.cpu() for t, x in there.items()}  # waits for all before
         copies = {t: self._copied_back(x, is_last) for t, x in there.items()}

@@ -325,8 +325,8 @@ def _row(record: Any, where: str, num_devices: int, infer: bool) -> Block:
     time, memory = (_whole(_field(record, k, where), f"{where}: {k}") for k in ("time", "memory"))
     wrong = [d for d in lists["devices"] if not 0 <= d < num_devices]
     if wrong or not lists["devices"]:
-        found = f"has {wrong[0]}" if wrong else "is empty"
-        raise BlocksError(f"{where}: devices {found}; ndevs = {num_devices}: they are from 0")
+        problem = f"has {wrong[0]}" if wrong else "is empty"
+        raise BlocksError(f"{where}: devices {problem}; ndevs = {num_devices}: they are from 0")
     if time < 1:
         raise BlocksError(f"{where} takes a time of {time}, at least 1 is possible")
     preds = tuple((p, 0) for p in dict.fromkeys(lists["deps"]))

@@ -110,8 +110,8 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     end = time.perf_counter() + seconds
     start = _one_at_a_time(work, end)
     shorter, bound = _shortest(work, 1, start.period, end)
-    found = [p for p in (shorter, start, _packed(work)) if p is not None]
-    best = Outcome(min(found, key=lambda p: p.period), Fraction(bound))
+    patterns = [p for p in (shorter, start, _packed(work)) if p is not None]
+    best = Outcome(min(patterns, key=lambda p: p.period), Fraction(bound))
     if unroll is not None:
         return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
     for k in range(2, MAX_UNROLL + 1):

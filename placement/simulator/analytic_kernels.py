@@ -355,10 +355,10 @@ def piecewise_batch(t, placements, value):
 def move_tables(problem: Problem, b: Blocks) -> Moves:
     """Blocks of a problem for ``apply_moves``."""
     users = np.repeat(np.arange(len(b.src)), np.diff(b.use_ptr))
-    made = np.flatnonzero(b.src >= 0)
-    owner = np.concatenate([b.src[made], b.use_dst])
-    tensor = np.concatenate([made, users]).astype(np.intp)
-    makes = np.arange(len(owner)) < len(made)
+    inner = np.flatnonzero(b.src >= 0)
+    owner = np.concatenate([b.src[inner], b.use_dst])
+    tensor = np.concatenate([inner, users]).astype(np.intp)
+    makes = np.arange(len(owner)) < len(inner)
     touch = np.stack([tensor, makes, b.src[tensor], np.diff(b.use_ptr)[tensor]], axis=1)
     touch_ptr, order = _by_block(owner, b.num_blocks)
     param = np.repeat(np.arange(len(b.tied_bytes)), np.diff(b.tied_ptr))
