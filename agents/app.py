@@ -81,17 +81,16 @@ def launch(
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         parser = get_args_parser()
-        with cli.says_when_compiling():
-            try:
-                args = parser.parse_intermixed_args(with_lists(typed))
-                if args.experimental_rerun:
-                    raise AppError("--experimental-rerun: give the same words instead")
-                # As hydra.main does, which reads its words from sys.argv.
-                hydra_version.setbase("1.3")
-                work = task if args.multirun else alone  # launchers send it to other processes
-                _run_hydra(args, parser, work, "pkg://conf", config)
-            except SystemExit as error:  # of Hydra, for what it is asked and cannot do
-                return cli.BAD_INPUT if error.code else cli.OK
+        try:
+            args = parser.parse_intermixed_args(with_lists(typed))
+            if args.experimental_rerun:
+                raise AppError("--experimental-rerun: give the same words instead")
+            # As hydra.main does, which reads its words from sys.argv.
+            hydra_version.setbase("1.3")
+            work = task if args.multirun else alone  # launchers send it to other processes
+            _run_hydra(args, parser, work, "pkg://conf", config)
+        except SystemExit as error:  # of Hydra, for what it is asked and cannot do
+            return cli.BAD_INPUT if error.code else cli.OK
         if failed:
             raise failed[0]
         return cli.OK

@@ -234,12 +234,14 @@ def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, capsys: Any)
 def test_an_error_in_a_planner_of_ones_own_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (tmp_path / "mine.py").write_text("def plan(problem):\n    return {}['x']\n")
+    (tmp_path / "faulty_planner.py").write_text("def plan(problem):\n    return {}['x']\n")
     monkeypatch.chdir(tmp_path)
     save(small_problem(np.ones((3, 2)), chain(3)), tmp_path / "chain.json")
-    words = ["plan", "chain.json", "--planner", "mine:plan"]
+    words = ["plan", "chain.json", "--planner", "faulty_planner:plan"]
     assert main(words) == BAD_INPUT
-    where = f"error: KeyError: 'x'; raised in code of yours, plan ({tmp_path / 'mine.py'}:2)"
+    where = (
+        f"error: KeyError: 'x'; raised in code of yours, plan ({tmp_path / 'faulty_planner.py'}:2)"
+    )
     assert where in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--debug"]) == BAD_INPUT and "Traceback" in capsys.readouterr().err
 
@@ -835,13 +837,10 @@ def test_ctrl_c_in_a_callback_of_c_comes_again(capsys: Any) -> None:
 def test_our_own_mistakes_are_not_hidden(
     plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Plan, "inconsistencies", broken)
+    monkeypatch.setattr(Plan, "inconsistencies", None)
     assert main(["show", str(plan_path)]) == DEFECT
     err = capsys.readouterr().err
-    assert "ZeroDivisionError" in err and "Traceback" in err and "please report" in err
+    assert "TypeError" in err and "Traceback" in err and "please report" in err
 
 
 def test_an_operator_that_fails_is_one_line(
