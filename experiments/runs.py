@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import os
@@ -110,6 +111,7 @@ def _child(
     # A fork begins with its parent's peak, but holds less: mapped files are not copied.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+    gc.freeze()  # the parent's objects are not the call's garbage, and to look at them takes long
     before = resident_bytes()
     if processor_time:  # this process runs one call and ends: nobody else reads its clock
         time.perf_counter = time.process_time  # type: ignore[assignment]

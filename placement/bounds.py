@@ -259,11 +259,11 @@ def _load_between() -> None:
     between.load_kernel()
 
 
-def _earliest_end_s(problem: Problem) -> float:
+def _earliest_end_s(problem: Problem, work: int | None = None) -> float:
     _load_between()
     from placement.simulator.between import earliest_end_s
 
-    return earliest_end_s(problem)
+    return earliest_end_s(problem, work)
 
 
 def _held_bound_s(problem: Problem) -> float:
@@ -451,6 +451,7 @@ def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
     return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
+_FLIGHT_WORK = 3_000_000  # numbers that are looked at for the end of a micro-batch (5 ms)
 _PATHS = 8  # that a program is told of
 _PLACED = 200  # of rows put somewhere, that are looked at
 _COUNTED = 16  # groups per device: of more, how many a device can run says no more than loads
@@ -527,7 +528,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     bound_s = max(load_s, path_s / periods * EXACT)
     alone_s = problem.compute_s.sum(axis=0).min()  # a call, at most
     if problem.num_workers > 1 and alone_s > periods * bound_s:
-        bound_s = max(bound_s, _earliest_end_s(problem) / periods)
+        bound_s = max(bound_s, _earliest_end_s(problem, _FLIGHT_WORK) / periods)
     own_s, _, count = _equal_columns(np.where(problem.supported, problem.compute_s, np.inf))
     edges, group, can = problem.graph.edges, problem.graph.group, np.isfinite(own_s)
     own_s = np.where(can, own_s, 0.0)

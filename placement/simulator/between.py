@@ -16,7 +16,7 @@ from placement.tools.jit import Struct, array, kernel
 Array = NDArray[Any]
 
 _FORKS = 8  # before a join, of those that not every way to it leads over
-_WORK = 250_000_000  # numbers that are looked at (0.3 s)
+WORK = 250_000_000  # numbers that are looked at at most (0.3 s)
 _PRICED = 24  # times that prices are set anew
 _STEP, _NEAR = 1e-3, 1e-4  # of a time: by which it must grow at once, to which it is known
 _SURE = 1e-11  # of seconds, by which they must be too many
@@ -278,13 +278,14 @@ def load_kernel() -> None:
     )  # fmt: skip
 
 
-def earliest_end_s(problem: Problem) -> float:
+def earliest_end_s(problem: Problem, work: int | None = None) -> float:
     """A latency that is no more than that of any placement, with all transfers.
 
     Operators begin when what they read can be there, from wherever it is made. What is between a
     fork and a join has time on each device from when it can be there to when it must be sent: for
     each device of the fork and of the join less than it takes is too little. Where every way leads
-    over the fork, nothing before it is looked at.
+    over the fork, nothing before it is looked at. ``work``: numbers that are looked at at most; the
+    more, the larger it may be (None: ``WORK``).
     """
     g, n = problem.graph, problem.num_ops
     own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
@@ -322,6 +323,6 @@ def earliest_end_s(problem: Problem) -> float:
         start=start,
         group=g.group.astype(np.int64),
         price=np.full(len(own), 1 / len(own)),
-        most=_WORK,
+        most=WORK if work is None else work,
     )
     return float(_end(net)) * EXACT

@@ -44,7 +44,7 @@ def drawn(seed: int) -> Problem:
 
 @pytest.mark.parametrize("work", [2_000, 10**9])
 def test_no_placement_ends_earlier(work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(between, "_WORK", work)
+    monkeypatch.setattr(between, "WORK", work)
     reached = 0
     for seed in range(30):
         problem = drawn(seed)
