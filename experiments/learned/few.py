@@ -58,14 +58,14 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
         yield Task(GROUP, UNTRAINED, load("policy", **frozen), seed, evaluations=few)
 
 
-def untrained_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
-    """The cells, those of periods with untrained networks made again."""
-    periods = from_files_and_draws(options, Objective.PERIOD)
+def planner_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
+    """The cells, those of the planner made again, with trained and with untrained networks."""
     again = (
         (name, problem, task)
-        for name, problem in periods.items()
+        for objective in Objective
+        for name, problem in from_files_and_draws(options, objective).items()
         for task in tasks(options, name, problem)
-        if task.label in (UNTRAINED, "heft")
+        if task.label in (POLICY, UNTRAINED, "heft")
     )
     return made_again(cells, again, options.finished, "heft")
 
@@ -156,5 +156,5 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     }
 
 
-AGAIN = Again("untrained", "make untrained periods again, but of captured models", untrained_again)
+AGAIN = Again("planner", "make runs of policy again, but of captured models", planner_again)
 STUDY = learned_study("few", FEW, problems, rows, unit, row=Cell, parts=parts, again=AGAIN)
