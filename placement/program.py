@@ -216,6 +216,35 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
+def _example_tensor(x: Mapping[str, Any]) -> Tensor:
+    """The tensor that a record of an input spec describes, of zeros if whole numbers, else ones.
+
+    Raises:
+        InputError: it describes none, or one whose elements share memory.
+    """
+    dtype, shape, is_strided = getattr(torch, str(x["dtype"]), None), x["shape"], "strides" in x
+    strides: Any = x.get("strides", shape)
+    sane = isinstance(dtype, torch.dtype) and all(
+        isinstance(row, list) and all(type(d) is int and d >= 0 for d in row)
+        for row in (shape, strides)
+    )
+    if sane and is_strided:
+        sane = len(strides) == len(shape) and not _overlaps(
+            torch.empty_strided(shape, strides, device="meta")
+        )
+    if not sane:
+        raise InputError(
+            f"{x} describes no tensor: expected e.g. "
+            "{'shape': [1, 3, 224, 224], 'dtype': 'float32'}"
+        )
+    assert isinstance(dtype, torch.dtype)
+    integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    plain = (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
+    if not is_strided:
+        return plain
+    return torch.empty_strided(shape, strides, dtype=dtype).copy_(plain)
+
+
 def fill(
     template: Any,
     tensors: Mapping[int, Tensor] | Sequence[Tensor],
@@ -366,30 +395,7 @@ def inputs_from_spec(spec: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str
         if not isinstance(x, dict):
             return x
         if x.keys() - {"strides"} == {"shape", "dtype"}:
-            dtype = getattr(torch, str(x["dtype"]), None)
-            shape: Any = x["shape"]
-            strides: Any = x.get("strides", shape)
-            sane = all(
-                isinstance(row, list) and all(type(d) is int and d >= 0 for d in row)
-                for row in (shape, strides)
-            )
-            sane = (
-                sane
-                and len(strides) == len(shape)
-                and not (
-                    "strides" in x and _overlaps(torch.empty_strided(shape, strides, device="meta"))
-                )
-            )
-            if not isinstance(dtype, torch.dtype) or not sane:
-                raise InputError(
-                    f"{x} describes no tensor: expected e.g. "
-                    "{'shape': [1, 3, 224, 224], 'dtype': 'float32'}"
-                )
-            integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-            plain = (torch.zeros if integral else torch.ones)(shape, dtype=dtype)
-            if "strides" not in x:
-                return plain
-            return torch.empty_strided(shape, strides, dtype=dtype).copy_(plain)
+            return _example_tensor(x)
         if x.keys() == {"tuple"}:
             return tuple(decode(y) for y in x["tuple"])
         if x.keys() == {"float"} and x["float"] in ("inf", "-inf", "nan"):

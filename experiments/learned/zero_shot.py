@@ -145,8 +145,7 @@ def from_files_and_draws(options: Options, objective: Objective) -> families.Pro
 
 def timed(options: Options) -> Iterator[tuple[str, Problem, Task]]:
     """One evaluation of the pipelines that are timed, with the released network of waits."""
-    chosen = drawn_pipelines(options).items()
-    for name, problem in chosen:
+    for name, problem in drawn_pipelines(options).items():
         if is_timed(problem.num_ops):
             planner = load("policy", margin=0.0)
             yield name, problem, Task(PIPELINES, TRAINED, planner, RELEASED_SEED, evaluations=1)
