@@ -21,7 +21,7 @@ Ints = NDArray[np.int32]
 
 
 MOST_BYTES = 2**53  # so that no sum over copies and micro-batches leaves int64
-_DTYPES = {
+_ARRAYS = {  # of a graph: their types, in the order in which the fingerprint has them
     "tensor_src": np.int32,
     "tensor_bytes": np.int64,
     "tensor_root": np.int32,
@@ -106,7 +106,7 @@ class OpGraph:
 
     def __post_init__(self) -> None:
         # One memory layout: for another one every kernel would be compiled again.
-        for what, dtype in _DTYPES.items():
+        for what, dtype in _ARRAYS.items():
             object.__setattr__(self, what, np.require(getattr(self, what), dtype, ["C", "W"]))
 
     def _repr_html_(self) -> str:
@@ -151,33 +151,32 @@ class OpGraph:
         for what, default in (("op_kind", "op"), ("op_module", ""), ("op_signature", "op")):
             value: Any = facts.get(what)
             texts[what] = (default,) * n if value is None else tuple(value)
-        tensor_root, group = facts.get("tensor_root"), facts.get("group")
-        is_backward = facts.get("is_backward")
-        src = np.asarray(tensor_src, dtype=np.int32).reshape(-1)
-        size = np.asarray(tensor_bytes, dtype=np.int64).reshape(-1)
-        pairs = np.unique(np.asarray(uses, dtype=np.int32).reshape(-1, 2), axis=0)
-        puses = np.unique(
-            np.asarray(facts.get("param_uses", ()), dtype=np.int32).reshape(-1, 2), axis=0
+
+        def fact(what: str, otherwise: ArrayLike, dtype: Any = None) -> NDArray[Any]:
+            value: Any = facts.get(what)
+            value = otherwise if value is None else value
+            return np.asarray(value, dtype or _ARRAYS[what]).reshape(-1)
+
+        src = np.asarray(tensor_src, np.int32).reshape(-1)
+        pairs, reads = (
+            np.unique(np.asarray(rows, np.int32).reshape(-1, 2), axis=0)
+            for rows in (uses, facts.get("param_uses", ()))
         )
-        root = np.arange(len(src)) if tensor_root is None else np.asarray(tensor_root)
-        labels = np.arange(n) if group is None else np.asarray(group).reshape(-1)
         graph = cls(
             name=name,
             op_name=tuple(op_name),
             **texts,  # type: ignore[arg-type]
             tensor_src=src,
-            tensor_bytes=size,
-            tensor_root=root.astype(np.int32),
+            tensor_bytes=np.asarray(tensor_bytes, np.int64).reshape(-1),
+            tensor_root=fact("tensor_root", np.arange(len(src))),
+            param_bytes=fact("param_bytes", ()),
+            group=_renumber(fact("group", np.arange(n), np.int64)),
+            is_backward=fact("is_backward", np.zeros(n)),
+            output_tensor=fact("output_tensor", ()),
             use_tensor=pairs[:, 0],
             use_dst=pairs[:, 1],
-            param_bytes=np.asarray(facts.get("param_bytes", ()), dtype=np.int64).reshape(-1),
-            param_use_op=puses[:, 0],
-            param_use=puses[:, 1],
-            group=_renumber(labels),
-            is_backward=(
-                np.zeros(n, bool) if is_backward is None else np.asarray(is_backward, dtype=bool)
-            ),
-            output_tensor=np.asarray(facts.get("output_tensor", ()), dtype=np.int32).reshape(-1),
+            param_use_op=reads[:, 0],
+            param_use=reads[:, 1],
             program=facts.get("program"),
         )
         graph._check()
@@ -313,20 +312,8 @@ class OpGraph:
         h = hashlib.sha256(b"opgraph-1")
         for text in (*self.op_name, *self.op_signature):
             h.update(text.encode() + b"\0")
-        for a in (
-            self.tensor_src,
-            self.tensor_bytes,
-            self.tensor_root,
-            self.use_tensor,
-            self.use_dst,
-            self.param_bytes,
-            self.param_use_op,
-            self.param_use,
-            self.group,
-            self.is_backward,
-            self.output_tensor,
-        ):
-            h.update(np.ascontiguousarray(a).astype("<i8").tobytes() + b"|")
+        for what in _ARRAYS:
+            h.update(getattr(self, what).astype("<i8").tobytes() + b"|")
         return h.hexdigest()
 
     def without_program(self) -> OpGraph:

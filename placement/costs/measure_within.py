@@ -7,6 +7,7 @@ others are predicted from what was measured before on this machine (``placement.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -108,27 +109,14 @@ def measure_within(
         is_predicted[is_measured] = False
         compute[~is_measured] *= correction(graph, compute, predicted, is_measured)[~is_measured]
     facts = {
+        "predictor": type(predictor).__name__,
         "repeats": rounds,
         "measured_signatures": len(ops),
         "seconds": round(time.monotonic() - began, 2),
     }
-    measured = Profile(
-        cluster.device_names,
-        compute,
-        within,
-        predicted=is_predicted,
-        graph_fingerprint=graph.fingerprint,
-        provenance=provenance(predictor=type(predictor).__name__, **facts),
-    )
-    answer = profile_of(
-        graph,
-        cluster,
-        _Known(compute, within, cluster),
-        links=_links(cluster, corpus),
-        samples=samples,
-        known=measured,
-    )
-    return replace(answer, provenance=measured.provenance)
+    known, links = _Known(compute, within, cluster), _links(cluster, corpus)
+    profile = profile_of(graph, cluster, known, links=links, samples=samples)
+    return replace(profile, predicted=is_predicted, provenance=provenance(**facts))
 
 
 def choose(graph: OpGraph, predicted: Floats, spread: Floats, seconds: float) -> NDArray[np.int64]:
@@ -151,9 +139,10 @@ def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
     """float64 ``[R, N, D]`` seconds of every operator; devices take turns."""
     inputs = graph.program.timing_inputs()
     order = range(graph.num_ops)
-    runners = [on_one_device(graph, cluster, d, order) for d in range(cluster.num_devices)]
     rounds: list[Floats] = []
-    try:
+    with ExitStack() as stack:
+        each = [on_one_device(graph, cluster, d, order) for d in range(cluster.num_devices)]
+        runners = [stack.enter_context(runner) for runner in each]
         for runner in runners:
             run_seconds(runner, inputs, 1)
         began = time.monotonic()
@@ -161,9 +150,6 @@ def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
             len(rounds) < _MOST_ROUNDS and time.monotonic() - began < seconds
         ):
             rounds.append(np.stack([run_seconds(runner, inputs, 1) for runner in runners], axis=1))
-    finally:
-        for runner in runners:
-            runner.close()
     return np.stack(rounds)
 
 

@@ -19,7 +19,7 @@ from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
 from placement.search.budget import Budget, options_of, prepared
 from placement.search.macro import Neighbours
-from placement.simulator import analytic, evaluate, score, simulate, value_of
+from placement.simulator import analytic, score, simulate, value_of, worth
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
 from placement.tools.clock import clock, loads
 
@@ -73,8 +73,6 @@ class Search:
         self._max_seconds = np.inf if seconds is None else seconds
         self._max_evaluations = np.inf if evaluations is None else evaluations
         self._seconds_per_evaluation = 0.0
-        # The same run as the objective's, but one that also tells the peak memory.
-        self._run = problem.one_run
         load_kernels(problem.objective)
         self._started = clock()
 
@@ -234,7 +232,7 @@ class Search:
         placement = self.best[..., self.problem.graph.group]
         curve = [*self.curve, (self.seconds, self.num_evaluations, self.best_s)]
         if self.best_s == np.inf:
-            stats["infeasible"] = why_infinite(self._run, placement)
+            stats["infeasible"] = why_infinite(self.problem.one_run, placement)
         facts: dict[str, Any] = {
             "seconds": self.seconds,
             "evaluations": self.num_evaluations,
@@ -262,19 +260,10 @@ class Search:
         return int(size)
 
     def _cost(self, choices: Choice) -> Floats:
-        placements = choices[..., self.problem.graph.group]
-        if not self._run.memory_may_bind:
-            return score(self.problem, placements)
-        if self.problem.objective.is_analytic:
-            value_s, need = analytic.evaluate(self.problem, placements)
-        else:
-            values = evaluate(self._run, placements)
-            assert values.peak_bytes is not None, "memory is tracked where it may bind"
-            value_s, need = values.period_s, values.peak_bytes
-            if self.problem.objective is Objective.ENERGY:
-                assert values.priced_j is not None, "the problem was checked"
-                value_s = values.priced_j
+        value_s, need = worth(self.problem, choices[..., self.problem.graph.group])
         capacity = self.problem.memory_bytes
+        if need is None or (need <= capacity).all():
+            return value_s
         overflow = (np.maximum(need - capacity, 0) / capacity).sum(axis=1)
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
 

@@ -48,11 +48,10 @@ from placement.simulator.predictions import (
     durations,
     evaluate,
     list_schedule,
-    receiving,
     score,
     simulate,
-    summing,
     value_in,
     value_of,
+    worth,
 )
 from placement.simulator.reference import simulate_reference

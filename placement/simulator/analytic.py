@@ -39,8 +39,8 @@ Ints = NDArray[np.int32]
 def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
     """The problem's objective of placements int32 ``[B, N]``, ``[B, K, N]``, and what they hold.
 
-    Returns float64 ``[B]`` seconds, inf where an operator is unsupported or pieces wait for
-    each other, and int64 ``[B, D]`` parameter bytes. Colocation is taken for granted.
+    Returns float64 ``[B]`` seconds, inf where an operator is unsupported, pieces wait for each
+    other or a buffer moves, and int64 ``[B, D]`` parameter bytes. Colocation is taken for granted.
     """
     p = problem.as_batch(placements)
     phases = p.reshape(-1, problem.num_ops)
@@ -60,16 +60,9 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
         value = np.empty(len(phases))
         kernels.piecewise_batch(kernels.piecewise_tables(problem), phases, value)
         value = value.reshape(len(p), each).max(axis=1)
+    if p.ndim == 3:
+        value = np.where(problem.buffers_stay(p), value, np.inf)
     return value, held
-
-
-def score(problem: Problem, placements: ArrayLike) -> Floats:
-    """``evaluate``, with inf where a device would hold more than its memory, or a buffer moves."""
-    value, held = evaluate(problem, placements)
-    fits = (held <= problem.memory_bytes).all(axis=1)
-    if np.ndim(placements) == 3:
-        fits &= problem.buffers_stay(problem.as_batch(placements))
-    return np.where(fits, value, np.inf)
 
 
 def device_loads(problem: Problem, placement: Placement) -> Floats:

@@ -434,7 +434,7 @@ def run(t, s):
 
 @kernel
 def _receive(t, s, row):
-    """As ``simulator.receiving``, of a phase: adds to ``seconds``."""
+    """Adds to ``seconds``, of a phase, what taking in tensors of other devices takes."""
     num_devices, worker, placement = len(s.load), t.worker, s.placement
     s.stamp[:] = -1
     for op in range(len(t.priority)):
@@ -449,7 +449,7 @@ def _receive(t, s, row):
 
 @kernel
 def durations(t, s):
-    """As ``simulator.durations``: fills ``seconds``, and ``load`` per micro-batch.
+    """Fills ``seconds`` for ``placement``, and ``load`` per micro-batch.
 
     Of a run of one micro-batch also ``beside_s``, which is not read in others. Returns the
     largest load, inf where an operator cannot run on its device: then there is nothing to run.

@@ -25,37 +25,13 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
 
     In a run of one these are the least: see ``beside``.
     """
-    rows = np.arange(problem.num_ops)
-    compute_s = problem.compute_s[rows, placement]
-    alone = compute_s + receiving(problem, placement)
-    if num_microbatches == 1:
-        return alone
+    from placement.simulator import kernels
+
     phases = placement.size // problem.num_ops
-    worker = problem.worker[placement]
-    load = np.bincount(worker.ravel(), alone.ravel(), problem.num_devices) / phases
-    if not np.isfinite(load).all() or load.max() == 0:
-        return alone
-    # One device has no neighbours.
-    share = (load.sum() - load) / load.max() / max(problem.num_workers - 1, 1)
-    seconds = alone + share[worker] * (problem.loaded_s[rows, placement] - compute_s)
-    whole = seconds.sum(axis=-1, keepdims=True)
-    stretched: Floats = seconds * (1.0 + problem.profile.batch_s / np.where(whole > 0, whole, 1.0))
-    return stretched
-
-
-def receiving(problem: Problem, placement: Placement) -> Floats:
-    """float64, as ``placement``: seconds more of operators that take in what other devices made."""
-    g, more = problem.graph, np.zeros(np.shape(placement))
-    if not problem.link_receive_s.any():
-        return more
-    by_operator = g.tensor_src[g.use_tensor] >= 0  # not the model's inputs
-    tensor, reader = g.use_tensor[by_operator], g.use_dst[by_operator]
-    for row, on in zip(np.atleast_2d(more), np.atleast_2d(placement), strict=True):
-        worker = problem.worker[on]
-        _, first = np.unique(np.stack([tensor, worker[reader]]), axis=1, return_index=True)
-        by, source = reader[first], worker[g.tensor_src[tensor[first]]]
-        np.add.at(row, by, problem.link_receive_s[source, worker[by]])
-    return more
+    run = kernels.state_of(problem, min(num_microbatches, 2), 1, False, num_phases=phases)
+    run.placement[:] = placement.ravel()
+    kernels.durations(kernels.tables(problem), run)
+    return run.seconds.reshape(placement.shape)
 
 
 def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
@@ -101,8 +77,7 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
     m = run.num_batches
     phases = np.atleast_2d(placement)[:m]
     run.placement[:] = phases.ravel()
-    run.seconds[:] = durations(problem, phases, m).ravel()
-    run.beside_s[:] = beside(problem, phases[0], m)
+    kernels.durations(kernels.tables(problem), run)
     status = kernels.run(kernels.tables(problem), run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
     sent = run.num_sent
@@ -200,8 +175,24 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
     many = alone if m == 1 else _batch(problem, placements, m)
     energy = None if problem.power is None else _energy_j(problem, many)
     priced = None if energy is None else _priced(problem, energy, many.run_s)
-    feasible = alone.feasible & many.feasible
-    return Values(alone.period_s, many.period_s, energy, priced, many.peak_bytes, feasible)
+    fits = [_fits(problem, runs.peak_bytes) & np.isfinite(runs.period_s) for runs in (alone, many)]
+    return Values(alone.period_s, many.period_s, energy, priced, many.peak_bytes, fits[0] & fits[1])
+
+
+def worth(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[np.int64] | None]:
+    """The problem's objective of placements int32 ``[B, N]`` or ``[B, K, N]``, and their bytes.
+
+    Returns float64 ``[B]``, inf where an operator is unsupported, pieces wait for each other, or a
+    buffer moves; and int64 ``[B, D]`` the most that devices hold, None where memory cannot bind.
+    """
+    if problem.objective.is_analytic:
+        from placement.simulator import analytic
+
+        return analytic.evaluate(problem, placements)
+    runs = _batch(problem, placements, problem.num_run)
+    if problem.objective is Objective.ENERGY:
+        return _priced(problem, _energy_j(problem, runs), runs.run_s), runs.peak_bytes
+    return runs.period_s, runs.peak_bytes
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
@@ -212,27 +203,25 @@ def score(problem: Problem, placements: ArrayLike) -> Floats:
     Raises:
         ProblemError: placements of another length, or an unknown device.
     """
-    if problem.objective.is_analytic:
-        from placement.simulator import analytic
+    value, held_bytes = worth(problem, placements)
+    return np.where(_fits(problem, held_bytes), value, np.inf)
 
-        return analytic.score(problem, placements)
-    runs = _batch(problem, placements, problem.num_run)
-    value = runs.period_s
-    if problem.objective is Objective.ENERGY:
-        value = _priced(problem, _energy_j(problem, runs), runs.run_s)
-    return np.where(runs.feasible, value, np.inf)
+
+def _fits(problem: Problem, held_bytes: NDArray[np.int64] | None) -> NDArray[np.bool_]:
+    """bool ``[B]`` of ``[B, D]``: within the memory of every device; None: whatever it is."""
+    fits = True if held_bytes is None else (held_bytes <= problem.memory_bytes).all(axis=1)
+    return np.asarray(fits)
 
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
     """Of ``B`` placements, float64 ``[B]``: the period, and seconds of the run per micro-batch
-    (inf: it cannot run); ``busy_s [B, D]`` of the whole run; the rest as in ``Values``."""
+    (inf: it cannot run); ``busy_s [B, D]`` of the whole run; ``peak_bytes`` as in ``Values``."""
 
     period_s: Floats
     run_s: Floats
     busy_s: Floats
     peak_bytes: NDArray[np.int64] | None
-    feasible: NDArray[np.bool_]
 
 
 def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _Runs:
@@ -261,25 +250,15 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     if rows.shape[1] > 1 and len(problem.graph.gradient_tensor):
         summing_s = [max(summing(problem, row, m, 0.0)[2], default=0.0) / m for row in rows]
         value, run_s = value + summing_s, run_s + summing_s
-    rows_each, fits = len(rows) // max(len(batch), 1), ran
-    if track:
-        for i in np.flatnonzero(ran):
-            peak[i] += problem.param_bytes_on(batch[i // rows_each])
-        fits = ran & (peak <= problem.memory_bytes).all(axis=1)
-    runs = _Runs(value, run_s, busy, peak if track else None, fits)
-    runs = runs if rows_each <= 1 else _slowest(runs, rows_each)
-    return replace(runs, feasible=runs.feasible & problem.buffers_stay(batch))
-
-
-def _slowest(runs: _Runs, each: int) -> _Runs:
-    """The slowest of every ``each`` runs, the most that any of them holds, and whether all fit."""
-    at = runs.period_s.reshape(-1, each).argmax(axis=1)
+    each = max(len(rows) // max(len(batch), 1), 1)
+    for i in np.flatnonzero(ran) if track else ():
+        peak[i] += problem.param_bytes_on(batch[i // each])
+    moves = np.repeat(~problem.buffers_stay(batch), each)
+    value[moves] = run_s[moves] = np.inf
+    at = value.reshape(-1, each).argmax(axis=1)  # the slowest run of each; what any of them holds
     at += np.arange(len(at)) * each
-    peak = runs.peak_bytes
-    if peak is not None:
-        peak = peak.reshape(len(at), each, -1).max(axis=1)
-    fits = np.asarray(runs.feasible.reshape(-1, each).all(axis=1))
-    return _Runs(runs.period_s[at], runs.run_s[at], runs.busy_s[at], peak, fits)
+    most = peak.reshape(-1, each, problem.num_devices).max(axis=1) if track else None
+    return _Runs(value[at], run_s[at], busy[at], most)
 
 
 def _energy_j(problem: Problem, runs: _Runs) -> Floats:

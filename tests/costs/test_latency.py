@@ -186,21 +186,6 @@ def test_a_predicted_profile_is_one_for_simulator_and_planners() -> None:
     assert timeline.latency_s == pytest.approx(profile.compute_s[:, 0].sum())
 
 
-def test_measured_entries_stay() -> None:
-    graph = model(0)
-    seconds = law(graph)
-    mask = np.zeros((graph.num_ops, 1), bool)
-    mask[3:] = True
-    cluster = Cluster("one", (CPU,))
-    known = replace(profile_of(graph, 7.0 * seconds), predicted=mask)
-    roofline = Roofline(flops_per_s=1e10, bytes_per_s=5e9, call_s=4e-6)
-    profile = predictors.profile_of(graph, cluster, roofline, known=known)
-    assert profile.predicted is not None
-    assert profile.predicted.tolist() == mask.tolist()
-    assert profile.compute_s[:3, 0] == pytest.approx(7.0 * seconds[:3])
-    assert profile.compute_s[3:, 0] == pytest.approx(roofline.predict(graph, CPU)[0][3:])
-
-
 def test_devices_like_one_that_is_not_there() -> None:
     cluster = Cluster("far", (Device("x", like="cpu:0"),))
     with pytest.raises(LatencyError, match=r"'cpu:0'.*add them"):

@@ -99,14 +99,12 @@ def profile_of(
     *,
     links: tuple[Link, ...] = (),
     samples: Sequence[Sample] = (),
-    known: Profile | None = None,
 ) -> Profile:
     """The profile of ``graph`` on ``cluster`` as ``predictor`` has it.
 
     Args:
         links: of the cluster's measured devices; those that the cluster declares go first.
         samples: from which to learn what a busy neighbour costs (see ``slowdown``).
-        known: of the same graph and devices; what was measured there (not ``predicted``) stays.
 
     Raises:
         LatencyError: nothing is known of one of the devices.
@@ -122,25 +120,16 @@ def profile_of(
     guesses = [predictor.predict(graph, device) for device in measured]
     compute = np.stack([seconds for seconds, _ in guesses], axis=1)
     spread = np.stack([s for _, s in guesses], axis=1)
-    predicted = np.ones(compute.shape, bool)
     loaded = None
     if len(measured) > 1:
         loaded = compute * slowdown(samples)[features(graph).op_class][:, None]
-    if known is not None:
-        keep = predicted if known.predicted is None else ~known.predicted
-        predicted = ~keep
-        compute = np.where(keep, known.compute_s, compute)
-        spread = np.where(keep, known.spread_s, spread)
-        if loaded is not None and known.loaded_s is not None:
-            loaded = np.where(keep, known.loaded_s, loaded)
     profile = Profile(
         device_names=names,
         compute_s=compute,
         spread_s=spread,
         links=links,
         loaded_s=loaded,
-        batch_s=0.0 if known is None else known.batch_s,
-        predicted=predicted,
+        predicted=np.ones(compute.shape, bool),
         graph_fingerprint=graph.fingerprint,
         provenance={"predictor": type(predictor).__name__},
     )

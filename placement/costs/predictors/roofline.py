@@ -13,28 +13,13 @@ from typing import Any
 import numpy as np
 
 from placement.cluster import Device
-from placement.costs import efficiency
+from placement.costs.efficiency import Peak, kind_of
 from placement.costs.features import features
 from placement.costs.predictors import Floats, LatencyError, Sample
 from placement.graph import OpGraph
 
 _SPREAD = 0.7  # standard deviation of the logarithm: within a factor of 2, two times of three
 _ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device reaches at most, and what any operator costs.
-
-    Attributes:
-        flops_per_s: floating-point operations, float32 matrix products.
-        bytes_per_s: read and written, from memory.
-        call_s: to start an operator.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    call_s: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,9 @@ class Roofline:
     2020: operations over peak rates; bytes and calls are ours).
 
     Attributes:
-        flops_per_s, bytes_per_s, call_s: see ``Rates``; None: as measured here.
+        flops_per_s: floating-point operations, float32 matrix products; None: as measured here.
+        bytes_per_s: read and written, from memory; None too.
+        call_s: to start an operator; None too.
     """
 
     flops_per_s: float | None = None
@@ -70,49 +57,32 @@ class Roofline:
 
     def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         """See ``placement.costs.predictors.Predictor``."""
-        if (device.like, device.flops_per_s) != (None, None) and None in (
-            self.flops_per_s,
-            self.bytes_per_s,
-            self.call_s,
-        ):
-            return self._fitted(graph, device)
-        rates, work = self._rates(device), features(graph)
-        moved = (work.read_bytes + work.written_bytes) / rates.bytes_per_s
-        seconds = rates.call_s + np.maximum(work.flops / rates.flops_per_s, moved)
-        return seconds, _SPREAD * seconds
-
-    def _fitted(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         work = features(graph)
         seconds = np.zeros(graph.num_ops)
         moved = work.read_bytes + work.written_bytes
-        kinds = np.array(
-            [efficiency.kind_of(*x) for x in zip(work.kind, work.op_class, strict=True)]
-        )
-        peaks = {2.0: efficiency.Peak.of(device, "fp16"), 4.0: efficiency.Peak.of(device, "fp32")}
-        for kind in np.unique(kinds).tolist():
-            for size, peak in peaks.items():
-                at = (kinds == kind) & ((work.item_bytes <= 2.0) == (size == 2.0))
+        kinds = np.array([kind_of(*x) for x in zip(work.kind, work.op_class, strict=True)])
+        narrow = work.item_bytes <= 2.0
+        for peak, of_size in zip(self._peaks(device), (narrow, ~narrow), strict=True):
+            for kind in np.unique(kinds[of_size]).tolist():
+                at = of_size & (kinds == kind)
                 seconds[at] = peak.seconds(kind, work.flops[at], moved[at])
         return seconds, _SPREAD * seconds
 
-    def _rates(self, device: Device) -> Rates:
-        """What the device reaches: as given, or as measured here.
+    def _peaks(self, device: Device) -> tuple[Peak, Peak]:
+        """What the device does with types of 2 bytes and of more: given, published, or measured.
 
         Raises:
-            LatencyError: the device is not on this machine.
+            LatencyError: nothing is known of the device, and it is not on this machine.
         """
-        stated = {
-            name: value
-            for name in ("flops_per_s", "bytes_per_s", "call_s")
-            if (value := getattr(self, name)) is not None
-        }
-        if len(stated) == 3:
-            return Rates(**stated)
-        return replace(calibrate(device), **stated)
+        stated = {name: rate for name, rate in vars(self).items() if rate is not None}
+        if len(stated) < 3 and (device.like, device.flops_per_s) != (None, None):
+            return Peak.of(device, "fp16"), Peak.of(device, "fp32")
+        peak = Peak(**stated, is_reached=True) if len(stated) == 3 else calibrate(device)
+        return (replace(peak, **stated),) * 2
 
 
 @lru_cache(maxsize=64)
-def calibrate(device: Device) -> Rates:
+def calibrate(device: Device) -> Peak:
     """Measure the rates of a device of this machine, in about a second; once in a process.
 
     Raises:
@@ -132,18 +102,18 @@ def calibrate(device: Device) -> Rates:
     thread.join()
     if isinstance(answers[0], Exception):
         raise answers[0]
-    rates: Rates = answers[0]
-    return rates
+    peak: Peak = answers[0]
+    return peak
 
 
-def _calibrate(device: Device) -> Rates:
+def _calibrate(device: Device) -> Peak:
     """In the calling thread, which belongs to the device afterwards."""
     import torch
 
     from placement.executor.backend import backend_for
 
     backend = backend_for(device)
-    measured: list[Rates] = []
+    measured: list[Peak] = []
 
     def measure(stack: ExitStack) -> None:
         backend.enter(stack)
@@ -166,7 +136,8 @@ def _calibrate(device: Device) -> Rates:
         product_s = best_s(lambda: torch.mm(a, a), 4)
         copy_s = best_s(lambda: y.copy_(x), 1)
         call_s = best_s(lambda: one + one, 200)
-        measured.append(Rates(2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s))
+        rates = 2.0 * size**3 / product_s, 2 * 4 * long / copy_s, call_s
+        measured.append(Peak(*rates, is_reached=True))
 
     def work() -> None:
         with ExitStack() as stack, torch.inference_mode():
