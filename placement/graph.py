@@ -332,24 +332,28 @@ def _csr(sorted_keys: NDArray[np.integer[Any]], size: int) -> Ints:
     return np.searchsorted(sorted_keys, np.arange(size + 1)).astype(np.int32)
 
 
-def topological_order(edges: NDArray[np.integer[Any]], count: int) -> list[int]:
+def topological_order(
+    edges: NDArray[np.integer[Any]], count: int, key: NDArray[np.float64] | None = None
+) -> list[int]:
     """Vertices ``0..count-1`` in topological order, of several ready ones the smallest first.
 
     ``edges`` int ``[E, 2]`` are sorted by their first column. Those of a circle, and behind one,
-    are left out.
+    are left out. Of unlike ``key [count]``, the ready one of the least is first.
     """
     missing = np.bincount(edges[:, 1], minlength=count).tolist()
     first = _csr(edges[:, 0], count).tolist()
     users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
-    heap = [v for v in range(count) if missing[v] == 0]
+    keys = [0.0] * count if key is None else key.tolist()
+    heap = [(keys[v], v) for v in range(count) if missing[v] == 0]
+    heapq.heapify(heap)
     order = []
     while heap:
-        u = heapq.heappop(heap)
+        u = heapq.heappop(heap)[1]
         order.append(u)
         for v in users[first[u] : first[u + 1]]:
             missing[v] -= 1
             if missing[v] == 0:
-                heapq.heappush(heap, v)
+                heapq.heappush(heap, (keys[v], v))
     return order
 
 

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners.even_layers import as_choice, layer_units
+from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Search
+from placement.search.evaluation import Search, supported_choice
 
 Floats = NDArray[np.float64]
 
@@ -41,7 +41,7 @@ class ByMemory:
         tries.append((np.argsort(is_host, kind="stable"), None))
         for order, shares in tries:
             on = split(problem, unit, order, shares)
-            search.costs(as_choice(problem, unit, on))
+            search.costs(supported_choice(problem, on[unit]))
             if search.best_s < np.inf:
                 break
         return search.solution(num_layers=int(unit.max()) + 1)

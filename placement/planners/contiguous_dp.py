@@ -16,6 +16,7 @@ from placement.planners import check_least
 from placement.problem import Problem, Solution, host_of
 from placement.search import contiguous_kernels as kernels
 from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, two_operators
+from placement.search.list_schedule import memory_counts
 from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
@@ -128,12 +129,6 @@ def score_splits(
         "all_orders": stages.all_orders,
         "num_blocks": num_blocks,
     }
-
-
-def memory_counts(problem: Problem) -> list[int]:
-    """How often activations of a micro-batch are counted until splits fit: never, once, or more."""
-    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
-    return list(dict.fromkeys([0, 1, flights])) if problem.memory_may_bind else [0]
 
 
 class Split(NamedTuple):

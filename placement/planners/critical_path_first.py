@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.graph import topological_order
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
-from placement.search.list_schedule import Floats, ready_order, schedule_that_fits
+from placement.search.list_schedule import Floats, schedule_that_fits
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CriticalPathFirst:
         device = int(np.lexsort((seconds.sum(axis=0), -able.sum(axis=0)))[0])
         device_of = np.full(problem.num_ops, -1, np.int32)
         device_of[path] = device
-        order = list(ready_order(problem, priority))
+        order = topological_order(problem.graph.edges, problem.num_ops, -priority)
         filled = schedule_that_fits(
             search, lambda schedule: schedule.place(order, device_of=device_of)
         )

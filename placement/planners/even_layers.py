@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Choice, Search, supported_choice
+from placement.search.evaluation import Search, supported_choice
 
 _LAYER = re.compile(r"(?:.*\.)?[0-9]+(?=\.|$)")
 
@@ -29,7 +29,8 @@ class EvenLayers:
         unit = layer_units(problem)
         count = int(unit.max()) + 1
         bounds = np.ceil(np.arange(1, problem.num_devices) * count / problem.num_devices)
-        search.costs(as_choice(problem, unit, np.searchsorted(bounds, np.arange(count), "right")))
+        device = np.searchsorted(bounds, np.arange(count), "right")
+        search.costs(supported_choice(problem, device[unit]))
         return search.solution(num_layers=count)
 
 
@@ -54,8 +55,3 @@ def layer_units(problem: Problem) -> NDArray[np.int32]:
             at, last = at + 1, name
         unit[g] = max(at, 0)
     return unit
-
-
-def as_choice(problem: Problem, unit: NDArray[np.int32], device: NDArray[np.integer]) -> Choice:
-    """int32 ``[G]`` devices of layers ``[U]``; what a device cannot run goes to one that can."""
-    return supported_choice(problem, device[unit])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement import graph
+from placement.graph import levels
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 from placement.search.list_schedule import ListSchedule, first_that_fits
@@ -28,14 +28,9 @@ class LevelBalance:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
-        level = levels(problem)
+        level = levels(problem.graph.edges, problem.num_ops)
         first_that_fits(search, lambda activations: balance(problem, level, activations))
         return search.solution(num_levels=int(level.max()) + 1)
-
-
-def levels(problem: Problem) -> NDArray[np.int32]:
-    """int32 ``[N]``: number of edges on the longest path from an entry to each operator."""
-    return graph.levels(problem.graph.edges, problem.num_ops)
 
 
 def balance(

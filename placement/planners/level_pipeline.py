@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners.level_balance import balance, levels
+from placement.graph import levels
+from placement.planners.level_balance import balance
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 from placement.search.list_schedule import first_that_fits
@@ -43,7 +44,7 @@ class LevelPipeline:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, evaluations=self.evaluations)
-        level = levels(problem)
+        level = levels(problem.graph.edges, problem.num_ops)
         teams = [_teams(problem, level, count + 1) for count in range(problem.num_devices)]
 
         def plan(activations: int) -> Choice:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners.even_layers import as_choice, layer_units
+from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Search
+from placement.search.evaluation import Search, supported_choice
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LlamaCppSplit:
             device = gpus[np.searchsorted(ends, share, "right").clip(max=len(gpus) - 1)]
             if len(hosts):
                 device = np.where(layer < 0, hosts[0], device)
-            choice = as_choice(problem, unit, device)
+            choice = supported_choice(problem, device[unit])
             if len(hosts):
                 choice[embeds & np.isfinite(problem.group_compute_s[:, hosts[0]])] = hosts[0]
             search.costs(choice)

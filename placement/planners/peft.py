@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.graph import topological_order
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
-from placement.search.list_schedule import ready_order, schedule_that_fits
+from placement.search.list_schedule import schedule_that_fits
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Peft:
         search = Search(problem)
         table = optimistic_cost(problem)
         mean = np.where(problem.supported, table, 0.0).sum(axis=1) / problem.supported.sum(axis=1)
-        order = list(ready_order(problem, mean))
+        order = topological_order(problem.graph.edges, problem.num_ops, -mean)
         filled = schedule_that_fits(search, lambda schedule: schedule.place(order, table))
         return search.solution(makespan_s=filled.makespan_s)
 

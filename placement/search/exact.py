@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.bounds import lower_bound
+from placement.graph import topological_order
 from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.ideal_dp import Edges, contract
@@ -145,16 +146,8 @@ def _first_seen(device: Ints, kinds: list[list[int]], costs: Blocks) -> Ints:
 def _order(device: Ints, edges: Edges, num_devices: int) -> Ints | None:
     """Devices in the order of the pipeline, int32 ``[D]``; None if they wait in a circle."""
     after = {(int(device[a]), int(device[b])) for a, b in edges if device[a] != device[b]}
-    order: list[int] = []
-    left = list(range(num_devices))
-    while left:
-        blocked = {b for a, b in after if a in left}
-        ready = [d for d in left if d not in blocked]
-        if not ready:
-            return None
-        order += ready
-        left = [d for d in left if d not in ready]
-    return np.array(order, np.int32)
+    order = topological_order(np.array(sorted(after), int).reshape(-1, 2), num_devices)
+    return np.array(order, np.int32) if len(order) == num_devices else None
 
 
 class OutOfTime(Exception):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -198,6 +197,12 @@ def held_bytes(problem: Problem, activations: int) -> NDArray[np.int64]:
     return need
 
 
+def memory_counts(problem: Problem) -> list[int]:
+    """How often activations of a micro-batch are counted until it fits: never, once, or more."""
+    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
+    return list(dict.fromkeys([0, 1, flights])) if problem.memory_may_bind else [0]
+
+
 def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
     """Score ``plan(activations)`` until one fits: activations are not counted, then once, ...
 
@@ -205,10 +210,7 @@ def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
     where the simulator finds that too optimistic, it counts what is produced in one
     micro-batch, then in every micro-batch in flight.
     """
-    problem = search.problem
-    flights = problem.max_in_flight if problem.objective.is_pipelined else 1
-    counts = [0, 1, flights] if problem.memory_may_bind else [0]
-    for activations in dict.fromkeys(counts):
+    for activations in memory_counts(search.problem):
         search.costs(plan(activations))
         if search.best_s < np.inf:
             return
@@ -225,19 +227,3 @@ def schedule_that_fits(search: Search, fill: Callable[[ListSchedule], None]) -> 
 
     first_that_fits(search, plan)
     return schedules[-1]
-
-
-def ready_order(problem: Problem, priority: Floats) -> Iterator[int]:
-    """Every operator, each time the ready one of highest ``priority`` float64 ``[N]``."""
-    g = problem.graph
-    missing = np.bincount(g.edges[:, 1], minlength=problem.num_ops)
-    start = np.searchsorted(g.edges[:, 0], np.arange(problem.num_ops + 1))
-    heap = [(-priority[n], int(n)) for n in np.flatnonzero(missing == 0)]
-    heapq.heapify(heap)
-    while heap:
-        op = heapq.heappop(heap)[1]
-        yield op
-        for n in g.edges[start[op] : start[op + 1], 1]:
-            missing[n] -= 1
-            if missing[n] == 0:
-                heapq.heappush(heap, (-priority[n], int(n)))

@@ -21,13 +21,13 @@ from placement.planners.contiguous_dp import (
     Split,
     Stages,
     load_kernels,
-    memory_counts,
     merge_blocks,
     splits,
     topological_orders,
 )
 from placement.problem import Problem
 from placement.search.evaluation import Choice, can_move, device_classes, neighbours
+from placement.search.list_schedule import memory_counts
 from placement.search.macro import SHARE, Draws, draws_of, overflow, propose, uniform
 from placement.simulator import kernels
 from placement.simulator.analytic_kernels import (

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster import Cluster, Device, Link
+from placement.graph import levels, topological_order
 from placement.objective import Objective
 from placement.planners import PlannerError, contiguous_dp, load
 from placement.planners.antichain_dp import enumerate_ideals
 from placement.planners.balanced_split import _orders
 from placement.planners.contiguous_dp import topological_orders
 from placement.planners.critical_path_greedy import critical_path, key_operators, parts
-from placement.planners.level_balance import balance, levels
+from placement.planners.level_balance import balance
 from placement.planners.m_sct import favourite_children
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, ProblemError
@@ -30,7 +31,7 @@ from placement.profile import Profile
 from placement.search import list_kernels
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Search
-from placement.search.list_schedule import ListSchedule, produced_bytes, ready_order
+from placement.search.list_schedule import ListSchedule, produced_bytes
 from placement.simulator import score
 from placement.testing import check_planner
 from placement.workloads.synthetic import families
@@ -209,7 +210,8 @@ def some_problem(seed: int) -> tuple[Problem, np.random.Generator]:
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
 def test_the_kernel_places_as_the_reference_does(seed: int, activations: int) -> None:
     problem, rng = some_problem(seed)
-    order = list(ready_order(problem, rng.integers(0, 5, problem.num_ops).astype(float)))
+    key = rng.integers(0, 5, problem.num_ops).astype(float)
+    order = topological_order(problem.graph.edges, problem.num_ops, key)
     extra_s = rng.integers(0, 3, problem.compute_s.shape).astype(float)
     wanted = rng.integers(-1, problem.num_devices, problem.num_ops).astype(np.int32)
     found, expected = (x(problem, activations) for x in (ListSchedule, reference.ListSchedule))
@@ -242,7 +244,7 @@ def test_the_kernel_takes_first_what_the_reference_does(seed: int, activations: 
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
 def test_the_kernel_balances_as_the_reference_does(seed: int, activations: int) -> None:
     problem, rng = some_problem(seed)
-    level = levels(problem)
+    level = levels(problem.graph.edges, problem.num_ops)
     for team in (None, rng.random((int(level.max()) + 1, problem.num_devices)) < 0.5):
         expected = reference.balance(problem, level, activations, team)
         assert balance(problem, level, activations, team).tolist() == expected.tolist()
@@ -341,7 +343,7 @@ def test_level_balance_levels_and_balance() -> None:
     # Level 0: op0; level 1: op1..op4 (4, 3, 2, 1 s); level 2: op5.
     edges = [(0, n) for n in range(1, 5)] + [(n, 5) for n in range(1, 5)]
     problem = make([[1, 1], [4, 4], [3, 3], [2, 2], [1, 1], [1, 1]], edges)
-    assert levels(problem).tolist() == [0, 1, 1, 1, 1, 2]
+    assert levels(problem.graph.edges, problem.num_ops).tolist() == [0, 1, 1, 1, 1, 2]
     placement = load("level_balance")(problem).placement
     load_s = np.bincount(placement[1:5], weights=[4, 3, 2, 1], minlength=2)
     assert load_s.tolist() == [5, 5]  # 4 + 1 and 3 + 2

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.graph import levels
 from placement.planners import load
-from placement.planners.level_balance import balance, levels
+from placement.planners.level_balance import balance
 from placement.planners.level_pipeline import level_s, stages
 from placement.problem import Problem
 from placement.testing import check_planner
@@ -48,7 +49,8 @@ def test_seconds_of_a_level_on_a_team() -> None:
         [[6, 3, 1], [4, 4, 1], [4, 4, 1], [inf, inf, 7]], [(0, 1), (0, 2), (1, 3), (2, 3)]
     )
     team = np.array([True, True, False])
-    assert level_s(problem, levels(problem), team).tolist() == [3, 4, 0]
+    level = levels(problem.graph.edges, problem.num_ops)
+    assert level_s(problem, level, team).tolist() == [3, 4, 0]
 
 
 def test_chains_become_a_pipeline_where_level_balance_cannot() -> None:
@@ -75,7 +77,7 @@ def test_two_teams_of_two() -> None:
     # chains. d0 and d1 have the levels 0 and 1, d2 and d3 the others.
     edges = [(a, a + 2) for a in range(6)]
     problem = make(np.ones((8, 4)), edges, 0.4)
-    level = levels(problem)
+    level = levels(problem.graph.edges, problem.num_ops)
     team = np.repeat(np.array([[1, 1, 0, 0], [0, 0, 1, 1]], bool), 2, axis=0)
     choice = balance(problem, level, team=team)
     assert [set(choice[level == k].tolist()) for k in range(4)] == [{0, 1}] * 2 + [{2, 3}] * 2
@@ -85,7 +87,8 @@ def test_two_teams_of_two() -> None:
 def test_a_group_that_its_team_cannot_run_goes_elsewhere() -> None:
     problem = make([[1, np.inf], [np.inf, 1]], [(0, 1)])
     team = np.array([[False, True], [True, False]])
-    assert balance(problem, levels(problem), team=team).tolist() == [0, 1]
+    level = levels(problem.graph.edges, problem.num_ops)
+    assert balance(problem, level, team=team).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(12))
