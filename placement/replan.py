@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import Cluster, between
+from placement.planners.balanced_split import split
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.data_parallel import DataParallel
 from placement.planners.macro_search import MacroSearch
 from placement.planners.replicated import Replicated
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Choice, Search
+from placement.search.evaluation import Choice, Search, cannot_fit
 
 Floats = NDArray[np.float64]
 
 SECONDS = 0.5  # of a search, unless another budget is given
 _STARTS = 0.5  # of the budget is for the first placements
 _HEIRS = 8  # devices of which each alone takes over all that lost its own
-_CUTS = 40  # halvings of the largest load
 _DP = ContiguousDp(max_blocks=100, candidates=4)  # coarse: a twentieth of a second
 _DP_DEVICES = 16  # its tables grow with them
 
@@ -58,21 +58,17 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
             f"operator {op} ({problem.graph.op_name[op]!r}) runs only on "
             f"{[names[d] for d in able]}, of which none is left; the others are {left}"
         )
-    g, have = problem.graph, sum(map(int, problem.memory_bytes[keep]))
-    need = int(g.param_bytes[np.unique(g.param_use)].sum())
-    if need > have:
-        raise NothingFits(
-            f"parameters alone need {need:,} bytes; the devices that are left, {left}, have "
-            f"{have:,} together"
-        )
     profile, cluster = problem.profile, problem.cluster
-    return replace(
+    rest = replace(
         problem,
         cluster=Cluster(
             cluster.name, tuple(cluster.devices[d] for d in keep), between(cluster.links, left)
         ),
         profile=profile.take(keep, left, between(profile.links, left)),
     )
+    if why := cannot_fit(rest):
+        raise NothingFits(f"{why}; the devices that are left are {left}")
+    return rest
 
 
 def replan(
@@ -113,7 +109,8 @@ def replan(
     left = remaining(problem, without)
     if seconds is None and evaluations is None:
         seconds = SECONDS
-    number = np.array([_index(left, name) for name in problem.cluster.device_names], np.int32)
+    at = {name: d for d, name in enumerate(left.cluster.device_names)}
+    number = np.array([at.get(name, -1) for name in problem.cluster.device_names], np.int32)
     was = np.full(left.graph.num_groups, -1, np.int32)
     first, *others = np.atleast_2d(old)
     was[left.graph.group] = number[first]
@@ -127,11 +124,6 @@ def replan(
             solution = replace(solution, placement=best.placement, value_s=best.value_s)
     moved = int((number[first] != np.atleast_2d(solution.placement)[0]).sum())
     return left, replace(solution, stats=solution.stats | {"moved": moved})
-
-
-def _index(problem: Problem, name: str) -> int:
-    names = problem.cluster.device_names
-    return names.index(name) if name in names else -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,27 +189,10 @@ def _cut_again(problem: Problem, was: Choice) -> Choice:
             middle[d] = number[mine].mean()
             place[mine] = middle[d]
     line = np.lexsort((number, place))
-    devices = np.argsort(middle, kind="stable")
-    cost = np.where(np.isfinite(seconds), seconds, 0.0)[line]
-    total = np.vstack([np.zeros(problem.num_devices), cost.cumsum(axis=0)])  # [G + 1, D]
-
-    def ends(limit_s: float) -> list[int]:
-        at, cuts = 0, []
-        for d in devices:
-            room = total[at, d] + limit_s * (1 + 1e-12)
-            at = max(at, int(np.searchsorted(total[:, d], room, "right")) - 1)
-            cuts.append(at)
-        return cuts
-
-    low, high = 0.0, float(total[-1].max())
-    for _ in range(_CUTS):
-        limit_s = (low + high) / 2
-        low, high = (low, limit_s) if ends(limit_s)[-1] >= len(line) else (limit_s, high)
+    devices = np.argsort(middle, kind="stable").tolist()
+    able, need = np.isfinite(seconds), np.zeros(len(was), np.int64)
+    in_line = np.where(able, seconds, 0.0)[line]
     choice = np.empty(len(was), np.int32)
-    begin = 0
-    for d, end in zip(devices, ends(high), strict=True):
-        choice[line[begin:end]] = d
-        begin = max(begin, end)
-    able = np.isfinite(seconds)
+    choice[line] = split(in_line, devices, need, problem.memory_bytes)[1]
     fits = able[np.arange(len(choice)), choice]
     return np.where(fits, choice, np.where(able, seconds, np.inf).argmin(axis=1)).astype(np.int32)

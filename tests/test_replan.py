@@ -84,7 +84,7 @@ def test_an_operator_that_ran_on_the_lost_device_only() -> None:
 
 
 def test_parameters_that_no_longer_fit() -> None:
-    with pytest.raises(ReplanError, match=r"parameters alone need 600 bytes.*have 500 together"):
+    with pytest.raises(ReplanError, match=r"parameters take 600 bytes.*together have 500"):
         remaining(chain(memory=250), ["b"])
 
 
@@ -283,7 +283,7 @@ def test_activations_that_no_longer_fit(tmp_path: Path, capsys: Any) -> None:
     budget = ("--evaluations", "30", "--model", tmp_path / "problem.json")
     assert command(tmp_path / "plan.json", "--without", "b,c", *budget, "--json") == NO
     out, err = capsys.readouterr()
-    assert "parameters alone need 600" in err and json.loads(out)["why"] in err
+    assert "the parameters take 600 bytes" in err and json.loads(out)["why"] in err
     assert json.loads(out)["feasible"] is False
     assert command(tmp_path / "plan.json", "--without", "b", *budget, "--json") == NO
     out, err = capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +43,10 @@ class BalancedSplit:
         def plan(activations: int) -> Choice:
             nonlocal split_s
             need = held_bytes(problem, activations)
-            splits = [(*_split(problem, order, need), order) for order in orders]
+            groups, memory_bytes = problem.group_compute_s, problem.memory_bytes
+            splits = [(*split(groups, order, need, memory_bytes), order) for order in orders]
             split_s, choice, _ = min(splits, key=lambda f: (f[0], f[2]))
-            return choice
+            return supported_choice(problem, choice)
 
         first_that_fits(search, plan)
         return search.solution(split_s=split_s, num_orders=len(orders))
@@ -63,19 +65,24 @@ def _orders(classes: NDArray[np.int32]) -> list[tuple[int, ...]]:
     return list(orders.values())
 
 
-def _split(
-    problem: Problem, order: tuple[int, ...], need: NDArray[np.int64]
+def split(
+    groups: Floats,
+    order: Sequence[int],
+    need: NDArray[np.int64],
+    memory_bytes: NDArray[np.int64],
 ) -> tuple[float, Choice]:
-    """The least time of the slowest range, inf if there is no split, and the choice."""
-    groups = problem.group_compute_s
-    count = len(groups)
-    finite = np.isfinite(groups)
-    memory_bytes = np.minimum(problem.memory_bytes, need.sum())  # more would overflow when added
+    """The least time of the slowest range, inf if there is no split, and int32 ``[G]`` devices.
+
+    ``groups`` float64 ``[G, D]`` are seconds, ``need [G]`` bytes, in the order that is cut. A group
+    that breaks a range, or is left over, has device -1.
+    """
+    count, finite = len(groups), np.isfinite(groups)
+    memory_bytes = np.minimum(memory_bytes, need.sum())  # more would overflow when added
     # A row for each device: a search along a column would copy it first.
-    elapsed = np.zeros((len(order), count + 1))
+    elapsed = np.zeros((groups.shape[1], count + 1))
     np.cumsum(np.where(finite, groups, 0.0).T, axis=1, out=elapsed[:, 1:])
     held = np.append(0, need.cumsum())
-    broken = np.zeros((len(order), count + 1), int)
+    broken = np.zeros(elapsed.shape, int)
     np.cumsum(~finite.T, axis=1, out=broken[:, 1:])
 
     def cuts(limit_s: float) -> list[int]:
@@ -89,18 +96,13 @@ def _split(
             ends.append(at)
         return ends
 
-    high = float(elapsed[:, -1].max()) * (1 + 1e-9)
+    low, high = 0.0, float(elapsed[:, -1].max()) * (1 + 1e-9)
     feasible = cuts(high)[-1] == count
-    if feasible:
-        low = 0.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            if cuts(middle)[-1] == count:
-                high = middle
-            else:
-                low = middle
+    for _ in range(50 if feasible else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cuts(middle)[-1] == count else (middle, high)
     ends = cuts(high)
     choice = np.full(count, -1, np.int32)
     for d, begin, end in zip(order, [0, *ends], ends, strict=False):
         choice[begin:end] = d
-    return (high if feasible else np.inf), supported_choice(problem, choice)
+    return (high if feasible else np.inf), choice

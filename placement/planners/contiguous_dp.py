@@ -275,19 +275,8 @@ class Stages:
         pipelined = problem.objective.is_pipelined and problem.num_devices > 1
         run_s = problem.loaded_s if pipelined else problem.compute_s
         priced = [_prices(problem, d) for d in self._firsts]
-        arrive_s, input_s, blocking_s = (np.stack(prices) for prices in zip(*priced, strict=True))
-        self._uses = kernels.Uses.fresh(
-            {"N": g.num_ops, "T": g.num_tensors},
-            makes_ptr=g.out_ptr,
-            makes=g.out_tensor,
-            uses_ptr=g.in_ptr,
-            uses=g.in_tensor,
-            inner=g.tensor_src >= 0,
-            compute_s=np.ascontiguousarray(run_s[:, self._firsts].T),
-            arrive_s=arrive_s,
-            input_s=input_s,
-            blocking_s=blocking_s,
-        )
+        prices = (np.stack(each) for each in zip(*priced, strict=True))
+        self._uses = uses_of(g, np.ascontiguousarray(run_s[:, self._firsts].T), *prices)
         self._room = np.empty((4, 0, 0, 0))
 
     def costs(self, block: Ints) -> StageCosts:
@@ -301,11 +290,7 @@ class Stages:
         binds = problem.memory_may_bind
         param_bytes = activation_bytes = np.zeros((size, size))
         if binds:
-            both = made_and_used(g, at)[2]
-            roots = np.stack([g.tensor_root[both[0]], both[1]])
-            params = np.stack([g.param_use, at[g.param_use_op]])
-            param_bytes = touched(points(params, size), g.param_bytes.astype(np.float64), size)
-            activation_bytes = touched(points(roots, size), g.tensor_bytes.astype(np.float64), size)
+            param_bytes, activation_bytes = held_bytes(g, at, size)
         return StageCosts(
             kind=self.kind,
             compute=compute,
@@ -319,6 +304,35 @@ class Stages:
         )
 
 
+def uses_of(
+    g: OpGraph, compute_s: Floats, arrive_s: Floats, input_s: Floats, blocking_s: Floats
+) -> kernels.Uses:
+    """For ``fill_costs``: seconds ``[K, N]`` of operators, and ``[K, T]`` of tensors that move."""
+    return kernels.Uses.fresh(
+        {"N": g.num_ops, "T": g.num_tensors},
+        makes_ptr=g.out_ptr,
+        makes=g.out_tensor,
+        uses_ptr=g.in_ptr,
+        uses=g.in_tensor,
+        inner=g.tensor_src >= 0,
+        compute_s=compute_s,
+        arrive_s=arrive_s,
+        input_s=input_s,
+        blocking_s=blocking_s,
+    )
+
+
+def held_bytes(g: OpGraph, at: Ints, size: int) -> tuple[Floats, Floats]:
+    """float64 ``[size, size]``: parameters of stages ``[j, i)``, and what they make or use.
+
+    Operators are in blocks ``at [N]``; tied parameters, and views, count once.
+    """
+    inner = made_and_used(g, at)
+    params = np.stack([g.param_use, at[g.param_use_op]])
+    roots = np.stack([g.tensor_root[inner[0]], inner[1]])
+    return touched(params, g.param_bytes, size), touched(roots, g.tensor_bytes, size)
+
+
 def _prices(problem: Problem, device: int) -> tuple[Floats, Floats, Floats]:
     """Seconds ``[T]`` to receive each tensor, from a device and from the host, and to send it."""
     others = np.delete(np.arange(problem.num_devices), device)
@@ -330,23 +344,15 @@ def _prices(problem: Problem, device: int) -> tuple[Floats, Floats, Floats]:
     return arrive_s, input_s, _mean_transfer(problem, here, others, problem.link_blocking)
 
 
-def made_and_used(g: OpGraph, at: Ints) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
-    """Where tensors that operators make are made and used, operators being in blocks ``at [N]``.
+def made_and_used(g: OpGraph, at: Ints) -> NDArray[np.intp]:
+    """``[2, K]`` (tensor, block that makes or uses it) of tensors that operators make.
 
-    Returns:
-        int ``[P]`` these tensors; ``[2, P]`` (tensor, block that makes it); ``[2, K]`` (tensor,
-        block that makes or uses it); ``[T]`` the first and ``[T]`` the last of these blocks.
+    Operators are in blocks ``at [N]``.
     """
     produced = np.flatnonzero(g.tensor_src >= 0)
     inner = g.tensor_src[g.use_tensor] >= 0
-    producer = np.stack([produced, at[g.tensor_src[produced]]])
-    users = np.stack([g.use_tensor[inner], at[g.use_dst[inner]]])
-    both = np.concatenate([producer, users], axis=1)
-    first = np.full(g.num_tensors, np.iinfo(np.int64).max)
-    last = np.full(g.num_tensors, -1)
-    np.minimum.at(first, both[0], both[1])
-    np.maximum.at(last, both[0], both[1])
-    return produced, producer, both, first, last
+    makers = np.stack([produced, at[g.tensor_src[produced]]])
+    return np.concatenate([makers, [g.use_tensor[inner], at[g.use_dst[inner]]]], axis=1)
 
 
 def _mean_transfer(
@@ -364,39 +370,19 @@ def _mean_transfer(
     return mean
 
 
-Points = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+def touched(pairs: NDArray, weight: NDArray, size: int) -> Floats:
+    """float64 ``[size, size]``: for each ``[j, i)`` the weight of the items with a point in it.
 
-
-def points(pairs: NDArray, size: int) -> Points:
-    """Distinct ``pairs [2, K]`` (item, position), sorted: (item, first row, position).
-
-    Rows ``previous point of the item < j <= position`` share this as the first at or after ``j``.
+    ``pairs [2, K]``: item, point. Each item is counted once per interval: for its first point at
+    or after ``j``, which is the same in rows ``previous point of the item < j <= point``.
     """
     item, at = np.divmod(np.unique(pairs[0] * np.int64(size) + pairs[1]), size)
     same = np.append(False, item[1:] == item[:-1])
-    return item, np.where(same, np.append(0, at[:-1] + 1), 0), at
-
-
-def touched(points: Points, weight: Floats, size: int) -> Floats:
-    """float64 ``[size, size]``: for each ``[j, i)`` the weight of the items with a point in it.
-
-    Each item is counted once per interval: for its first point at or after ``j``.
-    """
-    item, low, at = points
-    return _summed(low, at + 1, at + 1, weight[item], size)
-
-
-def within(first: NDArray, last: NDArray, weight: Floats, size: int) -> Floats:
-    """float64 ``[size, size]``: the weight of the items with ``j <= first`` and ``last < i``."""
-    return _summed(np.zeros_like(first), first + 1, last + 1, weight, size)
-
-
-def _summed(begin: NDArray, end: NDArray, column: NDArray, weight: Floats, size: int) -> Floats:
-    """float64 ``[size, size]``: weights from row ``begin`` to before ``end``, up to each column."""
+    low = np.where(same, np.append(0, at[:-1] + 1), 0)
     grid = np.zeros((size, size))
     if weight.any():
         _load_sums()
-        kernels.sum_up(begin, end, column, weight, np.zeros(size), grid)
+        kernels.sum_up(low, at + 1, weight[item].astype(np.float64), np.zeros(size), grid)
     return grid
 
 
@@ -455,7 +441,7 @@ def _solve(
 @loads
 def _load_sums() -> None:
     one = np.ones(1, np.int64)
-    kernels.sum_up(one - 1, one, one, np.ones(1), np.zeros(2), np.zeros((2, 2)))
+    kernels.sum_up(one - 1, one, np.ones(1), np.zeros(2), np.zeros((2, 2)))
 
 
 @loads

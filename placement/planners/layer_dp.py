@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.planners import check_least
-from placement.planners.contiguous_dp import points, touched
+from placement.planners.contiguous_dp import held_bytes
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution, host_of
 from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, single_devices
@@ -96,22 +96,6 @@ def _ways(problem: Problem) -> Floats:
     for matrix in way:
         np.fill_diagonal(matrix, 0.0)
     return way
-
-
-def _held(problem: Problem, block: Ints, size: int, activations: bool) -> Floats:
-    """float64 ``[C + 1, C + 1]`` bytes of stages: parameters once, and what they make or use."""
-    graph = problem.graph
-    params = np.stack([graph.param_use, block[graph.group[graph.param_use_op]]])
-    held = touched(points(params, size), graph.param_bytes.astype(np.float64), size)
-    if activations:
-        produced = graph.tensor_src >= 0
-        uses = np.stack([graph.use_tensor, block[graph.group[graph.use_dst]]])
-        ends = np.stack([
-            np.flatnonzero(produced), block[graph.group[graph.tensor_src[produced]]]
-        ])  # fmt: skip
-        at = points(np.concatenate([uses, ends], axis=1), size)
-        held = held + touched(at, graph.tensor_bytes.astype(np.float64), size)
-    return held
 
 
 def _own(problem: Problem, block: Ints, routed: NDArray[np.bool_]) -> tuple[Floats, float]:
@@ -233,7 +217,8 @@ class _Program:
             0.0 if shares[d] else sum(problem.transfer_s(t, host, d) for t in inputs)
             for d in firsts.tolist()
         ])  # fmt: skip
-        held = _held(problem, block, size, activations)
+        params, live = held_bytes(graph, block[graph.group], size)
+        held = params + live if activations else params
         own = np.zeros(size - 1)  # bytes that only the routed group of a block has
         shared = 0.0
         if helper is not None:

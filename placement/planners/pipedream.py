@@ -67,8 +67,13 @@ class Pipedream:
 
 def crossing_s(problem: Problem, block: Ints) -> Floats:
     """float64 ``[D, C + 1]``: to send ``D`` whatever crosses the cut before each block."""
-    produced, _, _, first, last = made_and_used(problem.graph, block[problem.graph.group])
-    total = np.zeros((problem.num_devices, int(block.max()) + 2))
+    size = int(block.max()) + 2
+    tensor, at = made_and_used(problem.graph, block[problem.graph.group])
+    first, last = np.full(problem.graph.num_tensors, size), np.full(problem.graph.num_tensors, -1)
+    np.minimum.at(first, tensor, at)
+    np.maximum.at(last, tensor, at)
+    produced = np.unique(tensor)
+    total = np.zeros((problem.num_devices, size))
     for d in range(problem.num_devices):
         np.add.at(total[d], first[produced] + 1, problem.io_s[produced, d])
         np.add.at(total[d], last[produced] + 1, -problem.io_s[produced, d])

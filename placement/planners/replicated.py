@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners.contiguous_dp import made_and_used, merge_blocks, points, touched, within
+from placement.planners.contiguous_dp import held_bytes, load_kernels, merge_blocks, uses_of
 from placement.problem import ROUNDING, Problem, Solution
+from placement.search.contiguous_kernels import fill_costs
 from placement.search.evaluation import Search, supported_choice
 
 Floats = NDArray[np.float64]
@@ -129,52 +130,35 @@ def stage_periods(problem: Problem, block: Ints, devices: NDArray[np.intp]) -> S
     """All stages on ``devices``, ``block`` int32 ``[G]`` being the block of each group."""
     g, size = problem.graph, int(block.max()) + 2
     at = block[g.group]
-    seconds = np.zeros(size - 1)
     slowest = problem.compute_s[:, devices].max(axis=1)  # any device must be able to take any stage
-    np.add.at(seconds, at, slowest)
-    total = np.append(0.0, np.cumsum(seconds))
-    finite = np.isfinite(total)
-    with np.errstate(invalid="ignore"):
-        compute = np.where(finite[None, :], total[None, :] - total[:, None], np.inf)
-    lows, highs = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
-
-    # As ``contiguous_dp.Stages`` counts them: backward operators may lie before forward ones.
-    produced, producer, both, first, last = made_and_used(g, at)
     tensor_s = _slowest_transfer(problem)
-    makes = touched(points(producer, size), tensor_s, size)
-    # A stage receives what it uses and does not make, and sends what is not used in it alone.
-    received = touched(points(both, size), tensor_s, size) - makes
-    sent = makes - within(first[produced], last[produced], tensor_s[produced], size)
+    uses = uses_of(g, slowest[None], tensor_s[None], 0 * tensor_s[None], tensor_s[None])
+    compute, sent, received = np.empty((3, 1, size, size))
+    load_kernels()
+    fill_costs(uses, at, compute, sent, received)
+    moved = np.maximum(received[0], sent[0])
 
-    params = np.stack([g.param_use, at[g.param_use_op]])
-    own = touched(points(params, size), g.param_bytes.astype(np.float64), size)
-    activation = np.append(
-        0.0,
-        np.cumsum(
-            np.bincount(
-                at[g.tensor_src[produced]], weights=g.tensor_bytes[produced], minlength=size - 1
-            )
-        ),
-    )
+    def within(block: Ints, weight: NDArray[Any]) -> Floats:
+        """``[C + 1, C + 1]``: what of the blocks ``[K]`` is in ``[j, i)``."""
+        total = np.append(0.0, np.cumsum(np.bincount(block, weight, size - 1)))
+        return total - total[:, None]
+
+    produced = np.flatnonzero(g.tensor_src >= 0)
     in_time = problem.memory_may_bind and not problem.objective.is_analytic
     flights = problem.max_in_flight if in_time else 0
-    need = own + flights * (activation[None, :] - activation[:, None])
-    impossible = (highs <= lows) | (need > problem.memory_bytes[devices].min())
-
-    carried = np.append(0, np.cumsum(np.bincount(at[g.carried_op], minlength=size - 1)))
-    stays = (
-        carried[None, :] > carried[:, None]
-    )  # in one place, as buffers that micro-batches change
+    need = held_bytes(g, at, size)[0]
+    need += flights * within(at[g.tensor_src[produced]], g.tensor_bytes[produced])
+    impossible = np.tri(size, dtype=bool) | (need > problem.memory_bytes[devices].min())
+    # In one place, as buffers that micro-batches change.
+    stays = within(at[g.carried_op], np.ones(len(g.carried_op))) > 0
     replicas = numbers(min(len(devices), problem.max_phases))
     grad = g.gradient_tensor
-    made_in = at[g.tensor_src[grad]]
-    summed_s = 2 * within(made_in, made_in, tensor_s[grad], size) / problem.num_microbatches
+    summed_s = 2 * within(at[g.tensor_src[grad]], tensor_s[grad]) / problem.num_microbatches
     if problem.objective.is_analytic or all(d.kind == "cpu" for d in problem.cluster.devices):
         summed_s[:] = 0.0
     period = np.empty((len(replicas), size, size))
-    moved = np.maximum(np.maximum(received, sent), 0.0)
     for k, r in enumerate(replicas.tolist()):
-        period[k] = np.maximum(compute, moved) / r + (summed_s if r > 1 else 0.0)
+        period[k] = np.maximum(compute[0], moved) / r + (summed_s if r > 1 else 0.0)
         period[k][impossible | (stays & (r > 1))] = np.inf
     return StagePeriods(replicas, period)
 

@@ -89,24 +89,6 @@ def topological_order(t, rule, factor, first, look, rng, position):
             count += 1
 
 
-@kernel
-def sum_up(begin, end, column, weight, above, grid):
-    """Add each weight to the rows from ``begin`` to before ``end`` and from ``column`` on.
-
-    ``grid`` float64 ``[C + 1, C + 1]`` and ``above`` float64 ``[C + 1]`` are 0 before.
-    """
-    for k in range(len(weight)):
-        grid[begin[k], column[k]] += weight[k]
-    for k in range(len(weight)):
-        grid[end[k], column[k]] -= weight[k]
-    for i in range(grid.shape[0]):
-        along = 0.0
-        for j in range(grid.shape[1]):
-            above[j] += grid[i, j]
-            along += above[j]
-            grid[i, j] = along
-
-
 class Uses(Struct):
     """What stages cost, whatever their blocks are, for ``fill_costs``; and room for it."""
 
@@ -143,6 +125,17 @@ def _sum_rows(grid, above):
             above[j] += grid[i, j]
             along += above[j]
             grid[i, j] = max(along, 0.0)
+
+
+@kernel
+def sum_up(begin, end, weight, above, grid):
+    """Add each weight to the rows from ``begin`` to before ``end``, and from column ``end`` on.
+
+    ``grid`` float64 ``[C + 1, C + 1]`` is 0 before; ``above`` float64 ``[C + 1]`` is room.
+    """
+    for k in range(len(weight)):
+        _spread(grid, begin[k], end[k], end[k], weight[k])
+    _sum_rows(grid, above)
 
 
 @kernel
