@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -11,7 +12,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import permutations
-from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -28,6 +28,16 @@ Floats = NDArray[np.float64]
 LONGEST_S = 1e12
 MOST_DEVICES = 4096  # of a cluster: a table of all pairs of them, of float64, is 128 MiB then
 MOST_THREADS = 2**16  # of a device, and the number of a core is below it
+_RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
+    "threads": (1, MOST_THREADS),
+    "memory_bytes": (1, 2**63 - 1),
+    "speed": (1e-30, 1e30),
+    "busy_w": (0, 1e30),
+    "idle_w": (0, 1e30),
+    "flops_per_s": (1e-30, 1e30),
+    "bytes_per_s": (1e-30, 1e30),
+    "call_s": (0, 1e30),
+}
 # Of a GPU's free memory, what no tensor is promised: for libraries' workspaces, kernels, and blocks
 # that are cut badly or waited for.
 _GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28
@@ -83,33 +93,18 @@ class Device:
     streams: str | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threads <= MOST_THREADS:
-            raise ClusterError(
-                f"device {short(self.name)}: threads = {short(self.threads)}, must be from 1 to "
-                f"{MOST_THREADS}"
-            )
+        for what, (least, most) in _RANGES.items():
+            value = getattr(self, what)
+            if value is not None and not least <= value <= most:  # comparisons with NaN are false
+                raise ClusterError(
+                    f"device {short(self.name)}: {what} = {short(value)}, must be from {least} to "
+                    f"{most}"
+                )
         if not all(0 <= core < MOST_THREADS for core in self.cores):
             raise ClusterError(
                 f"device {short(self.name)}: cores = {short(self.cores)}, must be from 0 to "
                 f"{MOST_THREADS - 1}"
             )
-        if not 0 < self.memory_bytes < 2**63:
-            raise ClusterError(
-                f"device {self.name!r}: memory_bytes = {self.memory_bytes}, must be from 1 to "
-                "2**63 - 1"
-            )
-        if not self.speed > 0:
-            raise ClusterError(f"device {self.name!r}: speed = {self.speed}, must be > 0")
-        for what in ("busy_w", "idle_w"):
-            watts = getattr(self, what)
-            if watts is not None and watts < 0:
-                raise ClusterError(f"device {self.name!r}: {what} = {watts} watts is negative")
-            if watts is not None and not isfinite(watts):
-                raise ClusterError(f"device {self.name!r}: {what} = {watts} is no number of watts")
-        for what in ("flops_per_s", "bytes_per_s", "call_s"):
-            rate = getattr(self, what)
-            if rate is not None and not (0 <= rate < 1e30 and (rate > 1e-30 or what == "call_s")):
-                raise ClusterError(f"device {self.name!r}: {what} = {rate} must be positive")
         if self.power_source not in ("declared", "measured"):
             raise ClusterError(
                 f"device {self.name!r}: power_source = {self.power_source!r}, must be declared or "
@@ -220,22 +215,8 @@ def between(links: Iterable[Link], names: Sequence[str]) -> tuple[Link, ...]:
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[int]:
-    """Those that ``pattern`` means; ``*`` takes as little as it can: no part is tried twice."""
-    begin, *parts = pattern.split("*")
-    if not parts:
-        return [d for d, name in enumerate(names) if name == pattern]
-    *middle, end = parts
-    middle = [part for part in middle if part]
-
-    def matches(name: str) -> bool:
-        at = len(begin)
-        for part in middle:
-            here = name.find(part, at)
-            if here < 0:
-                return False
-            at = here + len(part)
-        return len(name) - len(end) >= at and name.startswith(begin) and name.endswith(end)
-
+    """Those that ``pattern`` means: ``*`` is any text, everything else is itself."""
+    matches = re.compile(fnmatch.translate(re.sub(r"[?[]", r"[\g<0>]", pattern))).match
     return [d for d, name in enumerate(names) if matches(name)]
 
 

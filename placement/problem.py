@@ -329,8 +329,7 @@ class Problem:
         if self.profile.io_s is not None:
             return self.profile.io_s
         size = self.graph.tensor_bytes.astype(np.float64)[:, None]
-        shares_host = np.array([d.kind == "cpu" for d in self.cluster.devices])
-        host = int(np.argmax(shares_host))
+        host, shares_host = host_of(self)
         off = 1.0 - np.eye(self.num_devices)
         scale = 1.0 / max(1, 2 * (self.num_devices - 1))
         pair_s = self.profile.transfer_s
@@ -341,7 +340,7 @@ class Problem:
         else:
             between = scale * ((pair_s * off).sum(axis=1) + (pair_s * off).sum(axis=2))
             from_host = pair_s[:, host] * off[host]
-        from_host = np.where(shares_host | (not shares_host.any()), 0.0, from_host)
+        from_host = np.where(shares_host, 0.0, from_host)
         return np.where(self.graph.tensor_src[:, None] >= 0, between, from_host)
 
     @cached_property

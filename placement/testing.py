@@ -15,6 +15,7 @@ from placement.objective import Objective
 from placement.problem import Placement, Planner, Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule, ScheduleError
+from placement.search.evaluation import supported_choice
 from placement.simulator import simulate, value_of
 
 if TYPE_CHECKING:
@@ -356,10 +357,8 @@ def small_placements() -> list[tuple[Problem, Placement]]:
     for problem in small_problems():
         group = np.arange(problem.graph.num_groups)
         for wanted in (0 * group, group % problem.num_devices, 2 * group // len(group)):
-            device = np.minimum(wanted, problem.num_devices - 1)
-            allowed = np.isfinite(problem.group_compute_s)  # [G, D]
-            device = np.where(allowed[group, device], device, allowed.argmax(axis=1))
-            pairs.append((problem, device[problem.graph.group].astype(np.int32)))
+            choice = supported_choice(problem, np.minimum(wanted, problem.num_devices - 1))
+            pairs.append((problem, choice[problem.graph.group]))
     graph = OpGraph.build(
         "step",
         ["f0", "f1", "f2", "b2", "w2", "b1", "w1", "b0", "w0"],  # w: gradients of weights

@@ -147,25 +147,21 @@ def _ran(
 def run_placement(
     problem: Problem, placement: NDArray[np.int32], alone: int, many: int, warm: int
 ) -> tuple[float, float]:
-    """Latency and period as a user sees them, where nothing is recorded (see ``run_plain``)."""
-    window = problem.max_in_flight
-    with Runner(
-        problem.graph, problem.cluster, placement, max_in_flight=window, priority=problem.priority
-    ) as runner:
-        return run_plain(runner, alone, many, warm)
+    """Latency and period as a user sees them, where nothing is recorded.
 
-
-def run_plain(runner: Runner, alone: int, many: int, warm: int) -> tuple[float, float]:
-    """The median seconds of ``alone`` calls, after ``warm`` others, and the steady period of a
+    The median seconds of ``alone`` calls, after ``warm`` others, and the steady period of a
     stream of ``many`` micro-batches.
     """
-    inputs, spans = runner.graph.program.timing_inputs(), list[float]()
-    for _ in range(warm + alone):
-        began = time.perf_counter()
-        for _ in runner.stream_tensors([inputs]):
-            pass
-        spans.append(time.perf_counter() - began)
-    period_s = streamed_period(runner.stream_tensors([inputs] * many), runner.num_phases)
+    inputs, spans = problem.graph.program.timing_inputs(), list[float]()
+    window, priority = problem.max_in_flight, problem.priority
+    where = problem.graph, problem.cluster, placement
+    with Runner(*where, max_in_flight=window, priority=priority) as runner:
+        for _ in range(warm + alone):
+            began = time.perf_counter()
+            for _ in runner.stream_tensors([inputs]):
+                pass
+            spans.append(time.perf_counter() - began)
+        period_s = streamed_period(runner.stream_tensors([inputs] * many), runner.num_phases)
     return float(np.median(spans[warm:])), period_s
 
 

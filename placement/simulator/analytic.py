@@ -43,24 +43,19 @@ def evaluate(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[n
     other or a buffer moves, and int64 ``[B, D]`` parameter bytes. Colocation is taken for granted.
     """
     p = problem.as_batch(placements)
-    phases = p.reshape(-1, problem.num_ops)
-    each = len(phases) // max(len(p), 1)
-    held = np.empty((len(p), problem.num_devices), np.int64)
-    if each <= 1:
-        size = problem.graph.param_bytes
-        kernels.param_bytes_batch(*kernels.param_tables(problem), size, phases, held)
-    else:
-        held[:] = [problem.param_bytes_on(x) for x in p]
+    p = p if p.ndim == 3 else p[:, None]
+    phases, held = p.reshape(-1, problem.num_ops), np.empty((len(p), problem.num_devices), np.int64)
+    kernels.param_bytes_batch(*kernels.param_tables(problem), problem.graph.param_bytes, p, held)
     if problem.objective is Objective.MAX_LOAD:
         load = np.empty((len(phases), problem.num_devices))
         kernels.load_batch(*kernels.load_tables(problem), phases, load)
-        value = load.reshape(len(p), each, -1).mean(axis=1).max(axis=1)
+        value = load.reshape(*p.shape[:2], -1).mean(axis=1).max(axis=1)
     else:
         assert problem.objective is Objective.PIECEWISE_LATENCY, problem.objective
         value = np.empty(len(phases))
         kernels.piecewise_batch(kernels.piecewise_tables(problem), phases, value)
-        value = value.reshape(len(p), each).max(axis=1)
-    if p.ndim == 3:
+        value = value.reshape(p.shape[:2]).max(axis=1)
+    if p.shape[1] > 1:
         value = np.where(problem.buffers_stay(p), value, np.inf)
     return value, held
 

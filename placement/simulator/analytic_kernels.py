@@ -202,16 +202,17 @@ def param_tables(problem: Problem) -> tuple[Ints, Ints]:
 
 @allocating
 def param_bytes_batch(param, reader, size, placements, held):
-    """Parameter bytes ``[B, D]`` of placements ``[B, N]``; each of ``size [P]`` once per device."""
+    """Bytes ``[B, D]`` of placements ``[B, K, N]``; each of ``size [P]`` once per device."""
     seen = np.empty(held.shape[1], np.int32)
     held[:] = 0
     for b in range(len(placements)):
         seen[:] = -1
         for i in range(len(param)):
-            d = placements[b, reader[i]]
-            if seen[d] != param[i]:
-                seen[d] = param[i]
-                held[b, d] += size[param[i]]
+            for k in range(placements.shape[1]):
+                d = placements[b, k, reader[i]]
+                if seen[d] != param[i]:
+                    seen[d] = param[i]
+                    held[b, d] += size[param[i]]
 
 
 def piecewise_tables(problem: Problem) -> Pieces:

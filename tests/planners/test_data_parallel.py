@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,3 +204,13 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     table = str(tmp_path / "x.csv")
     assert main(["export", out, "--to", "csv", "--out", table, "--nearest"]) == 0
     assert "cpu:0" in Path(table).read_text()
+
+
+def test_a_buffer_that_changes_stays_where_memory_is_tight_too() -> None:
+    problem = chain([[1.0, 1.0], [1.0, 1.0]], params=10, memory=60)
+    assert problem.memory_may_bind
+    program = SimpleNamespace(new_buffers=[(0, 1)])  # what op1 makes
+    problem = replace(problem, graph=replace(problem.graph, program=program))
+    assert load("data_parallel")(problem).placement.tolist() == [0, 0]
+    assert np.isinf(score(problem, [[[0, 0], [1, 1]]])).all()
+    problem.check_placement(load("phase_search", evaluations=100)(problem).placement)
