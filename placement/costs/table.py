@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from placement.cluster import Device
 from placement.costs.features import Features, features
 from placement.costs.predictors import Floats, LatencyError, Sample
+from placement.graph import OpGraph
 
 SMALLEST_S = 1e-8  # a clock's zero has no logarithm
 # A device that is nothing special. Times are learned relative to it: it need not be right, only
@@ -106,11 +108,29 @@ def tables(samples: Sequence[Sample]) -> dict[str, Table]:
     }
 
 
-def check_kind(device: Device, measured: Collection[str]) -> None:
-    """Raise ``LatencyError`` unless devices of this kind were measured."""
-    if device.kind not in measured:
-        raise LatencyError(
-            f"device {device.name!r} is of kind {device.kind!r}, of which nothing was measured on "
-            f"this machine (only {sorted(measured)}): describe it with 'like: <measured device>' "
-            "and 'speed: <factor>', or give peak rates to roofline"
-        )
+class Model(Protocol):
+    """What was learned of one kind of device."""
+
+    def __call__(self, described: Features, device: Device) -> tuple[Floats, Floats]:
+        """float64 ``[N]`` logarithms of seconds over ``guess``, and how far they may be off."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A ``Predictor``: a model for each kind of device."""
+
+    models: dict[str, Model]
+
+    def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
+        """See ``placement.costs.predictors.Predictor``."""
+        if device.kind not in self.models:
+            raise LatencyError(
+                f"device {device.name!r} is of kind {device.kind!r}, of which nothing was measured "
+                f"on this machine (only {sorted(self.models)}): describe it with 'like: <measured "
+                "device>' and 'speed: <factor>', or give peak rates to roofline"
+            )
+        described = features(graph)
+        value, spread = self.models[device.kind](described, device)
+        seconds = np.exp(value + guess(described, device))
+        return seconds, seconds * spread

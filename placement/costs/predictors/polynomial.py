@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Device
-from placement.costs.features import features
+from placement.costs.features import Features
 from placement.costs.predictors import Floats, Sample
-from placement.costs.table import Table, check_kind, columns, guess, kinds, tables
-from placement.graph import OpGraph
+from placement.costs.table import Fitted, Table, columns, kinds, tables
 
 _LARGEST_SPREAD = 3.0  # of a logarithm: a factor of 20
 
@@ -47,9 +46,9 @@ class Polynomial:
     ridge: float = 1.0
     weight: float = 0.3
 
-    def fit(self, samples: Sequence[Sample]) -> FittedPolynomial:
+    def fit(self, samples: Sequence[Sample]) -> Fitted:
         """Raises: LatencyError, no samples."""
-        return FittedPolynomial(
+        return Fitted(
             {kind: _fit(table, self.ridge, self.weight) for kind, table in tables(samples).items()}
         )
 
@@ -99,40 +98,28 @@ class _Regression:
 
 
 @dataclass(frozen=True, eq=False)
-class _Fitted:
+class _Polynomials:
     centre: Floats
     scale: Floats
     classes: dict[int, _Regression]
     kinds: dict[str, _Regression]
     everything: _Regression
 
-
-@dataclass(frozen=True, eq=False)
-class FittedPolynomial:
-    """A ``Predictor``: by kind of device."""
-
-    fitted: dict[str, _Fitted]
-
-    def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
-        """See ``placement.costs.predictors.Predictor``."""
-        check_kind(device, self.fitted)
-        model = self.fitted[device.kind]
-        described = features(graph)
-        x = (columns(described, device) - model.centre) / model.scale
-        value, spread = model.everything(x)
-        for number, regression in model.classes.items():
+    def __call__(self, described: Features, device: Device) -> tuple[Floats, Floats]:
+        x = (columns(described, device) - self.centre) / self.scale
+        value, spread = self.everything(x)
+        for number, regression in self.classes.items():
             at = described.op_class == number
             value[at], spread[at] = regression(x[at])
         kind = kinds(described)
-        for name, regression in model.kinds.items():
+        for name, regression in self.kinds.items():
             at = kind == name
             more, spread[at] = regression(x[at])
             value[at] += more
-        seconds = np.exp(value + guess(described, device))
-        return seconds, seconds * spread
+        return value, spread
 
 
-def _fit(table: Table, ridge: float, weight: float) -> _Fitted:
+def _fit(table: Table, ridge: float, weight: float) -> _Polynomials:
     centre, scale = table.x.mean(axis=0), table.x.std(axis=0)
     scale = np.where(scale > 1e-9, scale, 1.0)
     x = (table.x - centre) / scale
@@ -148,7 +135,7 @@ def _fit(table: Table, ridge: float, weight: float) -> _Fitted:
         at = table.op_class == number
         left[at] -= fitted(x[at])[0]
     own = {str(kind): regression(table.kind == kind, left) for kind in np.unique(table.kind)}
-    return _Fitted(centre, scale, classes, own, everything)
+    return _Polynomials(centre, scale, classes, own, everything)
 
 
 def _terms(x: Floats) -> Floats:

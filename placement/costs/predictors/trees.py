@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from placement.cluster import Device
-from placement.costs.features import CLASSES, features
+from placement.costs.features import CLASSES, Features
 from placement.costs.predictors import Floats, LatencyError, Sample
-from placement.costs.table import Table, check_kind, columns, guess, kinds, tables
-from placement.graph import OpGraph
+from placement.costs.table import Fitted, Table, columns, guess, kinds, tables
 
 _MOST_KINDS = 254  # that the trees tell apart; the others are as if never measured
 _UNKNOWN = 0.5  # spread of a logarithm where too few graphs were measured to leave one out
@@ -43,7 +42,7 @@ class Trees:
     weight: float = 0.1
     seed: int = 0
 
-    def fit(self, samples: Sequence[Sample]) -> FittedTrees:
+    def fit(self, samples: Sequence[Sample]) -> Fitted:
         """Raises: LatencyError, no samples, or scikit-learn is not installed."""
         try:
             from sklearn.ensemble import HistGradientBoostingRegressor
@@ -53,7 +52,7 @@ class Trees:
                 'pip install "device-placement-rl[latency]"'
             ) from error
 
-        def fit(table: Table) -> _Fitted:
+        def fit(table: Table) -> _Trees:
             every_kind, count = np.unique(table.kind, return_counts=True)
             often = np.argsort(-count, kind="stable")[:_MOST_KINDS]
             names = {str(kind): i for i, kind in enumerate(every_kind[often])}
@@ -87,35 +86,22 @@ class Trees:
                 at = seen & (table.op_class == c)
                 if at.any():
                     noise[c] = np.sqrt(np.average(missed[at] ** 2, weights=weight[at]))
-            return _Fitted(names, tuple(models), noise)
+            return _Trees(names, tuple(models), noise)
 
-        return FittedTrees({kind: fit(table) for kind, table in tables(samples).items()})
+        return Fitted({kind: fit(table) for kind, table in tables(samples).items()})
 
 
 @dataclass(frozen=True, eq=False)
-class _Fitted:
+class _Trees:
     names: dict[str, int]
     models: tuple[Any, ...]
     noise: Floats  # [len(CLASSES)]
 
-
-@dataclass(frozen=True, eq=False)
-class FittedTrees:
-    """A ``Predictor``: by kind of device."""
-
-    fitted: dict[str, _Fitted]
-
-    def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
-        """See ``placement.costs.predictors.Predictor``."""
-        check_kind(device, self.fitted)
-        model, described = self.fitted[device.kind], features(graph)
-        base = guess(described, device)
-        x = _inputs(
-            kinds(described), described.op_class, columns(described, device), base, model.names
-        )
-        answers = np.stack([m.predict(x) for m in model.models])
-        seconds = np.exp(answers.mean(axis=0) + base)
-        return seconds, seconds * np.hypot(answers.std(axis=0), model.noise[described.op_class])
+    def __call__(self, described: Features, device: Device) -> tuple[Floats, Floats]:
+        base, op_class = guess(described, device), described.op_class
+        x = _inputs(kinds(described), op_class, columns(described, device), base, self.names)
+        answers = np.stack([m.predict(x) for m in self.models])
+        return answers.mean(axis=0), np.hypot(answers.std(axis=0), self.noise[op_class])
 
 
 def _inputs(kind: Any, op_class: Any, x: Floats, base: Floats, names: dict[str, int]) -> Floats:
