@@ -186,12 +186,10 @@ class OpGraph:
         n, t, p = self.num_ops, self.num_tensors, len(self.param_bytes)
         if n == 0:
             raise GraphError(f"graph {self.name!r} has no operators")
-        for what in ("op_kind", "op_module", "op_signature", "group", "is_backward"):
-            if len(getattr(self, what)) != n:
-                raise GraphError(f"{what} has {len(getattr(self, what))} entries, expected {n}")
-        for what in ("tensor_bytes", "tensor_root"):
-            if len(getattr(self, what)) != t:
-                raise GraphError(f"{what} has {len(getattr(self, what))} entries, expected {t}")
+        lengths = dict.fromkeys(("op_kind", "op_module", "op_signature", "group", "is_backward"), n)
+        for what, count in {**lengths, "tensor_bytes": t, "tensor_root": t}.items():
+            if len(getattr(self, what)) != count:
+                raise GraphError(f"{what} has {len(getattr(self, what))} entries, expected {count}")
         if len(set(self.op_name)) != n:
             twice = sorted({x for x in self.op_name if self.op_name.count(x) > 1})
             raise GraphError(f"operator names must be unique; repeated: {twice[:5]}")

@@ -169,12 +169,6 @@ class Problem:
         return 1 if self.objective is Objective.LATENCY else self.num_microbatches
 
     @property
-    def one_run(self) -> Problem:
-        """The same problem with the ``num_run`` micro-batches that the objective is of."""
-        same = self.num_run == self.num_microbatches
-        return self if same else replace(self, num_microbatches=self.num_run)
-
-    @property
     def num_ops(self) -> int:
         """``N``."""
         return self.graph.num_ops
@@ -471,18 +465,16 @@ class Problem:
         """
         p = np.array(whole_numbers(placement))  # of its own, whoever changes the caller's
         if p.ndim == 2 and 1 <= len(p) <= MOST_PHASES:
-            checked = [self._check_phase(row, f" in phase {k}") for k, row in enumerate(p)]
-            ops = self.graph.carried_op
-            for k, row in enumerate(checked):
-                if (row[ops] != checked[0][ops]).any():
-                    n = ops[int((row[ops] != checked[0][ops]).argmax())]
-                    names = self.cluster.device_names
-                    raise ProblemError(
-                        f"operator {n} ({self.graph.op_name[n]!r}) changes a buffer for the next "
-                        f"micro-batch (a running statistic): it is on {names[checked[0][n]]!r} in "
-                        f"phase 0, on {names[row[n]]!r} in phase {k}; keep it on one device"
-                    )
-            return checked[0] if len(p) == 1 else np.stack(checked)
+            p = np.stack([self._check_phase(row, f" in phase {k}") for k, row in enumerate(p)])
+            ops, names = self.graph.carried_op, self.cluster.device_names
+            for k, i in np.argwhere(p[:, ops] != p[0, ops])[:1]:
+                n = ops[i]
+                raise ProblemError(
+                    f"operator {n} ({self.graph.op_name[n]!r}) changes a buffer for the next "
+                    f"micro-batch (a running statistic): it is on {names[p[0, n]]!r} in phase 0, "
+                    f"on {names[p[k, n]]!r} in phase {k}; keep it on one device"
+                )
+            return p[0] if len(p) == 1 else p
         return self._check_phase(p)
 
     def _check_phase(self, p: NDArray[np.int32], phase: str = "") -> NDArray[np.int32]:

@@ -124,7 +124,7 @@ class IdealDp:
         stats["max_load_s"] = float(device_loads(problem, best.placement).max())
         value = float(score(problem, best.placement)[0])
         if not np.isfinite(value):  # the split counts parameters, a timeline activations too
-            stats["infeasible"] = why_infinite(problem.one_run, best.placement)
+            stats["infeasible"] = why_infinite(problem, best.placement)
         return Solution(best.placement, value, bound, stats)
 
     def _best(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Best:

@@ -232,7 +232,7 @@ class Search:
         placement = self.best[..., self.problem.graph.group]
         curve = [*self.curve, (self.seconds, self.num_evaluations, self.best_s)]
         if self.best_s == np.inf:
-            stats["infeasible"] = why_infinite(self.problem.one_run, placement)
+            stats["infeasible"] = why_infinite(self.problem, placement)
         facts: dict[str, Any] = {
             "seconds": self.seconds,
             "evaluations": self.num_evaluations,
@@ -377,9 +377,9 @@ def load_kernels(objective: Objective) -> None:
 def why_infinite(problem: Problem, placement: Placement) -> str:
     """Why a placement is worth inf: what does not fit, in bytes, or which pieces cannot run."""
     formula = problem.objective.is_analytic
-    peak = None if formula else simulate(problem, placement).peak_bytes
-    if formula:
-        peak = problem.param_bytes_on(placement)
+    peak: NDArray[np.int64] | None = problem.param_bytes_on(placement)
+    if not formula:
+        peak = simulate(problem, placement, num_microbatches=problem.num_run).peak_bytes
     assert peak is not None, "a prediction tracks memory"
     over = [
         f"device {device.name!r} needs {int(need)} bytes, has {device.memory_bytes}"

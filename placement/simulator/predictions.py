@@ -148,8 +148,7 @@ def summing(
 class Values:
     """What a batch of ``B`` placements is worth, float64 ``[B]``; inf = cannot run.
 
-    ``energy_j`` is joules per micro-batch, None where power is unknown, and ``priced_j`` what
-    the objective ``energy`` is: with the worth of the run's seconds; ``peak_bytes`` is int64
+    ``energy_j`` is joules per micro-batch, None where power is unknown; ``peak_bytes`` is int64
     ``[B, D]``, or None where memory cannot bind; ``feasible`` is bool ``[B]``: supported
     everywhere and within the memory of every device.
     """
@@ -157,7 +156,6 @@ class Values:
     latency_s: Floats
     period_s: Floats
     energy_j: Floats | None
-    priced_j: Floats | None
     peak_bytes: NDArray[np.int64] | None
     feasible: NDArray[np.bool_]
 
@@ -174,9 +172,8 @@ def evaluate(problem: Problem, placements: ArrayLike) -> Values:
     alone, m = _batch(problem, placements, 1), problem.num_microbatches
     many = alone if m == 1 else _batch(problem, placements, m)
     energy = None if problem.power is None else _energy_j(problem, many)
-    priced = None if energy is None else _priced(problem, energy, many.run_s)
     fits = [_fits(problem, runs.peak_bytes) & np.isfinite(runs.period_s) for runs in (alone, many)]
-    return Values(alone.period_s, many.period_s, energy, priced, many.peak_bytes, fits[0] & fits[1])
+    return Values(alone.period_s, many.period_s, energy, many.peak_bytes, fits[0] & fits[1])
 
 
 def worth(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[np.int64] | None]:
@@ -190,9 +187,11 @@ def worth(problem: Problem, placements: ArrayLike) -> tuple[Floats, NDArray[np.i
 
         return analytic.evaluate(problem, placements)
     runs = _batch(problem, placements, problem.num_run)
-    if problem.objective is Objective.ENERGY:
-        return _priced(problem, _energy_j(problem, runs), runs.run_s), runs.peak_bytes
-    return runs.period_s, runs.peak_bytes
+    value = runs.period_s
+    if problem.objective is Objective.ENERGY:  # joules, and what the seconds are worth
+        worth_j = problem.second_j * runs.run_s if problem.second_j else 0.0
+        value = _energy_j(problem, runs) + worth_j
+    return value, runs.peak_bytes
 
 
 def score(problem: Problem, placements: ArrayLike) -> Floats:
@@ -269,11 +268,6 @@ def _energy_j(problem: Problem, runs: _Runs) -> Floats:
     for i in np.flatnonzero(np.isfinite(runs.run_s)):
         energy[i] = problem.power.energy_j(runs.run_s[i], runs.busy_s[i] / m)
     return energy
-
-
-def _priced(problem: Problem, energy_j: Floats, run_s: Floats) -> Floats:
-    """The objective ``energy``: float64 ``[B]`` joules, and what the seconds are worth."""
-    return energy_j + problem.second_j * run_s if problem.second_j else energy_j
 
 
 def value_of(problem: Problem, solution: Solution) -> float:
