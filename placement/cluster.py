@@ -399,10 +399,9 @@ class Cluster:
         """
         try:
             data = parse_yaml(read_text(path))
-        except OSError as error:
-            raise ClusterError(f"{path}: cannot be read as a cluster: {error.strerror}") from error
-        except ValueError as error:
-            raise ClusterError(f"{path}: cannot be read as a cluster: {error}") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ClusterError(f"{path}: cannot be read as a cluster: {why}") from error
         if not isinstance(data, dict) or not isinstance(data.get("devices"), list):
             raise ClusterError(f"{path}: a cluster file needs a list 'devices:'")
         if not isinstance(data.get("links") or [], list):

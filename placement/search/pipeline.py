@@ -30,16 +30,8 @@ from placement.search.evaluation import Choice, can_move, device_classes, neighb
 from placement.search.list_schedule import memory_counts
 from placement.search.macro import SHARE, Draws, draws_of, overflow, propose, uniform
 from placement.simulator import kernels
-from placement.simulator.analytic_kernels import (
-    Moves,
-    Placed,
-    apply_moves,
-    blocks,
-    fill_state,
-    move_state,
-    move_tables,
-    undo_moves,
-)
+from placement.simulator.analytic import load_moves
+from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
 from placement.simulator.kernels import Tables
 from placement.tools.jit import Struct, array, copy, inlined, kernel, largest
 
@@ -409,8 +401,7 @@ class Pipeline:
         self.problem, self.learned = problem, net is not None
         self._share = _HAND_WAITS if net is None else WAITS
         self.tables: Tables = kernels.tables(problem)
-        self.moves: Moves = move_tables(problem, blocks(problem, g.group))
-        self.state: Placed = move_state(self.moves, compute_s.argmin(axis=1).astype(np.int32))
+        self.moves, self.state = load_moves(problem, compute_s.argmin(axis=1)[g.group])
         group_s = np.zeros(compute_s.shape)
         np.add.at(group_s, g.group, problem.loaded_s)
         body = min(_BODY, g.num_groups)

@@ -282,7 +282,7 @@ def test_trees_leave_out_whole_graphs_to_learn_how_far_they_miss() -> None:
                 device = replace(CPU, name=f"c{k}")
                 samples.append(Sample(graph, device, seconds, seconds * 0.01, seconds))
         fitted: Any = predictors.load("trees").fit(samples)
-        return float(fitted.fitted["cpu"].noise.mean())
+        return float(fitted.models["cpu"].noise.mean())
 
     assert missed(2) == pytest.approx(missed(1), rel=0.3)
 

@@ -177,10 +177,10 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("field", "complaint"),
     [
-        ("busy_w: -3", "device 'a': busy_w = -3.0 watts is negative"),
-        ("idle_w: -0.5", "device 'a': idle_w = -0.5 watts is negative"),
-        ("busy_w: .nan", "device 'a': busy_w = nan is no number of watts"),
-        ("busy_w: .inf", "device 'a': busy_w = inf is no number of watts"),
+        ("busy_w: -3", "device 'a': busy_w = -3.0, must be from 0 to"),
+        ("idle_w: -0.5", "device 'a': idle_w = -0.5, must be from 0 to"),
+        ("busy_w: .nan", "device 'a': busy_w = nan, must be from 0 to"),
+        ("busy_w: .inf", "device 'a': busy_w = inf, must be from 0 to"),
         ("busy_w: many", "busy_w = 'many' is not a number"),
         ("power_source: guessed", "power_source = 'guessed', must be declared or measured"),
     ],
