@@ -72,7 +72,7 @@ def crossing_s(problem: Problem, block: Ints) -> Floats:
     first, last = np.full(problem.graph.num_tensors, size), np.full(problem.graph.num_tensors, -1)
     np.minimum.at(first, tensor, at)
     np.maximum.at(last, tensor, at)
-    produced = np.unique(tensor)
+    produced = np.flatnonzero(problem.graph.tensor_src >= 0)
     total = np.zeros((problem.num_devices, size))
     for d in range(problem.num_devices):
         np.add.at(total[d], first[produced] + 1, problem.io_s[produced, d])

@@ -252,8 +252,11 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
     each = max(len(rows) // max(len(batch), 1), 1)
     for i in np.flatnonzero(ran) if track else ():
         peak[i] += problem.param_bytes_on(batch[i // each])
-    moves = np.repeat(~problem.buffers_stay(batch), each)
-    value[moves] = run_s[moves] = np.inf
+    if len(problem.graph.carried_op):
+        moves = np.repeat(~problem.buffers_stay(batch), each)
+        value[moves] = run_s[moves] = np.inf
+    if each == 1:
+        return _Runs(value, run_s, busy, peak if track else None)
     at = value.reshape(-1, each).argmax(axis=1)  # the slowest run of each; what any of them holds
     at += np.arange(len(at)) * each
     most = peak.reshape(-1, each, problem.num_devices).max(axis=1) if track else None
