@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.graph import OpGraph
+from placement.graph import OpGraph, topological_order
 from placement.problem import Placement, Problem
 
 
@@ -67,26 +67,16 @@ class Schedule:
         self._check_no_deadlock(graph)
 
     def _check_no_deadlock(self, g: OpGraph) -> None:
-        """Walk every device's order until all are done; whoever is stuck is in a cycle."""
-        n = g.num_ops
-        done = np.zeros((self.num_microbatches, n), bool)
-        at = [0] * len(self.order)
-        sources = [g.tensor_src[g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]] for i in range(n)]
-        preds = [x[x >= 0].tolist() for x in sources]
-        moved = True
-        while moved:
-            moved = False
-            for d, rows in enumerate(self.order):
-                while at[d] < len(rows):
-                    op, batch = rows[at[d]]
-                    if not all(done[batch, p] for p in preds[op]):
-                        break
-                    done[batch, op] = True
-                    at[d] += 1
-                    moved = True
-        for d, rows in enumerate(self.order):
-            if at[d] < len(rows):
-                op, batch = map(int, rows[at[d]])
+        """What waits for its inputs, and for what its device runs before it, is no circle."""
+        n, m = g.num_ops, self.num_microbatches
+        pairs = [np.reshape(rows, (-1, 2)).astype(np.int64) for rows in self.order]
+        each = [rows[:, 0] + n * rows[:, 1] for rows in pairs]
+        lines = [np.stack([x[:-1], x[1:]], axis=1) for x in each]
+        edges = np.concatenate([*lines, *(g.edges + n * b for b in range(m))])
+        done = np.zeros(n * m, bool)
+        done[topological_order(edges[np.argsort(edges[:, 0], kind="stable")], n * m)] = True
+        for d, line in enumerate(each):
+            for batch, op in zip(*np.divmod(line[~done[line]][:1], n), strict=True):
                 raise ScheduleError(
                     f"schedule deadlocks: device {d} waits at operator {op} "
                     f"({g.op_name[op]!r}) of micro-batch {batch} for work that comes later"
