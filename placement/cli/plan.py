@@ -16,7 +16,7 @@ from placement.cli import serving
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from placement.plan import Measured
+    from placement.plan import Measured, Plan
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
     from placement.schedulers import Scheduler
@@ -175,8 +175,11 @@ def run(args: argparse.Namespace) -> int:
             report(f"ordering with {args.scheduler}", None)
             solution = _ordered(args, scheduler, problem, solution)
             measured = None  # what ran was not in this order
+    plan = None
+    if isfinite(solution.value_s) and (args.out or not args.json):
+        plan = _plan(args, planner, problem, solution, measured)
     if args.json:
-        cli.print_json(_answer(args, problem, solution, took))
+        cli.print_json(_answer(args, problem, solution, plan, took))
     if not isfinite(solution.value_s) and serving.is_served(args):
         cli.say(serving.why_not(args, problem))
         return cli.NO
@@ -185,13 +188,12 @@ def run(args: argparse.Namespace) -> int:
         return cli.NO
     if args.measurements is not None:
         _say_measured(solution)
-    elif planned.stats.get("best_value_s", planned.value_s) < planned.value_s:
-        _say_kept(planned)
     else:
+        _say_kept(planned)
         _say_longer(problem, planned)
     _say_network(args, problem, planned)
-    if args.out or not args.json:
-        _show_and_save(args, planner, problem, solution, measured)
+    if plan is not None:
+        _show_and_save(args, plan, problem, solution)
     if args.trace:
         from placement.simulator import simulate
 
@@ -303,12 +305,14 @@ def _say_measured(solution: Solution) -> None:
 
 
 def _say_kept(solution: Solution) -> None:
-    better = 1 - solution.stats["best_value_s"] / solution.value_s
-    cli.say(
-        f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
-        f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
-        "--measurements 40 decides by running"
-    )
+    """Where a search found better, but not by more than predictions err."""
+    better = 1 - solution.stats.get("best_value_s", solution.value_s) / solution.value_s
+    if better > 0:
+        cli.say(
+            f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
+            f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
+            "--measurements 40 decides by running"
+        )
 
 
 def _say_longer(problem: Problem, solution: Solution) -> None:
@@ -340,21 +344,20 @@ def _say_network(args: argparse.Namespace, problem: Problem, solution: Solution)
         )
 
 
-def _show_and_save(
+def _plan(
     args: argparse.Namespace,
     planner: Planner,
     problem: Problem,
     solution: Solution,
     measured: Measured | None,
-) -> None:
-    from placement.cli.show import show_plan
+) -> Plan:
     from placement.plan import make_plan, parameters_of
 
     parameters = parameters_of(planner)
     if args.measurements is not None:
         parameters = {"start": {"planner": args.planner, **parameters}}
         parameters |= {"measurements": args.measurements, "seed": args.seed or 0}
-    plan = make_plan(
+    return make_plan(
         problem,
         solution,
         planner=_decided(args),
@@ -362,6 +365,13 @@ def _show_and_save(
         workload=None if problem.graph.program is None else args.workload,
         measured=measured,
     )
+
+
+def _show_and_save(
+    args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution
+) -> None:
+    from placement.cli.show import show_plan
+
     if not args.json:
         show_plan(plan)
         if serving.is_served(args):
@@ -543,9 +553,9 @@ def option(text: str, of: str = "planner") -> tuple[str, Any]:
 
 
 def _answer(
-    args: argparse.Namespace, problem: Problem, solution: Solution, took: float
+    args: argparse.Namespace, problem: Problem, solution: Solution, plan: Plan | None, took: float
 ) -> dict[str, Any]:
-    """What machines read; the keys are a contract."""
+    """What machines read; the keys are a contract. A ``plan`` has the bound."""
     from placement.plan import proved_bound_s
 
     feasible = isfinite(solution.value_s)
@@ -559,7 +569,9 @@ def _answer(
         "planner": _decided(args),
         "objective": args.objective or problem.objective,
         "value_s": float(solution.value_s) if feasible else None,
-        "lower_bound_s": proved_bound_s(problem, solution),
+        "lower_bound_s": plan.lower_bound_s[problem.objective]
+        if plan is not None
+        else proved_bound_s(problem, solution),
         "seconds": float(solution.stats.get("seconds", took)),
         "evaluations": solution.stats.get("evaluations"),
         "feasible": feasible,

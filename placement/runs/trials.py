@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.simulator import score
 from placement.timeline import Timeline
-from placement.tools.files import parse_json, read_text, short, write_atomic
+from placement.tools.files import append, parse_json, read_text, short, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -227,10 +226,7 @@ class Trials:
         self._rounds.append(latest)
         self._played += 1
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_round_line(latest))
-                file.flush()
-                os.fsync(file.fileno())
+            append(self.path, _round_line(latest))
 
     def __call__(self, placements: ArrayLike) -> Floats:
         """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where they do not fit.

@@ -229,6 +229,27 @@ def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, capsys: Any)
     assert main(words) == OK
     assert "of 512 items each takes 6% longer than in one of 32" in capsys.readouterr().err
     assert main([*words, "--microbatches", "512"]) == OK and not capsys.readouterr().err
+    # Also where the baseline's answer is kept.
+    problem = synthetic.families()["towers"](1)
+    profile = replace(problem.profile, provenance={"error": 0.95})
+    save(replace(problem, profile=profile), tmp_path / "towers.json")
+    words = ["plan", str(tmp_path / "towers.json"), "--planner", "policy", "--evaluations", "100"]
+    assert main([*words, "baseline=heft", "--json"]) == OK
+    said = capsys.readouterr().err
+    assert "kept the baseline's placement" in said and "of 512 items each takes 6% longer" in said
+
+
+def test_a_plan_and_its_answer_ask_for_the_bound_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """What an answer without a plan says of the bound, a plan has already."""
+    save(synthetic.families()["towers"](1), tmp_path / "p.json")
+    words = ["plan", tmp_path / "p.json", "--planner", "heft"]
+    bound_s = answer(capsys, *words)["lower_bound_s"]
+    monkeypatch.setattr("placement.plan.proved_bound_s", None)
+    out = tmp_path / "plan.json"
+    assert answer(capsys, *words, "--out", out)["lower_bound_s"] == bound_s > 0
+    assert load_plan(out).lower_bound_s["period"] == bound_s
 
 
 def test_an_error_in_a_planner_of_ones_own_says_where(

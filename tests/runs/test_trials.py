@@ -15,6 +15,7 @@ from placement.problem import ProblemError
 from placement.runs.trials import TrialError, Trials, fingerprint, two_way
 from placement.simulator import score
 from placement.timeline import Timeline
+from placement.tools.files import FileError
 from tests.runtimes import Biased, layered, noise
 
 A, B, C, D = np.eye(4, 6, dtype=np.int32)
@@ -63,6 +64,13 @@ def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
         trials.measure(batch)
     assert trials.levels / truth == pytest.approx(np.full(4, trials.levels[0] / truth[0]), rel=1e-3)
     assert trials.drift[2:] / trials.drift[0] == pytest.approx([1.5, 1.5], rel=1e-3)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(layered(6), Biased(layered(6), lambda run: 1.0), path=tmp_path / "t.jsonl")
+    trials.path = Path("/dev/full")
+    with pytest.raises(FileError, match="cannot write /dev/full: no space left"):
+        trials.measure([A])
 
 
 def test_drift_cancels_where_the_incumbent_changes() -> None:
