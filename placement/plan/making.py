@@ -17,7 +17,7 @@ from placement.bounds import lower_bound, lower_bounds
 from placement.objective import Objective
 from placement.plan import parts
 from placement.plan.document import Plan
-from placement.plan.parts import Fallback, Measured, PlanError, Predicted, module_map, stages_of
+from placement.plan.parts import Fallback, Measured, PlanError, Predicted, stages_of, whole_modules
 from placement.plan.reading import explain
 from placement.problem import Placement, Problem, Solution
 from placement.tools.ownership import version
@@ -76,7 +76,7 @@ def make_plan(
             priority=_priority(problem, single, solution.schedule),
             order=_named_order(problem, solution.schedule),
             stages=stages_of(graph.op_name, phases[0]),
-            device_map=module_map(graph, phases[0]),
+            device_map=whole_modules(graph.op_module, phases[0]),
             predicted=_predicted(problem, solution, single, stream, peak),
             measured=measured,
             lower_bound_s=_proved_bounds(problem, solution),

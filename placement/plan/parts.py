@@ -260,11 +260,6 @@ def stages_of(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
     )
 
 
-def module_map(graph: OpGraph, on: Sequence[str]) -> dict[str, str]:
-    """``whole_modules`` of a graph; ``on`` is the ``[N]`` device name of each operator."""
-    return whole_modules(graph.op_module, on)
-
-
 def whole_modules(modules: Sequence[str], on: Sequence[str]) -> dict[str, str]:
     """Module path -> device, for the outermost modules whose operators are all on one device.
 
