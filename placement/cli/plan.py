@@ -14,8 +14,6 @@ from placement import cli
 from placement.cli import serving
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from placement.plan import Measured, Plan
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
@@ -558,8 +556,8 @@ def _answer(
     """What machines read; the keys are a contract. A ``plan`` has the bound."""
     from placement.plan import proved_bound_s
 
-    feasible = isfinite(solution.value_s)
-    devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
+    bound_s = plan.lower_bound_s[problem.objective] if plan else proved_bound_s(problem, solution)
+    took_s = float(solution.stats.get("seconds", took))
     names = ["measured_s", "measured_single_s", "measurements", "network"]
     names += ["replicated_period_s", "stages", "turns"]
     measured = {key: solution.stats[key] for key in names if key in solution.stats}
@@ -568,30 +566,30 @@ def _answer(
     return {
         "planner": _decided(args),
         "objective": args.objective or problem.objective,
-        "value_s": float(solution.value_s) if feasible else None,
-        "lower_bound_s": plan.lower_bound_s[problem.objective]
-        if plan is not None
-        else proved_bound_s(problem, solution),
-        "seconds": float(solution.stats.get("seconds", took)),
-        "evaluations": solution.stats.get("evaluations"),
-        "feasible": feasible,
-        "assignment": {
-            op: devices[d] for op, d in zip(problem.graph.op_name, phases[0].tolist(), strict=True)
-        },
-        **({} if len(phases) == 1 else {"phases": later_phases(problem, phases)}),
+        **decision(problem, solution, lower_bound_s=bound_s, seconds=took_s),
         **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
         **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
 
 
-def later_phases(problem: Problem, phases: NDArray[np.int32]) -> list[dict[str, str]]:
-    """What each later phase has elsewhere than ``assignment``, as a plan's ``phases`` have it."""
+def decision(problem: Problem, solution: Solution, **facts: float) -> dict[str, Any]:
+    """Of an answer for machines: value, ``facts``, and where operators are, phases as in a plan."""
     devices, names = problem.cluster.device_names, problem.graph.op_name
-    return [
+    phases = np.atleast_2d(solution.placement)
+    feasible = isfinite(solution.value_s)
+    answer = {
+        "value_s": float(solution.value_s) if feasible else None,
+        **facts,
+        "evaluations": solution.stats.get("evaluations"),
+        "feasible": feasible,
+        "assignment": {op: devices[d] for op, d in zip(names, phases[0].tolist(), strict=True)},
+    }
+    later = [
         {names[n]: devices[phase[n]] for n in np.flatnonzero(phase != phases[0]).tolist()}
         for phase in phases[1:]
     ]
+    return answer | ({"phases": later} if later else {})
 
 
 def _order(problem: Problem, schedule: Schedule) -> dict[str, list[tuple[str, int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -223,15 +222,6 @@ def test_a_narrow_terminal_breaks_headers_and_names_and_cuts_nothing(
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= 60 and "…" not in out
         assert out.count("local_search") == 3 and "6.25" in out and "-20.0" in out
-
-
-def test_tables_that_nobody_reads_end_nothing() -> None:
-    """As of ``placement-compare ... | head -1``."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    code = "from placement.tools.shown import print_table as p; p('t', ['a'], [['b']]); print(9)"
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_predictions_that_nothing_ran_for_say_how_far_they_are_off() -> None:

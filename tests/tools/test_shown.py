@@ -140,8 +140,9 @@ def test_an_infeasible_solution() -> None:
 
 def test_units() -> None:
     assert [count(n, "planner") for n in (0, 1, 2)] == ["0 planners", "1 planner", "2 planners"]
-    assert [seconds(x) for x in (0.0, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
+    assert [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
         "0 µs",
+        "0.3 µs",
         "42 µs",
         "12.3 ms",
         "1 s",
