@@ -96,16 +96,11 @@ def _figure(panels: list[tuple[str, Timeline]], title: str) -> Any:
         fontsize=9,
         color=INK,
     )
-    entitle(figure, title)
-    figure.tight_layout(h_pad=0.8)
-    return figure
-
-
-def entitle(figure: Any, title: str) -> None:
-    """Above everything; nothing for no title."""
     if title:
         how = {"x": 0.012, "ha": "left", "fontsize": 13, "fontweight": "bold", "color": INK}
         figure.suptitle(as_text(title), **how)
+    figure.tight_layout(h_pad=0.8)
+    return figure
 
 
 def _lanes(timeline: Timeline) -> tuple[str, ...]:

@@ -156,15 +156,6 @@ def test_a_budget_of_measurements_counts_incumbents() -> None:
         trials.measure([A])
 
 
-def test_a_budget_of_seconds_ends_between_rounds() -> None:
-    problem = layered(6)
-    trials = Trials(problem, Biased(problem), seconds=1e-9)
-    trials.measure([A, B])
-    assert trials.num_measurements == 2 and trials.used == 1.0
-    with pytest.raises(TrialError, match=r"s of 1e-09; allow more"):
-        trials.measure([C])
-
-
 def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -> None:
     problem = layered(6)
     blocked = problem.profile.compute_s.copy()
