@@ -63,7 +63,8 @@ def words_of(args: argparse.Namespace, verb: Sequence[str], names: Sequence[str]
     for name in (*names, "json", "debug"):
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is not None and value is not False:
-            words += [option] if value is True else [option, str(value)]
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            words += [option] if value is True else [option, shown]
     return words
 
 

@@ -139,7 +139,7 @@ def trace_of(runner: Any, run: Callable[[], Any]) -> dict[str, Any]:
     run()
     if hasattr(runner, "collect"):  # from other ranks
         runner.collect(first)
-        cli.say(f"clocks of the ranks agree to {1e6 * runner.clock_error_s:.0f} us or better")
+        cli.say(f"clocks of the ranks agree to {cli.seconds(runner.clock_error_s)} or better")
     problem = costless_problem(runner.graph, runner.cluster)
     count = runner.next_batch - first
     return measured_timeline(problem, runner, first, count).to_trace(runner.graph.op_name)
