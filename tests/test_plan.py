@@ -26,10 +26,10 @@ from placement.plan import (
     graph_parts,
     load_plan,
     make_plan,
-    module_map,
     parameters_of,
     read_plan,
     schema_text,
+    whole_modules,
 )
 from placement.planners import load
 from placement.problem import Problem, Solution
@@ -242,10 +242,11 @@ def test_planner_parameters_are_json() -> None:
     assert parameters_of(Link("a", "b"))["bandwidth_bytes_per_s"] == "inf"
 
 
-def test_module_map_names_the_outermost_whole_modules() -> None:
-    graph = chain(5, op_module=["a.x", "a.x", "a.y", "b.z", "b"])
-    assert module_map(graph, ["p", "p", "q", "q", "q"]) == {"a.x": "p", "a.y": "q", "b": "q"}
-    assert module_map(graph, ["p"] * 5) == {"": "p"}
+def test_whole_modules_are_the_outermost() -> None:
+    modules = ["a.x", "a.x", "a.y", "b.z", "b"]
+    split = whole_modules(modules, ["p", "p", "q", "q", "q"])
+    assert split == {"a.x": "p", "a.y": "q", "b": "q"}
+    assert whole_modules(modules, ["p"] * 5) == {"": "p"}
 
 
 # -- refused: another model, other devices ---------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from placement.tools.progress import printable
 
 NARROWEST, WIDTH = 60, 80  # columns of a table: narrower ones would be letters below letters
-SHORT = 12  # letters of a figure
+SHORT = 20  # letters of what is not broken
 MAX_ROWS = 40
 MAX_LANES = 16
 IDLE = "·"
@@ -60,7 +60,7 @@ def print_table(
 ) -> None:
     """To standard output, at most 80 columns; on a narrow terminal headers have two lines.
 
-    The first column is names, the others are ``figures``, of which short ones are never cut.
+    The first column is names, the others are ``figures``.
     """
     from rich import box
     from rich.console import Console
@@ -78,12 +78,13 @@ def print_table(
     for i, column in enumerate(header):
         if i and figures and not wide:
             column = re.sub(r"(?<=.{4})[ -](?=.)", lambda x: x[0].strip() + "\n", column)
-        is_short = all(len(row[i]) <= SHORT for row in rows)
+        # A figure that is cut is a wrong figure; one with a unit may be broken before that.
+        whole = all(len(row[i]) <= SHORT and not (i and " " in row[i]) for row in rows)
         shown.add_column(
             printable(column),
             justify="right" if i and figures else "left",
             overflow="ellipsis" if i == 0 and figures and wide else "fold",
-            no_wrap=is_short if i and figures else not (i or figures),
+            no_wrap=whole and bool(i) == figures,
         )
     for row in rows:
         shown.add_row(*map(printable, row))

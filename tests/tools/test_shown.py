@@ -21,6 +21,7 @@ from placement.tools.shown import (
     count,
     lanes,
     mebibytes,
+    print_table,
     seconds,
     table,
     text_lanes,
@@ -124,6 +125,13 @@ def test_tables_stay_small() -> None:
     rows = [[str(i), "x"] for i in range(1000)]
     shown = table("t", ["a", "b"], rows)
     assert shown.count("<tr>") == MAX_ROWS + 1 and f"and {1000 - MAX_ROWS} more" in shown
+
+
+def test_a_narrow_table_cuts_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    row = ["cuda:0", "10,986.4 MiB", "768.0 MiB", "132.5 MiB", "11,886.9 MiB", "12,052.8 MiB"]
+    print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], [row])
+    assert set(" ".join(row).split()) <= set(capsys.readouterr().out.split())
 
 
 def test_a_measured_timeline_without_memory() -> None:
