@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from placement import cli
 from placement.cli.ranks import spawn, words_of
-from placement.cli.run import inference
 from placement.cli.train import training
-from placement.cli.ways import Differs, Work, carry_out, model_of, turns
+from placement.cli.ways import Differs, Work, carry_out, inference, model_of, turns
 
 if TYPE_CHECKING:
     from placement.executor.distributed_world import World

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from placement import cli
 from placement.cli import train
-from placement.cli.ways import Differs, Work, carry_out, model_of
-from placement.runs.ways import alone, calls, difference, first_difference
+from placement.cli.ways import Differs, Work, carry_out, inference, model_of
+from placement.runs.ways import difference, first_difference
 
 if TYPE_CHECKING:
     from placement.plan import Plan
@@ -99,14 +99,3 @@ def _here(args: argparse.Namespace, plan: Plan, batches: int) -> Work:
         return wrong and wrong + first_difference(runner, inputs)
 
     return work._replace(difference=compare)
-
-
-def inference(plan: Plan, make: Any, module: Any, inputs: Any, batches: int) -> Work:
-    """``make`` as in ``Work``; without a module nothing is compared."""
-    return Work(
-        make,
-        None if module is None else lambda runner: difference(runner, module, inputs),
-        lambda runner: calls(runner, runner, inputs, batches),
-        partial(alone, plan),
-        lambda runner: list(runner.stream([inputs] * batches)),
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import cli
-from placement.runs.ways import Way, measure
+from placement.runs.ways import Way, alone, calls, difference, measure
 
 if TYPE_CHECKING:
     from placement.plan import Measured, Plan, Spread
@@ -35,6 +35,17 @@ class Work(NamedTuple):
     way: Callable[[Any], Way]
     alone: Callable[[Any, str], Any]
     run: Callable[[Any], Any]
+
+
+def inference(plan: Plan, make: Any, module: Any, inputs: Any, batches: int) -> Work:
+    """``make`` as in ``Work``; without a module nothing is compared."""
+    return Work(
+        make,
+        None if module is None else lambda runner: difference(runner, module, inputs),
+        lambda runner: calls(runner, runner, inputs, batches),
+        partial(alone, plan),
+        lambda runner: list(runner.stream([inputs] * batches)),
+    )
 
 
 def carry_out(
