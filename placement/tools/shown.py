@@ -74,7 +74,7 @@ def print_table(
     out = Output(markup=False, emoji=False, highlight=False)
     out.width = min(max(out.width, NARROWEST), WIDTH)
     wide = out.width == WIDTH
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=len(header) > 6 or not wide)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, column in enumerate(header):
         if i and figures and not wide:
             column = re.sub(r"(?<=.{4})[ -](?=.)", lambda x: x[0].strip() + "\n", column)
