@@ -233,7 +233,6 @@ def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, capsys: Any)
 def test_a_plan_and_its_answer_ask_for_the_bound_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """What an answer without a plan says of the bound, a plan has already."""
     save(synthetic.families()["towers"](1), tmp_path / "p.json")
     words = ["plan", tmp_path / "p.json", "--planner", "heft"]
     bound_s = answer(capsys, *words)["lower_bound_s"]
