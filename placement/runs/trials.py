@@ -425,7 +425,8 @@ def _is_json(text: str) -> bool:
 
 def _round(row: Any, problem: Problem) -> Round:
     """Raises: ValueError, it is no round of this problem."""
-    if not isinstance(row, dict) or not {"seconds", "placements"} <= row.keys():
+    # Older files also have what a round took.
+    if not isinstance(row, dict) or row.keys() - {"took_s"} != {"seconds", "placements"}:
         raise ValueError(f"{short(row)} is no object of seconds and placements")
     seconds, placements = row["seconds"], row["placements"]
     if not isinstance(seconds, list) or not all(map(_is_time, seconds)):
