@@ -290,6 +290,21 @@ def side_by_side(spans_s: Floats) -> Ints:
     return lanes
 
 
+def joined(key: ArrayLike, begin: Floats, until: Floats, gap: float = 0.0) -> tuple[Any, ...]:
+    """Spans ``[K]`` of one key that are at most ``gap`` apart as one: keys, begins and ends."""
+    key = np.asarray(key)
+    order = np.lexsort((begin, key))
+    key, begin, reach = key[order], begin[order], until[order].copy()
+    same = np.append(False, np.diff(key) == 0)[: len(key)]
+    for k in np.flatnonzero(same):  # in order: what reaches furthest is carried along
+        reach[k] = max(reach[k], reach[k - 1])
+    fresh = ~same
+    fresh[1:] |= begin[1:] - reach[:-1] > gap
+    first = np.flatnonzero(fresh)
+    last = np.append(first, len(fresh))[1:] - 1
+    return key[first], begin[first], reach[last]
+
+
 def _track(pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 

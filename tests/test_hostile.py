@@ -243,9 +243,8 @@ def trials(tmp_path: Path) -> tuple[Any, Path]:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda row: row.pop("took_s"),
+        lambda row: row.pop("seconds"),
         lambda row: row.update(x=0),
-        lambda row: row.update(took_s="1"),
         lambda row: row.update(seconds=[0.1]),
         lambda row: row.update(seconds=[0.1, "0.2"]),
         lambda row: row.update(seconds=[0.1, 0]),

@@ -26,10 +26,10 @@ from placement.plan import (
     graph_parts,
     load_plan,
     make_plan,
-    module_map,
     parameters_of,
     read_plan,
     schema_text,
+    whole_modules,
 )
 from placement.planners import load
 from placement.problem import Problem, Solution
@@ -162,18 +162,6 @@ def test_round_trip(plan: Plan, path: Path) -> None:
     assert again.cluster.links[1].bandwidth_bytes_per_s == 1e9
 
 
-def test_what_older_files_say_of_sleeping_devices(plan: Plan, path: Path) -> None:
-    data = json.loads(path.read_text())
-    first = data["cluster"]["devices"][0]
-    first |= {"sleep_w": None, "sleep_after_s": 0.0, "sleep_exit_s": 0.0}
-    path.write_text(json.dumps(data))
-    assert load_plan(path) == plan
-    first["sleep_w"] = 0.0
-    path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match=r"'cpu:0' has sleep_w = 0.0, but .* plan again"):
-        load_plan(path)
-
-
 @given(st.lists(st.integers(0, 1), min_size=4, max_size=9), st.integers(1, 9))
 def test_round_trip_of_any_placement(placement: list[int], m: int) -> None:
     p = problem(chain(len(placement)), num_microbatches=m)
@@ -254,10 +242,11 @@ def test_planner_parameters_are_json() -> None:
     assert parameters_of(Link("a", "b"))["bandwidth_bytes_per_s"] == "inf"
 
 
-def test_module_map_names_the_outermost_whole_modules() -> None:
-    graph = chain(5, op_module=["a.x", "a.x", "a.y", "b.z", "b"])
-    assert module_map(graph, ["p", "p", "q", "q", "q"]) == {"a.x": "p", "a.y": "q", "b": "q"}
-    assert module_map(graph, ["p"] * 5) == {"": "p"}
+def test_whole_modules_are_the_outermost() -> None:
+    modules = ["a.x", "a.x", "a.y", "b.z", "b"]
+    split = whole_modules(modules, ["p", "p", "q", "q", "q"])
+    assert split == {"a.x": "p", "a.y": "q", "b": "q"}
+    assert whole_modules(modules, ["p"] * 5) == {"": "p"}
 
 
 # -- refused: another model, other devices ---------------------------------------------------

@@ -214,8 +214,8 @@ def test_for_machines(files: tuple[Path, Path], capsys: Any) -> None:
     options = ("--evaluations", "60", "--json")
     assert command(plan, "--without", "b", "--model", problem, *options) == OK
     got = json.loads(capsys.readouterr().out)
-    keys = ["planner", "objective", "value_s", "was_value_s", "lower_bound_s", "seconds"]
-    assert list(got) == [*keys, "evaluations", "feasible", "without", "moved", "assignment"]
+    keys = ["planner", "objective", "without", "value_s", "was_value_s", "lower_bound_s", "seconds"]
+    assert list(got) == [*keys, "evaluations", "feasible", "assignment", "moved"]
     assert got["was_value_s"] == pytest.approx(2.0) and got["value_s"] == pytest.approx(3.0)
     assert sorted(got["assignment"].values()) == ["a"] * 3 + ["c"] * 3
     assert got["without"] == ["b"] and got["feasible"] is True

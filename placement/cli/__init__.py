@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,11 @@ from placement.tools.progress import printable as printable
 from placement.tools.progress import progress as progress
 from placement.tools.progress import say as say
 from placement.tools.progress import says_when_compiling as says_when_compiling
+from placement.tools.shown import WIDTH as WIDTH
+from placement.tools.shown import close_output as close_output
 from placement.tools.shown import count as count
 from placement.tools.shown import mebibytes as mebibytes
+from placement.tools.shown import print_table as print_table
 from placement.tools.shown import seconds as seconds
 
 if TYPE_CHECKING:
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
     from placement.graph import OpGraph
     from placement.problem import Problem
 
-NARROWEST, WIDTH = 60, 80  # columns of a table: narrower ones would be letters below letters
 OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
@@ -203,11 +205,6 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
     return "".join({"µ": "u", "±": "+-", "–": "-"}.get(x, "?") for x in text), error.end
 
 
-def close_output() -> None:
-    """Nobody reads standard output any more: what is still to come goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def full_output(error: Exception) -> str | None:
     """What to say if standard output could not be written; None: it is another error.
 
@@ -231,36 +228,6 @@ def put(text: str) -> None:
 def print_json(value: Any) -> None:
     """One JSON object on standard output; files are still to be written if nobody reads it."""
     put(json.dumps(value, indent=1, allow_nan=False))
-
-
-def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, figures: bool = True
-) -> None:
-    """A table of at most 80 columns; the first column is text, the others are ``figures``."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    class Output(Console):
-        def on_broken_pipe(self) -> None:  # rich would exit, and files are still to be written
-            close_output()
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(
-            printable(column),
-            justify="right" if i and figures else "left",
-            overflow="ellipsis" if i == 0 and figures else "fold",
-            no_wrap=not (i or figures),
-        )
-    for row in rows:
-        table.add_row(*map(printable, row))
-    # Names come from files: no markup, no emoji.
-    out = Output(markup=False, emoji=False, highlight=False)
-    out.width = min(max(out.width, NARROWEST), WIDTH)
-    table.collapse_padding = out.width < WIDTH  # room for figures
-    out.print(printable(title), style="italic")
-    out.print(table)
 
 
 def others_s() -> float | None:

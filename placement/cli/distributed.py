@@ -7,14 +7,13 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ranks import spawn
-from placement.cli.ways import answered, differs, model_of, trace_of
-from placement.runs.ways import alone, calls, difference, measure
+from placement.cli.ranks import spawn, words_of
+from placement.cli.train import training
+from placement.cli.ways import Differs, Work, carry_out, inference, model_of, turns
 
 if TYPE_CHECKING:
     from placement.executor.distributed_world import World
@@ -65,14 +64,8 @@ def _spawn(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """What each rank is to do, as it would be typed."""
-    words = ["run", args.plan, "--distributed", "--timeout", f"{args.timeout:g}"]
-    for name in ("model", "batches", "trace", "out", "wandb", "weights"):
-        value = getattr(args, name)
-        if value is not None:
-            words += [f"--{name}", str(value)]
-    flags = ("against_single_device", "json", "debug")
-    return words + [f"--{x.replace('_', '-')}" for x in flags if getattr(args, x, False)]
+    names = ("timeout", "model", "batches", "trace", "out", "wandb", "weights")
+    return words_of(args, ["run", args.plan, "--distributed"], (*names, "against_single_device"))
 
 
 def more_hosts(args: argparse.Namespace) -> str:
@@ -98,8 +91,16 @@ def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
     before = signal.signal(signal.SIGTERM, ended)
     try:
         with world, cli.progress(quiet=world.rank != 0) as report:
-            work = _train if plan.graph.mode == "training" else _infer
-            return work(args, plan, batches, world, report)
+            report("loading and capturing the model", None)
+            work = (_train if plan.graph.mode == "training" else _infer)(args, plan, batches, world)
+            if world.rank == 0:
+                try:
+                    return carry_out(args, plan, batches, work, report)
+                except Differs as error:
+                    raise RankError(str(error)) from error
+            for in_order, record in turns(args, plan):
+                work.make(in_order=in_order, record=record).serve()
+            return cli.OK
     except RankError as error:
         if world.speaks:
             cli.say(f"the run has ended: {error}")
@@ -113,56 +114,27 @@ def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
     os._exit(code)  # threads that wait for a rank which is gone must not keep this one
 
 
-def _infer(
-    args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
-) -> int:
-    from placement.executor.distributed import DistributedRunner
-    from placement.executor.distributed_world import RankError
+def _infer(args: argparse.Namespace, plan: Plan, batches: int, world: World) -> Work:
+    from placement.executor.distributed import DistributedRunner, with_weights
 
-    report("loading and capturing the model", None)
     graph, module, inputs = _model(args, plan)
+    make = _made(plan, DistributedRunner, graph, world=world)
+    if args.weights:
+        graph = with_weights(graph, args.weights, make(in_order=False).own_params())
+        make = _made(plan, DistributedRunner, graph, world=world)
+    return inference(plan, make, module, inputs, batches)
+
+
+def _made(plan: Plan, kind: Any, graph: Any, *more: Any, world: World) -> Callable[..., Any]:
+    """``make`` of ``Work``."""
     cluster = plan.cluster.build()
     place = plan.placement(graph, cluster)
 
-    def make(*, in_order: bool = False, record: bool = False) -> DistributedRunner:
+    def make(*, in_order: bool, record: bool = False) -> Any:
         options = plan.run_options(graph, in_order=in_order)
-        return DistributedRunner(graph, cluster, place, world=world, record=record, **options)
+        return kind(graph, cluster, place, *more, world=world, record=record, **options)
 
-    if args.weights:
-        from placement.executor.distributed import with_weights
-
-        graph = with_weights(graph, args.weights, make().own_params())
-    runner = make()
-    if world.rank:  # one run after the other, as rank 0 calls them
-        runner.serve()
-        if plan.order is not None:
-            make(in_order=True).serve()
-        if args.trace:
-            make(in_order=True, record=True).serve()
-        return cli.OK
-    single = plan.fallback.device if plan.fallback else None
-    with ExitStack() as runners:
-        runners.enter_context(runner)
-        compared = module is not None and not graph.program.is_random
-        if compared and (wrong := difference(runner, module, inputs)):
-            raise RankError(differs(args, "the plain module", wrong))
-        ways = {"plan": calls(runner, runner, inputs, batches)}
-        if args.against_single_device and single:
-            other = runners.enter_context(alone(plan, runner, single))
-            ways["single"] = calls(other, other, inputs, batches)
-        measured = measure(ways, report)
-    if plan.order is not None:
-        with make(in_order=True) as ordered:
-            _, often = calls(ordered, ordered, inputs, batches)
-            again = measure({"plan": (lambda: None, often)}, report)
-        followed = {"period_s": again["plan"].period_s}
-        measured["plan"] = measured["plan"].model_copy(update=followed)
-    trace = None
-    if args.trace:
-        report("recording a trace", None)
-        with make(in_order=True, record=True) as recorded:
-            trace = trace_of(recorded, lambda: list(recorded.stream([inputs] * batches)), batches)
-    return answered(args, plan, measured, trace, compared=compared)
+    return make
 
 
 def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
@@ -185,49 +157,13 @@ def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
     return capture(module, inputs), module, inputs
 
 
-def _train(
-    args: argparse.Namespace, plan: Plan, batches: int, world: World, report: cli.Progress
-) -> int:
+def _train(args: argparse.Namespace, plan: Plan, batches: int, world: World) -> Work:
     from placement.capturing import capture
-    from placement.cli import train
     from placement.executor.distributed import DistributedTrainer
-    from placement.executor.distributed_world import RankError
 
-    report("loading and capturing the model", None)
     module, example, loss, optimizer = cli.load_training(
         model_of(plan, args.model), plan.graph.optimizer
     )
     graph = capture(module, example, mode="training", loss=loss, optimizer=optimizer)
-    cluster = plan.cluster.build()
-    place = plan.placement(graph, cluster)
-
-    def make(*, in_order: bool, record: bool = False) -> DistributedTrainer:
-        options = plan.run_options(graph, in_order=in_order)
-        return DistributedTrainer(
-            graph, cluster, place, optimizer, world=world, record=record, **options
-        )
-
-    trainer = make(in_order=True, record=bool(args.trace))
-    if world.rank:
-        trainer.serve()
-        if plan.order is not None:
-            make(in_order=False).serve()
-        return cli.OK
-    with trainer:
-        compared = not graph.program.is_random
-        if compared and (wrong := train.difference(trainer, module, example, loss, batches)):
-            raise RankError(differs(args, "plain PyTorch", wrong))
-        once, often = train.steps(trainer, trainer, example, batches)
-        way = (once if plan.order is None else lambda: None, often)
-        measured = measure({"plan": way}, report)
-        trace = None
-        if args.trace:
-            step = partial(trainer.step, [example] * batches)
-            trace = trace_of(trainer.runner, step, batches)
-    if plan.order is not None:  # one micro-batch alone has no order to follow
-        with make(in_order=False) as free:
-            once, _ = train.steps(free, free, example, batches)
-            again = measure({"plan": (once, lambda: 0.0)}, report)
-        alone_s = {"latency_s": again["plan"].latency_s}
-        measured["plan"] = measured["plan"].model_copy(update=alone_s)
-    return answered(args, plan, measured, trace, compared=compared)
+    make = _made(plan, DistributedTrainer, graph, optimizer, world=world)
+    return training(plan, make, module, example, loss, batches)

@@ -14,9 +14,7 @@ from placement import cli
 from placement.cli import serving
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from placement.plan import Measured
+    from placement.plan import Measured, Plan
     from placement.problem import Planner, Problem, Solution
     from placement.schedule import Schedule
     from placement.schedulers import Scheduler
@@ -175,8 +173,11 @@ def run(args: argparse.Namespace) -> int:
             report(f"ordering with {args.scheduler}", None)
             solution = _ordered(args, scheduler, problem, solution)
             measured = None  # what ran was not in this order
+    plan = None
+    if isfinite(solution.value_s) and (args.out or not args.json):
+        plan = _plan(args, planner, problem, solution, measured)
     if args.json:
-        cli.print_json(_answer(args, problem, solution, took))
+        cli.print_json(_answer(args, problem, solution, plan, took))
     if not isfinite(solution.value_s) and serving.is_served(args):
         cli.say(serving.why_not(args, problem))
         return cli.NO
@@ -185,13 +186,12 @@ def run(args: argparse.Namespace) -> int:
         return cli.NO
     if args.measurements is not None:
         _say_measured(solution)
-    elif planned.stats.get("best_value_s", planned.value_s) < planned.value_s:
-        _say_kept(planned)
     else:
+        _say_kept(planned)
         _say_longer(problem, planned)
     _say_network(args, problem, planned)
-    if args.out or not args.json:
-        _show_and_save(args, planner, problem, solution, measured)
+    if plan is not None:
+        _show_and_save(args, plan, problem, solution)
     if args.trace:
         from placement.simulator import simulate
 
@@ -303,12 +303,14 @@ def _say_measured(solution: Solution) -> None:
 
 
 def _say_kept(solution: Solution) -> None:
-    better = 1 - solution.stats["best_value_s"] / solution.value_s
-    cli.say(
-        f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
-        f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
-        "--measurements 40 decides by running"
-    )
+    """Where a search found better, but not by more than predictions err."""
+    better = 1 - solution.stats.get("best_value_s", solution.value_s) / solution.value_s
+    if better > 0:
+        cli.say(
+            f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
+            f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
+            "--measurements 40 decides by running"
+        )
 
 
 def _say_longer(problem: Problem, solution: Solution) -> None:
@@ -340,21 +342,20 @@ def _say_network(args: argparse.Namespace, problem: Problem, solution: Solution)
         )
 
 
-def _show_and_save(
+def _plan(
     args: argparse.Namespace,
     planner: Planner,
     problem: Problem,
     solution: Solution,
     measured: Measured | None,
-) -> None:
-    from placement.cli.show import show_plan
+) -> Plan:
     from placement.plan import make_plan, parameters_of
 
     parameters = parameters_of(planner)
     if args.measurements is not None:
         parameters = {"start": {"planner": args.planner, **parameters}}
         parameters |= {"measurements": args.measurements, "seed": args.seed or 0}
-    plan = make_plan(
+    return make_plan(
         problem,
         solution,
         planner=_decided(args),
@@ -362,6 +363,13 @@ def _show_and_save(
         workload=None if problem.graph.program is None else args.workload,
         measured=measured,
     )
+
+
+def _show_and_save(
+    args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution
+) -> None:
+    from placement.cli.show import show_plan
+
     if not args.json:
         show_plan(plan)
         if serving.is_served(args):
@@ -543,13 +551,13 @@ def option(text: str, of: str = "planner") -> tuple[str, Any]:
 
 
 def _answer(
-    args: argparse.Namespace, problem: Problem, solution: Solution, took: float
+    args: argparse.Namespace, problem: Problem, solution: Solution, plan: Plan | None, took: float
 ) -> dict[str, Any]:
-    """What machines read; the keys are a contract."""
+    """What machines read; the keys are a contract. A ``plan`` has the bound."""
     from placement.plan import proved_bound_s
 
-    feasible = isfinite(solution.value_s)
-    devices, phases = problem.cluster.device_names, np.atleast_2d(solution.placement)
+    bound_s = plan.lower_bound_s[problem.objective] if plan else proved_bound_s(problem, solution)
+    took_s = float(solution.stats.get("seconds", took))
     names = ["measured_s", "measured_single_s", "measurements", "network"]
     names += ["replicated_period_s", "stages", "turns"]
     measured = {key: solution.stats[key] for key in names if key in solution.stats}
@@ -558,28 +566,30 @@ def _answer(
     return {
         "planner": _decided(args),
         "objective": args.objective or problem.objective,
-        "value_s": float(solution.value_s) if feasible else None,
-        "lower_bound_s": proved_bound_s(problem, solution),
-        "seconds": float(solution.stats.get("seconds", took)),
-        "evaluations": solution.stats.get("evaluations"),
-        "feasible": feasible,
-        "assignment": {
-            op: devices[d] for op, d in zip(problem.graph.op_name, phases[0].tolist(), strict=True)
-        },
-        **({} if len(phases) == 1 else {"phases": later_phases(problem, phases)}),
+        **decision(problem, solution, lower_bound_s=bound_s, seconds=took_s),
         **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
         **measured,
         **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
 
 
-def later_phases(problem: Problem, phases: NDArray[np.int32]) -> list[dict[str, str]]:
-    """What each later phase has elsewhere than ``assignment``, as a plan's ``phases`` have it."""
+def decision(problem: Problem, solution: Solution, **facts: float) -> dict[str, Any]:
+    """Of an answer for machines: value, ``facts``, and where operators are, phases as in a plan."""
     devices, names = problem.cluster.device_names, problem.graph.op_name
-    return [
+    phases = np.atleast_2d(solution.placement)
+    feasible = isfinite(solution.value_s)
+    answer = {
+        "value_s": float(solution.value_s) if feasible else None,
+        **facts,
+        "evaluations": solution.stats.get("evaluations"),
+        "feasible": feasible,
+        "assignment": {op: devices[d] for op, d in zip(names, phases[0].tolist(), strict=True)},
+    }
+    later = [
         {names[n]: devices[phase[n]] for n in np.flatnonzero(phase != phases[0]).tolist()}
         for phase in phases[1:]
     ]
+    return answer | ({"phases": later} if later else {})
 
 
 def _order(problem: Problem, schedule: Schedule) -> dict[str, list[tuple[str, int]]]:

@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
             f"--distributed {args.distributed or ''}: say how many processes to start here, 2 or "
             "more, or start all of them with torchrun (see --help)"
         )
-    return spawn(args.distributed, _command(args))
+    verb = ["profile", *([args.workload] if args.workload else []), "--distributed"]
+    names = ("mode", "optimizer", "cluster", "out", "repeats", "cluster_out")
+    return spawn(args.distributed, words_of(args, verb, names))
 
 
 def _cluster_out(args: argparse.Namespace) -> str:
@@ -55,14 +57,15 @@ def _cluster_out(args: argparse.Namespace) -> str:
     return out
 
 
-def _command(args: argparse.Namespace) -> list[str]:
-    """What each rank is to do, as it would be typed."""
-    words = ["profile", *([args.workload] if args.workload else []), "--distributed"]
-    for name in ("mode", "optimizer", "cluster", "out", "repeats", "cluster_out"):
-        value = getattr(args, name)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return words + [f"--{name}" for name in ("json", "debug") if getattr(args, name)]
+def words_of(args: argparse.Namespace, verb: Sequence[str], names: Sequence[str]) -> list[str]:
+    """What each rank is to do, as it would be typed: ``verb``, and the options of these names."""
+    words = list(verb)
+    for name in (*names, "json", "debug"):
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            words += [option] if value is True else [option, shown]
+    return words
 
 
 def spawn(num_ranks: int, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> int:

@@ -23,8 +23,8 @@ EXAMPLE = """examples:
 
 The fastest way is a problem file, made while all devices were there (placement import): nothing is
 captured and nothing is looked up. The machine-readable result (--json) is one object with the keys
-planner, objective, value_s, was_value_s, lower_bound_s, seconds, evaluations, feasible, without,
-moved and assignment.
+planner, objective, without, value_s, was_value_s, lower_bound_s, seconds, evaluations, feasible,
+assignment and moved.
 
 Exit code 1: nothing that fits on the devices that are left was found.
 """
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from placement.cli.plan import check_budget, later_phases
+    from placement.cli.plan import check_budget, decision
     from placement.plan import load_plan, make_plan, proved_bound_s, whole_modules
     from placement.replan import NothingFits, replan
 
@@ -82,19 +82,12 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
     feasible, stats = isfinite(solution.value_s), solution.stats
     devices = left.cluster.device_names
-    phases = np.atleast_2d(solution.placement)
-    on = [devices[d] for d in phases[0].tolist()]
+    on = [devices[d] for d in np.atleast_2d(solution.placement)[0].tolist()]
     if args.json:
-        value_s = float(solution.value_s) if feasible else None
-        answer: dict[str, object] = {"planner": "replan", "objective": left.objective}
-        answer |= {"value_s": value_s, "was_value_s": plan.predicted.value_s}
-        answer |= {"lower_bound_s": proved_bound_s(left, solution)}
-        answer |= {name: stats[name] for name in ("seconds", "evaluations")}
-        answer |= {"feasible": feasible, "without": without, "moved": stats["moved"]}
-        answer["assignment"] = dict(zip(left.graph.op_name, on, strict=True))
-        cli.print_json(
-            answer | ({} if len(phases) == 1 else {"phases": later_phases(left, phases)})
-        )
+        facts = {"was_value_s": plan.predicted.value_s}
+        facts |= {"lower_bound_s": proved_bound_s(left, solution), "seconds": stats["seconds"]}
+        answer = {"planner": "replan", "objective": left.objective, "without": without}
+        cli.print_json(answer | decision(left, solution, **facts) | {"moved": stats["moved"]})
     if not feasible:
         cli.say(f"on {list(devices)}: {stats['infeasible']}")
         return cli.NO

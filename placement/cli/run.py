@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import answered, differs, model_of, recorded_trace
-from placement.runs.ways import alone, calls, difference, first_difference, measure
+from placement.cli import train
+from placement.cli.ways import Differs, Work, carry_out, inference, model_of
+from placement.runs.ways import difference, first_difference
+
+if TYPE_CHECKING:
+    from placement.plan import Plan
 
 EXAMPLE = """examples:
   placement run plan.json --against-single-device
@@ -71,33 +76,26 @@ def run(args: argparse.Namespace) -> int:
         return distributed.run(args, plan, batches)
     if args.weights or args.processes is not None:
         raise cli.UsageError("--weights and --processes are for --distributed: add it")
-    if plan.graph.mode == "training":
-        from placement.cli import train
-
-        return train.run(args, plan, batches)
     with cli.says_if_busy(), cli.progress() as report:
-        report("loading the model", None)
-        module, inputs = cli.load_workload(model_of(plan, args.model))
-        report("capturing the model", None)
-        with plan.bind(module, inputs) as runner:
-            compared = not runner.graph.program.is_random
-            wrong = difference(runner, module, inputs) if compared else ""
-            if wrong:
-                wrong += first_difference(runner, inputs)
-                cli.say(differs(args, "the plain module", wrong))
-                return cli.NO
-            single = plan.fallback.device if plan.fallback else None
-            with ExitStack() as others:
-                many = runner  # one call at a time has no order to follow
-                if plan.order is not None:
-                    many = others.enter_context(plan.bind(module, inputs, in_order=True))
-                ways = {"plan": calls(runner, many, inputs, batches)}
-                if args.against_single_device and single:
-                    other = others.enter_context(alone(plan, runner, single))
-                    ways["single"] = calls(other, other, inputs, batches)
-                measured = measure(ways, report)
-        trace = None
-        if args.trace:
-            report("recording a trace", None)
-            trace = recorded_trace(plan, module, inputs, batches)
-    return answered(args, plan, measured, trace, compared=compared)
+        report("loading and capturing the model", None)
+        try:
+            if plan.graph.mode == "training":
+                work = train.here(args, plan, batches)
+            else:
+                work = _here(args, plan, batches)
+            return carry_out(args, plan, batches, work, report)
+        except Differs as error:
+            cli.say(str(error))
+            return cli.NO
+
+
+def _here(args: argparse.Namespace, plan: Plan, batches: int) -> Work:
+    """Inference on this machine."""
+    module, inputs = cli.load_workload(model_of(plan, args.model))
+    work = inference(plan, partial(plan.bind, module, inputs), module, inputs, batches)
+
+    def compare(runner: Any) -> str:
+        wrong = difference(runner, module, inputs)
+        return wrong and wrong + first_difference(runner, inputs)
+
+    return work._replace(difference=compare)

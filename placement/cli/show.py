@@ -7,7 +7,6 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.objective import Objective
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
@@ -31,7 +30,6 @@ SCHEMA_EXAMPLE = """example:
   placement schema > plan.schema.json
 """
 NUM_SHOWN = 20
-NUM_PHASES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,71 +71,19 @@ def run_schema(args: argparse.Namespace) -> int:
 
 def show_plan(plan: Plan) -> None:
     """Summary: the values, and what each device does."""
-    values = [["latency", *_values(plan, "latency")], ["period", *_values(plan, "period")]]
-    energy_j = plan.predicted.energy_j
-    weight = f" and {plan.second_j:g} J/s" if plan.objective == "energy" and plan.second_j else ""
-    if energy_j is not None and (plan.objective != "energy" or weight):
-        values.append(["energy", cli.seconds(energy_j, "J"), *["-"] * 4])
-    declared = energy_j is not None and plan.cluster.build().power_source == "declared"
-    if not Objective(plan.objective).is_measurable:
-        unit = Objective(plan.objective).unit
-        value, bound = plan.predicted.value_s, plan.lower_bound_s.get(plan.objective)
-        single = cli.seconds(plan.fallback.value_s, unit) if plan.fallback else "-"
-        shown = cli.seconds(value, unit)
-        name = "weighted" if weight else plan.objective
-        values.insert(0, [name, shown, "-", *_gap(value, bound, unit), single])
-    cli.print_table(
-        f"{plan.graph.name} ({cli.count(plan.graph.num_ops, 'operator')}) by {plan.planner.name}, "
-        f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batch"
-        f"{'es' * (plan.num_microbatches > 1)}, "
-        f"{plan.max_in_flight} in flight",
-        ["", "predicted", "measured", "proved bound", "gap", "one device"],
-        values,
-    )
+    from placement.plan.showing import tables
+
+    values, devices, _ = tables(plan)
+    cli.print_table(*values)
     if plan.doubt:
         cli.say(plan.doubt)
-    if declared:
+    if plan.predicted.energy_j is not None and plan.cluster.build().power_source == "declared":
         print("energy: from declared watts, not from measured ones")
-    on = [list(phase.values()) for phase in plan.assignments]
-    rows = []
-    for device in (d.name for d in plan.cluster.devices):
-        operators = _counts([phase.count(device) for phase in on])
-        stages = str(sum(s.device == device for s in plan.stages))
-        memory = plan.predicted.peak_bytes[device], plan.limits.memory_bytes[device]
-        busy = cli.seconds(plan.predicted.busy_s[device])
-        rows.append([device, operators, stages, busy, *map(cli.mebibytes, memory)])
-    title = "devices"
-    if plan.phases:
-        title += f"; micro-batches take turns in {len(on)} phases"
-    columns = ["device", "operators", "stages", "busy", "peak memory", "of"]
-    cli.print_table(title, columns, rows)
+    cli.print_table(*devices)
     print(
         f"graph {plan.graph.fingerprint[:12]}, cluster {plan.cluster.fingerprint[:12]}, "
         f"made {plan.provenance.created}"
     )
-
-
-def _counts(numbers: list[int]) -> str:
-    """Of one phase after another, as few of them as show how they repeat."""
-    if len(numbers) <= NUM_PHASES:
-        return " / ".join(map(str, numbers))
-    return " / ".join([*map(str, numbers[:NUM_PHASES]), "..."])
-
-
-def _values(plan: Plan, what: str) -> list[str]:
-    predicted = getattr(plan.predicted, f"{what}_s")
-    measured = plan.measured_s(what)
-    single = getattr(plan.fallback, f"{what}_s") if plan.fallback else None
-    return [
-        cli.seconds(predicted),
-        "-" if measured is None else cli.seconds(measured),
-        *_gap(predicted, plan.lower_bound_s.get(what)),
-        "-" if single is None else cli.seconds(single),
-    ]
-
-
-def _gap(value: float, bound: float | None, unit: str = "s") -> list[str]:
-    return [cli.seconds(bound, unit), f"{value / bound - 1:.1%}"] if bound else ["-", "-"]
 
 
 def run_diff(args: argparse.Namespace) -> int:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.cli.ways import answered, differs, model_of, trace_of
-from placement.runs.ways import Way, measure, timed
+from placement.cli.ways import Work, model_of
+from placement.runs.ways import Way, timed
 
 if TYPE_CHECKING:
     from placement.executor import Trainer
@@ -18,47 +18,29 @@ if TYPE_CHECKING:
 STEPS = 2  # that are compared with plain PyTorch
 
 
-def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
-    """Train a few steps: compare with plain PyTorch, and measure.
-
-    Exit code 1: losses or parameters differ from plain PyTorch's.
-    """
+def here(args: argparse.Namespace, plan: Plan, batches: int) -> Work:
+    """Training on this machine."""
+    module, example, loss, optimizer = cli.load_training(
+        model_of(plan, args.model), plan.graph.optimizer
+    )
     free = plan.model_copy(update={"order": None})  # takes any number of micro-batches
-    with cli.progress() as report:
-        report("loading the model", None)
-        module, example, loss, optimizer = cli.load_training(
-            model_of(plan, args.model), plan.graph.optimizer
-        )
-        report("capturing the model", None)
-        trainer = plan.bind_training(module, optimizer, example, loss=loss)
-        trainers = {"plan": trainer}
-        try:
-            compared = not trainer.graph.program.is_random
-            if compared:
-                wrong = difference(trainer, module, example, loss, batches)
-                if wrong:
-                    cli.say(differs(args, "plain PyTorch", wrong))
-                    return cli.NO
-            single = plan.fallback.device if plan.fallback else None
-            if args.against_single_device and single:
-                trainers["single"] = alone(free, trainer, single)
-            one = trainer
-            if plan.order is not None:
-                one = trainers["one"] = free.bind_training(module, optimizer, example, loss=loss)
-            ways = {"plan": steps(one, trainer, example, batches)}
-            if "single" in trainers:
-                ways["single"] = steps(trainers["single"], trainers["single"], example, batches)
-            measured = measure(ways, report)
-        finally:
-            for other in trainers.values():
-                other.close()
-        trace = None
-        if args.trace:
-            report("recording a trace", None)
-            with plan.bind_training(module, optimizer, example, loss=loss, record=True) as other:
-                step = partial(other.step, [example] * batches)
-                trace = trace_of(other.runner, step, batches)
-    return answered(args, plan, measured, trace, compared=compared)
+
+    def make(*, in_order: bool, record: bool) -> Trainer:
+        which = plan if in_order else free
+        return which.bind_training(module, optimizer, example, loss=loss, record=record)
+
+    return training(free, make, module, example, loss, batches)
+
+
+def training(plan: Plan, make: Any, module: Any, example: Any, loss: Any, batches: int) -> Work:
+    """``make`` as in ``Work``; a few steps are compared with plain PyTorch's."""
+    return Work(
+        make,
+        lambda trainer: difference(trainer, module, example, loss, batches),
+        lambda trainer: steps(trainer, example, batches),
+        partial(alone, plan),
+        lambda trainer: trainer.step([example] * batches),
+    )
 
 
 def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: int) -> str:
@@ -137,9 +119,9 @@ def alone(plan: Plan, trainer: Trainer, device: str) -> Trainer:
     return Trainer(graph, cluster, placement, trainer.optimizer, **options)
 
 
-def steps(one: Trainer, many: Trainer, example: Any, batches: int) -> Way:
+def steps(trainer: Trainer, example: Any, batches: int) -> Way:
     """Forward and backward of one micro-batch, and a step per micro-batch."""
     return (
-        lambda: one.accumulate([example]),
-        lambda: timed(lambda: many.step([example] * batches)) / batches,
+        lambda: trainer.accumulate([example]),
+        lambda: timed(lambda: trainer.step([example] * batches)) / batches,
     )

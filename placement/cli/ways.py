@@ -1,4 +1,4 @@
-"""What all modes of `run` share: which model, and what is kept and shown of the measurements."""
+"""What all modes of `run` share: which model, how it is measured, what is kept and shown."""
 
 from __future__ import annotations
 
@@ -6,27 +6,88 @@ import argparse
 import shlex
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import cli
+from placement.runs.ways import Way, alone, calls, difference, measure
 
 if TYPE_CHECKING:
     from placement.plan import Measured, Plan, Spread
 
 
-def answered(
-    args: argparse.Namespace,
-    plan: Plan,
-    measured: dict[str, Measured],
-    trace: dict[str, Any] | None,
-    *,
-    compared: bool,
-) -> int:
-    """Show what was measured, and write what ``--out``, ``--wandb`` and ``--trace`` ask for.
+class Differs(ValueError):
+    """Results are not those of the plain module; the message says where."""
 
-    ``compared``: results were found equal to the plain module's. The exit code: 0.
+
+class Work(NamedTuple):
+    """What inference and training do each in their own way; a runner is a ``Trainer`` there.
+
+    ``make`` takes ``in_order`` and ``record`` as ``Plan.bind``. ``difference`` says how a runner's
+    results differ from the plain module's, or nothing; None: nobody can tell. ``way`` is how a
+    runner is measured, ``alone`` the same on one device, ``run`` all micro-batches once.
     """
+
+    make: Callable[..., Any]
+    difference: Callable[[Any], str] | None
+    way: Callable[[Any], Way]
+    alone: Callable[[Any, str], Any]
+    run: Callable[[Any], Any]
+
+
+def inference(plan: Plan, make: Any, module: Any, inputs: Any, batches: int) -> Work:
+    """``make`` as in ``Work``; without a module nothing is compared."""
+    return Work(
+        make,
+        None if module is None else lambda runner: difference(runner, module, inputs),
+        lambda runner: calls(runner, runner, inputs, batches),
+        partial(alone, plan),
+        lambda runner: list(runner.stream([inputs] * batches)),
+    )
+
+
+def carry_out(
+    args: argparse.Namespace, plan: Plan, batches: int, work: Work, report: cli.Progress
+) -> int:
+    """Compare, measure, and record a trace; show and write what ``args`` ask for.
+
+    Runners come one after another, as ``turns`` has them: other ranks can serve one at a time.
+    The best device alone takes turns with each that is measured. The exit code: 0.
+
+    Raises:
+        Differs: the results are not those of the plain module.
+    """
+    single = plan.fallback.device if args.against_single_device and plan.fallback else None
+    measured: dict[str, Measured] = {}
+    trace, compared = None, False
+    for in_order, record in turns(args, plan):
+        with ExitStack() as runners:
+            runner = runners.enter_context(work.make(in_order=in_order, record=record))
+            if record:
+                report("recording a trace", None)
+                trace = trace_of(getattr(runner, "runner", runner), partial(work.run, runner))
+                continue
+            if not measured and work.difference and not runner.graph.program.is_random:
+                compared = True
+                if wrong := work.difference(runner):
+                    if args.json:
+                        cli.print_json({"numerics_equal": False, "difference": wrong})
+                    whose = "plain PyTorch" if plan.graph.mode == "training" else "the plain module"
+                    raise Differs(f"the results differ from those of {whose}: {wrong}")
+            ways = {"plan": work.way(runner)}
+            if single:
+                ways["single"] = work.way(runners.enter_context(work.alone(runner, single)))
+            for name, (once, often) in ways.items():  # one call at a time has no order to follow
+                is_streamed = in_order or plan.order is None
+                ways[name] = (lambda: None) if in_order else once, often if is_streamed else float
+            latest = measure(ways, report)
+        if measured:
+            what = "period_s" if in_order else "latency_s"
+            new = {name: {what: getattr(one, what)} for name, one in latest.items()}
+            latest = {name: one.model_copy(update=new[name]) for name, one in measured.items()}
+        measured = latest
     show(plan, measured, as_json=args.json, compared=compared)
     plan = plan.model_copy(update={"measured": measured["plan"]})
     if args.out:
@@ -39,11 +100,13 @@ def answered(
     return cli.OK
 
 
-def differs(args: argparse.Namespace, whose: str, wrong: str) -> str:
-    """What to say where results are not equal, which is an answer for machines too."""
-    if args.json:
-        cli.print_json({"numerics_equal": False, "difference": wrong})
-    return f"the results differ from those of {whose}: {wrong}"
+def turns(args: argparse.Namespace, plan: Plan) -> list[tuple[bool, bool]]:
+    """``(in_order, record)`` of each runner that a run makes, on every rank.
+
+    The first is compared: a call of inference has no order, a step of training has.
+    """
+    every = [(False, False), (True, False)][: 1 if plan.order is None else 2]
+    return sorted(every, reverse=plan.graph.mode == "training") + [(True, True)] * bool(args.trace)
 
 
 def mirror(project: str, folder: Path, plan: Plan) -> None:
@@ -77,14 +140,8 @@ def model_of(plan: Plan, model: str | None) -> str:
     return spec
 
 
-def recorded_trace(plan: Plan, module: Any, inputs: Any, batches: int) -> dict[str, Any]:
-    """The measured timeline of one more run, with everything recorded."""
-    with plan.bind(module, inputs, in_order=True, record=True) as runner:
-        return trace_of(runner, lambda: list(runner.stream([inputs] * batches)), batches)
-
-
-def trace_of(runner: Any, run: Callable[[], Any], batches: int) -> dict[str, Any]:
-    """The timeline that a runner recorded of the second of two runs of so many micro-batches."""
+def trace_of(runner: Any, run: Callable[[], Any]) -> dict[str, Any]:
+    """The timeline that a runner recorded of the second of two runs of all micro-batches."""
     from placement.cli.show import costless_problem
     from placement.executor.executor import measured_timeline
 
@@ -93,9 +150,10 @@ def trace_of(runner: Any, run: Callable[[], Any], batches: int) -> dict[str, Any
     run()
     if hasattr(runner, "collect"):  # from other ranks
         runner.collect(first)
-        cli.say(f"clocks of the ranks agree to {1e6 * runner.clock_error_s:.0f} us or better")
+        cli.say(f"clocks of the ranks agree to {cli.seconds(runner.clock_error_s)} or better")
     problem = costless_problem(runner.graph, runner.cluster)
-    return measured_timeline(problem, runner, first, batches).to_trace(runner.graph.op_name)
+    count = runner.next_batch - first
+    return measured_timeline(problem, runner, first, count).to_trace(runner.graph.op_name)
 
 
 def show(

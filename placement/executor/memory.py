@@ -15,6 +15,7 @@ from placement.executor import weights
 from placement.executor.share import compile_runs
 from placement.graph import OpGraph
 from placement.program import Program, storage_of
+from placement.timeline import joined
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -157,27 +158,10 @@ def peak_bytes(
     for d in range(num_devices):
         row, t = np.nonzero(lives[:, :, d])
         key = row * len(storages.num_bytes) + storages.of_tensor[t]
-        spans = _merged(key, begin[row, t, d], until[row, t, d])
+        spans = joined(key, begin[row, t, d], until[row, t, d])
         size = storages.num_bytes[spans[0] % len(storages.num_bytes)]
         at = np.concatenate([spans[2], spans[1]])
         change = np.concatenate([-size, size])  # what ends at the same time goes first
         order = np.argsort(at, kind="stable")
         peak[d] += np.cumsum(change[order]).max(initial=0)
     return peak
-
-
-def _merged(key: Ints, begin: Floats, until: Floats) -> tuple[Ints, Floats, Floats]:
-    """Spans of one key that touch become one: keys, begins and ends."""
-    order = np.lexsort((begin, key))
-    key, begin, until = key[order], begin[order], until[order]
-    keys: list[int] = []
-    begins: list[float] = []
-    ends: list[float] = []
-    for k, a, z in zip(key.tolist(), begin.tolist(), until.tolist(), strict=True):
-        if keys and keys[-1] == k and a <= ends[-1]:
-            ends[-1] = max(ends[-1], z)
-        else:
-            keys.append(k)
-            begins.append(a)
-            ends.append(z)
-    return np.array(keys, np.int64), np.array(begins), np.array(ends)

@@ -29,7 +29,6 @@ from placement.plan.parts import (
     Spread,
     Stage,
     ancestry,
-    module_map,
     stages_of,
     whole_modules,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.objective import ObjectiveName
-from placement.plan import checking, comparing, parts
+from placement.plan import checking, comparing, parts, showing
 from placement.plan.parts import Count, Name, PlanError, PlanMismatch, Seconds
 from placement.problem import MOST_PHASES, Placement, Problem
 from placement.profile import error_in
@@ -65,6 +64,11 @@ class Plan(parts.Strict):
     fallback: parts.Fallback | None = None
     provenance: parts.Provenance
 
+    graph_differences = comparing.graph_differences
+    cluster_differences = comparing.cluster_differences
+    missing_devices = comparing.missing_devices
+    inconsistencies = checking.inconsistencies
+
     @model_serializer(mode="wrap")
     def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
@@ -84,32 +88,9 @@ class Plan(parts.Strict):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: values, devices and stages."""
-        from placement.tools.shown import mebibytes, seconds, table
+        from placement.tools.shown import table
 
-        def shown(value_s: float | None) -> str:
-            return "-" if value_s is None else seconds(value_s)
-
-        values = []
-        for what in ("latency", "period"):
-            alone = getattr(self.fallback, f"{what}_s", None)
-            bound = self.lower_bound_s.get(what)
-            row = (getattr(self.predicted, f"{what}_s"), self.measured_s(what), bound, alone)
-            values.append([what, *map(shown, row)])
-        counts = [Counter(phase.values()) for phase in self.assignments]
-        peak, limit = self.predicted.peak_bytes, self.limits.memory_bytes
-        devices = [
-            [d.name, " / ".join(f"{count[d.name]:,}" for count in counts)]
-            + [shown(self.predicted.busy_s.get(d.name))]
-            + [mebibytes(num_bytes.get(d.name, 0)) for num_bytes in (peak, limit)]
-            for d in self.cluster.devices
-        ]
-        stages = [[s.device, s.first, s.last, f"{s.num_ops:,}"] for s in self.stages]
-        title = f"Plan of {self.graph.name} by {self.planner.name}, for {self.objective}"
-        return (
-            table(title, ["", "predicted", "measured", "proved bound", "one device"], values)
-            + table("devices", ["device", "operators", "busy", "peak memory", "of"], devices)
-            + table("stages", ["device", "first operator", "last operator", "operators"], stages)
-        )
+        return "".join(table(*one) for one in showing.tables(self))
 
     @property
     def doubt(self) -> str:
@@ -172,18 +153,6 @@ class Plan(parts.Strict):
             return placed
         # Another operator may be a view then: it goes where its memory is.
         return placed[..., graph.group_op[graph.group_ptr[graph.group]]]
-
-    def graph_differences(self, graph: OpGraph) -> list[str]:
-        """In which parts ``graph`` is not the one of the plan; empty if it is."""
-        return comparing.graph_differences(self, graph)
-
-    def cluster_differences(self, cluster: Cluster) -> list[str]:
-        """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""
-        return comparing.cluster_differences(self, cluster)
-
-    def missing_devices(self) -> list[str]:
-        """Why this machine cannot run the plan: one line per device in use that it lacks."""
-        return comparing.missing_devices(self)
 
     def bind(
         self,
@@ -331,7 +300,3 @@ class Plan(parts.Strict):
         if num_microbatches is not None:
             return simulate(problem, placement, num_microbatches=num_microbatches)
         return simulate(problem, placement, self.schedule(problem.graph))
-
-    def inconsistencies(self) -> list[str]:
-        """What contradicts itself in the file: one line each, with key and value."""
-        return checking.inconsistencies(self)

@@ -17,7 +17,7 @@ from placement.bounds import lower_bound, lower_bounds
 from placement.objective import Objective
 from placement.plan import parts
 from placement.plan.document import Plan
-from placement.plan.parts import Fallback, Measured, PlanError, Predicted, module_map, stages_of
+from placement.plan.parts import Fallback, Measured, PlanError, Predicted, stages_of, whole_modules
 from placement.plan.reading import explain
 from placement.problem import Placement, Problem, Solution
 from placement.tools.ownership import version
@@ -35,7 +35,6 @@ def make_plan(
     parameters: Mapping[str, Any] | None = None,
     schedule: Schedule | None = None,
     workload: str | None = None,
-    input_spec: dict[str, Any] | None = None,
     measured: Measured | None = None,
 ) -> Plan:
     """The plan of a planner's answer, with predictions, proved bounds and fallback.
@@ -45,7 +44,6 @@ def make_plan(
         schedule: an order, if not the one that the planner decided (``solution.schedule``).
             One of a single sample also is the ``priority`` of samples in a pipeline.
         workload: how ``placement.workloads.load`` finds the module.
-        input_spec: shapes of the inputs; those of the captured program if not given.
 
     Raises:
         PlanError: the placement does not fit (with the bytes), or a name cannot be written.
@@ -65,7 +63,7 @@ def make_plan(
         return Plan(
             schema_version=2 if later else 1,
             planner=parts.PlannerInfo(name=planner, parameters=dict(parameters or {})),
-            graph=parts.GraphInfo.of(graph, workload, input_spec),
+            graph=parts.GraphInfo.of(graph, workload),
             cluster=parts.ClusterInfo.of(problem),
             objective=problem.objective.value,
             num_microbatches=stream.num_microbatches,
@@ -76,7 +74,7 @@ def make_plan(
             priority=_priority(problem, single, solution.schedule),
             order=_named_order(problem, solution.schedule),
             stages=stages_of(graph.op_name, phases[0]),
-            device_map=module_map(graph, phases[0]),
+            device_map=whole_modules(graph.op_module, phases[0]),
             predicted=_predicted(problem, solution, single, stream, peak),
             measured=measured,
             lower_bound_s=_proved_bounds(problem, solution),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -72,20 +72,16 @@ class GraphInfo(Strict):
     backward: tuple[Count, ...] = ()
 
     @classmethod
-    def of(
-        cls, graph: OpGraph, workload: str | None, input_spec: dict[str, Any] | None
-    ) -> GraphInfo:
-        """From a graph; ``input_spec`` that of its program if not given."""
+    def of(cls, graph: OpGraph, workload: str | None) -> GraphInfo:
+        """From a graph."""
         program = graph.program
-        if input_spec is None and program is not None:
-            input_spec = program.input_spec
         return cls(
             name=graph.name,
             fingerprint=graph.fingerprint,
             num_ops=graph.num_ops,
             parts=graph_parts(graph),
             workload=workload,
-            input_spec=input_spec,
+            input_spec=None if program is None else program.input_spec,
             mode="training" if graph.is_backward.any() else "inference",
             optimizer=None if program is None else program.optimizer,
             modules=graph.op_module,
@@ -258,11 +254,6 @@ def stages_of(names: Sequence[str], on: Sequence[str]) -> tuple[Stage, ...]:
         for a, b in pairwise(cuts)
         if b > a
     )
-
-
-def module_map(graph: OpGraph, on: Sequence[str]) -> dict[str, str]:
-    """``whole_modules`` of a graph; ``on`` is the ``[N]`` device name of each operator."""
-    return whole_modules(graph.op_module, on)
 
 
 def whole_modules(modules: Sequence[str], on: Sequence[str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def steps(
     return when[finite], np.maximum(value, row.value_s)[finite]
 
 
-def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Path:
+def plot_curves(comparison: Comparison, path: str | Path) -> Path:
     """PNG: how far above the best found planners are over time, both axes logarithmic.
 
     Planners that run with seeds are lines (``best_so_far``); the others are dots at their median
@@ -110,7 +110,6 @@ def plot_curves(comparison: Comparison, path: str | Path, title: str = "") -> Pa
     gantt.plain_axis(axis)
     axis.tick_params(axis="y", colors=FAINT, labelsize=9)
     axis.grid(axis="y", color=FAINT, alpha=0.25, lw=0.6)
-    gantt.entitle(figure, title)
     figure.tight_layout()
     _label(axis, dots)
     return gantt.save_figure(figure, path)

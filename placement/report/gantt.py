@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.timeline import Timeline, side_by_side
+from placement.timeline import Timeline, joined, side_by_side
 from placement.tools import shown
 from placement.tools.files import write_atomic
 
@@ -96,16 +96,11 @@ def _figure(panels: list[tuple[str, Timeline]], title: str) -> Any:
         fontsize=9,
         color=INK,
     )
-    entitle(figure, title)
-    figure.tight_layout(h_pad=0.8)
-    return figure
-
-
-def entitle(figure: Any, title: str) -> None:
-    """Above everything; nothing for no title."""
     if title:
         how = {"x": 0.012, "ha": "left", "fontsize": 13, "fontweight": "bold", "color": INK}
         figure.suptitle(as_text(title), **how)
+    figure.tight_layout(h_pad=0.8)
+    return figure
 
 
 def _lanes(timeline: Timeline) -> tuple[str, ...]:
@@ -154,13 +149,8 @@ def _draw_loader(axis: Any, load_s: Floats, lane: int, scale: float) -> None:
 
 def merged(start_s: Floats, end_s: Floats, gap_s: float) -> list[tuple[float, float]]:
     """Intervals float64 ``[K]``, those less than ``gap_s`` apart joined, in order."""
-    if len(start_s) == 0:
-        return []
-    order = np.argsort(start_s, kind="stable")
-    start, reach = start_s[order], np.maximum.accumulate(end_s[order])
-    cut = np.flatnonzero(start[1:] - reach[:-1] > gap_s) + 1
-    first, last = np.append(0, cut), np.append(cut, len(start)) - 1
-    return list(zip(start[first].tolist(), reach[last].tolist(), strict=True))
+    _, start, end = joined(np.zeros(len(start_s), int), start_s, end_s, gap_s)
+    return list(zip(start.tolist(), end.tolist(), strict=True))
 
 
 def _number(

@@ -21,7 +21,7 @@ _COLUMNS = {
 _MAX_WORKLOADS = 12  # rows of a picture that can still be looked at
 
 
-def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Path:
+def plot_pareto(comparison: Comparison, path: str | Path) -> Path:
     """PNG: a line of panels for each workload, one for each two of latency, period and energy.
 
     Predicted values of every feasible row; those on the front (``Row.pareto``) have names and
@@ -49,7 +49,6 @@ def plot_pareto(comparison: Comparison, path: str | Path, title: str = "") -> Pa
                 continue
             _panel(axis, rows, x, y)
             axis.set_title(gantt.as_text(workload), loc="left", fontsize=10, color=INK)
-    gantt.entitle(figure, title)
     figure.tight_layout()
     return gantt.save_figure(figure, path)
 

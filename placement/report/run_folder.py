@@ -92,7 +92,9 @@ def read_run(folder: str | Path) -> RunFolder:
             return None
 
     rows = (
-        () if plans else kept(lambda file: table.from_csv(_text(file)), path / "compare.csv") or ()
+        ()
+        if plans
+        else kept(lambda file: table.from_csv(read_text(file)), path / "compare.csv") or ()
     )
     answers, used = _answers(path, rows, kept)
     metrics = {} if plans else kept(_columns, path / "metrics.csv") or {}
@@ -110,9 +112,9 @@ def read_run(folder: str | Path) -> RunFolder:
     texts = {
         name: text
         for name in ("versions.json", ".hydra/config.yaml", ".hydra/overrides.yaml")
-        if (text := kept(_text, path / name)) is not None
+        if (text := kept(read_text, path / name)) is not None
     }
-    job = kept(_text, path / ".hydra" / "hydra.yaml")
+    job = kept(read_text, path / ".hydra" / "hydra.yaml")
     if job is not None:
         texts[".hydra/hydra.yaml"] = job
     comparison = Comparison(rows, answers) if rows else None
@@ -147,7 +149,7 @@ def _answers(path: Path, rows: tuple[Row, ...], kept: Kept) -> tuple[Answers, di
 
 
 def _cell(file: Path) -> tuple[Any, tuple[Solution, str | None]] | None:
-    saved = parse_json(_text(file), infinite=True)
+    saved = parse_json(read_text(file), infinite=True)
     answer = saved["solution"]
     if answer is None:
         return None
@@ -165,7 +167,7 @@ def _cell(file: Path) -> tuple[Any, tuple[Solution, str | None]] | None:
 
 def _measured_ids(file: Path) -> tuple[str, list[str]]:
     """The workload of a file of ``measured``, and the ids of the placements that ran."""
-    saved = parse_json(_text(file), infinite=True)
+    saved = parse_json(read_text(file), infinite=True)
     ids = list(saved["samples"])
     if not all(re.fullmatch("[0-9a-f]+", x) for x in ids):  # parts of the names of files
         raise ValueError("samples must be by the ids of placements")
@@ -241,9 +243,5 @@ def _problem(file: Path) -> Problem:
 
 
 def _columns(file: Path) -> dict[str, list[float]]:
-    rows = list(csv.DictReader(_text(file).splitlines()))
+    rows = list(csv.DictReader(read_text(file).splitlines()))
     return {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else ())}
-
-
-def _text(file: Path) -> str:
-    return read_text(file)

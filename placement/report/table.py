@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,10 @@ import numpy as np
 
 from placement.runs.row import Row, groups
 from placement.tools.files import csv_text
+from placement.tools.shown import print_table
 
 if TYPE_CHECKING:
     from placement.runs.compare import Comparison
-
-NARROWEST, WIDTH = 60, 80  # columns
 
 
 @dataclass(frozen=True)
@@ -147,33 +145,9 @@ def overall(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def print_tables(every: Sequence[Table]) -> None:
-    """To standard output, at most 80 columns; on a narrow terminal headers have two lines."""
-    from rich import box
-    from rich import table as rich_table
-    from rich.console import Console
-
-    # Names come from files: no markup, no emoji.
-    out = Console(markup=False, emoji=False, highlight=False)
-    out.width = min(max(out.width, NARROWEST), WIDTH)
-    wide = out.width == WIDTH
+    """See ``placement.tools.shown.print_table``."""
     for one in every:
-        out.print(one.title, style="bold")
-        shown = rich_table.Table(
-            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
-        )
-        for i, column in enumerate(one.header):
-            # Only the name may be shortened or broken: a figure that is cut is a wrong figure.
-            if i == 0:
-                shown.add_column(column, overflow="ellipsis" if wide else "fold")
-            else:
-                two_lines = re.sub(r"(?<=.{4})[ -](?=.)", lambda x: x[0].strip() + "\n", column)
-                text = column if wide else two_lines
-                shown.add_column(text, justify="right", no_wrap=True)
-        for cells in one.cells:
-            shown.add_row(*cells)
-        out.print(shown)
-        for note in one.notes:
-            out.print(note, style="dim")
+        print_table(one.title, one.header, one.cells, one.notes)
 
 
 def to_markdown(comparison: Comparison) -> str:

@@ -13,27 +13,22 @@ from placement.timeline import Timeline, TimelineError
 from placement.tools.files import parse_json, read_text, write_atomic
 
 
-def merge_traces(
-    timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
-) -> dict[str, Any]:
-    """One trace of named timelines, e.g. ``{"predicted": ..., "measured": ...}``."""
+def write_trace(
+    path: str | Path, timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
+) -> Path:
+    """Named timelines, e.g. ``{"predicted": ..., "measured": ...}``, as one trace.
+
+    It opens at https://ui.perfetto.dev and chrome://tracing.
+
+    Raises:
+        FileError: it cannot be written there.
+    """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
         args = {"name": name}
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": args})
         events += [e | {"pid": pid} for e in timeline.to_trace(op_name)["traceEvents"]]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(
-    path: str | Path, timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
-) -> Path:
-    """Write ``merge_traces``; open the file at https://ui.perfetto.dev or chrome://tracing.
-
-    Raises:
-        FileError: it cannot be written there.
-    """
-    return write_atomic(path, json.dumps(merge_traces(timelines, op_name)))
+    return write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def read_traces(path: str | Path) -> dict[str, Timeline]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Problem, host_of
-from placement.timeline import Timeline
+from placement.timeline import Timeline, joined
 
 Floats = NDArray[np.float64]
 Steps = tuple[Floats, NDArray[np.int64]]  # [K] seconds, and [K] bytes from then on
@@ -56,7 +56,9 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
     )
     home, away = _local_spans(problem, timeline, max_in_flight), _sent_spans(problem, timeline)
     stored, batch, device, begin, until = map(np.concatenate, zip(home, away, strict=True))
-    stored, device, begin, until = _union(stored, batch, device, begin, until)
+    shape = g.num_tensors, timeline.num_microbatches, problem.num_devices
+    key, begin, until = joined(np.ravel_multi_index((stored, batch, device), shape), begin, until)
+    stored, _, device = np.unravel_index(key, shape)
     size = g.tensor_bytes[stored]
     if problem.profile.workspace_bytes is not None:
         device = np.append(device, timeline.device_of.ravel())
@@ -138,24 +140,6 @@ def _sent_spans(problem: Problem, timeline: Timeline) -> Spans:
         until[here] = np.maximum(until[here], timeline.end_s[batch[here], op[here]])
     stored = np.where(g.tensor_src[tensor] >= 0, tensor, g.tensor_root[tensor])
     return stored, batch, device, timeline.transfer_start_s, until
-
-
-def _union(
-    stored: NDArray, batch: NDArray, device: NDArray, begin: Floats, until: Floats
-) -> tuple[NDArray, NDArray, Floats, Floats]:
-    """Spans of the same memory joined where they touch; by memory, then by begin."""
-    order = np.lexsort((begin, device, batch, stored))
-    stored, batch, device = stored[order], batch[order], device[order]
-    begin, reach = begin[order], until[order].copy()
-    same = (np.diff(stored) == 0) & (np.diff(batch) == 0) & (np.diff(device) == 0)
-    same = np.append(False, same)[: len(stored)]
-    for k in np.flatnonzero(same):  # in order: what reaches furthest is carried along
-        reach[k] = max(reach[k], reach[k - 1])
-    fresh = ~same
-    fresh[1:] |= begin[1:] > reach[:-1]
-    first = np.flatnonzero(fresh)
-    last = np.append(first, len(fresh))[1:] - 1
-    return stored[first], device[first], begin[first], reach[last]
 
 
 def largest(steps: Steps, edges: Floats) -> NDArray[np.int64]:

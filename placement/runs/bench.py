@@ -35,16 +35,16 @@ class BenchRow:
 
     problem: str
     devices: int
-    value: float | None
-    lower_bound: float | None
-    best_known: float | None
-    gap: float | None
-    evaluations: int | None
-    seconds: float
-    feasible: bool
-    device: list[int] | None
-    start: list[float] | None
-    objective: str
+    value: float | None = None
+    lower_bound: float | None = None
+    best_known: float | None = None
+    gap: float | None = None
+    evaluations: int | None = None
+    seconds: float = 0.0
+    feasible: bool = False
+    device: list[int] | None = None
+    start: list[float] | None = None
+    objective: str = ""
     note: str = ""
 
     @property
@@ -93,18 +93,8 @@ class BenchMean:
 
 def unread(case: Case, why: str) -> BenchRow:
     """The row of a case whose file is damaged."""
-    nothing: dict[str, Any] = dict.fromkeys(("value", "gap", "evaluations", "device", "start"))
     bounds = {"lower_bound": _plain(case.lower_bound), "best_known": _plain(case.best_known)}
-    return BenchRow(
-        case.problem,
-        case.devices or 0,
-        **nothing,
-        **bounds,
-        seconds=0.0,
-        feasible=False,
-        objective="",
-        note=why,
-    )
+    return BenchRow(case.problem, case.devices or 0, **bounds, note=why)
 
 
 def measure(case: Case, planner: Planner) -> BenchRow:
@@ -137,11 +127,7 @@ def measure(case: Case, planner: Planner) -> BenchRow:
     finally:
         gc.unfreeze()
     if solution is None or not np.isfinite(value):
-        keys = ("value", "gap", "evaluations", "device", "start")
-        nothing: dict[str, Any] = dict.fromkeys(keys)
-        return BenchRow(
-            **facts, **nothing, lower_bound=_plain(bound), seconds=took_s, feasible=False, note=note
-        )
+        return BenchRow(**facts, lower_bound=_plain(bound), seconds=took_s, note=note)
     if solution.lower_bound_s is not None and solution.lower_bound_s <= value * case.unit_s:
         bound = max(bound, solution.lower_bound_s / case.unit_s)
     if abs(bound - round(bound)) <= _TOLERANCE * bound:  # proved in seconds, to rounding

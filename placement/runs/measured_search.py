@@ -31,7 +31,6 @@ _START = 8  # times as many simulated placements go into the first answer as int
 # Placements of other kinds than a search's, which are many small pieces: the simulator may be
 # wrong about what these have in common.
 _OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
-_TYPICAL = 100  # measurements, where only seconds limit them
 _DESIGN = 0.12  # of the measurements are for those, and for random ones, before anything is chosen
 _DRAWN = 0.25  # of the proposals of a round are random placements
 _PARENTS = 16  # the best so far, from which proposals come
@@ -76,7 +75,7 @@ def search_measured(
     Raises:
         TrialError: no budget, or nothing fits in memory.
     """
-    if trials.measurements is None and trials.seconds is None:
+    if trials.measurements is None:
         raise TrialError("trials need a budget: Trials(..., measurements=100)")
     state = _State(trials, evaluations, seed)
     say = progress or (lambda what, share: None)
@@ -149,8 +148,7 @@ class _State:
 
     def others(self) -> list[Placement]:
         """Constructed placements, and of random cuts and scatterings those simulated best."""
-        problem, left = self.trials.problem, self.trials.num_left
-        most = int(_DESIGN * (left if np.isfinite(left) else _TYPICAL))
+        problem, most = self.trials.problem, int(_DESIGN * self.trials.num_left)
         rows: list[Placement] = []
         for name in _OTHERS[:most]:
             with suppress(PlannerError):

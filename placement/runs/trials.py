@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.simulator import score
 from placement.timeline import Timeline
-from placement.tools.files import parse_json, read_text, short, write_atomic
+from placement.tools.files import append, parse_json, read_text, short, write_atomic
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,7 +51,6 @@ class Round:
 
     placements: Placement
     seconds: Floats
-    took_s: float
 
     @property
     def keys(self) -> list[bytes]:
@@ -104,7 +101,6 @@ class Trials:
         runtime: ``Executor(problem)``, or whatever runs placements.
         rounds: a call measures every new placement so often.
         measurements: most runs. None: no limit.
-        seconds: no round begins after so many seconds of running. None: no limit.
         path: of the file (JSON lines). None: nothing is kept.
 
     Raises:
@@ -120,7 +116,6 @@ class Trials:
         *,
         rounds: int = 1,
         measurements: int | None = None,
-        seconds: float | None = None,
         path: str | Path | None = None,
     ) -> None:
         if not problem.objective.is_measurable:
@@ -128,15 +123,13 @@ class Trials:
                 f"a runtime measures period and latency, not {problem.objective}; use "
                 f"problem.with_objective('period')"
             )
-        limits = (("rounds", rounds), ("measurements", measurements), ("seconds", seconds))
-        for what, limit in limits:
+        for what, limit in (("rounds", rounds), ("measurements", measurements)):
             if limit is not None and not limit > 0:
                 raise TrialError(f"{what} = {limit} must be positive; leave it out for no limit")
         self.problem = problem
         self.runtime = runtime
         self.rounds = rounds
         self.measurements = measurements
-        self.seconds = seconds
         self.path = None if path is None else Path(path)
         self._rounds = [] if self.path is None else list(_load(self.path, problem))
         self._played = 0  # rounds that count; those behind are played back when asked for
@@ -152,22 +145,14 @@ class Trials:
         return sum(len(r.seconds) for r in self._rounds[: self._played])
 
     @property
-    def seconds_used(self) -> float:
-        """Seconds of all rounds so far."""
-        return sum(r.took_s for r in self._rounds[: self._played])
-
-    @property
     def num_left(self) -> float:
         """Runs that may still be made; inf where nothing limits their number."""
-        if self.seconds is not None and self.seconds_used >= self.seconds:
-            return 0
         return np.inf if self.measurements is None else self.measurements - self.num_measurements
 
     @property
     def used(self) -> float:
-        """Share of the budget that is spent, 0..1 (the scarcer of the two)."""
-        runs = self.num_measurements / (self.measurements or np.inf)
-        return min(1.0, max(runs, self.seconds_used / (self.seconds or np.inf)))
+        """Share of the budget that is spent, 0..1."""
+        return min(1.0, self.num_measurements / (self.measurements or np.inf))
 
     @property
     def samples(self) -> Samples:
@@ -208,8 +193,8 @@ class Trials:
         allowed = self.num_left
         if allowed < 1:
             raise BudgetSpent(
-                f"the budget is spent: {self.num_measurements} of {self.measurements} runs, "
-                f"{self.seconds_used:.1f} s of {self.seconds}; allow more, or use the simulator"
+                f"the budget is spent: {self.num_measurements} of {self.measurements} runs; allow "
+                "more, or use the simulator"
             )
         rows = rows[: int(min(allowed, len(rows)))]
         if self._played < len(self._rounds):
@@ -218,19 +203,15 @@ class Trials:
                 return
             self._played = len(self._rounds)
             return self.measure(rows)
-        began = time.perf_counter()
         seconds = np.empty(len(rows))
         # Every second round backwards: who follows whom, and who is first, changes.
         for i in np.arange(len(rows))[:: -1 if self._played % 2 else 1]:
             seconds[i] = self._run(rows[i])
-        latest = Round(rows, seconds, time.perf_counter() - began)
+        latest = Round(rows, seconds)
         self._rounds.append(latest)
         self._played += 1
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_round_line(latest))
-                file.flush()
-                os.fsync(file.fileno())
+            append(self.path, _round_line(latest))
 
     def __call__(self, placements: ArrayLike) -> Floats:
         """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where they do not fit.
@@ -401,10 +382,7 @@ def _samples(rounds: Sequence[Round], num_ops: int) -> Samples:
 
 
 def _round_line(done: Round) -> str:
-    seconds = done.seconds.tolist()
-    return _line(
-        {"took_s": done.took_s, "seconds": seconds, "placements": done.placements.tolist()}
-    )
+    return _line({"seconds": done.seconds.tolist(), "placements": done.placements.tolist()})
 
 
 def _line(value: object) -> str:
@@ -447,15 +425,16 @@ def _is_json(text: str) -> bool:
 
 def _round(row: Any, problem: Problem) -> Round:
     """Raises: ValueError, it is no round of this problem."""
-    if not isinstance(row, dict) or row.keys() != {"took_s", "seconds", "placements"}:
-        raise ValueError(f"{short(row)} is no object of took_s, seconds and placements")
-    took_s, seconds, placements = row["took_s"], row["seconds"], row["placements"]
-    if not _is_time(took_s) or not isinstance(seconds, list) or not all(map(_is_time, seconds)):
-        raise ValueError(f"took_s = {short(took_s)} and seconds = {short(seconds)} must be times")
+    # Older files also have what a round took.
+    if not isinstance(row, dict) or row.keys() - {"took_s"} != {"seconds", "placements"}:
+        raise ValueError(f"{short(row)} is no object of seconds and placements")
+    seconds, placements = row["seconds"], row["placements"]
+    if not isinstance(seconds, list) or not all(map(_is_time, seconds)):
+        raise ValueError(f"seconds = {short(seconds)} must be times")
     if not isinstance(placements, list) or not 0 < len(placements) == len(seconds):
         raise ValueError(f"there must be a placement for each of {len(seconds)} seconds")
     checked = [_placement(p, problem) for p in placements]
-    return Round(np.stack(checked), np.array(seconds, np.float64), float(took_s))
+    return Round(np.stack(checked), np.array(seconds, np.float64))
 
 
 def _placement(numbers: Any, problem: Problem) -> Placement:

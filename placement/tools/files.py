@@ -95,6 +95,21 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     return path
 
 
+def append(path: str | Path, text: str) -> None:
+    """Write at the end of a file; it is on the disk then.
+
+    Raises:
+        FileError: as ``write_atomic``.
+    """
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {_reason(error, Path(path), len(text))}") from error
+
+
 def check_writable(path: str | Path) -> None:
     """Find out before long work whether ``write_atomic`` could write there now; leaves no trace.
 
@@ -353,6 +368,8 @@ def _reason(error: OSError, path: Path, num_bytes: int) -> str:
             f"no space left in {folder} ({num_bytes} bytes needed, {free} free); "
             "free some or choose another folder"
         )
+    if error.errno == errno.EFBIG:
+        return f"{num_bytes} more bytes are more than files may have here (ulimit -f)"
     if error.errno == errno.EROFS:
         return f"{folder} can only be read; choose a folder elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM):

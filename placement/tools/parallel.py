@@ -24,22 +24,19 @@ def parallel_map(
     items: Iterable[T],
     parallel: str = "serial",
     *,
-    workers: int | None = None,
-    retries: int = RETRIES,
     done: Done[R] = None,
 ) -> list[R]:
     """``[call(x) for x in items]``.
 
     ``call`` must depend on its item alone, seeds included: then the results are the same however
     it runs, except for what depends on a clock. An item whose worker died (killed, out of memory,
-    its node lost) is tried again, ``retries`` times; an exception of ``call`` is raised as it is
+    its node lost) is tried again, ``RETRIES`` times; an exception of ``call`` is raised as it is
     and ends the map.
 
     Args:
         parallel: ``serial``; ``processes`` of this machine; ``ray``: the cluster at
-            ``RAY_ADDRESS``, a Ray that this program has started, or one of its own.
-        workers: processes at the same time, one per usable core if None. A cluster that is there
-            has as many as it has.
+            ``RAY_ADDRESS``, a Ray that this program has started, or one of its own. A process per
+            usable core; a cluster that is there has as many as it has.
         done: told the number and the result of each item, as they come, in this thread.
 
     Raises:
@@ -56,8 +53,7 @@ def parallel_map(
     todo = list(items)
     if not todo:
         return []
-    run = _on_ray if parallel == "ray" else _in_processes
-    return run(call, todo, workers or _num_cores(), retries, done)
+    return (_on_ray if parallel == "ray" else _in_processes)(call, todo, done)
 
 
 def check(parallel: str) -> None:
@@ -80,18 +76,16 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _in_processes(
-    call: Callable[[T], R], items: Sequence[T], workers: int, retries: int, done: Done[R]
-) -> list[R]:
+def _in_processes(call: Callable[[T], R], items: Sequence[T], done: Done[R]) -> list[R]:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
     results: dict[int, R] = {}
     context = get_context("spawn")  # a fork would copy the locks of threads that it does not copy
-    for attempt in range(retries + 1):  # a pool breaks as a whole: what is unfinished goes again
+    for attempt in range(RETRIES + 1):  # a pool breaks as a whole: what is unfinished goes again
         left = [i for i in range(len(items)) if i not in results]
-        pool = ProcessPoolExecutor(min(workers, len(left)), mp_context=context)
+        pool = ProcessPoolExecutor(min(_num_cores(), len(left)), mp_context=context)
         try:
             pending = {pool.submit(call, items[i]): i for i in left}
             for future in as_completed(pending):
@@ -101,24 +95,24 @@ def _in_processes(
                     done(i, results[i])
             break
         except BrokenProcessPool as error:
-            if attempt == retries:
-                raise died(f"item {min(set(left) - set(results))} or later", retries) from error
+            if attempt == RETRIES:
+                raise _died(f"item {min(set(left) - set(results))} or later") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return [results[i] for i in range(len(items))]
 
 
-def died(what: str, retries: int) -> ParallelError:
-    """The error of a worker that died once more than ``retries`` times at ``what``."""
+def _died(what: str) -> ParallelError:
+    """The error of a worker that died once more than ``RETRIES`` times at ``what``."""
     return ParallelError(
-        f"a worker died {retries + 1} times at {what}: out of memory, or a script that begins "
+        f"a worker died {RETRIES + 1} times at {what}: out of memory, or a script that begins "
         "again in every worker (if __name__ == '__main__':)? Use fewer workers, or "
         "parallel = 'serial' to see what happens"
     )
 
 
-def start_ray(workers: int) -> bool:
-    """Join the Ray at ``RAY_ADDRESS``, or start one with so many ``workers``.
+def _start_ray() -> bool:
+    """Join the Ray at ``RAY_ADDRESS``, or start one.
 
     False: this program had one already, which is not ours to end (``ray.shutdown``).
     """
@@ -127,7 +121,7 @@ def start_ray(workers: int) -> bool:
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS")
-    here: dict[str, Any] = {} if address else {"num_cpus": workers, "include_dashboard": False}
+    here: dict[str, Any] = {} if address else {"num_cpus": _num_cores(), "include_dashboard": False}
     ray.init(
         address=address,
         log_to_driver=False,
@@ -138,16 +132,14 @@ def start_ray(workers: int) -> bool:
     return True
 
 
-def _on_ray(
-    call: Callable[[T], R], items: Sequence[T], workers: int, retries: int, done: Done[R]
-) -> list[R]:
+def _on_ray(call: Callable[[T], R], items: Sequence[T], done: Done[R]) -> list[R]:
     import ray
 
-    ours = start_ray(workers)
+    ours = _start_ray()
     pending: dict[Any, int] = {}
     try:
         # Ray takes plain functions only, not what is callable otherwise.
-        task: Any = ray.remote(num_cpus=1, max_retries=retries)(lambda item: call(item))
+        task: Any = ray.remote(num_cpus=1, max_retries=RETRIES)(lambda item: call(item))
         pending = {task.remote(item): i for i, item in enumerate(items)}
         results: dict[int, R] = {}
         while pending:
@@ -158,7 +150,7 @@ def _on_ray(
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
-                raise died(f"item {i} ({type(error).__name__})", retries) from error
+                raise _died(f"item {i} ({type(error).__name__})") from error
             del pending[ready[0]]
             if done is not None:
                 done(i, results[i])

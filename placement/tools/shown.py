@@ -6,10 +6,17 @@ around it, so that dark and light ones both work; nothing is loaded and no scrip
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from placement.tools.progress import printable
+
+NARROWEST, WIDTH = 60, 80  # columns of a table: narrower ones would be letters below letters
+SHORT = 20  # letters of what is not broken
 MAX_ROWS = 40
 MAX_LANES = 16
 IDLE = "·"
@@ -36,6 +43,55 @@ def mebibytes(value: float) -> str:
 def count(number: int, what: str) -> str:
     """``1 workload``, ``2 workloads``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def close_output() -> None:
+    """Nobody reads standard output any more: what is still to come goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    *,
+    figures: bool = True,
+) -> None:
+    """To standard output, at most 80 columns; on a narrow terminal headers have two lines.
+
+    The first column is names, the others are ``figures``.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit, and files are still to be written
+            close_output()
+
+    # Names come from files: no markup, no emoji.
+    out = Output(markup=False, emoji=False, highlight=False)
+    out.width = min(max(out.width, NARROWEST), WIDTH)
+    wide = out.width == WIDTH
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for i, column in enumerate(header):
+        if i and figures and not wide:
+            column = re.sub(r"(?<=.{4})[ -](?=.)", lambda x: x[0].strip() + "\n", column)
+        # A figure that is cut is a wrong figure; one with a unit may be broken before that.
+        whole = all(len(row[i]) <= SHORT and not (i and " " in row[i]) for row in rows)
+        shown.add_column(
+            printable(column),
+            justify="right" if i and figures else "left",
+            overflow="ellipsis" if i == 0 and figures and wide else "fold",
+            no_wrap=whole and bool(i) == figures,
+        )
+    for row in rows:
+        shown.add_row(*map(printable, row))
+    out.print(printable(title), style="bold")
+    out.print(shown)
+    for note in notes:
+        out.print(printable(note), style="dim")
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -113,7 +113,7 @@ def test_curves_fall_and_end_where_the_table_says(runs: list[list[tuple[float, f
 def test_the_picture(tmp_path: Path) -> None:
     many = [(row(f"seeded{k}", 2.0 + k, 0), [(0.1, 1, 6.0 + k)]) for k in range(10)]
     once = [(row(f"once{k}", 4.0), None) for k in range(6)]
-    path = plot_curves(comparison(SINGLE, *many, *once), tmp_path / "new" / "c.png", "title")
+    path = plot_curves(comparison(SINGLE, *many, *once), tmp_path / "new" / "c.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     # Nobody has an answer: still a picture.
     plot_curves(comparison((row("p", np.inf, 0), None)), tmp_path / "none.png")

@@ -242,7 +242,7 @@ def test_names_with_dollars_are_no_mathematics(tmp_path: Path) -> None:
     """matplotlib would draw two of them as a formula, and fail on one that is none."""
     name = "a$^$b"
     renamed = [replace(r, workload=name, planner=r.planner + "$_$") for r in rows()]
-    assert plot_pareto(comparison(*renamed), tmp_path / "c.png", name).stat().st_size > 1000
+    assert plot_pareto(comparison(*renamed), tmp_path / "c.png").stat().st_size > 1000
     plan = replace(pipeline(), device_names=("x$^$", "y"))
     assert plot_gantt(plan, None, tmp_path / "g.png", name).stat().st_size > 1000
 

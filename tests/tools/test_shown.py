@@ -21,6 +21,7 @@ from placement.tools.shown import (
     count,
     lanes,
     mebibytes,
+    print_table,
     seconds,
     table,
     text_lanes,
@@ -126,6 +127,13 @@ def test_tables_stay_small() -> None:
     assert shown.count("<tr>") == MAX_ROWS + 1 and f"and {1000 - MAX_ROWS} more" in shown
 
 
+def test_a_narrow_table_cuts_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    row = ["cuda:0", "10,986.4 MiB", "768.0 MiB", "132.5 MiB", "11,886.9 MiB", "12,052.8 MiB"]
+    print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], [row])
+    assert set(" ".join(row).split()) <= set(capsys.readouterr().out.split())
+
+
 def test_a_measured_timeline_without_memory() -> None:
     one = Timeline(
         ("d",), np.zeros(1, np.int32), np.array([[1.0]]), np.array([[3.0]]), measured=True
@@ -140,8 +148,9 @@ def test_an_infeasible_solution() -> None:
 
 def test_units() -> None:
     assert [count(n, "planner") for n in (0, 1, 2)] == ["0 planners", "1 planner", "2 planners"]
-    assert [seconds(x) for x in (0.0, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
+    assert [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
         "0 µs",
+        "0.3 µs",
         "42 µs",
         "12.3 ms",
         "1 s",

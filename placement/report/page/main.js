@@ -119,7 +119,7 @@ function overallCard() {
 
 function searchSection(workload) {
   if (!workload.curves.length) return null;
-  return card("What planners find over time", `The best ${workload.objective} so far over the time spent planning; a dot is where a planner ended, with every seed a line. Click a name to leave it out.`, curvesChart(workload, unitOf(workload)));
+  return card("What planners find over time", `The best ${workload.objective} so far over the time spent planning; a dot is where a planner ended. Every seed has a line of its own. Click a name to leave it out.`, curvesChart(workload, unitOf(workload)));
 }
 
 function fidelitySection(workload) {

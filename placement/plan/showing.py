@@ -1,0 +1,65 @@
+"""A plan as tables, for the terminal and for notebooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placement.objective import Objective
+from placement.tools.shown import count, mebibytes, seconds
+
+if TYPE_CHECKING:
+    from placement.plan.document import Plan
+
+_NUM_PHASES = 4  # as few as show how they repeat
+
+
+def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
+    """``(title, header, rows)`` of the values, of what each device does, and of the stages."""
+    values = [_values(plan, "latency"), _values(plan, "period")]
+    energy_j = plan.predicted.energy_j
+    weight = f" and {plan.second_j:g} J/s" if plan.objective == "energy" and plan.second_j else ""
+    if energy_j is not None and (plan.objective != "energy" or weight):
+        values.append(["energy", seconds(energy_j, "J"), *["-"] * 4])
+    if not Objective(plan.objective).is_measurable:
+        values.insert(0, _values(plan, plan.objective, "weighted" if weight else ""))
+    on = [list(phase.values()) for phase in plan.assignments]
+    devices = []
+    for device in (d.name for d in plan.cluster.devices):
+        counts = [f"{phase.count(device)}" for phase in on]
+        operators = " / ".join(counts if len(on) <= _NUM_PHASES else [*counts[:_NUM_PHASES], "..."])
+        stages = str(sum(s.device == device for s in plan.stages))
+        memory = (x.get(device, 0) for x in (plan.predicted.peak_bytes, plan.limits.memory_bytes))
+        busy = seconds(plan.predicted.busy_s.get(device, 0.0))
+        devices.append([device, operators, stages, busy, *map(mebibytes, memory)])
+    return [
+        (
+            f"{plan.graph.name} ({count(plan.graph.num_ops, 'operator')}) by {plan.planner.name}, "
+            f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batch"
+            f"{'es' * (plan.num_microbatches > 1)}, {plan.max_in_flight} in flight",
+            ["", "predicted", "measured", "proved bound", "gap", "one device"],
+            values,
+        ),
+        (
+            "devices" + f"; micro-batches take turns in {len(on)} phases" * (len(on) > 1),
+            ["device", "operators", "stages", "busy", "peak memory", "of"],
+            devices,
+        ),
+        (
+            "stages",
+            ["device", "first operator", "last operator", "operators"],
+            [[s.device, s.first, s.last, f"{s.num_ops}"] for s in plan.stages],
+        ),
+    ]
+
+
+def _values(plan: Plan, what: str, name: str = "") -> list[str]:
+    """A row: predicted, measured, proved, by how much above that, and of one device."""
+    unit = Objective(what).unit
+    key = f"{what}_s" if what in ("latency", "period") else "value_s"
+    value, alone = getattr(plan.predicted, key), getattr(plan.fallback, key, None)
+    bound = plan.lower_bound_s.get(what)
+    measured, proved, single = (
+        "-" if x is None else seconds(x, unit) for x in (plan.measured_s(what), bound, alone)
+    )
+    gap = f"{value / bound - 1:.1%}" if bound else "-"
+    return [name or what, seconds(value, unit), measured, proved, gap, single]
