@@ -29,12 +29,13 @@ from agents.expert import imitate
 from agents.policy import PlacementPolicy
 from agents.tasks import Start, Tasks, make_rules, moving_options
 from agents.trained import Net, TrainedPolicy, make_net, one_thread
-from envs.episodes import Fresh
+from envs.episodes import Episodes, Fresh
 from envs.generators import Generator, draw, generator_of
 from envs.lookup import find, name_of
 from envs.problems import ONE_RUNTIME
 from envs.source import Source
 from envs.vec import PlacementVecEnv
+from envs.workers import Workers
 from placement.problem import Placement, Problem
 from placement.runs.compare import placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
@@ -215,8 +216,10 @@ def make_env(
         make_rules(config, tasks, len(part))
         for part in np.array_split(np.arange(num_envs), config.workers)
     ]
-    rules = shares if len(shares) > 1 else shares[0]
-    env = PlacementVecEnv(rules, config.seed, parallel, repeats=config.repeats)
+    played: Episodes | Workers = Episodes(shares[0], config.seed, config.repeats)
+    if len(shares) > 1:
+        played = Workers(shares, config.seed, parallel, config.repeats)
+    env = PlacementVecEnv(played)
     choices = tasks.problems.choices(tasks.starts)
     env.rules.keep(np.arange(len(choices)), choices, tasks.start_s)
     env.rules.num_evaluations += tasks.evaluations

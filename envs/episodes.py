@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graphs import GraphArrays
+from envs.graphs import GraphArrays, space_of
 from envs.problems import MAX_ID
 from envs.rules import Observation, Rules
 from envs.source import Source
@@ -29,6 +29,7 @@ class Episodes:
 
     Attributes:
         rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date.
+        observation_space, action_space: of one episode.
         allowed: int64 problems that are dealt; at first all. Holds from the next deal.
         num_envs: ``B``.
     """
@@ -43,6 +44,7 @@ class Episodes:
         self.rules = rules
         self.repeats = repeats
         self.graphs = graphs
+        self.observation_space, self.action_space = space_of(rules, graphs), rules.action_space
         self.allowed = np.arange(len(rules.problems.problems))
         self.num_envs = len(rules.ids)
         self._rng = np.random.default_rng(seed)
@@ -131,7 +133,7 @@ class Fresh:
     calls. Every problem is played in ``repeats`` episodes that begin one after another.
 
     Attributes:
-        spaces: rules of the largest size, whose spaces are those of every episode.
+        observation_space, action_space: of every episode, with room for the largest problem.
         rules: not played; who trains keeps the best of its own problems in it.
         num_envs: ``B``.
     """
@@ -147,15 +149,15 @@ class Fresh:
         self.num_envs, self.repeats = num_envs, repeats
         self._source = source
         self._rng = np.random.default_rng(seed)
-        first, self.graphs = source.fresh(source.draw(np.random.default_rng(0)))
+        first, graphs = source.fresh(source.draw(np.random.default_rng(0)))
+        self.observation_space, self.action_space = space_of(first, graphs), first.action_space
         self._problem: Problem | None = None
         self._left = 0  # episodes that it is still to be played in
-        self.spaces = first
         self.rules = first if rules is None else rules
         self.allowed = np.zeros(0, np.int64)
         self._drawn = 0
         self._numbers = np.zeros(num_envs, np.int64)
-        self._episodes: list[Episodes] = [Episodes(first, graphs=self.graphs)] * num_envs
+        self._episodes: list[Episodes] = [Episodes(first, graphs=graphs)] * num_envs
 
     def reset(self) -> Observation:
         """Start every episode; observations ``[B, ...]``."""

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -61,16 +60,14 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         source = Source.of(kind.rules_of, problems, **arguments)
         self.num_envs = num_envs
         self.render_mode = None
+        self.episodes: Episodes | Fresh
         if source.generator is None:
             rules, graphs = source.rules(num_envs)
-            self.episodes: Episodes | Fresh = Episodes(rules, seed, graphs=graphs)
+            self.episodes = Episodes(rules, seed, graphs=graphs)
         else:
             self.episodes = Fresh(source, num_envs, seed)
-            graphs = self.episodes.graphs
-        rules = self.episodes.rules
-        shown = {} if graphs is None else graphs.spaces
-        self.single_observation_space = spaces.Dict({**rules.observation_space.spaces, **shown})
-        self.single_action_space = rules.action_space
+        self.single_observation_space = self.episodes.observation_space
+        self.single_action_space = self.episodes.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 

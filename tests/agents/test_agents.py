@@ -588,7 +588,6 @@ def test_cut_costs_by_hand() -> None:
     assert so_far == pytest.approx([1 / 3, 2 / 3, 1])
     assert f.edge.shape == (3, 2)
     assert np.exp(f.edge[:, 0]) == pytest.approx([0.5] * 3)
-    assert f.level.tolist() == [0, 1, 2]
 
 
 def test_select_place_is_a_group_then_its_device() -> None:

@@ -53,7 +53,7 @@ def hydra_conf() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_entries_have_the_defaults_of_the_code() -> None:
-    """The policy's are in a file, as importing it takes seconds; those of others are read."""
+    """Importing them takes seconds: files are read."""
     assert GROUPS["planner"] == sorted([*planners.names(), "policy"])
     assert GROUPS["workload"] == list(workloads.names())
     every = f"planner=[{','.join(GROUPS['planner'])}]"
@@ -85,7 +85,7 @@ assert not {"numba", "torch", "scipy"} & set(sys.modules)"""
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_entries_compose_with_every_option_of_every_group() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == {"compare", "train"}
+    assert {path.stem for path in CONF.glob("*.yaml")} == {"compare", "shared", "train"}
     lists = {group: f"{group}=[{','.join(GROUPS[group])}]" for group in FROM_CODE}
     cfg = compose("compare", list(lists.values()))
     for group in FROM_CODE:
