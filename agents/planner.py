@@ -175,10 +175,11 @@ class PolicyPlanner:
 
     def _solve(self, problem: Problem) -> Solution:
         mode: Any = self.mode
-        if mode == "guided_search":
+        theirs = self.policy not in (None, UNTRAINED) and self._load(self.policy).is_foreign
+        if mode == "guided_search" and not theirs:
             return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem, mode)
-        if mode != "refine":
+        if mode not in ("refine", "guided_search"):
             policy.check_makes_placements()
         _load_mode(mode, policy.formulation)
         return self._plan(problem, policy, name)
@@ -259,6 +260,8 @@ class PolicyPlanner:
             stats["training_evaluations"] = search.num_evaluations - before
         if self.mode == "refine":
             self._refine(policy, search, start.placement)
+        elif self.mode == "guided_search":
+            self._play(policy, search, start.placement)
         else:
             samples = 0 if self.mode == "zero_shot" else self.k
             stats |= self._decode(policy, search, start.placement, samples)
@@ -359,11 +362,7 @@ class PolicyPlanner:
             return _Mover(kind, self.chooser, self.width)
         policy, name = self._policy(self.policy, problem, kind)
         learned = policy.formulation
-        if learned not in get_args(Kind):  # the kernels know no rules but ours
-            raise PolicyError(
-                f"a {learned} policy cannot choose moves; give it as seed_policy, or "
-                f"train one with training.formulation=guided_search"
-            )
+        _check_chooses(policy)
         if learned == "order_search" != kind:
             why = why_not(problem) or why_simulated(problem) or "order = False says not to"
             raise PolicyError(f"this policy searches orders, and {why}")
@@ -450,6 +449,34 @@ class PolicyPlanner:
                 if rules.act(taken)[1].all() or not search.left:
                     return
 
+    def _play(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
+        """Episodes of somebody's own search as it was trained, one after another, from ``warm``."""
+        _check_chooses(policy)
+        search.limit(default_budget(search.problem))
+        trained = policy.card.get("config", {})
+        options = {"width": self.width or policy.width or 16, "again": trained.get("again", 0.5)}
+        most = min(trained.get("moves") or 256, search.num_left)
+        store = GraphStore([search.problem], [None if policy.cold else warm])
+        rules = policy.kind.rules(
+            ProblemSet((search.problem,), np.ones(1)),
+            1,
+            starts=[warm],
+            moves=max(1, int(most)),
+            **options,
+        )
+        generator, rng = torch.Generator().manual_seed(self.seed), np.random.default_rng(self.seed)
+        begun, num_before = np.zeros(1, np.int64), search.num_evaluations
+        with one_thread():
+            while search.left:
+                rules.start(begun, begun, rng)
+                for taken in actions(policy.net, store, rules, torch.tensor(False), generator):
+                    over = rules.act(taken)[1].all()
+                    search.num_evaluations = num_before + rules.num_evaluations
+                    if over or not search.left:
+                        break
+                if over:
+                    search.consider(rules.choices[0, : search.problem.graph.num_groups], 0)
+
     def _finetune(
         self, policy: TrainedPolicy, problem: Problem, warm: Placement, search: Search
     ) -> TrainedPolicy:
@@ -478,8 +505,18 @@ class PolicyPlanner:
 def _load_mode(mode: Mode, formulation: str) -> None:
     """Import and compile what a mode needs, or read it from its cache: outside of every budget."""
     policy = TrainedPolicy(untrained_net(None, formulation))
-    planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device")
+    few = 32 if mode == "guided_search" else None
+    planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device", evaluations=few)
     planner._plan(two_operators(), policy, "given")
+
+
+def _check_chooses(policy: TrainedPolicy) -> None:
+    """Raises: PolicyError, it is of no formulation of a guided search."""
+    if policy.kind.mode != "guided_search":
+        raise PolicyError(
+            f"a {policy.formulation} policy cannot choose moves; give it as seed_policy, or "
+            f"train one with training.formulation=guided_search"
+        )
 
 
 def kind_of(problem: Problem) -> Kind:

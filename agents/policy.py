@@ -22,7 +22,7 @@ from torch import Tensor
 from agents.encoder import NetworkConfig, Observations, PolicyError, greedy, sample
 from agents.store import Graphs, GraphStore, ObservedGraphs
 from agents.trained import Net, TrainedPolicy, make_net
-from envs.formulations import formulation_in
+from envs.formulations import formulation_in, formulation_of
 
 
 class _Remembered(NamedTuple):
@@ -49,8 +49,9 @@ class PlacementPolicy(BasePolicy):
         others: the other arguments of stable-baselines3's policies, at their defaults.
 
     Raises:
-        PolicyError: neither graphs in the observation nor a store, an argument for networks of
-            another kind (``net_arch``, ...), or, later, a network that answers nan.
+        PolicyError: no environment of ``envs``, or not of this formulation; neither graphs in the
+            observation nor a store; an argument for networks of another kind (``net_arch``, ...);
+            or, later, an algorithm that needs another policy, or a network that answers nan.
     """
 
     def __init__(
@@ -68,7 +69,13 @@ class PlacementPolicy(BasePolicy):
         **others: Any,
     ) -> None:
         _check_others(others)
-        if store is None and "nodes" not in observation_space.spaces:
+        shown = getattr(observation_space, "spaces", {})
+        if "problem" not in shown:
+            raise PolicyError(
+                "PlacementPolicy is for the environments of envs (docs/environments.md); for "
+                "others use the policies of stable-baselines3"
+            )
+        if store is None and "nodes" not in shown:
             raise PolicyError(
                 "the environment shows no graph: make it with observe='graph', or give the policy "
                 "the graphs: policy_kwargs={'store': GraphStore(problems)}"
@@ -84,6 +91,11 @@ class PlacementPolicy(BasePolicy):
         if net is None:
             config = NetworkConfig(**network) if isinstance(network, dict) else network
             net = make_net(config, formulation or formulation_in(observation_space).name)
+        if not formulation_of(net.formulation).observed_in(observation_space):
+            raise PolicyError(
+                f"a {net.formulation} network does not read what this environment shows "
+                f"({', '.join(shown)}): leave formulation out, or train another one"
+            )
         self.net = net
         self.store = store
         choices = getattr(action_space, "nvec", None)  # without: one choice, Discrete
@@ -100,6 +112,14 @@ class PlacementPolicy(BasePolicy):
         """
         config = {"cold": self.store is None or not bool(self.store.warm.any())}
         return TrainedPolicy(deepcopy(self.net).cpu(), {"config": config, **card})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("q_net", "quantile_net", "get_distribution"):  # DQN, QRDQN, TRPO
+            raise PolicyError(
+                f"this algorithm needs a policy with {name}, which PlacementPolicy does not have: "
+                f"it is for PPO and A2C; for others use MultiInputPolicy"
+            )
+        return super().__getattr__(name)
 
     def forward(self, obs: Observations, deterministic: bool = False) -> Any:
         """Actions, values float32 ``[B]`` and log-probabilities float32 ``[B]``."""
@@ -124,6 +144,12 @@ class PlacementPolicy(BasePolicy):
 
     def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
+        number = obs["sizes"] if self.store is None else obs["problem"]
+        if not torch.equal(number, number.long().to(number.dtype)):
+            raise PolicyError(
+                "a wrapper changes observations, which need no normalising: "
+                "VecNormalize(env, norm_obs=False)"
+            )
         graphs, ids, encoded, row = self._encode(obs)
         answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
         if answer[0].shape[1:] != self._choices:
@@ -134,8 +160,7 @@ class PlacementPolicy(BasePolicy):
         if not torch.isfinite(answer[0].sum() + answer[1].sum()):  # argmax would take device 0
             raise PolicyError(
                 "the network's answers are no finite numbers: the learning rate is too high "
-                "(training.learning_rate), an encoder of yours divides by 0, or a wrapper changes "
-                "observations (VecNormalize: norm_obs=False)"
+                "(training.learning_rate), or an encoder of yours divides by 0"
             )
         return answer
 

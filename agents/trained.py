@@ -58,6 +58,11 @@ class TrainedPolicy:
         return formulation_of(self.formulation)
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether it is of somebody's own formulation, whose rules the kernels do not know."""
+        return self.formulation not in FORMULATIONS
+
+    @property
     def width(self) -> int | None:
         """Moves offered at each step while it learned ``guided_search``; None: not known."""
         return self.card.get("config", {}).get("width")

@@ -39,6 +39,7 @@ from envs.workers import Workers
 from placement.problem import Placement, Problem
 from placement.runs.compare import placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
+from placement.tools.files import short
 from placement.tools.named import meant
 
 __all__ = [
@@ -100,6 +101,8 @@ def train(
         FileError: ``out_dir`` cannot be written.
     """
     begins = Start(**start)
+    if not isinstance(policy, TrainedPolicy | None):
+        raise PolicyError(f"policy = {short(policy)} is no policy: TrainedPolicy.load(FILE) is one")
     config = _config(config or TrainConfig(), policy, parallel, problems)
     several = "problems are held out" if held_out else "a generator makes others"
     if (held_out or config.generator) and hasattr(begins.evaluator, "run"):

@@ -16,7 +16,7 @@ from envs.base import PlacementEnv, check_reset, mask_of
 from envs.episodes import Episodes, Fresh
 from envs.lookup import find
 from envs.problems import EnvError
-from envs.rules import Observation, numbers
+from envs.rules import Observation, check_range, numbers
 from envs.source import Problems, Source
 
 
@@ -57,6 +57,7 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if render_mode is not None:
             raise EnvError("many episodes are not rendered: leave render_mode out")
         kind: type[PlacementEnv] = find(env, "environment") if isinstance(env, str) else env
+        check_range("num_envs", num_envs, 1)
         source = Source.of(kind.rules_of, problems, **arguments)
         self.num_envs = num_envs
         self.render_mode = None

@@ -30,7 +30,7 @@ from agents.training import TrainConfig, train
 from envs.dispatch import Dispatcher
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
 from envs.formulations import formulation_of
-from envs.guided import GuidedSearchRules
+from envs.guided import GuidedSearchEnv, GuidedSearchRules
 from envs.placement import OneShotRules
 from envs.problems import ProblemSet, canonical
 from envs.refine import RefineDevicePlacementEnv, RefineRules
@@ -782,16 +782,50 @@ def test_a_formulation_of_ones_own_is_refined_by_its_rules() -> None:
     start = canonical(problem, load("round_robin")(problem).placement)
     found = canonical(problem, planner(problem).placement)
     assert (found != start).sum() <= 1
-    theirs = untrained("guided_search")
-    theirs.net.formulation = "test_agents:theirs"
-    with pytest.raises(PolicyError, match="a test_agents:theirs policy cannot choose moves"):
-        PolicyPlanner(theirs, "guided_search")(problem)
+
+
+class LastStaysRules(GuidedSearchRules):
+    """What begins with the last group is not offered."""
+
+    def masks(self) -> np.ndarray:
+        mask = super().masks()
+        for b in range(len(mask)):
+            mask[b] &= self._offered(b)[1] != len(self._starts[self.ids[b]]) - 1
+            mask[b, 0] |= not mask[b].any()
+        return mask
+
+
+class LastStaysEnv(GuidedSearchEnv):
+    rules_of = LastStaysRules
+
+
+last_stays = replace(
+    formulation_of("guided_search"), name="test_agents:last_stays", env="test_agents:LastStaysEnv"
+)
+
+
+@pytest.mark.parametrize("objective", ["latency", "max_load"])
+def test_a_search_of_ones_own_goes_by_its_rules(objective: Any) -> None:
+    """As it was trained, episode after episode, within the budget."""
+    problem = random_problem(5, 12, 3, objective=objective)
+    policy = train([problem], config=TrainConfig(64, last_stays.name, moves=8, width=4))
+    planner = PolicyPlanner(policy, evaluations=300, baseline="round_robin")
+    answer = planner(problem)
+    assert answer.stats["mode"] == "guided_search"
+    assert answer.value_s < answer.stats["baseline_value_s"]
+    assert 290 < answer.stats["evaluations"] <= 304
+    assert np.array_equal(planner(problem).placement, answer.placement)
+    few = PolicyPlanner(policy, evaluations=20, baseline="round_robin")(problem)
+    assert few.stats["evaluations"] <= 24
 
 
 def test_policies_of_the_wrong_formulation() -> None:
     problem = chain([[1, 2]] * 3)
     with pytest.raises(PolicyError, match="a sequential policy cannot choose moves"):
         PolicyPlanner(untrained(), "guided_search")(problem)
+    own = untrained(only_first.name)
+    with pytest.raises(PolicyError, match="a test_agents:only_first policy cannot choose moves"):
+        PolicyPlanner(own, "guided_search")(problem)
     with pytest.raises(PolicyError, match="a sequential policy cannot refine"):
         PolicyPlanner(untrained(), "refine")(problem)
     with pytest.raises(PolicyError, match="mode='guided_search'"):

@@ -25,6 +25,7 @@ from hydra.utils import get_object, instantiate
 import agents.compare
 import agents.train
 import conf
+from agents import commands
 from agents.app import AppError, explain, make_planner, with_lists
 from agents.expert import load_solutions
 from agents.trained import TrainedPolicy
@@ -616,6 +617,21 @@ def test_what_a_wrong_training_says(
     assert run("train", *given, "hydra.run.dir=out", word) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
+
+
+def test_ctrl_c_while_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agents.commands.import_module", interrupted)
+    assert [commands.compare(), commands.train(), commands.sweep_report()] == [130] * 3
+    assert capsys.readouterr().err == "placement: interrupted\n" * 3
+    monkeypatch.undo()
+    with pytest.raises(SystemExit, match="0"):  # what is installed is what is imported
+        monkeypatch.setattr(sys, "argv", ["placement-sweep-report", "--help"])
+        commands.sweep_report()
 
 
 def test_an_interrupted_training_says_how_it_goes_on(

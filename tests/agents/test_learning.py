@@ -186,6 +186,18 @@ def test_what_users_get_wrong() -> None:
         train([chain([[1]])], evaluator=runtime, held_out=[chain([[2]])])
     with pytest.raises(PolicyError, match="1 warm starts for 2 problems"):
         train([chain([[1]]), chain([[1]])], warm=[None])
+    one: Any = chain([[1, 2]])
+    for given, why in (
+        ({"problems": one}, r"problems=\[problem\]"),
+        ({"held_out": one}, r"problems=\[problem\]"),
+        ({"baseline": "heft"}, "baseline = 'heft' must be a planner"),
+        ({"evaluator": 3}, "evaluator = 3 must be"),
+        ({"policy": "a.safetensors"}, r"policy = 'a.safetensors' is no policy: TrainedPolicy.load"),
+        ({"solutions": [1]}, r"solution 0 has shape \[\], and there are 1 operators"),
+        ({"solutions": [[7]]}, "device 7"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            train(**({"problems": [one]} | given))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("formulation", ["sequential", "one_shot", "guided_search", "order_search"])
