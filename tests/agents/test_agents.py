@@ -137,21 +137,6 @@ def test_a_policy_sees_the_objective() -> None:
         assert f.device[:, -3:] == pytest.approx(np.array([row, row]))
 
 
-def test_graphs_do_not_see_their_neighbours_or_their_padding() -> None:
-    small, large = random_problem(1, 4, 2), random_problem(2, 12, 4)
-    net = untrained("one_shot").net
-    alone, both = GraphStore([small]), GraphStore([large, small])
-    with torch.no_grad():
-        a = net.all_logits(alone, torch.tensor([0]), net.encode(alone, torch.tensor([0])))
-        ids = torch.tensor([0, 1])
-        b = net.all_logits(both, ids, net.encode(both, ids))[1:]
-    g, d = small.group_compute_s.shape
-    assert b[:, :g, :d].numpy() == pytest.approx(a.numpy(), abs=1e-5)
-    assert (b[:, :g, d:] == ILLEGAL).all()
-    # A group that is only padding has one device, so it weighs nothing in a log-probability.
-    assert torch.log_softmax(b[:, g:], dim=-1)[..., 0].abs().max() < 1e-6
-
-
 def test_samples_follow_the_softmax_and_never_the_illegal() -> None:
     logits = torch.tensor([1.0, 0.0, ILLEGAL]).expand(20_000, 3)
     drawn = sample(logits, torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +103,7 @@ def test_entries_compose_with_every_option_of_every_group() -> None:
 
 
 @pytest.mark.usefixtures("hydra_conf")
-def test_every_field_of_a_training_is_visible_and_can_be_given() -> None:
-    from agents.encoder import NetworkConfig
-    from agents.training import TrainConfig
-
-    cfg = compose("train").training
-    for kind, node in ((TrainConfig, cfg), (NetworkConfig, cfg.network)):
-        assert set(node) == {"_target_", *(f.name for f in fields(kind))}
+def test_every_field_of_a_training_can_be_given() -> None:
     words = ["training.learning_rate=0.5", "training.network.hidden=8", "training.gamma=0.9"]
     changed = instantiate(compose("train", words).training, _convert_="all")
     assert (changed.learning_rate, changed.network.hidden, changed.gamma) == (0.5, 8, 0.9)
@@ -144,16 +138,6 @@ def test_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert chosen() == WandbTracker()
     assert chosen("tracker=local") == LocalTracker()
     assert chosen("tracker=none") == Tracker()
-
-
-@pytest.mark.usefixtures("hydra_conf")
-def test_every_planner_instantiates_as_its_defaults() -> None:
-    cfg = compose("compare", [f"planner=[{','.join(GROUPS['planner'])}]"])
-    assert sorted(cfg.planner) == GROUPS["planner"]
-    for name, node in cfg.planner.items():
-        made = make_planner(node)
-        if is_dataclass(made):
-            assert made == planners.load(name)
 
 
 def test_the_learned_planner_has_a_name_like_the_others() -> None:

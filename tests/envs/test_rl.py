@@ -505,7 +505,7 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     agent = PPO(PlacementPolicy, env, n_steps=8, policy_kwargs={"formulation": "one_shot"})
     with pytest.raises(PolicyError, match=r"OneShotNet.evaluate gives .* Discrete.3.: .*\[B, 3\]"):
         agent.learn(8)
-    with pytest.raises(PolicyError, match=r"a refine network does not read what .*devices.*problem"):
+    with pytest.raises(PolicyError, match=r"a refine network does not read .*devices.*problem"):
         PPO(PlacementPolicy, env, policy_kwargs={"formulation": "refine"})
     with pytest.raises(PolicyError, match=r"q_net, which .*for others use MultiInputPolicy"):
         DQN(PlacementPolicy, env, buffer_size=8)
