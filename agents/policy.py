@@ -26,10 +26,10 @@ from envs.formulations import formulation_in, formulation_of
 
 
 class _Remembered(NamedTuple):
-    """Graphs (a store, or the key of observed ones) that one state of the network has encoded."""
+    """Graphs that one state of the network has encoded."""
 
     version: int
-    graphs: Any
+    graphs: Graphs
     encoded: Any
 
 
@@ -170,28 +170,19 @@ class PlacementPolicy(BasePolicy):
         While collecting (no gradients) graphs are encoded once per state of the network.
         """
         if self.store is None:
-            return self._encode_observed(obs)
-        store = self.store = self.store.to(self._weights[0].device)
-        problem = obs["problem"].long().squeeze(1)
+            graphs: Graphs = ObservedGraphs(obs)
+            row: Tensor = graphs.row  # type: ignore[attr-defined]
+        else:
+            graphs = self.store = self.store.to(self._weights[0].device)
+            row = obs["problem"].long().squeeze(1)
         if torch.is_grad_enabled():
-            ids, row = torch.unique(problem, return_inverse=True)
-            return store, ids, self.net.encode(store, ids), row
-        ids = torch.arange(len(store), device=problem.device)
-        version = self._updates()
-        if self._last is None or self._last.version != version or self._last.graphs is not store:
-            self._last = _Remembered(version, store, self.net.encode(store, ids))
-        return store, ids, self._last.encoded, problem
-
-    def _encode_observed(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
-        graphs = ObservedGraphs(obs)
-        ids = torch.arange(len(graphs), device=graphs.row.device)
-        if torch.is_grad_enabled():
-            return graphs, ids, self.net.encode(graphs, ids), graphs.row
-        version = self._updates()
-        last = self._last
-        if last is None or last.version != version or not torch.equal(last.graphs, graphs.key):
-            self._last = last = _Remembered(version, graphs.key, self.net.encode(graphs, ids))
-        return graphs, ids, last.encoded, graphs.row
+            ids, row = torch.unique(row, return_inverse=True)
+            return graphs, ids, self.net.encode(graphs, ids), row
+        ids = torch.arange(len(graphs), device=row.device)
+        version, last = self._updates(), self._last
+        if last is None or last.version != version or not last.graphs.same(graphs):
+            self._last = last = _Remembered(version, graphs, self.net.encode(graphs, ids))
+        return graphs, ids, last.encoded, row
 
     def _updates(self) -> int:
         return sum(p._version for p in self._weights)  # grows with every update

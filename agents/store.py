@@ -51,6 +51,10 @@ class Graphs:
         """``P``."""
         return len(self.num_groups)
 
+    def same(self, other: Graphs) -> bool:
+        """Whether ``other`` has the same graphs in the same order."""
+        return self is other
+
     def batch(self, ids: tuple[int, ...]) -> Batch:
         """The graphs ``ids`` side by side, as PyG has it: ``x``, ``edge_index``, ``edge_attr``.
 
@@ -119,6 +123,10 @@ class ObservedGraphs(Graphs):
     def __init__(self, obs: dict[str, Tensor]) -> None:
         self.key, self.row, first = _distinct(obs)
         super().__init__({name: obs[name][first] for name in KEYS})
+
+    def same(self, other: Graphs) -> bool:
+        """See ``Graphs``."""
+        return isinstance(other, ObservedGraphs) and torch.equal(self.key, other.key)
 
 
 def _distinct(obs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -589,7 +589,7 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("held_out=many", "'many' of type 'str' could not be converted to Float"),
         ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
         ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
-        ("training.gamma=2", "gamma = 2 must be a share, 0..1"),
+        ("training.gamma=2", "gamma = 2.0 must be 0 to 1"),
         ("training.device=warp", "device = 'warp' is not here; use cpu"),
         ("+training.algorithm_options.episods=4", "no 'episods' (algorithm_options); did you mean"),
     ],

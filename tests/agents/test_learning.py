@@ -49,29 +49,15 @@ def layered(seed: int, width: int, depth: int, devices: int) -> Problem:
     return small_problem(seconds, uses, tensor_bytes=100, **link)
 
 
-def test_learning_beats_the_frozen_policy() -> None:
-    """With learning rate 0 what is left is sampled list scheduling: clearly worse.
-
-    Measured: greedy 9.63 frozen and 6.05 trained, best ever 6.46 and 5.92; the best list scheduler
-    reaches 6.76, the best of all constructive planners 6.27.
+def test_learning_beats_what_it_starts_from() -> None:
+    """It starts at list scheduling, greedy 9.63; it reaches 6.05, and 5.92 at best. HEFT reaches
+    6.76, the best of all constructive planners 6.27. Frozen: ``test_smallest_learning``.
     """
-    problem = layered(3, 6, 5, 3)
-    network = NetworkConfig(hidden=32, layers=2)  # starts at list scheduling
-    greedy, best, sampled = {}, {}, {}
-    for rate in (0.0, 6e-3):
-        config = TrainConfig(
-            total_steps=4000, learning_rate=rate, last_learning_rate=rate / 30, network=network
-        )
-        rows: list[Row] = []
-        policy = train([problem], config=config, callback=rows.append)
-        greedy[rate] = score(problem, policy.place(problem)[0])[0]
-        best[rate] = policy.best[0].value_s
-        sampled[rate] = rows[-1]["reward_mean"]
-    assert greedy[6e-3] < 0.92 * greedy[0.0]
-    assert best[6e-3] < 0.98 * best[0.0]
-    assert sampled[6e-3] > sampled[0.0] + 0.08
-    assert greedy[6e-3] < load("heft")(problem).value_s
-    assert best[6e-3] < load("best_of")(problem).value_s
+    problem, network = layered(3, 6, 5, 3), NetworkConfig(hidden=32, layers=2)
+    rates = {"learning_rate": 6e-3, "last_learning_rate": 2e-4}
+    policy = train([problem], config=TrainConfig(total_steps=4000, network=network, **rates))
+    assert score(problem, policy.place(problem)[0])[0] < load("heft")(problem).value_s
+    assert policy.best[0].value_s < load("best_of")(problem).value_s
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
@@ -368,7 +354,7 @@ def test_curriculum_begins_with_the_small(monkeypatch: Any) -> None:
     sizes = [depths[i] for i in dealt]
     assert set(sizes[:6]) <= {2, 3}, sizes  # the smallest quarter, and in the end all
     assert set(sizes) >= {2, 3, 4, 5, 6}, sizes
-    with pytest.raises(PolicyError, match="curriculum = 2 must be a share"):
+    with pytest.raises(PolicyError, match="curriculum = 2 must be 0 to 1"):
         TrainConfig(curriculum=2)
 
 
