@@ -281,14 +281,14 @@ def seeds_of(cfg: DictConfig) -> list[int]:
 
 
 def _check(cfg: DictConfig) -> None:
+    from placement.search.budget import Budget
+
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
     for name, least in (("repeats", 1), ("rounds", 1), ("variants", 0)):
         if cfg.get(name) is not None and cfg[name] < least:
             raise AppError(f"{name} = {cfg[name]} must be at least {least}")
-    for name in ("seconds", "evaluations"):
-        if cfg.get(name) is not None and not cfg[name] > 0:
-            raise AppError(f"{name} = {cfg[name]} must be positive; leave it out for no limit")
+    Budget(cfg.seconds, cfg.evaluations)  # or it says which is not positive
 
 
 @dataclass(frozen=True)

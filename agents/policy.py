@@ -23,6 +23,7 @@ from agents.encoder import NetworkConfig, Observations, PolicyError, greedy, sam
 from agents.store import Graphs, GraphStore, ObservedGraphs
 from agents.trained import Net, TrainedPolicy, make_net
 from envs.formulations import formulation_in, formulation_of
+from placement.tools.files import short
 
 
 class _Remembered(NamedTuple):
@@ -89,8 +90,9 @@ class PlacementPolicy(BasePolicy):
             optimizer_kwargs=optimizer_kwargs,
         )
         if net is None:
-            config = NetworkConfig(**network) if isinstance(network, dict) else network
-            net = make_net(config, formulation or formulation_in(observation_space).name)
+            net = make_net(_config(network), formulation or formulation_in(observation_space).name)
+        elif not isinstance(net, torch.nn.Module):
+            raise PolicyError(f"net = {short(net)} is no network: TrainedPolicy.load(FILE).net is")
         if not formulation_of(net.formulation).observed_in(observation_space):
             raise PolicyError(
                 f"a {net.formulation} network does not read what this environment shows "
@@ -150,6 +152,11 @@ class PlacementPolicy(BasePolicy):
                 "a wrapper changes observations, which need no normalising: "
                 "VecNormalize(env, norm_obs=False)"
             )
+        if self.store is not None and number.max() >= len(self.store):
+            raise PolicyError(
+                f"the environment has a problem {int(number.max())}, and the store "
+                f"{len(self.store)} graphs: give it those of the environment, GraphStore(problems)"
+            )
         graphs, ids, encoded, row = self._encode(obs)
         answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
         if answer[0].shape[1:] != self._choices:
@@ -199,6 +206,17 @@ class PlacementPolicy(BasePolicy):
             "optimizer_class": self.optimizer_class,
             "optimizer_kwargs": self.optimizer_kwargs,
         }
+
+
+def _config(network: Any) -> NetworkConfig | None:
+    """Raises: PolicyError, ``network`` is no configuration."""
+    try:
+        known = isinstance(network, NetworkConfig | None)
+        return network if known else NetworkConfig(**network)
+    except TypeError as error:
+        raise PolicyError(
+            f"network = {short(network)} must be fields of NetworkConfig: {error}"
+        ) from None
 
 
 def _check_others(others: dict[str, Any]) -> None:

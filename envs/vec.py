@@ -11,25 +11,35 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
 from envs.episodes import Episodes, Fresh, Step
+from envs.problems import EnvError
 from envs.rules import Observation
 from envs.vector import PlacementVectorEnv
 from envs.workers import Workers
+from placement.tools.files import short
 
 
 class PlacementVecEnv(VecEnv):
     """``B`` episodes as a ``VecEnv``. Finished ones start again at once.
 
     Args:
-        played: a ``PlacementVectorEnv``, or episodes.
+        played: a ``PlacementVectorEnv``, as ``gym.make_vec`` makes it, or episodes.
 
     Attributes:
         episodes: what is played.
         rules: their rules; ``best_s`` and ``best_choices`` are kept up to date. Of several workers:
             the first one's, which is not played itself, but keeps the best of all.
+
+    Raises:
+        EnvError: it is something else.
     """
 
     def __init__(self, played: PlacementVectorEnv | Episodes | Fresh | Workers) -> None:
         self.episodes = played.episodes if isinstance(played, PlacementVectorEnv) else played
+        if not isinstance(self.episodes, Episodes | Fresh | Workers):
+            raise EnvError(
+                f"played = {short(played)} is not many episodes: gym.make_vec(ID, B) makes them; "
+                "for one environment there is make_vec_env of stable-baselines3"
+            )
         self.rules = self.episodes.rules
         self.render_mode = None
         super().__init__(

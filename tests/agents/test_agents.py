@@ -285,18 +285,6 @@ def test_other_sizes_and_numbers_of_devices(formulation: Any) -> None:
             other.check_placement(row)
 
 
-def test_save_and_load(tmp_path: Path) -> None:
-    policy = replace(untrained("one_shot"), card={"note": "x"})
-    policy.save(tmp_path / "new" / "policy.safetensors")
-    again = TrainedPolicy.load(tmp_path / "new" / "policy.safetensors")
-    assert again.formulation == "one_shot"
-    assert again.card == {"note": "x"}
-    problem = random_problem(5, 12, 3)
-    before = policy.place(problem, num_samples=5, seed=1)
-    assert np.array_equal(again.place(problem, num_samples=5, seed=1), before)
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["policy.safetensors"]
-
-
 def test_files_that_are_not_policies(tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     with pytest.raises(PolicyError, match=r"not a readable policy.*placement-train"):

@@ -507,6 +507,17 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         agent.learn(8)
     with pytest.raises(PolicyError, match=r"a refine network does not read .*devices.*problem"):
         PPO(PlacementPolicy, env, policy_kwargs={"formulation": "refine"})
+    for wrong, why in (
+        ({"network": {"hiden": 8}}, "'hiden': 8.* must be fields of NetworkConfig: .*'hiden'"),
+        ({"net": "policy.safetensors"}, r"is no network: TrainedPolicy.load\(FILE\).net is"),
+    ):
+        with pytest.raises(PolicyError, match=why):
+            PPO(PlacementPolicy, env, policy_kwargs=wrong)
+    store = {"store": GraphStore(small_problems()[:1])}
+    with pytest.raises(PolicyError, match=r"has a problem \d, and the store 1 graphs"):
+        PPO(PlacementPolicy, env, n_steps=64, policy_kwargs=store).learn(64)
+    with pytest.raises(EnvError, match=r"is not many episodes: gym.make_vec\(ID, B\) makes them"):
+        PlacementVecEnv(gym.make("envs/Dispatch-v0"))  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"q_net, which .*for others use MultiInputPolicy"):
         DQN(PlacementPolicy, env, buffer_size=8)
     with pytest.raises(PolicyError, match="is for the environments of envs"):
