@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
-from envs.episodes import Episodes, Fresh, Step
+from envs.episodes import Episodes, Step
 from envs.problems import EnvError
 from envs.rules import Observation
 from envs.vector import PlacementVectorEnv
@@ -33,9 +33,9 @@ class PlacementVecEnv(VecEnv):
         EnvError: it is something else.
     """
 
-    def __init__(self, played: PlacementVectorEnv | Episodes | Fresh | Workers) -> None:
+    def __init__(self, played: PlacementVectorEnv | Episodes | Workers) -> None:
         self.episodes = played.episodes if isinstance(played, PlacementVectorEnv) else played
-        if not isinstance(self.episodes, Episodes | Fresh | Workers):
+        if not isinstance(self.episodes, Episodes | Workers):
             raise EnvError(
                 f"played = {short(played)} is not many episodes: gym.make_vec(ID, B) makes them; "
                 "for one environment there is make_vec_env of stable-baselines3"
