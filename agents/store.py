@@ -60,15 +60,16 @@ class Graphs:
 
         The last combinations of graphs are kept.
         """
-        return _cached(self._batches, ids, lambda: self._batch(list(ids)))
+        return _cached(self._batches, ids, lambda: self._batch(ids))
 
     def waves(self, ids: tuple[int, ...]) -> Waves:
         """``_waves`` of ``batch(ids)``, kept as the batches are."""
         return _cached(self._all_waves, ids, lambda: _waves(self.batch(ids)))
 
-    def _batch(self, ids: list[int]) -> Batch:
+    def _batch(self, numbers: tuple[int, ...]) -> Batch:
         from torch_geometric.data import Batch
 
+        ids = torch.tensor(numbers).to(self.num_groups.device)
         seen, count = self._seen, self.num_groups[ids]
         room = torch.arange(seen["edges"].shape[2], device=count.device)
         some = room < seen["sizes"][ids, 1, None]
