@@ -55,6 +55,8 @@ class PlacementPolicy(BasePolicy):
             or, later, an algorithm that needs another policy, or a network that answers nan.
     """
 
+    net: Net
+
     def __init__(
         self,
         observation_space: spaces.Dict,
@@ -93,7 +95,7 @@ class PlacementPolicy(BasePolicy):
             net = make_net(_config(network), formulation or formulation_in(observation_space).name)
         elif not isinstance(net, torch.nn.Module):
             raise PolicyError(f"net = {short(net)} is no network: TrainedPolicy.load(FILE).net is")
-        if not formulation_of(net.formulation).observed_in(observation_space):
+        if not formulation_of(str(net.formulation)).observed_in(observation_space):
             raise PolicyError(
                 f"a {net.formulation} network does not read what this environment shows "
                 f"({', '.join(shown)}): leave formulation out, or train another one"

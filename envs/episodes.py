@@ -69,7 +69,7 @@ class Episodes:
         if len(over) == 0:
             return self._observe(), rewards, done, infos
         ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
-        if self.rules.is_fresh:
+        if isinstance(self.rules, FreshRules):
             last = self.rules.seen_in(over)
         else:
             self.rules.keep(ids, self.rules.choices[over], seconds)
@@ -90,7 +90,7 @@ class Episodes:
 
     def draw(self) -> Problem:
         """The problem that is dealt next, for somebody else to play."""
-        if self.rules.is_fresh:
+        if isinstance(self.rules, FreshRules):
             return self.rules.draw(self._rng)
         return self.rules.problems.problems[self._deal(1)[0]]
 
@@ -102,7 +102,7 @@ class Episodes:
         return np.array(dealt, np.int64)
 
     def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
-        dealt = rows if self.rules.is_fresh else self._deal(len(rows))
+        dealt = rows if isinstance(self.rules, FreshRules) else self._deal(len(rows))
         self.rules.start(rows, dealt, self._rng)
         self._length[rows] = 0
         self._return[rows] = 0.0
@@ -140,8 +140,6 @@ class FreshRules(Rules):
     Args:
         samples: problems that are not played, whose best is kept.
     """
-
-    is_fresh = True
 
     def __init__(
         self, source: Source, num_envs: int, repeats: int = 1, samples: ProblemSet | None = None

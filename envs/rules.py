@@ -8,7 +8,7 @@ stable-baselines3.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -39,7 +39,6 @@ class Rules(ABC):
 
     observation_space: spaces.Dict
     action_space: spaces.Space[Any]
-    is_fresh: ClassVar[Any] = False  # problems are drawn, and not dealt
 
     def __init__(self, problems: ProblemSet, num_envs: int) -> None:
         count, groups = len(problems.problems), problems.max_groups

@@ -118,7 +118,7 @@ def stacked(rows: Sequence[Any]) -> Array:
     most = np.max([x.shape for x in arrays], axis=0).astype(int)
     padded = np.zeros((len(arrays), *most), arrays[0].dtype)
     for i, x in enumerate(arrays):
-        padded[(i, *map(slice, x.shape))] = x
+        padded[i, ...][tuple(map(slice, x.shape))] = x
     return padded
 
 
