@@ -155,7 +155,7 @@ class EpisodesPPO(PPO):
         net: Any = self.policy.net
         weights, until = net.weights(), self.num_timesteps + wanted
         while self.num_timesteps < until:
-            problem = env.draw()
+            problem = env.episodes.draw()
             logs, batches = self._play(problem, weights, net.config.finish_weight)
             self._played += batches
             self.num_timesteps += self.episodes * problem.num_ops

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hydra import compose, initialize_config_module
 from hydra import version as hydra_version
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
@@ -143,8 +144,9 @@ def _unknown(message: str, config: str) -> str:
     setting = re.match(r"Could not override '([\w.]+)'", message)
     if setting is not None:
         parent, _, name = setting[1].rpartition(".")
-        every = OmegaConf.load(Path(conf.__file__).parent / f"{config}.yaml")
-        groups = [str(key) for x in every.defaults if isinstance(x, DictConfig) for key in x]
+        with initialize_config_module("conf", version_base="1.3"):
+            every: Any = compose(config, return_hydra_config=True)
+        groups = every.hydra.runtime.choices
         keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
         near = meant(name, map(str, keys or ()))
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
@@ -279,14 +281,14 @@ def seeds_of(cfg: DictConfig) -> list[int]:
 
 
 def _check(cfg: DictConfig) -> None:
+    from placement.search.budget import Budget
+
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
     for name, least in (("repeats", 1), ("rounds", 1), ("variants", 0)):
         if cfg.get(name) is not None and cfg[name] < least:
             raise AppError(f"{name} = {cfg[name]} must be at least {least}")
-    for name in ("seconds", "evaluations"):
-        if cfg.get(name) is not None and not cfg[name] > 0:
-            raise AppError(f"{name} = {cfg[name]} must be positive; leave it out for no limit")
+    Budget(cfg.seconds, cfg.evaluations)  # or it says which is not positive
 
 
 @dataclass(frozen=True)

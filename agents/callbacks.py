@@ -171,7 +171,7 @@ class Schedule(_Part):
             sizes = np.argsort(training.tasks.problems.num_groups, kind="stable")
             # From the smaller quarter of them to all.
             share = min(1.0, 0.25 + 0.75 * done / training.config.curriculum)
-            training.env.allowed = sizes[: max(1, round(share * len(sizes)))]
+            training.env.episodes.allowed = sizes[: max(1, round(share * len(sizes)))]
         if hasattr(training.generator, "progress"):
             training.generator.progress = done  # type: ignore[union-attr]
 
@@ -291,7 +291,7 @@ class Checkpoint(_Part):
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "numpy": [torch.from_numpy(keys.astype(np.int64)), at, has_gauss, gauss],
-            "env": json.dumps(training.env.state()),
+            "env": json.dumps(training.env.episodes.state()),
             "best_s": torch.from_numpy(rules.best_s),
             "best_choices": torch.from_numpy(rules.best_choices),
             "evaluations": rules.num_evaluations,
@@ -363,7 +363,7 @@ class Checkpoint(_Part):
             torch.cuda.set_rng_state_all(state["cuda"])
         keys, at, has_gauss, gauss = state["numpy"]
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), at, has_gauss, gauss))
-        env.restore(json.loads(state["env"]))
+        env.episodes.restore(json.loads(state["env"]))
         env.rules.num_evaluations = state["evaluations"]
         model._last_obs = env.reset()  # type: ignore[assignment]  # may evaluate starts
         model._last_episode_starts = np.ones(env.num_envs, bool)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from typing import Any
 from agents.encoder import NetworkConfig, PolicyError
 from envs.formulations import FORMULATIONS, Formulation, formulation_of
 from envs.problems import EnvError
+from envs.rules import check_range
 from placement.tools.named import convert_fields, meant
 
 # What a formulation does not set for itself (``Formulation.training``): for building placements.
@@ -128,9 +129,7 @@ class TrainConfig:
             if value is None or type(value) not in (int, float):
                 continue
             least, most = int(f.name in _POSITIVE), 1.0 if f.name in _SHARES else math.inf
-            if not least <= value <= most:
-                above = "at least {least}" if most == math.inf else "a share, 0..1"
-                raise PolicyError(f"{f.name} = {value:g} must be {above.format(least=least)}")
+            check_range(f.name, value, least, most, PolicyError)
         if self.seed >= 2**32:
             raise PolicyError(f"seed = {self.seed} must be a whole number from 0 to 2**32 - 1")
         if self.formulation not in FORMULATIONS and ":" not in self.formulation:

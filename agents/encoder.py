@@ -20,9 +20,9 @@ from agents.store import Graphs, Waves
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
 from envs.lookup import find
 from envs.problems import EnvError
+from envs.rules import check_range
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
 from placement.tools.clock import loads
-from placement.tools.files import short
 from placement.tools.named import convert_fields
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
@@ -75,24 +75,17 @@ class NetworkConfig:
                 f"encoder {self.encoder!r} is unknown; use one of {list(LAYERS)}, or your own as "
                 f"package.module:Class"
             )
-        if not 0 <= self.layers <= 64:  # a file of a few bytes must not ask for millions
-            raise PolicyError(f"layers = {self.layers} must be 0..64")
         if self.hidden < 4 or self.hidden % 4:
             raise PolicyError(f"hidden = {self.hidden} must be a positive multiple of 4")
-        for what, limit in (("attention", 64), ("clusters", 4096)):
-            if not 0 <= getattr(self, what) <= limit:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be 0..{limit}")
-        # Shares of a float32 that are 0 or 1 have no logarithm.
-        for what, least, most, meaning in (
-            ("finish_weight", -1e6, 1e6, "a weight"),
-            ("changes", 1e-6, 1e9, "a number of groups"),
-            ("max_change", 1e-6, 1 - 1e-6, "a share"),
+        for what, least, most in (
+            ("layers", 0, 64),  # a file of a few bytes must not ask for millions
+            ("attention", 0, 64),
+            ("clusters", 0, 4096),
+            ("finish_weight", -1e6, 1e6),
+            ("changes", 1e-6, 1e9),  # shares of a float32 that are 0 or 1 have no logarithm
+            ("max_change", 1e-6, 1 - 1e-6),
         ):
-            value = getattr(self, what)
-            if not least <= value <= most:
-                raise PolicyError(
-                    f"{what} = {short(value)} must be {meaning} from {least:g} to {most:g}"
-                )
+            check_range(what, getattr(self, what), least, most, PolicyError)
 
 
 Observations = dict[str, Tensor]

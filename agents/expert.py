@@ -115,6 +115,7 @@ def demonstrations(
     Raises:
         PolicyError: the formulation has no actions that make a given placement, there are too few
             solutions, or one splits a colocation group.
+        ProblemError: one cannot run.
     """
     kind = formulation_of(formulation)
     if not _teachable(kind):
@@ -126,6 +127,11 @@ def demonstrations(
     if len(solutions) != len(problems.problems):
         raise PolicyError(f"{len(solutions)} solutions for {len(problems.problems)} problems")
     for i, (problem, placement) in enumerate(zip(problems.problems, solutions, strict=True)):
+        if np.shape(placement) != (problem.num_ops,):
+            raise PolicyError(
+                f"solution {i} has shape {list(np.shape(placement))}, and there are "
+                f"{problem.num_ops} operators"
+            )
         split = np.flatnonzero(choice_of(problem, placement)[problem.graph.group] != placement)
         if len(split):
             raise PolicyError(
@@ -133,6 +139,7 @@ def demonstrations(
                 f"({problem.graph.op_name[split[0]]!r}); solve the problem as it is trained on "
                 f"(with TrainConfig.groups: placement.search.coarsen.grouped(problem, groups))"
             )
+        problem.check_placement(placement)
     count, width = len(solutions), problems.max_devices
     renamed = [canonical(p, s) for p, s in zip(problems.problems, solutions, strict=True)]
     target = problems.choices(renamed).astype(np.int64)

@@ -21,10 +21,12 @@ from agents.guided import (
     load_kernel,
 )
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, actions, load_constructor, one_thread, untrained_net
+from agents.trained import TrainedPolicy, load_constructor, one_thread, untrained_net, walk
 from agents.waits import RELEASED, load_waits
 from envs.dispatch import load_kernels as load_dispatcher
+from envs.formulations import FORMULATIONS
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
+from envs.rules import check_range
 from placement.bounds import lower_bound
 from placement.cli import search_here
 from placement.objective import Objective
@@ -37,6 +39,7 @@ from placement.search.descent import descend
 from placement.search.descent import load_kernels as load_descent
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.search.pipeline import can_foresee, constructed
+from placement.simulator import score
 from placement.tools.clock import loads
 
 Kind = Literal["guided_search", "order_search"]  # of moves: of placements, or of orders too
@@ -150,8 +153,8 @@ class PolicyPlanner:
         if self.chooser not in CHOOSERS:
             raise PolicyError(f"chooser {self.chooser!r} is unknown; use one of {list(CHOOSERS)}")
         for what, least in (("k", 0), ("seed", 0), ("steps", 1), ("rounds", 1), ("width", 1)):
-            if getattr(self, what) is not None and getattr(self, what) < least:
-                raise PolicyError(f"{what} = {getattr(self, what)} must be at least {least}")
+            if (value := getattr(self, what)) is not None:
+                check_range(what, value, least, kind=PolicyError)
         if self.margin is not None and not 0 <= self.margin < 1:
             raise PolicyError(f"margin = {self.margin} must be a share, 0 <= margin < 1")
         # A bad file is told before a model is measured.
@@ -175,10 +178,13 @@ class PolicyPlanner:
 
     def _solve(self, problem: Problem) -> Solution:
         mode: Any = self.mode
-        if mode == "guided_search":
+        ours = self.policy in (None, UNTRAINED)
+        if not ours:
+            ours = self._load(self.policy).formulation in FORMULATIONS  # type: ignore[arg-type]
+        if mode == "guided_search" and ours:  # the kernels know no rules but ours
             return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem, mode)
-        if mode != "refine":
+        if mode not in ("refine", "guided_search"):
             policy.check_makes_placements()
         _load_mode(mode, policy.formulation)
         return self._plan(problem, policy, name)
@@ -257,8 +263,8 @@ class PolicyPlanner:
             before = search.num_evaluations
             policy = self._finetune(policy, problem, start.placement, search)
             stats["training_evaluations"] = search.num_evaluations - before
-        if self.mode == "refine":
-            self._refine(policy, search, start.placement)
+        if self.mode in ("refine", "guided_search"):
+            self._walk(policy, search, start.placement)
         else:
             samples = 0 if self.mode == "zero_shot" else self.k
             stats |= self._decode(policy, search, start.placement, samples)
@@ -359,7 +365,7 @@ class PolicyPlanner:
             return _Mover(kind, self.chooser, self.width)
         policy, name = self._policy(self.policy, problem, kind)
         learned = policy.formulation
-        if learned not in get_args(Kind):  # the kernels know no rules but ours
+        if learned not in get_args(Kind):
             raise PolicyError(
                 f"a {learned} policy cannot choose moves; give it as seed_policy, or "
                 f"train one with training.formulation=guided_search"
@@ -430,25 +436,47 @@ class PolicyPlanner:
         )
         return TrainedPolicy(untrained_net(None, formulation, self.seed)), UNTRAINED
 
-    def _refine(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
-        """Walk from ``warm``; every placement on the way is evaluated and may be the answer."""
-        if policy.kind.mode != "refine":
+    def _walk(self, policy: TrainedPolicy, search: Search, warm: Placement) -> None:
+        """Play from ``warm`` by the policy's own rules: an episode of ``refine``, or of a search.
+
+        Of a search as many as the budget allows, as it was trained. What ``refine`` meets is
+        evaluated here, and may be the answer; a search evaluates by itself.
+        """
+        problem, refines = search.problem, self.mode == "refine"
+        if policy.kind.mode != self.mode:
+            verb = "refine" if refines else "choose moves of"
             raise PolicyError(
-                f"a {policy.formulation} policy cannot refine placements; train one with "
-                f"training.formulation=refine"
+                f"a {policy.formulation} policy cannot {verb} placements; train one with "
+                f"training.formulation={self.mode}"
             )
-        if not can_move(search.problem):
+        if not can_move(problem):
             return
-        chosen = ProblemSet((search.problem,), np.ones(1), _evaluator(search))
-        start = canonical(search.problem, warm)  # as in training, and worth the same
-        rules = policy.kind.rules(chosen, 1, starts=[start], moves=self.steps)
-        store = GraphStore([search.problem], [None if policy.cold else start])
-        rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        generator = torch.Generator().manual_seed(self.seed)
+        start = canonical(problem, warm)  # as in training, and worth the same
+        evaluator, options = _evaluator(search), dict[str, Any](moves=self.steps)
+        if not refines:
+            search.limit(default_budget(problem))
+            trained = policy.card.get("config", {})
+            moves = max(1, int(min(trained.get("moves") or 256, search.num_left)))
+            options = {"moves": moves, "again": trained.get("again", 0.5)}
+            options["width"], evaluator = self.width or policy.width or 16, score
+        chosen = ProblemSet((problem,), np.ones(1), evaluator)
+        rules = policy.kind.rules(chosen, 1, starts=[start], **options)
+        store = GraphStore([problem], [None if policy.cold else start])
+        generator, rng = torch.Generator().manual_seed(self.seed), np.random.default_rng(self.seed)
+        num_before = search.num_evaluations
+
+        def go_on() -> bool:
+            if not refines:
+                search.num_evaluations = num_before + rules.num_evaluations
+            return search.left
+
         with one_thread():
-            for taken in actions(policy.net, store, rules, torch.tensor(False), generator):
-                if rules.act(taken)[1].all() or not search.left:
+            while search.left:
+                choices, _ = walk(policy.net, store, rules, generator, rng, go_on)
+                if refines:
                     return
+                if (choices >= 0).all():  # an episode was over
+                    search.consider(choices[0], 0)
 
     def _finetune(
         self, policy: TrainedPolicy, problem: Problem, warm: Placement, search: Search
@@ -478,7 +506,8 @@ class PolicyPlanner:
 def _load_mode(mode: Mode, formulation: str) -> None:
     """Import and compile what a mode needs, or read it from its cache: outside of every budget."""
     policy = TrainedPolicy(untrained_net(None, formulation))
-    planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device")
+    few = 32 if mode == "guided_search" else None
+    planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device", evaluations=few)
     planner._plan(two_operators(), policy, "given")
 
 

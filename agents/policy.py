@@ -22,14 +22,15 @@ from torch import Tensor
 from agents.encoder import NetworkConfig, Observations, PolicyError, greedy, sample
 from agents.store import Graphs, GraphStore, ObservedGraphs
 from agents.trained import Net, TrainedPolicy, make_net
-from envs.formulations import formulation_in
+from envs.formulations import formulation_in, formulation_of
+from placement.tools.files import short
 
 
 class _Remembered(NamedTuple):
-    """Graphs (a store, or the key of observed ones) that one state of the network has encoded."""
+    """Graphs that one state of the network has encoded."""
 
     version: int
-    graphs: Any
+    graphs: Graphs
     encoded: Any
 
 
@@ -49,9 +50,12 @@ class PlacementPolicy(BasePolicy):
         others: the other arguments of stable-baselines3's policies, at their defaults.
 
     Raises:
-        PolicyError: neither graphs in the observation nor a store, an argument for networks of
-            another kind (``net_arch``, ...), or, later, a network that answers nan.
+        PolicyError: no environment of ``envs``, or not of this formulation; neither graphs in the
+            observation nor a store; an argument for networks of another kind (``net_arch``, ...);
+            or, later, an algorithm that needs another policy, or a network that answers nan.
     """
+
+    net: Net
 
     def __init__(
         self,
@@ -68,7 +72,13 @@ class PlacementPolicy(BasePolicy):
         **others: Any,
     ) -> None:
         _check_others(others)
-        if store is None and "nodes" not in observation_space.spaces:
+        shown = getattr(observation_space, "spaces", {})
+        if "problem" not in shown:
+            raise PolicyError(
+                "PlacementPolicy is for the environments of envs (docs/environments.md); for "
+                "others use the policies of stable-baselines3"
+            )
+        if store is None and "nodes" not in shown:
             raise PolicyError(
                 "the environment shows no graph: make it with observe='graph', or give the policy "
                 "the graphs: policy_kwargs={'store': GraphStore(problems)}"
@@ -82,8 +92,14 @@ class PlacementPolicy(BasePolicy):
             optimizer_kwargs=optimizer_kwargs,
         )
         if net is None:
-            config = NetworkConfig(**network) if isinstance(network, dict) else network
-            net = make_net(config, formulation or formulation_in(observation_space).name)
+            net = make_net(_config(network), formulation or formulation_in(observation_space).name)
+        elif not isinstance(net, torch.nn.Module):
+            raise PolicyError(f"net = {short(net)} is no network: TrainedPolicy.load(FILE).net is")
+        if not formulation_of(str(net.formulation)).observed_in(observation_space):
+            raise PolicyError(
+                f"a {net.formulation} network does not read what this environment shows "
+                f"({', '.join(shown)}): leave formulation out, or train another one"
+            )
         self.net = net
         self.store = store
         choices = getattr(action_space, "nvec", None)  # without: one choice, Discrete
@@ -100,6 +116,14 @@ class PlacementPolicy(BasePolicy):
         """
         config = {"cold": self.store is None or not bool(self.store.warm.any())}
         return TrainedPolicy(deepcopy(self.net).cpu(), {"config": config, **card})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("q_net", "quantile_net", "get_distribution"):  # DQN, QRDQN, TRPO
+            raise PolicyError(
+                f"this algorithm needs a policy with {name}, which PlacementPolicy does not have: "
+                f"it is for PPO and A2C; for others use MultiInputPolicy"
+            )
+        return super().__getattr__(name)
 
     def forward(self, obs: Observations, deterministic: bool = False) -> Any:
         """Actions, values float32 ``[B]`` and log-probabilities float32 ``[B]``."""
@@ -124,6 +148,17 @@ class PlacementPolicy(BasePolicy):
 
     def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits ``[B, ..., A]``, values ``[B]``, and which groups are real (None: all)."""
+        number = obs["sizes"] if self.store is None else obs["problem"]
+        if not torch.equal(number, number.long().to(number.dtype)):
+            raise PolicyError(
+                "a wrapper changes observations, which need no normalising: "
+                "VecNormalize(env, norm_obs=False)"
+            )
+        if self.store is not None and number.max() >= len(self.store):
+            raise PolicyError(
+                f"the environment has a problem {int(number.max())}, and the store "
+                f"{len(self.store)} graphs: give it those of the environment, GraphStore(problems)"
+            )
         graphs, ids, encoded, row = self._encode(obs)
         answer: Any = self.net.evaluate(graphs, ids, encoded, row, obs)  # type: ignore[arg-type]
         if answer[0].shape[1:] != self._choices:
@@ -134,8 +169,7 @@ class PlacementPolicy(BasePolicy):
         if not torch.isfinite(answer[0].sum() + answer[1].sum()):  # argmax would take device 0
             raise PolicyError(
                 "the network's answers are no finite numbers: the learning rate is too high "
-                "(training.learning_rate), an encoder of yours divides by 0, or a wrapper changes "
-                "observations (VecNormalize: norm_obs=False)"
+                "(training.learning_rate), or an encoder of yours divides by 0"
             )
         return answer
 
@@ -145,28 +179,19 @@ class PlacementPolicy(BasePolicy):
         While collecting (no gradients) graphs are encoded once per state of the network.
         """
         if self.store is None:
-            return self._encode_observed(obs)
-        store = self.store = self.store.to(self._weights[0].device)
-        problem = obs["problem"].long().squeeze(1)
+            graphs: Graphs = ObservedGraphs(obs)
+            row: Tensor = graphs.row  # type: ignore[attr-defined]
+        else:
+            graphs = self.store = self.store.to(self._weights[0].device)
+            row = obs["problem"].long().squeeze(1)
         if torch.is_grad_enabled():
-            ids, row = torch.unique(problem, return_inverse=True)
-            return store, ids, self.net.encode(store, ids), row
-        ids = torch.arange(len(store), device=problem.device)
-        version = self._updates()
-        if self._last is None or self._last.version != version or self._last.graphs is not store:
-            self._last = _Remembered(version, store, self.net.encode(store, ids))
-        return store, ids, self._last.encoded, problem
-
-    def _encode_observed(self, obs: Observations) -> tuple[Graphs, Tensor, Any, Tensor]:
-        graphs = ObservedGraphs(obs)
-        ids = torch.arange(len(graphs), device=graphs.row.device)
-        if torch.is_grad_enabled():
-            return graphs, ids, self.net.encode(graphs, ids), graphs.row
-        version = self._updates()
-        last = self._last
-        if last is None or last.version != version or not torch.equal(last.graphs, graphs.key):
-            self._last = last = _Remembered(version, graphs.key, self.net.encode(graphs, ids))
-        return graphs, ids, last.encoded, graphs.row
+            ids, row = torch.unique(row, return_inverse=True)
+            return graphs, ids, self.net.encode(graphs, ids), row
+        ids = torch.arange(len(graphs), device=row.device)
+        version, last = self._updates(), self._last
+        if last is None or last.version != version or not last.graphs.same(graphs):
+            self._last = last = _Remembered(version, graphs, self.net.encode(graphs, ids))
+        return graphs, ids, last.encoded, row
 
     def _updates(self) -> int:
         return sum(p._version for p in self._weights)  # grows with every update
@@ -183,6 +208,17 @@ class PlacementPolicy(BasePolicy):
             "optimizer_class": self.optimizer_class,
             "optimizer_kwargs": self.optimizer_kwargs,
         }
+
+
+def _config(network: Any) -> NetworkConfig | None:
+    """Raises: PolicyError, ``network`` is no configuration."""
+    try:
+        known = isinstance(network, NetworkConfig | None)
+        return network if known else NetworkConfig(**network)
+    except TypeError as error:
+        raise PolicyError(
+            f"network = {short(network)} must be fields of NetworkConfig: {error}"
+        ) from None
 
 
 def _check_others(others: dict[str, Any]) -> None:

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from envs.features import PAIR_FEATURES, Features, features
+from envs.features import PAIR_FEATURES, features
 from envs.graphs import KEYS, stacked
 from placement.problem import Placement, Problem
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
-    from torch_geometric.data import Batch, Data
+    from torch_geometric.data import Batch
 
 MAX_WAVES = 48
 _KEPT = 64  # batches; batching costs as much as encoding
 _WARM = PAIR_FEATURES.index("1 if the warm start puts it here")
 # Nodes int64 [W], sources int64 [K], targets int64 [K] of each wave, along and against the edges.
 Waves = list[list[tuple[Tensor, Tensor, Tensor]]]
-_TENSORS = ("num_groups", "device", "pair", "legal", "real", "warm")
 
 
 class Graphs:
@@ -36,33 +35,52 @@ class Graphs:
         warm: bool ``[P, G, D]`` True where the warm start puts the group.
     """
 
-    num_groups: Tensor
-    device: Tensor
-    pair: Tensor
-    legal: Tensor
-    real: Tensor
-    warm: Tensor
-
     def __init__(self, seen: dict[str, Tensor]) -> None:
         """From the arrays of ``envs.graphs``, ``[P, ...]``."""
+        self._seen = seen
         self.num_groups = seen["sizes"][:, 0].long()
         self.device, self.pair = seen["device_features"].float(), seen["pair_features"].float()
         self.legal = seen["supported"].bool()
         groups = torch.arange(self.legal.shape[1], device=self.legal.device)
         self.real = groups < self.num_groups[:, None]
         self.warm = self.pair[..., _WARM] > 0
+        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._all_waves: dict[tuple[int, ...], Waves] = {}
 
     def __len__(self) -> int:
         """``P``."""
         return len(self.num_groups)
 
+    def same(self, other: Graphs) -> bool:
+        """Whether ``other`` has the same graphs in the same order."""
+        return self is other
+
     def batch(self, ids: tuple[int, ...]) -> Batch:
-        """The graphs ``ids`` side by side, as PyG has it: ``x``, ``edge_index``, ``edge_attr``."""
-        raise NotImplementedError
+        """The graphs ``ids`` side by side, as PyG has it: ``x``, ``edge_index``, ``edge_attr``.
+
+        The last combinations of graphs are kept.
+        """
+        return _cached(self._batches, ids, lambda: self._batch(ids))
 
     def waves(self, ids: tuple[int, ...]) -> Waves:
-        """``_waves`` of ``batch(ids)``."""
-        raise NotImplementedError
+        """``_waves`` of ``batch(ids)``, kept as the batches are."""
+        return _cached(self._all_waves, ids, lambda: _waves(self.batch(ids)))
+
+    def _batch(self, numbers: tuple[int, ...]) -> Batch:
+        from torch_geometric.data import Batch
+
+        ids = torch.tensor(numbers).to(self.num_groups.device)
+        seen, count = self._seen, self.num_groups[ids]
+        room = torch.arange(seen["edges"].shape[2], device=count.device)
+        some = room < seen["sizes"][ids, 1, None]
+        begin = count.cumsum(0) - count
+        edges = seen["edges"][ids].long() + begin[:, None, None]
+        return Batch(
+            batch=torch.repeat_interleave(count),
+            x=seen["nodes"][ids].float()[self.real[ids]],
+            edge_index=edges.transpose(0, 1)[:, some],
+            edge_attr=seen["edge_features"][ids].float()[some],
+        )
 
     def dense(self, nodes: Tensor, ids: Tensor) -> Tensor:
         """``[sum of groups, H]`` of the graphs int64 ``ids [U]`` -> ``[U, G, H]``, zero-padded."""
@@ -81,31 +99,13 @@ class GraphStore(Graphs):
         starts = warm if warm is not None else [None] * len(problems)
         facts = [features(p, w) for p, w in zip(problems, starts, strict=True)]
         super().__init__({k: torch.from_numpy(x) for k, x in stacked(facts)[1].items()})
-        self._graphs = [_data(f) for f in facts]
-        self._batches: dict[tuple[int, ...], Batch] = {}
-        self._all_waves: dict[tuple[int, ...], Waves] = {}
-
-    def batch(self, ids: tuple[int, ...]) -> Batch:
-        """The last combinations of graphs are kept."""
-        from torch_geometric.data import Batch
-
-        return _cached(
-            self._batches, ids, lambda: Batch.from_data_list([self._graphs[i] for i in ids])
-        )
-
-    def waves(self, ids: tuple[int, ...]) -> Waves:
-        """Kept as the batches are."""
-        return _cached(self._all_waves, ids, lambda: _waves(self.batch(ids)))
 
     def to(self, device: torch.device) -> GraphStore:
         """These graphs on another device."""
         if self.pair.device == device:
             return self
         moved = copy(self)
-        for name in _TENSORS:
-            setattr(moved, name, getattr(self, name).to(device))
-        moved._graphs = [g.clone().to(device) for g in self._graphs]
-        moved._batches, moved._all_waves = {}, {}
+        Graphs.__init__(moved, {k: x.to(device) for k, x in self._seen.items()})
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,42 +122,12 @@ class ObservedGraphs(Graphs):
     """
 
     def __init__(self, obs: dict[str, Tensor]) -> None:
-        from torch_geometric.data import Batch
-
         self.key, self.row, first = _distinct(obs)
-        seen = {name: obs[name][first] for name in KEYS}
-        super().__init__(seen)
-        sizes = seen["sizes"].long()
-        some = torch.arange(seen["edges"].shape[2], device=sizes.device) < sizes[:, 1, None]
-        begin = self.num_groups.cumsum(0) - self.num_groups
-        edges = seen["edges"].long() + begin[:, None, None]
-        self._batch = Batch(
-            batch=torch.repeat_interleave(self.num_groups),
-            x=seen["nodes"].float()[self.real],
-            edge_index=edges.transpose(0, 1)[:, some],
-            edge_attr=seen["edge_features"].float()[some],
-        )
+        super().__init__({name: obs[name][first] for name in KEYS})
 
-    def batch(self, ids: tuple[int, ...]) -> Batch:
-        """Of all of them."""
-        assert len(ids) == len(self)
-        return self._batch
-
-    def waves(self, ids: tuple[int, ...]) -> Waves:
-        """Of all of them."""
-        batch = self.batch(ids)
-        a, b = batch.edge_index
-        level = torch.zeros(len(batch.x), dtype=torch.long, device=a.device)
-        on, to = a[a < b], b[a < b]  # colocation can close circles: these edges close none
-        for _ in range(len(level)):
-            higher = level.scatter_reduce(0, to, level[on] + 1, "amax")
-            if torch.equal(higher, level):
-                break
-            level = higher
-        depth = torch.zeros_like(self.num_groups).scatter_reduce(0, batch.batch, level + 1, "amax")
-        depth = depth[batch.batch]
-        batch.wave = level * depth.clamp(max=MAX_WAVES) // depth
-        return _waves(batch)
+    def same(self, other: Graphs) -> bool:
+        """See ``Graphs``."""
+        return isinstance(other, ObservedGraphs) and torch.equal(self.key, other.key)
 
 
 def _distinct(obs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,19 +159,6 @@ def _cached(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     return value
 
 
-def _data(f: Features) -> Data:
-    from torch_geometric.data import Data
-
-    depth = int(f.level.max()) + 1
-    return Data(
-        x=torch.from_numpy(f.group),
-        edge_index=torch.from_numpy(f.edges),
-        edge_attr=torch.from_numpy(f.edge),
-        # Of the graph's own depth: what stands beside it in a batch must not change it.
-        wave=torch.from_numpy(f.level * min(depth, MAX_WAVES) // depth),
-    )
-
-
 def _waves(batch: Batch) -> Waves:
     """Nodes in the order of their levels, along and against the edges.
 
@@ -209,8 +166,8 @@ def _waves(batch: Batch) -> Waves:
     what reaches the wave from earlier ones. Deep graphs have ``MAX_WAVES``; neighbouring levels
     then share one, and edges within it are left to the next layer.
     """
-    wave = batch.wave
     src, dst = batch.edge_index
+    wave = _wave(batch, src, dst)
     waves = []
     for order, a, b in ((wave, src, dst), (wave.max() - wave, dst, src)):
         place = torch.zeros(len(order), dtype=torch.long, device=order.device)
@@ -222,3 +179,17 @@ def _waves(batch: Batch) -> Waves:
             rows.append((nodes, a[into], place[b[into]]))
         waves.append(rows)
     return waves
+
+
+def _wave(batch: Batch, src: Tensor, dst: Tensor) -> Tensor:
+    """int64 ``[V]`` the wave of each node: its level, the longest path to it in edges."""
+    level = torch.zeros(len(batch.x), dtype=torch.long, device=src.device)
+    on, to = src[src < dst], dst[src < dst]  # colocation can close circles: these edges close none
+    for _ in range(len(level)):
+        higher = level.scatter_reduce(0, to, level[on] + 1, "amax")
+        if torch.equal(higher, level):
+            break
+        level = higher
+    # Of the graph's own depth: what stands beside it in a batch must not change it.
+    depth = torch.zeros_like(level).scatter_reduce(0, batch.batch, level + 1, "amax")[batch.batch]
+    return level * depth.clamp(max=MAX_WAVES) // depth

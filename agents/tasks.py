@@ -15,9 +15,17 @@ from agents.dispatch import answer
 from agents.encoder import PolicyError
 from agents.store import GraphStore
 from agents.trained import Net, building_rules, decode, walk
-from envs.lookup import find
-from envs.problems import Evaluator, ProblemSet, Runtime, canonical, choice_of, single_device_s
+from envs.problems import (
+    Evaluator,
+    ProblemSet,
+    Runtime,
+    canonical,
+    check_problems,
+    choice_of,
+    single_device_s,
+)
 from envs.rules import Rules
+from envs.source import check_called, reward_of
 from placement.planners import load
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.coarsen import grouped
@@ -34,6 +42,9 @@ class Start:
         reference_s: ``[P]`` seconds of reward 0; None: of the warm start, or of the best device.
         solutions: int32 ``[N]`` per problem: imitate these first (``agents.expert``).
         evaluator: simulator (default), ``envs.problems.Measured(Executor)``, or a runtime.
+
+    Raises:
+        EnvError: a ``baseline`` or an ``evaluator`` that cannot be called.
     """
 
     baseline: Planner | None = None
@@ -41,6 +52,9 @@ class Start:
     reference_s: Sequence[float] | None = None
     solutions: Sequence[Placement] | None = None
     evaluator: Evaluator | Runtime = score
+
+    def __post_init__(self) -> None:
+        check_called(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +86,7 @@ class Tasks:
         Raises:
             EnvError, PolicyError: wrong problems, references or warm starts.
         """
+        check_problems(whole)
         problems = [grouped(p, config.groups) for p in whole] if config.groups else whole
         warm_starts = _warm_starts(whole, problems, config, start)
         starts = [
@@ -90,7 +105,7 @@ class Tasks:
                 for p, s in zip(problems, start_s.tolist(), strict=True)
             ]
         chosen = ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator)
-        chosen = replace(chosen, reward=find(config.reward, "reward"))
+        chosen = replace(chosen, reward=reward_of(config.reward))
         known, evaluations = _known(whole, warm_starts, chosen, starts, start_s)
         return cls(
             chosen, GraphStore(problems, starts), warm_starts, starts, start_s, known, evaluations

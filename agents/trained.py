@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -294,21 +294,27 @@ def building_rules(
 
 
 def walk(
-    net: Net, store: GraphStore, rules: Rules, generator: torch.Generator
+    net: Net,
+    store: GraphStore,
+    rules: Rules,
+    generator: torch.Generator,
+    rng: np.random.Generator | None = None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[NDArray[np.int32], Floats]:
     """One episode of each problem: the answers int32 ``[P, G]`` and their seconds ``[P]``.
 
-    For rules that evaluate as they go; actions are sampled.
+    For rules that evaluate as they go; actions are sampled. It ends early where ``go_on()``, asked
+    after every step, says so.
     """
     ids = np.arange(len(rules.problems.problems))
-    rules.start(ids, ids)
+    rules.start(ids, ids, rng)
     choices, value_s = rules.choices.copy(), rules.value_s.copy()
     left = np.ones(len(ids), bool)
     for taken in actions(net, store, rules, torch.tensor(False), generator):
         done = rules.act(taken)[1] & left
         choices[done], value_s[done] = rules.choices[done], rules.value_s[done]
         left &= ~done
-        if not left.any():
+        if not (left.any() and go_on()):
             break
     return choices, value_s
 

@@ -29,15 +29,17 @@ from agents.expert import imitate
 from agents.policy import PlacementPolicy
 from agents.tasks import Start, Tasks, make_rules, moving_options
 from agents.trained import Net, TrainedPolicy, make_net, one_thread
-from envs.episodes import Fresh
+from envs.episodes import Episodes, FreshRules
 from envs.generators import Generator, draw, generator_of
 from envs.lookup import find, name_of
 from envs.problems import ONE_RUNTIME
 from envs.source import Source
 from envs.vec import PlacementVecEnv
+from envs.workers import Workers
 from placement.problem import Placement, Problem
 from placement.runs.compare import placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
+from placement.tools.files import short
 from placement.tools.named import meant
 
 __all__ = [
@@ -99,6 +101,8 @@ def train(
         FileError: ``out_dir`` cannot be written.
     """
     begins = Start(**start)
+    if not isinstance(policy, TrainedPolicy | None):
+        raise PolicyError(f"policy = {short(policy)} is no policy: TrainedPolicy.load(FILE) is one")
     config = _config(config or TrainConfig(), policy, parallel, problems)
     several = "problems are held out" if held_out else "a generator makes others"
     if (held_out or config.generator) and hasattr(begins.evaluator, "run"):
@@ -209,14 +213,16 @@ def make_env(
             observe="graph",
             **{**config.kind.options_of(config.network), **options},
         )
-        record = make_rules(config, tasks, 1)
-        return PlacementVecEnv(Fresh(source, num_envs, config.seed, record, config.repeats))
+        fresh = FreshRules(source, num_envs, config.repeats, tasks.problems)
+        return PlacementVecEnv(Episodes(fresh, config.seed))
     shares = [
         make_rules(config, tasks, len(part))
         for part in np.array_split(np.arange(num_envs), config.workers)
     ]
-    rules = shares if len(shares) > 1 else shares[0]
-    env = PlacementVecEnv(rules, config.seed, parallel, repeats=config.repeats)
+    played: Episodes | Workers = Episodes(shares[0], config.seed, config.repeats)
+    if len(shares) > 1:
+        played = Workers(shares, config.seed, parallel, config.repeats)
+    env = PlacementVecEnv(played)
     choices = tasks.problems.choices(tasks.starts)
     env.rules.keep(np.arange(len(choices)), choices, tasks.start_s)
     env.rules.num_evaluations += tasks.evaluations

@@ -1,8 +1,9 @@
 """Hydra configuration, read as ``pkg://conf``: YAML files here, and what follows from the code.
 
 The groups ``planner`` and ``workload`` have one entry per planner and shipped workload, with the
-defaults of the dataclass, or of the function. They are registered when this package is imported.
-Files of planners and models are read, not imported: numba and torch take seconds.
+defaults of the dataclass, or of the function; ``training`` has those of ``TrainConfig``. They are
+registered when this package is imported. Files are read, not imported: numba and torch take
+seconds.
 """
 
 from __future__ import annotations
@@ -10,39 +11,43 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
 from placement import planners, workloads
 
-POLICY = "policy"  # its defaults are in planner/policy.yaml: to import the planner takes seconds
+_ROOT = Path(__file__).parents[1]
 
 
 def _literals(names: Iterable[tuple[str, ast.expr | None]]) -> dict[str, Any]:
     return {name: ast.literal_eval(default) for name, default in names if default is not None}
 
 
-def _defined(package: ModuleType, file: str, name: str) -> Any:
-    """The class or function of this name in a file of a package, which is read, not imported."""
-    (folder,) = package.__path__
-    tree = ast.parse((Path(folder) / f"{file}.py").read_text(encoding="utf-8"))
+def _defined(module: str, name: str) -> Any:
+    """The class or function of this name in a module, whose file is read."""
+    tree = ast.parse((_ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     return next(x for x in tree.body if getattr(x, "name", None) == name)
 
 
-def _planner(name: str) -> dict[str, Any]:
-    """The target and the default of every field."""
-    kind = name.title().replace("_", "")
-    body = _defined(planners, name, kind).body
-    fields = [(ast.unparse(x.target), x.value) for x in body if isinstance(x, ast.AnnAssign)]
-    values = {k: list(v) if isinstance(v, tuple) else v for k, v in _literals(fields).items()}
-    return {"_target_": f"{planners.__name__}.{name}.{kind}", **values}
+def _dataclass(module: str, name: str) -> dict[str, Any]:
+    """The target and the default of every field that is written as a literal."""
+    fields = [x for x in _defined(module, name).body if isinstance(x, ast.AnnAssign)]
+    literals = {ast.unparse(x.target): x.value for x in fields if not isinstance(x.value, ast.Call)}
+    values = _literals(literals.items())
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return {"_target_": f"{module}.{name}", **values}
+
+
+def _training() -> dict[str, Any]:
+    network = _dataclass("agents.encoder", "NetworkConfig")
+    own = {"seed": "${seed}", "algorithm_options": {}, "network": network}
+    return _dataclass("agents.config", "TrainConfig") | own
 
 
 def _workload(name: str, family: str) -> dict[str, Any]:
     """The target, the name and the default of every argument."""
-    args = _defined(workloads, family, name).args
+    args = _defined(f"{workloads.__name__}.{family}", name).args
     defaults = zip(
         [x.arg for x in (*args.args, *args.kwonlyargs)],
         [*args.defaults, *args.kw_defaults],
@@ -61,15 +66,17 @@ def _store() -> None:
         store.store(name=name, node=node, group=group, package=f"{group}.{name}", provider="code")
 
     for name in planners.names():
-        keep("planner", name, _planner(name))
+        module = f"{planners.__name__}.{name}"
+        keep("planner", name, _dataclass(module, name.title().replace("_", "")))
+    keep("planner", "policy", _dataclass("agents.planner", "PolicyPlanner"))
+    store.store(name="default", node=_training(), group="training", package="training")
     for name, family in workloads.family_of().items():
         keep("workload", name, _workload(name, family))
 
 
 def names(group: str) -> list[str]:
     """The entries of ``planner`` or ``workload``, sorted."""
-    known = [x.removesuffix(".yaml") for x in ConfigStore.instance().list(group)]
-    return sorted([*known, POLICY] if group == "planner" else known)
+    return sorted(x.removesuffix(".yaml") for x in ConfigStore.instance().list(group))
 
 
 _store()

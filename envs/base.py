@@ -10,13 +10,12 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.perturbation import Perturbation
-from envs.problems import MAX_ID, EnvError, Evaluator, Runtime
-from envs.rewards import Reward, log_speedup
+from envs.graphs import space_of
+from envs.problems import MAX_ID, EnvError
 from envs.rules import Observation, Rules, numbers
-from envs.source import Observe, Problems, Source
-from placement.problem import Placement, Planner, Problem, ProblemError
-from placement.simulator import score, simulate
+from envs.source import Problems, Source
+from placement.problem import Placement, Problem, ProblemError
+from placement.simulator import simulate
 from placement.timeline import Timeline
 
 RENDER_MODES = ("ansi", "rgb_array")
@@ -45,7 +44,8 @@ class PlacementEnv(gym.Env[Observation, Any]):
             the graph itself too (``envs.graphs``).
         render_mode: what ``render()`` returns of the last placement: ``ansi`` its Gantt chart as
             text, ``rgb_array`` as a picture, uint8 ``[height, width, 3]`` (needs matplotlib).
-        options: what the environment's rules take besides.
+
+    Further arguments are for the environment's rules.
 
     Raises:
         EnvError: no problems, wrong references, one runtime for several problems, an unknown
@@ -62,28 +62,12 @@ class PlacementEnv(gym.Env[Observation, Any]):
         self,
         problems: Problems = None,
         *,
-        reference_s: Sequence[float] | None = None,
-        baseline: Planner | None = None,
-        evaluator: Evaluator | Runtime = score,
-        perturbation: Perturbation | None = None,
-        reward: Reward | str = log_speedup,
-        observe: Observe = "number",
         render_mode: str | None = None,
-        **options: Any,
+        **arguments: Any,
     ) -> None:
         if render_mode not in (None, *RENDER_MODES):
             raise EnvError(f"render_mode = {render_mode!r} is unknown; use one of {RENDER_MODES}")
-        self._source = Source(
-            type(self).rules_of,
-            problems,
-            reference_s,
-            baseline,
-            evaluator,
-            perturbation,
-            reward,
-            observe,
-            options,
-        )
+        self._source = Source.of(type(self).rules_of, problems, **arguments)
         self._drawn = 0  # of the generator
         if self._source.generator is None:
             self.rules, self._graphs = self._source.rules(1)
@@ -91,9 +75,8 @@ class PlacementEnv(gym.Env[Observation, Any]):
             self.rules, self._graphs = self._source.fresh(
                 self._source.draw(np.random.default_rng(0))
             )
-        shown = {} if self._graphs is None else self._graphs.spaces
-        self.observation_space: spaces.Dict = spaces.Dict(  # type: ignore[assignment]
-            {**self.rules.observation_space.spaces, **shown}
+        self.observation_space: spaces.Dict = space_of(  # type: ignore[assignment]
+            self.rules, self._graphs
         )
         self.action_space = self.rules.action_space
         self.problems = self.rules.problems

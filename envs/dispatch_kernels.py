@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from placement.search import list_kernels
+from placement.search.chooser import choose
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
-from placement.tools.jit import Struct, allocating, array, inlined, kernel
+from placement.tools.jit import Struct, allocating, array, inlined, kernel, largest
 
 Array = Any
 
@@ -546,26 +547,6 @@ def judge(s, net, scale, first, second):
 
 
 @kernel
-def choose(s, greedy):
-    """The best of what is offered, or one drawn from the softmax."""
-    best = 0
-    for k in range(1, s.count):
-        if s.logits[k] > s.logits[best]:
-            best = k
-    if greedy:
-        return best
-    top, total = s.logits[best], 0.0
-    for k in range(s.count):
-        total += np.exp(s.logits[k] - top)
-    left = uniform(s.random) * total
-    for k in range(s.count):
-        left -= np.exp(s.logits[k] - top)
-        if left < 0.0:
-            return k
-    return best
-
-
-@kernel
 def _log_of(s, k):
     """Of its probability."""
     total = 0.0
@@ -606,7 +587,8 @@ def construct(t, s, net, scale, greedy, keep, notes):
             continue
         offer(t, s)
         judge(s, net, scale, first, second)
-        k = choose(s, greedy)
+        best = largest(s.logits, s.count)
+        k = best if greedy else choose(s.random, s.logits, s.count - 1)
         noting = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
         if noting and noted < len(notes.count) and at + s.count <= len(notes.score):
             for m in range(s.count):

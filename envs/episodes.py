@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graphs import GraphArrays
-from envs.problems import MAX_ID
-from envs.rules import Observation, Rules
+from envs.graphs import GraphArrays, space_of
+from envs.problems import MAX_ID, Floats, ProblemSet
+from envs.rules import Numbers, Observation, Rng, Rules
 from envs.source import Source
 from placement.problem import Problem
 
@@ -29,6 +29,7 @@ class Episodes:
 
     Attributes:
         rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date.
+        observation_space, action_space: of one episode.
         allowed: int64 problems that are dealt; at first all. Holds from the next deal.
         num_envs: ``B``.
     """
@@ -43,6 +44,7 @@ class Episodes:
         self.rules = rules
         self.repeats = repeats
         self.graphs = graphs
+        self.observation_space, self.action_space = space_of(rules, graphs), rules.action_space
         self.allowed = np.arange(len(rules.problems.problems))
         self.num_envs = len(rules.ids)
         self._rng = np.random.default_rng(seed)
@@ -67,25 +69,29 @@ class Episodes:
         if len(over) == 0:
             return self._observe(), rewards, done, infos
         ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
-        self.rules.keep(ids, self.rules.choices[over], seconds)
-        last = self._observe()
+        if isinstance(self.rules, FreshRules):
+            last = self.rules.seen_in(over)
+        else:
+            self.rules.keep(ids, self.rules.choices[over], seconds)
+            last = {k: rows[over] for k, rows in self._observe().items()}
         elapsed = round(time.perf_counter() - self._started, 6)
-        for b, problem, value in zip(over.tolist(), ids.tolist(), seconds.tolist(), strict=True):
+        for i, b in enumerate(over.tolist()):
             infos[b] = {
-                "problem": problem,
-                "value_s": value,
-                "terminal_observation": {k: rows[b] for k, rows in last.items()},
+                "problem": int(ids[i]),
+                "value_s": float(seconds[i]),
+                "terminal_observation": {k: rows[i] for k, rows in last.items()},
                 "episode": {"r": float(self._return[b]), "l": int(self._length[b]), "t": elapsed},
             }
         self._begin(over)
         return self._observe(), rewards, done, infos
 
     def _observe(self) -> Observation:
-        seen = self.rules.observe()
-        return seen if self.graphs is None else seen | self.graphs(self.rules.ids)
+        return _seen(self.rules, self.graphs)
 
     def draw(self) -> Problem:
         """The problem that is dealt next, for somebody else to play."""
+        if isinstance(self.rules, FreshRules):
+            return self.rules.draw(self._rng)
         return self.rules.problems.problems[self._deal(1)[0]]
 
     def _deal(self, count: int) -> NDArray[np.int64]:
@@ -96,7 +102,8 @@ class Episodes:
         return np.array(dealt, np.int64)
 
     def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
-        self.rules.start(rows, self._deal(len(rows)), self._rng)
+        dealt = rows if isinstance(self.rules, FreshRules) else self._deal(len(rows))
+        self.rules.start(rows, dealt, self._rng)
         self._length[rows] = 0
         self._return[rows] = 0.0
 
@@ -124,96 +131,73 @@ class Episodes:
         """Nothing to free."""
 
 
-class Fresh:
-    """``B`` episodes of fresh problems: the interface of ``Episodes``.
+class FreshRules(Rules):
+    """``B`` episodes of fresh problems of a generator; ``ids`` count the problems.
 
     What must be known of a problem is computed when its episode begins, so a step takes ``B``
     calls. Every problem is played in ``repeats`` episodes that begin one after another.
 
-    Attributes:
-        spaces: rules of the largest size, whose spaces are those of every episode.
-        rules: not played; who trains keeps the best of its own problems in it.
-        num_envs: ``B``.
+    Args:
+        samples: problems that are not played, whose best is kept.
     """
 
     def __init__(
-        self,
-        source: Source,
-        num_envs: int,
-        seed: int | None = 0,
-        rules: Rules | None = None,
-        repeats: int = 1,
+        self, source: Source, num_envs: int, repeats: int = 1, samples: ProblemSet | None = None
     ) -> None:
-        self.num_envs, self.repeats = num_envs, repeats
-        self._source = source
-        self._rng = np.random.default_rng(seed)
-        first, self.graphs = source.fresh(source.draw(np.random.default_rng(0)))
+        first, graphs = source.fresh(source.draw(np.random.default_rng(0)))
+        super().__init__(samples or first.problems, num_envs)
+        self.choices = np.full((num_envs, first.problems.max_groups), -1, np.int32)
+        self.observation_space, self.action_space = space_of(first, graphs), first.action_space
+        self._source, self._repeats = source, repeats
+        self._parts = [(first, graphs)] * num_envs
         self._problem: Problem | None = None
-        self._left = 0  # episodes that it is still to be played in
-        self.spaces = first
-        self.rules = first if rules is None else rules
-        self.allowed = np.zeros(0, np.int64)
-        self._drawn = 0
-        self._numbers = np.zeros(num_envs, np.int64)
-        self._episodes: list[Episodes] = [Episodes(first, graphs=self.graphs)] * num_envs
+        self._left = self._drawn = 0  # episodes that it is still to be played in; problems
 
-    def reset(self) -> Observation:
-        """Start every episode; observations ``[B, ...]``."""
-        self._left = 0
-        return self._joined([self._begin(b) for b in range(self.num_envs)])
+    def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
+        assert rng is not None
+        one = np.zeros(1, np.int64)
+        for b in rows.tolist():
+            if self._problem is None or self._left == 0:
+                self._problem, self._left = self.draw(rng), self._repeats
+            self._left -= 1
+            rules, _ = self._parts[b] = self._source.fresh(self._problem)
+            rules.start(one, one, np.random.default_rng(int(rng.integers(2**32))))
+            self.ids[b] = (self._drawn - 1) % (MAX_ID + 1)
 
-    def step(self, actions: NDArray[Any]) -> Step:
-        """Take actions ``[B, ...]``."""
-        seen, rewards, dones, infos = [], [], [], []
-        for b in range(self.num_envs):
-            episode, evaluated = self._episodes[b], self._episodes[b].rules.num_evaluations
-            obs, reward, done, info = episode.step(actions[b : b + 1])
-            self.rules.num_evaluations += episode.rules.num_evaluations - evaluated
-            if done[0]:
-                info[0]["problem"] = int(self._numbers[b])
-                info[0]["terminal_observation"]["problem"][0] = self._numbers[b]
-                obs = self._begin(b)
-            seen.append(obs)
-            rewards.append(reward)
-            dones.append(done)
-            infos += info
-        return self._joined(seen), np.concatenate(rewards), np.concatenate(dones), infos
+    def draw(self, rng: Rng) -> Problem:
+        """A fresh problem."""
+        self._drawn += 1
+        return self._source.draw(rng)
+
+    def observe(self) -> Observation:
+        return self.seen_in(np.arange(len(self.ids)))
+
+    def seen_in(self, rows: Numbers) -> Observation:
+        parts = [_seen(*self._parts[b]) for b in rows.tolist()]
+        joined = {key: np.concatenate([x[key] for x in parts]) for key in parts[0]}
+        return joined | {"problem": self.ids[rows, None].copy()}
 
     def masks(self) -> NDArray[np.bool_]:
-        """bool ``[B, A]``, see ``Rules.masks``."""
-        return np.concatenate([x.masks() for x in self._episodes])
+        return np.concatenate([rules.masks() for rules, _ in self._parts])
 
-    def seed(self, seed: int | Sequence[int] | None) -> None:
-        """Seed the generator."""
-        self._rng = np.random.default_rng(seed)
+    def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+        earned, done = [], []
+        for b, (rules, _) in enumerate(self._parts):
+            before = rules.num_evaluations
+            reward, over = rules.act(actions[b : b + 1])
+            self.num_evaluations += rules.num_evaluations - before
+            self.value_s[b], self.choices[b] = rules.value_s[0], rules.choices[0]
+            earned.append(reward)
+            done.append(over)
+        return np.concatenate(earned), np.concatenate(done)
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs to go on from the next ``reset``, as JSON values."""
-        return {"rng": self._rng.bit_generator.state, "drawn": self._drawn}
+        return {"drawn": self._drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Draw the problems that followed when ``state()`` was taken; then ``reset()``."""
-        self._rng.bit_generator.state = state["rng"]
-        self._drawn = state["drawn"]
+        self._drawn, self._left = state["drawn"], 0
 
-    def close(self) -> None:
-        """Nothing to free."""
 
-    def draw(self) -> Problem:
-        """A fresh problem, for somebody else to play."""
-        self._drawn += 1
-        return self._source.draw(self._rng)
-
-    def _begin(self, b: int) -> Observation:
-        if self._problem is None or self._left == 0:
-            self._problem, self._left = self.draw(), self.repeats
-        self._left -= 1
-        rules, graphs = self._source.fresh(self._problem)
-        self._episodes[b] = Episodes(rules, int(self._rng.integers(2**32)), graphs=graphs)
-        self._numbers[b] = (self._drawn - 1) % (MAX_ID + 1)
-        return self._episodes[b].reset()
-
-    def _joined(self, seen: list[Observation]) -> Observation:
-        joined = {key: np.concatenate([x[key] for x in seen]) for key in seen[0]}
-        joined["problem"] = self._numbers[:, None].copy()
-        return joined
+def _seen(rules: Rules, graphs: GraphArrays | None) -> Observation:
+    seen = rules.observe()
+    return seen if graphs is None else seen | graphs(rules.ids)

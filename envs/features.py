@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import group_order
-from placement.graph import levels
 from placement.problem import Placement, Problem
 from placement.search.evaluation import device_classes
 
@@ -76,8 +75,6 @@ class Features:
         pair: float32 ``[G, D, 7]``.
         edges: int64 ``[2, E]`` producer and consumer, distinct; may have cycles.
         edge: float32 ``[E, 2]`` log transfer seconds over the mean group, share of the bytes.
-        level: int64 ``[G]`` longest path that ends here, in edges (colocation can close circles:
-            edges from a later group by number do not count).
         legal: bool ``[G, D]``.
     """
 
@@ -86,7 +83,6 @@ class Features:
     pair: NDArray[np.float32]
     edges: NDArray[np.int64]
     edge: NDArray[np.float32]
-    level: NDArray[np.int64]
     legal: NDArray[np.bool_]
 
 
@@ -106,7 +102,6 @@ def features(problem: Problem, warm: Placement | None = None) -> Features:
         pair=_pair_features(problem, costs, traffic, choice).astype(np.float32),
         edges=np.ascontiguousarray(traffic.edges.T, dtype=np.int64),
         edge=np.stack(edge, axis=1).astype(np.float32),
-        level=_group_level(problem.graph.num_groups, traffic.edges),
         legal=costs.legal,
     )
 
@@ -311,10 +306,6 @@ def _last_op(problem: Problem) -> NDArray[np.int64]:
     last = np.zeros(problem.graph.num_groups, np.int64)
     np.maximum.at(last, problem.graph.group, np.arange(problem.num_ops))
     return last
-
-
-def _group_level(groups: int, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    return levels(edges[edges[:, 0] < edges[:, 1]], groups).astype(np.int64)
 
 
 def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -123,9 +123,7 @@ class ProblemSet:
             EnvError: no problems, references that are not one positive number per problem, or one
                 runtime for several problems.
         """
-        listed = isinstance(problems, Sequence) and len(problems) > 0
-        if not listed or not all(isinstance(p, Problem) for p in problems):
-            raise EnvError("problems must be a list with at least one Problem: problems=[problem]")
+        check_problems(problems)
         if hasattr(evaluator, "run"):
             if len(problems) > 1:
                 raise EnvError(ONE_RUNTIME.format(f"there are {len(problems)} problems"))
@@ -204,9 +202,10 @@ class ProblemSet:
         legal &= ((rows >= 0) & (rows < self.max_devices)).all(axis=1)
         seconds = np.full(len(rows), np.inf)
         if legal.any():
-            seconds[legal] = self.evaluator(
-                self.problems[problem], self.placements(problem, rows[legal])
-            )
+            made = self.evaluator(self.problems[problem], self.placements(problem, rows[legal]))
+            if self.evaluator is not score:
+                made = _checked(made, int(legal.sum()), "evaluator", self.evaluator)
+            seconds[legal] = made
         return seconds
 
     def seconds(self, ids: NDArray[np.integer[Any]], choices: NDArray[np.integer[Any]]) -> Floats:
@@ -245,7 +244,7 @@ class ProblemSet:
             outcome = Outcome(
                 self.problems[i], placements, seconds[rows], float(self.reference_s[i])
             )
-            rewards[rows] = _finite(self.reward(outcome), len(rows), self.reward)
+            rewards[rows] = _checked(self.reward(outcome), len(rows), "reward", self.reward)
         return rewards
 
     def speedups(self, seconds: Floats) -> Floats:
@@ -253,19 +252,28 @@ class ProblemSet:
         return log_speedups(seconds, self.reference_s)
 
 
-def _finite(rewards: Any, count: int, reward: Reward) -> Floats:
-    """Raises: EnvError, they are not ``count`` finite numbers: a network would learn to be nan."""
+def check_problems(problems: Any) -> None:
+    """Raises: EnvError, they are no problems."""
+    listed = isinstance(problems, Sequence) and len(problems) > 0
+    if not listed or not all(isinstance(p, Problem) for p in problems):
+        raise EnvError("problems must be a list with at least one Problem: problems=[problem]")
+
+
+def _checked(values: Any, count: int, what: str, made_by: Any) -> Floats:
+    """Raises: EnvError, they are not ``count`` numbers: a network would learn to be nan."""
     try:
-        earned = np.asarray(rewards, np.float64)
+        numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
-        earned = np.full(count, np.nan)
-    if earned.shape != (count,) or not np.isfinite(earned).all():
-        name = getattr(reward, "__qualname__", type(reward).__name__)
+        numbers = np.full(count, np.nan)
+    able = np.isfinite(numbers) if what == "reward" else numbers >= 0
+    if numbers.shape != (count,) or not able.all():
+        name = getattr(made_by, "__qualname__", type(made_by).__name__)
+        kind = "finite numbers" if what == "reward" else "seconds, inf where a placement cannot run"
         raise EnvError(
-            f"reward {name} made {short(rewards)} of {count} outcomes; it must return as many "
-            f"finite numbers, float64 [{count}]"
+            f"{what} {name} made {short(values)} of {count} placements; it must return as many "
+            f"{kind}, float64 [{count}]"
         )
-    return earned
+    return numbers
 
 
 def single_device_s(problem: Problem, evaluator: Evaluator) -> float:

@@ -110,11 +110,17 @@ def id_space(high: int) -> spaces.Box:
     return spaces.Box(0, high, (1,), np.int64)
 
 
-def check_range(what: str, value: Any, least: float, most: float = np.inf) -> None:
-    """Raises: EnvError, an argument is no number from ``least`` to ``most``: kernels make room."""
+def check_range(
+    what: str,
+    value: Any,
+    least: float,
+    most: float = np.inf,
+    kind: type[ValueError] = EnvError,
+) -> None:
+    """Raises: a ``kind``, an argument is no number from ``least`` to ``most``."""
     if not isinstance(value, int | float | np.number) or not least <= value <= most:
         wanted = f"at least {least:g}" if most == np.inf else f"{least:g} to {most:g}"
-        raise EnvError(f"{what} = {short(value)} must be {wanted}")
+        raise kind(f"{what} = {short(value)} must be {wanted}")
 
 
 def numbers(actions: Any, shape: tuple[int, ...]) -> Numbers:

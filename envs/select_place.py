@@ -17,6 +17,7 @@ from envs.sequential_kernels import (
     begin,
     describe,
     place,
+    stacked,
     state_of,
     tables_of,
 )
@@ -32,10 +33,10 @@ def _ready(t, s, b, num_before, group):  # type: ignore[no-untyped-def]
     Where all wait for each other (colocation can close a circle): the first by priority.
     """
     p = s.ids[b]
-    at, count, first = t.group_at[p], 0, -1
+    count, first = 0, -1
     group[:] = -1
     for i in range(t.num_groups[p]):
-        g = t.order[at + i]
+        g = t.order[p, i]
         if s.choice[b, g] >= 0:
             continue
         first = g if first < 0 else first
@@ -72,9 +73,8 @@ def _act(t, s, num_before, after_ptr, after, actions, group, mask, done):  # typ
             continue
         g = group[b, k]
         place(t, s, b, g, d, scratch)
-        at = t.group_at[p] + p + g
-        for i in range(after_ptr[at], after_ptr[at + 1]):
-            num_before[b, after[i]] -= 1
+        for i in range(after_ptr[p, g], after_ptr[p, g + 1]):
+            num_before[b, after[p, i]] -= 1
         done[b] = s.step[b] == t.num_groups[p]
 
 
@@ -87,13 +87,9 @@ class SelectPlaceRules(BuildingRules):
         width = problems.max_devices
         self._tables, self._state = tables_of(problems), state_of(problems, num_envs)
         pairs = [_group_edges(p.graph.group, p.graph.edges) for p in problems.problems]
-        ptr = [
-            np.searchsorted(rows[:, 0], np.arange(p.graph.num_groups + 1))
-            for rows, p in zip(pairs, problems.problems, strict=True)
-        ]
-        offset = np.cumsum([0, *(len(rows) for rows in pairs)])
-        self._after_ptr = np.concatenate([x + o for x, o in zip(ptr, offset, strict=False)])
-        self._after = np.concatenate([rows[:, 1] for rows in pairs]).astype(np.int32)
+        ends = [np.arange(p.graph.num_groups + 1) for p in problems.problems]
+        ptrs = [np.searchsorted(x[:, 0], end) for x, end in zip(pairs, ends, strict=True)]
+        self._after_ptr, self._after = stacked(ptrs), stacked([x[:, 1] for x in pairs])
         self._num_before = [
             np.bincount(rows[:, 1], minlength=problems.max_groups).astype(np.int32)
             for rows in pairs

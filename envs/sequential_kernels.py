@@ -8,14 +8,16 @@ one group at a time through torch, in less than a tenth of the time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import ProblemSet, group_order
-from placement.problem import Problem, host_of
+from placement.problem import Problem
 from placement.search.evaluation import device_classes
+from placement.search.list_schedule import tables_of as list_tables_of
 from placement.tools.jit import Struct, allocating, array, kernel
 
 Array = NDArray[Any]
@@ -36,42 +38,41 @@ FEATURE_BOUND = 20.0
 
 
 class Tables(Struct):
-    """Every problem of a set, one after another; ``*_at [P + 1]`` is where each begins."""
+    """Every problem of a set, padded to the largest."""
 
     num_groups: Array  # int64 [P]
     num_devices: Array  # int64 [P]
-    op_at: Array  # int64 [P + 1]
-    tensor_at: Array
-    group_at: Array
-    order: Array  # int32 [sum G] groups by priority
-    group_ptr: Array  # int32 [sum (G + 1)] operators of a group, topological
-    group_op: Array  # int32 [sum N]
-    group_of: Array  # int32 [sum N]
-    param_ptr: Array  # int32 [sum (G + 1)] distinct parameters of a group
-    param_at: Array  # int64 [P + 1] into group_param
-    group_param: Array
-    size_at: Array  # int64 [P + 1] into param_bytes
-    param_bytes: Array  # float64
-    in_ptr: Array  # int32 [sum (N + 1)]
-    use_at: Array  # int64 [P + 1] into in_tensor
-    in_tensor: Array  # int32
-    tensor_src: Array  # int32
-    tensor_bytes: Array  # float64
-    compute_s: Array  # float64 [sum N, D]
-    group_s: Array  # float64 [sum G, D]
+    order: Array  # int32 [P, G] groups by priority
+    group_ptr: Array  # int32 [P, G + 1] operators of a group, topological
+    group_op: Array  # int32 [P, N]
+    group: Array  # int32 [P, N] of each operator
+    param_ptr: Array  # int64 [P, G + 1] distinct parameters of a group
+    param: Array  # int64 [P, ...]
+    param_bytes: Array  # int64 [P, parameters]
+    in_ptr: Array  # int32 [P, N + 1]
+    in_tensor: Array  # int32 [P, ...]
+    tensor_src: Array  # int32 [P, T]
+    tensor_bytes: Array  # float64 [P, T]
+    compute_s: Array  # float64 [P, N, D]
+    group_s: Array  # float64 [P, G, D]
     latency_s: Array  # float64 [P, D, D]
     s_per_byte: Array  # float64 [P, D, D]
-    matrix_at: Array  # int64 [P] into matrix, -1 = use latency and bandwidth
-    matrix: Array  # float64
+    matrix_s: Array  # float64 [P, T, D, D], or of nobody [P, 0, 0, 0]
+    has_matrix: Array  # bool [P]; without: latency and bandwidth
     capacity: Array  # float64 [P, D]
     device_class: Array  # int32 [P, D]
     host: Array  # int64 [P]
     shares_host: Array  # bool [P, D]
-    optimistic_s: Array  # float64 [sum N] finish if everything were at its fastest
+    optimistic_s: Array  # float64 [P, N] finish if everything were at its fastest
     unit_s: Array  # float64 [P] mean seconds of a group at its fastest
     path_s: Array  # float64 [P] lower bound of the critical path
     work_s: Array  # float64 [P] all groups at their fastest
     even_s: Array  # float64 [P] load of every device if all are equally busy; -1 = a latency
+
+
+_LISTED = ("group", "param_ptr", "param", "param_bytes", "in_ptr", "in_tensor", "tensor_src",
+           "tensor_bytes", "compute_s", "group_s", "latency_s", "s_per_byte", "matrix_s", "host",
+           "shares_host")  # fmt: skip
 
 
 class State(Struct):
@@ -89,78 +90,36 @@ class State(Struct):
 
 
 def tables_of(chosen: ProblemSet) -> Tables:
-    problems, width = chosen.problems, chosen.max_devices
-
-    def starts(sizes: list[int]) -> Array:
-        return np.cumsum([0, *sizes]).astype(np.int64)
-
-    def devices(rows: list[Array], fill: float) -> Array:
-        padded = [
-            np.pad(
-                np.asarray(r, np.float64),
-                [(0, 0)] * (np.ndim(r) - 1) + [(0, width - np.shape(r)[-1])],
-                constant_values=fill,
-            )
-            for r in rows
-        ]
-        return np.concatenate(padded) if np.ndim(rows[0]) == 2 else np.stack(padded)
-
-    def square(rows: list[Array]) -> Array:
-        return np.stack([np.pad(r, (0, width - len(r))) for r in rows]).astype(np.float64)
-
-    def flat(rows: list[Array], dtype: type) -> Array:
-        return np.concatenate([np.reshape(r, -1) for r in rows]).astype(dtype)
-
-    pairs = [
-        np.unique(np.stack([p.graph.group[p.graph.param_use_op], p.graph.param_use], 1), axis=0)
-        for p in problems
-    ]
-    param_ptr = [
-        np.searchsorted(q[:, 0], np.arange(p.graph.num_groups + 1))
-        for p, q in zip(problems, pairs, strict=True)
-    ]
-    matrices = [p.profile.transfer_s for p in problems]
-    sizes = [0 if m is None else m.size for m in matrices]
-    matrix_at = np.where([m is None for m in matrices], -1, starts(sizes)[:-1])
+    problems = chosen.problems
+    listed = [list_tables_of(p, 0) for p in problems]
     fastest = [p.group_compute_s.min(axis=1) for p in problems]
     finish = [_optimistic_finish_s(p) for p in problems]
-    hosts = [host_of(p) for p in problems]
     return Tables(
         num_groups=chosen.num_groups.astype(np.int64),
         num_devices=chosen.num_devices.astype(np.int64),
-        op_at=starts([p.num_ops for p in problems]),
-        tensor_at=starts([p.graph.num_tensors for p in problems]),
-        group_at=starts([p.graph.num_groups for p in problems]),
-        order=flat([group_order(p) for p in problems], np.int32),
-        group_ptr=flat([p.graph.group_ptr for p in problems], np.int32),
-        group_op=flat([p.graph.group_op for p in problems], np.int32),
-        group_of=flat([p.graph.group for p in problems], np.int32),
-        param_ptr=flat(param_ptr, np.int32),
-        param_at=starts([len(q) for q in pairs]),
-        group_param=flat([q[:, 1] for q in pairs], np.int32),
-        size_at=starts([len(p.graph.param_bytes) for p in problems]),
-        param_bytes=flat([p.graph.param_bytes for p in problems], np.float64),
-        in_ptr=flat([p.graph.in_ptr for p in problems], np.int32),
-        use_at=starts([len(p.graph.in_tensor) for p in problems]),
-        in_tensor=flat([p.graph.in_tensor for p in problems], np.int32),
-        tensor_src=flat([p.graph.tensor_src for p in problems], np.int32),
-        tensor_bytes=flat([p.graph.tensor_bytes for p in problems], np.float64),
-        compute_s=devices([p.compute_s for p in problems], np.inf),
-        group_s=devices([p.group_compute_s for p in problems], np.inf),
-        latency_s=square([p.link_latency_s for p in problems]),
-        s_per_byte=square([p.link_s_per_byte for p in problems]),
-        matrix_at=matrix_at.astype(np.int64),
-        matrix=flat([m for m in matrices if m is not None] or [np.zeros(0)], np.float64),
-        capacity=devices([p.memory_bytes for p in problems], 1.0),
-        device_class=devices([device_classes(p) for p in problems], -1).astype(np.int32),
-        host=np.array([h for h, _ in hosts], np.int64),
-        shares_host=devices([s for _, s in hosts], 1.0).astype(bool),
-        optimistic_s=flat(finish, np.float64),
+        order=stacked([group_order(p) for p in problems]),
+        group_ptr=stacked([p.graph.group_ptr for p in problems]),
+        group_op=stacked([p.graph.group_op for p in problems]),
+        **{name: stacked([getattr(x, name) for x in listed]) for name in _LISTED},
+        has_matrix=np.array([p.profile.transfer_s is not None for p in problems]),
+        capacity=stacked([p.memory_bytes.astype(np.float64) for p in problems]),
+        device_class=stacked([device_classes(p) for p in problems]),
+        optimistic_s=stacked(finish),
         unit_s=np.array([max(f.mean(), 1e-15) for f in fastest]),
         path_s=np.array([max(f.max(), 1e-15) for f in finish]),
         work_s=np.array([max(f.sum(), 1e-15) for f in fastest]),
         even_s=np.array([_even_load_s(p) if p.objective.is_throughput else -1.0 for p in problems]),
     )
+
+
+def stacked(rows: Sequence[Any]) -> Array:
+    """``[P, ...]``: arrays of one dtype, padded with zeros that nobody reads."""
+    arrays = [np.asarray(x) for x in rows]
+    most = np.max([x.shape for x in arrays], axis=0).astype(int)
+    padded = np.zeros((len(arrays), *most), arrays[0].dtype)
+    for i, x in enumerate(arrays):
+        padded[i, ...][tuple(map(slice, x.shape))] = x
+    return padded
 
 
 def _even_load_s(problem: Problem) -> float:
@@ -192,10 +151,9 @@ def _optimistic_finish_s(problem: Problem) -> Array:
 def _transfer_s(t, p, tensor, a, b):
     if a == b:
         return 0.0
-    if t.matrix_at[p] >= 0:
-        d = t.num_devices[p]
-        return t.matrix[t.matrix_at[p] + (tensor * d + a) * d + b]
-    return t.latency_s[p, a, b] + t.tensor_bytes[t.tensor_at[p] + tensor] * t.s_per_byte[p, a, b]
+    if t.has_matrix[p]:
+        return t.matrix_s[p, tensor, a, b]
+    return t.latency_s[p, a, b] + t.tensor_bytes[p, tensor] * t.s_per_byte[p, a, b]
 
 
 @kernel
@@ -207,24 +165,22 @@ def _finish_on(t, s, b, group, device, scratch):
     to be free: this is HEFT's estimate without insertion, not the simulator.
     """
     p = s.ids[b]
-    op0, tensor0, use0 = t.op_at[p], t.tensor_at[p], t.use_at[p]
-    group_ptr0 = t.group_at[p] + p
     clock = s.free_s[b, device]
     moved_s = local = total = 0.0
-    for i in range(t.group_ptr[group_ptr0 + group], t.group_ptr[group_ptr0 + group + 1]):
-        op = t.group_op[op0 + i]
+    for i in range(t.group_ptr[p, group], t.group_ptr[p, group + 1]):
+        op = t.group_op[p, i]
         ready = 0.0
-        for k in range(t.in_ptr[op0 + p + op], t.in_ptr[op0 + p + op + 1]):
-            tensor = t.in_tensor[use0 + k]
-            src = t.tensor_src[tensor0 + tensor]
-            size = t.tensor_bytes[tensor0 + tensor]
+        for k in range(t.in_ptr[p, op], t.in_ptr[p, op + 1]):
+            tensor = t.in_tensor[p, k]
+            src = t.tensor_src[p, tensor]
+            size = t.tensor_bytes[p, tensor]
             if src < 0:
                 if not t.shares_host[p, device]:
                     cost = _transfer_s(t, p, tensor, np.int64(t.host[p]), device)
                     moved_s += cost
                     ready = max(ready, cost)
                 continue
-            producer = t.group_of[op0 + src]
+            producer = t.group[p, src]
             if producer == group:
                 ready = max(ready, scratch[src])
                 continue
@@ -237,7 +193,7 @@ def _finish_on(t, s, b, group, device, scratch):
                 cost = _transfer_s(t, p, tensor, where, device)
                 moved_s += cost
             ready = max(ready, s.finish_s[b, src] + cost)
-        clock = max(clock, ready) + t.compute_s[op0 + op, device]
+        clock = max(clock, ready) + t.compute_s[p, op, device]
         scratch[op] = clock
     return clock, moved_s, local, total
 
@@ -246,12 +202,11 @@ def _finish_on(t, s, b, group, device, scratch):
 def _new_param_bytes(t, s, b, group, device):
     """Bytes of the group's parameters that ``device`` does not hold yet."""
     p = s.ids[b]
-    at = t.group_at[p] + p + group
     new = 0.0
-    for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
-        param = t.group_param[t.param_at[p] + i]
+    for i in range(t.param_ptr[p, group], t.param_ptr[p, group + 1]):
+        param = t.param[p, i]
         if not s.held[b, param, device]:
-            new += t.param_bytes[t.size_at[p] + param]
+            new += t.param_bytes[p, param]
     return new
 
 
@@ -268,8 +223,8 @@ def begin(t, s, rows, ids):
         s.param_bytes[b] = 0.0
         s.held[b] = False
         s.num_here[b] = 0
-        for n in range(t.op_at[p + 1] - t.op_at[p]):
-            s.finish_s[b, n] = t.optimistic_s[t.op_at[p] + n]
+        for n in range(s.finish_s.shape[1]):
+            s.finish_s[b, n] = t.optimistic_s[p, n]
 
 
 @allocating
@@ -288,7 +243,7 @@ def describe(t, s, b, g, mask, features, bound, cost, scratch):
     best = np.inf
     fits = 0
     for d in range(devices):
-        seconds = t.group_s[t.group_at[p] + g, d]
+        seconds = t.group_s[p, g, d]
         cost[d] = np.inf
         if not np.isfinite(seconds):
             continue
@@ -332,13 +287,12 @@ def place(t, s, b, g, d, scratch):
     p = s.ids[b]
     s.param_bytes[b, d] += _new_param_bytes(t, s, b, g, d)
     s.free_s[b, d] = _finish_on(t, s, b, g, d, scratch)[0]
-    at = t.group_at[p] + p + g
-    for i in range(t.group_ptr[at], t.group_ptr[at + 1]):
-        op = t.group_op[t.op_at[p] + i]
+    for i in range(t.group_ptr[p, g], t.group_ptr[p, g + 1]):
+        op = t.group_op[p, i]
         s.finish_s[b, op] = scratch[op]
-    for i in range(t.param_ptr[at], t.param_ptr[at + 1]):
-        s.held[b, t.group_param[t.param_at[p] + i], d] = True
-    s.load_s[b, d] += t.group_s[t.group_at[p] + g, d]
+    for i in range(t.param_ptr[p, g], t.param_ptr[p, g + 1]):
+        s.held[b, t.param[p, i], d] = True
+    s.load_s[b, d] += t.group_s[p, g, d]
     s.num_here[b, d] += 1
     s.choice[b, g] = d
     s.step[b] += 1
@@ -354,7 +308,7 @@ def observe(t, s, group, mask, features, bound):
         if s.step[b] >= t.num_groups[p]:  # over, and not started again: anything legal will do
             mask[b, 0] = 1
             continue
-        g = np.int64(t.order[t.group_at[p] + s.step[b]])
+        g = np.int64(t.order[p, s.step[b]])
         group[b, 0] = g
         describe(t, s, b, g, mask[b], features[b], bound, cost, scratch)
 
@@ -368,7 +322,7 @@ def act(t, s, actions, mask, done):
             done[b] = True
             continue
         # As int64 everywhere: kernels are compiled for every integer type that they are given.
-        place(t, s, b, np.int64(t.order[t.group_at[p] + s.step[b]]), d, scratch)
+        place(t, s, b, np.int64(t.order[p, s.step[b]]), d, scratch)
         done[b] = s.step[b] == t.num_groups[p]
 
 
@@ -400,7 +354,7 @@ def construct(t, s, net, pair, warm, greedy, rng, bound):
     for b in range(len(s.ids)):
         p = s.ids[b]
         while s.step[b] < t.num_groups[p]:
-            g = np.int64(t.order[t.group_at[p] + s.step[b]])
+            g = np.int64(t.order[p, s.step[b]])
             mask[:] = 0
             features[:] = 0.0
             describe(t, s, b, g, mask, features, bound, cost, scratch)

@@ -32,6 +32,28 @@ _CALLED = {
 }
 
 
+def check_called(arguments: object) -> None:
+    """Raises: EnvError, one of these fields cannot be called."""
+    for what, words in _CALLED.items():
+        by_default = getattr(type(arguments), what, None)
+        value = getattr(arguments, what, by_default)
+        by_name = what == "reward" and isinstance(value, str)
+        if not (value is by_default or by_name or callable(value) or hasattr(value, "run")):
+            raise EnvError(f"{what} = {short(value)} must be {words}")
+
+
+def reward_of(name: str) -> Reward:
+    """The function of that name.
+
+    Raises:
+        EnvError: it cannot be imported, or is none.
+    """
+    reward: Reward = find(name, "reward")
+    if not callable(reward):
+        raise EnvError(f"reward {name!r} is {short(reward)}; it must be {_CALLED['reward']}")
+    return reward
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """The arguments that all environments share; see ``PlacementEnv``.
@@ -54,12 +76,7 @@ class Source:
     def __post_init__(self) -> None:
         if self.observe not in ("number", "graph"):
             raise EnvError(f"observe = {self.observe!r} is unknown; use 'number' or 'graph'")
-        for what, words in _CALLED.items():
-            value = getattr(self, what)
-            by_default = value is getattr(type(self), what)
-            by_name = what == "reward" and isinstance(value, str)
-            if not (by_default or by_name or callable(value) or hasattr(value, "run")):
-                raise EnvError(f"{what} = {short(value)} must be {words}")
+        check_called(self)
         self._check_options()
         several = self.perturbation is not None or self.generator is not None
         if several and hasattr(self.evaluator, "run"):
@@ -122,7 +139,7 @@ class Source:
         return self._ruled(self._set([problem]), 1)
 
     def _set(self, problems: Sequence[Problem]) -> ProblemSet:
-        reward = find(self.reward, "reward") if isinstance(self.reward, str) else self.reward
+        reward = reward_of(self.reward) if isinstance(self.reward, str) else self.reward
         chosen = ProblemSet.build(problems, self.reference_s, self.baseline, self.evaluator)
         return replace(chosen, reward=reward, room=self.room)
 

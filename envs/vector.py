@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from envs import IDS
 from envs.base import PlacementEnv, check_reset, mask_of
-from envs.episodes import Episodes, Fresh
+from envs.episodes import Episodes, FreshRules
 from envs.lookup import find
 from envs.problems import EnvError
-from envs.rules import Observation, numbers
+from envs.rules import Observation, check_range, numbers
 from envs.source import Problems, Source
 
 
@@ -58,19 +57,17 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if render_mode is not None:
             raise EnvError("many episodes are not rendered: leave render_mode out")
         kind: type[PlacementEnv] = find(env, "environment") if isinstance(env, str) else env
+        check_range("num_envs", num_envs, 1)
         source = Source.of(kind.rules_of, problems, **arguments)
         self.num_envs = num_envs
         self.render_mode = None
         if source.generator is None:
             rules, graphs = source.rules(num_envs)
-            self.episodes: Episodes | Fresh = Episodes(rules, seed, graphs=graphs)
         else:
-            self.episodes = Fresh(source, num_envs, seed)
-            graphs = self.episodes.graphs
-        rules = self.episodes.rules
-        shown = {} if graphs is None else graphs.spaces
-        self.single_observation_space = spaces.Dict({**rules.observation_space.spaces, **shown})
-        self.single_action_space = rules.action_space
+            rules, graphs = FreshRules(source, num_envs), None
+        self.episodes = Episodes(rules, seed, graphs=graphs)
+        self.single_observation_space = self.episodes.observation_space
+        self.single_action_space = self.episodes.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from envs.episodes import Episodes, Step
 from envs.problems import EnvError, Floats, Measured
 from envs.rules import Observation, Rules
+from placement.problem import Problem
 from placement.tools.parallel import ParallelError
 
 # What a share met since the last answer: problems int64 [X] that it has a better answer for, its
@@ -43,6 +44,7 @@ class Workers:
 
     Attributes:
         rules: the first worker's, as it was sent; keeps the best and the evaluations of all.
+        observation_space, action_space: of one episode.
         allowed: int64 problems that are dealt; at first all. Holds from the next deal.
         num_envs: ``B``.
 
@@ -70,6 +72,8 @@ class Workers:
                 f"other: use one, in this process (workers = 1, parallel = 'serial')"
             )
         self.rules = rules[0]
+        self.observation_space = self.rules.observation_space
+        self.action_space = self.rules.action_space
         self.allowed = np.arange(len(self.rules.problems.problems))
         at = np.cumsum([0, *(len(r.ids) for r in rules)]).tolist()
         self.num_envs = at[-1]
@@ -110,6 +114,10 @@ class Workers:
     def restore(self, state: dict[str, Any]) -> None:
         """Deal the problems that followed when ``state()`` was taken; then ``reset()``."""
         self._ask("restore", [(x,) for x in state["workers"]])
+
+    def draw(self) -> Problem:
+        """Not supported: problems are drawn for who plays whole episodes without an environment."""
+        raise EnvError("whole episodes are played in this process: use workers = 1")
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""

@@ -212,6 +212,7 @@ def planners() -> Iterator[Row]:
 
 def environments(seconds: float = 2.0) -> Iterator[Row]:
     """Environment steps per second, 64 episodes at once, random legal actions."""
+    from envs.episodes import Episodes
     from envs.placement import OneShotRules
     from envs.problems import ProblemSet
     from envs.sequential import SequentialRules
@@ -223,7 +224,7 @@ def environments(seconds: float = 2.0) -> Iterator[Row]:
         ("DevicePlacement-v0", OneShotRules(problems, 64), None),
         ("SequentialDevicePlacement-v0", SequentialRules(problems, 64), 100_000.0),
     ):
-        env = PlacementVecEnv(rules)
+        env = PlacementVecEnv(Episodes(rules))
         env.reset()
         shape = (64, *(env.action_space.shape or ()))
         env.step(np.zeros(shape, np.int64))  # compiles

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def hydra_conf() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_entries_have_the_defaults_of_the_code() -> None:
-    """The policy's are in a file, as importing it takes seconds; those of others are read."""
+    """Importing them takes seconds: files are read."""
     assert GROUPS["planner"] == sorted([*planners.names(), "policy"])
     assert GROUPS["workload"] == list(workloads.names())
     every = f"planner=[{','.join(GROUPS['planner'])}]"
@@ -85,7 +85,7 @@ assert not {"numba", "torch", "scipy"} & set(sys.modules)"""
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_entries_compose_with_every_option_of_every_group() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == {"compare", "train"}
+    assert {path.stem for path in CONF.glob("*.yaml")} == {"compare", "shared", "train"}
     lists = {group: f"{group}=[{','.join(GROUPS[group])}]" for group in FROM_CODE}
     cfg = compose("compare", list(lists.values()))
     for group in FROM_CODE:
@@ -102,13 +102,7 @@ def test_entries_compose_with_every_option_of_every_group() -> None:
 
 
 @pytest.mark.usefixtures("hydra_conf")
-def test_every_field_of_a_training_is_visible_and_can_be_given() -> None:
-    from agents.encoder import NetworkConfig
-    from agents.training import TrainConfig
-
-    cfg = compose("train").training
-    for kind, node in ((TrainConfig, cfg), (NetworkConfig, cfg.network)):
-        assert set(node) == {"_target_", *(f.name for f in fields(kind))}
+def test_every_field_of_a_training_can_be_given() -> None:
     words = ["training.learning_rate=0.5", "training.network.hidden=8", "training.gamma=0.9"]
     changed = instantiate(compose("train", words).training, _convert_="all")
     assert (changed.learning_rate, changed.network.hidden, changed.gamma) == (0.5, 8, 0.9)
@@ -143,16 +137,6 @@ def test_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert chosen() == WandbTracker()
     assert chosen("tracker=local") == LocalTracker()
     assert chosen("tracker=none") == Tracker()
-
-
-@pytest.mark.usefixtures("hydra_conf")
-def test_every_planner_instantiates_as_its_defaults() -> None:
-    cfg = compose("compare", [f"planner=[{','.join(GROUPS['planner'])}]"])
-    assert sorted(cfg.planner) == GROUPS["planner"]
-    for name, node in cfg.planner.items():
-        built = make_planner(node)
-        if is_dataclass(built):
-            assert built == planners.load(name)
 
 
 def test_the_learned_planner_has_a_name_like_the_others() -> None:
@@ -604,7 +588,7 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("held_out=many", "'many' of type 'str' could not be converted to Float"),
         ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
         ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
-        ("training.gamma=2", "gamma = 2 must be a share, 0..1"),
+        ("training.gamma=2", "gamma = 2.0 must be 0 to 1"),
         ("training.device=warp", "device = 'warp' is not here; use cpu"),
         ("+training.algorithm_options.episods=4", "no 'episods' (algorithm_options); did you mean"),
     ],

@@ -49,44 +49,15 @@ def layered(seed: int, width: int, depth: int, devices: int) -> Problem:
     return small_problem(seconds, uses, tensor_bytes=100, **link)
 
 
-def test_learning_beats_the_frozen_policy() -> None:
-    """With learning rate 0 what is left is sampled list scheduling: clearly worse.
-
-    Measured: greedy 9.63 frozen and 6.05 trained, best ever 6.46 and 5.92; the best list scheduler
-    reaches 6.76, the best of all constructive planners 6.27.
+def test_learning_beats_what_it_starts_from() -> None:
+    """It starts at list scheduling, greedy 9.63; it reaches 6.05, and 5.92 at best. HEFT reaches
+    6.76, the best of all constructive planners 6.27. Frozen: ``test_smallest_learning``.
     """
-    problem = layered(3, 6, 5, 3)
-    network = NetworkConfig(hidden=32, layers=2)  # starts at list scheduling
-    greedy, best, sampled = {}, {}, {}
-    for rate in (0.0, 6e-3):
-        config = TrainConfig(
-            total_steps=4000, learning_rate=rate, last_learning_rate=rate / 30, network=network
-        )
-        rows: list[Row] = []
-        policy = train([problem], config=config, callback=rows.append)
-        greedy[rate] = score(problem, policy.place(problem)[0])[0]
-        best[rate] = policy.best[0].value_s
-        sampled[rate] = rows[-1]["reward_mean"]
-    assert greedy[6e-3] < 0.92 * greedy[0.0]
-    assert best[6e-3] < 0.98 * best[0.0]
-    assert sampled[6e-3] > sampled[0.0] + 0.08
-    assert greedy[6e-3] < load("heft")(problem).value_s
-    assert best[6e-3] < load("best_of")(problem).value_s
-
-
-def test_same_seed_same_policy(tmp_path: Path) -> None:
-    problems = [layered(0, 3, 3, 2), layered(1, 4, 3, 3)]
-    runs = []
-    for seed in (7, 7, 8):
-        config = TrainConfig(total_steps=400, seed=seed, network=SMALL)
-        runs.append(train(problems, config=config))
-        np.random.seed(99)  # whatever happens in between
-        torch.rand(seed)
-    first, second, other = (r.net.state_dict() for r in runs)
-    assert all(torch.equal(first[k], second[k]) for k in first)
-    assert not all(torch.equal(first[k], other[k]) for k in first)
-    for a, b in zip(runs[0].best, runs[1].best, strict=True):
-        assert np.array_equal(a.placement, b.placement)
+    problem, network = layered(3, 6, 5, 3), NetworkConfig(hidden=32, layers=2)
+    rates = {"learning_rate": 6e-3, "last_learning_rate": 2e-4}
+    policy = train([problem], config=TrainConfig(total_steps=4000, network=network, **rates))
+    assert score(problem, policy.place(problem)[0])[0] < load("heft")(problem).value_s
+    assert policy.best[0].value_s < load("best_of")(problem).value_s
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
@@ -177,7 +148,7 @@ def test_what_users_get_wrong() -> None:
         TrainConfig(total_steps=0)
     assert type(TrainConfig(total_steps=1e4).total_steps) is int  # type: ignore[arg-type]
     for what in ("num_envs", "steps_per_env", "imitation_epochs", "moves", "max_seconds"):
-        with pytest.raises(PolicyError, match=f"{what} = -3 must be at least 0"):
+        with pytest.raises(PolicyError, match=rf"{what} = -3(\.0)? must be at least 0"):
             TrainConfig(**{what: -3})  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="'other' is unknown; use one of"):
         TrainConfig(formulation="other")  # type: ignore[arg-type]
@@ -186,6 +157,18 @@ def test_what_users_get_wrong() -> None:
         train([chain([[1]])], evaluator=runtime, held_out=[chain([[2]])])
     with pytest.raises(PolicyError, match="1 warm starts for 2 problems"):
         train([chain([[1]]), chain([[1]])], warm=[None])
+    one: Any = chain([[1, 2]])
+    for given, why in (
+        ({"problems": one}, r"problems=\[problem\]"),
+        ({"held_out": one}, r"problems=\[problem\]"),
+        ({"baseline": "heft"}, "baseline = 'heft' must be a planner"),
+        ({"evaluator": 3}, "evaluator = 3 must be"),
+        ({"policy": "a.safetensors"}, r"policy = 'a.safetensors' is no policy: TrainedPolicy.load"),
+        ({"solutions": [1]}, r"solution 0 has shape \[\], and there are 1 operators"),
+        ({"solutions": [[7]]}, "device 7"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            train(**({"problems": [one]} | given))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("formulation", ["sequential", "one_shot", "guided_search", "order_search"])
@@ -235,6 +218,8 @@ def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     # Finished: nothing is left to do, and the answer is the same.
     again = run("parts", resume=True)
     assert all(torch.equal(first[k], v) for k, v in again.net.state_dict().items())
+    other = train(problems, config=replace(config, seed=1), baseline=load("heft")).net.state_dict()
+    assert not all(torch.equal(first[k], v) for k, v in other.items())
 
 
 @pytest.mark.parametrize("seed", [108, 133])
@@ -369,7 +354,7 @@ def test_curriculum_begins_with_the_small(monkeypatch: Any) -> None:
     sizes = [depths[i] for i in dealt]
     assert set(sizes[:6]) <= {2, 3}, sizes  # the smallest quarter, and in the end all
     assert set(sizes) >= {2, 3, 4, 5, 6}, sizes
-    with pytest.raises(PolicyError, match="curriculum = 2 must be a share"):
+    with pytest.raises(PolicyError, match=r"curriculum = 2\.0 must be 0 to 1"):
         TrainConfig(curriculum=2)
 
 

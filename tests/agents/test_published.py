@@ -67,25 +67,6 @@ def configured(name: str, *words: str) -> tuple[DictConfig, TrainConfig]:
     return cfg, instantiate(cfg.training, _convert_="all")
 
 
-@pytest.mark.usefixtures("hydra_conf")
-@pytest.mark.parametrize("name", METHODS)
-def test_one_override_trains_the_method(name: str, tmp_path: Path) -> None:
-    words = ["training.total_steps=128", "training.network.hidden=8", "training.num_envs=4"]
-    cfg, config = configured(name, *words)
-    config = replace(config, num_checks=2, imitation_epochs=2)
-    problems = [giph(0), giph(1)]
-    solutions = None
-    if cfg.warm_start == "imitation":
-        solutions = [make_planner(cfg.expert)(p).placement for p in problems]
-    trained = train(problems, config=config, solutions=solutions, out_dir=tmp_path)
-    again = TrainedPolicy.load(tmp_path / "policy.safetensors")
-    for problem, best in zip(problems, trained.best, strict=True):
-        assert best.value_s == pytest.approx(score(problem, best.placement)[0])
-        mode: Any = "refine" if config.formulation in ("refine", "sweep") else "best_of_k"
-        answer = PolicyPlanner(again, mode, k=2, steps=9, baseline="round_robin")(problem)
-        assert answer.value_s <= planner("round_robin")(problem).value_s
-
-
 LEARNS = {  # environment steps that suffice
     "placeto": 1200,
     "gdp": 500,
@@ -99,7 +80,7 @@ LEARNS = {  # environment steps that suffice
 
 @pytest.mark.usefixtures("hydra_conf")
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_learns_where_operators_belong(name: str) -> None:
+def test_every_method_learns_where_operators_belong(name: str, tmp_path: Path) -> None:
     rates = ["training.learning_rate=1e-2", "training.last_learning_rate=1e-3"]
     small = [f"training.total_steps={LEARNS[name]}", "training.network.hidden=16"]
     cfg, config = configured(name, *rates, *small)
@@ -109,7 +90,12 @@ def test_every_method_learns_where_operators_belong(name: str) -> None:
         solutions = [make_planner(cfg.expert)(problem).placement]
     rows: list[Row] = []
     config = replace(config, num_checks=2, num_envs=4)
-    trained = train([problem], config=config, solutions=solutions, callback=rows.append)
+    trained = train(
+        [problem], config=config, solutions=solutions, callback=rows.append, out_dir=tmp_path
+    )
+    again = TrainedPolicy.load(tmp_path / "policy.safetensors")
+    start = planner("round_robin")(giph(0)).value_s
+    assert PolicyPlanner(again, k=2, steps=9, baseline="round_robin")(giph(0)).value_s <= start
     if name == "hdp":
         # Devices are learned within seconds. Not so the grouper: until it is, one cluster is the
         # likeliest of all groups, so that what is decoded greedily is one device.
@@ -154,8 +140,7 @@ def test_a_sweep_visits_every_group_once_and_rewards_every_change() -> None:
         mask = rules.masks()[0].reshape(3, 2)
         (group,) = np.flatnonzero(mask.any(axis=1))
         assert mask[group].all()  # it may stay
-        wrong = rules.masks()[0].argmin()  # not its turn: changes nothing
-        assert not rules.masks()[0, wrong]
+        assert rules.masks()[0].sum() == 2  # it alone
         earned, done = rules.act(np.array([2 * group + device]))
         moved.append(int(group))
         now = score(problem, np.where(np.isin(np.arange(3), moved[1:]), 1, 0).astype(np.int32))[0]
@@ -165,15 +150,9 @@ def test_a_sweep_visits_every_group_once_and_rewards_every_change() -> None:
         rewards.append(earned[0])
     assert moved == [0, 1, 2] and done.all()
     assert rewards[1] > 0
-
-
-def test_a_sweep_ignores_groups_out_of_turn() -> None:
-    problem = drawn([[1, 2], [4, 1]], [(0, 1)])
-    start = [np.zeros(2, np.int32)]
-    rules = RefineRules(ProblemSet.build([problem]), 1, start, sweep=True)
     rules.start(np.array([0]), np.array([0]))
-    rules.act(np.array([2 * 1 + 1]))  # group 1, but it is the turn of group 0
-    assert rules.choices[0].tolist() == [0, 0] and rules.value_s[0] == 5
+    rules.act(np.array([2 * 1 + 1]))  # group 1, but it is the turn of group 0: changes nothing
+    assert rules.choices[0].tolist() == [0, 0, 0]
 
 
 def test_random_starts_are_legal_and_differ() -> None:
@@ -282,14 +261,6 @@ def test_grouping_is_not_imitated() -> None:
     chosen = ProblemSet.build([identity()])
     with pytest.raises(PolicyError, match="a group_place policy does not place one group"):
         demonstrations(chosen, [np.zeros(6, np.int32)], "group_place")
-
-
-def test_elites_pull_the_policy_towards_the_best_placements() -> None:
-    """Post: without a policy gradient (learning from elites alone) the problem is solved."""
-    options: Any = {"cold": True, "num_envs": 8, "steps_per_env": 8, "network": SMALL}
-    config = TrainConfig(1000, "one_shot", elite=0.1, learning_rate=1e-2, **options)
-    trained = train([identity()], config=config)
-    assert trained.card["greedy_speedup"] > 3.0
 
 
 def test_a_bad_placement_is_no_elite_for_being_alone() -> None:

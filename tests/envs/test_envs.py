@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.episodes import Episodes
 from envs.perturbation import Perturbation
 from envs.placement import DevicePlacementEnv, OneShotRules
 from envs.problems import (
@@ -27,6 +28,7 @@ from envs.select_place import SelectPlaceDevicePlacementEnv
 from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
 from envs.sequential_kernels import DEVICE_FEATURES
 from envs.vec import PlacementVecEnv
+from envs.workers import Workers
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import load
@@ -294,7 +296,7 @@ def test_many_episodes_at_once_equal_single_ones(rules: Any) -> None:
     problems = mixed()
     env = {OneShotRules: DevicePlacementEnv, SequentialRules: SequentialDevicePlacementEnv}[rules]
     one = env(problems)
-    vec = PlacementVecEnv(rules(ProblemSet.build(problems), 5), seed=1)
+    vec = PlacementVecEnv(Episodes(rules(ProblemSet.build(problems), 5), seed=1))
     rng = np.random.default_rng(0)
     obs = vec.reset()
     actions: list[list[Any]] = [[] for _ in range(5)]
@@ -338,7 +340,7 @@ def test_a_problem_is_dealt_several_times_in_a_row(workers: int) -> None:
     problems = ProblemSet.build(mixed())
     count = len(problems.problems)
     shares = [SequentialRules(problems, 2 * count) for _ in range(workers)]
-    vec = PlacementVecEnv(shares if workers > 1 else shares[0], repeats=2)
+    vec = PlacementVecEnv(Workers(shares, repeats=2))
     dealt = vec.reset()["problem"].reshape(workers * count, 2)
     assert (dealt[:, 0] == dealt[:, 1]).all()
     for deck in dealt[:, 0].reshape(workers, count):
@@ -346,7 +348,7 @@ def test_a_problem_is_dealt_several_times_in_a_row(workers: int) -> None:
 
 
 def test_observations_are_never_shared() -> None:
-    vec = PlacementVecEnv(SequentialRules(ProblemSet.build(mixed()), 3))
+    vec = PlacementVecEnv(Episodes(SequentialRules(ProblemSet.build(mixed()), 3)))
     first = vec.reset()
     copies = {k: v.copy() for k, v in first.items()}
     for _ in range(5):

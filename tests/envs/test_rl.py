@@ -17,10 +17,11 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check
-from stable_baselines3 import A2C, PPO
+from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
 from stable_baselines3.common.env_checker import check_env as sb3_check
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import nn
 
@@ -263,6 +264,7 @@ def test_the_vector_environment(name: str, problems: Any) -> None:
         assert all(np.array_equal(again[k], first[k]) for k in first)
     adapted = PlacementVecEnv(env)
     assert adapted.reset()["nodes"].shape[0] == 3
+    assert adapted.env_is_wrapped(Monitor) == [True] * 3  # else evaluate_policy warns
     assert adapted.has_attr("action_masks")  # as sb3-contrib asks whether there are masks
 
 
@@ -299,6 +301,13 @@ def test_what_generators_get_wrong() -> None:
         env.reset(seed=0)
         with pytest.raises(EnvError, match=r"must return as many finite numbers, float64 \[1\]"):
             env.step(env.action_space.sample())
+    for evaluator in (lambda *_: [np.nan], lambda *_: 1.0, lambda *_: [-1.0]):
+        env = gym.make("envs/DevicePlacement-v0", evaluator=evaluator, reference_s=[1.0] * 8)
+        _, info = env.reset(seed=0)
+        with pytest.raises(EnvError, match=r"evaluator .*as many seconds, inf .*, float64 \[1\]"):
+            env.step(env.action_space.sample(info["action_mask"]))
+    with pytest.raises(EnvError, match="num_envs = 0 must be at least 1"):
+        gym.make_vec("envs/DevicePlacement-v0", 0)
 
 
 # Seams: what is named "test_rl:..." below is code of somebody's own.
@@ -496,15 +505,38 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     agent = PPO(PlacementPolicy, env, n_steps=8, policy_kwargs={"formulation": "one_shot"})
     with pytest.raises(PolicyError, match=r"OneShotNet.evaluate gives .* Discrete.3.: .*\[B, 3\]"):
         agent.learn(8)
-    agent = PPO(PlacementPolicy, VecNormalize(env), n_steps=8)
-    with pytest.raises(PolicyError, match=r"a wrapper changes observations .VecNormalize"):
-        agent.learn(8)
+    with pytest.raises(PolicyError, match=r"a refine network does not read .*devices.*problem"):
+        PPO(PlacementPolicy, env, policy_kwargs={"formulation": "refine"})
+    for wrong, why in (
+        ({"network": {"hiden": 8}}, "'hiden': 8.* must be fields of NetworkConfig: .*'hiden'"),
+        ({"net": "policy.safetensors"}, r"is no network: TrainedPolicy.load\(FILE\).net is"),
+    ):
+        with pytest.raises(PolicyError, match=why):
+            PPO(PlacementPolicy, env, policy_kwargs=wrong)
+    store = {"store": GraphStore(small_problems()[:1])}
+    with pytest.raises(PolicyError, match=r"has a problem \d, and the store 1 graphs"):
+        PPO(PlacementPolicy, env, n_steps=64, policy_kwargs=store).learn(64)
+    with pytest.raises(EnvError, match=r"is not many episodes: gym.make_vec\(ID, B\) makes them"):
+        PlacementVecEnv(gym.make("envs/Dispatch-v0"))  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match=r"q_net, which .*for others use MultiInputPolicy"):
+        DQN(PlacementPolicy, env, buffer_size=8)
+    with pytest.raises(PolicyError, match="is for the environments of envs"):
+        PPO(PlacementPolicy, "CartPole-v1")
+    for name in ("Dispatch-v0", "SequentialDevicePlacement-v0"):
+        several = make_vec_env(f"envs/{name}", 2, env_kwargs={"observe": "graph"})
+        agent = PPO(PlacementPolicy, VecNormalize(several), n_steps=8)
+        with pytest.raises(PolicyError, match=r"a wrapper changes observations.*norm_obs=False"):
+            agent.learn(8)
     with pytest.raises(PolicyError, match=r"'test_rl:OwnNet' must be an envs.formulations.Form"):
         TrainConfig(formulation="test_rl:OwnNet")
     with pytest.raises(PolicyError, match="must be an on-policy algorithm"):
         train(small_problems(), config=TrainConfig(algorithm="stable_baselines3:DQN"))
     with pytest.raises(EnvError, match="reward 'test_rl:no' cannot be imported"):
         train(small_problems(), config=TrainConfig(reward="test_rl:no"))
+    with pytest.raises(EnvError, match=r"reward 'math:pi' is 3.14.*must be a function of an"):
+        train(small_problems(), config=TrainConfig(reward="math:pi"))
+    with pytest.raises(EnvError, match="reward 'math:pi' is 3"):
+        gym.make("envs/Dispatch-v0", reward="math:pi")
 
 
 def test_each_formulation_has_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

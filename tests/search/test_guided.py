@@ -12,6 +12,7 @@ from numba import typeof
 
 from agents.planner import PolicyPlanner
 from envs import guided_kernels
+from envs.episodes import Episodes
 from envs.guided import (
     NO_NETWORK,
     GuidedSearchEnv,
@@ -248,7 +249,7 @@ def test_the_environment_is_the_kernel() -> None:
 def test_episodes_begin_at_the_best_again() -> None:
     problem = random_problem(3, 15, 3, objective="max_load")
     rules = GuidedSearchRules(ProblemSet.build([problem]), 2, moves=20, again=1.0)
-    env = PlacementVecEnv(rules)
+    env = PlacementVecEnv(Episodes(rules))
     env.reset()
     best, over, lengths = np.inf, 0, []
     for _ in range(40):
