@@ -162,6 +162,18 @@ def test_round_trip(plan: Plan, path: Path) -> None:
     assert again.cluster.links[1].bandwidth_bytes_per_s == 1e9
 
 
+def test_what_older_files_say_of_sleeping_devices(plan: Plan, path: Path) -> None:
+    data = json.loads(path.read_text())
+    first = data["cluster"]["devices"][0]
+    first |= {"sleep_w": None, "sleep_after_s": 0.0, "sleep_exit_s": 0.0}
+    path.write_text(json.dumps(data))
+    assert load_plan(path) == plan
+    first["sleep_w"] = 0.0
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"'cpu:0' has sleep_w = 0.0, but .* plan again"):
+        load_plan(path)
+
+
 @given(st.lists(st.integers(0, 1), min_size=4, max_size=9), st.integers(1, 9))
 def test_round_trip_of_any_placement(placement: list[int], m: int) -> None:
     p = problem(chain(len(placement)), num_microbatches=m)

@@ -49,7 +49,7 @@ def read_plan(path: str | Path) -> Plan:
             "install the version that wrote the plan, or make it again: placement plan"
         )
     try:
-        return Plan.model_validate_json(text)
+        return Plan.model_validate_json(_without_sleep(path, data, text))
     except ValidationError as error:
         raise PlanError(f"{path}: {explain(error)}") from error
 
@@ -96,6 +96,29 @@ def _holds_target(value: Any) -> bool:
     if isinstance(value, dict):
         return "_target_" in value or any(map(_holds_target, value.values()))
     return isinstance(value, list) and any(map(_holds_target, value))
+
+
+def _without_sleep(path: Path, data: dict[str, Any], text: str) -> str:
+    """The text without keys of sleep, which older files have for every device, mostly as null.
+
+    Raises:
+        PlanError: a device sleeps, and the plan's values count on it.
+    """
+    if '"sleep_' not in text:
+        return text
+    try:
+        for device in data["cluster"]["devices"]:
+            keys = ("sleep_w", "sleep_after_s", "sleep_exit_s")
+            watts, *_ = [device.pop(key, None) for key in keys]
+            if watts is not None:
+                raise PlanError(
+                    f"{path}: device {short(device.get('name'))} has sleep_w = {short(watts)}, but "
+                    "devices that sleep are no longer modelled: plan again without it in the "
+                    "cluster's file"
+                )
+    except (LookupError, TypeError, AttributeError):  # no such devices: the schema says so
+        pass
+    return json.dumps(data)
 
 
 def schema_text() -> str:
