@@ -21,13 +21,14 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
@@ -90,6 +91,7 @@ def export(
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
+                nullcontext() if training else _without_gradient_modes(),
                 _transformers_as_called(),
                 _without_checks(),
             ):
@@ -241,6 +243,16 @@ def _without_checks() -> Iterator[None]:
     finally:
         kind.__init__ = init  # type: ignore[method-assign]
         nn.functional.gaussian_nll_loss = likelihood
+
+
+def _without_gradient_modes() -> AbstractContextManager[Any]:
+    """Trace without a word of what switches gradients on and off: nobody asks for any.
+
+    Of ``torch.set_grad_enabled`` without a ``with`` torch makes a region that it cannot remove.
+    """
+    modes = torch.amp._enter_autocast, torch.amp._exit_autocast  # what is left of such words
+    name = "_side_effectful_need_to_be_preserved_pre_dispatch"
+    return mock.patch.object(proxy_tensor, name, modes, create=True)
 
 
 def _held(x: Any) -> dict[Any, Any]:

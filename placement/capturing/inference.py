@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from placement.capturing.exported import (
     argument_names,
@@ -23,7 +25,7 @@ from placement.capturing.exported import (
     parameters_of,
     signature_of,
 )
-from placement.capturing.numerics import check_numbers
+from placement.capturing.numerics import Watch, check_numbers
 from placement.graph import OpGraph
 from placement.program import (
     CaptureError,
@@ -70,7 +72,11 @@ def capture_inference(module: nn.Module, example_inputs: Any, name: str | None =
     assert isinstance(program, Program)
     if not program.is_random:
         example = program.example_tensors
-        check_numbers(module, args, kwargs, lambda watch: run_program(program, example, watch))
+
+        def run(watch: Watch | None) -> list[Any]:
+            return pytree.tree_leaves(run_program(program, example, watch))
+
+        check_numbers(module, args, kwargs, run)
     return graph
 
 
@@ -94,7 +100,8 @@ def _build(
     calls = calls_of(exported)
     for node in calls:
         builder.add_call(node)
-    outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
+    flat = [builder.template(x) for x in exported.graph.output_node().args[0]]
+    outputs, out_tree = _with_sizes(flat, exported.call_spec.out_spec)
 
     if not builder.steps:
         raise CaptureError(f"{name} has no operators: there is nothing to place")
@@ -108,9 +115,9 @@ def _build(
         input_spec=spec,
         leaf_names=leaf_names,
         example_leaves=example_leaves,
-        output_leaves=outputs,
+        output_leaves=tuple(outputs),
         in_tree=in_tree,
-        out_tree=exported.call_spec.out_spec,
+        out_tree=out_tree,
         is_random=any(map(is_random, calls)),
         state_names=tuple(exported.state_dict),
     )
@@ -130,6 +137,17 @@ def _build(
         output_tensor=sorted({x.tensor for x in outputs if isinstance(x, Ref)}),
         program=program,
     )
+
+
+def _with_sizes(leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
+    """Shapes among the outputs, which torch takes apart and makes tuples of, as leaves."""
+    if tree.type is torch.Size:
+        return [torch.Size(leaves)], pytree.tree_structure(0)
+    rest, whole, parts = iter(leaves), list[Any](), []
+    for child in tree.children():
+        some, part = _with_sizes(list(islice(rest, child.num_leaves)), child)
+        whole, parts = whole + some, [*parts, part]
+    return (whole, pytree.TreeSpec(tree.type, tree.context, parts)) if parts else (leaves, tree)
 
 
 class _Builder:

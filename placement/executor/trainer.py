@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -134,7 +135,10 @@ class Trainer:
         self._known_state: Any = None  # the optimizer's, as it was read or written last
         self._num_added = 0
         me = weakref.ref(self)
-        self._hook = optimizer.register_state_dict_pre_hook(lambda _: _write_state(me))
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(lambda _: _write_state(me)),
+            optimizer.register_step_pre_hook(partial(_check_step, me)),
+        )
         self._is_trained = [x.requires_grad for x in graph.program.params]
 
     def step(self, microbatches: Iterable[Any]) -> Tensor:
@@ -299,7 +303,9 @@ class Trainer:
                     "but the step was captured otherwise: capture the module again, and make "
                     "another Trainer"
                 )
-        if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+        before_step = own._optimizer_step_pre_hooks.values()
+        others = any(getattr(hook, "func", None) is not _check_step for hook in before_step)
+        if others or own._optimizer_step_post_hooks:
             raise RunnerError(
                 "the optimizer has a hook on its step, which would not run, as every device makes "
                 "a step of its own: remove it; gradients are trainer.gradients() after "
@@ -402,7 +408,8 @@ class Trainer:
             self.sync()
         finally:
             self._optimizers = {}
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self.runner.close()
 
     def __enter__(self) -> Trainer:
@@ -420,6 +427,16 @@ def _write_state(trainer: weakref.ref[Trainer]) -> None:
     """Bring the state up to date that is about to be saved."""
     if (mine := trainer()) is not None:
         mine._write_state()
+
+
+def _check_step(trainer: weakref.ref[Trainer], *_: Any) -> None:
+    """Raises: RunnerError, the optimizer makes a step in which gradients have no part."""
+    if (mine := trainer()) is not None and mine._num_added:
+        raise RunnerError(
+            f"a Trainer has the gradients of {mine._num_added} micro-batches, which "
+            "optimizer.step() would not see: call trainer.update(), or trainer.zero_gradients() "
+            "to forget them"
+        )
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
