@@ -148,6 +148,9 @@ class Program:
             if isinstance(example, Tensor):
                 if not isinstance(got, Tensor):
                     raise InputError(f"input {name!r} must be a tensor, got {type(got).__name__}")
+                if got.layout is not torch.strided or (got.is_meta and not example.is_meta):
+                    what = "has no values (device 'meta')" if got.is_meta else f"is {got.layout}"
+                    raise InputError(f"input {name!r} {what}: give a dense tensor with values")
                 if got.shape != example.shape or got.dtype != example.dtype:
                     raise InputError(
                         f"input {name!r} is {describe(got)}, but was captured as "

@@ -270,7 +270,7 @@ class World:
 
     def _send(self, rank: int) -> None:
         try:
-            inbox, tags = self._out[rank], dict[tuple[int, ...], int]()
+            inbox, tags = self._out[rank], dict[tuple[Any, ...], int]()
             kind = -1
             while kind != BYE:
                 run, kind, numbers, value = inbox.get()
@@ -278,7 +278,8 @@ class World:
                 if kind != OBJECT and value is not None:
                     shape = tuple(value.shape)
                     value, strides = dense(value)
-                    key = (kind, *numbers[1:3], *strides)
+                    # Another runner's tensor of this number may be of another kind.
+                    key = (kind, *numbers[1:3], shape, strides, value.dtype)
                     tag = tags.get(key)
                     if tag is None:
                         tag = tags[key] = FIRST + len(tags)

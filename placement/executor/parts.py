@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
 from placement.graph import OpGraph
-from placement.program import Param, Program, Ref, Step, fill
+from placement.program import Param, Program, Ref, Step, fill, run_program
 
 
 def part(
@@ -82,23 +82,9 @@ def _read(graph: OpGraph, n: int) -> NDArray[np.int32]:
 
 
 def _values(graph: OpGraph, wanted: set[int]) -> dict[int, torch.Tensor]:
-    """Tensors of one run of the program, by number; each that is not wanted is freed early."""
+    """Tensors of a run of the program as far as it must go for them, by number."""
     program: Program = graph.program
-    live = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
-    left = np.diff(graph.use_ptr)
-    missing = wanted - live.keys()
-    with torch.inference_mode():
-        for n, step in enumerate(program.steps):
-            if not missing:
-                break
-            value = step.target(
-                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
-            )
-            for tensor, index in zip(step.outputs, step.output_index, strict=True):
-                live[tensor] = value[index] if step.multi else value
-                missing.discard(tensor)
-            for t in _read(graph, n).tolist():
-                left[t] -= 1
-                if not left[t] and t not in wanted:
-                    live.pop(t, None)
-    return {t: live[t] for t in wanted}
+    last = max((int(graph.tensor_src[t]) for t in wanted), default=-1)
+    leaves = tuple(Ref(t) for t in sorted(wanted))
+    begin = replace(program, steps=program.steps[: last + 1], output_leaves=leaves)
+    return dict(zip(sorted(wanted), run_program(begin, program.timing_inputs()), strict=True))

@@ -581,6 +581,8 @@ def test_arguments_may_be_given_by_position_or_by_name():
     ("args", "kwargs", "message"),
     [
         ((X[:1],), {"b": 3}, r"'a' is f32\[1,4\], but was captured as f32\[2,4\]"),
+        ((X.to_sparse(),), {"b": 3}, "'a' is torch.sparse_coo: give a dense tensor"),
+        ((X.to("meta"),), {"b": 3}, r"'a' has no values \(device 'meta'\): give"),
         ((X.double(),), {"b": 3}, r"'a' is f64\[2,4\], but was captured as f32\[2,4\]"),
         ((X,), {"b": 4}, "'b' is 4, but was captured with the constant 3"),
         ((X,), {"b": True}, "'b' is True, but was captured with the constant 3"),
