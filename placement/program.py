@@ -275,12 +275,14 @@ def run_program(
     program: Program,
     inputs: Sequence[Tensor],
     watch: Callable[[int, Tensor], None] | None = None,
+    device: torch.device | None = None,
 ) -> list[Any]:
     """Run every step in order on the devices where the tensors already are.
 
     Args:
         inputs: flattened input tensors, as ``flatten_inputs`` returns them.
         watch: is given every graph tensor's number and values as they are made.
+        device: takes the place of every ``torch.device``, if it is given.
 
     Returns:
         One value per output leaf; ``unflatten_outputs`` gives them their structure. A tensor is
@@ -301,9 +303,8 @@ def run_program(
     live = dict(zip(program.input_tensors, inputs, strict=True))
     with torch.no_grad():
         for n, step in enumerate(program.steps):
-            value = step.target(
-                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
-            )
+            args, kwargs = fill((step.args, step.kwargs), live, program.params, device)
+            value = step.target(*args, **kwargs)
             for tensor, index in zip(step.outputs, step.output_index, strict=True):
                 if tensor in last_use:
                     live[tensor] = value[index] if step.multi else value

@@ -14,7 +14,7 @@ from torch import Tensor
 from placement.executor import weights
 from placement.executor.share import compile_runs
 from placement.graph import OpGraph
-from placement.program import Program, storage_of
+from placement.program import Program, Ref, run_program, storage_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -37,18 +37,12 @@ class Storages:
     @classmethod
     def of(cls, program: Program, inputs: Sequence[Tensor]) -> Storages:
         """From one run in the calling thread that keeps every tensor, so that no two share one."""
-        outputs = [t for step in program.steps for t in step.outputs]
-        values: list[Any] = [None] * (max((*program.input_tensors, *outputs)) + 1)
         device = next((x.device for x in program.params), torch.device("cpu"))
-        for t, value in zip(program.input_tensors, inputs, strict=True):
-            values[t] = value.to(device)
-        params = dict(enumerate(program.params))
-        runs = [(op,) for op in range(len(program.steps))]
-        silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
-        calls = compile_runs(silent, runs, None, params, {}, device).calls
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            for call in calls.values():
-                call(values, lambda: True)
+        outputs = [t for step in program.steps for t in step.outputs]
+        every = range(max((*program.input_tensors, *outputs)) + 1)
+        keeps_all = replace(program, output_leaves=tuple(map(Ref, every)))
+        with torch.random.fork_rng(devices=[]):
+            values = run_program(keeps_all, [x.to(device) for x in inputs], device=device)
         number: dict[int, int] = {}
         num_bytes: list[int] = []
 
