@@ -102,6 +102,7 @@ class World:
         rank, size: as ``torchrun`` numbers the processes.
         timeout_s: a rank that gives no sign of life for so long has failed.
         fault: what has ended the run, or None.
+        runner: gives the runner that has begun last, or None.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -114,6 +115,7 @@ class World:
         self._handler: Handler | None = None
         self._early: list[tuple[int, int, int, list[int], Any]] = []
         self._run = 0
+        self.runner: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
         self._closing = False
         self._wake = threading.Event()

@@ -486,6 +486,8 @@ def attend(rank: int) -> list[float]:
             trainer.serve()
             return []
         losses = trainer.step([example] * 2).tolist()
+        with pytest.raises(RunnerError, match="another runner of this world is open"):
+            DistributedRunner(GRAPH, CLUSTER, scattered(GRAPH, 0, 4), world=world)(items(1)[0])
         trainer.close()
         return losses
 
