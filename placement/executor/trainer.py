@@ -21,7 +21,7 @@ from torch import Tensor
 
 from placement.capturing.training import flatten_example, looks_at_all, optimizer_like
 from placement.cluster import Cluster
-from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
+from placement.executor.loader import Dataset, InputPipeline
 from placement.executor.runner import Runner, RunnerError
 from placement.executor.share import carried_operators
 from placement.graph import OpGraph
@@ -95,6 +95,8 @@ class Trainer:
                 f"graph {graph.name!r} is no training step; capture it: "
                 "placement.capture(module, inputs, mode='training')"
             )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RunnerError(f"a {type(optimizer).__name__} is given, not a torch.optim.Optimizer")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RunnerError(
                 "LBFGS needs all gradients at one place and runs the module again: use an "
@@ -160,36 +162,27 @@ class Trainer:
         self,
         loader: Iterable[Any] | Dataset,
         num_microbatches: int,
-        *,
-        preprocess: Callable[[Any], Any] | None = None,
-        workers: int | None = None,
-        prefetch: int | None = None,
-        prefetch_bytes: int = PREFETCH_BYTES,
+        **options: Any,
     ) -> Iterator[Tensor]:
         """A step for every ``num_microbatches`` items of ``loader``; the losses of each, ``[M]``.
 
-        Items are loaded as ``Runner.stream`` does, also for the next step while one runs. The
-        last step may have fewer; with a schedule such a rest is left out.
+        Items are loaded as ``Runner.stream`` does, with its ``options``, also for the next step
+        while one runs. The last step may have fewer; with a schedule such a rest is left out.
 
         Raises:
             LoaderError: an impossible number of workers or of items to prefetch.
             RunnerError: an impossible number of micro-batches.
         """
-        if num_microbatches < 1:
-            raise RunnerError(f"num_microbatches = {num_microbatches}, must be at least 1")
+        if type(num_microbatches) is not int or num_microbatches < 1:
+            raise RunnerError(
+                f"num_microbatches = {num_microbatches}: give a whole number, 1 or more"
+            )
         if self._schedule is not None and num_microbatches != self._schedule.num_microbatches:
             raise RunnerError(
                 f"num_microbatches = {num_microbatches}, but the schedule is for "
                 f"{self._schedule.num_microbatches}"
             )
-        items = self.runner.load_ahead(
-            loader,
-            preprocess=preprocess,
-            workers=workers,
-            prefetch=prefetch,
-            prefetch_bytes=prefetch_bytes,
-        )
-        return self._train(items, num_microbatches)
+        return self._train(self.runner.load_ahead(loader, **options), num_microbatches)
 
     def _train(self, items: InputPipeline, num_microbatches: int) -> Iterator[Tensor]:
         with items:

@@ -546,8 +546,8 @@ def leave_early(rank: int) -> int:
                 continue
             for number, result in enumerate(runner.stream([item] * 1000)):
                 if number == 5:
+                    torch.testing.assert_close(result, MODULE(item).detach())
                     break
-            torch.testing.assert_close(result, MODULE(item).detach())
             runner.close()
     return 0
 
