@@ -173,10 +173,8 @@ class Trainer:
             LoaderError: an impossible number of workers or of items to prefetch.
             RunnerError: an impossible number of micro-batches.
         """
-        if type(num_microbatches) is not int or num_microbatches < 1:
-            raise RunnerError(
-                f"num_microbatches = {num_microbatches}: give a whole number, 1 or more"
-            )
+        if num_microbatches < 1:
+            raise RunnerError(f"num_microbatches = {num_microbatches}, must be at least 1")
         if self._schedule is not None and num_microbatches != self._schedule.num_microbatches:
             raise RunnerError(
                 f"num_microbatches = {num_microbatches}, but the schedule is for "
