@@ -443,3 +443,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def view_of(x: Tensor) -> Any:
+    """Equal for tensors that see the same memory the same way."""
+    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype

@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of
+from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of, view_of
 
 # Regions that functionalisation dissolves into plain operators.
 _WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled", "autograd_call")
@@ -564,11 +564,6 @@ def module_path(node: fx.Node) -> str:
     return re.sub(r"@\d+", "", path)
 
 
-def view_of(x: Tensor) -> Any:
-    """Equal for tensors that see the same memory the same way."""
-    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
-
-
 def parameters_of(
     exported: Any, trained: nn.Module | None = None, *, unread: bool = False
 ) -> tuple[list[Tensor], list[str], dict[str, int]]:
@@ -712,7 +707,7 @@ def first_transformed(exported: Any) -> fx.Node | None:
 
 
 def functionalise(exported: Any) -> Any:
-    """The program without in-place operators, wrapper regions (autocast, grad mode) and vmap."""
+    """The program without in-place operators, regions of autocast and vmap."""
     transformed = first_transformed(exported)
     for node in filter(_is_idle_dropout, exported.graph.nodes):
         # Else torch would take a write to its output for one that its input does not see.
@@ -725,7 +720,7 @@ def functionalise(exported: Any) -> Any:
         what = (
             f"uses torch.func{node_line(transformed)} for what"
             if transformed is not None
-            else "has an in-place operator or an autocast or gradient-mode region that"
+            else "has an in-place operator or an autocast region that"
         )
         raise CaptureError(
             f"the module {what} torch cannot make plain operators of: {first_line(error)}. Only "
