@@ -439,10 +439,10 @@ def test_inputs_to_measure_with_are_copies_that_lie_in_memory_as_the_example_doe
 
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     program = capture(Flat(), x).program
-    (made,) = program.timing_inputs()
-    assert made.stride() == x.stride() and made.data_ptr() != x.data_ptr()
-    assert torch.equal(made, x)
-    run_program(program, [made])
+    (copy,) = program.timing_inputs()
+    assert copy.stride() == x.stride() and copy.data_ptr() != x.data_ptr()
+    assert torch.equal(copy, x)
+    run_program(program, [copy])
 
 
 def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_kept():
