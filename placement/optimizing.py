@@ -81,7 +81,9 @@ class OptimizedRunner(Runner):
         self.graph.program.flatten_inputs(args, kwargs)  # refuses what a plan refuses
         with torch.inference_mode():
             outputs = self._module(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, without_mode, outputs)
+        return pytree.tree_map_only(
+            torch.Tensor, without_mode, outputs, is_leaf=lambda x: isinstance(x, torch.Size)
+        )
 
     def stream(self, loader: Any, **options: Any) -> Iterator[Any]:
         if self._module is None:

@@ -148,6 +148,9 @@ class Program:
             if isinstance(example, Tensor):
                 if not isinstance(got, Tensor):
                     raise InputError(f"input {name!r} must be a tensor, got {type(got).__name__}")
+                if got.layout is not torch.strided or (got.is_meta and not example.is_meta):
+                    what = "has no values (device 'meta')" if got.is_meta else f"is {got.layout}"
+                    raise InputError(f"input {name!r} {what}: give a dense tensor with values")
                 if got.shape != example.shape or got.dtype != example.dtype:
                     raise InputError(
                         f"input {name!r} is {describe(got)}, but was captured as "
@@ -272,12 +275,14 @@ def run_program(
     program: Program,
     inputs: Sequence[Tensor],
     watch: Callable[[int, Tensor], None] | None = None,
+    device: torch.device | None = None,
 ) -> list[Any]:
     """Run every step in order on the devices where the tensors already are.
 
     Args:
         inputs: flattened input tensors, as ``flatten_inputs`` returns them.
         watch: is given every graph tensor's number and values as they are made.
+        device: takes the place of every ``torch.device``, if it is given.
 
     Returns:
         One value per output leaf; ``unflatten_outputs`` gives them their structure. A tensor is
@@ -298,9 +303,8 @@ def run_program(
     live = dict(zip(program.input_tensors, inputs, strict=True))
     with torch.no_grad():
         for n, step in enumerate(program.steps):
-            value = step.target(
-                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
-            )
+            args, kwargs = fill((step.args, step.kwargs), live, program.params, device)
+            value = step.target(*args, **kwargs)
             for tensor, index in zip(step.outputs, step.output_index, strict=True):
                 if tensor in last_use:
                     live[tensor] = value[index] if step.multi else value
@@ -439,3 +443,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor; fake tensors of a trace share it as real ones do."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def view_of(x: Tensor) -> Any:
+    """Equal for tensors that see the same memory the same way."""
+    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype

@@ -20,7 +20,6 @@ from experiments.gpu_baselines import moved, ratio, tensors_of, timed
 from experiments.study import StudyError
 from placement import planners
 from placement.capturing import capture
-from placement.capturing.recompute import recompute
 from placement.capturing.training import mean_of_outputs
 from placement.cluster import Cluster, Device
 from placement.executor import Trainer
@@ -51,9 +50,8 @@ def training(bench: Bench) -> None:
         step_s = timed(eager_step(module, steps.example, gpu), steps.times)
         bench.emit("eager", step_ms=step_s * 1e3, error=apart(plain, exact))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    graph = capture(
-        module, (inputs, None), mode="training", loss=mean_of_squares, optimizer=optimizer
-    )
+    options: Any = {"mode": "training", "loss": mean_of_squares, "optimizer": optimizer}
+    graph = capture(module, (inputs, None), **options)
     for name in ("all on the GPU", "as CUDA graphs"):
         with bench.item(name):
             steps.row(name, graph, bench.cluster, all_on(graph, 1))
@@ -62,7 +60,7 @@ def training(bench: Bench) -> None:
     with bench.item("recomputed, half of the activations"), memory_of(bench, room) as capped:
         kinds = ("ResNetEmbeddings", "ResNetBottleNeckLayer")
         blocks = [name for name, x in module.named_modules() if type(x).__name__ in kinds]
-        again = recompute(graph, blocks)
+        again = capture(module, (inputs, None), recompute=blocks, **options)
         name, facts = "recomputed, half of the activations", {"room_mib": room / 2**20}
         steps.row(name, again, capped, all_on(again, 1), **facts)
     with bench.item("CPU and GPU, half of the activations"):

@@ -21,19 +21,20 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of
+from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of, view_of
 
 # Regions that functionalisation dissolves into plain operators.
 _WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled", "autograd_call")
@@ -90,6 +91,7 @@ def export(
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
+                nullcontext() if training else _without_gradient_modes(),
                 _transformers_as_called(),
                 _without_checks(),
             ):
@@ -241,6 +243,16 @@ def _without_checks() -> Iterator[None]:
     finally:
         kind.__init__ = init  # type: ignore[method-assign]
         nn.functional.gaussian_nll_loss = likelihood
+
+
+def _without_gradient_modes() -> AbstractContextManager[Any]:
+    """Trace without a word of what switches gradients on and off: nobody asks for any.
+
+    Of ``torch.set_grad_enabled`` without a ``with`` torch makes a region that it cannot remove.
+    """
+    modes = torch.amp._enter_autocast, torch.amp._exit_autocast  # what is left of such words
+    name = "_side_effectful_need_to_be_preserved_pre_dispatch"
+    return mock.patch.object(proxy_tensor, name, modes, create=True)
 
 
 def _held(x: Any) -> dict[Any, Any]:
@@ -552,11 +564,6 @@ def module_path(node: fx.Node) -> str:
     return re.sub(r"@\d+", "", path)
 
 
-def view_of(x: Tensor) -> Any:
-    """Equal for tensors that see the same memory the same way."""
-    return storage_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
-
-
 def parameters_of(
     exported: Any, trained: nn.Module | None = None, *, unread: bool = False
 ) -> tuple[list[Tensor], list[str], dict[str, int]]:
@@ -700,7 +707,7 @@ def first_transformed(exported: Any) -> fx.Node | None:
 
 
 def functionalise(exported: Any) -> Any:
-    """The program without in-place operators, wrapper regions (autocast, grad mode) and vmap."""
+    """The program without in-place operators, regions of autocast and vmap."""
     transformed = first_transformed(exported)
     for node in filter(_is_idle_dropout, exported.graph.nodes):
         # Else torch would take a write to its output for one that its input does not see.
@@ -713,7 +720,7 @@ def functionalise(exported: Any) -> Any:
         what = (
             f"uses torch.func{node_line(transformed)} for what"
             if transformed is not None
-            else "has an in-place operator or an autocast or gradient-mode region that"
+            else "has an in-place operator or an autocast region that"
         )
         raise CaptureError(
             f"the module {what} torch cannot make plain operators of: {first_line(error)}. Only "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
+from placement.capturing.builder import Builder
 from placement.capturing.exported import (
     argument_names,
     calls_of,
@@ -18,12 +21,11 @@ from placement.capturing.exported import (
     functionalise,
     is_random,
     module_path,
-    named_leaves,
     node_line,
     parameters_of,
     signature_of,
 )
-from placement.capturing.numerics import check_numbers
+from placement.capturing.numerics import Watch, check_numbers
 from placement.graph import OpGraph
 from placement.program import (
     CaptureError,
@@ -32,7 +34,6 @@ from placement.program import (
     Ref,
     Step,
     input_spec,
-    leaves_of,
     run_program,
     split_inputs,
 )
@@ -57,100 +58,69 @@ def capture_inference(module: nn.Module, example_inputs: Any, name: str | None =
                 f"operator{node_line(unsafe)}, as it changes what it is given: rewrite that line "
                 "with one that returns a new tensor"
             )
-    arg_names, input_names = argument_names(module, args, kwargs)
-    graph = _build(
-        exported,
-        name or type(module).__name__,
-        arg_names=arg_names,
-        input_names=input_names,
-        values=[*args, *kwargs.values()],
-        spec=spec,
-    )
-    program = graph.program
-    assert isinstance(program, Program)
-    if not program.is_random:
-        example = program.example_tensors
-        check_numbers(module, args, kwargs, lambda watch: run_program(program, example, watch))
-    return graph
-
-
-def _build(
-    exported: Any,
-    name: str,
-    *,
-    arg_names: tuple[str, ...],
-    input_names: tuple[str, ...],
-    values: list[Any],
-    spec: dict[str, Any],
-) -> OpGraph:
-    """Number operators, tensors and parameters of the exported program."""
-    leaf_names, example_leaves, in_tree = named_leaves(values, input_names)
     builder = _Builder(exported)
+    values = [*args, *kwargs.values()]
+    leaves = pytree.tree_leaves(values)
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    inputs = placeholders[len(placeholders) - len(example_leaves) :]
-    for node, leaf in zip(inputs, example_leaves, strict=True):
+    inputs = placeholders[len(placeholders) - len(leaves) :]
+    for node, leaf in zip(inputs, leaves, strict=True):
         builder.add_input(node, leaf)
     input_tensors = tuple(range(len(builder.tensor_src)))
     calls = calls_of(exported)
     for node in calls:
         builder.add_call(node)
-    outputs = tuple(builder.template(x) for x in exported.graph.output_node().args[0])
-
+    name = name or type(module).__name__
     if not builder.steps:
         raise CaptureError(f"{name} has no operators: there is nothing to place")
-    program = Program(
-        steps=tuple(builder.steps),
-        params=tuple(builder.params),
-        param_names=tuple(builder.param_names),
+    flat = [builder.template(x) for x in exported.graph.output_node().args[0]]
+    outputs, out_tree = _with_sizes(flat, exported.call_spec.out_spec)
+    arg_names, input_names = argument_names(module, args, kwargs)
+    graph = builder.graph(
+        name,
+        values,
+        input_names,
         input_tensors=input_tensors,
-        input_names=input_names,
         arg_names=arg_names,
         input_spec=spec,
-        leaf_names=leaf_names,
-        example_leaves=example_leaves,
-        output_leaves=outputs,
-        in_tree=in_tree,
-        out_tree=exported.call_spec.out_spec,
+        output_leaves=tuple(outputs),
+        out_tree=out_tree,
         is_random=any(map(is_random, calls)),
         state_names=tuple(exported.state_dict),
     )
-    return OpGraph.build(
-        name,
-        builder.op_name,
-        builder.tensor_src,
-        builder.tensor_bytes,
-        builder.uses,
-        op_kind=[str(step.target) for step in builder.steps],
-        op_module=builder.op_module,
-        op_signature=builder.op_signature,
-        tensor_root=builder.tensor_root,
-        param_bytes=[p.numel() * p.element_size() for p in builder.params],
-        param_uses=builder.param_uses,
-        group=builder.group,
-        output_tensor=sorted({x.tensor for x in outputs if isinstance(x, Ref)}),
-        program=program,
-    )
+    program = graph.program
+    assert isinstance(program, Program)
+    if not program.is_random:
+        example = program.example_tensors
+
+        def run(watch: Watch | None) -> list[Any]:
+            return pytree.tree_leaves(run_program(program, example, watch))
+
+        check_numbers(module, args, kwargs, run)
+    return graph
 
 
-class _Builder:
-    """Collects the arrays of the graph while the nodes of the trace pass by once."""
+def _with_sizes(leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
+    """Shapes among the outputs, which torch takes apart and makes tuples of, as leaves."""
+    if tree.type is torch.Size:
+        return [torch.Size(leaves)], pytree.tree_structure(0)
+    if not tree.children():
+        return leaves, tree
+    rest = iter(leaves)
+    parts = [_with_sizes([*islice(rest, x.num_leaves)], x) for x in tree.children()]
+    whole = [leaf for some, _ in parts for leaf in some]
+    return whole, pytree.TreeSpec(tree.type, tree.context, [part for _, part in parts])
+
+
+class _Builder(Builder):
+    """Collects the graph while the nodes of the trace pass by once."""
 
     def __init__(self, exported: Any) -> None:
+        super().__init__()
         self.params, self.param_names, at = parameters_of(exported)
         # What a node is in a template.
         self.value: dict[fx.Node, Any] = {
             node: Param(at[node.name]) for node in exported.graph.nodes if node.name in at
         }
-        self.steps: list[Step] = []
-        self.op_name: list[str] = []
-        self.op_module: list[str] = []
-        self.op_signature: list[str] = []
-        self.group: list[int] = []
-        self.tensor_src: list[int] = []
-        self.tensor_bytes: list[int] = []
-        self.tensor_root: list[int] = []
-        self.uses: list[tuple[int, int]] = []
-        self.param_uses: list[tuple[int, int]] = []
 
     def add_input(self, node: fx.Node, leaf: Any) -> None:
         if isinstance(leaf, Tensor):
@@ -171,15 +141,8 @@ class _Builder:
         self.group.append(n)
         outputs, index = self._add_outputs(n, node)
         multi = isinstance(node.meta["val"], list | tuple)
-        self.steps.append(Step(target, args, kwargs, outputs, multi, index))
-        for leaf in leaves_of((args, kwargs)):
-            if isinstance(leaf, Ref):
-                self.uses.append((leaf.tensor, n))
-            elif isinstance(leaf, Param):
-                self.param_uses.append((n, leaf.index))
-        self.op_name.append(node.name)
-        self.op_module.append(module_path(node))
-        self.op_signature.append(signature_of(node))
+        step = Step(target, args, kwargs, outputs, multi, index)
+        self.add_step(step, node.name, str(target), module_path(node), signature_of(node))
 
     def _add_outputs(self, n: int, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         value = node.meta["val"]
@@ -211,8 +174,6 @@ class _Builder:
 
         A view of a parameter is free to be anywhere: every device has its own copy of it.
         """
-        t = len(self.tensor_src)
-        fake = node.meta["val"]
         call = node.args[0] if node.target is operator.getitem else node
         assert isinstance(call, fx.Node)
         bases = [
@@ -220,11 +181,8 @@ class _Builder:
             for arg in call.all_input_nodes
             if isinstance(self.value[arg], Ref) and arg.meta["memory"] == node.meta["memory"]
         ]
-        root = min(bases, default=t)
-        self.tensor_src.append(src)
-        self.tensor_bytes.append(fake.numel() * fake.element_size())
-        self.tensor_root.append(root)
-        owner = self.tensor_src[root]
+        t = self.add_tensor(src, node, min(bases, default=None))
+        owner = self.tensor_src[self.tensor_root[t]]
         if owner >= 0 and self.group[owner] != self.group[src]:
             old, new = self.group[src], self.group[owner]
             self.group = [new if g == old else g for g in self.group]

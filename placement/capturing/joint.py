@@ -31,10 +31,9 @@ from placement.capturing.exported import (
     parameters_of,
     quiet,
     user_line,
-    view_of,
 )
 from placement.capturing.replay import IN_CHECKPOINT, Calls, autograd_call
-from placement.program import CaptureError, Param, Ref, storage_of
+from placement.program import CaptureError, Param, Ref, storage_of, view_of
 
 _aten = torch.ops.aten
 _higher = torch.ops.higher_order

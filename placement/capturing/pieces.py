@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -19,7 +20,29 @@ from placement.capturing.joint import Joint
 from placement.capturing.kernels import kernel_of
 
 _aten = torch.ops.aten
-Part = tuple[int, str]  # (number of the call, "", "_backward" or "_weight_backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Kernels that are one operator.
+
+    Attributes:
+        call: number of the call in the forward.
+        suffix: empty, ``_backward`` or ``_weight_backward``.
+        first: the piece that this one runs a second time.
+        after: a tensor for which it waits beside those that it reads.
+    """
+
+    call: int
+    suffix: str
+    kernels: list[fx.Node]
+    first: Piece | None = None
+    after: fx.Node | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it belongs to the backward."""
+        return bool(self.suffix) or self.first is not None
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -41,14 +64,21 @@ def root_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _producer(node: fx.Node) -> fx.Node | None:
+def made_by(node: fx.Node) -> fx.Node | None:
     """The kernel that makes a root, or None if it is given."""
     if node.op == "placeholder":
         return None
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
-def cut(joint: Joint, split_backward: bool) -> list[tuple[Part, list[fx.Node]]]:
+def reads_of(piece: Piece) -> list[fx.Node]:
+    """The roots that a piece reads and other pieces make."""
+    own = {None, *piece.kernels}
+    roots = dict.fromkeys(root_of(x) for kernel in piece.kernels for x in kernel.all_input_nodes)
+    return [root for root in roots if made_by(root) not in own]
+
+
+def cut(joint: Joint, split_backward: bool) -> list[Piece]:
     """The kernels that are needed, as operators: those of one call, and of its backward.
 
     Operators come in a topological order. Kernels of one part are split where together they
@@ -69,9 +99,9 @@ def cut(joint: Joint, split_backward: bool) -> list[tuple[Part, list[fx.Node]]]:
     ]
     of_weights = _of_weights(joint, needed) if split_backward else set()
     piece_of: dict[fx.Node, int] = {}
-    pieces: list[tuple[Part, list[fx.Node]]] = []
+    pieces: list[Piece] = []
     after: list[set[int]] = []
-    latest: dict[Part, int] = {}
+    latest: dict[tuple[int, str], int] = {}
 
     def leads_to(a: int, b: int) -> bool:
         seen, waiting = {a}, [a]
@@ -84,7 +114,7 @@ def cut(joint: Joint, split_backward: bool) -> list[tuple[Part, list[fx.Node]]]:
         return False
 
     for kernel in kernels:
-        producers = [_producer(root_of(x)) for x in kernel.all_input_nodes]
+        producers = [made_by(root_of(x)) for x in kernel.all_input_nodes]
         before = {piece_of[p] for p in producers if p is not None}
         call, backward = kernel.meta["owner"]
         weights = "_weight" if kernel in of_weights else ""
@@ -92,9 +122,9 @@ def cut(joint: Joint, split_backward: bool) -> list[tuple[Part, list[fx.Node]]]:
         mine = latest.get(part)
         if mine is None or any(p != mine and leads_to(mine, p) for p in before):
             mine = latest[part] = len(pieces)
-            pieces.append((part, []))
+            pieces.append(Piece(*part, []))
             after.append(set())
-        pieces[mine][1].append(kernel)
+        pieces[mine].kernels.append(kernel)
         piece_of[kernel] = mine
         for p in before - {mine}:
             after[p].add(mine)
@@ -125,19 +155,16 @@ def _of_weights(joint: Joint, needed: set[fx.Node]) -> set[fx.Node]:
     return weights
 
 
-def results_of(joint: Joint, pieces: list[tuple[Part, list[fx.Node]]]) -> list[list[fx.Node]]:
+def results_of(joint: Joint, pieces: list[Piece]) -> list[list[fx.Node]]:
     """Of every piece: the roots that others read, then views that are results of the step."""
-    piece_of = {kernel: n for n, (_, kernels) in enumerate(pieces) for kernel in kernels}
+    piece_of: dict[Any, int] = {
+        kernel: n for n, piece in enumerate(pieces) for kernel in piece.kernels
+    }
     results: list[dict[fx.Node, None]] = [{} for _ in pieces]
-    for n, (_, kernels) in enumerate(pieces):
-        for kernel in kernels:
-            for x in kernel.all_input_nodes:
-                root = root_of(x)
-                producer = _producer(root)
-                if producer is not None and piece_of[producer] != n:
-                    results[piece_of[producer]][root] = None
+    for root in (root for piece in pieces for root in reads_of(piece)):
+        results[piece_of[made_by(root)]][root] = None
     for node in (joint.loss, *(n for _, n in (*joint.gradients, *joint.new_buffers))):
-        producer = _producer(root_of(node))
+        producer = made_by(root_of(node))
         assert producer is not None, "gradients have memory of their own"
         results[piece_of[producer]][node] = None
     assert all(results), "all kernels are needed"
@@ -160,7 +187,7 @@ def compile_piece(
         if node in seen:
             return
         seen.add(node)
-        producer = _producer(root_of(node))
+        producer = made_by(root_of(node))
         if node is root_of(node) and (producer is None or producer not in mine):
             operands[node] = None
             return
@@ -213,8 +240,3 @@ def compile_piece(
     lines.append(f"    return {returned}")
     exec("\n".join(lines), names)
     return names["run"], list(operands)
-
-
-def num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())

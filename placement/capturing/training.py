@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from placement.capturing.builder import Builder
 from placement.capturing.exported import (
     argument_names,
     check_static,
     export,
     is_random,
     module_path,
-    named_leaves,
     signature_of,
 )
 from placement.capturing.joint import Joint, loss_of, trace_step
-from placement.capturing.pieces import Part, compile_piece, cut, num_bytes, results_of, root_of
+from placement.capturing.pieces import Piece, compile_piece, cut, results_of, root_of
 from placement.capturing.recompute import recompute
 from placement.capturing.replay import replayed
 from placement.graph import OpGraph
@@ -98,21 +98,22 @@ def capture_training(
     leaves = pytree.tree_leaves(values)
     check_static([n for n in exported.graph.nodes if n.op == "call_function"])
     joint = trace_step(exported, module, leaves, optimizer, split_backward, replays)
-    pieces = cut(joint, split_backward)
-    builder = _Builder(joint, pieces, prefix, colocate_backward)
-    leaf_names, example_leaves, in_tree = named_leaves(values, input_names)
-    program = Program(
-        steps=tuple(builder.steps),
-        params=tuple(builder.params),
-        param_names=tuple(builder.param_names),
+    paths = [f"{module_path(x)}.".removeprefix(prefix).removesuffix(".") for x in joint.calls]
+    pieces = recompute(joint, cut(joint, split_backward), paths, blocks)
+    builder = _Builder(joint, pieces, paths, colocate_backward)
+    # A gradient accumulator and the optimizer's state live where the gradient is added up.
+    held = [builder.params[p] for p, _ in builder.gradients]
+    state = [x.numel() * x.element_size() + state_bytes(optimizer, x) for x in held]
+    made_at = [builder.tensor_src[t] for _, t in builder.gradients]
+    return builder.graph(
+        name or type(module).__name__,
+        values,
+        input_names,
+        keepers=[*zip(made_at, state, strict=True)],
         input_tensors=tuple(range(joint.num_inputs)),
-        input_names=input_names,
         arg_names=arg_names,
         input_spec=spec,
-        leaf_names=leaf_names,
-        example_leaves=example_leaves,
         output_leaves=(Ref(builder.loss),),
-        in_tree=in_tree,
         out_tree=pytree.tree_structure(0),
         gradients=tuple(builder.gradients),
         new_buffers=tuple(builder.new_buffers),
@@ -120,30 +121,6 @@ def capture_training(
         is_random=any(is_random(node) for node in joint.kernels),
         state_names=tuple(name.removeprefix(prefix) for name in exported.state_dict),
     )
-    # A gradient accumulator and the optimizer's state live where the gradient is added up.
-    sizes = [p.numel() * p.element_size() for p in builder.params]
-    state = [sizes[p] + state_bytes(optimizer, builder.params[p]) for p, _ in builder.gradients]
-    keepers = [
-        (builder.tensor_src[t], len(sizes) + i) for i, (_, t) in enumerate(builder.gradients)
-    ]
-    graph = OpGraph.build(
-        name or type(module).__name__,
-        builder.op_name,
-        builder.tensor_src,
-        builder.tensor_bytes,
-        builder.uses,
-        op_kind=builder.op_kind,
-        op_module=builder.op_module,
-        op_signature=builder.op_signature,
-        tensor_root=builder.tensor_root,
-        param_bytes=[*sizes, *state],
-        param_uses=[*builder.param_uses, *keepers],
-        group=builder.group,
-        is_backward=builder.is_backward,
-        output_tensor=[builder.loss],
-        program=program,
-    )
-    return recompute(graph, blocks) if blocks else graph
 
 
 def split_example(example: Any) -> tuple[Any, Any]:
@@ -306,91 +283,74 @@ def looks_at_all(optimizer: torch.optim.Optimizer) -> bool:
     return not is_random and not all(map(torch.allclose, together, alone))
 
 
-class _Builder:
+class _Builder(Builder):
     """Numbers operators, tensors and parameters of a joint graph."""
 
     def __init__(
-        self,
-        joint: Joint,
-        pieces: list[tuple[Part, list[fx.Node]]],
-        prefix: str,
-        colocate_backward: bool,
+        self, joint: Joint, pieces: list[Piece], paths: Sequence[str], colocate_backward: bool
     ) -> None:
-        self._joint = joint
-        self._prefix = prefix
-        self.steps: list[Step] = []
-        self.params: list[Tensor] = []
-        self.param_names: list[str] = []
-        self.op_name: list[str] = []
-        self.op_kind: list[str] = []
-        self.op_module: list[str] = []
-        self.op_signature: list[str] = []
-        self.is_backward: list[bool] = []
-        self.tensor_src: list[int] = [-1] * joint.num_inputs
-        self.tensor_bytes: list[int] = [0] * joint.num_inputs
-        self.tensor_root: list[int] = list(range(joint.num_inputs))
-        self.uses: list[tuple[int, int]] = []
-        self.param_uses: list[tuple[int, int]] = []
+        super().__init__()
+        self._joint, self._paths = joint, paths
         self._param_at: dict[int, int] = {}
         self._value: dict[fx.Node, Ref | Param] = {}
         for node, source in joint.source.items():
             if isinstance(source, Ref):
-                self._value[node] = source
-                self.tensor_bytes[source.tensor] = num_bytes(node)
+                self._value[node] = Ref(self.add_tensor(-1, node))
+        self._number: dict[Piece, int] = {}
         names: Counter[str] = Counter()
-        for (part, kernels), results in zip(pieces, results_of(joint, pieces), strict=True):
-            self._add(part, kernels, results, names)
+        for piece, results in zip(pieces, results_of(joint, pieces), strict=True):
+            self._add(piece, results, names)
         number = {
             node: value.tensor for node, value in self._value.items() if isinstance(value, Ref)
         }
         self.loss = number[joint.loss]
         self.gradients = [(self._param(p), number[n]) for p, n in joint.gradients]
         self.new_buffers = [(self._param(p), number[n]) for p, n in joint.new_buffers]
-        self.group = self._groups([part for part, _ in pieces], colocate_backward)
+        self.is_backward = [piece.is_late for piece in pieces]
+        self.group = self._groups([piece.first or piece for piece in pieces], colocate_backward)
 
-    def _add(
-        self,
-        part: Part,
-        kernels: list[fx.Node],
-        results: list[fx.Node],
-        names: Counter[str],
-    ) -> None:
-        n = len(self.steps)
-        node, suffix = self._joint.calls[part[0]], part[1]
-        function, operands = compile_piece(kernels, results)
+    def _add(self, piece: Piece, results: list[fx.Node], names: Counter[str]) -> None:
+        n = self._number[piece] = len(self.steps)
+        function, operands = compile_piece(piece.kernels, results)
         args = [self._source(x) for x in operands]
         outputs = []
         for result in results:
-            t = len(self.tensor_src)
-            outputs.append(t)
-            self._value[result] = Ref(t)
-            self.tensor_src.append(n)
-            self.tensor_bytes.append(num_bytes(result))
             base = self._value.get(root_of(result))
-            self.tensor_root.append(base.tensor if isinstance(base, Ref) else t)
+            root = base.tensor if isinstance(base, Ref) else None
+            outputs.append(self.add_tensor(n, result, root))
+            self._value[result] = Ref(outputs[-1])
         inputs = (torch.device("cpu"), *args)
         index = tuple(range(len(outputs)))
-        step = Step(
-            function, inputs, {}, tuple(outputs), multi=len(outputs) != 1, output_index=index
-        )
-        self.steps.append(step)
-        for x in args:
-            if isinstance(x, Ref):
-                self.uses.append((x.tensor, n))
-            else:
-                self.param_uses.append((n, x.index))
-        name = f"{node.name}{suffix}"
-        again = names[name]
+        step = Step(function, inputs, {}, tuple(outputs), len(outputs) != 1, index)
+        name, *about = self._names(piece)
         names[name] += 1
-        self.op_name.append(f"{name}_part{again + 1}" if again else name)
-        self.op_kind.append(f"{node.target}{suffix}")
-        path = module_path(node)
-        self.op_module.append(path.removeprefix(self._prefix) if path != self._prefix[:-1] else "")
+        again = names[name]
+        if piece.first is not None:
+            self.add_step(step, f"{name}{again if again > 1 else ''}", *about)
+            # Who runs again reads what the step found in a buffer, not what it leaves there.
+            changed = {self._param_at.get(i) for i, _ in self._joint.new_buffers}
+            self.param_uses = [x for x in self.param_uses if x[0] != n or x[1] not in changed]
+        elif again > 1:
+            kind, path, text = about
+            self.add_step(step, f"{name}_part{again}", kind, path, f"{text} part {again}")
+        else:
+            self.add_step(step, name, *about)
+        if piece.after is not None:
+            waits_for = self._value[piece.after]
+            assert isinstance(waits_for, Ref), "gradients are made before they are waited for"
+            self.uses.append((waits_for.tensor, n))
+
+    def _names(self, piece: Piece) -> tuple[str, str, str, str]:
+        """Name, kind, module and signature."""
+        if piece.first is not None:
+            n = self._number[piece.first]
+            kind, path, text = self.op_kind[n], self.op_module[n], self.op_signature[n]
+            return f"{self.op_name[n]}_again", kind, path, text
+        node, suffix = self._joint.calls[piece.call], piece.suffix
         text = signature_of(node)
         if suffix:
             text = f"{suffix.strip('_').replace('_', ' ')} of {text}"
-        self.op_signature.append(f"{text} part {again + 1}" if again else text)
-        self.is_backward.append(bool(suffix))
+        return f"{node.name}{suffix}", f"{node.target}{suffix}", self._paths[piece.call], text
 
     def _source(self, node: fx.Node) -> Ref | Param:
         if node not in self._value:
@@ -407,13 +367,16 @@ class _Builder:
             self.param_names.append(self._joint.param_names[i])
         return self._param_at[i]
 
-    def _groups(self, parts: list[Part], colocate_backward: bool) -> list[int]:
-        """A call and its backward together; who reads a buffer with who writes it.
+    def _groups(self, pieces: list[Piece], colocate_backward: bool) -> list[int]:
+        """A call, its backward and what runs again together; buffers' readers with their writers.
 
         Who reads the old value of a buffer comes before who writes the new one: an edge says so.
         """
         first: dict[Any, int] = {}
-        group = [first.setdefault(x[0] if colocate_backward else x, n) for n, x in enumerate(parts)]
+        group = [
+            first.setdefault(x.call if colocate_backward else (x.call, x.suffix), n)
+            for n, x in enumerate(pieces)
+        ]
         for p, tensor in self.new_buffers:
             writer = self.tensor_src[tensor]
             self.param_uses.append((writer, p))

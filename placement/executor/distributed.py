@@ -20,6 +20,7 @@ import json
 import os
 import queue
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -267,6 +268,11 @@ class DistributedRunner(Runner):
             return
         if self._ended:
             raise RunnerError("the run has ended on every rank: make a new runner on all of them")
+        if (other := self.world.runner()) is not None and other.workers:
+            raise RunnerError(
+                "another runner of this world is open, which all ranks serve: close it"
+            )
+        self.world.runner = weakref.ref(self)
         self._peers: list[Remote] = []
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         super()._start()

@@ -102,6 +102,7 @@ class World:
         rank, size: as ``torchrun`` numbers the processes.
         timeout_s: a rank that gives no sign of life for so long has failed.
         fault: what has ended the run, or None.
+        runner: gives the runner that has begun last, or None.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -114,6 +115,7 @@ class World:
         self._handler: Handler | None = None
         self._early: list[tuple[int, int, int, list[int], Any]] = []
         self._run = 0
+        self.runner: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
         self._closing = False
         self._wake = threading.Event()
@@ -270,7 +272,7 @@ class World:
 
     def _send(self, rank: int) -> None:
         try:
-            inbox, tags = self._out[rank], dict[tuple[int, ...], int]()
+            inbox, tags = self._out[rank], dict[tuple[Any, ...], int]()
             kind = -1
             while kind != BYE:
                 run, kind, numbers, value = inbox.get()
@@ -278,7 +280,8 @@ class World:
                 if kind != OBJECT and value is not None:
                     shape = tuple(value.shape)
                     value, strides = dense(value)
-                    key = (kind, *numbers[1:3], *strides)
+                    # Another runner's tensor of this number may be of another kind.
+                    key = (kind, *numbers[1:3], shape, strides, value.dtype)
                     tag = tags.get(key)
                     if tag is None:
                         tag = tags[key] = FIRST + len(tags)

@@ -181,9 +181,8 @@ def measured_timeline(
     if storages is not None:
         admitted_s = (admitted - zero) * 1e-9
         peak = peak_bytes(
-            problem.graph,
+            problem,
             runner.placement,
-            problem.num_devices,
             storages,
             admitted_s,
             start,

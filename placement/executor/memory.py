@@ -14,7 +14,8 @@ from torch import Tensor
 from placement.executor import weights
 from placement.executor.share import compile_runs
 from placement.graph import OpGraph
-from placement.program import Program, storage_of
+from placement.problem import Problem
+from placement.program import Program, Ref, run_program, storage_of
 from placement.timeline import joined
 
 Ints = NDArray[np.int64]
@@ -23,61 +24,31 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Storages:
-    """The memory behind ``T`` tensors and ``P`` parameters, as a run has shown it.
+    """The memory behind ``T`` tensors, as a run has shown it.
 
     Attributes:
         of_tensor: int64 ``[T]`` number of the storage each tensor is in; -1: in a parameter.
-        of_param: int64 ``[P]`` likewise.
         num_bytes: int64 ``[S]``.
     """
 
     of_tensor: Ints
-    of_param: Ints
     num_bytes: Ints
 
     @classmethod
     def of(cls, program: Program, inputs: Sequence[Tensor]) -> Storages:
         """From one run in the calling thread that keeps every tensor, so that no two share one."""
-        outputs = [t for step in program.steps for t in step.outputs]
-        values: list[Any] = [None] * (max((*program.input_tensors, *outputs)) + 1)
         device = next((x.device for x in program.params), torch.device("cpu"))
-        for t, value in zip(program.input_tensors, inputs, strict=True):
-            values[t] = value.to(device)
-        params = dict(enumerate(program.params))
-        runs = [(op,) for op in range(len(program.steps))]
-        silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
-        calls = compile_runs(silent, runs, None, params, {}, device).calls
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            for call in calls.values():
-                call(values, lambda: True)
-        number: dict[int, int] = {}
-        num_bytes: list[int] = []
-
-        def storage(value: Tensor) -> int:
-            key = storage_of(value)
-            if key not in number:
-                number[key] = len(number)
-                num_bytes.append(value.untyped_storage().nbytes())
-            return number[key]
-
-        of_param = np.array([storage(x) for x in program.params], np.int64)
-        of_tensor = np.array([storage(x) for x in values], np.int64)
-        of_tensor[np.isin(of_tensor, of_param)] = -1
-        return cls(of_tensor, of_param, np.array(num_bytes, np.int64))
-
-    def param_bytes(self, graph: OpGraph, placement: NDArray[np.int32], num_devices: int) -> Ints:
-        """int64 ``[D]`` that the parameters of each device's operators take.
-
-        Gradients and optimizer state, which are in the graph only, as the graph states them.
-        """
-        known, use = len(self.of_param), graph.param_use
-        at = np.atleast_2d(placement)[:, graph.param_use_op]
-        real = use < known
-        held = np.zeros((len(self.num_bytes), num_devices), bool)
-        held[self.of_param[use[real]], at[:, real]] = True
-        others = np.zeros((len(graph.param_bytes) - known, num_devices), bool)
-        others[use[~real] - known, at[:, ~real]] = True
-        return self.num_bytes @ held + graph.param_bytes[known:] @ others
+        outputs = [t for step in program.steps for t in step.outputs]
+        every = range(max((*program.input_tensors, *outputs)) + 1)
+        keeps_all = replace(program, output_leaves=tuple(map(Ref, every)))
+        with torch.random.fork_rng(devices=[]):
+            values = run_program(keeps_all, [x.to(device) for x in inputs], device=device)
+        params = {storage_of(x) for x in program.params}
+        own = [storage_of(x) for x in values]
+        sizes = {k: x.untyped_storage().nbytes() for k, x in zip(own, values, strict=True)}
+        number = {k: i for i, k in enumerate(sizes.keys() - params)}
+        of_tensor = np.array([number.get(k, -1) for k in own], np.int64)
+        return cls(of_tensor, np.array([sizes[k] for k in number], np.int64))
 
 
 def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
@@ -115,9 +86,8 @@ def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
 
 
 def peak_bytes(
-    graph: OpGraph,
+    problem: Problem,
     placement: NDArray[np.int32],
-    num_devices: int,
     storages: Storages,
     admitted_s: Floats,
     start_s: Floats,
@@ -132,6 +102,7 @@ def peak_bytes(
     the model until its micro-batch ``[M]`` has finished. Tensors in one storage hold it
     together. Times as in ``Timeline``; ``admitted_s`` float64 ``[M]``.
     """
+    graph, num_devices = problem.graph, problem.num_devices
     m, num_tensors = start_s.shape[0], graph.num_tensors
     phases = np.atleast_2d(placement)
     on = phases[np.arange(m) % len(phases)]  # [M, N]
@@ -153,7 +124,7 @@ def peak_bytes(
     outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
     until[rows, outputs, on[:, graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
 
-    peak = storages.param_bytes(graph, placement, num_devices)
+    peak = problem.param_bytes_on(placement)
     lives = ~np.isnan(begin) & (storages.of_tensor >= 0)[:, None]
     for d in range(num_devices):
         row, t = np.nonzero(lives[:, :, d])

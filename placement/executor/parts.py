@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
 from placement.graph import OpGraph
-from placement.program import Param, Program, Ref, Step, fill
+from placement.program import Program, Ref, run_program
 
 
 def part(
@@ -23,36 +23,27 @@ def part(
     """
     program: Program = graph.program
     chosen = [int(n) for n in ops]
-    inside = {t for n in chosen for t in program.steps[n].outputs} if joined else set()
-    wanted = {t for n in chosen for t in _read(graph, n).tolist()} - inside
-    values = _values(graph, wanted)
-    number = {t: i for i, t in enumerate(sorted(values))}
-    inputs = [values[t] for t in sorted(values)]
-    params = [Param(i) for i in range(len(program.params))]
-    produced: list[int] = []
-    steps, sources, edges = [], [-1] * len(inputs), []
-    at: dict[int, int] = {}  # of what the operators make
-    for i, n in enumerate(chosen):
-        step = program.steps[n]
-        edges += [(number[t], i) for t in _read(graph, n).tolist()]
-        refs = {t: Ref(j) for t, j in number.items()}
-        outputs = tuple(range(len(sources), len(sources) + len(step.outputs)))
-        at |= dict(zip(step.outputs, outputs, strict=True))
-        if joined:
-            number |= at
-        produced += step.outputs
-        sources += [i] * len(outputs)
-        args, kwargs = fill(step.args, refs, params), fill(step.kwargs, refs, params)  # type: ignore[arg-type]
-        steps.append(Step(step.target, args, kwargs, outputs, step.multi, step.output_index))
-    names = tuple(f"input{i}" for i in range(len(inputs)))
     position = {n: i for i, n in enumerate(chosen)}
+    read = {t for n in chosen for t in _read(graph, n).tolist()}
+    outputs = [t for n in chosen for t in program.steps[n].outputs]
+    # What is read keeps its number; what is made and not read from there gets another.
+    number = {t: t if joined else graph.num_tensors + i for i, t in enumerate(outputs)}
+    values = _values(graph, read - number.keys() if joined else read)
+    sources = np.full(graph.num_tensors if joined else graph.num_tensors + len(outputs), -1)
+    for t, own in number.items():
+        sources[own] = position[int(graph.tensor_src[t])]
+    size = (
+        graph.tensor_bytes if joined else np.append(graph.tensor_bytes, graph.tensor_bytes[outputs])
+    )
+    steps = [program.steps[n] for n in chosen]
+    names = tuple(f"input{i}" for i in range(len(values)))
     uses = np.isin(graph.param_use_op, chosen)
     return OpGraph.build(
         f"part of {graph.name}",
         [graph.op_name[n] for n in chosen],
         sources,
-        graph.tensor_bytes[[*sorted(values), *produced]],
-        edges,
+        size,
+        [(t, i) for n, i in position.items() for t in _read(graph, n).tolist()],
         op_kind=[graph.op_kind[n] for n in chosen],
         op_signature=[graph.op_signature[n] for n in chosen],
         param_bytes=graph.param_bytes,
@@ -62,17 +53,17 @@ def part(
         ],
         program=replace(
             program,
-            steps=tuple(steps),
-            input_tensors=tuple(range(len(inputs))),
+            steps=tuple(replace(x, outputs=tuple(number[t] for t in x.outputs)) for x in steps),
+            input_tensors=tuple(values),
             input_names=names,
             arg_names=names,
             leaf_names=names,
-            example_leaves=tuple(inputs),
+            example_leaves=tuple(values.values()),
             output_leaves=(),
-            in_tree=pytree.tree_flatten(inputs)[1],
-            out_tree=pytree.tree_flatten([])[1],
-            gradients=tuple((p, at[t]) for p, t in program.gradients if t in at),
-            new_buffers=tuple((p, at[t]) for p, t in program.new_buffers if t in at),
+            in_tree=pytree.tree_structure([*names]),
+            out_tree=pytree.tree_structure([]),
+            gradients=tuple((p, number[t]) for p, t in program.gradients if t in number),
+            new_buffers=tuple((p, number[t]) for p, t in program.new_buffers if t in number),
         ),
     )
 
@@ -82,23 +73,9 @@ def _read(graph: OpGraph, n: int) -> NDArray[np.int32]:
 
 
 def _values(graph: OpGraph, wanted: set[int]) -> dict[int, torch.Tensor]:
-    """Tensors of one run of the program, by number; each that is not wanted is freed early."""
+    """Tensors of a run of the program as far as it must go for them, by number."""
     program: Program = graph.program
-    live = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
-    left = np.diff(graph.use_ptr)
-    missing = wanted - live.keys()
-    with torch.inference_mode():
-        for n, step in enumerate(program.steps):
-            if not missing:
-                break
-            value = step.target(
-                *fill(step.args, live, program.params), **fill(step.kwargs, live, program.params)
-            )
-            for tensor, index in zip(step.outputs, step.output_index, strict=True):
-                live[tensor] = value[index] if step.multi else value
-                missing.discard(tensor)
-            for t in _read(graph, n).tolist():
-                left[t] -= 1
-                if not left[t] and t not in wanted:
-                    live.pop(t, None)
-    return {t: live[t] for t in wanted}
+    last = max((int(graph.tensor_src[t]) for t in wanted), default=-1)
+    leaves = tuple(Ref(t) for t in sorted(wanted))
+    begin = replace(program, steps=program.steps[: last + 1], output_leaves=leaves)
+    return dict(zip(sorted(wanted), run_program(begin, program.timing_inputs()), strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from placement.capturing.training import flatten_example, looks_at_all, optimizer_like
 from placement.cluster import Cluster
-from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline
+from placement.executor.loader import Dataset, InputPipeline
 from placement.executor.runner import Runner, RunnerError
 from placement.executor.share import carried_operators
 from placement.graph import OpGraph
@@ -94,6 +95,8 @@ class Trainer:
                 f"graph {graph.name!r} is no training step; capture it: "
                 "placement.capture(module, inputs, mode='training')"
             )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RunnerError(f"a {type(optimizer).__name__} is given, not a torch.optim.Optimizer")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RunnerError(
                 "LBFGS needs all gradients at one place and runs the module again: use an "
@@ -134,7 +137,10 @@ class Trainer:
         self._known_state: Any = None  # the optimizer's, as it was read or written last
         self._num_added = 0
         me = weakref.ref(self)
-        self._hook = optimizer.register_state_dict_pre_hook(lambda _: _write_state(me))
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(lambda _: _write_state(me)),
+            optimizer.register_step_pre_hook(partial(_check_step, me)),
+        )
         self._is_trained = [x.requires_grad for x in graph.program.params]
 
     def step(self, microbatches: Iterable[Any]) -> Tensor:
@@ -156,16 +162,12 @@ class Trainer:
         self,
         loader: Iterable[Any] | Dataset,
         num_microbatches: int,
-        *,
-        preprocess: Callable[[Any], Any] | None = None,
-        workers: int | None = None,
-        prefetch: int | None = None,
-        prefetch_bytes: int = PREFETCH_BYTES,
+        **options: Any,
     ) -> Iterator[Tensor]:
         """A step for every ``num_microbatches`` items of ``loader``; the losses of each, ``[M]``.
 
-        Items are loaded as ``Runner.stream`` does, also for the next step while one runs. The
-        last step may have fewer; with a schedule such a rest is left out.
+        Items are loaded as ``Runner.stream`` does, with its ``options``, also for the next step
+        while one runs. The last step may have fewer; with a schedule such a rest is left out.
 
         Raises:
             LoaderError: an impossible number of workers or of items to prefetch.
@@ -178,14 +180,7 @@ class Trainer:
                 f"num_microbatches = {num_microbatches}, but the schedule is for "
                 f"{self._schedule.num_microbatches}"
             )
-        items = self.runner.load_ahead(
-            loader,
-            preprocess=preprocess,
-            workers=workers,
-            prefetch=prefetch,
-            prefetch_bytes=prefetch_bytes,
-        )
-        return self._train(items, num_microbatches)
+        return self._train(self.runner.load_ahead(loader, **options), num_microbatches)
 
     def _train(self, items: InputPipeline, num_microbatches: int) -> Iterator[Tensor]:
         with items:
@@ -299,7 +294,9 @@ class Trainer:
                     "but the step was captured otherwise: capture the module again, and make "
                     "another Trainer"
                 )
-        if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+        before_step = own._optimizer_step_pre_hooks.values()
+        others = any(getattr(hook, "func", None) is not _check_step for hook in before_step)
+        if others or own._optimizer_step_post_hooks:
             raise RunnerError(
                 "the optimizer has a hook on its step, which would not run, as every device makes "
                 "a step of its own: remove it; gradients are trainer.gradients() after "
@@ -402,7 +399,8 @@ class Trainer:
             self.sync()
         finally:
             self._optimizers = {}
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self.runner.close()
 
     def __enter__(self) -> Trainer:
@@ -420,6 +418,16 @@ def _write_state(trainer: weakref.ref[Trainer]) -> None:
     """Bring the state up to date that is about to be saved."""
     if (mine := trainer()) is not None:
         mine._write_state()
+
+
+def _check_step(trainer: weakref.ref[Trainer], *_: Any) -> None:
+    """Raises: RunnerError, the optimizer makes a step in which gradients have no part."""
+    if (mine := trainer()) is not None and mine._num_added:
+        raise RunnerError(
+            f"a Trainer has the gradients of {mine._num_added} micro-batches, which "
+            "optimizer.step() would not see: call trainer.update(), or trainer.zero_gradients() "
+            "to forget them"
+        )
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:

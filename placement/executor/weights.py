@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placement.program import Program, storage_of
+from placement.program import Program, storage_of, view_of
 
 # cuDNN's number of a recurrent operator, and by how many its hidden weights are stacked.
 _RECURRENT = {
@@ -127,15 +127,11 @@ def forget_others(device: torch.device, program: Program, read: set[int]) -> Non
         return
     copies = entry[1]
     if before is not program:
-        of = {_memory(before.params[p]): copy for (_, p), copy in copies.items()}
-        mine = {p: of.get(_memory(program.params[p])) for p in read if p < len(program.params)}
+        of = {view_of(before.params[p]): copy for (_, p), copy in copies.items()}
+        mine = {p: of.get(view_of(program.params[p])) for p in read if p < len(program.params)}
         copies = {(device, p): copy for p, copy in mine.items() if copy is not None}
     here = {key: copy for key, copy in copies.items() if key[1] in read}
     _remember(device, program, here)
-
-
-def _memory(value: Tensor) -> tuple[Any, ...]:
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def _remember(device: torch.device, program: Program, copies: Kept) -> None:

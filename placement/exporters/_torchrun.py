@@ -70,6 +70,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     module = module.train(training).to(device)
     example, target = to(example, device), to(target, device)
     args, kwargs = ((), example) if isinstance(example, dict) else (_tuple(example), {})
+    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        args, kwargs = args
     names = [*inspect.signature(module.forward).parameters]  # stages take them in this order
     kwargs = {name: kwargs[name] for name in sorted(kwargs, key=lambda x: (*names, x).index(x))}
     loss_fn = (loss[0] if loss else lambda out, _: mean(out)) if training else None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from collections import UserDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -339,7 +340,7 @@ def test_nested_outputs_constants_inputs_parameters_and_buffers():
     def forward(m, x):
         y = m.linear(x)
         return {
-            "nested": (y, [y + m.plain, {"deep": y.shape[0]}]),
+            "nested": (y, [y + m.plain, {"deep": y.shape[0], "whole": y.shape}]),
             "input": x,
             "parameter": m.linear.weight,
             "buffer": m.count,
@@ -381,7 +382,12 @@ def test_tied_parameters_count_once_and_slices_of_one_memory_by_themselves():
 
 
 @pytest.mark.parametrize(
-    "region", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad]
+    "region",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.enable_grad,
+        lambda: nullcontext(torch.set_grad_enabled(True)),
+    ],
 )
 def test_autocast_and_gradient_regions_become_plain_operators(region):
     def forward(m, x):
@@ -390,7 +396,7 @@ def test_autocast_and_gradient_regions_become_plain_operators(region):
         return y + 1
 
     graph = check(Module(forward), X)
-    assert {"linear", "add"} < set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
+    assert {"linear", "add"} <= set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
 def test_autocast_around_a_capture_is_refused():
@@ -416,8 +422,9 @@ def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
     module = Branches()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     torch.manual_seed(5)
-    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+    with pytest.raises(CaptureError, match="depends on the values of a tensor") as caught:
         capture(module, X, mode="training")
+    assert "GuardOnDataDependent" in type(caught.value.__cause__).__name__
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(3))
@@ -425,7 +432,7 @@ def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
         assert torch.equal(value, before[name]), name
 
 
-def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
+def test_inputs_to_measure_with_are_copies_that_lie_in_memory_as_the_example_does():
     class Flat(nn.Module):
         def forward(self, x):
             return x.permute(0, 2, 3, 1).view(x.shape[0], -1) + 1  # of channels_last only
@@ -433,7 +440,8 @@ def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     program = capture(Flat(), x).program
     (copy,) = program.timing_inputs()
-    assert copy.stride() == x.stride()
+    assert copy.stride() == x.stride() and copy.data_ptr() != x.data_ptr()
+    assert torch.equal(copy, x)
     run_program(program, [copy])
 
 
@@ -575,6 +583,8 @@ def test_arguments_may_be_given_by_position_or_by_name():
     ("args", "kwargs", "message"),
     [
         ((X[:1],), {"b": 3}, r"'a' is f32\[1,4\], but was captured as f32\[2,4\]"),
+        ((X.to_sparse(),), {"b": 3}, "'a' is torch.sparse_coo: give a dense tensor"),
+        ((X.to("meta"),), {"b": 3}, r"'a' has no values \(device 'meta'\): give"),
         ((X.double(),), {"b": 3}, r"'a' is f64\[2,4\], but was captured as f32\[2,4\]"),
         ((X,), {"b": 4}, "'b' is 4, but was captured with the constant 3"),
         ((X,), {"b": True}, "'b' is True, but was captured with the constant 3"),
@@ -656,12 +666,6 @@ def test_a_damaged_input_specification_is_refused(spec):
         inputs_from_spec(spec)
 
 
-def test_inputs_to_measure_with_are_copies_of_the_example():
-    module, inputs = workloads.load("dlrm_tiny")
-    for copy, example in zip(capture(module, inputs).program.timing_inputs(), inputs, strict=True):
-        assert torch.equal(copy, example) and copy.data_ptr() != example.data_ptr()
-
-
 @pytest.mark.parametrize(
     ("forward", "x"),
     [
@@ -723,20 +727,15 @@ def test_devices_in_a_template_can_be_replaced():
 # ---------------------------------------------------------------- fingerprint
 
 
-def test_fingerprint_ignores_weights_and_minds_shapes_and_dtypes():
-    def make(seed, batch=2, dtype=torch.float32, width=4):
+def test_fingerprint_ignores_weights_and_minds_shapes_dtypes_and_constants():
+    def make(seed, batch=2, dtype=torch.float32, width=4, dim=1):
         torch.manual_seed(seed)
-        module = nn.Sequential(nn.Linear(width, 3), nn.ReLU()).to(dtype)
+        module = nn.Sequential(nn.Linear(width, 3), nn.Softmax(dim)).to(dtype)
         return capture(module, torch.randn(batch, width, dtype=dtype)).fingerprint
 
     assert make(0) == make(1)
-    assert len({make(0), make(0, batch=3), make(0, dtype=torch.float64), make(0, width=5)}) == 4
-
-
-def test_fingerprint_minds_constants_of_operators():
-    one = capture(Module(lambda m, x: m.linear(x).softmax(0)), X)
-    other = capture(Module(lambda m, x: m.linear(x).softmax(1)), X)
-    assert one.fingerprint != other.fingerprint
+    others = make(0, batch=3), make(0, dtype=torch.float64), make(0, width=5), make(0, dim=0)
+    assert len({make(0), *others}) == 5
 
 
 def test_fingerprint_is_the_same_in_another_process():
@@ -1008,9 +1007,3 @@ def test_an_operator_of_the_user_that_writes_is_named():
 def test_inputs_that_cannot_be_captured(inputs, message):
     with pytest.raises(CaptureError, match=message):
         capture(nn.Linear(4, 4), inputs)
-
-
-def test_errors_keep_the_original_as_their_cause():
-    with pytest.raises(CaptureError) as caught:
-        capture(Module(branch), X)
-    assert "GuardOnDataDependent" in type(caught.value.__cause__).__name__

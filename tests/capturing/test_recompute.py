@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -141,8 +140,3 @@ def test_what_recompute_is_not_for() -> None:
     dropping = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     with pytest.raises(CaptureError, match="draws random numbers"):
         step_of(dropping, recompute=["0"])
-    inference = capture(copy.deepcopy(model()), data()[0][0])
-    from placement.capturing.recompute import recompute
-
-    with pytest.raises(CaptureError, match="for training steps"):
-        recompute(inference, ["0"])

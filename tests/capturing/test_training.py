@@ -731,6 +731,11 @@ def test_what_a_step_cannot_follow_is_refused():
             optimizer.zero_grad()
         param.grad = torch.zeros_like(param)  # as zero_grad(set_to_none=False) leaves it
         trainer.step(batches)
+        trainer.accumulate(batches)
+        with pytest.raises(RunnerError, match=r"has the gradients of 1 micro.*trainer\.update\(\)"):
+            optimizer.step()
+        trainer.update()
+        optimizer.step()  # of plain PyTorch in between
         hook = optimizer.register_step_post_hook(print)
         with pytest.raises(RunnerError, match="has a hook on its step, which would not run"):
             trainer.step(batches)

@@ -486,6 +486,8 @@ def attend(rank: int) -> list[float]:
             trainer.serve()
             return []
         losses = trainer.step([example] * 2).tolist()
+        with pytest.raises(RunnerError, match="another runner of this world is open"):
+            DistributedRunner(GRAPH, CLUSTER, scattered(GRAPH, 0, 4), world=world)(items(1)[0])
         trainer.close()
         return losses
 
@@ -528,17 +530,23 @@ def test_elements_in_the_order_of_memory(value):
 
 
 def leave_early(rank: int) -> int:
-    """Twenty streams that rank 0 leaves while the other sends: late tensors are no fault."""
+    """Twenty streams that rank 0 leaves while the other sends: late tensors are no fault.
+
+    Nor are those of a model with other shapes, whose tensors have the same numbers and strides.
+    """
     place = scattered(GRAPH, 0, 4)
     assert any(place[a] >= 2 > place[b] for a, b in GRAPH.edges.tolist())
+    shorter = items(1)[0][:4]
+    models = (GRAPH, items(1)[0]), (capture(MODULE, shorter), shorter)
     with World.join(60) as world:
-        for _ in range(20):
-            runner = DistributedRunner(GRAPH, CLUSTER, place, world=world)
+        for graph, item in models * 10:
+            runner = DistributedRunner(graph, CLUSTER, place, world=world)
             if rank:
                 runner.serve()
                 continue
-            for number, _ in enumerate(runner.stream(items(1) * 1000)):
+            for number, result in enumerate(runner.stream([item] * 1000)):
                 if number == 5:
+                    torch.testing.assert_close(result, MODULE(item).detach())
                     break
             runner.close()
     return 0

@@ -148,7 +148,7 @@ def test_views_of_parameters_cost_nothing_and_tied_ones_count_once():
     assert storages.of_tensor[view] == -1
     assert (np.delete(storages.of_tensor, view) >= 0).all()
     placement = np.zeros(graph.num_ops, np.int32)
-    assert storages.param_bytes(graph, placement, 2).tolist() == [5 * 4 * 4, 0]
+    assert problem_of(graph).param_bytes_on(placement).tolist() == [5 * 4 * 4, 0, 0]
 
 
 def test_looking_leaves_the_module_and_the_random_numbers_alone():
