@@ -96,7 +96,7 @@ def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: in
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
     bound_s = max(path_s, load_s, _one_device_s(problem), _held_bound_s(problem))
     if problem.num_workers > 1:
-        bound_s = max(bound_s, _earliest_end_s(problem))
+        bound_s = max(bound_s, _earliest_end_s(problem, _WORK))
     if problem.num_workers == 2 and _columns(problem) <= lp_size:
         bound_s = max(bound_s, call_s(problem))
     grain = grain_s(problem)
@@ -244,9 +244,8 @@ def _packed_heads_s(
     return head_s
 
 
-_REGIONS = 2_000  # operators: paths between each two take 8 bytes
-_FORKS = 8  # before a join: of those further away it is bounded by the joins between
-_SHARES = (0.0, 0.5, 0.75, 0.875, 0.9375)  # of one device beside all others
+_WORK = 250_000_000  # numbers that are looked at for the end of a call (0.3 s)
+_PRICED_WORK = 1_000_000  # of these at each price of a byte
 _SIZES = 8  # of the largest parameter that is streamed
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -259,20 +258,21 @@ def _load_between() -> None:
     between.load_kernel()
 
 
-def _earliest_end_s(problem: Problem, work: int | None = None) -> float:
+def _earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:
     _load_between()
     from placement.simulator.between import earliest_end_s
 
-    return earliest_end_s(problem, work)
+    return earliest_end_s(problem, work, seconds)
 
 
 def _held_bound_s(problem: Problem) -> float:
-    """The longest path to any operator, where devices cannot hold all parameters; otherwise 0.
+    """A latency where devices cannot hold all parameters; otherwise 0.
 
-    A byte has a price on these. What ``_Routes`` finds then is no
-    more than the time plus the price of all that is held there; so it is no more than the time plus
-    the price of their memory, whatever the price. Devices that stream need two buffers for the
-    largest that they read: whichever that is, none larger is streamed, and the buffers take room.
+    A byte has a price on these, by which operators take longer. Done one after another, none can
+    be that makes a call longer by more than its price: so the earliest end of all is then no more
+    than the call plus the price of all memory, whatever the price. Devices that stream need two
+    buffers for the largest that they read: whichever that is, none larger is streamed, and the
+    buffers take room.
     """
     g = problem.graph
     compute_s = np.where(problem.supported, problem.compute_s, np.inf)
@@ -283,7 +283,6 @@ def _held_bound_s(problem: Problem) -> float:
     full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
         return 0.0
-    routes = _Routes(problem)
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -291,7 +290,7 @@ def _held_bound_s(problem: Problem) -> float:
     def priced_s(taken_s: Floats, room_bytes: float, power: float) -> float:
         price = 10.0**power * longest_s / all_bytes
         held_s = price * own_bytes[:, None] * full
-        return routes.longest_s(taken_s, held_s) - price * room_bytes
+        return _earliest_end_s(problem, _PRICED_WORK, taken_s + held_s) - price * room_bytes
 
     least_s, power = np.inf, -1.0
     for most, less in pairwise(ends):  # the largest that is streamed is of these, or there is none
@@ -321,134 +320,6 @@ def _highest(
             a = (value(x := high - _GOLDEN * (high - low)), x)
         highest = max(highest, a, b)
     return highest
-
-
-class _Routes:
-    """Least times at which operators can end, by the device they are placed on.
-
-    An operator begins when the latest of its inputs is there, each made where that lets it arrive
-    first. And when what lies between a fork and a join must be done: it begins after the one, and
-    ends before the other. Of that region, let
-
-    * ``alone`` be its seconds on the fork's device, all of them one after another;
-    * ``trip`` be the least time from there to another device and back, and ``way`` the longest path
-      from fork to join through an operator. Where that is elsewhere, it takes ``way + trip``.
-
-    With the join on the same device the region takes ``alone``; or some of it is elsewhere, none of
-    which takes as long as ``alone`` with its way, and this is bounded by loads: that of the device,
-    or that of any other and a trip, is no less than any mean of the two. With the join elsewhere
-    every device lacks one of the two transfers at most.
-
-    What an operator holds has a price in seconds too. An operator's time here is at most the time
-    at which it ends plus the price of what it and all before it hold, each once: what is in a
-    region is not before its fork.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, worker, d = problem, problem.worker, problem.num_devices
-        self.same = worker[:, None] == worker
-        sent_s = np.full((d, d), np.inf)
-        for t in np.flatnonzero(problem.graph.tensor_src >= 0):
-            sent_s = np.minimum(sent_s, self._sent_s(t))
-        sent_s[self.same] = np.inf
-        out_s, in_s = sent_s.min(axis=1), sent_s.min(axis=0)
-        self.trip_s = out_s + in_s
-        self.one_s, self.across_s = (
-            f(out_s[:, None], in_s)[..., None] for f in (np.minimum, np.maximum)
-        )
-        self.regions = self._regions() if problem.num_workers > 1 else {}
-
-    def _sent_s(self, tensor: int | np.integer[Any]) -> Floats:
-        """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
-        problem, measured_s = self.problem, self.problem.profile.transfer_s
-        if measured_s is None:
-            size = float(problem.graph.tensor_bytes[tensor])
-            return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
-        pairs = np.ix_(problem.worker, problem.worker)
-        return np.where(self.same, 0.0, measured_s[tensor][pairs])
-
-    def _regions(self) -> dict[int, tuple[NDArray[np.intp], Floats]]:
-        """By join: its last forks ``[F]``, and the longest paths ``[F, W]`` from each through those
-        between the first and the join; -inf: there is none."""
-        n, edges = self.problem.num_ops, np.unique(self.problem.graph.edges, axis=0)
-        if n > _REGIONS:
-            return {}
-        way_s, own_s = np.full((n, n), -np.inf), _fastest_s(self.problem)
-        for src, dst in edges[::-1].tolist():
-            np.maximum(way_s[src], way_s[dst] + own_s[dst], out=way_s[src])
-            way_s[src, dst] = max(way_s[src, dst], 0.0)
-        is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
-        regions = {}
-        for v in np.flatnonzero(is_join).tolist():
-            forks = np.flatnonzero(is_fork & np.isfinite(way_s[:, v]))[-_FORKS:]
-            if len(forks):
-                regions[v] = forks, way_s[forks, forks[0] : v] + way_s[forks[0] : v, v]
-        return regions
-
-    def longest_s(self, compute_s: Floats, held_s: Floats) -> float:
-        """The last end, where operators take ``compute_s`` and hold what is worth ``held_s``."""
-        problem, g = self.problem, self.problem.graph
-        host, shares_host = host_of(problem)
-        end_s, cost_s = np.zeros_like(compute_s), compute_s + held_s
-        shared = self._shared_s(compute_s, held_s)
-        for i in range(g.num_ops):
-            begin_s = np.zeros(problem.num_devices)
-            for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]:
-                sent_s, src = self._sent_s(t), g.tensor_src[t]
-                if src < 0:
-                    arrives_s = np.where(shares_host, 0.0, sent_s[host])
-                else:
-                    arrives_s = (end_s[src][:, None] + sent_s).min(axis=0)
-                begin_s = np.maximum(begin_s, arrives_s)
-            if i in self.regions:
-                forks, way_s = self.regions[i]
-                between_s = self._between_s(way_s, *(x[..., forks[0] : i] for x in shared))
-                after_s = end_s[forks].T[:, None] + between_s
-                begin_s = np.maximum(begin_s, after_s.min(axis=0).max(axis=1))
-            end_s[i] = begin_s + cost_s[i]
-        return float(end_s.min(axis=1).max())
-
-    def _shared_s(self, compute_s: Floats, held_s: Floats) -> tuple[Floats, Floats, Floats]:
-        """What a region has of an operator: float64 ``[1 + shares, D, N]`` twice, ``[D, N]``.
-
-        On the device; with a share of the device's seconds, and the rest of others', wherever that
-        is least; and the least seconds elsewhere.
-        """
-        can, others = np.isfinite(compute_s), max(self.problem.num_workers - 1, 1)
-        taken_s = np.where(can, compute_s, 0.0)
-        most_s = taken_s.sum() + held_s.sum()  # no region takes longer; 0 times inf is none
-        here_s, least_s = np.empty((2, 1 + len(_SHARES), *compute_s.T.shape))
-        other_s = np.empty(compute_s.T.shape)
-        for d, same in enumerate(self.same):
-            other_s[d] = np.where(can & ~same, taken_s, most_s).min(axis=1)
-            for k, share in enumerate((1.0, *_SHARES)):
-                part_s = np.where(same, share, (1 - share) / others) * taken_s + held_s
-                here_s[k, d] = np.where(can & same, part_s, most_s).min(axis=1)
-                least_s[k, d] = np.where(can, part_s, most_s).min(axis=1)
-        return here_s, least_s, other_s
-
-    def _between_s(self, way_s: Floats, here_s: Floats, least_s: Floats, other_s: Floats) -> Floats:
-        """float64 ``[D, D, F]``: from the end of each fork on until the join can begin."""
-        inside = np.isfinite(way_s)
-        (alone_s,) = _summed(here_s[:1], inside)  # [D, F], as are the next
-        around_s = way_s + self.trip_s[:, None, None] + other_s[:, None]
-        away = inside & (around_s < alone_s[..., None])
-        soonest_s = np.where(away, around_s, np.inf).min(axis=-1)
-        several_s = _summed(least_s[1:], away) + _summed(here_s[1:], inside & ~away)
-        several_s += (1 - np.array(_SHARES))[:, None, None] * self.trip_s[:, None]
-        together_s = np.minimum(alone_s, np.maximum(soonest_s, several_s.max(axis=0)))
-        any_s = _summed(least_s[1:], inside).max(axis=0)
-        apart_s = np.maximum(self.across_s, self.one_s + np.maximum(any_s[:, None], any_s))
-        return np.where(self.same[..., None], together_s, apart_s)
-
-
-def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
-    """float64 ``[K, D, F]`` of ``[K, D, W]``, where it is so: ``[D, F, W]``, or alike on devices.
-
-    Not by BLAS, whose last digits depend on the processor.
-    """
-    where = np.broadcast_to(where, (seconds.shape[1], *where.shape[-2:]))
-    return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
 _FLIGHT_WORK = 3_000_000  # numbers that are looked at for the end of a micro-batch (5 ms)
