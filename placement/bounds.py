@@ -7,13 +7,12 @@ from functools import cmp_to_key, partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import mul
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.problem import ROUNDING, Floats, Problem, host_of
+from placement.problem import ROUNDING, Floats, Problem
 from placement.relaxed import EXACT, Program, call_s, load_s, of_groups, period_s, pieces_s
 from placement.timeline import longest_flight
 from placement.tools.clock import loads

@@ -34,6 +34,7 @@ class Program:
     def __init__(self) -> None:
         self.upper, self.limit = np.ones(1), np.zeros(0)
         self.answer: Floats | None = None
+        self.status, self.nodes = "", 0
         self._entries: list[tuple[Columns, Columns, Floats]] = []
 
     def columns(self, upper: ArrayLike) -> Columns:
@@ -58,6 +59,15 @@ class Program:
         for columns, values in terms:
             a, b, c = np.broadcast_arrays(row, columns, np.asarray(values, np.float64))
             self._entries.append((a.ravel(), b.ravel(), c.ravel()))
+
+    def covered(self, x: Floats, columns: Columns, held: Floats, room: float) -> bool:
+        """Whether the whole answer ``x`` has more of ``held [K]`` than ``room``, as the solver's
+        tolerance allows: with a new row one of its columns is not 1."""
+        here = x[columns] > 0.5
+        if not is_whole(x[columns]) or held[here].sum() <= room:
+            return False
+        self.row(here.sum() - 1.0, (columns[here], 1.0))
+        return True
 
     def shares(self, can: NDArray[np.bool_]) -> Columns:
         """Columns like ``can [G, D]``, 0 where it is False; those of a row add up to 1."""
@@ -87,13 +97,16 @@ class Program:
         return float(left @ self.upper - price @ limit), price / most
 
     def whole(self, columns: Columns, seconds: float) -> float:
-        """The first column, at least, where ``columns`` are whole: as far as that is proved.
-
-        HiGHS looks at its clock now and then only.
+        """The first column, at least, where ``columns`` are whole: as far as that is proved, less
+        the solver's tolerance; ``status`` is its message. HiGHS looks
+        at its clock now and then only.
         """
         rows, limit, _ = self._scaled()
         from scipy.optimize import Bounds, LinearConstraint, milp
 
+        # With presolve HiGHS has been seen to prove more than the optimum where a billionth of the
+        # memory decides, or to end in an error; without, it is as fast on programs of these.
+        options = {"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE, "presolve": False}
         integrality = np.zeros(len(self.upper))
         integrality[columns.ravel()] = 1
         answer = milp(
@@ -101,10 +114,13 @@ class Program:
             integrality=integrality,
             bounds=Bounds(0.0, self.upper),
             constraints=LinearConstraint(rows, -np.inf, limit),
-            options={"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE},
+            options=options,
         )
-        self.answer = answer.x
-        return proved(answer)
+        self.answer, self.status = answer.x, answer.message
+        self.nodes += int(answer.get("mip_node_count") or 0)
+        dual = answer.get("mip_dual_bound")
+        known = dual is not None and np.isfinite(dual)
+        return max(0.0, float(dual) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
 
     def _scaled(self) -> tuple[Any, Floats, Floats]:
         """Rows, sparse, and their limits over the largest number of each; these ``[R]``."""
@@ -128,11 +144,9 @@ class Program:
         return sum(len(value) for _, _, value in self._entries)
 
 
-def proved(answer: Any) -> float:
-    """What HiGHS says of a program of whole numbers, less its tolerance; 0: nothing."""
-    dual = answer.get("mip_dual_bound")
-    known = dual is not None and np.isfinite(dual)
-    return max(0.0, float(dual) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
+def is_whole(x: Floats) -> bool:
+    """Up to the solver's tolerance."""
+    return bool((np.abs(x - np.rint(x)) <= 10 * TOLERANCE).all())
 
 
 def tighten(
@@ -251,6 +265,7 @@ class _Placed:
         ]
         can = np.isfinite(problem.group_compute_s)
         self.on = self.program.shares(can)
+        self.held: list[Any] = []  # of each memory: columns, their bytes, and its own
         self._hold()
         self.alone_s, self.loaded_s = (
             np.where(problem.supported, s, 0.0) for s in (problem.compute_s, problem.loaded_s)
@@ -277,8 +292,11 @@ class _Placed:
                 terms.append((buffer, 2.0 * most))
             if d == host_of(problem)[0]:
                 terms += [(on[:, s], held) for s in self.streaming]
-            if sum(np.sum(values) for _, values in terms) > problem.memory_bytes[d]:
-                self.program.row(float(problem.memory_bytes[d]), *terms)
+            room = float(problem.memory_bytes[d])
+            if sum(np.sum(values) for _, values in terms) > room:
+                self.program.row(room, *terms)
+                placed = [(c, v) for c, v in terms if c.shape == held.shape]
+                self.held.append((*map(np.concatenate, zip(*placed, strict=True)), room))
 
     def _cross(self) -> None:
         """Columns for all that crosses between devices, by reading group, and once for all.
@@ -490,9 +508,13 @@ class Pieces:
         apart = np.maximum(x[columns], 0.0)
         ways = csr_array((apart + self.least, (self.tails, self.heads)), shape=self.without.shape)
         self.far, self.before = dijkstra(ways, return_predecessors=True)
-        with_it = np.maximum(on[:, None] - self.far, 0.0)
+        with_it, least = np.maximum(on[:, None] - self.far, 0.0), _LEAST
+        if is_whole(x[self.whole]):
+            with_it, least = np.rint(with_it), 0.0
         rows = len(self.program.limit)
-        self._memory(on, with_it)
+        room_bytes = float(self.problem.memory_bytes[~self.pool].astype(np.float64).sum())
+        self.program.covered(x, self.on, self.own_bytes, room_bytes)
+        self._memory(with_it, least * self.memory_bytes)
         for k in np.flatnonzero(apart > self.far[self.tails, self.heads] + _LEAST):
             way = self._tree(self.tails[k], self.heads[k : k + 1], np.ones(1))
             self.program.row(0.0, (columns[k : k + 1], 1.0), (way[0], -way[1]))
@@ -510,13 +532,13 @@ class Pieces:
         near = near[(total[near] > 0) & (near != root)]
         return self.without[self.before[root, near], near], total[near]
 
-    def _memory(self, on: Floats, with_it: Floats) -> None:
+    def _memory(self, with_it: Floats, least: float) -> None:
         """Of what is nearest, as little as does not fit."""
-        room = self.memory_bytes
+        room, on = self.memory_bytes, with_it.diagonal()
         lacking = (with_it * self.own_bytes).sum(axis=1) - room * on
         covered = np.zeros(len(on))
         for root in np.argsort(-lacking, kind="stable"):
-            if lacking[root] <= _LEAST * room:
+            if lacking[root] <= least:
                 break
             if covered[root] >= _COVERED:
                 continue
@@ -590,6 +612,7 @@ class Call:
         g, self.problem, placed = problem.graph, problem, _Placed(problem, True, known_s=unit_s)
         self.program, self.unit_s, self.whole = placed.program, placed.unit_s, placed.on
         self.alone_s, self.sides, self.regions = placed.alone_s, placed.sides, Regions(problem)
+        self.held = placed.held
         program, on, every = placed.program, placed.on, np.arange(g.num_ops)
         none = np.zeros(g.num_ops)
         self.end = end = program.columns(none + 1)
@@ -611,8 +634,9 @@ class Call:
 
     def tighten(self, x: Floats) -> bool:
         """Add rows of what the answer ``x`` does not obey: between a fork and a join what is on
-        one device runs one after another. False: it obeys all."""
-        n, group, found = self.problem.num_ops, self.problem.graph.group, False
+        one device runs one after another, and has room. False: it obeys all."""
+        n, group = self.problem.num_ops, self.problem.graph.group
+        found = any([self.program.covered(x, *held) for held in self.held])
         seconds = x[self.whole][group] * self.alone_s / self.unit_s
         for here in self.sides:
             taken, own = seconds[:, here].sum(axis=1), seconds.sum(axis=1)
