@@ -156,15 +156,18 @@ def tighten(
     seconds_left: Callable[[], float] = lambda: np.inf,
 ) -> float:
     """The first column, at least, with all rows that ``more`` adds to its answers; ``work``:
-    numbers in all programs that are solved, the last of them finished."""
-    least = 0.0
+    numbers in all programs that are solved, the last of them finished. Two rounds in a row that
+    raise it by little are the last."""
+    least, slow = 0.0, 0
     while True:
-        least, work = max(least, program.solve(seconds_left())[0]), work - program.size
-        if work <= 0 or program.answer is None or not more(program.answer):
+        before, least = least, max(least, program.solve(seconds_left())[0])
+        work, slow = work - program.size, slow + 1 if least < before * (1 + _SLOW) else 0
+        if work <= 0 or slow == 2 or program.answer is None or not more(program.answer):
             return least
 
 
-_CALL_WORK, _PIECES_WORK = 20_000, 40_000  # numbers in all programs that are solved
+_SLOW = 1e-3
+_CALL_WORK, _PIECES_WORK = 20_000, 160_000  # numbers in all programs that are solved
 _PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
 _COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
 MOST_GROUPS = 1_500  # of pieces: each two of them have a distance
@@ -594,7 +597,7 @@ def pieces_s(problem: Problem) -> float:
     if problem.graph.num_groups > MOST_GROUPS:
         return 0.0
     pieces = Pieces(problem)
-    if pieces.program.size > _PIECES_WORK / 2:
+    if pieces.program.size > _PIECES_WORK / 8:
         return 0.0
     return tighten(pieces.program, pieces.tighten, _PIECES_WORK) * pieces.unit_s * EXACT
 
