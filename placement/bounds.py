@@ -97,7 +97,7 @@ def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: in
     if problem.num_workers > 1:
         bound_s = max(bound_s, _earliest_end_s(problem, _WORK))
     if problem.num_workers == 2 and _columns(problem) <= lp_size:
-        bound_s = max(bound_s, call_s(problem))
+        bound_s = max(bound_s, call_s(problem, bound_s))
     grain = grain_s(problem)
     if grain:
         bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,12 @@ def tighten(
 
 
 _SLOW = 1e-3
-_CALL_WORK, _PIECES_WORK = 20_000, 160_000  # numbers in all programs that are solved
+_NEAR = 0.985
+_CALL_WORK, _APART_WORK, _PIECES_WORK = (
+    20_000,
+    60_000,
+    160_000,
+)  # numbers in all programs that are solved
 _PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
 _COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
 MOST_GROUPS = 1_500  # of pieces: each two of them have a distance
@@ -652,15 +658,43 @@ class Call:
                 found = True
         return found
 
+    def apart(self, least: float, work: float) -> float:
+        """The first column, at least, from ``least`` up, where some groups are on one device each.
+
+        Of those that are in parts the one with most tensors is put wherever it can be; what can
+        become least is looked at first. ``work``: numbers in all programs that are solved.
+        """
+        program, g, number = self.program, self.problem.graph, 0
+        ends = np.append(g.use_dst, g.tensor_src[g.tensor_src >= 0])
+        many = np.bincount(g.group[ends], minlength=g.num_groups)
+        open_ = [(least, number, every := program.upper, program.found[self.whole])]
+        while work > 0:
+            least, _, upper, on = open_[0]
+            group = int(((1 - on.max(axis=1)) * many).argmax())
+            if on[group].max() > 1 - TOLERANCE or not on.any():
+                break
+            heappop(open_)
+            for device in np.flatnonzero(upper[self.whole[group]]):
+                program.upper = upper.copy()
+                program.upper[self.whole[group]] = np.arange(on.shape[1]) == device
+                more, number, work = program.solve()[0], number + 1, work - program.size
+                found = program.found[self.whole]  # 0: this cannot be, or the solver failed
+                heappush(open_, (max(least, more), number, program.upper, found))
+        program.upper = every
+        return open_[0][0]
+
     def choice(self, x: Floats) -> NDArray[np.int32]:
         """The device of each group, int32 ``[G]``, where ``x`` has whole numbers."""
         return x[self.whole].argmax(axis=1).astype(np.int32)
 
 
-def call_s(problem: Problem, work: float = _CALL_WORK) -> float:
-    """A call, at least; ``work``: numbers in all programs that are solved."""
+def call_s(problem: Problem, known_s: float = 0.0) -> float:
+    """A call, at least. Of groups in parts little is asked where more is ``known_s`` by far."""
     call = Call(problem)
-    return tighten(call.program, call.tighten, work) * call.unit_s * EXACT
+    least = tighten(call.program, call.tighten, _CALL_WORK)
+    if least * call.unit_s > _NEAR * known_s and call.program.answer is not None:
+        least = call.apart(least, _APART_WORK)
+    return least * call.unit_s * EXACT
 
 
 def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0) -> float:

@@ -17,6 +17,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
+from placement.relaxed import Call, tighten
 from placement.simulator import evaluate, score, simulate
 from tests.problems import (
     chain,
@@ -393,16 +394,18 @@ def test_a_call_pays_for_its_input_and_runs_branches_one_after_another() -> None
 def test_what_crosses_between_two_devices_waits_for_its_channel() -> None:
     """Three operators take 9 s, or 1 s where each of their inputs takes 4 s to get to.
 
-    In fractions 27 / 13 of them have the 4 s each, the others 9 s each: 108 / 13 s both. Of two
-    in a row on devices of their own, an item of a stream takes as long as its tensor is sent (which
-    is so of 11 of 12 items); with one in flight it is a call.
+    In fractions 27 / 13 of them have the 4 s each, the others 9 s each: 108 / 13 s both. Whole,
+    one takes 9 s meanwhile. Of two in a row on devices of their own, an item of a stream takes as
+    long as its tensor is sent (which is so of 11 of 12 items); with one in flight it is a call.
     """
     cluster = Cluster("c", (Device("cpu"), Device("gpu", "cuda")))
     graph = OpGraph.build("three", list("ABC"), [-1] * 3, [0] * 3, [(0, 0), (1, 1), (2, 2)])
     links = (Link("cpu", "gpu", 4.0),)
     problem = problem_on(graph, [[9.0, 1.0]] * 3, cluster=cluster, links=links)
     assert evaluate(problem, [0, 1, 1]).latency_s[0] == 9.0
-    assert lower_bounds(problem)["latency"] == pytest.approx(108 / 13)
+    assert lower_bounds(problem)["latency"] == pytest.approx(9)
+    call = Call(problem)
+    assert tighten(call.program, call.tighten, np.inf) * call.unit_s == pytest.approx(108 / 13)
     apart = problem_on(
         CHAIN, [[1, np.inf], [np.inf, 1]], cluster=cluster, links=links, max_in_flight=2
     )
