@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cmp_to_key, partial
+import importlib
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import mul
@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import ROUNDING, Floats, Problem
-from placement.relaxed import EXACT, Program, call_s, load_s, of_groups, period_s, pieces_s
+from placement.relaxed import (
+    EXACT,
+    alike,
+    call_s,
+    load_s,
+    load_solver,
+    of_groups,
+    period_s,
+    pieces_s,
+    spread,
+)
 from placement.timeline import longest_flight
 from placement.tools.clock import loads
 
@@ -246,19 +256,17 @@ def _packed_heads_s(
 _WORK = 250_000_000  # numbers that are looked at for the end of a call (0.3 s)
 _PRICED_WORK = 1_000_000  # of these at each price of a byte
 _SIZES = 8  # of the largest parameter that is streamed
-_GOLDEN = (5**0.5 - 1) / 2
+_PRICES = 18  # of a byte, that are looked at
 
 
 @loads
-def _load_between() -> None:
-    """As ``_load_cuts``."""
-    from placement.simulator import between
-
-    between.load_kernel()
+def _load(kernels: str) -> None:
+    """Reports and plans that are shown need no compiler."""
+    importlib.import_module(f"placement.simulator.{kernels}").load_kernel()
 
 
 def _earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:
-    _load_between()
+    _load("between")
     from placement.simulator.between import earliest_end_s
 
     return earliest_end_s(problem, work, seconds)
@@ -282,6 +290,9 @@ def _held_bound_s(problem: Problem) -> float:
     full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
         return 0.0
+    load_solver()
+    from scipy.optimize import minimize_scalar
+
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -289,36 +300,19 @@ def _held_bound_s(problem: Problem) -> float:
     def priced_s(taken_s: Floats, room_bytes: float, power: float) -> float:
         price = 10.0**power * longest_s / all_bytes
         held_s = price * own_bytes[:, None] * full
-        return _earliest_end_s(problem, _PRICED_WORK, taken_s + held_s) - price * room_bytes
+        return price * room_bytes - _earliest_end_s(problem, _PRICED_WORK, taken_s + held_s)
 
     least_s, power = np.inf, -1.0
     for most, less in pairwise(ends):  # the largest that is streamed is of these, or there is none
         too_large = streams & (g.op_param_bytes > sizes[most])[:, None]
         buffers = 2 * sizes[less + 1] if full[problem.worker[streams]].all() else 0
         room_bytes = float(problem.memory_bytes[full].sum() - buffers)
-        value = partial(priced_s, np.where(too_large, np.inf, compute_s), room_bytes)
-        if value(power) < least_s:
-            bound_s, power = _highest(value, -4.0, 2.0)
-            least_s = min(least_s, bound_s)
+        lacking = partial(priced_s, np.where(too_large, np.inf, compute_s), room_bytes)
+        if -lacking(power) < least_s:
+            options = {"maxiter": _PRICES}
+            best = minimize_scalar(lacking, bounds=(-4, 2), method="bounded", options=options)
+            least_s, power = min(least_s, -best.fun), best.x
     return least_s * EXACT
-
-
-def _highest(
-    value: Callable[[float], float], low: float, high: float, steps: int = 16
-) -> tuple[float, float]:
-    """The largest value found of a function with one peak, and where (golden section)."""
-    step = _GOLDEN * (high - low)
-    a, b = (value(high - step), high - step), (value(low + step), low + step)
-    highest = max(a, b, (value(low), low), (value(high), high))
-    for _ in range(steps):
-        if a[0] < b[0]:
-            low, a = a[1], b
-            b = (value(x := low + _GOLDEN * (high - low)), x)
-        else:
-            high, b = b[1], a
-            a = (value(x := high - _GOLDEN * (high - low)), x)
-        highest = max(highest, a, b)
-    return highest
 
 
 _FLIGHT_WORK = 3_000_000  # numbers that are looked at for the end of a micro-batch (5 ms)
@@ -399,18 +393,14 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     alone_s = problem.compute_s.sum(axis=0).min()  # a call, at most
     if problem.num_workers > 1 and alone_s > periods * bound_s:
         bound_s = max(bound_s, _earliest_end_s(problem, _FLIGHT_WORK) / periods)
-    own_s, _, count = _equal_columns(np.where(problem.supported, problem.compute_s, np.inf))
-    edges, group, can = problem.graph.edges, problem.graph.group, np.isfinite(own_s)
-    own_s = np.where(can, own_s, 0.0)
+    own_s, _, count = alike(np.where(problem.supported, problem.compute_s, np.inf))
     if problem.cluster.streaming or own_s.size > lp_size or len(count) == 1:
         return bound_s
-    program, unit_s = Program(), own_s.sum()
-    group_s, can_all = np.zeros((2, problem.graph.num_groups, len(count)))
+    edges, group = problem.graph.edges, problem.graph.group
+    group_s = np.zeros((problem.graph.num_groups, len(count)))
     np.add.at(group_s, group, own_s)
-    can_all[group] = can
-    on, time = program.shares(can_all > 0), np.zeros(1, int)
-    for k, many in enumerate(count.tolist()):
-        program.row(0.0, (on[:, k], group_s[:, k]), (time, -many * unit_s))
+    own_s[np.isinf(own_s)] = 0.0
+    (program, on, unit_s), time = spread(group_s, count), np.zeros(1, np.intp)
     longest_s, path = _longest_path(own_s.max(axis=1), edges)
     for _ in range(_PATHS):
         if longest_s <= periods * bound_s * (1 + ROUNDING):
@@ -434,19 +424,11 @@ def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDA
     return float(end_s[last]), np.array(path)
 
 
-@loads
-def _load_cuts() -> None:
-    """Reports and plans that are shown need no compiler."""
-    from placement.simulator import cuts
-
-    cuts.load_kernel()
-
-
 def _max_load_bound_s(problem: Problem, load_s: float, prices: Floats) -> float:
     """Of a problem that asks for it also with all that is written and read."""
     if problem.objective is not Objective.MAX_LOAD or problem.max_phases > 1:
         return load_s
-    _load_cuts()
+    _load("cuts")
     from placement.simulator.cuts import cut_load_s
 
     return cut_load_s(problem, prices, load_s)
@@ -475,7 +457,7 @@ def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
     for k in range(2, min(len(s), _COUNTED * s.shape[1]) + 1):
         ends = np.sort(s[:k], axis=0).cumsum(axis=0)
         least_s = max(least_s, float(np.partition(ends, k - 1, axis=None)[k - 1]) * EXACT)
-    kinds = _equal_columns(s)[1]
+    kinds = alike(s)[1]
     column = np.argsort(kinds, kind="stable")
     rest = [*priced(s, prices)[::-1].cumsum()[::-1].tolist(), 0.0]
     kind, price, rows = kinds[column].tolist(), prices[column].tolist(), s[:, column].tolist()
@@ -492,21 +474,12 @@ def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
                 continue
             here = [*loads[:d], loads[d] + took_s, *loads[d + 1 :]]
             least = max(here[d], spent_s + price[d] * took_s + rest[1 - put]) * EXACT
-            alike = tuple(load for _, load in sorted(zip(kind, here, strict=True)))
-            new = max(bound_s, least), put - 1, alike
+            same = tuple(load for _, load in sorted(zip(kind, here, strict=True)))
+            new = max(bound_s, least), put - 1, same
             if new not in seen:
                 seen.add(new)
                 heappush(open_, new)
     return open_[0][0]
-
-
-def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _LP_SIZE) -> float:
-    """Least largest load when each row of ``[G, D]`` seconds is spread over the devices.
-
-    Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
-    """
-    s = np.asarray(seconds, dtype=np.float64)
-    return float(priced(s, balance_prices(s, lp_size)).sum()) * EXACT
 
 
 def priced(seconds: Floats, prices: Floats) -> Floats:
@@ -526,28 +499,10 @@ def balance_prices(seconds: Floats, lp_size: int = _LP_SIZE) -> Floats:
     """
     s = np.asarray(seconds, dtype=np.float64)
     s = s[s.min(axis=1) > 0]
-    kinds, kind, count = _equal_columns(s)
+    kinds, kind, count = alike(s)
     if len(s) == 0 or len(count) == 1 or (len(count) > 2 and kinds.size > lp_size):
         return np.full(s.shape[1], 1.0 / s.shape[1])
     return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
-
-
-def _equal_columns(s: Floats) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
-    """``np.unique(s, axis=1)`` with inverse and counts; that compares rows entry by entry."""
-    columns = np.ascontiguousarray(s.T)
-
-    def compare(a: int, b: int) -> int:
-        differs = columns[a] != columns[b]
-        at = int(differs.argmax()) if len(differs) else 0
-        if not differs[at : at + 1].any():
-            return 0
-        return -1 if columns[a, at] < columns[b, at] else 1
-
-    order = sorted(range(len(columns)), key=cmp_to_key(compare))
-    new = [i == 0 or compare(order[i - 1], d) != 0 for i, d in enumerate(order)]
-    kind = np.empty(len(columns), np.intp)
-    kind[order] = np.cumsum(new) - 1
-    return columns[np.array(order)[new]].T, kind, np.bincount(kind)
 
 
 def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
@@ -570,10 +525,6 @@ def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
 
 def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     """Prices of several kinds of device, float64 ``[K]``, from the program's multipliers."""
-    can, program = np.isfinite(s), Program()
-    on, taken_s = program.shares(can), np.where(can, s, 0.0)
-    for k, many in enumerate(count.tolist()):
-        program.row(0.0, (on[:, k], taken_s[:, k]), (np.zeros(1, int), -many * taken_s.sum()))
-    prices = program.solve()[1][-len(count) :]
+    prices = spread(s, count)[0].solve()[1][-len(count) :]
     total = float(prices @ count)
     return prices / total if total > 0 else np.full(len(count), 1.0 / count.sum())

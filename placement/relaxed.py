@@ -20,7 +20,7 @@ Terms = tuple[Columns, ArrayLike]  # columns, and what each counts
 
 
 @loads
-def _load_solver() -> None:
+def load_solver() -> None:
     """SciPy takes longer to import than a small program to solve."""
     import scipy.optimize
     import scipy.sparse  # noqa: F401
@@ -125,7 +125,7 @@ class Program:
 
     def _scaled(self) -> tuple[Any, Floats, Floats]:
         """Rows, sparse, and their limits over the largest number of each; these ``[R]``."""
-        _load_solver()
+        load_solver()
         from scipy.sparse import csr_array
 
         row, column, value = map(np.concatenate, zip(*self._entries, strict=True))
@@ -365,18 +365,34 @@ class _Placed:
         self.handed[1 - k].append((sent, kept_s[which]))
 
 
+def alike(columns: Floats) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
+    """``[R, K]`` of ``columns [R, D]``: one of those that are equal, as they first come; the number
+    ``[D]`` of each, and how many there are ``[K]``."""
+    number: dict[bytes, int] = {}
+    kind = np.array([number.setdefault(c.tobytes(), len(number)) for c in columns.T.copy()])
+    return columns[:, np.unique(kind, return_index=True)[1]], kind, np.bincount(kind)
+
+
+def spread(seconds: Floats, count: NDArray[np.integer]) -> tuple[Program, Columns, float]:
+    """A program of the largest load, its shares of rows of ``seconds [G, K]``, and its unit;
+    ``count [K]``: devices of each kind."""
+    can, program = np.isfinite(seconds), Program()
+    on, taken_s = program.shares(can), np.where(can, seconds, 0.0)
+    for k, many in enumerate(count.tolist()):
+        time = np.zeros(1, np.intp), -many * taken_s.sum()
+        program.row(0.0, (on[:, k], taken_s[:, k]), time)
+    return program, on, float(taken_s.sum())
+
+
 def balanced(seconds: Floats) -> NDArray[np.intp]:
     """A device ``[G]`` for each row of ``seconds [G, D]``: loads are about as even as can be.
 
     In fractions they are, and fewer rows than there are devices are split. Of these the heaviest is
     first, each where the load is then least.
     """
-    can, program = np.isfinite(seconds), Program()
-    on, taken_s = program.shares(can), np.where(can, seconds, 0.0)
-    for d in range(seconds.shape[1]):
-        program.row(0.0, (on[:, d], taken_s[:, d]), (np.zeros(1, int), -taken_s.sum()))
+    program, on, _ = spread(seconds, np.ones(seconds.shape[1], int))
     program.solve()
-    share = np.where(can, program.found[on], -1.0)
+    share = np.where(np.isfinite(seconds), program.found[on], -1.0)
     device, split = share.argmax(axis=1), share.max(axis=1) < 1.0 - 1e-6
     load_s = np.bincount(device[~split], seconds[~split, device[~split]], seconds.shape[1])
     for g in np.flatnonzero(split)[np.argsort(-seconds[split].min(axis=1), kind="stable")]:
