@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.objective import Objective
 from placement.problem import Floats, Problem, host_of
 from placement.timeline import least_window
 from placement.tools.clock import loads
@@ -618,10 +619,11 @@ def pieces_s(problem: Problem) -> float:
     """The piecewise latency, at least: 0 where a program would take more than a moment."""
     if problem.graph.num_groups > MOST_GROUPS:
         return 0.0
-    pieces = Pieces(problem)
+    pieces, asked = Pieces(problem), problem.objective is Objective.PIECEWISE_LATENCY
     if pieces.program.size > _PIECES_WORK / 8:
         return 0.0
-    return tighten(pieces.program, pieces.tighten, _PIECES_WORK) * pieces.unit_s * EXACT
+    work = _PIECES_WORK if asked else _PIECES_WORK / 4
+    return tighten(pieces.program, pieces.tighten, work) * pieces.unit_s * EXACT
 
 
 class Call:
