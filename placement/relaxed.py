@@ -663,7 +663,7 @@ class Call:
         """Add rows of what the answer ``x`` does not obey: between a fork and a join what is on
         one device runs one after another, and has room. False: it obeys all."""
         n, group = self.problem.num_ops, self.problem.graph.group
-        found = any([self.program.covered(x, *held) for held in self.held])
+        disobeys = any([self.program.covered(x, *held) for held in self.held])
         seconds = x[self.whole][group] * self.alone_s / self.unit_s
         for here in self.sides:
             taken, own = seconds[:, here].sum(axis=1), seconds.sum(axis=1)
@@ -673,8 +673,8 @@ class Call:
                 terms += [(self.end[[fork]], self.unit_s)] if fork >= 0 else []
                 until = self.end[[join]] if join < n else np.zeros(1, np.intp)
                 self.program.row(0.0, *terms, (until, -self.unit_s))
-                found = True
-        return found
+                disobeys = True
+        return disobeys
 
     def apart(self, least: float, work: float) -> float:
         """The first column, at least, from ``least`` up, where some groups are on one device each.
@@ -696,8 +696,8 @@ class Call:
                 program.upper = upper.copy()
                 program.upper[self.whole[group]] = np.arange(on.shape[1]) == device
                 more, number, work = program.solve()[0], number + 1, work - program.size
-                found = program.found[self.whole]  # 0: this cannot be, or the solver failed
-                heappush(open_, (max(least, more), number, program.upper, found))
+                shares = program.found[self.whole]  # 0: this cannot be, or the solver failed
+                heappush(open_, (max(least, more), number, program.upper, shares))
         program.upper = every
         return open_[0][0]
 
