@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cmp_to_key, partial
+import importlib
+from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import mul
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.problem import ROUNDING, Floats, Problem, host_of
-from placement.relaxed import EXACT, Program, call_s, load_s, of_groups, period_s, pieces_s
+from placement.problem import ROUNDING, Floats, Problem
+from placement.relaxed import (
+    EXACT,
+    alike,
+    call_s,
+    load_s,
+    load_solver,
+    of_groups,
+    period_s,
+    pieces_s,
+    spread,
+)
 from placement.timeline import longest_flight
 from placement.tools.clock import loads
 
@@ -96,9 +105,9 @@ def _latency_bound_s(problem: Problem, path_s: float, load_s: float, lp_size: in
     # A load that is one number is exact, but for its sum; path bounds are sums of few.
     bound_s = max(path_s, load_s, _one_device_s(problem), _held_bound_s(problem))
     if problem.num_workers > 1:
-        bound_s = max(bound_s, _earliest_end_s(problem))
+        bound_s = max(bound_s, _earliest_end_s(problem, _WORK))
     if problem.num_workers == 2 and _columns(problem) <= lp_size:
-        bound_s = max(bound_s, call_s(problem))
+        bound_s = max(bound_s, call_s(problem, bound_s))
     grain = grain_s(problem)
     if grain:
         bound_s = float(np.ceil(bound_s / grain - 1e-6)) * grain
@@ -244,35 +253,33 @@ def _packed_heads_s(
     return head_s
 
 
-_REGIONS = 2_000  # operators: paths between each two take 8 bytes
-_FORKS = 8  # before a join: of those further away it is bounded by the joins between
-_SHARES = (0.0, 0.5, 0.75, 0.875, 0.9375)  # of one device beside all others
+_WORK = 250_000_000  # numbers that are looked at for the end of a call (0.3 s)
+_PRICED_WORK = 1_000_000  # of these at each price of a byte
 _SIZES = 8  # of the largest parameter that is streamed
-_GOLDEN = (5**0.5 - 1) / 2
+_PRICES = 18  # of a byte, that are looked at
 
 
 @loads
-def _load_between() -> None:
-    """As ``_load_cuts``."""
-    from placement.simulator import between
-
-    between.load_kernel()
+def _load(kernels: str) -> None:
+    """Reports and plans that are shown need no compiler."""
+    importlib.import_module(f"placement.simulator.{kernels}").load_kernel()
 
 
-def _earliest_end_s(problem: Problem, work: int | None = None) -> float:
-    _load_between()
+def _earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:
+    _load("between")
     from placement.simulator.between import earliest_end_s
 
-    return earliest_end_s(problem, work)
+    return earliest_end_s(problem, work, seconds)
 
 
 def _held_bound_s(problem: Problem) -> float:
-    """The longest path to any operator, where devices cannot hold all parameters; otherwise 0.
+    """A latency where devices cannot hold all parameters; otherwise 0.
 
-    A byte has a price on these. What ``_Routes`` finds then is no
-    more than the time plus the price of all that is held there; so it is no more than the time plus
-    the price of their memory, whatever the price. Devices that stream need two buffers for the
-    largest that they read: whichever that is, none larger is streamed, and the buffers take room.
+    A byte has a price on these, by which operators take longer. Done one after another, none can
+    be that makes a call longer by more than its price: so the earliest end of all is then no more
+    than the call plus the price of all memory, whatever the price. Devices that stream need two
+    buffers for the largest that they read: whichever that is, none larger is streamed, and the
+    buffers take room.
     """
     g = problem.graph
     compute_s = np.where(problem.supported, problem.compute_s, np.inf)
@@ -283,7 +290,9 @@ def _held_bound_s(problem: Problem) -> float:
     full = (all_bytes > problem.memory_bytes) & ~streams
     if not full.any():
         return 0.0
-    routes = _Routes(problem)
+    load_solver()
+    from scipy.optimize import minimize_scalar
+
     sizes = np.unique(np.append(g.op_param_bytes, 0)) if streams.any() else np.zeros(1)
     ends = np.unique(np.linspace(len(sizes) - 1, -1, _SIZES + 1).astype(int))[::-1]
     longest_s = np.where(np.isfinite(compute_s), compute_s, 0.0).max(axis=1).sum()
@@ -291,164 +300,19 @@ def _held_bound_s(problem: Problem) -> float:
     def priced_s(taken_s: Floats, room_bytes: float, power: float) -> float:
         price = 10.0**power * longest_s / all_bytes
         held_s = price * own_bytes[:, None] * full
-        return routes.longest_s(taken_s, held_s) - price * room_bytes
+        return price * room_bytes - _earliest_end_s(problem, _PRICED_WORK, taken_s + held_s)
 
     least_s, power = np.inf, -1.0
     for most, less in pairwise(ends):  # the largest that is streamed is of these, or there is none
         too_large = streams & (g.op_param_bytes > sizes[most])[:, None]
         buffers = 2 * sizes[less + 1] if full[problem.worker[streams]].all() else 0
         room_bytes = float(problem.memory_bytes[full].sum() - buffers)
-        value = partial(priced_s, np.where(too_large, np.inf, compute_s), room_bytes)
-        if value(power) < least_s:
-            bound_s, power = _highest(value, -4.0, 2.0)
-            least_s = min(least_s, bound_s)
+        lacking = partial(priced_s, np.where(too_large, np.inf, compute_s), room_bytes)
+        if -lacking(power) < least_s:
+            options = {"maxiter": _PRICES}
+            best = minimize_scalar(lacking, bounds=(-4, 2), method="bounded", options=options)
+            least_s, power = min(least_s, -best.fun), best.x
     return least_s * EXACT
-
-
-def _highest(
-    value: Callable[[float], float], low: float, high: float, steps: int = 16
-) -> tuple[float, float]:
-    """The largest value found of a function with one peak, and where (golden section)."""
-    step = _GOLDEN * (high - low)
-    a, b = (value(high - step), high - step), (value(low + step), low + step)
-    highest = max(a, b, (value(low), low), (value(high), high))
-    for _ in range(steps):
-        if a[0] < b[0]:
-            low, a = a[1], b
-            b = (value(x := low + _GOLDEN * (high - low)), x)
-        else:
-            high, b = b[1], a
-            a = (value(x := high - _GOLDEN * (high - low)), x)
-        highest = max(highest, a, b)
-    return highest
-
-
-class _Routes:
-    """Least times at which operators can end, by the device they are placed on.
-
-    An operator begins when the latest of its inputs is there, each made where that lets it arrive
-    first. And when what lies between a fork and a join must be done: it begins after the one, and
-    ends before the other. Of that region, let
-
-    * ``alone`` be its seconds on the fork's device, all of them one after another;
-    * ``trip`` be the least time from there to another device and back, and ``way`` the longest path
-      from fork to join through an operator. Where that is elsewhere, it takes ``way + trip``.
-
-    With the join on the same device the region takes ``alone``; or some of it is elsewhere, none of
-    which takes as long as ``alone`` with its way, and this is bounded by loads: that of the device,
-    or that of any other and a trip, is no less than any mean of the two. With the join elsewhere
-    every device lacks one of the two transfers at most.
-
-    What an operator holds has a price in seconds too. An operator's time here is at most the time
-    at which it ends plus the price of what it and all before it hold, each once: what is in a
-    region is not before its fork.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, worker, d = problem, problem.worker, problem.num_devices
-        self.same = worker[:, None] == worker
-        sent_s = np.full((d, d), np.inf)
-        for t in np.flatnonzero(problem.graph.tensor_src >= 0):
-            sent_s = np.minimum(sent_s, self._sent_s(t))
-        sent_s[self.same] = np.inf
-        out_s, in_s = sent_s.min(axis=1), sent_s.min(axis=0)
-        self.trip_s = out_s + in_s
-        self.one_s, self.across_s = (
-            f(out_s[:, None], in_s)[..., None] for f in (np.minimum, np.maximum)
-        )
-        self.regions = self._regions() if problem.num_workers > 1 else {}
-
-    def _sent_s(self, tensor: int | np.integer[Any]) -> Floats:
-        """float64 ``[D, D]``: ``Problem.transfer_s`` between all devices."""
-        problem, measured_s = self.problem, self.problem.profile.transfer_s
-        if measured_s is None:
-            size = float(problem.graph.tensor_bytes[tensor])
-            return np.asarray(problem.link_latency_s + size * problem.link_s_per_byte)
-        pairs = np.ix_(problem.worker, problem.worker)
-        return np.where(self.same, 0.0, measured_s[tensor][pairs])
-
-    def _regions(self) -> dict[int, tuple[NDArray[np.intp], Floats]]:
-        """By join: its last forks ``[F]``, and the longest paths ``[F, W]`` from each through those
-        between the first and the join; -inf: there is none."""
-        n, edges = self.problem.num_ops, np.unique(self.problem.graph.edges, axis=0)
-        if n > _REGIONS:
-            return {}
-        way_s, own_s = np.full((n, n), -np.inf), _fastest_s(self.problem)
-        for src, dst in edges[::-1].tolist():
-            np.maximum(way_s[src], way_s[dst] + own_s[dst], out=way_s[src])
-            way_s[src, dst] = max(way_s[src, dst], 0.0)
-        is_fork, is_join = (np.bincount(edges[:, k], minlength=n) > 1 for k in (0, 1))
-        regions = {}
-        for v in np.flatnonzero(is_join).tolist():
-            forks = np.flatnonzero(is_fork & np.isfinite(way_s[:, v]))[-_FORKS:]
-            if len(forks):
-                regions[v] = forks, way_s[forks, forks[0] : v] + way_s[forks[0] : v, v]
-        return regions
-
-    def longest_s(self, compute_s: Floats, held_s: Floats) -> float:
-        """The last end, where operators take ``compute_s`` and hold what is worth ``held_s``."""
-        problem, g = self.problem, self.problem.graph
-        host, shares_host = host_of(problem)
-        end_s, cost_s = np.zeros_like(compute_s), compute_s + held_s
-        shared = self._shared_s(compute_s, held_s)
-        for i in range(g.num_ops):
-            begin_s = np.zeros(problem.num_devices)
-            for t in g.in_tensor[g.in_ptr[i] : g.in_ptr[i + 1]]:
-                sent_s, src = self._sent_s(t), g.tensor_src[t]
-                if src < 0:
-                    arrives_s = np.where(shares_host, 0.0, sent_s[host])
-                else:
-                    arrives_s = (end_s[src][:, None] + sent_s).min(axis=0)
-                begin_s = np.maximum(begin_s, arrives_s)
-            if i in self.regions:
-                forks, way_s = self.regions[i]
-                between_s = self._between_s(way_s, *(x[..., forks[0] : i] for x in shared))
-                after_s = end_s[forks].T[:, None] + between_s
-                begin_s = np.maximum(begin_s, after_s.min(axis=0).max(axis=1))
-            end_s[i] = begin_s + cost_s[i]
-        return float(end_s.min(axis=1).max())
-
-    def _shared_s(self, compute_s: Floats, held_s: Floats) -> tuple[Floats, Floats, Floats]:
-        """What a region has of an operator: float64 ``[1 + shares, D, N]`` twice, ``[D, N]``.
-
-        On the device; with a share of the device's seconds, and the rest of others', wherever that
-        is least; and the least seconds elsewhere.
-        """
-        can, others = np.isfinite(compute_s), max(self.problem.num_workers - 1, 1)
-        taken_s = np.where(can, compute_s, 0.0)
-        most_s = taken_s.sum() + held_s.sum()  # no region takes longer; 0 times inf is none
-        here_s, least_s = np.empty((2, 1 + len(_SHARES), *compute_s.T.shape))
-        other_s = np.empty(compute_s.T.shape)
-        for d, same in enumerate(self.same):
-            other_s[d] = np.where(can & ~same, taken_s, most_s).min(axis=1)
-            for k, share in enumerate((1.0, *_SHARES)):
-                part_s = np.where(same, share, (1 - share) / others) * taken_s + held_s
-                here_s[k, d] = np.where(can & same, part_s, most_s).min(axis=1)
-                least_s[k, d] = np.where(can, part_s, most_s).min(axis=1)
-        return here_s, least_s, other_s
-
-    def _between_s(self, way_s: Floats, here_s: Floats, least_s: Floats, other_s: Floats) -> Floats:
-        """float64 ``[D, D, F]``: from the end of each fork on until the join can begin."""
-        inside = np.isfinite(way_s)
-        (alone_s,) = _summed(here_s[:1], inside)  # [D, F], as are the next
-        around_s = way_s + self.trip_s[:, None, None] + other_s[:, None]
-        away = inside & (around_s < alone_s[..., None])
-        soonest_s = np.where(away, around_s, np.inf).min(axis=-1)
-        several_s = _summed(least_s[1:], away) + _summed(here_s[1:], inside & ~away)
-        several_s += (1 - np.array(_SHARES))[:, None, None] * self.trip_s[:, None]
-        together_s = np.minimum(alone_s, np.maximum(soonest_s, several_s.max(axis=0)))
-        any_s = _summed(least_s[1:], inside).max(axis=0)
-        apart_s = np.maximum(self.across_s, self.one_s + np.maximum(any_s[:, None], any_s))
-        return np.where(self.same[..., None], together_s, apart_s)
-
-
-def _summed(seconds: Floats, where: NDArray[np.bool_]) -> Floats:
-    """float64 ``[K, D, F]`` of ``[K, D, W]``, where it is so: ``[D, F, W]``, or alike on devices.
-
-    Not by BLAS, whose last digits depend on the processor.
-    """
-    where = np.broadcast_to(where, (seconds.shape[1], *where.shape[-2:]))
-    return np.asarray(np.einsum("kdw,dfw->kdf", seconds, where))
 
 
 _FLIGHT_WORK = 3_000_000  # numbers that are looked at for the end of a micro-batch (5 ms)
@@ -529,18 +393,14 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     alone_s = problem.compute_s.sum(axis=0).min()  # a call, at most
     if problem.num_workers > 1 and alone_s > periods * bound_s:
         bound_s = max(bound_s, _earliest_end_s(problem, _FLIGHT_WORK) / periods)
-    own_s, _, count = _equal_columns(np.where(problem.supported, problem.compute_s, np.inf))
-    edges, group, can = problem.graph.edges, problem.graph.group, np.isfinite(own_s)
-    own_s = np.where(can, own_s, 0.0)
+    own_s, _, count = alike(np.where(problem.supported, problem.compute_s, np.inf))
     if problem.cluster.streaming or own_s.size > lp_size or len(count) == 1:
         return bound_s
-    program, unit_s = Program(), own_s.sum()
-    group_s, can_all = np.zeros((2, problem.graph.num_groups, len(count)))
+    edges, group = problem.graph.edges, problem.graph.group
+    group_s = np.zeros((problem.graph.num_groups, len(count)))
     np.add.at(group_s, group, own_s)
-    can_all[group] = can
-    on, time = program.shares(can_all > 0), np.zeros(1, int)
-    for k, many in enumerate(count.tolist()):
-        program.row(0.0, (on[:, k], group_s[:, k]), (time, -many * unit_s))
+    own_s[np.isinf(own_s)] = 0.0
+    (program, on, unit_s), time = spread(group_s, count), np.zeros(1, np.intp)
     longest_s, path = _longest_path(own_s.max(axis=1), edges)
     for _ in range(_PATHS):
         if longest_s <= periods * bound_s * (1 + ROUNDING):
@@ -564,19 +424,11 @@ def _longest_path(own_s: Floats, edges: NDArray[np.integer]) -> tuple[float, NDA
     return float(end_s[last]), np.array(path)
 
 
-@loads
-def _load_cuts() -> None:
-    """Reports and plans that are shown need no compiler."""
-    from placement.simulator import cuts
-
-    cuts.load_kernel()
-
-
 def _max_load_bound_s(problem: Problem, load_s: float, prices: Floats) -> float:
     """Of a problem that asks for it also with all that is written and read."""
     if problem.objective is not Objective.MAX_LOAD or problem.max_phases > 1:
         return load_s
-    _load_cuts()
+    _load("cuts")
     from placement.simulator.cuts import cut_load_s
 
     return cut_load_s(problem, prices, load_s)
@@ -605,7 +457,7 @@ def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
     for k in range(2, min(len(s), _COUNTED * s.shape[1]) + 1):
         ends = np.sort(s[:k], axis=0).cumsum(axis=0)
         least_s = max(least_s, float(np.partition(ends, k - 1, axis=None)[k - 1]) * EXACT)
-    kinds = _equal_columns(s)[1]
+    kinds = alike(s)[1]
     column = np.argsort(kinds, kind="stable")
     rest = [*priced(s, prices)[::-1].cumsum()[::-1].tolist(), 0.0]
     kind, price, rows = kinds[column].tolist(), prices[column].tolist(), s[:, column].tolist()
@@ -622,21 +474,12 @@ def _whole_bound_s(seconds: Floats, prices: Floats, least_s: float) -> float:
                 continue
             here = [*loads[:d], loads[d] + took_s, *loads[d + 1 :]]
             least = max(here[d], spent_s + price[d] * took_s + rest[1 - put]) * EXACT
-            alike = tuple(load for _, load in sorted(zip(kind, here, strict=True)))
-            new = max(bound_s, least), put - 1, alike
+            same = tuple(load for _, load in sorted(zip(kind, here, strict=True)))
+            new = max(bound_s, least), put - 1, same
             if new not in seen:
                 seen.add(new)
                 heappush(open_, new)
     return open_[0][0]
-
-
-def balance_bound(seconds: Sequence[Sequence[float]] | Floats, lp_size: int = _LP_SIZE) -> float:
-    """Least largest load when each row of ``[G, D]`` seconds is spread over the devices.
-
-    Summed up from the ``balance_prices``, so that it holds whatever a solver's tolerance.
-    """
-    s = np.asarray(seconds, dtype=np.float64)
-    return float(priced(s, balance_prices(s, lp_size)).sum()) * EXACT
 
 
 def priced(seconds: Floats, prices: Floats) -> Floats:
@@ -656,28 +499,10 @@ def balance_prices(seconds: Floats, lp_size: int = _LP_SIZE) -> Floats:
     """
     s = np.asarray(seconds, dtype=np.float64)
     s = s[s.min(axis=1) > 0]
-    kinds, kind, count = _equal_columns(s)
+    kinds, kind, count = alike(s)
     if len(s) == 0 or len(count) == 1 or (len(count) > 2 and kinds.size > lp_size):
         return np.full(s.shape[1], 1.0 / s.shape[1])
     return (_two_prices if len(count) == 2 else _lp_prices)(kinds, count)[kind]
-
-
-def _equal_columns(s: Floats) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
-    """``np.unique(s, axis=1)`` with inverse and counts; that compares rows entry by entry."""
-    columns = np.ascontiguousarray(s.T)
-
-    def compare(a: int, b: int) -> int:
-        differs = columns[a] != columns[b]
-        at = int(differs.argmax()) if len(differs) else 0
-        if not differs[at : at + 1].any():
-            return 0
-        return -1 if columns[a, at] < columns[b, at] else 1
-
-    order = sorted(range(len(columns)), key=cmp_to_key(compare))
-    new = [i == 0 or compare(order[i - 1], d) != 0 for i, d in enumerate(order)]
-    kind = np.empty(len(columns), np.intp)
-    kind[order] = np.cumsum(new) - 1
-    return columns[np.array(order)[new]].T, kind, np.bincount(kind)
 
 
 def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
@@ -700,10 +525,6 @@ def _two_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
 
 def _lp_prices(s: Floats, count: NDArray[np.intp]) -> Floats:
     """Prices of several kinds of device, float64 ``[K]``, from the program's multipliers."""
-    can, program = np.isfinite(s), Program()
-    on, taken_s = program.shares(can), np.where(can, s, 0.0)
-    for k, many in enumerate(count.tolist()):
-        program.row(0.0, (on[:, k], taken_s[:, k]), (np.zeros(1, int), -many * taken_s.sum()))
-    prices = program.solve()[1][-len(count) :]
+    prices = spread(s, count)[0].solve()[1][-len(count) :]
     total = float(prices @ count)
     return prices / total if total > 0 else np.full(len(count), 1.0 / count.sum())

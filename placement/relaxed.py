@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.objective import Objective
 from placement.problem import Floats, Problem, host_of
 from placement.timeline import least_window
 from placement.tools.clock import loads
@@ -19,7 +21,7 @@ Terms = tuple[Columns, ArrayLike]  # columns, and what each counts
 
 
 @loads
-def _load_solver() -> None:
+def load_solver() -> None:
     """SciPy takes longer to import than a small program to solve."""
     import scipy.optimize
     import scipy.sparse  # noqa: F401
@@ -34,6 +36,7 @@ class Program:
     def __init__(self) -> None:
         self.upper, self.limit = np.ones(1), np.zeros(0)
         self.answer: Floats | None = None
+        self.status, self.nodes = "", 0
         self._entries: list[tuple[Columns, Columns, Floats]] = []
 
     def columns(self, upper: ArrayLike) -> Columns:
@@ -58,6 +61,15 @@ class Program:
         for columns, values in terms:
             a, b, c = np.broadcast_arrays(row, columns, np.asarray(values, np.float64))
             self._entries.append((a.ravel(), b.ravel(), c.ravel()))
+
+    def covered(self, x: Floats, columns: Columns, held: Floats, room: float) -> bool:
+        """Whether the whole answer ``x`` has more of ``held [K]`` than ``room``, as the solver's
+        tolerance allows: with a new row one of its columns is not 1."""
+        here = x[columns] > 0.5
+        if not is_whole(x[columns]) or held[here].sum() <= room:
+            return False
+        self.row(here.sum() - 1.0, (columns[here], 1.0))
+        return True
 
     def shares(self, can: NDArray[np.bool_]) -> Columns:
         """Columns like ``can [G, D]``, 0 where it is False; those of a row add up to 1."""
@@ -87,13 +99,16 @@ class Program:
         return float(left @ self.upper - price @ limit), price / most
 
     def whole(self, columns: Columns, seconds: float) -> float:
-        """The first column, at least, where ``columns`` are whole: as far as that is proved.
-
-        HiGHS looks at its clock now and then only.
+        """The first column, at least, where ``columns`` are whole: as far as that is proved, less
+        the solver's tolerance; ``status`` is its message. HiGHS looks
+        at its clock now and then only.
         """
         rows, limit, _ = self._scaled()
         from scipy.optimize import Bounds, LinearConstraint, milp
 
+        # With presolve HiGHS has been seen to prove more than the optimum where a billionth of the
+        # memory decides, or to end in an error; without, it is as fast on programs of these.
+        options = {"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE, "presolve": False}
         integrality = np.zeros(len(self.upper))
         integrality[columns.ravel()] = 1
         answer = milp(
@@ -101,14 +116,17 @@ class Program:
             integrality=integrality,
             bounds=Bounds(0.0, self.upper),
             constraints=LinearConstraint(rows, -np.inf, limit),
-            options={"time_limit": max(0.05, seconds), "mip_rel_gap": TOLERANCE},
+            options=options,
         )
-        self.answer = answer.x
-        return proved(answer)
+        self.answer, self.status = answer.x, answer.message
+        self.nodes += int(answer.get("mip_node_count") or 0)
+        dual = answer.get("mip_dual_bound")
+        known = dual is not None and np.isfinite(dual)
+        return max(0.0, float(dual) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
 
     def _scaled(self) -> tuple[Any, Floats, Floats]:
         """Rows, sparse, and their limits over the largest number of each; these ``[R]``."""
-        _load_solver()
+        load_solver()
         from scipy.sparse import csr_array
 
         row, column, value = map(np.concatenate, zip(*self._entries, strict=True))
@@ -128,11 +146,9 @@ class Program:
         return sum(len(value) for _, _, value in self._entries)
 
 
-def proved(answer: Any) -> float:
-    """What HiGHS says of a program of whole numbers, less its tolerance; 0: nothing."""
-    dual = answer.get("mip_dual_bound")
-    known = dual is not None and np.isfinite(dual)
-    return max(0.0, float(dual) * (1 - TOLERANCE) - TOLERANCE) if known else 0.0
+def is_whole(x: Floats) -> bool:
+    """Up to the solver's tolerance."""
+    return bool((np.abs(x - np.rint(x)) <= 10 * TOLERANCE).all())
 
 
 def tighten(
@@ -142,15 +158,23 @@ def tighten(
     seconds_left: Callable[[], float] = lambda: np.inf,
 ) -> float:
     """The first column, at least, with all rows that ``more`` adds to its answers; ``work``:
-    numbers in all programs that are solved, the last of them finished."""
-    least = 0.0
+    numbers in all programs that are solved, the last of them finished. Two rounds in a row that
+    raise it by little are the last."""
+    least, slow = 0.0, 0
     while True:
-        least, work = max(least, program.solve(seconds_left())[0]), work - program.size
-        if work <= 0 or program.answer is None or not more(program.answer):
+        before, least = least, max(least, program.solve(seconds_left())[0])
+        work, slow = work - program.size, slow + 1 if least < before * (1 + _SLOW) else 0
+        if work <= 0 or slow == 2 or program.answer is None or not more(program.answer):
             return least
 
 
-_CALL_WORK, _PIECES_WORK = 20_000, 40_000  # numbers in all programs that are solved
+_SLOW = 1e-3
+_NEAR = 0.985
+_CALL_WORK, _APART_WORK, _PIECES_WORK = (
+    20_000,
+    60_000,
+    160_000,
+)  # numbers in all programs that are solved
 _PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
 _COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
 MOST_GROUPS = 1_500  # of pieces: each two of them have a distance
@@ -251,6 +275,7 @@ class _Placed:
         ]
         can = np.isfinite(problem.group_compute_s)
         self.on = self.program.shares(can)
+        self.held: list[Any] = []  # of each memory: columns, their bytes, and its own
         self._hold()
         self.alone_s, self.loaded_s = (
             np.where(problem.supported, s, 0.0) for s in (problem.compute_s, problem.loaded_s)
@@ -277,8 +302,11 @@ class _Placed:
                 terms.append((buffer, 2.0 * most))
             if d == host_of(problem)[0]:
                 terms += [(on[:, s], held) for s in self.streaming]
-            if sum(np.sum(values) for _, values in terms) > problem.memory_bytes[d]:
-                self.program.row(float(problem.memory_bytes[d]), *terms)
+            room = float(problem.memory_bytes[d])
+            if sum(np.sum(values) for _, values in terms) > room:
+                self.program.row(room, *terms)
+                placed = [(c, v) for c, v in terms if c.shape == held.shape]
+                self.held.append((*map(np.concatenate, zip(*placed, strict=True)), room))
 
     def _cross(self) -> None:
         """Columns for all that crosses between devices, by reading group, and once for all.
@@ -338,18 +366,34 @@ class _Placed:
         self.handed[1 - k].append((sent, kept_s[which]))
 
 
+def alike(columns: Floats) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
+    """``[R, K]`` of ``columns [R, D]``: one of those that are equal, as they first come; the number
+    ``[D]`` of each, and how many there are ``[K]``."""
+    number: dict[bytes, int] = {}
+    kind = np.array([number.setdefault(c.tobytes(), len(number)) for c in columns.T.copy()])
+    return columns[:, np.unique(kind, return_index=True)[1]], kind, np.bincount(kind)
+
+
+def spread(seconds: Floats, count: NDArray[np.integer]) -> tuple[Program, Columns, float]:
+    """A program of the largest load, its shares of rows of ``seconds [G, K]``, and its unit;
+    ``count [K]``: devices of each kind."""
+    can, program = np.isfinite(seconds), Program()
+    on, taken_s = program.shares(can), np.where(can, seconds, 0.0)
+    for k, many in enumerate(count.tolist()):
+        time = np.zeros(1, np.intp), -many * taken_s.sum()
+        program.row(0.0, (on[:, k], taken_s[:, k]), time)
+    return program, on, float(taken_s.sum())
+
+
 def balanced(seconds: Floats) -> NDArray[np.intp]:
     """A device ``[G]`` for each row of ``seconds [G, D]``: loads are about as even as can be.
 
     In fractions they are, and fewer rows than there are devices are split. Of these the heaviest is
     first, each where the load is then least.
     """
-    can, program = np.isfinite(seconds), Program()
-    on, taken_s = program.shares(can), np.where(can, seconds, 0.0)
-    for d in range(seconds.shape[1]):
-        program.row(0.0, (on[:, d], taken_s[:, d]), (np.zeros(1, int), -taken_s.sum()))
+    program, on, _ = spread(seconds, np.ones(seconds.shape[1], int))
     program.solve()
-    share = np.where(can, program.found[on], -1.0)
+    share = np.where(np.isfinite(seconds), program.found[on], -1.0)
     device, split = share.argmax(axis=1), share.max(axis=1) < 1.0 - 1e-6
     load_s = np.bincount(device[~split], seconds[~split, device[~split]], seconds.shape[1])
     for g in np.flatnonzero(split)[np.argsort(-seconds[split].min(axis=1), kind="stable")]:
@@ -490,9 +534,13 @@ class Pieces:
         apart = np.maximum(x[columns], 0.0)
         ways = csr_array((apart + self.least, (self.tails, self.heads)), shape=self.without.shape)
         self.far, self.before = dijkstra(ways, return_predecessors=True)
-        with_it = np.maximum(on[:, None] - self.far, 0.0)
+        with_it, least = np.maximum(on[:, None] - self.far, 0.0), _LEAST
+        if is_whole(x[self.whole]):
+            with_it, least = np.rint(with_it), 0.0
         rows = len(self.program.limit)
-        self._memory(on, with_it)
+        room_bytes = float(self.problem.memory_bytes[~self.pool].astype(np.float64).sum())
+        self.program.covered(x, self.on, self.own_bytes, room_bytes)
+        self._memory(with_it, least * self.memory_bytes)
         for k in np.flatnonzero(apart > self.far[self.tails, self.heads] + _LEAST):
             way = self._tree(self.tails[k], self.heads[k : k + 1], np.ones(1))
             self.program.row(0.0, (columns[k : k + 1], 1.0), (way[0], -way[1]))
@@ -510,13 +558,13 @@ class Pieces:
         near = near[(total[near] > 0) & (near != root)]
         return self.without[self.before[root, near], near], total[near]
 
-    def _memory(self, on: Floats, with_it: Floats) -> None:
+    def _memory(self, with_it: Floats, least: float) -> None:
         """Of what is nearest, as little as does not fit."""
-        room = self.memory_bytes
+        room, on = self.memory_bytes, with_it.diagonal()
         lacking = (with_it * self.own_bytes).sum(axis=1) - room * on
         covered = np.zeros(len(on))
         for root in np.argsort(-lacking, kind="stable"):
-            if lacking[root] <= _LEAST * room:
+            if lacking[root] <= least:
                 break
             if covered[root] >= _COVERED:
                 continue
@@ -571,10 +619,11 @@ def pieces_s(problem: Problem) -> float:
     """The piecewise latency, at least: 0 where a program would take more than a moment."""
     if problem.graph.num_groups > MOST_GROUPS:
         return 0.0
-    pieces = Pieces(problem)
-    if pieces.program.size > _PIECES_WORK / 2:
+    pieces, asked = Pieces(problem), problem.objective is Objective.PIECEWISE_LATENCY
+    if pieces.program.size > _PIECES_WORK / 8:
         return 0.0
-    return tighten(pieces.program, pieces.tighten, _PIECES_WORK) * pieces.unit_s * EXACT
+    work = _PIECES_WORK if asked else _PIECES_WORK / 4
+    return tighten(pieces.program, pieces.tighten, work) * pieces.unit_s * EXACT
 
 
 class Call:
@@ -590,6 +639,7 @@ class Call:
         g, self.problem, placed = problem.graph, problem, _Placed(problem, True, known_s=unit_s)
         self.program, self.unit_s, self.whole = placed.program, placed.unit_s, placed.on
         self.alone_s, self.sides, self.regions = placed.alone_s, placed.sides, Regions(problem)
+        self.held = placed.held
         program, on, every = placed.program, placed.on, np.arange(g.num_ops)
         none = np.zeros(g.num_ops)
         self.end = end = program.columns(none + 1)
@@ -611,8 +661,9 @@ class Call:
 
     def tighten(self, x: Floats) -> bool:
         """Add rows of what the answer ``x`` does not obey: between a fork and a join what is on
-        one device runs one after another. False: it obeys all."""
-        n, group, found = self.problem.num_ops, self.problem.graph.group, False
+        one device runs one after another, and has room. False: it obeys all."""
+        n, group = self.problem.num_ops, self.problem.graph.group
+        disobeys = any([self.program.covered(x, *held) for held in self.held])
         seconds = x[self.whole][group] * self.alone_s / self.unit_s
         for here in self.sides:
             taken, own = seconds[:, here].sum(axis=1), seconds.sum(axis=1)
@@ -622,18 +673,46 @@ class Call:
                 terms += [(self.end[[fork]], self.unit_s)] if fork >= 0 else []
                 until = self.end[[join]] if join < n else np.zeros(1, np.intp)
                 self.program.row(0.0, *terms, (until, -self.unit_s))
-                found = True
-        return found
+                disobeys = True
+        return disobeys
+
+    def apart(self, least: float, work: float) -> float:
+        """The first column, at least, from ``least`` up, where some groups are on one device each.
+
+        Of those that are in parts the one with most tensors is put wherever it can be; what can
+        become least is looked at first. ``work``: numbers in all programs that are solved.
+        """
+        program, g, number = self.program, self.problem.graph, 0
+        ends = np.append(g.use_dst, g.tensor_src[g.tensor_src >= 0])
+        many = np.bincount(g.group[ends], minlength=g.num_groups)
+        open_ = [(least, number, every := program.upper, program.found[self.whole])]
+        while work > 0:
+            least, _, upper, on = open_[0]
+            group = int(((1 - on.max(axis=1)) * many).argmax())
+            if on[group].max() > 1 - TOLERANCE or not on.any():
+                break
+            heappop(open_)
+            for device in np.flatnonzero(upper[self.whole[group]]):
+                program.upper = upper.copy()
+                program.upper[self.whole[group]] = np.arange(on.shape[1]) == device
+                more, number, work = program.solve()[0], number + 1, work - program.size
+                shares = program.found[self.whole]  # 0: this cannot be, or the solver failed
+                heappush(open_, (max(least, more), number, program.upper, shares))
+        program.upper = every
+        return open_[0][0]
 
     def choice(self, x: Floats) -> NDArray[np.int32]:
         """The device of each group, int32 ``[G]``, where ``x`` has whole numbers."""
         return x[self.whole].argmax(axis=1).astype(np.int32)
 
 
-def call_s(problem: Problem, work: float = _CALL_WORK) -> float:
-    """A call, at least; ``work``: numbers in all programs that are solved."""
+def call_s(problem: Problem, known_s: float = 0.0) -> float:
+    """A call, at least. Of groups in parts little is asked where more is ``known_s`` by far."""
     call = Call(problem)
-    return tighten(call.program, call.tighten, work) * call.unit_s * EXACT
+    least = tighten(call.program, call.tighten, _CALL_WORK)
+    if least * call.unit_s > _NEAR * known_s and call.program.answer is not None:
+        least = call.apart(least, _APART_WORK)
+    return least * call.unit_s * EXACT
 
 
 def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0) -> float:

@@ -104,7 +104,8 @@ def test_no_call_is_shorter(seed: int) -> None:
     for unit_s in (None, best_s * (1 + 1e-6)):
         call = Call(problem, unit_s)
         most_s = best_s / call.unit_s * (1 + 1e-9)
-        assert tighten(call.program, call.tighten, np.inf) <= most_s
+        assert (least := tighten(call.program, call.tighten, np.inf)) <= most_s
+        assert least <= call.apart(least, 20_000) <= most_s
         assert call.program.whole(call.whole, 9.0) <= most_s
 
 

@@ -19,6 +19,7 @@ from placement.graph import OpGraph, components, topological_order
 from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.profile import Profile
+from placement.relaxed import alike
 from placement.search import ideal_kernels
 from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
 from placement.simulator import score
@@ -387,11 +388,9 @@ def _num_sets(count: NDArray[np.int64]) -> int:
 def _kinds(problem: Problem, b: Blocks, max_states: int) -> _Kinds:
     """Raises: PlannerError, before any work, where they make more sets than ``max_states``."""
     about = np.concatenate([b.compute_s, b.io_s, problem.memory_bytes[None].astype(np.float64)])
-    members: dict[bytes, list[int]] = {}
-    for d in range(problem.num_devices):
-        members.setdefault(about[:, d].tobytes(), []).append(d)
-    first = [group[0] for group in members.values()]
-    count = np.array([len(group) for group in members.values()], np.int64)
+    _, kind, count = alike(about)
+    members = [np.flatnonzero(kind == k).tolist() for k in range(len(count))]
+    first = [group[0] for group in members]
     if _num_sets(count) > max_states:
         raise PlannerError(
             f"{len(count)} kinds of devices make {_num_sets(count)} sets of devices, more than "
@@ -404,7 +403,7 @@ def _kinds(problem: Problem, b: Blocks, max_states: int) -> _Kinds:
     work = priced(alone, prices)
     floor_s = max(float(alone.min(axis=1).max()), float(work.sum())) * (1 - 1e-12)
     return _Kinds(
-        members=list(members.values()),
+        members=members,
         count=count,
         step=np.array([min(s, 2**62) for s in step], np.int64),
         memory_bytes=problem.memory_bytes[first],

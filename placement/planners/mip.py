@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.problem import Floats, Planner, Problem, Solution
-from placement.relaxed import EXACT, MOST_GROUPS, TOLERANCE, Call, Pieces, proved, tighten
+from placement.relaxed import EXACT, MOST_GROUPS, TOLERANCE, Call, Pieces, Program, tighten
 from placement.search import exact
 from placement.search.evaluation import Search
-
-_READING = 6.0  # HiGHS looks at its clock after so many times the seconds of writing it a program
 
 
 @dataclass(frozen=True)
@@ -55,50 +53,15 @@ class Mip:
 
     def __call__(self, problem: Problem) -> Solution:
         """The best split within the time."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
         search = Search(problem, self.seconds)
         if (program := self._program(problem)) is not None:
             return self._promised(program, search)
         split = exact.begin(search, self.start, self.contiguous, self.seconds)
         stages = exact.stages(problem, self.contiguous, search, split)
-        known = stages.start is not None and stages.upper_s > 0
-        unit_s = stages.upper_s if known else exact.largest_s(stages)
-        try:
-            check = exact.writing(search, _READING)
-            rows, x, kind = _stages(problem, stages, unit_s, check)
-            check()
-        except exact.OutOfTime:
-            return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, nodes=0)
-        # SciPy cannot hand HiGHS a placement; at least it need not look for a worse one.
-        rows.upper[0] = 1.0 + TOLERANCE if known else np.inf
-        size = (len(rows.low), len(rows.upper))
-        answer = milp(
-            np.eye(1, size[1])[0],
-            integrality=np.append(0, np.ones(size[1] - 1)),
-            bounds=Bounds(0.0, rows.upper),
-            constraints=LinearConstraint(
-                csr_array((rows.value, rows.index, rows.start), shape=size), rows.low, rows.high
-            ),
-            options={
-                "time_limit": max(0.05, self.seconds - search.seconds),
-                "mip_rel_gap": TOLERANCE,
-            },
-        )
-        if answer.x is not None:
-            stage = np.where(x >= 0, answer.x[x], -1.0).argmax(axis=1)
-            search.consider(
-                stages.choice(problem, stage, answer.x[kind].argmax(axis=1).tolist()), 1
-            )
-        bound_s = proved(answer) * unit_s
-        return exact.finish(
-            search,
-            self.contiguous,
-            bound_s,
-            status=answer.message,
-            nodes=int(answer.get("mip_node_count") or 0),
-        )
+        splits = _Splits(problem, stages)
+        bound_s = self._whole(splits, search, 0.0) * splits.unit_s
+        status, nodes = splits.program.status or exact.UNWRITTEN, splits.program.nodes
+        return exact.finish(search, self.contiguous, bound_s, status=status, nodes=nodes)
 
     def _program(self, problem: Problem) -> type[Call | Pieces] | None:
         if self.contiguous:
@@ -118,113 +81,110 @@ class Mip:
             return search.seconds_left > self.seconds / 2 and promise.tighten(x)
 
         least = tighten(rows, more, np.inf, lambda: search.seconds_left)
-        before = np.zeros(0)
-        while rows.answer is not None and search.seconds_left > 0:
-            least = max(least, rows.whole(promise.whole, search.seconds_left))
-            if rows.answer is None:
-                break
-            search.consider(promise.choice(rows.answer), 1)
-            # Up to its tolerance the solver may obey rows that were added.
-            if np.array_equal(rows.answer, before) or not promise.tighten(rows.answer):
-                break
-            before = rows.answer
+        if rows.answer is not None:
+            least = self._whole(promise, search, least)
         proved_s = least * promise.unit_s * EXACT
         bound_s = max(bound_s, min(proved_s, search.best_s))
         return search.solution(bound_s, solved=str(search.problem.objective))
 
-
-class _Rows:
-    """A program that is written row by row; column 0 is the load that is minimised."""
-
-    def __init__(self) -> None:
-        self.upper: list[float] = [np.inf]
-        self.low: list[float] = []
-        self.high: list[float] = []
-        self.start: list[int] = [0]
-        self.index: list[int] = []
-        self.value: list[float] = []
-
-    def binary(self) -> int:
-        """A new column."""
-        self.upper.append(1.0)
-        return len(self.upper) - 1
-
-    def row(self, low: float, high: float, terms: list[tuple[int, float]]) -> None:
-        """``low <= sum(value * column) <= high``; columns -1 are 0."""
-        total: dict[int, float] = {}
-        for column, value in terms:
-            if column >= 0 and value:
-                total[column] = total.get(column, 0.0) + value
-        self.index += total.keys()
-        self.value += total.values()
-        self.start.append(len(self.index))
-        self.low.append(low)
-        self.high.append(high)
+    def _whole(self, program: Call | Pieces | _Splits, search: Search, least: float) -> float:
+        """The first column, at least, in whole numbers, whose placements are scored."""
+        rows, before = program.program, np.zeros(0)
+        while search.seconds_left > 0:
+            least = max(least, rows.whole(program.whole, search.seconds_left))
+            # Up to its tolerance the solver may obey rows that were added.
+            if rows.answer is None or np.array_equal(rows.answer, before):
+                break
+            search.consider(program.choice(rows.answer), 1)
+            if not program.tighten(rows.answer):
+                break
+            before = rows.answer
+        return least
 
 
-def _stages(
-    problem: Problem, stages: exact.Stages, unit_s: float, check: Callable[[], None]
-) -> tuple[_Rows, np.ndarray, np.ndarray]:
-    """The program, columns ``x [I, S]`` of blocks on stages (-1: not there), ``kind [S, K]``."""
-    blocks, num_stages = stages.costs, problem.num_devices
-    rows = _Rows()
-    rank = np.argsort(exact.by_weight(blocks))
-    x = np.full((blocks.num_blocks, num_stages), -1)
-    for i in range(blocks.num_blocks):
-        check()
-        for c in range(num_stages):
-            if stages.may_run(i, int(rank[i]), c):
-                x[i, c] = rows.binary()
-        rows.row(1, 1, [(column, 1.0) for column in x[i]])
-    kind = np.array([[rows.binary() for _ in stages.kinds] for _ in range(num_stages)])
-    for c in range(num_stages):
-        rows.row(1, 1, [(column, 1.0) for column in kind[c]])
-        if stages.kind is not None:
-            rows.row(1, 1, [(kind[c, stages.kind[c]], 1.0)])
-    if stages.kind is None:
-        for k, members in enumerate(stages.kinds):
-            rows.row(len(members), len(members), [(column, 1.0) for column in kind[:, k]])
-        up = np.array(
-            [[rows.binary() for _ in range(num_stages)] for _ in range(blocks.num_blocks)]
-        )
-        for i in range(blocks.num_blocks):
-            check()
-            rows.row(1, 1, [(up[i, -1], 1.0)])
-            for c in range(num_stages):
-                before = up[i, c - 1] if c else -1
-                rows.row(0, 0, [(up[i, c], 1.0), (before, -1.0), (x[i, c], -1.0)])
-        for first, then in stages.edges:
-            check()
-            for c in range(num_stages):
-                rows.row(0, np.inf, [(up[first, c], 1.0), (up[then, c], -1.0)])
-    for c in range(num_stages):
-        paid = []
-        for t in stages.paid_on(c):
-            check()
-            pays = rows.binary()
-            paid.append((pays, t))
-            here = x[blocks.src[t], c] if blocks.src[t] >= 0 else -1
-            for u in blocks.use_dst[blocks.use_ptr[t] : blocks.use_ptr[t + 1]]:
-                rows.row(0, np.inf, [(pays, 1.0), (x[u, c], -1.0), (here, 1.0)])
-                rows.row(0, np.inf, [(pays, 1.0), (x[u, c], 1.0), (here, -1.0)])
-        held = [(x[i, c], float(blocks.own_bytes[i])) for i in range(blocks.num_blocks)]
-        for q, size in enumerate(blocks.tied_bytes):
-            holds = rows.binary()
-            held.append((holds, float(size)))
-            for i in blocks.tied_dst[blocks.tied_ptr[q] : blocks.tied_ptr[q + 1]]:
-                rows.row(0, np.inf, [(holds, 1.0), (x[i, c], -1.0)])
-        for k in range(len(stages.kinds)) if stages.kind is None else [int(stages.kind[c])]:
-            d = stages.kinds[k][0]
-            runs = np.isfinite(blocks.compute_s[:, d])
-            used = [(x[i, c], blocks.compute_s[i, d] / unit_s) for i in np.flatnonzero(runs)]
-            used += [(pays, blocks.io_s[t, d] / unit_s) for pays, t in paid]
-            most = sum(value for _, value in used)  # the row is off where the kind is another
-            rows.row(-np.inf, most, [(0, -1.0), (kind[c, k], most), *used])
-            capacity, total = float(problem.memory_bytes[d]), sum(v for _, v in held)
-            if total > capacity:
-                share = [(column, size / capacity) for column, size in held]
-                off = total / capacity - 1.0
-                rows.row(-np.inf, 1.0 + off, [(kind[c, k], off), *share])
-            for i in np.flatnonzero(~runs).tolist():
-                rows.row(-np.inf, 1, [(x[i, c], 1.0), (kind[c, k], 1.0)])
-    return rows, x, kind
+class _Splits:
+    """A program of the largest load: blocks on stages, and for each tensor where it is paid.
+
+    Attributes:
+        program, unit_s: rows and columns, and what the first column counts time in.
+        whole: columns that are whole numbers in every split.
+    """
+
+    def __init__(self, problem: Problem, stages: exact.Stages) -> None:
+        self.problem, self.stages, self.program = problem, stages, Program()
+        blocks, program, many = stages.costs, self.program, problem.num_devices
+        known = stages.start is not None and stages.upper_s > 0
+        self.unit_s = stages.upper_s if known else exact.largest_s(stages)
+        # SciPy cannot hand HiGHS a placement; at least it need not look for a worse one.
+        program.upper[0] = 1.0 + TOLERANCE if known else np.inf
+        rank = np.argsort(exact.by_weight(blocks))
+        may = [[stages.may_run(i, int(r), c) for c in range(many)] for i, r in enumerate(rank)]
+        self.x = x = program.shares(np.array(may))
+        self.kind = kind = program.shares(np.ones((many, len(stages.kinds)), bool))
+        if stages.kind is None:
+            self._in_order()
+        else:
+            program.upper[kind] = stages.kind[:, None] == np.arange(len(stages.kinds))
+        which = np.repeat(np.arange(len(blocks.src)), np.diff(blocks.use_ptr))
+        self.tied = np.repeat(np.arange(len(blocks.tied_bytes)), np.diff(blocks.tied_ptr))
+        held = blocks.own_bytes.astype(np.float64)
+        for c in range(many):
+            paid = np.zeros(len(blocks.src), bool)
+            paid[stages.paid_on(c)] = True
+            pays = program.columns(paid)
+            used = paid[which]
+            src, none = blocks.src[which[used]], np.zeros(used.sum())
+            for sign in (1.0, -1.0):
+                there, here = (x[blocks.use_dst[used], c], sign), (x[src, c], -sign * (src >= 0))
+                program.rows(none, there, here, (pays[which[used]], -1.0))
+            holds = program.columns(np.ones(len(blocks.tied_bytes)))
+            reads = x[blocks.tied_dst, c], 1.0
+            program.rows(np.zeros(len(self.tied)), reads, (holds[self.tied], -1.0))
+            own = [(x[:, c], held), (holds, blocks.tied_bytes.astype(np.float64))]
+            for k in range(len(stages.kinds)) if stages.kind is None else [int(stages.kind[c])]:
+                d = stages.kinds[k][0]
+                runs, on = np.isfinite(blocks.compute_s[:, d]), kind[c, [k]]
+                seconds = np.where(runs, blocks.compute_s[:, d], 0.0) / self.unit_s
+                io = blocks.io_s[:, d] * paid / self.unit_s
+                most = seconds.sum() + io.sum()  # the row is off where the kind is another
+                time = np.zeros(1, np.intp), -1.0
+                program.row(most, (x[:, c], seconds), (pays, io), (on, most), time)
+                room = float(problem.memory_bytes[d])
+                total = held.sum() + blocks.tied_bytes.sum()
+                if total > room:
+                    program.row(total, *own, (on, total - room))
+                cannot = np.flatnonzero(~runs)
+                program.rows(np.ones(len(cannot)), (x[cannot, c], 1.0), (on, 1.0))
+        self.whole = np.arange(1, len(program.upper))
+
+    def _in_order(self) -> None:
+        """Kinds of stages are open, as many as there are devices, and no block is too early."""
+        program, blocks, many = self.program, self.stages.costs.num_blocks, len(self.kind)
+        up = program.columns(np.ones(blocks * many)).reshape(blocks, many)  # there, or before
+        first, then = np.array(sorted(self.stages.edges), np.intp).reshape(-1, 2).T
+        for sign in (1.0, -1.0):
+            for k, members in enumerate(self.stages.kinds):
+                program.row(sign * len(members), (self.kind[:, k], sign))
+            for c in range(many):
+                before = [(up[:, c - 1], -sign)] if c else []
+                program.rows(np.zeros(blocks), (up[:, c], sign), (self.x[:, c], -sign), *before)
+        for c in range(many):
+            program.rows(np.zeros(len(then)), (up[then, c], 1.0), (up[first, c], -1.0))
+
+    def tighten(self, x: Floats) -> bool:
+        """Add rows of what does not fit together, which the solver may put there within its
+        tolerance. False: everything fits."""
+        blocks, fits = self.stages.costs, True
+        for c, k in enumerate(x[self.kind].argmax(axis=1).tolist()):
+            here = x[self.x[:, c]] > 0.5
+            tied = np.unique(self.tied[here[blocks.tied_dst]])
+            held = blocks.own_bytes[here].sum() + blocks.tied_bytes[tied].sum()
+            if held > self.problem.memory_bytes[self.stages.kinds[k][0]]:
+                self.program.row(here.sum(), (self.x[here, c], 1.0), (self.kind[c, [k]], 1.0))
+                fits = False
+        return not fits
+
+    def choice(self, x: Floats) -> NDArray[np.int32]:
+        """The device of each group, int32 ``[G]``."""
+        stage, kind = x[self.x].argmax(axis=1), x[self.kind].argmax(axis=1)
+        return self.stages.choice(self.problem, stage, kind.tolist())

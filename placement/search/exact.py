@@ -15,6 +15,7 @@ from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.ideal_dp import Edges, contract
 from placement.problem import Planner, Problem, Solution
+from placement.relaxed import alike
 from placement.search.evaluation import Search
 from placement.simulator.analytic import device_loads
 from placement.simulator.analytic_kernels import Blocks, blocks
@@ -92,13 +93,8 @@ def stages(problem: Problem, contiguous: bool, search: Search, split: Ints) -> S
     about = np.concatenate(
         [costs.compute_s, costs.io_s, problem.memory_bytes[None].astype(np.float64)]
     )
-    members: dict[bytes, list[int]] = {}
-    for d in range(problem.num_devices):
-        members.setdefault(about[:, d].tobytes(), []).append(d)
-    kinds = list(members.values())
-    kind = np.zeros(problem.num_devices, np.int32)
-    for k, devices in enumerate(kinds):
-        kind[devices] = k
+    kind = alike(about)[1].astype(np.int32)
+    kinds = [np.flatnonzero(kind == k).tolist() for k in range(int(kind.max()) + 1)]
 
     placement = split[problem.graph.group]
     upper_s = float(device_loads(problem, placement).max())

@@ -23,24 +23,11 @@ Array = NDArray[Any]
 
 @allocating
 def _grown(a, size):
-    """A copy of ``a`` with room for ``size`` numbers, or ``a`` if it has it."""
+    """A copy of ``a`` with room for ``size`` numbers or rows, or ``a`` if it has it."""
     if size <= len(a):
         return a
-    more = np.empty(max(size, 2 * len(a)), a.dtype)
-    for i in range(len(a)):
-        more[i] = a[i]
-    return more
-
-
-@allocating
-def _grown_rows(a, size):
-    """The same of rows."""
-    if size <= len(a):
-        return a
-    more = np.empty((max(size, 2 * len(a)), a.shape[1]), a.dtype)
-    for i in range(len(a)):
-        for j in range(a.shape[1]):
-            more[i, j] = a[i, j]
+    more = np.empty((max(size, 2 * len(a)), *a.shape[1:]), a.dtype)
+    more[: len(a)] = a
     return more
 
 
@@ -133,11 +120,11 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                         at -= 1
                     frontier[at] = v
                     size += 1
-        spans = _grown_rows(spans, i + 1)
+        spans = _grown(spans, i + 1)
         spans[i, 0] = num_links
         spans[i, 1] = num_links + size
         spans[i, 2] = frontier[size - 1] if size else -1
-        links = _grown_rows(links, num_links + size)
+        links = _grown(links, num_links + size)
         for k in range(size):
             v = frontier[k]
             word = v >> 6
@@ -154,7 +141,7 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
                     return 0, bits, spans, links, origin, added
                 ideal = count
                 count += 1
-                bits = _grown_rows(bits, count)
+                bits = _grown(bits, count)
                 hashes = _grown(hashes, count)
                 origin = _grown(origin, count)
                 added = _grown(added, count)

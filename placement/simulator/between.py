@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.problem import Problem, host_of
+from placement.problem import Floats, Problem, host_of
 from placement.relaxed import EXACT
 from placement.tools.jit import Struct, array, kernel
 
 Array = NDArray[Any]
 
 _FORKS = 8  # before a join, of those that not every way to it leads over
-WORK = 250_000_000  # numbers that are looked at at most (0.3 s)
 _PRICED = 24  # times that prices are set anew
 _STEP, _NEAR = 1e-3, 1e-4  # of a time: by which it must grow at once, to which it is known
 _SURE = 1e-11  # of seconds, by which they must be too many
@@ -278,21 +277,22 @@ def load_kernel() -> None:
     )  # fmt: skip
 
 
-def earliest_end_s(problem: Problem, work: int | None = None) -> float:
+def earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:
     """A latency that is no more than that of any placement, with all transfers.
 
     Operators begin when what they read can be there, from wherever it is made. What is between a
     fork and a join has time on each device from when it can be there to when it must be sent: for
     each device of the fork and of the join less than it takes is too little. Where every way leads
     over the fork, nothing before it is looked at. ``work``: numbers that are looked at at most; the
-    more, the larger it may be (None: ``WORK``).
+    more, the larger it may be (0: paths). ``seconds [N, D]``: of operators, if not the problem's.
     """
     g, n = problem.graph, problem.num_ops
     own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
     own_s = np.zeros((n + 1, len(own)))
-    can_s = np.where(problem.supported, problem.compute_s, np.inf)
+    if seconds is None:
+        seconds = np.where(problem.supported, problem.compute_s, np.inf)
     for k, d in enumerate(own):
-        own_s[:n, k] = can_s[:, problem.worker == d].min(axis=1)
+        own_s[:n, k] = seconds[:, problem.worker == d].min(axis=1)
     (host, shares_host), measured_s = host_of(problem), problem.profile.transfer_s
     ends = np.ix_(own, own)
     if measured_s is None:
@@ -323,6 +323,6 @@ def earliest_end_s(problem: Problem, work: int | None = None) -> float:
         start=start,
         group=g.group.astype(np.int64),
         price=np.full(len(own), 1 / len(own)),
-        most=WORK if work is None else work,
+        most=work,
     )
     return float(_end(net)) * EXACT

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Floats, Problem
-from placement.relaxed import EXACT
+from placement.relaxed import EXACT, alike
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools.jit import Struct, array, kernel
 
@@ -169,8 +169,8 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     room_bytes = problem.memory_bytes.astype(np.float64)
     room_bytes[problem.cluster.streaming] = np.inf  # the host holds them
     facts = np.concatenate([b.compute_s, b.io_s, room_bytes[None]])
-    first: dict[bytes, int] = {}  # device of each kind
-    kind = [first.setdefault(facts[:, d].tobytes(), d) for d in range(devices)]
+    kinds = alike(facts)[1]
+    kind: list[int] = np.unique(kinds, return_index=True)[1][kinds].tolist()  # the first of each
     alone = {k: net.nothing(b.compute_s[:, k], b.io_s[:, k]) for k in set(kind)}
     spent = {k: net.nothing(above[:, k], prices[k] * b.io_s[:, k]) for k in set(kind)}
     none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
@@ -196,11 +196,11 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
         for d in range(devices):
             here = np.append(device, d)
             members = [order[: 1 - put][here == e] for e in range(devices)]
-            alike = kind[d], d if len(members[d]) > 1 else -1
+            same = kind[d], d if len(members[d]) > 1 else -1
             full = b.own_bytes[members[d]].sum() > room_bytes[d]
-            if not can[group, d] or full or alike in tried:
+            if not can[group, d] or full or same in tried:
                 continue
-            tried.add(alike)
+            tried.add(same)
             new, loads_s, spent_s = [], bound_s, all_s
             for e in range(devices):
                 others = order[: 1 - put][here != e]

@@ -149,18 +149,28 @@ def test_the_same_seed_gives_the_same(name: str) -> None:
     assert np.array_equal(a.placement, b.placement) and a.lower_bound_s == b.lower_bound_s
 
 
-@pytest.mark.parametrize(
-    ("name", "objective"),
-    [("cp_sat", "max_load"), ("cp_sat", "piecewise_latency"), ("mip", "max_load")],
-)
+@pytest.mark.parametrize("objective", ["max_load", "latency", "piecewise_latency"])
+def test_a_byte_too_many_does_not_fit(objective: Objective) -> None:
+    """Within its tolerance HiGHS has both operators, 1 s each, where there is room but for a byte.
+
+    So one of them is on the other device, where it takes 9 s, after or beside the other.
+    """
+    facts = {"param_bytes": 10**9, "memory_bytes": [2 * 10**9 - 1, 10**12]}
+    problem = make([[1, 9]] * 2, [(0, 1)], device={"kind": ["other", "cpu"]}, **facts)
+    solution = exact("mip")(problem.with_objective(objective))
+    assert solution.value_s == pytest.approx(9 + (objective != "max_load"))
+    assert solution.lower_bound_s == pytest.approx(solution.value_s, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency"])
 def test_a_program_there_is_no_time_for_is_not_written(
-    name: str, objective: Objective, monkeypatch: pytest.MonkeyPatch
+    objective: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = small(0).with_objective(objective)
     start = load("single_device")(problem)
     clock = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    solution = exact(name, seconds=8, start="single_device")(problem)
+    solution = exact("cp_sat", seconds=8, start="single_device")(problem)
     # Every look at the clock takes a second: one at each block of the program would be too many.
     assert "too few to write" in solution.stats["status"]
     assert solution.value_s == start.value_s

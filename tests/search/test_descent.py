@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.bounds import balance_bound, lower_bound
+from placement.bounds import balance_prices, lower_bound, priced
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
@@ -174,4 +174,5 @@ def test_balanced_loads_are_those_of_fractions_and_one_row_more(seed: int) -> No
     load_s = np.bincount(device, rows, devices)
     split = np.sort(np.where(np.isfinite(seconds), seconds, 0.0).max(axis=1))[-devices + 1 :]
     most_s = split.sum() if devices > 1 else 0.0
-    assert load_s.max() <= balance_bound(seconds) * (1 + 1e-9) + most_s
+    least_s = priced(seconds, balance_prices(seconds)).sum()
+    assert load_s.max() <= least_s * (1 + 1e-9) + most_s
