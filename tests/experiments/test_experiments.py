@@ -551,7 +551,7 @@ def test_baselines_from_the_command_line(
 ) -> None:
     bad = ",".join(f"{HERE}:{kind}" for kind in ("Refuses", "Dies", "FallsBack"))
     words = ["dnn_partitioning/*", "moirai/tiny*", "pipedream/*", "--data", str(data), *places]
-    words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.3", "--seeds", "2"]
+    words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.1", "--seeds", "2"]
     assert baselines.main(words) == 0
     out = tmp_path / "out"
     rows = rows_of(out / "baselines.csv")
@@ -615,7 +615,7 @@ def test_the_default_baselines_are_48_problems() -> None:
 
 
 def search_words(data: Path, places: list[str]) -> list[str]:
-    budgets = ["--seconds", "0.5", "--seeds", "2", "--exact-seconds", "10"]
+    budgets = ["--seconds", "0.2", "--seeds", "2", "--exact-seconds", "10"]
     return ["search", "--data", str(data), *places, *budgets]
 
 

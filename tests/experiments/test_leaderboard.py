@@ -81,7 +81,7 @@ def test_published_learners_are_trained_once_and_run(
     monkeypatch.setattr(published, "machines", lambda: [published.synthetic.giph(0)])
     words = [
         *("published", "--seeds", "1", "--steps", "32", "--evaluations", "20"),
-        *("--seconds", "1", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")),
+        *("--seconds", "0.3", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")),
     ]
     assert learned.main(words) == 0
     page = capsys.readouterr().out
