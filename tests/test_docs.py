@@ -179,7 +179,7 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
     for arguments in commands(block):
         if arguments[0] == "profile" and "--repeats" not in arguments:
             arguments += ["--repeats", "2"]
-        if arguments[0] == "optimize" and "--seconds" not in arguments:
+        if arguments[0] == "optimize":
             arguments += ["--seconds", "0.3"]
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):
