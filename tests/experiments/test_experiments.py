@@ -51,8 +51,9 @@ def no_more_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("this was finished already")
 
     def forbid() -> None:
-        for module in (runs, public, scale):
-            monkeypatch.setattr(module, "limited", fail)
+        monkeypatch.setattr("placement.executor.Executor.run", fail)
+        for module in ("runs", "public", "scale", "learned.cells"):
+            monkeypatch.setattr(f"experiments.{module}.limited", fail)
 
     return forbid
 
@@ -318,7 +319,11 @@ SAYS = {
 @pytest.mark.usefixtures("quick_profiles")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_run(
-    name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    places: list[str],
+    no_more_runs: Callable[[], None],
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
     monkeypatch.setitem(bench.medians_s.__kwdefaults__, "rounds", 1)
@@ -332,13 +337,7 @@ def test_a_small_run(
     text = capsys.readouterr().out
     assert re.search(SAYS[name], text)
     if name in RESUMED:  # nothing is left to do: the same figures again
-
-        def fail(*_: object, **__: object) -> None:
-            raise AssertionError("this was finished already")
-
-        monkeypatch.setattr("placement.executor.Executor.run", fail)
-        for module in ("scale", "learned.cells"):
-            monkeypatch.setattr(f"experiments.{module}.limited", fail)
+        no_more_runs()
         assert main(words) == 0 and capsys.readouterr().out == text
 
 
