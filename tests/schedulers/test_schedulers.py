@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.__main__ import main
+from placement.importers import save
+from placement.plan import load_plan
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError, load, names
@@ -377,9 +379,6 @@ def test_zero_bubble_wants_gradients_apart() -> None:
 
 
 def test_a_plan_with_an_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from placement.importers import save
-    from placement.plan import load_plan
-
     problem, _ = pipeline(2, chunks=2)
     source, out = str(tmp_path / "problem.json"), str(tmp_path / "plan.json")
     save(problem, source)
