@@ -89,12 +89,6 @@ def layered_problem(num_ops: int, num_devices: int, memory_bytes: int = 2**62) -
     )
 
 
-def tight(problem: Problem) -> Problem:
-    """The same problem with memory that can bind, so that it is tracked."""
-    devices = tuple(replace(d, memory_bytes=1) for d in problem.cluster.devices)
-    return replace(problem, cluster=replace(problem.cluster, devices=devices))
-
-
 def random_batch(problem: Problem, size: int) -> Placement:
     """int32 ``[size, N]``: every operator on any device, the most transfers there can be."""
     shape = (size, problem.num_ops)
@@ -132,13 +126,15 @@ def seconds_per_operator() -> Iterator[Row]:
     """Event-driven cost per operator (and micro-batch of a pipelined run), contention included."""
     alone = [(num_ops, devices, 1) for num_ops in (100, 600, 2000) for devices in (2, 4)]
     for num_ops, devices, batches in (*alone, (600, 4, 8), (600, 4, 32)):
-        problem, note = layered_problem(num_ops, devices), f"{num_ops} operators, {devices} devices"
+        # The second has memory that can bind, so that it is tracked.
+        problem, limited = (layered_problem(num_ops, devices, size) for size in (2**62, 1))
+        note = f"{num_ops} operators, {devices} devices"
         names, size = ("one micro-batch", "one micro-batch and its memory"), 120_000 // num_ops
         if batches > 1:
-            problem = replace(problem, objective="period", num_microbatches=batches)
+            many: Any = {"objective": "period", "num_microbatches": batches}
+            problem, limited = replace(problem, **many), replace(limited, **many)
             names, size = ("pipelined", "pipelined and memory"), 200 // batches
             note += f", {batches} micro-batches"
-        limited = tight(problem)
         for kind, batch in KINDS:
             placements = batch(problem, size)
             took_s = medians_s(*(partial(score, q, placements) for q in (problem, limited)))

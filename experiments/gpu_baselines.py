@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +18,13 @@ from torch.utils import _pytree as pytree
 
 from placement.executor.graphs import recorded
 from placement.program import split_inputs
+from placement.runs import ways
 
 
 def timed(call: Callable[[], Any], times: int = 1) -> float:
     """Seconds of a call: the median of so many, after one that does not count."""
     call()
-    return statistics.median(timed_once(call) for _ in range(times))
-
-
-def timed_once(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    return statistics.median(ways.timed(call) for _ in range(times))
 
 
 def ratio(value: float | None, base: float | None) -> float:

@@ -326,10 +326,6 @@ def plot_operators(rows: Rows, path: Path, options: Options) -> Path:
     return plot_panels(rows, path, "devices", "operators", SECONDS | MIB, 4)
 
 
-def plot_devices(rows: Rows, path: Path, options: Options) -> Path:
-    return plot_panels(rows, path, "operators", "devices", SECONDS, 3, 2)
-
-
 SIZES: dict[str, Any] = {
     "operators": (1_000, 10_000, 100_000),
     "devices": (2, 8, 64),
@@ -355,7 +351,7 @@ STUDIES = (
         rows=more_devices,
         row=Row,
         parts=by_devices,
-        plot=plot_devices,
+        plot=lambda rows, path, _: plot_panels(rows, path, "operators", "devices", SECONDS, 3, 2),
         options=SIZES
         | {"devices": (8, 64, 512, 4096), "seconds": replace(SIZES["seconds"], default=5.0)}
         | {"memory": replace(SIZES["memory"], default=16.0)},

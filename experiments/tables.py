@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
-from scipy.stats import binomtest
 
 from placement.report.table import markdown
 from placement.runs.row import groups as groups
@@ -172,6 +171,8 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def share(flags: Sequence[bool]) -> tuple[float, float, float]:
     """Share of true ones with Wilson's 95 % interval."""
+    from scipy.stats import binomtest  # takes a second
+
     if not flags:
         return np.nan, np.nan, np.nan
     test = binomtest(sum(flags), len(flags))

@@ -319,7 +319,7 @@ class Cluster:
         is_measured = all(d.power_source == "measured" for d in self.devices)
         return "measured" if is_measured else "declared"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of all fields of the devices (names and watts too) and declared links."""
         # Fields that not every version has count only where they say something.

@@ -368,13 +368,9 @@ def _dnn_partitioning(_: Any) -> Target:
 
 
 def _moirai(_: Any) -> Target:
-    content = {
-        "model": "m",
-        "num_devices": 2,
-        "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"],
-    }
-    content |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
-    return _imported({"m.json": json.dumps(content).encode()})
+    data = {"model": "m", "num_devices": 2, "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"]}
+    data |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
+    return _imported({"m.json": json.dumps(data).encode()})
 
 
 def _pipedream(_: Any) -> Target:

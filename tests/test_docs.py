@@ -77,11 +77,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_the_pages_are_there() -> None:
-    written = {p.name for p in DOCS}
-    assert written >= {"quickstart.md", "concepts.md", "plan.md", "extend.md", "faq.md"}
-
-
 def test_every_page_is_in_the_contents() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
@@ -179,7 +174,7 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
     for arguments in commands(block):
         if arguments[0] == "profile" and "--repeats" not in arguments:
             arguments += ["--repeats", "2"]
-        if arguments[0] == "optimize" and "--seconds" not in arguments:
+        if arguments[0] == "optimize":
             arguments += ["--seconds", "0.3"]
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):

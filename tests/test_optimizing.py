@@ -93,7 +93,7 @@ def test_a_runner_that_computes_what_the_module_does(
 ) -> None:
     """Nothing is replaced: it measures, plans, runs, and says in a line what came out."""
     net = module()
-    with placement.optimize(net, INPUT, seconds=1.0) as runner:
+    with placement.optimize(net, INPUT, seconds=0.3) as runner:
         assert isinstance(runner, placement.Runner)
         torch.testing.assert_close(runner(INPUT), net(INPUT))
         assert len(list(runner.stream([(INPUT,)] * 3))) == 3
@@ -264,7 +264,7 @@ def test_replicas_that_take_turns(in_turns: Callable[..., None]) -> None:
 def test_named_devices(in_turns: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
     name = Cluster.detect().device_names[0]
     in_turns(plan=1e-3, plain=2e-3)
-    with optimize(module(), {"input": INPUT}, devices=[name], seconds=1.0, quiet=True) as runner:
+    with optimize(module(), {"input": INPUT}, devices=[name], seconds=0.3, quiet=True) as runner:
         assert set(runner.plan.assignment.values()) == {name}
         assert set(runner.measured) == {"plan", "plain"}
     assert verdict(runner).startswith(f"the best plan is {name} alone; ")

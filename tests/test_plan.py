@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement import capture, workloads
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.plan import (
@@ -34,6 +35,7 @@ from placement.plan import (
 from placement.planners import load
 from placement.problem import Problem, Solution
 from placement.profile import Profile
+from placement.program import CaptureError
 from placement.schedule import Schedule
 from placement.simulator import list_schedule
 
@@ -487,7 +489,6 @@ def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_infinite_constant_among_the_inputs_survives_the_file(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from placement import capture
 
     class Masked(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: Any, fill: float) -> Any:
@@ -502,9 +503,6 @@ def test_an_infinite_constant_among_the_inputs_survives_the_file(tmp_path: Path)
 
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from placement import capture, workloads
-    from placement.program import CaptureError
-
     module, inputs = workloads.load("tiny_branches")
     graph = capture(module, inputs)
     here = problem(graph, 2**30, num_microbatches=2)
@@ -531,7 +529,6 @@ def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
 
 def test_of_other_shapes_a_view_is_where_its_memory_is() -> None:
     torch = pytest.importorskip("torch")
-    from placement import capture
 
     class Copied(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: Any) -> Any:

@@ -136,10 +136,8 @@ def test_choices_are_complete_and_possible(problem: Problem, seed: int) -> None:
     rows = first_choices(left, was)
     for row in rows:
         left.check_placement(row[left.graph.group])
-    stays = was >= 0
-    assert (
-        (rows[:, stays] == was[stays]).all(axis=1).any()
-    )  # one leaves everything else where it was
+    stay = was >= 0
+    assert (rows[:, stay] == was[stay]).all(axis=1).any()  # one leaves everything else where it was
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -150,40 +148,40 @@ def test_choices_are_complete_and_possible(problem: Problem, seed: int) -> None:
 def test_as_good_as_every_first_placement(objective: Any, seed: int) -> None:
     whole = replace(chain(12, "abcd", memory=10**6), objective=objective)
     old = random_placement(whole, seed)
-    left, solution = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)
+    left, answer = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)
     assert left.cluster.device_names == ("a", "c")
-    assert solution.value_s == pytest.approx(float(score(left, solution.placement)[0]))
+    assert answer.value_s == pytest.approx(float(score(left, answer.placement)[0]))
     to = np.array([0, -1, 1, -1], np.int32)
     starts = first_choices(left, to[old])
-    assert solution.value_s <= score(left, starts).min() * (1 + 1e-12)
-    assert solution.stats["moved"] == int((to[old] != solution.placement).sum())
+    assert answer.value_s <= score(left, starts).min() * (1 + 1e-12)
+    assert answer.stats["moved"] == int((to[old] != answer.placement).sum())
     again = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)[1]
-    assert again.placement.tolist() == solution.placement.tolist()
+    assert again.placement.tolist() == answer.placement.tolist()
 
 
 def test_the_known_best() -> None:
     # Six operators of a second on three devices: 2 s; on two devices: 3 s, and 1 ms to send.
     whole = chain()
-    solution = replan(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
-    assert solution.value_s == pytest.approx(3.0)
-    assert solution.stats["moved"] == 2
+    answer = replan(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
+    assert answer.value_s == pytest.approx(3.0)
+    assert answer.stats["moved"] == 2
     alone = replan(whole, [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
     assert alone.value_s == pytest.approx(6.0) and alone.placement.tolist() == [0] * 6
 
 
 def test_a_placement_that_can_stay() -> None:
-    solution = replan(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
-    assert solution.stats["moved"] == 0 and solution.value_s == pytest.approx(3.0)
+    answer = replan(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
+    assert answer.stats["moved"] == 0 and answer.value_s == pytest.approx(3.0)
 
 
 def test_a_thousand_operators_within_the_budget() -> None:
     """What is not the search is little: half a second by default, under one in all."""
     whole = replace(chain(1000, "abcdefgh", memory=2**40), max_in_flight=16)
     old = np.repeat(np.arange(8), 125)
-    solution = replan(whole, old, ["c"], seconds=0.2)[1]  # loads the kernels
-    assert solution.stats["seconds"] < 5  # a budget, on a busy machine
+    answer = replan(whole, old, ["c"], seconds=0.2)[1]  # loads the kernels
+    assert answer.stats["seconds"] < 5  # a budget, on a busy machine
     # 1000 operators on seven devices: 143 on the fullest; cut again that is found at once.
-    assert solution.value_s == pytest.approx(143.0, rel=0.01)
+    assert answer.value_s == pytest.approx(143.0, rel=0.01)
 
 
 def test_budgets() -> None:
@@ -227,15 +225,9 @@ def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], capsys: An
     budget = ("--evaluations", "40", "--model", problem)
     assert command(plan, "--without", "b", *budget, "--out", second) == OK
     assert "2 of 6 operators moved" in capsys.readouterr().err
-    replanned = load_plan(second)
-    assert (
-        replanned.planner.name == "replan"
-        and replanned.planner.parameters["was"] == "contiguous_dp"
-    )
-    assert replanned.graph == load_plan(plan).graph and set(replanned.assignment.values()) == {
-        "a",
-        "c",
-    }
+    last = load_plan(second)
+    assert last.planner.name == "replan" and last.planner.parameters["was"] == "contiguous_dp"
+    assert last.graph == load_plan(plan).graph and set(last.assignment.values()) == {"a", "c"}
     assert command(second, "--without", "b", *budget) == BAD_INPUT  # it is gone already
     assert "no device 'b'" in capsys.readouterr().err
     assert command(second, "--without", "a", *budget, "--out", third) == OK

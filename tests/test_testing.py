@@ -11,7 +11,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.planners import load
 from placement.problem import Placement, Problem, Solution
 from placement.schedule import Schedule
-from placement.simulator import evaluate
+from placement.simulator import evaluate, score
 from placement.testing import (
     ContractError,
     check_cluster,
@@ -72,8 +72,6 @@ def fickle(problem: Problem, solution: Solution) -> Solution:
 
 
 def _value(problem: Problem, placement: np.ndarray) -> tuple[float, None, dict[str, Any]]:
-    from placement.simulator import score
-
     value = float(score(problem, placement)[0])
     why = {} if np.isfinite(value) else {"infeasible": "1 byte too many"}
     return value, None, {"seconds": 0.0, "evaluations": 1} | why

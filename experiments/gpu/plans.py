@@ -20,7 +20,7 @@ from experiments.gpu.bench import Bench
 from experiments.gpu.memory import peaks
 from experiments.gpu.models import all_on, uses
 from experiments.gpu.predictions import predicted
-from experiments.gpu_baselines import WholeGraph, moved, pinned, ratio, resident, timed_once
+from experiments.gpu_baselines import WholeGraph, moved, pinned, ratio, resident
 from placement import optimizing, planners
 from placement.costs import power
 from placement.executor import Runner
@@ -28,6 +28,7 @@ from placement.graph import OpGraph
 from placement.optimizing import fastest, median_s
 from placement.problem import Problem
 from placement.program import split_inputs
+from placement.runs.ways import timed
 from placement.timeline import streamed_period
 
 LONG_S = 0.25  # a call of so many seconds or more is not made more often than it must be
@@ -154,7 +155,7 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
     call = partial(runner, *args, **kwargs)
     if latency:
         return partial(warm_calls, call)
-    call_s = timed_once(call)
+    call_s = timed(call)
     if call_s > LONG_S:  # on one device, and as long in a stream
         return lambda: [call_s]
     items = [item] * counted(call_s)
@@ -215,9 +216,9 @@ def times_as_fast(turns: Mapping[str, Sequence[float]], one: str, other: str) ->
 def warm_calls(call: Callable[[], Any]) -> list[float]:
     """Seconds of three calls, after others in which the clock of a GPU rises; or of a long one."""
     until = time.perf_counter() + 0.03
-    while (took_s := timed_once(call)) and time.perf_counter() < until:
+    while (took_s := timed(call)) and time.perf_counter() < until:
         pass
-    return [took_s] if took_s > LONG_S else [timed_once(call) for _ in range(3)]
+    return [took_s] if took_s > LONG_S else [timed(call) for _ in range(3)]
 
 
 def counted(call_s: float) -> int:

@@ -44,6 +44,10 @@ def run(args: argparse.Namespace, plan: Plan, batches: int) -> int:
 
 def _spawn(args: argparse.Namespace, plan: Plan) -> int:
     model_of(plan, args.model)  # or else every rank would say so
+    if args.weights:
+        from placement.executor.distributed import opened
+
+        opened(args.weights)
     devices = [d.name for d in plan.cluster.devices]
     count = len(devices) if args.processes is None else args.processes
     if not 1 <= count <= len(devices):

@@ -651,7 +651,7 @@ class DistributedTrainer(Trainer):
             path = Path(folder) / file
             if not path.exists():
                 continue  # of another host; what is missing in the end is said below
-            with _opened(path) as data, torch.no_grad():
+            with opened(path) as data, torch.no_grad():
                 plain = json.loads((data.metadata() or {}).get("plain", "{}"))
                 for key in [*data.keys(), *plain]:
                     kind, _, rest = key.partition("/")
@@ -702,7 +702,7 @@ def _complete(folder: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def _opened(path: str | Path) -> Any:
+def opened(path: str | Path) -> Any:
     """A safetensors file, to be used as a context manager.
 
     Raises:
@@ -727,7 +727,7 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
     """
     program = graph.program
     params = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in program.params]
-    with _opened(path) as data:
+    with opened(path) as data:
         there = set(data.keys())
         for q in own:
             name, expected = program.param_names[q], program.params[q]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.modulo.blocks import Work
-from placement.tools.jit import allocating
+from placement.tools.jit import allocating, copy
 
 _NO_LIMIT = 1 << 60
 ANY_LENGTH = 1 << 60
@@ -151,7 +151,8 @@ def _nothing_started(work, num, n):  # type: ignore[no-untyped-def]
     """State of the devices int64 ``[4, D]``, and how often each block was started."""
     state = np.zeros((4, len(work) - n), np.int64)
     state[_LAST] = -1
-    state[_LEFT] = num * work[n:, _LOAD]
+    for d in range(len(work) - n):
+        state[_LEFT, d] = num * work[n + d, _LOAD]
     return state, np.zeros(n, np.int64)
 
 
@@ -248,7 +249,8 @@ def anneal(work, word, start, before, best, rounds, seed, target, temperature): 
         before, new_before = new_before, before
         if length < shortest:
             shortest = length
-            best[:] = start
+            for j in range(num):
+                copy(best[j], start[j])
     return word, start, before, shortest
 
 

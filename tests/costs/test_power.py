@@ -166,10 +166,8 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, capsys, monkeyp
     argv = ["power", "--cluster", str(tmp_path / "in.yaml"), "--seconds", "0.01", "--out", str(out)]
     assert main([*argv, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["power_source"] == "measured" and [d["name"] for d in answer["devices"]] == [
-        "a",
-        "b",
-    ]
+    assert answer["power_source"] == "measured"
+    assert [d["name"] for d in answer["devices"]] == ["a", "b"]
     again = Cluster.from_yaml(out)
     assert again.power_source == "measured"
     assert [d.idle_w for d in again.devices] == [d["idle_w"] for d in answer["devices"]]

@@ -301,7 +301,7 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "text"),
     [
         ([], "--context TOKENS is needed"),
         (["--context", "9", "--objective", "latency"], "is not for language models"),
@@ -312,13 +312,11 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
         (["--context", "9", "--microbatches", "2"], "--microbatches is not for language models"),
     ],
 )
-def test_commands_that_are_wrong(
-    words: list[str], message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_commands_that_are_wrong(words: list[str], text: str, tmp_path: Path, capsys: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", *words]
     assert main(argv) == BAD_INPUT
-    assert message in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_what_is_served_is_for_language_models(capsys: Any) -> None:

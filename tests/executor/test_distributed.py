@@ -627,23 +627,21 @@ def flowing(folder: Path, num_ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "how", "message"),
+    ("victim", "how", "says"),
     [
         (1, signal.SIGKILL, "rank 1 .* has ended, or its connection broke"),
         (1, signal.SIGSTOP, "rank 1 .* no sign of life for 3 s"),
         (0, signal.SIGSTOP, "rank 0 .* no sign of life for 3 s|rank 1 cannot reach the store"),
     ],
 )
-def test_a_rank_that_dies_or_hangs_ends_the_run_on_every_rank_in_time(
-    victim, how, message, tmp_path
-):
+def test_a_rank_that_dies_or_hangs_ends_the_run_on_every_rank_in_time(victim, how, says, tmp_path):
     with Ranks(stream, 2, str(tmp_path), HANGS_S) as ranks:
         pids = flowing(tmp_path, 2)
         began = time.monotonic()
         os.kill(pids[victim], how)
         kind, text = ranks.answer(1 - victim)
         assert kind == "RankError"
-        assert re.search(message, text), text
+        assert re.search(says, text), text
         if victim == 1:
             # The stream tells what it has given out.
             match = re.search(r"(\d+) of (\d+) micro-batches that were begun", text)

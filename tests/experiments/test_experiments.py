@@ -11,19 +11,35 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments import baselines, bench, pipelining, public, runs, scale, study
+from experiments import (
+    baselines,
+    bench,
+    fidelity,
+    measured,
+    pipelining,
+    prediction,
+    public,
+    runs,
+    scale,
+    schedules,
+    study,
+)
 from experiments.runs import GIB, in_turns, limited, seconds_per_item
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
 from placement.cluster import Cluster
+from placement.costs import predictors
 from placement.problem import Problem, Solution
+from tests.costs.test_latency import sample
+from tests.problems import random_problem
+from tests.runtimes import Biased, layered, noise, with_errors
 
 needs_data = pytest.mark.skipif(
     not (study.DATA / "dnn_partitioning" / "truth.json").exists(),
@@ -51,8 +67,9 @@ def no_more_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("this was finished already")
 
     def forbid() -> None:
-        for module in (runs, public, scale):
-            monkeypatch.setattr(module, "limited", fail)
+        monkeypatch.setattr("placement.executor.Executor.run", fail)
+        for module in ("runs", "public", "scale", "learned.cells"):
+            monkeypatch.setattr(f"experiments.{module}.limited", fail)
 
     return forbid
 
@@ -318,7 +335,11 @@ SAYS = {
 @pytest.mark.usefixtures("quick_profiles")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_run(
-    name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    places: list[str],
+    no_more_runs: Callable[[], None],
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
     monkeypatch.setitem(bench.medians_s.__kwdefaults__, "rounds", 1)
@@ -332,20 +353,12 @@ def test_a_small_run(
     text = capsys.readouterr().out
     assert re.search(SAYS[name], text)
     if name in RESUMED:  # nothing is left to do: the same figures again
-
-        def fail(*_: object, **__: object) -> None:
-            raise AssertionError("this was finished already")
-
-        monkeypatch.setattr("placement.executor.Executor.run", fail)
-        for module in ("scale", "learned.cells"):
-            monkeypatch.setattr(f"experiments.{module}.limited", fail)
+        no_more_runs()
         assert main(words) == 0 and capsys.readouterr().out == text
 
 
 def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
     pytest.importorskip("ortools")
-    from experiments import schedules
-
     rows = [(0, [0], 1, 1, []), (1, [1], 1, 1, [0]), (2, [1], 3, -1, [1]), (3, [0], 3, -1, [2])]
     keys = ("id", "devices", "time", "memory", "deps")
     case = {"ndevs": 2, "mode": "train", "blocks": [dict(zip(keys, r, strict=True)) for r in rows]}
@@ -364,10 +377,6 @@ def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
 
 
 def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments import prediction
-    from placement.costs import predictors
-    from tests.costs.test_latency import sample
-
     cases = [
         prediction.Case(f"model {seed}", "abc"[seed % 3], "mlp", sample(seed), 0.02)
         for seed in range(6)
@@ -399,15 +408,11 @@ def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tables_of_predictions_are_those_of_the_committed_rows() -> None:
-    from experiments import prediction
-
     committed = (study.RESULTS / "prediction.md").read_text()
     assert prediction.whole_models(prediction.STUDY.read()) in committed
 
 
 def test_regret_and_rank_correlation() -> None:
-    from experiments import prediction
-
     searches = {"measured": [2, 2.0], "roofline": [3, 3.0], "polynomial": [2, 2.2]}
     searches["trees"] = [2, 1.9]
     measured = {f"search, {k}": v for k, v in searches.items()} | {"random 0": [4, 4.0]}
@@ -427,9 +432,6 @@ def test_regret_and_rank_correlation() -> None:
 
 
 def test_ours_against_random_on_a_machine_unlike_the_simulator(tmp_path: Path) -> None:
-    from experiments import measured
-    from tests.runtimes import Biased, layered, noise, with_errors
-
     problem = layered(24, seed=5)
     hidden = with_errors(problem, 0.3, seed=5)
     budget = study.Options(measurements=40, random=100, seeds=2, rounds=3, evaluations=256)
@@ -455,11 +457,6 @@ def test_ours_against_random_on_a_machine_unlike_the_simulator(tmp_path: Path) -
 
 
 def test_what_a_correction_takes_away() -> None:
-    from dataclasses import replace
-
-    from experiments import fidelity
-    from tests.problems import random_problem
-
     profile = random_problem(0, 8, 2).profile
     profile = replace(profile, loaded_s=3 * profile.compute_s)
     less = {what: change(profile) for what, change in fidelity.CORRECTIONS.items()}
@@ -551,7 +548,7 @@ def test_baselines_from_the_command_line(
 ) -> None:
     bad = ",".join(f"{HERE}:{kind}" for kind in ("Refuses", "Dies", "FallsBack"))
     words = ["dnn_partitioning/*", "moirai/tiny*", "pipedream/*", "--data", str(data), *places]
-    words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.3", "--seeds", "2"]
+    words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.1", "--seeds", "2"]
     assert baselines.main(words) == 0
     out = tmp_path / "out"
     rows = rows_of(out / "baselines.csv")
@@ -615,7 +612,7 @@ def test_the_default_baselines_are_48_problems() -> None:
 
 
 def search_words(data: Path, places: list[str]) -> list[str]:
-    budgets = ["--seconds", "0.5", "--seeds", "2", "--exact-seconds", "10"]
+    budgets = ["--seconds", "0.2", "--seeds", "2", "--exact-seconds", "10"]
     return ["search", "--data", str(data), *places, *budgets]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments import leaderboard, results
+from experiments import leaderboard
 from experiments.learned import __main__ as learned
 from experiments.learned import published
 from placement.runs import bench
@@ -64,11 +64,6 @@ def test_a_row_is_added_and_the_others_stay(
     assert "### shops `*`: a shop" in page and "| `single_device` | 75.00 % |" in page
 
 
-def test_the_page_is_up_to_date() -> None:
-    page = (results.DOCS / "bench.md").read_text(encoding="utf-8")
-    assert page == results.optima_page(), "run: python -m experiments.results"
-
-
 def test_published_learners_are_trained_once_and_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -81,7 +76,7 @@ def test_published_learners_are_trained_once_and_run(
     monkeypatch.setattr(published, "machines", lambda: [published.synthetic.giph(0)])
     words = [
         *("published", "--seeds", "1", "--steps", "32", "--evaluations", "20"),
-        *("--seconds", "1", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")),
+        *("--seconds", "0.3", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")),
     ]
     assert learned.main(words) == 0
     page = capsys.readouterr().out

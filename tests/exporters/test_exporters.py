@@ -8,6 +8,7 @@ import io
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 from itertools import combinations_with_replacement
@@ -19,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import exporters, planners, schedulers
+from placement import exporters, importers, planners, schedulers
 from placement.__main__ import main
+from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.costs import predictors
 from placement.exporters import Exported, ExportError, Inexpressible, moved
@@ -260,8 +262,6 @@ def test_accelerate_runs_any_cut(name: str, monkeypatch: Any) -> None:
     pytest.importorskip("transformers")
     import torch
 
-    from placement.capturing import capture
-
     module, inputs = consumers.family(name)
     p = consumers.problem_of(capture(module, inputs))
     with torch.no_grad():
@@ -336,8 +336,6 @@ def test_layers_must_run_in_order() -> None:
 
 def megatron_stages(layout: str) -> list[str]:
     """As Megatron-LM reads it: commas are nothing, ``x*n`` is n times x, ``|`` ends a stage."""
-    import re
-
     unrolled = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), layout.strip().replace(",", ""))
     assert set(unrolled) <= set("EtL|")
     return unrolled.split("|")
@@ -451,7 +449,6 @@ def test_torch_pipelining_splits_any_cut(name: str) -> None:
     import torch
     from torch.distributed.pipelining import SplitPoint, pipeline
 
-    from placement.capturing import capture
     from placement.exporters._torchrun import past_a_stage, send_contiguous
 
     module, inputs = consumers.family(name)
@@ -489,7 +486,6 @@ def test_hostile_names_are_data_in_scripts() -> None:
 
 def cores_plan(mode: str) -> Plan:
     """The three layers of a small model on two cores: in turns, or to be trained by 1F1B."""
-    from placement.capturing import capture
     from placement.workloads import load_training
 
     module, example, loss = load_training("tiny_mlp")
@@ -573,8 +569,6 @@ def onnx_plan(folder: Path, devices: tuple[str, ...], on: list[int]) -> tuple[st
     onnx = pytest.importorskip("onnx")
     from onnx import helper, numpy_helper
 
-    from placement import importers
-
     weight = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
     scale = helper.make_node(
         "Constant", [], ["scale"], value=numpy_helper.from_array(np.full(4, 0.5, np.float32))
@@ -649,8 +643,6 @@ def test_onnx_errors(tmp_path: Path) -> None:
 def test_functions_of_an_onnx_file_are_inlined_as_by_the_importer(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     from onnx import helper
-
-    from placement import importers
 
     inner = [helper.make_node("Relu", ["a"], ["b"]), helper.make_node("Neg", ["b"], ["c"])]
     opset = [helper.make_opsetid("", 18)]
@@ -746,8 +738,6 @@ def test_openvino_covers_every_node(tmp_path: Path) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Path]:
     """A plan that vLLM cannot express, and the problem it is for."""
-    from placement import importers
-
     p = problem()
     plan_of(INSIDE, p).save(tmp_path / "plan.json")
     importers.save(p, tmp_path / "problem.json")
@@ -786,8 +776,6 @@ def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
 
 
 def test_a_profile_is_for_models(tmp_path: Path, capsys: Any) -> None:
-    from placement import importers
-
     plan, model = tmp_path / "plan.json", tmp_path / "problem.json"
     plan_of(CUT, problem()).save(plan)
     importers.save(problem(), model)
@@ -804,8 +792,6 @@ def test_an_option_may_have_any_name() -> None:
 
 
 def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
-    from placement import importers
-
     p = problem(heavy=(0, 4))  # operator 4 would join operator 0
     plan, model, out = (tmp_path / x for x in ("plan.json", "problem.json", "out"))
     plan_of(INSIDE, p).save(plan)

@@ -950,7 +950,7 @@ problem = random_problem(5, 12, 3, objective=sys.argv[2])
 problem = replace(problem, profile=problem.profile.for_cluster(problem.cluster))
 if sys.argv[1] == "order_search":
     problem = plain(problem)
-load(sys.argv[1], seconds=1.0)(problem)
+load(sys.argv[1], seconds=0.5)(problem)
 assert begun
 look()
 print(*sorted(late))

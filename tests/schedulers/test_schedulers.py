@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.__main__ import main
+from placement.importers import save
+from placement.plan import load_plan
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError, load, names
@@ -96,22 +98,29 @@ def table(text: str) -> str:
     return "\n".join(line.strip() for line in text.strip().splitlines())
 
 
-def test_gpipe() -> None:
-    problem, p = pipeline(3)
-    assert draw(problem, p, load("gpipe")(problem, p, 4)) == table("""
+TIMETABLES = {
+    "gpipe": """
         a b c d . . . . A B C D
         . a b c d . . A B C D .
         . . a b c d A B C D . .
-    """)
-
-
-def test_one_f_one_b() -> None:
-    problem, p = pipeline(3)
-    assert draw(problem, p, load("one_f_one_b")(problem, p, 4)) == table("""
+    """,
+    "one_f_one_b": """
         a b c . . A d B . C . D
         . a b . A c B d C . D .
         . . a A b B c C d D . .
-    """)
+    """,
+    # Group a b goes through both chunks of a device before c d; then backward and forward in turns.
+    "interleaved": """
+        a b a b c A d B c A d B . C . D C D
+        . a b a A b B c A d B c C d D C D .
+    """,
+}
+
+
+@pytest.mark.parametrize("name", TIMETABLES)
+def test_a_drawn_timetable(name: str) -> None:
+    problem, p = pipeline(2, chunks=2) if name == "interleaved" else pipeline(3)
+    assert draw(problem, p, load(name)(problem, p, 4)) == table(TIMETABLES[name])
 
 
 def test_list_order_is_the_simulators_own() -> None:
@@ -123,15 +132,6 @@ def test_list_order_is_the_simulators_own() -> None:
     """)
     alone = simulate(problem, p, num_microbatches=4)
     np.testing.assert_allclose(simulate(problem, p, schedule).end_s, alone.end_s)
-
-
-def test_interleaved() -> None:
-    # Group a b goes through both chunks of a device before c d; then backward and forward in turns.
-    problem, p = pipeline(2, chunks=2)
-    assert draw(problem, p, load("interleaved")(problem, p, 4)) == table("""
-        a b a b c A d B c A d B . C . D C D
-        . a b a A b B c A d B c C d D C D .
-    """)
 
 
 @pytest.mark.parametrize(("devices", "length"), [(2, 68), (4, 76), (8, 92)])
@@ -379,9 +379,6 @@ def test_zero_bubble_wants_gradients_apart() -> None:
 
 
 def test_a_plan_with_an_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from placement.importers import save
-    from placement.plan import load_plan
-
     problem, _ = pipeline(2, chunks=2)
     source, out = str(tmp_path / "problem.json"), str(tmp_path / "plan.json")
     save(problem, source)
