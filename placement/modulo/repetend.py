@@ -39,10 +39,12 @@ from typing import Any
 import numpy as np
 
 from placement.graph import components
+from placement.modulo import packing
 from placement.modulo.blocks import NEVER, BlocksError, Ints, Work
 from placement.tools import cpsat
 
 MAX_UNROLL = 4
+_PACKING = 0.3  # of the time, at most, goes to patterns without CP-SAT
 _LEAST_S = 0.2  # a question gets these seconds to be written down, however few are left
 _MOST_NODES, _MOST_PAIRS = 2**11, 2**18  # of them on one device: more, and it fills gigabytes
 
@@ -109,6 +111,10 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     """
     end = time.perf_counter() + seconds
     start = _one_at_a_time(work, end)
+    least = _below(work.period_bound)
+    packed = packing.shortest(work, least, start.period, end - (1 - _PACKING) * seconds)
+    if packed is not None:
+        start = Pattern(packed[0][None], packed[1])
     shorter, bound = _shortest(work, 1, start.period, end)
     patterns = [p for p in (shorter, start, _packed(work)) if p is not None]
     best = Outcome(min(patterns, key=lambda p: p.period), Fraction(bound))
