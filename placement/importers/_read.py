@@ -6,6 +6,7 @@ All of them raise ``FormatError`` for what cannot be; the message names the file
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -21,6 +22,8 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.tools.files import short
 
+# A time in a text: with more digits, or a larger exponent, it is no time.
+DECIMAL = re.compile(r"\d{1,18}(\.\d*)?([eE][+-]?\d{1,2})?")
 _MOST_ENTRIES = 2**23  # times of tensors between devices, or of operators on them
 _MOST_JOINED = 512  # devices whose every pair is a link of its own
 

@@ -29,9 +29,9 @@ FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "p
 
 
 def looks_like(text: str) -> bool:
-    """Whether the first line that is not blank is a node or an edge."""
-    line = next(x for x in text.splitlines() if x.strip())
-    return " -- " in line
+    """Whether the first line that is not blank, nor a comment, is a node or an edge."""
+    lines = (x.strip() for x in text.splitlines())
+    return " -- " in next((x for x in lines if x and x[0] != "#"), "")
 
 
 def read(
@@ -126,7 +126,7 @@ def _nodes_and_edges(
             values.append(_fields(node[3], f"{path}, line {i}: node {name}"))
         elif edge:
             links.append((i, edge[1], edge[2]))
-        elif line.strip():
+        elif line.strip() and line.strip()[0] != "#":
             raise FormatError(
                 f"{path}, line {i}: neither 'node -- description -- {FIELDS[0]}=..., ...' nor "
                 f"'node -- node': {line.strip()[:60]!r}"

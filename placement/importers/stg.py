@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.importers._read import FormatError, Tasks, named_devices, numbered, task_problem
+from placement.importers._read import (
+    DECIMAL,
+    FormatError,
+    Tasks,
+    named_devices,
+    numbered,
+    task_problem,
+)
 from placement.problem import Problem
 
 _WHOLE = re.compile(r"\d{1,18}")
@@ -20,9 +27,11 @@ def looks_like(text: str) -> bool:
     A number of processors may follow the count: then the first task must wait for none.
     """
     rows = [words for _, words in islice(numbered(text), 2)]
-    if len(rows) < 2 or not all(map(_WHOLE.fullmatch, rows[0] + rows[1][:3])):
+    if len(rows) < 2 or not all(map(DECIMAL.fullmatch, rows[1][:3])):
         return False
     head, first = rows
+    if not all(map(_WHOLE.fullmatch, (*head, first[0], *first[2:3]))):
+        return False
     return first[2:] == ["0"] if len(head) == 2 else len(head) == 1 and len(first) >= 3
 
 
@@ -40,10 +49,13 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     """
     lines = list(numbered(text))
     for i, words in lines:
-        wrong = [word for word in words if not _WHOLE.fullmatch(word)]
-        if wrong:
-            raise FormatError(f"{path}, line {i}: {wrong[0][:60]!r} is not a whole number")
-    rows = [(i, [int(word) for word in words]) for i, words in lines[1:]]
+        for k, word in enumerate(words):
+            if not (DECIMAL if k == 1 else _WHOLE).fullmatch(word):
+                what = "number" if k == 1 else "whole number"
+                raise FormatError(f"{path}, line {i}: {word[:60]!r} is not a {what}")
+    rows = [
+        (i, [float(w) if k == 1 else int(w) for k, w in enumerate(row)]) for i, row in lines[1:]
+    ]
     count = int(lines[0][1][0])
     low = min(1, rows[0][1][0])
     if len(rows) not in (count, count + 2 - low):

@@ -132,7 +132,9 @@ def test_pipedream_training(tmp_path: Path) -> None:
 
 def test_pipedream_inference(tmp_path: Path) -> None:
     problem = load(
-        written(tmp_path / "tiny.txt", PIPEDREAM), mode="inference", objective="max_load"
+        written(tmp_path / "tiny.txt", f"\n# one GPU -- ms\n{PIPEDREAM} # end\n"),
+        mode="inference",
+        objective="max_load",
     )
     assert problem.graph.op_name == ("node1", "node2", "node3")
     assert problem.num_devices == 4

@@ -58,7 +58,7 @@ def test_a_shop(tmp_path: Path) -> None:
     ("first", "text"),
     [
         ("2 4", "2 1 1 3  2 2 5\n3 4\n1 3 1 1 2 2 3 3\n\n"),
-        ("2 4 1.5", "2 1 1 3.0  2 2 5. 3 4\n1 3 1 1 2 2 3 3"),
+        ("2 4 1.5", "2 1 1 3.0  2 2 5. 3 4e0\n1 3 1 1 2 2 3 3"),
         ("2\t4\t2,5", "2\t1\t1\t3\t2\t2\t5\t3\t4\t\n\n1 3 1 1 2 2 3 3\t"),
         ("2 4 1\r", "2 1 1 3 2 2 5 3 4\r\n1 3 1 1 2 2 3 3\r\n"),
         ("\ufeff# two jobs\n\n2 4 ", "2 1 1 3 2 2 5 3 4 # the first\n1 3 1 1 2 2 3 3"),
@@ -105,7 +105,8 @@ def test_a_standard_task_graph(tmp_path: Path) -> None:
     )
     assert last.graph.op_name == ("1", "2", "3") and last.compute_s[:, 0].tolist() == [3, 4, 0]
     assert last.graph.edges.tolist() == [[0, 1], [0, 2], [1, 2]]
-    without = importers.load(written(tmp_path / "w.stg", "2\n0 3 0\n1 4 1 0\n"))
+    without = importers.load(written(tmp_path / "w.stg", "2\n0 3.25 0\n1 4e-1 1 0\n"))
+    assert without.compute_s[:, 0].tolist() == [3.25, 0.4]
     assert without.graph.op_name == ("0", "1") and "file_order" not in without.profile.provenance
 
 
@@ -178,6 +179,8 @@ CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
         ("a.json", {"machines": 2, "jobs": [[[]]]}, "jobs[0][0] is not a list, or an empty one"),
         ("a.stg", "2\n0 0 0\n1 4 1 0\n2 4 1 0\n", "2 tasks are told, and 3 lines of tasks found"),
         ("a.stg", "2\n0 0 0\n1 4 1 5\n", "line 3: task 1 waits for 5, which is none"),
+        ("a.stg", "1.5\n0 0 0\n1 4 1 0\n", "unknown format"),
+        ("a.stg", "1\n0 0 0\n1 4e999 1 0\n", "line 3: '4e999' is not a number"),
         ("a.stg", "2\n0 0 0\n2 4 1 0\n", "line 3: expected task 1"),
         ("a.csv", CSV.replace("{x: None}", "{z: None}"), "_input_nodes has 'z', which is no Name"),
         ("a.csv", CSV.replace("1.0", "fast"), "fw_latency = 'fast' is not a number"),
