@@ -148,8 +148,15 @@ class Tasks:
     tensors: Sequence[tuple[int, int, Sequence[int]]] = ()
 
 
-def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | None) -> Problem:
-    """The problem of ``tasks``, by default for ``latency``."""
+def task_problem(
+    path: str,
+    tasks: Tasks,
+    cluster: Cluster,
+    objective: str | None,
+    costs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Problem:
+    """The problem of ``tasks``, by default for ``latency``; ``costs``, ``settings``: see below."""
     order, position = topological(tasks.names, sorted(set(tasks.pairs)), path)
     joined = {(u, v) for u, _, users in tasks.tensors for v in users}
     bare: dict[int, list[int]] = {}
@@ -166,8 +173,10 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
         np.array(uses, np.int32).reshape(-1, 2),
         op_kind=None if tasks.kinds is None else [tasks.kinds[v] for v in order],
     )
-    goal = objective or "latency"
-    return problem_of(path, tasks.form, graph, cluster, tasks.seconds[order], goal, order=order)
+    goal, seconds = objective or "latency", tasks.seconds[order]
+    return problem_of(
+        path, tasks.form, graph, cluster, seconds, goal, order=order, costs=costs, **settings
+    )
 
 
 def graph_of(path: str, *args: Any, **facts: Any) -> OpGraph:

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster, Device
 from placement.importers._read import (
     FormatError,
+    Tasks,
     check_table,
     field,
-    graph_of,
     nodes_and_edges,
     number,
-    problem_of,
-    topological,
+    task_problem,
     whole_of,
 )
 from placement.problem import Problem
@@ -72,27 +71,18 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         pairs.append((ends[0], ends[1]))
         matrices.append(_matrix(field(edge, "transfer", where), num_devices, where))
 
-    order, position = topological(names, pairs, path)
-    tensors: dict[tuple[int, bytes], int] = {}
-    uses = []
+    users: dict[tuple[int, bytes], list[int]] = {}
     for (u, v), matrix in zip(pairs, matrices, strict=True):
-        tensor = tensors.setdefault((position[u], matrix.tobytes()), len(tensors))
-        uses.append((tensor, position[v]))
+        users.setdefault((u, matrix.tobytes()), []).append(v)
     shape = (-1, num_devices, num_devices)
-    transfer_s = np.frombuffer(b"".join(m for _, m in tensors), np.float64).reshape(shape)
-    graph = graph_of(
-        path,
-        str(data.get("model", Path(path).stem)),
-        [names[v] for v in order],
-        np.array([u for u, _ in tensors], np.int32),
-        np.zeros(len(tensors), np.int64),
-        np.array(uses, np.int32).reshape(-1, 2),
-    )
+    transfer_s = np.frombuffer(b"".join(m for _, m in users), np.float64).reshape(shape)
+    tensors = [(u, 0, mine) for (u, _), mine in users.items()]
+    name = str(data.get("model", Path(path).stem))
+    tasks = Tasks("moirai", name, names, np.array(times), pairs, tensors=tensors)
     cluster = Cluster(
         "moirai", tuple(Device(f"device:{d}", "accelerator") for d in range(num_devices))
     )
-    goal, seconds, costs = objective or "period", np.array(times)[order], {"transfer_s": transfer_s}
-    return problem_of(path, "moirai", graph, cluster, seconds, goal, order=order, costs=costs)
+    return task_problem(path, tasks, cluster, objective or "period", {"transfer_s": transfer_s})
 
 
 def _matrix(rows: Any, num_devices: int, where: str) -> NDArray[np.float64]:
