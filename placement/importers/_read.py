@@ -49,6 +49,36 @@ def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
     return nodes, edges
 
 
+def id_of(record: Any, name: str, where: str) -> str:
+    """A field that is an id, as text: 7, 7.0 and "7" are one."""
+    key = field(record, name, where)
+    key = int(key) if isinstance(key, float) and key.is_integer() else key
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise FormatError(f"{where}: {name} = {short(key)} must be a whole number or a text")
+    return str(key)
+
+
+def positions(nodes: Sequence[Any], path: str) -> dict[str, int]:
+    """Where in the list the node of each ``id`` is."""
+    at: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        key = id_of(node, "id", f"{path}: nodes[{i}]")
+        if at.setdefault(key, i) != i:
+            raise FormatError(
+                f"{path}: node {key[:60]}: the id is used twice (nodes[{at[key]}] and nodes[{i}])"
+            )
+    return at
+
+
+def ends_of(edge: Any, names: tuple[str, str], at: Mapping[str, int], where: str) -> list[int]:
+    """Positions of the two nodes of an edge, whose ids are in the fields ``names``."""
+    keys = [id_of(edge, name, where) for name in names]
+    for name, key in zip(names, keys, strict=True):
+        if key not in at:
+            raise FormatError(f"{where}: {name} = {key[:60]} is not the id of a node")
+    return [at[key] for key in keys]
+
+
 def number(value: Any, what: str, low: float = 0.0) -> float:
     """``value`` as a finite float of at least ``low``; ``what`` names file, node and field."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -13,11 +13,13 @@ from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     check_table,
+    ends_of,
     field,
     graph_of,
     nodes_and_edges,
     number,
     number_of,
+    positions,
     problem_of,
     topological,
     whole,
@@ -61,20 +63,12 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         raise FormatError(f"{path}: maxSizePerFPGA = {memory} bytes hold nothing")
     records, edges = nodes_and_edges(data, path)
     check_table(path, len(records), num_acc + num_cpus)
-    at: dict[Any, int] = {}
-    nodes = []
-    for i, record in enumerate(records):
-        key = field(record, "id", f"{path}: nodes[{i}]")
-        if isinstance(key, bool) or not isinstance(key, int | str):
-            raise FormatError(f"{path}: nodes[{i}]: id = {short(key)} must be an integer")
-        where = f"{path}: node {key}"
-        if key in at:
-            raise FormatError(f"{where}: the id is used twice (nodes[{at[key]}] and nodes[{i}])")
-        at[key] = i
-        nodes.append(_node(record, where, num_cpus))
-    names = [str(key) for key in at]
-    if len(set(names)) < len(at):
-        raise FormatError(f"{path}: ids differ only in being a number or a text")
+    at = positions(records, path)
+    names = list(at)
+    nodes = [
+        _node(record, f"{path}: node {key[:60]}", num_cpus)
+        for key, record in zip(at, records, strict=True)
+    ]
     pairs, cost = _joined(edges, at, names, path)
     order, position = topological(names, pairs, path)
     nodes = [nodes[v] for v in order]
@@ -140,29 +134,22 @@ def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
 
 
 def _joined(
-    edges: list[Any], at: dict[Any, int], names: list[str], path: str
+    edges: list[Any], at: dict[str, int], names: list[str], path: str
 ) -> tuple[list[tuple[int, int]], dict[int, float]]:
     """Edges as pairs of positions in the file, and what sending the output of a node costs."""
     pairs: list[tuple[int, int]] = []
     cost: dict[int, float] = {}
     for i, edge in enumerate(edges):
-        ends = []
-        for end in ("sourceId", "destId"):
-            key = field(edge, end, f"{path}: edges[{i}]")
-            if not isinstance(key, int | str) or key not in at:
-                raise FormatError(
-                    f"{path}: edges[{i}]: {end} = {short(key)} is not the id of a node"
-                )
-            ends.append(at[key])
-        where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
+        u, v = ends_of(edge, ("sourceId", "destId"), at, f"{path}: edges[{i}]")
+        where = f"{path}: edge {names[u][:60]} -> {names[v][:60]}"
         edge_cost = number_of(edge, "cost", where)
-        first = cost.setdefault(ends[0], edge_cost)
+        first = cost.setdefault(u, edge_cost)
         if abs(first - edge_cost) > _COST_TOLERANCE:
             raise FormatError(
-                f"{where}: cost = {edge_cost}, but another edge out of node {names[ends[0]]} has "
+                f"{where}: cost = {edge_cost}, but another edge out of node {names[u][:60]} has "
                 f"cost = {first}; all out-edges of a node carry its one output"
             )
-        pairs.append((ends[0], ends[1]))
+        pairs.append((u, v))
     return pairs, cost
 
 

@@ -13,9 +13,11 @@ from placement.importers._read import (
     FormatError,
     Tasks,
     check_table,
+    ends_of,
     field,
     nodes_and_edges,
     number,
+    positions,
     task_problem,
     whole_of,
 )
@@ -42,14 +44,10 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     num_devices = whole_of(data, "num_devices", path, 1)
     records, edges = nodes_and_edges(data, path)
     check_table(path, len(edges), num_devices)
-    at: dict[Any, int] = {}
+    at = positions(records, path)
     times: list[list[float]] = []
-    for i, node in enumerate(records):
-        key = field(node, "id", f"{path}: nodes[{i}]")
-        where = f"{path}: node {short(key)}"
-        if isinstance(key, bool) or not isinstance(key, int | str) or str(key) in at:
-            raise FormatError(f"{where}: ids must be integers or texts, each used once")
-        at[str(key)] = i
+    for key, node in zip(at, records, strict=True):
+        where = f"{path}: node {key[:60]}"
         row = field(node, "time", where)
         if not isinstance(row, list) or len(row) != num_devices:
             raise FormatError(
@@ -61,14 +59,9 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     pairs: list[tuple[int, int]] = []
     matrices: list[NDArray[np.float64]] = []
     for i, edge in enumerate(edges):
-        ends = []
-        for end in ("src", "dst"):
-            key = str(field(edge, end, f"{path}: edges[{i}]"))
-            if key not in at:
-                raise FormatError(f"{path}: edges[{i}]: {end} = {key[:60]} is not the id of a node")
-            ends.append(at[key])
-        where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
-        pairs.append((ends[0], ends[1]))
+        u, v = ends_of(edge, ("src", "dst"), at, f"{path}: edges[{i}]")
+        where = f"{path}: edge {names[u][:60]} -> {names[v][:60]}"
+        pairs.append((u, v))
         matrices.append(_matrix(field(edge, "transfer", where), num_devices, where))
 
     users: dict[tuple[int, bytes], list[int]] = {}

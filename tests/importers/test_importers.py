@@ -152,6 +152,7 @@ def test_moirai(tmp_path: Path) -> None:
     assert simulate(problem, [0, 1, 0], num_microbatches=1).latency_s == pytest.approx(7.5e-3)
     unlike = copy.deepcopy(MOIRAI)
     unlike["edges"][1]["transfer"] = [[0, 1], [0.25, 0]]
+    unlike["nodes"][1]["id"], unlike["edges"][0]["src"] = 1.0, "1"  # as some languages write 1
     assert load(written(tmp_path / "tiny.txt", unlike)).graph.num_tensors == 2
 
 
@@ -216,7 +217,7 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(MOIRAI, "nodes", 0, "time"), "node 4: field 'time' is missing"),
         (change(MOIRAI, "nodes", 0, "time", value=[1]), "node 4: time = [1] must be a list of 2"),
         (change(MOIRAI, "nodes", 0, "time", 1, value=-6), "node 4: time[1] = -6"),
-        (change(MOIRAI, "nodes", 0, "id", value=1), "node 1: ids must be"),
+        (change(MOIRAI, "nodes", 0, "id", value=1), "node 1: the id is used twice"),
         (change(MOIRAI, "edges", 0, "dst", value=8), "edges[0]: dst = 8"),
         (change(MOIRAI, "edges", 0, "transfer", value=[[0, 1]]), "edge 1 -> 4: transfer"),
         (change(MOIRAI, "edges", 0, "transfer", 1, value=[1]), "edge 1 -> 4: transfer[1]"),
