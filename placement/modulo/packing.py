@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +33,28 @@ def shortest(work: Work, least: int, most: int, end: float) -> tuple[Ints, int] 
             best, most = (starts - starts.min(), period), period
         else:
             least = period + 1
+    closed = _without_gaps(work)
+    if most > closed[1] and _fits(work, *closed):
+        return closed
     return best
+
+
+def _without_gaps(work: Work) -> tuple[Ints, int]:
+    """Blocks one after another on their devices, and of as early micro-batches as that takes.
+
+    Where memory is not limited and every block has one device, no period is shorter; but a
+    micro-batch is under way for many of them.
+    """
+    free, begins = [0] * work.num_devices, []
+    for block in work.blocks:
+        begins.append(max(free[d] for d in block.devices))
+        for d in block.devices:
+            free[d] = begins[-1] + block.time
+    period, starts = max(free), np.zeros(work.num_blocks, np.int64)
+    for b, (block, begin) in enumerate(zip(work.blocks, begins, strict=True)):
+        ready = max((starts[u] + work.blocks[u].time + x for u, x in block.preds), default=0)
+        starts[b] = begin + period * max(0, -(-(ready - begin) // period))
+    return starts, period
 
 
 def _backwards(work: Work) -> Work:
@@ -51,41 +71,28 @@ def _backwards(work: Work) -> Work:
 
 def _packed(work: Work, period: int) -> Ints | None:
     """Each block in the first gap behind its predecessors; None: one finds no gap."""
-    # By device: disjoint (begin, end) within a period, sorted.
+    # By device: (begin, end) in the period, in the one before and in the one after it, sorted.
     busy: list[list[tuple[int, int]]] = [[] for _ in range(work.num_devices)]
     starts: list[int] = []
     for block in work.blocks:
         at = ready = max((starts[u] + work.blocks[u].time + x for u, x in block.preds), default=0)
         rows = [busy[d] for d in block.devices]
-        while wait := max(_wait(row, at, block.time, period) for row in rows):
+        while wait := max(_wait(row, at % period, block.time) for row in rows):
             at += wait
             if at >= ready + period:
                 return None
         starts.append(at)
         for row in rows:
-            for begin, _, until in _within(at, block.time, period):
-                insort(row, (begin, until))
+            for begin in (at % period - period, at % period, at % period + period):
+                insort(row, (begin, begin + block.time))
     return np.array(starts, np.int64)
 
 
-def _within(at: int, length: int, period: int) -> Iterator[tuple[int, int, int]]:
-    """(begin in the period, how long after ``at`` that is, end) of a block: two if it wraps."""
-    begin = at % period
-    yield begin, 0, min(begin + length, period)
-    if begin + length > period:
-        yield 0, period - begin, begin + length - period
-
-
-def _wait(row: list[tuple[int, int]], at: int, length: int, period: int) -> int:
-    """How much later than ``at`` a block must at least start that overlaps something; else 0."""
-    if length > period:
-        return period
-    for begin, later, until in _within(at, length, period):
-        i = bisect_left(row, (begin, 0))
-        i -= i > 0 and row[i - 1][1] > begin
-        if i < len(row) and row[i][0] < until:
-            return later + row[i][1] - begin
-    return 0
+def _wait(row: list[tuple[int, int]], begin: int, length: int) -> int:
+    """How much later than ``begin`` a block must at least start that overlaps something; else 0."""
+    i = bisect_left(row, (begin, 0))
+    i -= i > 0 and row[i - 1][1] > begin
+    return row[i][1] - begin if i < len(row) and row[i][0] < begin + length else 0
 
 
 def _fits(work: Work, starts: Ints, period: int) -> bool:

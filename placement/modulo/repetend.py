@@ -116,8 +116,7 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     if packed is not None:
         start = Pattern(packed[0][None], packed[1])
     shorter, bound = _shortest(work, 1, start.period, end)
-    patterns = [p for p in (shorter, start, _packed(work)) if p is not None]
-    best = Outcome(min(patterns, key=lambda p: p.period), Fraction(bound))
+    best = Outcome(shorter or start, Fraction(bound))
     if unroll is not None:
         return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
     for k in range(2, MAX_UNROLL + 1):
@@ -129,28 +128,6 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
         if wide.pattern.per_micro_batch < best.pattern.per_micro_batch:
             best = replace(wide, others=(*best.others, best.pattern))
     return best
-
-
-def _packed(work: Work) -> Pattern | None:
-    """Blocks one after another on their devices, and of as early micro-batches as that takes.
-
-    Without limits on memory a micro-batch may be under way for any number of periods. Where every
-    block has one device no period is shorter; the schedule of few micro-batches is a long one.
-    """
-    if work.limit is not None:
-        return None
-    free, at = [0] * work.num_devices, []
-    for block in work.blocks:
-        at.append(max(free[d] for d in block.devices))
-        for d in block.devices:
-            free[d] = at[-1] + block.time
-    period, starts = max(free), np.zeros((1, work.num_blocks), np.int64)
-    for b, block in enumerate(work.blocks):
-        ready = max(
-            (starts[0, u] + work.blocks[u].time + wait for u, wait in block.preds), default=0
-        )
-        starts[0, b] = at[b] + period * max(0, -(-(ready - at[b]) // period))
-    return Pattern(starts, period)
 
 
 class _OutOfTime(Exception):

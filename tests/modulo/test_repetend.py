@@ -264,16 +264,6 @@ def test_the_checker_finds_what_is_wrong() -> None:
     assert any("holds 2, limit 1" in e for e in work.errors(packed))
 
 
-@given(works())
-@settings(max_examples=60, deadline=None)
-def test_blocks_packed_without_a_search_are_a_pattern(work: Work) -> None:
-    work = Work(work.blocks, work.num_devices)
-    pattern = repetend._packed(work)
-    assert pattern is not None and work.errors(pattern.unrolled(5)) == []
-    if all(len(b.devices) == 1 for b in work.blocks):
-        assert pattern.period == work.period_bound
-
-
 @given(works(most=6))
 @settings(max_examples=100, deadline=None)
 def test_blocks_packed_into_a_period_are_a_pattern_within_memory(work: Work) -> None:
@@ -285,6 +275,8 @@ def test_blocks_packed_into_a_period_are_a_pattern_within_memory(work: Work) -> 
     starts, period = packed
     assert work.errors(Pattern(starts[None], period).unrolled(12)) == []
     assert work.period_bound <= period <= serial
+    if work.limit is None and all(len(b.devices) == 1 for b in work.blocks):
+        assert period == work.period_bound
 
 
 def test_more_blocks_than_a_search_can_have_are_packed_within_memory() -> None:
