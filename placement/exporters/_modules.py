@@ -339,11 +339,6 @@ def gpu_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_numbered(name: str, kind: str) -> bool:
-    """Whether it is CPU cores, or a GPU that others know by its number."""
-    return kind == "cpu" or (kind == "cuda" and gpu_number(name) is not None)
-
-
 def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
     """Check that torch knows the devices in use.
 
@@ -352,7 +347,7 @@ def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
     """
     kinds = {d.name: d.kind for d in plan.cluster.devices}
     for name in sorted(set(used)):
-        if not is_numbered(name, kinds[name]):
+        if kinds[name] != "cpu" and (kinds[name] != "cuda" or gpu_number(name) is None):
             raise ExportError(
                 f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
                 "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."

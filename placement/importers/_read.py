@@ -89,6 +89,15 @@ def number(value: Any, what: str, low: float = 0.0) -> float:
     return parsed
 
 
+def decimal(word: str, what: str) -> float:
+    """A word as a finite float of at least 0."""
+    try:
+        parsed = float(word)
+    except ValueError:
+        raise FormatError(f"{what} = {word[:60]!r} is not a number") from None
+    return number(parsed, what)
+
+
 def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
     """``value`` as an int from ``low`` to ``most``."""
     parsed = number(value, what, low)

@@ -16,6 +16,7 @@ from placement.importers._read import (
     ends_of,
     field,
     graph_of,
+    id_of,
     nodes_and_edges,
     number,
     number_of,
@@ -114,7 +115,7 @@ class _Node(NamedTuple):
     cpu_s: float
     is_backward: bool
     num_bytes: int
-    colour: int | str | None
+    colour: str | None
     module: str
 
 
@@ -127,9 +128,8 @@ def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
     is_backward = _flag(record, "isBackwardNode", where)
     size = math.ceil(number(record.get("size", 0), f"{where}: size"))
     num_bytes = whole(size, f"{where}: size", most=MOST_BYTES)
-    colour = record.get("colorClass")
-    if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
-        raise FormatError(f"{where}: colorClass = {short(colour)} must be an integer")
+    own = record.get("colorClass") is None
+    colour = None if own else id_of(record, "colorClass", where)
     return _Node(acc_s, cpu_s, is_backward, num_bytes, colour, str(record.get("name", "")))
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
+    decimal,
     equal_devices,
     graph_of,
     number,
@@ -155,11 +156,8 @@ def _fields(text: str, where: str) -> list[float]:
     for name in FIELDS:
         if name not in by_name:
             raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(by_name)}")
-        try:
-            numbers = [float(x) for x in by_name[name].strip("[]").split(";")]
-        except ValueError:
-            raise FormatError(f"{where}: {name} = {by_name[name]!r} is not a number") from None
-        total = sum(number(x, f"{where}: {name}") for x in numbers)
+        words = by_name[name].strip("[]").split(";")
+        total = sum(decimal(word, f"{where}: {name}") for word in words)
         if name.endswith("_size"):
             total = whole(math.ceil(number(total, where)), f"{where}: {name}", most=MOST_BYTES)
         values.append(number(total, f"{where}: {name}"))

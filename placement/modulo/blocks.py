@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES
+from placement.importers._read import FormatError, topological
 from placement.tools.files import short
 
 Ints = NDArray[np.int64]
@@ -288,27 +289,21 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         if i in rows:
             raise BlocksError(f"two blocks have the same id {i}")
         rows[i] = _row(record, f"block {i}", num_devices, infer)
-    waits = {i: len(row.preds) for i, row in rows.items()}
-    users: dict[int, list[int]] = {i: [] for i in rows}
+    ids, place = list(rows), {i: k for k, i in enumerate(rows)}
+    edges = []
     for i, row in rows.items():
         for p, _ in row.preds:
             if p not in rows:
                 raise BlocksError(f"block {i}: deps has {p}, which is the id of no block")
-            users[p].append(i)
-    place = {i: k for k, i in enumerate(rows)}
-    ready, order = [i for i in rows if not waits[i]], list[int]()
-    while ready:
-        order += ready
-        after = [v for i in ready for v in users[i]]
-        for v in after:
-            waits[v] -= 1
-        ready = sorted({v for v in after if not waits[v]}, key=place.__getitem__)
-    if len(order) < len(rows):
-        stuck = [i for i in rows if waits[i]]
-        raise BlocksError(f"blocks {short(stuck)} wait for each other, or for such as do")
-    number = {i: k for k, i in enumerate(order)}
+            edges.append((place[p], place[i]))
+    try:
+        in_file, number = topological([str(i) for i in ids], edges, "deps of blocks")
+    except FormatError as error:
+        raise BlocksError(str(error)) from error
+    order = [ids[k] for k in in_file]
     blocks = tuple(
-        replace(rows[i], preds=tuple((number[p], 0) for p, _ in rows[i].preds)) for i in order
+        replace(rows[i], preds=tuple((number[place[p]], 0) for p, _ in rows[i].preds))
+        for i in order
     )
     limit = None if memory is None or infer else (memory,) * num_devices
     return Work(blocks, num_devices, limit), order

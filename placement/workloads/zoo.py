@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 from placement.workloads import WorkloadError, import_transformers, seeded
@@ -220,9 +221,7 @@ def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
 
 
 def _class(transformers: Any, path: str) -> Any:
-    place = transformers
-    for part in path.split("."):
-        place = getattr(place, part, None)
-        if place is None:
-            raise WorkloadError(f"transformers {transformers.__version__} has no {path}")
-    return place
+    try:
+        return attrgetter(path)(transformers)
+    except AttributeError:
+        raise WorkloadError(f"transformers {transformers.__version__} has no {path}") from None
