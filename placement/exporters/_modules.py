@@ -12,6 +12,7 @@ from itertools import groupby
 from placement.exporters import ExportError, Inexpressible, lacks, require_one_phase
 from placement.plan import Plan
 from placement.problem import Problem
+from placement.tools.files import some
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Forward:
             why = (
                 f"it keeps {labels[split[0]]} on one device"
                 if split
-                else f"its devices come in the order {_some(turns)}"
+                else f"its devices come in the order {some(turns)}"
             )
             few = _nearest(count, self._by_position(unit))
             self.require(self.nearest(unit, dict(enumerate(few)), self.device), consumer, why)
@@ -279,7 +280,7 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         wanted = "" if layers is None else f" {layers!r}"
         others = "torch_pipelining and huggingface place any modules"
         if lists:
-            others = f"there are {_some(sorted(lists))}: layers=NAME"
+            others = f"there are {some(sorted(lists))}: layers=NAME"
         raise ExportError(f"{forward.plan.graph.name!r} has no list of layers{wanted}; {others}")
     dots = chosen.count(".") + 1 if chosen else 0
 
@@ -384,7 +385,3 @@ def _nearest(count: Sequence[Counter[str]], order: Sequence[str]) -> list[str]:
         on.append(order[j])
         j = back[j]
     return on[::-1]
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:6]) + (", ..." if len(items) > 6 else "")

@@ -258,6 +258,13 @@ def problem_of(
         raise FormatError(f"{path}: {error}") from error
 
 
+def labels(groups: Sequence[Any]) -> list[int]:
+    """A number for each group; what has none (None) is one of its own."""
+    seen: dict[Any, int] = {}
+    keys = (("own", n) if g is None else g for n, g in enumerate(groups))
+    return [seen.setdefault(key, len(seen)) for key in keys]
+
+
 def topological(
     names: Sequence[str], edges: Sequence[tuple[int, int]], path: str
 ) -> tuple[list[int], list[int]]:

@@ -17,6 +17,7 @@ from placement.importers._read import (
     field,
     graph_of,
     id_of,
+    labels,
     nodes_and_edges,
     number,
     number_of,
@@ -80,8 +81,6 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     transfer_s[:, np.arange(num_devices), np.arange(num_devices)] = 0.0
     acc_s, cpu_s = (np.array([seconds]).T for seconds in zip(*(x[:2] for x in nodes), strict=True))
     stored = [i for i, node in enumerate(nodes) if node.num_bytes > 0]
-    classes: dict[Any, int] = {}
-    of_node = [v if node.colour is None else (node.colour,) for v, node in enumerate(nodes)]
     graph = graph_of(
         path,
         Path(path).stem,
@@ -92,7 +91,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         op_module=[node.module for node in nodes],
         param_bytes=[nodes[i].num_bytes for i in stored],
         param_uses=[(i, k) for k, i in enumerate(stored)],
-        group=[classes.setdefault(colour, len(classes)) for colour in of_node],
+        group=labels([node.colour for node in nodes]),
         is_backward=[node.is_backward for node in nodes],
         output_tensor=sorted(set(range(num_ops)) - {position[u] for u, _ in pairs}),
     )

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -38,7 +37,7 @@ from pydantic import (
 
 from placement.cluster import Cluster, ClusterError, Device, Link, changed_fields
 from placement.graph import GraphError, OpGraph
-from placement.importers._read import FormatError
+from placement.importers._read import FormatError, labels
 from placement.objective import ObjectiveName
 from placement.problem import MOST_PHASES, Problem, ProblemError, ReadyOrder
 from placement.profile import ARRAYS, Profile, ProfileError
@@ -369,21 +368,13 @@ def _graph(record: ProblemRecord) -> OpGraph:
             for n, op in enumerate(ops)
             for p in op.params
         ],
-        group=_labels([op.group for op in ops]),
+        group=labels([op.group for op in ops]),
         is_backward=[op.backward for op in ops],
         output_tensor=[
             within(t, len(tensors), f"outputs[{i}]", "tensors")
             for i, t in enumerate(record.outputs)
         ],
     )
-
-
-def _labels(groups: Sequence[int | None]) -> list[int]:
-    """A label for each operator; those without a group have one of their own."""
-    seen: dict[Any, int] = {}
-    return [
-        seen.setdefault(("own", n) if g is None else g, len(seen)) for n, g in enumerate(groups)
-    ]
 
 
 def _profile(record: ProblemRecord, cluster: Cluster, links: tuple[Link, ...]) -> Profile:

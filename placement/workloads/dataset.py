@@ -324,7 +324,7 @@ def _measured(
 ) -> Problem:
     from placement.capturing import capture
 
-    began, load_before = time.time(), _load()
+    began, load_before = time.time(), round(os.getloadavg()[0], 2)
     module, inputs = workloads.load(entry.spec, **entry.options)
     settle(module, inputs)
     graph = capture(module, inputs, name=entry.name)
@@ -399,10 +399,6 @@ def _provenance() -> dict[str, Any]:
 
     facts = {k: v for k, v in provenance().items() if k != "host"}  # nobody else's business
     return facts | {"transformers": workloads.import_transformers().__version__}
-
-
-def _load() -> float | None:
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _rounded(values: Floats) -> Floats:
