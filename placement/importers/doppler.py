@@ -44,9 +44,7 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         FormatError: naming the file, the line and what is wrong.
     """
     cluster = equal_devices(path, "doppler", "gpu", devices, COST_PER_S)
-    lines = [line.strip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
+    lines = [line.strip() for line in text.rstrip().splitlines()]
     if len(lines) < 5:
         raise FormatError(f"{path}: {len(lines)} lines: there must be four, and one per operator")
     # Longer numbers fall apart into several, which do not fit to the others.

@@ -73,22 +73,6 @@ def test_a_shop_as_a_text(first: str, text: str, tmp_path: Path) -> None:
     assert problem.graph.edges.tolist() == [[0, 1]]
 
 
-NESTED = [[[{"machine": 0, "processing": 3}], [{"machine": 1, "processing": 5}]],
-          [[{"machine": 1, "processing": 1}], [{"machine": 0, "processing": 2}]]]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["2 2\n0 3 1 5\n1 1 0 2\n", "2 2\n1 3 2 5\n2 1 1 2\n", {"machines": 2, "jobs": NESTED}],
-)
-def test_jobs_that_are_chains(content: Any, tmp_path: Path) -> None:
-    """Classical job shops, numbered from 0 or 1, and the JSON of SchedulingLab."""
-    problem = importers.load(written(tmp_path / "s.txt", content))
-    inf = np.inf
-    assert np.array_equal(problem.compute_s, [[3, inf], [inf, 5], [inf, 1], [2, inf]])
-    assert problem.graph.edges.tolist() == [[0, 1], [2, 3]]
-
-
 def test_a_standard_task_graph(tmp_path: Path) -> None:
     """Every line is an operator, the two dummies of no time too."""
     path = written(tmp_path / "g.stg", STG)
