@@ -41,14 +41,6 @@ def field(record: Any, name: str, where: str) -> Any:
     return record[name]
 
 
-def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
-    """The lists ``nodes`` and ``edges`` of a file."""
-    nodes, edges = field(data, "nodes", path), field(data, "edges", path)
-    if not isinstance(nodes, list) or not isinstance(edges, list) or not nodes:
-        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
-    return nodes, edges
-
-
 def id_of(record: Any, name: str, where: str) -> str:
     """A field that is an id, as text: 7, 7.0 and "7" are one."""
     key = field(record, name, where)
@@ -58,16 +50,19 @@ def id_of(record: Any, name: str, where: str) -> str:
     return str(key)
 
 
-def positions(nodes: Sequence[Any], path: str) -> dict[str, int]:
-    """Where in the list the node of each ``id`` is."""
-    at: dict[str, int] = {}
+def nodes_and_edges(data: Any, path: str) -> tuple[dict[str, Any], list[Any]]:
+    """The ``nodes`` of a file by their ``id``, in its order, and the list of its ``edges``."""
+    nodes, edges = field(data, "nodes", path), field(data, "edges", path)
+    if not isinstance(nodes, list) or not isinstance(edges, list) or not nodes:
+        raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
+    by_id: dict[str, Any] = {}
     for i, node in enumerate(nodes):
         key = id_of(node, "id", f"{path}: nodes[{i}]")
-        if at.setdefault(key, i) != i:
+        if by_id.setdefault(key, node) is not node:
             raise FormatError(
-                f"{path}: node {key[:60]}: the id is used twice (nodes[{at[key]}] and nodes[{i}])"
+                f"{path}: node {key[:60]}: the id is used twice, at last by nodes[{i}]"
             )
-    return at
+    return by_id, edges
 
 
 def ends_of(edge: Any, names: tuple[str, str], at: Mapping[str, int], where: str) -> list[int]:

@@ -17,7 +17,6 @@ from placement.importers._read import (
     field,
     nodes_and_edges,
     number,
-    positions,
     task_problem,
     whole_of,
 )
@@ -44,9 +43,9 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     num_devices = whole_of(data, "num_devices", path, 1)
     records, edges = nodes_and_edges(data, path)
     check_table(path, len(edges), num_devices)
-    at = positions(records, path)
+    at = {key: v for v, key in enumerate(records)}
     times: list[list[float]] = []
-    for key, node in zip(at, records, strict=True):
+    for key, node in records.items():
         where = f"{path}: node {key[:60]}"
         row = field(node, "time", where)
         if not isinstance(row, list) or len(row) != num_devices:

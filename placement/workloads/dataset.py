@@ -403,10 +403,7 @@ def _provenance() -> dict[str, Any]:
 
 def _rounded(values: Floats) -> Floats:
     """To ``DIGITS`` significant digits."""
-    with np.errstate(divide="ignore"):
-        power = np.where(values > 0, np.floor(np.log10(np.abs(values))), 0.0)
-    scale = 10.0 ** (DIGITS - 1 - power)
-    return np.round(values * scale) / scale
+    return np.vectorize(lambda x: float(f"{x:.{DIGITS}g}"), otypes=[np.float64])(values)
 
 
 def files(folder: str | Path) -> dict[str, Path]:
