@@ -282,11 +282,12 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         if lists:
             others = f"there are {some(sorted(lists))}: layers=NAME"
         raise ExportError(f"{forward.plan.graph.name!r} has no list of layers{wanted}; {others}")
-    dots = chosen.count(".") + 1 if chosen else 0
+    above = chosen.split(".") if chosen else []
 
     def layer(path: str) -> int | None:
         """Number of the layer that a module is in; a list may have other modules too."""
-        part = path.split(".")[dots] if _below(path, chosen) and path != chosen else ""
+        words = path.split(".")
+        part = words[len(above)] if words[: len(above)] == above and words != above else ""
         return int(part) if part.isdecimal() else None
 
     inside = [layer(path) for path in forward.module]
@@ -353,10 +354,6 @@ def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
                 f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
                 "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
             )
-
-
-def _below(path: str, module: str) -> bool:
-    return not module or path == module or path.startswith(module + ".")
 
 
 def _parts(on: Sequence[str]) -> list[Part]:

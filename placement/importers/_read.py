@@ -59,9 +59,7 @@ def nodes_and_edges(data: Any, path: str) -> tuple[dict[str, Any], list[Any]]:
     for i, node in enumerate(nodes):
         key = id_of(node, "id", f"{path}: nodes[{i}]")
         if by_id.setdefault(key, node) is not node:
-            raise FormatError(
-                f"{path}: node {key[:60]}: the id is used twice, at last by nodes[{i}]"
-            )
+            raise FormatError(f"{path}: node {key[:60]}: the id is used twice (nodes[{i}])")
     return by_id, edges
 
 

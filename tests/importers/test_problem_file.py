@@ -25,7 +25,6 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.runs.compare import problem_fingerprint
 from placement.simulator import evaluate, score
-from placement.workloads import synthetic
 from tests.importers.test_importers import DNN, MOIRAI, PIPEDREAM, change
 from tests.problems import problems, random_placement, written
 
@@ -175,12 +174,6 @@ def test_what_is_saved_is_loaded(
 def test_importing_twice_is_importing_once(tmp_path: Path, content: Any) -> None:
     problem = load(written(tmp_path / "file.json", content))
     check_same(problem, resaved(problem, tmp_path))
-
-
-def test_synthetic_problems(tmp_path: Path) -> None:
-    for name in ("layered", "series_parallel", "transformer_training", "towers"):
-        problem = synthetic.families()[name](seed=1)
-        check_same(problem, resaved(problem, tmp_path))
 
 
 # -- mistakes --------------------------------------------------------------------------------

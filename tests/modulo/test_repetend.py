@@ -245,13 +245,6 @@ def test_every_schedule_is_valid_and_above_its_bounds(work: Work, num: int) -> N
     assert answer.outcome.bound <= answer.period
 
 
-def test_one_device_idles_never() -> None:
-    # a a b b | a a b b: nothing to gain from any order.
-    work = Work((Block((0,), 2), Block((0,), 2, preds=((0, 0),))), 1)
-    answer = search_schedule(work, 5, seconds=20.0)
-    assert answer.period == 4 and answer.makespan == 20 and answer.outcome.optimal
-
-
 def test_the_checker_finds_what_is_wrong() -> None:
     work = v_shape(2, memory=1)
     good = search_schedule(work, 2).starts
