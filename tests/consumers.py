@@ -78,11 +78,13 @@ class Somewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             leaves = pytree.tree_leaves((args, kwargs or {}))
-            found = {x.__dict__["where"] for x in leaves if isinstance(x, Somewhere)}
-            if len(found) > 1:
-                raise RuntimeError(f"tensors on {sorted(found)} meet in {func}")
+            places = {x.__dict__["where"] for x in leaves if isinstance(x, Somewhere)}
+            if len(places) > 1:
+                raise RuntimeError(f"tensors on {sorted(places)} meet in {func}")
             out = func(*args, **(kwargs or {}))
-        return pytree.tree_map_only(torch.Tensor, lambda x: Somewhere.on(x, next(iter(found))), out)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda x: Somewhere.on(x, next(iter(places))), out
+        )
 
 
 def run_in_accelerate(

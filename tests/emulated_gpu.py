@@ -358,7 +358,7 @@ class CudaTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, cell: list[Any], memory: _Memory) -> CudaTensor:
-        made = Tensor._make_wrapper_subclass(
+        tensor = Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -366,8 +366,8 @@ class CudaTensor(Tensor):
             dtype=meta.dtype,
             device=memory.on.device,
         )
-        made.meta, made.cell, made.memory = meta, cell, memory
-        return made
+        tensor.meta, tensor.cell, tensor.memory = meta, cell, memory
+        return tensor
 
     def record_stream(self, used_by: Stream) -> None:
         if not any(each.graph for each in _gpu.streams if each.index == used_by.index):
@@ -406,8 +406,8 @@ class Mode(TorchDispatchMode):
             return hasattr(args[0], "pinned")
         device = kwargs.get("device")
         goes = device is not None and torch.device(device).type == "cuda"
-        found = any(isinstance(x, CudaTensor) for x in pytree.tree_leaves((args, kwargs)))
-        if goes or found or kwargs.get("pin_memory"):
+        results = any(isinstance(x, CudaTensor) for x in pytree.tree_leaves((args, kwargs)))
+        if goes or results or kwargs.get("pin_memory"):
             return _dispatch(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -471,17 +471,17 @@ def _form(x: Any) -> Any:
 
 def _metas(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives, without values: slow, so found once for each form of arguments."""
-    kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-    leaves, given = pytree.tree_flatten((args, kept))
-    key = (func, given, *map(_form, leaves))
+    options = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    leaves, structure = pytree.tree_flatten((args, options))
+    key = (func, structure, *map(_form, leaves))
     with torch.inference_mode(False), torch.no_grad():
         if key in _forms:
             forms, spec = _forms[key]
-            made = [torch.empty_strided(*f[:2], dtype=f[2], device="meta") for f in forms]
-            return pytree.tree_unflatten(made, spec)
+            empty = [torch.empty_strided(*f[:2], dtype=f[2], device="meta") for f in forms]
+            return pytree.tree_unflatten(empty, spec)
         metas = list(map(_as_meta, leaves))
-        read, kept = pytree.tree_unflatten(metas, given)
-        value = func(*read, **kept)
+        read, options = pytree.tree_unflatten(metas, structure)
+        value = func(*read, **options)
     results, spec = pytree.tree_flatten(value)
     old = {x.untyped_storage()._cdata for x in metas if isinstance(x, Tensor)}
     if all(isinstance(x, Tensor) and x.untyped_storage()._cdata not in old for x in results):
@@ -502,17 +502,17 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with torch._C._DisableTorchDispatch():
         if kwargs.get("pin_memory") and not (device and torch.device(device).type == "cuda"):
             like = _metas(func, args, {**kwargs, "device": torch.device("meta")})
-            made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+            pinned = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
             for graph in [each.graph for each in _gpu.streams if each.graph is not None]:
                 if graph.mode == "global":
                     graph.failed = True  # whoever allocates
             if _gpu.asks_a_graph:
                 _gpu.asks_a_graph = False
                 raise RuntimeError("CUDA error: invalid argument")  # as which one is free is asked
-            made.fill_(torch.nan if made.is_floating_point() else 0)
-            made.pinned = []
-            weakref.finalize(made, _gpu.pinned_is_free, made.pinned).atexit = False
-            return made
+            pinned.fill_(torch.nan if pinned.is_floating_point() else 0)
+            pinned.pinned = []
+            weakref.finalize(pinned, _gpu.pinned_is_free, pinned.pinned).atexit = False
+            return pinned
         if func is aten._local_scalar_dense.default:
             current_stream(cuda[0].device).synchronize()
             return cuda[0].cell[0].item()
@@ -548,16 +548,16 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
     if not _moves(func):  # e.g. empty_like: only the form is asked for
         like = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype)
         return func(like, *rest, **kwargs)
-    found: list[Any] = [None]
+    copied: list[Any] = [None]
     del args, source  # a stream holds no memory that Python has dropped
 
     def copy() -> None:
         time.sleep(gpu.copy_s)
         with torch.inference_mode(inference), torch.no_grad():
             if target is not None:
-                found[0] = target.copy_(cell[0])
+                copied[0] = target.copy_(cell[0])
             else:
-                found[0] = func(cell[0].clone(), *rest, **kwargs | {"non_blocking": False})
+                copied[0] = func(cell[0].clone(), *rest, **kwargs | {"non_blocking": False})
 
     if not (late and hasattr(target, "pinned")):
         on.may_wait()
@@ -570,7 +570,7 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
         return target
     gpu.copies["back and wait"] += 1
     on.synchronize()
-    return found[0]
+    return copied[0]
 
 
 def _from_host(
@@ -624,11 +624,11 @@ def _launch(
         with torch.inference_mode(False):
             metas = pytree.tree_map_only(Tensor, torch.empty_like, metas)
     leaves, spec = pytree.tree_flatten(metas)
-    made: list[Any] = []
+    results: list[Any] = []
     cells: list[Any] = []
     for meta in leaves:
         if not isinstance(meta, Tensor) or id(meta) in in_place:
-            made.append(in_place.get(id(meta), meta))
+            results.append(in_place.get(id(meta), meta))
             cells.append(None)
             continue
         base = owner.get(meta.untyped_storage()._cdata)
@@ -641,7 +641,7 @@ def _launch(
         )
         # A view of an ordinary tensor is one, in inference mode too.
         with torch.inference_mode(inference and (base is None or base.is_inference())):
-            made.append(CudaTensor(meta, cell, memory))
+            results.append(CudaTensor(meta, cell, memory))
         cells.append((cell, base is None))
     more = gpu.scratch.get(str(func), 0)
     try:
@@ -658,24 +658,24 @@ def _launch(
             return _Later(x.cell)
         return host if isinstance(x, torch.device) else x
 
-    given = pytree.tree_map(later, (args, kwargs))
+    arguments = pytree.tree_map(later, (args, kwargs))
 
     def kernel() -> None:
         time.sleep(gpu.copy_s if is_copy else gpu.kernel_s)
-        a, k = pytree.tree_map(lambda x: x.cell[0] if isinstance(x, _Later) else x, given)
+        a, k = pytree.tree_map(lambda x: x.cell[0] if isinstance(x, _Later) else x, arguments)
         k = {name: v for name, v in k.items() if name != "pin_memory"}
         if "non_blocking" in k:
             k["non_blocking"] = False
         with torch.inference_mode(inference), torch.no_grad():
-            found = pytree.tree_leaves(_computed(func, a, k))
+            values = pytree.tree_leaves(_computed(func, a, k))
             read = {
                 x.untyped_storage().data_ptr()
                 for x in pytree.tree_leaves((a, k))
                 if isinstance(x, Tensor)
             }
-            for kept, value in zip(cells, found, strict=True):
-                if kept is not None:
-                    cell, is_new = kept
+            for slot, value in zip(cells, values, strict=True):
+                if slot is not None:
+                    cell, is_new = slot
                     shares = is_new and value.untyped_storage().data_ptr() in read
                     cell[0] = value.clone() if shares else value
 
@@ -690,10 +690,10 @@ def _launch(
     for x in (
         ()
         if is_view or on.index != at
-        else (*cuda, *(x for x in made if isinstance(x, CudaTensor)))
+        else (*cuda, *(x for x in results if isinstance(x, CudaTensor)))
     ):
         x.memory.use(on)
-    return pytree.tree_unflatten(made, spec)
+    return pytree.tree_unflatten(results, spec)
 
 
 def _may_be_efficient(read: Any, debug: bool = False) -> bool:
@@ -780,8 +780,8 @@ def _efficient_backward(
     of_scores = weights * (g @ v.mT - (g * out).sum(-1, keepdim=True))
     of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     results = (of_scores @ k, of_scores.mT @ q, weights.mT @ g)
-    made = (x.to(gradient.dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in results)
-    return (*made, None)
+    gradients = (x.to(gradient.dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in results)
+    return (*gradients, None)
 
 
 def _draws(func: Any) -> bool:

@@ -121,25 +121,25 @@ def text_mutant(text: str, rng: Rng) -> str:
 
 def bytes_mutant(data: bytes, rng: Rng) -> bytes:
     """Bytes with some cut off, changed, put in or taken out."""
-    found = bytearray(data)
+    mutant = bytearray(data)
     match rng.choice(["cut", "flip", "flip", "insert", "take", "zero"]):
         case "cut":
-            del found[int(rng.integers(len(found) + 1)) :]
+            del mutant[int(rng.integers(len(mutant) + 1)) :]
         case "flip":
-            for k in rng.integers(0, max(1, len(found)), int(rng.choice([1, 2, 8, 64]))):
-                if found:
-                    found[k] ^= 1 << int(rng.integers(8))
+            for k in rng.integers(0, max(1, len(mutant)), int(rng.choice([1, 2, 8, 64]))):
+                if mutant:
+                    mutant[k] ^= 1 << int(rng.integers(8))
         case "insert":
-            at = int(rng.integers(len(found) + 1))
-            found[at:at] = rng.bytes(int(rng.choice([1, 4, 100])))
+            at = int(rng.integers(len(mutant) + 1))
+            mutant[at:at] = rng.bytes(int(rng.choice([1, 4, 100])))
         case "take":
-            at = int(rng.integers(len(found) + 1))
-            del found[at : at + int(rng.choice([1, 4, 100]))]
+            at = int(rng.integers(len(mutant) + 1))
+            del mutant[at : at + int(rng.choice([1, 4, 100]))]
         case _:
-            at = int(rng.integers(len(found) + 1))
-            size = len(found[at : at + 16])
-            found[at : at + 16] = bytes(size)
-    return bytes(found)
+            at = int(rng.integers(len(mutant) + 1))
+            size = len(mutant[at : at + 16])
+            mutant[at : at + 16] = bytes(size)
+    return bytes(mutant)
 
 
 def arrays_mutant(data: bytes, rng: Rng) -> bytes:
@@ -361,16 +361,20 @@ def _problem_files(problem: Any) -> Target:
 def _dnn_partitioning(_: Any) -> Target:
     node = {"supportedOnFpga": 1, "fpgaLatency": 1.5, "cpuLatency": 10.0, "size": 100.0}
     node |= {"isBackwardNode": 0, "colorClass": 1}
-    said = {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1e3}
-    said |= {"nodes": [{"id": i, "name": f"n{i}", **node} for i in (1, 2, 3)]}
-    said |= {"edges": [{"sourceId": 1, "destId": k, "cost": 0.5} for k in (2, 3)]}
-    return _imported({"d.json": json.dumps(said).encode()})
+    content = {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1e3}
+    content |= {"nodes": [{"id": i, "name": f"n{i}", **node} for i in (1, 2, 3)]}
+    content |= {"edges": [{"sourceId": 1, "destId": k, "cost": 0.5} for k in (2, 3)]}
+    return _imported({"d.json": json.dumps(content).encode()})
 
 
 def _moirai(_: Any) -> Target:
-    said = {"model": "m", "num_devices": 2, "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"]}
-    said |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
-    return _imported({"m.json": json.dumps(said).encode()})
+    content = {
+        "model": "m",
+        "num_devices": 2,
+        "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"],
+    }
+    content |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
+    return _imported({"m.json": json.dumps(content).encode()})
 
 
 def _pipedream(_: Any) -> Target:
@@ -388,11 +392,11 @@ def _doppler(_: Any) -> Target:
 
 def _shop(_: Any) -> Target:
     ways = [(0, 0, 3), (0, 1, 5), (1, 1, 2), (2, 0, 4)]
-    said = {"instance": "s", "precedences": [{"before": 1, "after": 0, "job": 0}]}
+    content = {"instance": "s", "precedences": [{"before": 1, "after": 0, "job": 0}]}
     names = ("operation", "machine", "duration")
-    said |= {"operations": [dict(zip(names, way, strict=True)) for way in ways]}
+    content |= {"operations": [dict(zip(names, way, strict=True)) for way in ways]}
     text = b"2 3 1.5\n2 1 1 3 2 2 5 3 4\n1 3 1 1 2 2 3 3\n"
-    return _imported({"s.json": json.dumps(said).encode(), "s.fjs": text})
+    return _imported({"s.json": json.dumps(content).encode(), "s.fjs": text})
 
 
 def _stg(_: Any) -> Target:
@@ -422,10 +426,10 @@ def _wfformat(_: Any) -> Target:
         {"name": "b", "runtime": 3, "files": [{"link": "input", "name": "f", "size": 7}]},
     ]
     old[1]["parents"] = ["a"]
-    said = {"workflow": {"specification": new, "execution": ran}}
+    content = {"workflow": {"specification": new, "execution": ran}}
     return _imported(
         {
-            "w.json": json.dumps(said).encode(),
+            "w.json": json.dumps(content).encode(),
             "v.json": json.dumps({"workflow": {"jobs": old}}).encode(),
         }
     )
@@ -446,9 +450,9 @@ def _onnx(_: Any) -> Target:
         helper.make_node("Softmax", ["d"], ["e"], name="soft", axis=1),
         helper.make_node("Concat", ["d", "e"], ["y"], name="both", axis=1),
     ]
-    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 8, 8])]
-    made = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 20])]
-    graph = helper.make_graph(nodes, "g", given, made, [weight, dense, shape])
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 8, 8])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 20])]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, [weight, dense, shape])
     model = onnx.shape_inference.infer_shapes(helper.make_model(graph))
     return _imported({"model.onnx": model.SerializeToString()})
 
@@ -479,8 +483,8 @@ def _configs(_: Any) -> Target:
     sizes = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "awq", "bits": 4}}
     more = {"model_type": "qwen2_moe", "layer_types": ["full_attention"] * 3}
     more |= {"mlp_only_layers": [1]}
-    said = {"a.json": LLAMA | sizes, "b.json": MIXTRAL | sizes | more}
-    return _decoders({name: json.dumps(x).encode() for name, x in said.items()})
+    files = {"a.json": LLAMA | sizes, "b.json": MIXTRAL | sizes | more}
+    return _decoders({name: json.dumps(x).encode() for name, x in files.items()})
 
 
 def _gguf(_: Any) -> Target:
@@ -498,7 +502,7 @@ def _clusters(_: Any) -> Target:
     graph = random_graph(np.random.default_rng(0), 6)
     seconds = np.full((6, 2), 1e-3)
     profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0)
-    said = {
+    content = {
         "name": "two",
         "devices": [
             {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "call_s": 1e-6},
@@ -518,7 +522,7 @@ def _clusters(_: Any) -> Target:
         assert Cluster.from_yaml(path.with_name("again.yaml")).fingerprint == cluster.fingerprint
         _solved(Problem(graph, cluster, profile.for_cluster(cluster)))
 
-    return Target({"c.yaml": json.dumps(said).encode(), "block.yaml": block.encode()}, use)
+    return Target({"c.yaml": json.dumps(content).encode(), "block.yaml": block.encode()}, use)
 
 
 def _plans(problem: Any) -> Target:
@@ -620,8 +624,8 @@ def _policies(problem: Any) -> Target:
         mode: Any = {"guided_search": "guided_search", "refine": "refine"}
         mode = mode.get(policy.formulation, "best_of_k")
         options: Any = {"mode": mode, "k": 2, "steps": 5, "evaluations": 12}
-        found = PolicyPlanner(policy, baseline="heft", order=False, **options)(problem)
-        assert not np.isnan(found.value_s)
+        solution = PolicyPlanner(policy, baseline="heft", order=False, **options)(problem)
+        assert not np.isnan(solution.value_s)
         policy.save(path.with_name("again.safetensors"))
 
     policies = {k: TrainedPolicy(untrained_net(small, k), {"config": {"width": 4}}) for k in kinds}
@@ -642,18 +646,18 @@ def _reports(_: Any) -> Target:
         problem = modular(8)
         compared(home, {"first": problem})
         (home / "first").mkdir()
-        made = Heft()(problem)
-        make_plan(problem, made, planner="heft").save(home / "first" / "plan.json")
+        solution = Heft()(problem)
+        make_plan(problem, solution, planner="heft").save(home / "first" / "plan.json")
         importers.save(problem, home / "first" / "problem.json")
-        line = simulate(problem, made.placement)
+        line = simulate(problem, solution.placement)
         trace.write_trace(home / "first" / "trace.json", {"predicted": line, "measured": line})
         (home / ".hydra").mkdir()
         (home / ".hydra" / "overrides.yaml").write_text('["planner=[heft]", "seed=1"]')
         (home / ".hydra" / "hydra.yaml").write_text('{"hydra": {"job": {"name": "compare"}}}')
         (home / "versions.json").write_text('{"torch": "2"}')
         (home / "metrics.csv").write_text("steps,reward\n1,0.5\n2,0.75\n")
-        found = [x for x in sorted(home.rglob("*")) if x.is_file()]
-        files = {f"run/{x.relative_to(home)}": x.read_bytes() for x in found}
+        paths = [x for x in sorted(home.rglob("*")) if x.is_file()]
+        files = {f"run/{x.relative_to(home)}": x.read_bytes() for x in paths}
     # Two of the dozen cells do: more of them would only be changed more often.
     cells = [name for name in files if "/cells/" in name][2:]
     return Target(
@@ -715,11 +719,11 @@ def outcome(target: Target, path: Path) -> tuple[str, str]:
     except MemoryError:
         return "defect", "more memory than a GiB"
     except Exception as error:
-        said = str(error)
+        message = str(error)
         is_ours = type(error).__module__.partition(".")[0] in ("placement", "agents", "envs")
         if not is_ours or not isinstance(error, ValueError):
             return "defect", "".join(traceback.format_exception(error)[-3:])[-600:]
-        return "refused", said
+        return "refused", message
     return "accepted", ""
 
 
@@ -738,9 +742,9 @@ def _cases(targets: Mapping[str, Target], name: str, numbers: Sequence[int], pip
         with tempfile.TemporaryDirectory() as home:
             path = write_case(targets, name, number, Path(home))
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # of the processor: ends the process
-            found = outcome(targets[name], path)
+            result = outcome(targets[name], path)
             signal.setitimer(signal.ITIMER_PROF, 0)
-        pipe.send(found)
+        pipe.send(result)
     os._exit(0)  # threads of libraries are not waited for
 
 
@@ -748,7 +752,7 @@ def run(
     targets: Mapping[str, Target], name: str, numbers: Sequence[int]
 ) -> list[tuple[int, str, str]]:
     """(number, outcome, what was said) of each case."""
-    context, found, left = multiprocessing.get_context("fork"), [], list(numbers)
+    context, results, left = multiprocessing.get_context("fork"), [], list(numbers)
     while left:
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_cases, args=(targets, name, left[:_FORKED], there))
@@ -759,18 +763,18 @@ def run(
             try:
                 if not here.poll(20 * MAX_SECONDS):
                     process.kill()
-                kind, said = here.recv()
+                kind, message = here.recv()
             except EOFError:
                 process.join()
                 why = signal.Signals(-process.exitcode).name if process.exitcode else "ended"
                 why = f"{MAX_SECONDS} s of processor time" if why == "SIGPROF" else why
-                kind, said = "defect", why
-            found.append((number, kind, said))
+                kind, message = "defect", why
+            results.append((number, kind, message))
             left.remove(number)
-            if said == "ended" or (process.exitcode is not None and kind == "defect"):
+            if message == "ended" or (process.exitcode is not None and kind == "defect"):
                 break
         process.join()
-    return found
+    return results
 
 
 def main() -> int:
@@ -787,18 +791,18 @@ def main() -> int:
         for file, data in targets[name].files.items() if name != "report" else ():
             with tempfile.TemporaryDirectory() as home:  # good files, which also compiles kernels
                 (Path(home) / file).write_bytes(data)
-                kind, said = outcome(targets[name], Path(home) / file)
-                assert kind == "accepted", said
-        found = run(targets, name, range(args.seed, args.seed + args.count))
-        counts = Counter(kind for _, kind, _ in found)
+                kind, message = outcome(targets[name], Path(home) / file)
+                assert kind == "accepted", message
+        results = run(targets, name, range(args.seed, args.seed + args.count))
+        counts = Counter(kind for _, kind, _ in results)
         print(f"{name:18}" + "".join(f"{counts[k]:9}" for k in ("accepted", "refused", "defect")))
         seen: Counter[str] = Counter()
-        for number, kind, said in found:
+        for number, kind, message in results:
             if kind == "defect":
                 bad += 1
-                seen[said] += 1
-                if seen[said] == 1 and len(seen) <= 12:
-                    print(f"  {name} {number}: {said}")
+                seen[message] += 1
+                if seen[message] == 1 and len(seen) <= 12:
+                    print(f"  {name} {number}: {message}")
                 if args.keep:
                     home = args.keep / f"{name}-{number}"
                     shutil.rmtree(home, ignore_errors=True)

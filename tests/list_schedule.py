@@ -21,7 +21,7 @@ class Memory:
 
     def __init__(self, problem: Problem, activations: int = 0) -> None:
         g = problem.graph
-        self.problem, self._made = problem, activations * produced_bytes(problem)
+        self.problem, self._output_bytes = problem, activations * produced_bytes(problem)
         readers = g.group[g.param_use_op]
         self._reads = [set(g.param_use[readers == k].tolist()) for k in range(g.num_groups)]
         self._held: list[set[int]] = [set() for _ in range(problem.num_devices)]
@@ -41,7 +41,7 @@ class Memory:
     def _need(self, group: int, device: int) -> int:
         new = sorted(self._reads[group] - self._held[device])
         more = int(self.problem.graph.param_bytes[new].sum())
-        return self._used[device] + int(self._made[group]) + more
+        return self._used[device] + int(self._output_bytes[group]) + more
 
 
 class ListSchedule:
@@ -87,11 +87,11 @@ class ListSchedule:
         if not len(tensors):
             return np.zeros(self.problem.num_devices)
         src = g.tensor_src[tensors]
-        given = src < 0
-        home = np.where(given, self._host, self.choice[g.group[src]])
+        is_input = src < 0
+        home = np.where(is_input, self._host, self.choice[g.group[src]])
         sent = transfers_s(self.problem, tensors, home)
-        sent[given] = np.where(self._shares_host, 0.0, sent[given])
-        sent += np.where(given, 0.0, self.finish_s[src])[:, None]
+        sent[is_input] = np.where(self._shares_host, 0.0, sent[is_input])
+        sent += np.where(is_input, 0.0, self.finish_s[src])[:, None]
         return sent.max(axis=0, initial=0.0)
 
     def starts_s(self, op: int, devices: Devices) -> Floats:

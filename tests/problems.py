@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ def problem_on(
         memory = np.broadcast_to(memory_bytes, d).tolist()
         each = {k: v if isinstance(v, list) else [v] * d for k, v in (device or {}).items()}
         facts = [{k: v[i] for k, v in each.items()} for i in range(d)]
-        made = zip(names, memory, facts, strict=True)
-        cluster = Cluster("small", tuple(Device(x, memory_bytes=m, **f) for x, m, f in made))
+        fields = zip(names, memory, facts, strict=True)
+        cluster = Cluster("small", tuple(Device(x, memory_bytes=m, **f) for x, m, f in fields))
     links = links if link is None else every_link(cluster.device_names, *link)
     costs = Profile(cluster.device_names, table, np.zeros_like(table), links, **(profile or {}))
     return Problem(graph, cluster, costs, **settings)
@@ -219,6 +220,16 @@ def random_problem(
         num_microbatches=int(rng.integers(1, 9)),
         max_in_flight=int(rng.integers(1, 5)),
     )
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem without what makes times depend on what else happens."""
+    cluster = Cluster("plain", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
+    links = tuple(
+        Link(x.src, x.dst, x.latency_s, x.bandwidth_bytes_per_s) for x in problem.profile.links
+    )
+    profile = replace(problem.profile, links=links, loaded_s=None)
+    return replace(problem, cluster=cluster, profile=profile, objective="latency")
 
 
 def random_placement(problem: Problem, seed: int) -> Placement:

@@ -81,13 +81,13 @@ def gguf_llama(
 
     ``sizes``: hidden, inner, vocabulary, heads, and heads of keys and values.
     """
-    (hidden, inner, vocabulary, heads, kept), (q4, q6), f32 = sizes, kinds, 0
+    (hidden, inner, vocabulary, heads, kv_heads), (q4, q6), f32 = sizes, kinds, 0
     values: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": layers,
         "llama.embedding_length": hidden,
         "llama.attention.head_count": heads,
-        "llama.attention.head_count_kv": kept,
+        "llama.attention.head_count_kv": kv_heads,
         "tokenizer.ggml.tokens": [f"t{i}" for i in range(50)],
     }
     if experts:
@@ -97,8 +97,8 @@ def gguf_llama(
         parts: list[tuple[str, tuple[int, ...], int]] = [
             ("attn_norm", (hidden,), f32),
             ("attn_q", (hidden, hidden), q4),
-            ("attn_k", (hidden, hidden // heads * kept), q4),
-            ("attn_v", (hidden, hidden // heads * kept), q6),
+            ("attn_k", (hidden, hidden // heads * kv_heads), q4),
+            ("attn_v", (hidden, hidden // heads * kv_heads), q6),
             ("attn_output", (hidden, hidden), q4),
             ("ffn_norm", (hidden,), f32),
         ]

@@ -33,11 +33,11 @@ class OnStrict(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> OnStrict:
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        tensor: Any = torch.Tensor._make_wrapper_subclass(
             cls, raw.size(), raw.stride(), raw.storage_offset(), dtype=raw.dtype, device=STRICT
         )
-        made.raw = raw
-        return made
+        tensor.raw = raw
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,9 +79,9 @@ def _run(call: Any, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(f"{call}: strict:0 and {x.device} are mixed")
     leaves = [torch.device("cpu") if isinstance(x, torch.device) else _raw(x) for x in leaves]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    found = call(*args, **kwargs)
+    result = call(*args, **kwargs)
     return pytree.tree_map(
-        lambda x: ours.get(id(x), OnStrict(x)) if isinstance(x, Tensor) else x, found
+        lambda x: ours.get(id(x), OnStrict(x)) if isinstance(x, Tensor) else x, result
     )
 
 
@@ -119,9 +119,9 @@ def main(experiments: list[str]) -> None:
     ]
     for name in experiments:
         with initialize_config_module("conf", version_base="1.3"):
-            given = compose("train", [f"experiment={name}"])
+            cfg = compose("train", [f"experiment={name}"])
         config = replace(
-            instantiate(given.training, _convert_="all"), device="strict", total_steps=32,
+            instantiate(cfg.training, _convert_="all"), device="strict", total_steps=32,
             num_checks=1, num_envs=2, steps_per_env=16, samples=1, imitation_epochs=1,
         )  # fmt: skip
         solutions = [heft(p).placement for p in problems] if name == "doppler" else None

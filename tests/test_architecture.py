@@ -81,5 +81,5 @@ def test_the_walk_names_every_room(package: str) -> None:
         for p in (ROOT / package).iterdir()
         if (p.suffix == ".py" or (p / "__init__.py").exists()) and not p.name.startswith("__")
     }
-    told = set(re.findall(rf"`({package}/[\w.]+/?)`", page))
-    assert told == there
+    named = set(re.findall(rf"`({package}/[\w.]+/?)`", page))
+    assert named == there

@@ -127,7 +127,7 @@ def test_submodules_keep_their_own_mode(training: bool) -> None:
     assert all(name.startswith("3.") for name in changed) and bool(changed) == training
 
 
-def kept(m: Any, x: torch.Tensor) -> torch.Tensor:
+def keeping(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = m.linear(x)
     positive = (y > 0).float()
     y.register_hook(lambda grad: grad * positive)
@@ -173,7 +173,7 @@ def same_memory(m: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "change", "message"),
     [
-        (kept, None, "hook.* holds a tensor that the forward made"),
+        (keeping, None, "hook.* holds a tensor that the forward made"),
         (of_graph, None, r"grad_fn is read.*test_cases\.py:\d+ `y\.grad_fn"),
         (lambda m, x: nn.Linear(WIDTH, 4)(m.linear(x)), None, "a parameter is made while"),
         (rounded, None, r"saved_tensors_hooks.*test_cases\.py:\d+ `with"),
@@ -481,8 +481,8 @@ def test_a_run_whose_results_differ_names_the_operator() -> None:
     by_thread.register_fake(torch.empty_like)
     graph = capture(Of(lambda m, x: by_thread(m.linear(x).relu_()) * 2).eval(), X)
     with Runner(graph, TWO, np.ones(graph.num_ops, int)) as runner:
-        found = first_difference(runner, X)
-    assert "first in operator 'by_thread' (module '') on 'cpu:1'" in found
+        difference = first_difference(runner, X)
+    assert "first in operator 'by_thread' (module '') on 'cpu:1'" in difference
 
 
 def test_a_model_without_submodules_is_not_called_old() -> None:
@@ -636,8 +636,8 @@ def test_any_device_map_runs_in_accelerate(rows: list[Any], how: str, seed: int)
                 again = Mixed(how, nn.Linear(4, 4), *map(mixed, rows)).eval()
                 again.load_state_dict(module.state_dict())
                 where = json.loads(text)
-                found = consumers.run_in_accelerate(again, where, (x,), {}, patch, main)
-            assert torch.equal(found[0], expected)
+                results = consumers.run_in_accelerate(again, where, (x,), {}, patch, main)
+            assert torch.equal(results[0], expected)
 
 
 class Decoder(nn.Module):
@@ -805,13 +805,13 @@ def test_best_of_searches_where_no_constructive_method_fits(objective: Any) -> N
 
 def test_not_found_is_told_from_cannot_be() -> None:
     for name in ("best_of", "local_search", "heft", "ideal_dp"):
-        said = load(name)(_packing([60, 60, 60, 60], 100)).stats["infeasible"]
-        assert "does not prove that no placement fits: a search" in said, name
-        assert "--planner local_search --seconds 60" in said
-        said = load(name)(_packing([60, 60, 60, 200], 120)).stats["infeasible"]
-        assert "nothing can fit in memory: the parameters take 380 bytes" in said, name
-        said = load(name)(_packing([60, 60, 101], 100)).stats["infeasible"]
-        assert "operator 2 ('op2') needs 101 bytes, the largest device" in said, name
+        stderr = load(name)(_packing([60, 60, 60, 60], 100)).stats["infeasible"]
+        assert "does not prove that no placement fits: a search" in stderr, name
+        assert "--planner local_search --seconds 60" in stderr
+        stderr = load(name)(_packing([60, 60, 60, 200], 120)).stats["infeasible"]
+        assert "nothing can fit in memory: the parameters take 380 bytes" in stderr, name
+        stderr = load(name)(_packing([60, 60, 101], 100)).stats["infeasible"]
+        assert "operator 2 ('op2') needs 101 bytes, the largest device" in stderr, name
     best = load("best_of")(_packing([60, 60, 101], 100))
     assert best.stats["evaluations"] < 200  # nothing is searched for that cannot be
 

@@ -58,23 +58,23 @@ def test_a_file_needs_no_name_and_no_links(tmp_path: Path) -> None:
 
 def test_a_container_has_the_memory_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of its host."""
-    said = {"/sys/fs/cgroup/memory.max": "max\n"}
+    files = {"/sys/fs/cgroup/memory.max": "max\n"}
     read = Path.read_text
 
     def fake(self: Path, *args: object, **options: object) -> str:
         if str(self).startswith("/sys/fs/cgroup/memory"):
-            if str(self) not in said:
+            if str(self) not in files:
                 raise FileNotFoundError(str(self))
-            return said[str(self)]
+            return files[str(self)]
         return read(self, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "read_text", fake)
     whole = Cluster.detect(1).devices[0].memory_bytes
     assert whole == module._machine_memory_bytes()
-    said["/sys/fs/cgroup/memory.max"] = str(whole // 4)
+    files["/sys/fs/cgroup/memory.max"] = str(whole // 4)
     assert Cluster.detect(1).devices[0].memory_bytes == whole // 4
-    said.clear()  # the older kind of control group, whose "no limit" is a large number
-    said["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
+    files.clear()  # the older kind of control group, whose "no limit" is a large number
+    files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
     assert Cluster.detect(1).devices[0].memory_bytes == whole
 
 

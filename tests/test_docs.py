@@ -50,9 +50,9 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    for found in FENCE.finditer(page):
-        line = page.count("\n", 0, found.start(3))
-        yield Block(found[1], found[2].split(), found[3], line)
+    for match in FENCE.finditer(page):
+        line = page.count("\n", 0, match.start(3))
+        yield Block(match[1], match[2].split(), match[3], line)
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -142,8 +142,8 @@ def test_every_environment_is_in_the_table() -> None:
     assert sorted(experiments) == sorted(configurations)
     for row in cells:
         for name in row["`experiment=`"]:
-            said = re.findall(r"^  formulation: (\w+)", configurations[name], re.MULTILINE)
-            assert set(said) <= set(row["`training.formulation`"]), name
+            named = re.findall(r"^  formulation: (\w+)", configurations[name], re.MULTILINE)
+            assert set(named) <= set(row["`training.formulation`"]), name
 
 
 @pytest.mark.usefixtures("quick_profiles")
@@ -181,10 +181,10 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
             arguments += ["--repeats", "2"]
         if arguments[0] == "optimize" and "--seconds" not in arguments:
             arguments += ["--seconds", "0.3"]
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr):
             code = main(arguments)
-        assert code == 0, f"{page.name}:{block.line}: {shlex.join(arguments)}: {said.getvalue()}"
+        assert code == 0, f"{page.name}:{block.line}: {shlex.join(arguments)}: {stderr.getvalue()}"
 
 
 def test_the_reader_of_pages_finds_blocks_commands_and_headings() -> None:
@@ -248,10 +248,10 @@ def test_readme_quotes_results_with_their_commands() -> None:
     """Each number of the README has a command, and each command there leads to a committed file."""
     readme = (ROOT / "README.md").read_text()
     commands = set(re.findall(r"python -m experiments\.(\w+)", readme))
-    made = {
+    origins = {
         reference("make_reproduction").origin(s)[0] for s in reference("make_reproduction").STUDIES
     }
-    assert commands <= {c.split()[2].removeprefix("experiments.") for c in made}
+    assert commands <= {c.split()[2].removeprefix("experiments.") for c in origins}
 
 
 def table_after(text: str, heading: str) -> list[list[str]]:
@@ -267,12 +267,12 @@ def table_after(text: str, heading: str) -> list[list[str]]:
 def test_every_picture_is_shown_and_every_shown_picture_is_there() -> None:
     pytest.importorskip("matplotlib")
     drawn = {f"{name}.svg" for name in reference("make_pictures").PICTURES}
-    kept = {p.name for p in (ROOT / "docs" / "img").iterdir()}
+    files = {p.name for p in (ROOT / "docs" / "img").iterdir()}
     shown = set()
     for page in PAGES:
         shown |= set(re.findall(r"!\[[^\]]+\]\((?:docs/)?img/([^)]+)\)", page.read_text()))
-    assert {name for name in kept if name.endswith(".svg")} == drawn
-    assert shown == kept
+    assert {name for name in files if name.endswith(".svg")} == drawn
+    assert shown == files
 
 
 def test_pictures_come_out_the_same(tmp_path: Path) -> None:

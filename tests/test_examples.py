@@ -57,14 +57,14 @@ def test_a_seam_of_ones_own(
     monkeypatch.setattr("agents.training.TrainConfig", config)
     run(name)
     out = capsys.readouterr().out
-    said = {
+    expected = {
         "own_encoder.py": "the file names its encoder: own_encoder:Mean",
         "own_environment.py": "devices in use, at most: 2",
         "own_reward.py": "own_reward:few_devices: ",
         "own_generator.py": "75% reward",
         "grpo.py": "320 steps: reward",
     }
-    assert said[name] in out
+    assert expected[name] in out
 
 
 def partial_of(kind: Any, **fixed: Any) -> Any:

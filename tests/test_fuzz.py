@@ -21,11 +21,11 @@ def targets() -> Mapping[str, fuzz.Target]:
 def test_a_mutated_file_is_refused_in_a_line_or_right(
     name: str, targets: Mapping[str, fuzz.Target]
 ) -> None:
-    found = fuzz.run(targets, name, range(COUNT))
-    assert [case for case in found if case[1] == "defect"] == []
-    assert len(found) == COUNT
+    results = fuzz.run(targets, name, range(COUNT))
+    assert [case for case in results if case[1] == "defect"] == []
+    assert len(results) == COUNT
     if name != "report":  # which shows what it can, and names the rest
-        assert any(kind == "refused" for _, kind, _ in found)
+        assert any(kind == "refused" for _, kind, _ in results)
 
 
 def test_a_hang_and_an_eruption_are_told_from_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,9 @@ BLOCK = {"id": 0, "name": "f", "devices": [0], "time": 1, "memory": 0, "deps": [
 def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     """What ``placement`` says of bad input: one line of a limited length."""
     assert main(argv) == BAD_INPUT, argv
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("placement: error: ") and len(said[0]) < 1300
-    return said[0]
+    stderr = capsys.readouterr().err.splitlines()
+    assert len(stderr) == 1 and stderr[0].startswith("placement: error: ") and len(stderr[0]) < 1300
+    return stderr[0]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "tensors, at most"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "bytes of a text, at most"),
@@ -85,12 +85,12 @@ def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, capsy
     ],
 )
 def test_models_without_weights_that_are_none(
-    data: bytes, said: str, tmp_path: Path, capsys: Any
+    data: bytes, message: str, tmp_path: Path, capsys: Any
 ) -> None:
     path = tmp_path / "model.json"
     path.write_bytes(data)
     argv = ["plan", str(path), "--planner", "heft", "--objective", "decode", "--context", "9"]
-    assert re.search(said, refused(capsys, argv))
+    assert re.search(message, refused(capsys, argv))
 
 
 def test_aliases_that_help_are_taken(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def case(ndevs: Any = 1, mode: Any = "train", **block: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (DNN | {"maxFPGAs": 2 * 10**18}, "2000000000000000001 devices"),
         (DNN | {"maxFPGAs": 2 * 10**9}, "2000000001 devices"),
@@ -191,14 +191,14 @@ def case(ndevs: Any = 1, mode: Any = "train", **block: Any) -> dict[str, Any]:
     ],
 )
 def test_counts_of_a_file_are_not_believed(
-    content: Any, said: str, tmp_path: Path, capsys: Any
+    content: Any, message: str, tmp_path: Path, capsys: Any
 ) -> None:
     path = tmp_path / "f.json"
     sys.set_int_max_str_digits(0)  # to write them
     path.write_text(json.dumps(content))
     sys.set_int_max_str_digits(4300)
     argv = ["import", str(path), "--out", str(tmp_path / "o.json")]
-    assert said in refused(
+    assert message in refused(
         capsys, ["schedule", str(path), *SCHEDULED] if "cases" in content else argv
     )
 
@@ -234,9 +234,9 @@ def trials(tmp_path: Path) -> tuple[Any, Path]:
     """A problem, and the file of two rounds of trials of it."""
     path = tmp_path / "trials.jsonl"
     problem = layered(6)
-    made = Trials(problem, Biased(problem), path=path)
-    made.measure([[0] * 6, [1] * 6])
-    made.measure([[0] * 6, [0, 0, 0, 1, 1, 1]])
+    measured = Trials(problem, Biased(problem), path=path)
+    measured.measure([[0] * 6, [1] * 6])
+    measured.measure([[0] * 6, [0, 0, 0, 1, 1, 1]])
     return problem, path
 
 
@@ -321,8 +321,8 @@ def test_hostile_files_are_refused_in_a_line(
     for file in files:
         kind = re.split("[_.0-9]", file.name)[0]
         if kind != "trials":
-            said = refused(capsys, [x.replace("FILE", str(file)) for x in HOSTILE[kind]])
-            assert file.name in said
+            message = refused(capsys, [x.replace("FILE", str(file)) for x in HOSTILE[kind]])
+            assert file.name in message
 
 
 def test_hostile_trials_are_refused_in_a_line(shared: Path, trials: tuple[Any, Path]) -> None:

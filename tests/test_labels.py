@@ -48,7 +48,7 @@ def claims(what: str, cell: str) -> bool:
 def figures(name: str) -> dict[str, set[str]]:
     """Of a study: geometric means over the best known of all planners, and who decided there."""
     study: Study = STUDIES[name]
-    released, found = results.released_for(study, RESULTS), {}
+    released, by_text = results.released_for(study, RESULTS), {}
     rows = study.read(RESULTS)
     best_of_all = best_known(rows)
     best_in = {group: best_known(mine) for group, mine in groups(rows, "group").items()}
@@ -58,13 +58,13 @@ def figures(name: str) -> dict[str, set[str]]:
             by_problem = groups((r for r in mine if r.value_s), "problem").items()
             logs = [np.mean(np.log([r.value_s / best[n] for r in runs])) for n, runs in by_problem]
             if logs and len(who) == 1:
-                found.setdefault(f"{np.exp(np.mean(logs)):.3f}", set()).update(who)
-    return found
+                by_text.setdefault(f"{np.exp(np.mean(logs)):.3f}", set()).update(who)
+    return by_text
 
 
 def wrong(page: str) -> list[str]:
     """What is called something that it is not."""
-    said = []
+    messages = []
     for head, *rows in tables(page):
         if not any(re.match(r"[\d*]+", cell) for row in rows for cell in row[1:]):
             continue  # no figures
@@ -73,14 +73,14 @@ def wrong(page: str) -> list[str]:
         for names, here in ((head, bool(learned)), (first, any(claims(LEARNED, x) for x in first))):
             for beside in (HAND, UNTRAINED) if here else ():
                 if not any(claims(beside, name) for name in names):
-                    said.append(f"{names}: nothing beside it is {beside}")
+                    messages.append(f"{names}: nothing beside it is {beside}")
         for row in rows:
             bold = [i for i, cell in enumerate(row) if re.search(r"\*\*[^*]*\d[^*]*\*\*", cell)]
             if set(bold) - set(learned) and not claims(LEARNED, row[0]):
-                said.append(f"{row}: a bold figure that no network decided")
+                messages.append(f"{row}: a bold figure that no network decided")
             for i, heading in enumerate(head if learned else ()):
-                said += wrong_figure(heading, row[i], row)
-    return said
+                messages += wrong_figure(heading, row[i], row)
+    return messages
 
 
 def wrong_figure(heading: str, cell: str, row: list[str]) -> list[str]:

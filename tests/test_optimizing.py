@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cached(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_HOME", str(home))
 
 
@@ -66,7 +66,9 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         )
         monkeypatch.setattr(optimizing, "parameters_of", lambda planner: {})
         monkeypatch.setattr(
-            optimizing, "measure", lambda ways, report: {w: told(took.get(w, single)) for w in ways}
+            optimizing,
+            "measure",
+            lambda ways, report: {w: in_seconds(took.get(w, single)) for w in ways},
         )
 
     return set_seconds
@@ -77,7 +79,7 @@ def median_s(spread: Spread | None) -> float:
     return spread.median_s
 
 
-def told(took: float | Measured) -> Measured:
+def in_seconds(took: float | Measured) -> Measured:
     return took if isinstance(took, Measured) else measured(took)
 
 
@@ -99,8 +101,8 @@ def test_a_runner_that_computes_what_the_module_does(
     assert {"plan", "plain"} <= set(took) <= {"plan", "plain", "single"}
     assert plan.measured in took.values() and plan.objective == "period"
     assert took[runner.kept].period_s == min((m.period_s for m in took.values()), key=median_s)
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"placement: {verdict(runner)}" and "measured between two results: " in said
+    stderr = capsys.readouterr().err.splitlines()[-1]
+    assert stderr == f"placement: {verdict(runner)}" and "measured between two results: " in stderr
     plan.save(tmp_path / "plan.json")
     with load_plan(tmp_path / "plan.json").bind(net) as again:
         torch.testing.assert_close(again(INPUT), net(INPUT))
@@ -123,17 +125,17 @@ def test_one_device_where_several_do_not_pay(objective: str, in_turns: Callable[
 
 @needs_two
 @pytest.mark.parametrize(
-    ("took_s", "iqr_s", "kept"),
+    ("took_s", "iqr_s", "choice"),
     [(1.85e-3, 0.05e-3, "plan"), (1.85e-3, 0.3e-3, "single"), (1.95e-3, 0.01e-3, "single")],
 )
 def test_several_devices_only_if_they_are_clearly_faster(
-    took_s: float, iqr_s: float, kept: str, in_turns: Callable[..., None]
+    took_s: float, iqr_s: float, choice: str, in_turns: Callable[..., None]
 ) -> None:
     """By some percent, and by more than what one of them measured varies."""
     in_turns(plan=measured(took_s, iqr_s), single=2e-3, plain=9e-3)
     with optimize(module(), INPUT, quiet=True) as runner:
-        assert runner.kept == kept
-        assert len(np.unique(runner.placement)) == (2 if kept == "plan" else 1)
+        assert runner.kept == choice
+        assert len(np.unique(runner.placement)) == (2 if choice == "plan" else 1)
         assert len(set(runner.planned.assignment.values())) == 2
 
 
@@ -154,8 +156,8 @@ def test_devices_of_another_kind_are_tried_where_the_profile_finds_them_close(
         assert runner.kept == "single" and set(runner.plan.assignment.values()) == {second.name}
         assert median_s(runner.plan.measured.period_s) == 2e-3
         torch.testing.assert_close(runner(INPUT), module()(INPUT))
-        said = verdict(runner)
-    assert f"2 ms on {second.name}" in said and "3 ms as it was planned" in said
+        message = verdict(runner)
+    assert f"2 ms on {second.name}" in message and "3 ms as it was planned" in message
     monkeypatch.setattr(optimizing, "_CLOSE", 0.0)
     in_turns(**{"plan": 3e-3, "plain": 9e-3})  # nothing else is measured
     with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
@@ -193,11 +195,11 @@ def test_several_devices_where_they_pay(in_turns: Callable[..., None]) -> None:
         assert len(np.unique(runner.placement)) > 1 and runner.kept == "plan"
         assert runner.plan.measured == runner.measured["plan"]
     threads = count(torch.get_num_threads(), "thread")
-    said = verdict(runner)
+    message = verdict(runner)
     plain = f"plain PyTorch with {threads}"
-    assert f" devices are 1.50 times as fast as {plain}, and 2.00 times as fast as one" in said
-    assert "; measured between two results: 1 ms on cpu:0 and cpu:1" in said
-    assert said.endswith(f", 2 ms on one, 1.5 ms plain PyTorch with {threads}")
+    assert f" devices are 1.50 times as fast as {plain}, and 2.00 times as fast as one" in message
+    assert "; measured between two results: 1 ms on cpu:0 and cpu:1" in message
+    assert message.endswith(f", 2 ms on one, 1.5 ms plain PyTorch with {threads}")
 
 
 @needs_two
@@ -236,11 +238,11 @@ def test_a_busy_machine_is_named(in_turns: Callable[..., None]) -> None:
     """One device takes another time than its profile says: the comparison is of a busy moment."""
     in_turns(plan=8e-3, single=9e-3, plain=10e-3)
     with optimize(module(), INPUT, quiet=True) as runner:
-        told = runner.plan.fallback
-        assert told is not None
+        fallback = runner.plan.fallback
+        assert fallback is not None
         for one_s, busy in ((9e-3, False), (5.9e-3, True), (14e-3, True)):
-            told = told.model_copy(update={"period_s": 9e-3})
-            runner.plan = runner.plan.model_copy(update={"fallback": told})
+            fallback = fallback.model_copy(update={"period_s": 9e-3})
+            runner.plan = runner.plan.model_copy(update={"fallback": fallback})
             runner.measured = {**runner.measured, "single": measured(one_s)}
             assert ("; one device was to take 9 ms by its profile" in verdict(runner)) == busy
 
@@ -300,12 +302,12 @@ def test_what_is_refused(
     changes: dict[str, Any], error: type[Exception], says: str, home: Path
 ) -> None:
     """In a line, before anything is measured."""
-    kept = sorted(home.rglob("*"))
-    given = {"module": module(), "inputs": INPUT, "quiet": True} | changes
+    before = sorted(home.rglob("*"))
+    arguments = {"module": module(), "inputs": INPUT, "quiet": True} | changes
     with pytest.raises(error, match=says) as caught:
-        optimize(**given)
+        optimize(**arguments)
     assert isinstance(caught.value, ValueError) and len(str(caught.value)) < 1000
-    assert sorted(home.rglob("*")) == kept
+    assert sorted(home.rglob("*")) == before
 
 
 def test_results_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,8 +226,8 @@ def test_values_are_of_the_order_of_the_plan(objective: str, second_j: float) ->
     cheap = {"value_s": plan.predicted.value_s / 2}
     wrong = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=cheap)})
     # Of max_load and of weighted energy the file says nothing twice: only bounds are checked.
-    said = objective in ("latency", "period") or (objective == "energy" and not second_j)
-    assert any("predicted.value_s" in x for x in wrong.inconsistencies()) == said
+    expected = objective in ("latency", "period") or (objective == "energy" and not second_j)
+    assert any("predicted.value_s" in x for x in wrong.inconsistencies()) == expected
 
 
 def test_measured_is_kept(tmp_path: Path) -> None:

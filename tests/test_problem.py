@@ -84,8 +84,8 @@ def test_groups_are_supported_where_all_their_operators_are() -> None:
     assert problem.group_compute_s.tolist() == [[6, 8], [3, np.inf]]
     assert problem.supported.tolist() == [[True, True], [True, False], [True, True]]
     first, second = problem.cluster.device_names
-    said = rf"operator 2 \('C'\) is on '{second}', the rest of its .* together, on '{first}'"
-    with pytest.raises(ProblemError, match=said):
+    message = rf"operator 2 \('C'\) is on '{second}', the rest of its .* together, on '{first}'"
+    with pytest.raises(ProblemError, match=message):
         problem.check_placement([0, 0, 1])
     assert problem.check_placement([1, 0, 1]).dtype == np.int32
 

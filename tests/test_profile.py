@@ -103,8 +103,8 @@ def test_arrays_are_as_the_kernels_were_compiled_for() -> None:
     """``a[:, columns]`` of NumPy lies column by column, and a frombuffer cannot be written."""
     swapped = make().for_cluster(Cluster("c", (Device("cuda:0"), Device("cpu:0"))))
     read_only = np.frombuffer(np.ones(4, np.float32).tobytes(), np.float32).reshape(2, 2)
-    given = make(compute_s=read_only, loaded_s=None, transfer_s=read_only.reshape(1, 2, 2))
-    for profile in (swapped, given):
+    whole = make(compute_s=read_only, loaded_s=None, transfer_s=read_only.reshape(1, 2, 2))
+    for profile in (swapped, whole):
         for what in ("compute_s", "spread_s", "transfer_s", "predicted"):
             array = getattr(profile, what)
             assert array.flags.c_contiguous and array.flags.writeable, what

@@ -69,9 +69,9 @@ def test_a_chain_that_one_accelerator_cannot_hold_is_written_and_read_again() ->
     where = dict(device={"kind": ["other", "other", "cpu"]}, memory_bytes=[20, 20, 10**6])
     problem = small_problem([[1, 1, 9]] * 4, chain(4), **facts, **where)
     assert lower_bounds(problem)["piecewise_latency"] == pytest.approx(5)
-    found = load("mip", start="single_device", seconds=9)(problem)
-    assert found.value_s == pytest.approx(5) == found.lower_bound_s
-    assert found.stats["solved"] == "piecewise_latency"
+    solution = load("mip", start="single_device", seconds=9)(problem)
+    assert solution.value_s == pytest.approx(5) == solution.lower_bound_s
+    assert solution.stats["solved"] == "piecewise_latency"
     # One accelerator holds two of them: it reads and writes once, the others take 9 s each.
     alone = small_problem([[1, 9]] * 4, chain(4), param_bytes=10, objective="piecewise_latency",
                           profile={"io_s": [[0.5, 0]] * 4}, device={"kind": ["other", "cpu"]},
@@ -113,5 +113,7 @@ def test_a_call_of_unlike_devices_is_solved_in_whole_numbers() -> None:
     seconds = np.full((6, 3), 3.0)
     seconds[np.arange(6), [0, 0, 1, 1, 2, 2]] = 1.0
     problem = small_problem(seconds, chain(6), objective="latency", link=(0.1, 1e9))
-    found = load("mip", start="single_device", seconds=9)(problem)
-    assert found.value_s == pytest.approx(6.2) and found.lower_bound_s == pytest.approx(6.2, 1e-5)
+    solution = load("mip", start="single_device", seconds=9)(problem)
+    assert solution.value_s == pytest.approx(6.2) and solution.lower_bound_s == pytest.approx(
+        6.2, 1e-5
+    )

@@ -136,8 +136,10 @@ def test_choices_are_complete_and_possible(problem: Problem, seed: int) -> None:
     rows = first_choices(left, was)
     for row in rows:
         left.check_placement(row[left.graph.group])
-    kept = was >= 0
-    assert (rows[:, kept] == was[kept]).all(axis=1).any()  # one leaves everything else where it was
+    stays = was >= 0
+    assert (
+        (rows[:, stays] == was[stays]).all(axis=1).any()
+    )  # one leaves everything else where it was
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -148,40 +150,40 @@ def test_choices_are_complete_and_possible(problem: Problem, seed: int) -> None:
 def test_as_good_as_every_first_placement(objective: Any, seed: int) -> None:
     whole = replace(chain(12, "abcd", memory=10**6), objective=objective)
     old = random_placement(whole, seed)
-    left, found = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)
+    left, solution = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)
     assert left.cluster.device_names == ("a", "c")
-    assert found.value_s == pytest.approx(float(score(left, found.placement)[0]))
+    assert solution.value_s == pytest.approx(float(score(left, solution.placement)[0]))
     to = np.array([0, -1, 1, -1], np.int32)
     starts = first_choices(left, to[old])
-    assert found.value_s <= score(left, starts).min() * (1 + 1e-12)
-    assert found.stats["moved"] == int((to[old] != found.placement).sum())
+    assert solution.value_s <= score(left, starts).min() * (1 + 1e-12)
+    assert solution.stats["moved"] == int((to[old] != solution.placement).sum())
     again = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)[1]
-    assert again.placement.tolist() == found.placement.tolist()
+    assert again.placement.tolist() == solution.placement.tolist()
 
 
 def test_the_known_best() -> None:
     # Six operators of a second on three devices: 2 s; on two devices: 3 s, and 1 ms to send.
     whole = chain()
-    found = replan(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
-    assert found.value_s == pytest.approx(3.0)
-    assert found.stats["moved"] == 2
+    solution = replan(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
+    assert solution.value_s == pytest.approx(3.0)
+    assert solution.stats["moved"] == 2
     alone = replan(whole, [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
     assert alone.value_s == pytest.approx(6.0) and alone.placement.tolist() == [0] * 6
 
 
 def test_a_placement_that_can_stay() -> None:
-    found = replan(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
-    assert found.stats["moved"] == 0 and found.value_s == pytest.approx(3.0)
+    solution = replan(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
+    assert solution.stats["moved"] == 0 and solution.value_s == pytest.approx(3.0)
 
 
 def test_a_thousand_operators_within_the_budget() -> None:
     """What is not the search is little: half a second by default, under one in all."""
     whole = replace(chain(1000, "abcdefgh", memory=2**40), max_in_flight=16)
     old = np.repeat(np.arange(8), 125)
-    found = replan(whole, old, ["c"], seconds=0.2)[1]  # loads the kernels
-    assert found.stats["seconds"] < 5  # a budget, on a busy machine
+    solution = replan(whole, old, ["c"], seconds=0.2)[1]  # loads the kernels
+    assert solution.stats["seconds"] < 5  # a budget, on a busy machine
     # 1000 operators on seven devices: 143 on the fullest; cut again that is found at once.
-    assert found.value_s == pytest.approx(143.0, rel=0.01)
+    assert solution.value_s == pytest.approx(143.0, rel=0.01)
 
 
 def test_budgets() -> None:
@@ -225,9 +227,15 @@ def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], capsys: An
     budget = ("--evaluations", "40", "--model", problem)
     assert command(plan, "--without", "b", *budget, "--out", second) == OK
     assert "2 of 6 operators moved" in capsys.readouterr().err
-    made = load_plan(second)
-    assert made.planner.name == "replan" and made.planner.parameters["was"] == "contiguous_dp"
-    assert made.graph == load_plan(plan).graph and set(made.assignment.values()) == {"a", "c"}
+    replanned = load_plan(second)
+    assert (
+        replanned.planner.name == "replan"
+        and replanned.planner.parameters["was"] == "contiguous_dp"
+    )
+    assert replanned.graph == load_plan(plan).graph and set(replanned.assignment.values()) == {
+        "a",
+        "c",
+    }
     assert command(second, "--without", "b", *budget) == BAD_INPUT  # it is gone already
     assert "no device 'b'" in capsys.readouterr().err
     assert command(second, "--without", "a", *budget, "--out", third) == OK
@@ -245,7 +253,7 @@ def test_two_at_once(files: tuple[Path, Path], capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "more", "said"),
+    ("without", "more", "message"),
     [
         ("a,b,c", (), "no device is left"),
         ("z", (), "no device 'z'"),
@@ -255,11 +263,11 @@ def test_two_at_once(files: tuple[Path, Path], capsys: Any) -> None:
     ],
 )
 def test_mistakes(
-    without: str, more: tuple[str, ...], said: str, files: tuple[Path, Path], capsys: Any
+    without: str, more: tuple[str, ...], message: str, files: tuple[Path, Path], capsys: Any
 ) -> None:
     plan, problem = files
     assert command(plan, "--without", without, "--model", problem, *more) == BAD_INPUT
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_problem_must_be_named(files: tuple[Path, Path], capsys: Any) -> None:

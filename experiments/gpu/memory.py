@@ -45,7 +45,7 @@ def memory(bench: Bench) -> None:
         _copies(bench)
     with bench.item("measured in parts"):
         _in_parts(bench)
-    width, layers = (128, 6) if bench.emulated else (2048, 8)
+    width, layers = (128, 4) if bench.emulated else (2048, 8)
     shape = {"tables": 3, "rows": 20_000, "batch": 16} if bench.emulated else {
         "tables": 26, "rows": 100_000, "batch": 512}  # fmt: skip
     decoder = Decoder(layers, width).eval()

@@ -39,7 +39,8 @@ def training(bench: Bench) -> None:
     """
     module, inputs, _ = bench.model("resnet_tiny" if bench.emulated else "resnet50")
     module = copy.deepcopy(module).train()
-    inputs = pytree.tree_map(lambda x: torch.randn(8, *x.shape[1:]), inputs)
+    batch = 2 if bench.emulated else 8
+    inputs = pytree.tree_map(lambda x: torch.randn(batch, *x.shape[1:]), inputs)
     # Autograd does not know the emulated GPU's tensors.
     gpu = torch.device("cpu") if bench.emulated else bench.gpu
     with tf32(False):

@@ -435,9 +435,9 @@ def test_never_worse_than_the_baseline(problem: Problem, mode: Any, formulation:
     assert stats["best_value_s"] == answer.value_s
     best = stats["greedy_value_s"] if mode == "zero_shot" else stats["best_of_k_value_s"]
     assert answer.value_s == min(best, baseline.value_s)
-    made = 1 if mode == "zero_shot" else stats["best_of_k_evaluations"]
-    assert stats["evaluations"] == stats["baseline_evaluations"] + made
-    assert made == (1 if mode == "zero_shot" else 6)
+    sampled = 1 if mode == "zero_shot" else stats["best_of_k_evaluations"]
+    assert stats["evaluations"] == stats["baseline_evaluations"] + sampled
+    assert sampled == (1 if mode == "zero_shot" else 6)
 
 
 @pytest.mark.parametrize("mode", ["guided_search", "best_of_k"])
@@ -623,11 +623,11 @@ def test_the_kernel_scores_moves_as_the_network_does(objective: Any) -> None:
         ids = torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
             logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0][0].numpy()
-        found = np.empty(17)
+        scores = np.empty(17)
         state = rules._state(0)
-        network(net.weights(), state.search, state.offered, state.count - 1, 16, found)
+        network(net.weights(), state.search, state.offered, state.count - 1, 16, scores)
         legal = rules.masks()[0]
-        assert found[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
+        assert scores[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
         rules.act(np.array([int(np.argmax(legal[::-1]))]))
 
 
@@ -640,20 +640,20 @@ def test_guided_search_keeps_the_planner_contract(chooser: Any) -> None:
 def test_guided_search_spends_its_budget_and_beats_its_start() -> None:
     problem = chain(np.random.default_rng(0).random((20, 3)), latency_s=0.01)
     for objective, per_step in (("latency", 1), ("max_load", 4)):
-        made = problem.with_objective(objective)
+        case = problem.with_objective(objective)
         planner = PolicyPlanner("untrained", evaluations=1500, baseline="single_device")
-        answer = planner(made)
+        answer = planner(case)
         stats = answer.stats
-        assert answer.value_s == score(made, answer.placement)[0]
+        assert answer.value_s == score(case, answer.placement)[0]
         assert answer.value_s < 0.95 * stats["baseline_value_s"]
         assert 1500 - 2 * per_step <= stats["evaluations"] <= 1500
         assert stats["steps"] * per_step <= 1500
-        again = planner(made)
+        again = planner(case)
         assert np.array_equal(answer.placement, again.placement)
         # The untrained policy is the hand-written score, but for rounding.
-        hand = replace(planner, chooser="hand")(made)
+        hand = replace(planner, chooser="hand")(case)
         assert hand.value_s == answer.value_s
-    seeded = replace(planner, seed_policy=untrained("sequential"), k=3)(made)
+    seeded = replace(planner, seed_policy=untrained("sequential"), k=3)(case)
     assert seeded.stats["best_of_k_evaluations"] == 4
 
 
@@ -679,8 +679,8 @@ def test_a_graph_is_constructed_before_it_is_searched() -> None:
     few = PolicyPlanner(evaluations=6)(problem).stats  # no search comes to anything
     assert (few["mode"], few["best_of_k_evaluations"]) == ("best_of_k", 6)
     assert PolicyPlanner(seconds=0.2, k=3)(problem).stats["mode"] == "best_of_k"
-    given = replace(planner, seed_policy=untrained("sequential"))(problem).stats
-    assert given["seed_policy"] == "given"
+    constructed = replace(planner, seed_policy=untrained("sequential"))(problem).stats
+    assert constructed["seed_policy"] == "given"
     new = replace(planner, seed_policy="untrained")(problem).stats
     assert new["seed_policy"] == "untrained" and new["best_of_k_evaluations"] == 1 + 29
     with pytest.raises(PolicyError, match="k = -1 must be at least 0"):
@@ -719,9 +719,9 @@ def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatc
             seen.append(f"begin {problem.graph.name}")
             super().__init__(problem, *budget)
 
-        def solution(self, *found: Any, **stats: Any) -> Any:
+        def solution(self, *args: Any, **stats: Any) -> Any:
             seen.append(f"end {self.problem.graph.name}")
-            return super().solution(*found, **stats)
+            return super().solution(*args, **stats)
 
     monkeypatch.setattr("agents.planner.Search", Recorded)
     _load_mode.cache_clear()
@@ -735,10 +735,10 @@ def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatc
 
 def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
     """A policy trained cold has never seen a warm start."""
-    given: list[TrainConfig] = []
+    configs: list[TrainConfig] = []
 
     def record(problems: Any, *, config: TrainConfig, policy: TrainedPolicy, **_: Any) -> Any:
-        given.append(config)
+        configs.append(config)
         return policy
 
     monkeypatch.setattr("agents.training.train", record)
@@ -747,7 +747,7 @@ def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
         policy = replace(untrained("sequential"), card={"config": {"cold": cold}})
         PolicyPlanner(policy, "finetune", k=2, baseline="heft")(problem)
     # What is loaded before takes one step.
-    assert [config.cold for config in given if config.total_steps > 1] == [True, False]
+    assert [config.cold for config in configs if config.total_steps > 1] == [True, False]
 
 
 def test_refine_planner() -> None:
@@ -781,8 +781,8 @@ def test_a_formulation_of_ones_own_is_refined_by_its_rules() -> None:
     problem = chain(np.random.default_rng(0).random((6, 3)), latency_s=0.01)
     planner = PolicyPlanner(untrained(only_first.name), "refine", steps=60, baseline="round_robin")
     start = canonical(problem, load("round_robin")(problem).placement)
-    found = canonical(problem, planner(problem).placement)
-    assert (found != start).sum() <= 1
+    solution = canonical(problem, planner(problem).placement)
+    assert (solution != start).sum() <= 1
     theirs = untrained("guided_search")
     theirs.net.formulation = "test_agents:theirs"
     with pytest.raises(PolicyError, match="a test_agents:theirs policy cannot choose moves"):

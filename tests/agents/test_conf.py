@@ -150,16 +150,16 @@ def test_every_planner_instantiates_as_its_defaults() -> None:
     cfg = compose("compare", [f"planner=[{','.join(GROUPS['planner'])}]"])
     assert sorted(cfg.planner) == GROUPS["planner"]
     for name, node in cfg.planner.items():
-        made = make_planner(node)
-        if is_dataclass(made):
-            assert made == planners.load(name)
+        built = make_planner(node)
+        if is_dataclass(built):
+            assert built == planners.load(name)
 
 
 def test_the_learned_planner_has_a_name_like_the_others() -> None:
     assert planners.load("policy", k="4") == planners.load("agents.planner:PolicyPlanner", k=4)
     start = planners.load("policy", policy="untrained", mode="zero_shot", baseline="round_robin")
-    for given in (start, "policy"):
-        answer = planners.load("local_search", start=given, evaluations=40)(small_problems()[0])
+    for first in (start, "policy"):
+        answer = planners.load("local_search", start=first, evaluations=40)(small_problems()[0])
         assert np.isfinite(answer.value_s)
     with pytest.raises(
         PlannerError, match=r"no planner 'polcy'; did you mean 'policy'\?.* policy,"
@@ -290,13 +290,13 @@ def test_compare_runs_what_it_plans(
 def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
     words = ["workload=tiny_mlp", "planner=heft,local_search", "seed=3", *PREDICT[2:]]
     assert run("compare", *words, "-m", "hydra.sweep.dir=sweep") == 0  # anywhere in the line
-    found = [
+    jobs = [
         (number, row["planner"], row["seed"])
         for number in range(2)
         for row in rows_of(tmp_path / f"sweep/{number}")
         if not row["planner"].startswith("single:")
     ]
-    assert found == [(0, "heft", ""), (1, "local_search", "3")]  # heft has no seed
+    assert jobs == [(0, "heft", ""), (1, "local_search", "3")]  # heft has no seed
 
 
 def test_an_interrupted_comparison_continues(
@@ -315,8 +315,8 @@ def test_an_interrupted_comparison_continues(
     with monkeypatch.context() as patch:
         patch.setattr(RandomSearch, "__call__", interrupted)
         assert run("compare", *words, 'hydra.run.dir="an öut"') == 130
-    (said,) = re.findall("to continue, the same command with (.*)", capsys.readouterr().err)
-    (again,) = shlex.split(said)
+    (stderr,) = re.findall("to continue, the same command with (.*)", capsys.readouterr().err)
+    (again,) = shlex.split(stderr)
     assert again == f'hydra.run.dir="{tmp_path}/an öut"'
     with monkeypatch.context() as patch:
         patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
@@ -362,9 +362,9 @@ def test_what_a_wrong_command_says(
     message: str,
 ) -> None:
     assert run("compare", *PREDICT, *words) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.startswith("placement: ")
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert message in stderr and stderr.startswith("placement: ")
+    assert "Traceback" not in stderr
 
 
 def test_a_run_folder_without_permission(
@@ -489,15 +489,15 @@ def test_errors_in_code_of_ones_own_say_where(
     words = ["workload=[]", "training.generator=envs.generators:Layered", "debug=tiny"]
     words += ["planner@baseline=faulty:Late", "+baseline.look_ahead=0.5", "hydra.run.dir=out"]
     at = f"raised in code of yours, {{}} ({tmp_path / 'faulty.py'}:{{}})"
-    for seam, error, place, given in (
+    for seam, error, place, shapes in (
         ("network.encoder=faulty:Layer", "RuntimeError: mat1", ("Layer.forward", 8),
          "; encoder Layer was given x float32 ["),
         ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 9), "; HYDRA_FULL_ERROR"),
     ):  # fmt: skip
         assert run("train", *words, f"training.{seam}") == 2
-        said = capsys.readouterr().err
-        assert f"error: {error}" in said and at.format(*place) + given in said
-        assert "Traceback" not in said
+        stderr = capsys.readouterr().err
+        assert f"error: {error}" in stderr and at.format(*place) + shapes in stderr
+        assert "Traceback" not in stderr
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run("train", *words, "training.reward=faulty:reward") == 2
     assert "return outcome.nothing" in capsys.readouterr().err  # the line of their code
@@ -531,7 +531,7 @@ def test_problem_files_are_workloads(
         ("two", "2", "2")
     }
     capsys.readouterr()
-    for given, message in (
+    for wrong, message in (
         (["workload=[graph.txt,none.json]"], "none.json: cannot be read"),
         (["workload=[graph.txt]", "files=[{path: graph.txt}]"], "two workloads are called"),
         (["workload=[]", "files=[{path: graph.txt, device: 2}]"], "any of ['bandwidth'"),
@@ -539,7 +539,7 @@ def test_problem_files_are_workloads(
         (["workload=[]", "files=[3]"], "files: 3 must be a path"),
         (["workload=[]"], "no workload: add e.g."),
     ):
-        assert run("compare", *given, *words, "hydra.run.dir=wrong") == 2
+        assert run("compare", *wrong, *words, "hydra.run.dir=wrong") == 2
         assert message in capsys.readouterr().err
 
 
@@ -585,8 +585,8 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
     words = ["experiment=released_dispatch", "debug=tiny", "training.samples=9"]
     words += ["training.total_steps=100", "training.steps_per_env=100", "hydra.run.dir=out"]
     assert run("train", *words) == 0
-    said = capsys.readouterr().out
-    assert "tables of each of the 9 workloads: compare.md" in said and "sample-0" not in said
+    stdout = capsys.readouterr().out
+    assert "tables of each of the 9 workloads: compare.md" in stdout and "sample-0" not in stdout
     samples = {r["workload"] for r in rows_of(tmp_path / "out")}
     assert samples == {f"sample-{i}" for i in range(9)}
     folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
@@ -612,10 +612,10 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
 def test_what_a_wrong_training_says(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str], word: str, message: str
 ) -> None:
-    given = ["experiment=released_dispatch", "debug=tiny", "training.samples=1"]
-    assert run("train", *given, "hydra.run.dir=out", word) == 2
-    said = capsys.readouterr().err
-    assert message in said and "Traceback" not in said
+    begin = ["experiment=released_dispatch", "debug=tiny", "training.samples=1"]
+    assert run("train", *begin, "hydra.run.dir=out", word) == 2
+    stderr = capsys.readouterr().err
+    assert message in stderr and "Traceback" not in stderr
 
 
 def test_an_interrupted_training_says_how_it_goes_on(
@@ -631,8 +631,8 @@ def test_an_interrupted_training_says_how_it_goes_on(
     words = ("workload=[]", "synthetic=[giph]", "tracker=none", "hydra.run.dir=out")
     assert run("train", *words) == 130
     wanted = f"the same command with hydra.run.dir={tmp_path / 'out'} resume=true\n"
-    said = capsys.readouterr().err
-    assert wanted in said and "nothing to resume" not in said
+    stderr = capsys.readouterr().err
+    assert wanted in stderr and "nothing to resume" not in stderr
     # torch would say how often it used its caches, after the last word.
     assert not logging.getLogger("torch._subclasses.fake_tensor").isEnabledFor(logging.INFO)
     assert run("train", *words, "resume=true") == 130

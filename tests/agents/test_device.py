@@ -25,8 +25,8 @@ strict_device.main(sys.argv[1:])
 
 
 def test_every_formulation_trains_on_a_device_that_refuses_to_be_mixed():
-    given = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CODE, *TRAINED]
-    found = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.splitlines() == ["[2.0, 2.0] strict:0", *["refused"] * 3, *TRAINED]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines() == ["[2.0, 2.0] strict:0", *["refused"] * 3, *TRAINED]

@@ -140,8 +140,8 @@ def test_going_on_from_a_policy() -> None:
     )
     second = train([problem], config=frozen, policy=first)
     assert second.formulation == "sequential"  # the policy's, not the configuration's
-    told = second.card["config"]
-    assert (told["formulation"], told["network"]) == ("sequential", asdict(SMALL))
+    recorded = second.card["config"]
+    assert (recorded["formulation"], recorded["network"]) == ("sequential", asdict(SMALL))
     with pytest.raises(PolicyError, match=r"elite = 0.2 must be .* it is sequential"):
         train([problem], config=replace(frozen, elite=0.2), policy=first)
     assert all(torch.equal(before[k], v) for k, v in second.net.state_dict().items())
@@ -253,11 +253,11 @@ def test_an_order_that_is_not_returned_does_not_make_the_answer_worse(seed: int)
 
 @pytest.mark.parametrize("formulation", ["refine", "sequential"])
 def test_every_evaluation_is_counted(formulation: Any, tmp_path: Path) -> None:
-    problem, made = layered(0, 3, 3, 2), 0
+    problem, total = layered(0, 3, 3, 2), 0
 
     def count(problem: Problem, placements: Any) -> Any:
-        nonlocal made
-        made += len(placements)
+        nonlocal total
+        total += len(placements)
         return score(problem, placements)
 
     config = TrainConfig(
@@ -265,7 +265,7 @@ def test_every_evaluation_is_counted(formulation: Any, tmp_path: Path) -> None:
     )
     warm = [load("heft")(problem).placement]
     policy = train([problem], config=config, warm=warm, evaluator=count)
-    assert policy.card["evaluations"] == made
+    assert policy.card["evaluations"] == total
 
 
 def test_what_patience_ended_stays_ended(tmp_path: Path) -> None:
@@ -283,9 +283,9 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     config = TrainConfig(total_steps=64, network=SMALL)
     train([problem], config=config, out_dir=tmp_path)
 
-    def refused(differs: str, problem: Problem = problem, **given: Any) -> None:
+    def refused(differs: str, problem: Problem = problem, **changes: Any) -> None:
         with pytest.raises(PolicyError, match=rf"another training \(it differs in: {differs}\)"):
-            train([problem], **({"config": config} | given), out_dir=tmp_path, resume=True)
+            train([problem], **({"config": config} | changes), out_dir=tmp_path, resume=True)
 
     refused("problems", layered(1, 3, 3, 2))
     refused("problems", problem.with_objective("max_load"))
@@ -413,7 +413,7 @@ def test_the_weights_that_are_best_on_what_is_held_out_are_kept() -> None:
     both = [start(here).placement, start(there).placement]
     plain = train([here], warm=[both[1]], reference_s=[4.0], config=config)
     assert plain.card["greedy_speedup"] > 0.99  # it learns to leave the start for device 1
-    found = train(
+    policy = train(
         [here],
         warm=[both[1]],
         reference_s=[4.0],
@@ -423,8 +423,8 @@ def test_the_weights_that_are_best_on_what_is_held_out_are_kept() -> None:
         callback=rows.append,  # type: ignore[arg-type]
     )
     speedups = [row["held_out_speedup"] for row in rows]
-    assert found.card["greedy_speedup"] == pytest.approx(max(speedups)) == pytest.approx(1.0)
-    assert [p["graph"] for p in found.card["held_out"]] == [there.graph.name]
+    assert policy.card["greedy_speedup"] == pytest.approx(max(speedups)) == pytest.approx(1.0)
+    assert [p["graph"] for p in policy.card["held_out"]] == [there.graph.name]
 
 
 def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:

@@ -122,8 +122,8 @@ def test_every_method_learns_where_operators_belong(name: str) -> None:
 
 @pytest.mark.usefixtures("hydra_conf")
 def test_configurations_are_of_the_published_kind() -> None:
-    found = {name: configured(name)[1] for name in METHODS}
-    assert {n: c.formulation for n, c in found.items()} == {
+    configs = {name: configured(name)[1] for name in METHODS}
+    assert {n: c.formulation for n, c in configs.items()} == {
         "placeto": "sweep",
         "gdp": "one_shot",
         "post": "one_shot",
@@ -133,7 +133,7 @@ def test_configurations_are_of_the_published_kind() -> None:
         "hdp": "group_place",
     }
     # A reward that comes at the end only is not discounted (DOPPLER: 0.99 over 229 operators).
-    for name, config in found.items():
+    for name, config in configs.items():
         assert config.resolved().gamma == 1.0 or config.formulation == "refine", name
         assert config.cold and config.last_learning_rate < config.learning_rate
     assert {path.stem for path in (CONF / "experiment").glob("*.yaml")} >= set(METHODS)
@@ -261,8 +261,8 @@ def test_cold_policies_do_not_see_warm_starts() -> None:
     config = TrainConfig(64, "one_shot", cold=True, num_envs=4, network=SMALL)
     trained = train([problem], config=config, baseline=planner("heft"))
     starts = (planner("heft")(problem).placement, np.zeros(6, np.int32), None)
-    found = [trained.place(problem, warm).tolist() for warm in starts]
-    assert found[0] == found[1] == found[2]
+    placements = [trained.place(problem, warm).tolist() for warm in starts]
+    assert placements[0] == placements[1] == placements[2]
 
 
 @pytest.mark.parametrize(

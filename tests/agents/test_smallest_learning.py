@@ -24,8 +24,13 @@ SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from li
 
 def rows_of(problem: Problem, formulation: Any, **options: Any) -> tuple[Any, list[Row]]:
     """The trained policy, and its metrics."""
-    given: dict[str, Any] = {"learning_rate": 1e-2, "network": SMALL, "num_checks": 2, "again": 0.0}
-    config = TrainConfig(formulation=formulation, **given | options)
+    settings: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "network": SMALL,
+        "num_checks": 2,
+        "again": 0.0,
+    }
+    config = TrainConfig(formulation=formulation, **settings | options)
     rows: list[Row] = []
     return train([problem], config=config, callback=rows.append), rows
 

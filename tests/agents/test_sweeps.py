@@ -70,8 +70,8 @@ def test_every_launcher_composes_and_instantiates(launcher: str) -> None:
             cfg = compose(entry, [f"launcher={launcher}"], return_hydra_config=True)
         assert cfg.hydra.runtime.choices["hydra/launcher"] == launcher
         assert "launcher" not in cfg
-        made = Plugins.instance()._instantiate(cfg.hydra.launcher)  # instantiate() refuses these
-        assert isinstance(made, Launcher)
+        built = Plugins.instance()._instantiate(cfg.hydra.launcher)  # instantiate() refuses these
+        assert isinstance(built, Launcher)
 
 
 @pytest.mark.parametrize("sweep", names("sweep"))
@@ -138,10 +138,10 @@ class Work:
         self.ran.append(job)
         if job in self.ends:
             raise self.ends.pop(job)
-        found = row(next(iter(cfg.planner)), cfg.seed, 1.0 + cfg.seed)
+        answer = row(next(iter(cfg.planner)), cfg.seed, 1.0 + cfg.seed)
         folder = Path(HydraConfig.get().runtime.output_dir)
-        write_atomic(folder / "compare.csv", table.to_csv(Comparison((found,), {})))
-        return found.value_s
+        write_atomic(folder / "compare.csv", table.to_csv(Comparison((answer,), {})))
+        return answer.value_s
 
 
 def test_an_interrupted_sweep_continues_with_the_same_command(
@@ -153,8 +153,8 @@ def test_an_interrupted_sweep_continues_with_the_same_command(
     assert [job.status for job in read_sweep("s")] == ["finished"] * 3 + ["unfinished"]
     capsys.readouterr()
     assert agents.sweep_report.main(["s"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "3 of 4 jobs" in said and "unfinished: job 3 seed=1" in said
+    stdout = " ".join(capsys.readouterr().out.split())
+    assert "3 of 4 jobs" in stdout and "unfinished: job 3 seed=1" in stdout
     assert run(*SWEEP, "hydra.sweep.dir=s") == 0
     assert work.ran == ["heft_0", "random_search_0", "heft_1", *["random_search_1"] * 2]
     assert capsys.readouterr().err.count("has finished before") == 3
@@ -194,9 +194,9 @@ def test_a_failed_job_is_named_and_run_again(
     assert [job.status for job in read_sweep("s")] == ["failed"] + ["finished"] * 3
     capsys.readouterr()
     assert agents.sweep_report.main(["s", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [job["error"] for job in found["jobs"]] == ["RuntimeError: no luck", "", "", ""]
-    assert [(a["planner"], a["num_seeds"]) for a in found["aggregates"]] == [
+    answer = json.loads(capsys.readouterr().out)
+    assert [job["error"] for job in answer["jobs"]] == ["RuntimeError: no luck", "", "", ""]
+    assert [(a["planner"], a["num_seeds"]) for a in answer["aggregates"]] == [
         ("random_search", 2),
         ("heft", 1),
     ]
@@ -285,19 +285,19 @@ def test_aggregation_over_seeds_and_workloads() -> None:
         for seed in (0, 1)
     ]
     report = aggregate(jobs)
-    found = {(a.planner, a.workload): a for a in report.aggregates}
-    assert found["walk", "net"].value_s == pytest.approx(math.sqrt(0.5))
-    assert found["walk", "net"].num_seeds == 2
+    by_key = {(a.planner, a.workload): a for a in report.aggregates}
+    assert by_key["walk", "net"].value_s == pytest.approx(math.sqrt(0.5))
+    assert by_key["walk", "net"].num_seeds == 2
     # Over workloads, a value of each seed: sqrt(0.5 * 0.125) = 0.25 and sqrt(1 * 0.125).
-    over = found["walk", None]
+    over = by_key["walk", None]
     assert over.value_s == pytest.approx(math.sqrt(0.25 * math.sqrt(0.125)))
     assert over.value_low_s is not None and over.value_low_s < over.value_s
-    assert found["fixed", "net"].num_seeds == 2 and found["fixed", "net"].speedup == 4.0
-    assert found["fixed", "net"].speedup_low == found["fixed", "net"].speedup_high == 4.0
-    assert ("fixed", None) not in found  # it has no answer for the other workload
+    assert by_key["fixed", "net"].num_seeds == 2 and by_key["fixed", "net"].speedup == 4.0
+    assert by_key["fixed", "net"].speedup_low == by_key["fixed", "net"].speedup_high == 4.0
+    assert ("fixed", None) not in by_key  # it has no answer for the other workload
     # What has no answer counts as the best single device, and is told.
-    assert found["fails", "net"].value_s == pytest.approx(math.sqrt(0.5))
-    assert found["fails", "net"].num_unanswered == 1
+    assert by_key["fails", "net"].value_s == pytest.approx(math.sqrt(0.5))
+    assert by_key["fails", "net"].num_unanswered == 1
     assert any("fails, net: 1 without an answer" in note for note in to_table(report).notes)
     assert not any(a.planner.startswith("single:") for a in report.aggregates)
 
@@ -308,12 +308,12 @@ def test_a_workload_that_no_single_device_holds_has_no_speedup() -> None:
     alone = row("single:cpu:0", None, 1.0), row("single:cpu:0", None, np.inf, "split")
     rows = *alone, row("walk", 0, 0.25), split, row("fails", 0, np.inf, "split")
     report = aggregate([finished("0", *rows, seed="0")])
-    found = {(a.planner, a.workload): a.speedup for a in report.aggregates}
-    assert found["walk", "net"] == found["walk", None] == 4.0
-    assert np.isnan(found["walk", "split"]) and np.isnan(found["fails", "split"])
+    speedups = {(a.planner, a.workload): a.speedup for a in report.aggregates}
+    assert speedups["walk", "net"] == speedups["walk", None] == 4.0
+    assert np.isnan(speedups["walk", "split"]) and np.isnan(speedups["fails", "split"])
     assert next(line for line in to_table(report).cells if line[1] == "split")[-2] == "–"
-    said = {a["workload"]: a["speedup"] for a in to_json(report)["aggregates"]}
-    assert said["split"] is None and ",nan," not in to_csv(report)
+    written = {a["workload"]: a["speedup"] for a in to_json(report)["aggregates"]}
+    assert written["split"] is None and ",nan," not in to_csv(report)
 
 
 def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
@@ -327,8 +327,8 @@ def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
         )
         for i, (patience, value_s) in enumerate((("1", 0.5), ("2", 0.25)))
     ]
-    found = {a.label: a.value_s for a in aggregate(jobs).aggregates}
-    assert found == {"walk patience=1": pytest.approx(0.5), "walk patience=2": pytest.approx(0.25)}
+    values = {a.label: a.value_s for a in aggregate(jobs).aggregates}
+    assert values == {"walk patience=1": pytest.approx(0.5), "walk patience=2": pytest.approx(0.25)}
 
 
 def test_measured_speedups_are_reported_where_all_are_measured() -> None:
@@ -353,8 +353,8 @@ def test_jobs_of_another_command_in_the_same_folder() -> None:
         finished("0", row("walk", 0, 0.5), seed="0"),
         finished("1", row("walk", 0, 0.25), seed="0", evaluations="9"),
     ]
-    found = {a.setting: a.value_s for a in aggregate(jobs).aggregates}
-    assert found == {"": 0.5, "evaluations=9": 0.25}
+    values = {a.setting: a.value_s for a in aggregate(jobs).aggregates}
+    assert values == {"": 0.5, "evaluations=9": 0.25}
 
 
 @pytest.mark.parametrize(

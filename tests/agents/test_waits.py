@@ -41,11 +41,11 @@ def test_the_kernel_foresees_what_the_network_does(name: str) -> None:
             bound_s, features = pipeline.describe(choice)
             foreseen_s = pipeline.estimate(choice, WAITS * pipeline.bound(choice))
             with torch.no_grad():
-                found = float(net(torch.from_numpy(features[None]).float())[0])
-            assert np.log(foreseen_s / bound_s) == pytest.approx(max(0.0, found), abs=1e-4)
+                logit = float(net(torch.from_numpy(features[None]).float())[0])
+            assert np.log(foreseen_s / bound_s) == pytest.approx(max(0.0, logit), abs=1e-4)
             assert bound_s <= score(problem, choice[problem.graph.group][None])[0] * 1.02
     # Before training it is the rule.
-    assert found == pytest.approx(np.log(max(1.0, features[WAITED])), abs=1e-5)
+    assert logit == pytest.approx(np.log(max(1.0, features[WAITED])), abs=1e-5)
 
 
 def test_features_of_a_pipeline_of_two_stages() -> None:
@@ -74,9 +74,9 @@ def test_walks_drop_only_moves_that_they_would_refuse(trained: bool) -> None:
         whole.room.group_s[:] = 0.0  # operators alone never cost too much
         whole.room.memory_binds = True  # bytes are counted, although they do not matter
         assert problem.memory_may_bind == (name == "transformer_training")
-        found = quick.walk(start, 0.0, 2, 256)
-        assert np.array_equal(found, whole.walk(start, 0.0, 2, 256))
-        assert not np.array_equal(found, start)
+        walked = quick.walk(start, 0.0, 2, 256)
+        assert np.array_equal(walked, whole.walk(start, 0.0, 2, 256))
+        assert not np.array_equal(walked, start)
         assert np.allclose(quick.room.work, _seconds(problem, quick), 1e-9)
 
 

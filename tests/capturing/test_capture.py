@@ -432,9 +432,9 @@ def test_inputs_to_measure_with_lie_in_memory_as_the_example_does():
 
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     program = capture(Flat(), x).program
-    (made,) = program.timing_inputs()
-    assert made.stride() == x.stride()
-    run_program(program, [made])
+    (copy,) = program.timing_inputs()
+    assert copy.stride() == x.stride()
+    run_program(program, [copy])
 
 
 def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_kept():
@@ -658,8 +658,8 @@ def test_a_damaged_input_specification_is_refused(spec):
 
 def test_inputs_to_measure_with_are_copies_of_the_example():
     module, inputs = workloads.load("dlrm_tiny")
-    for made, given in zip(capture(module, inputs).program.timing_inputs(), inputs, strict=True):
-        assert torch.equal(made, given) and made.data_ptr() != given.data_ptr()
+    for copy, example in zip(capture(module, inputs).program.timing_inputs(), inputs, strict=True):
+        assert torch.equal(copy, example) and copy.data_ptr() != example.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def data(count, seed=0):
     ]
 
 
-def made(seed=0):
+def small(seed=0):
     torch.manual_seed(seed)
     return Net()
 
@@ -79,7 +79,7 @@ def plain_step(module, optimizer, microbatches, loss=F.cross_entropy):
 
 def beside_plain(count, name="sgd", **options):
     """A module, its copy for plain PyTorch, an optimizer of each, batches, the module's graph."""
-    module, batches = made(), data(count)
+    module, batches = small(), data(count)
     plain = copy.deepcopy(module).train()
     optimizer, expected = (OPTIMIZERS[name](m.parameters()) for m in (module, plain))
     options |= {"mode": "training", "loss": F.cross_entropy, "optimizer": optimizer}
@@ -175,13 +175,13 @@ def test_memory_counts_what_the_optimizer_keeps(make, factor):
         loss=F.mse_loss,
         optimizer=make(module.parameters()),
     )
-    weight, kept = graph.param_bytes.tolist()
+    weight, states = graph.param_bytes.tolist()
     counter = 4 if factor in (3,) or "RMSprop" in graph.program.optimizer else 0
-    assert (weight, kept) == (256, 256 * (1 + factor) + counter)
+    assert (weight, states) == (256, 256 * (1 + factor) + counter)
 
 
 def test_backward_may_be_placed_apart():
-    module = made()
+    module = small()
     example = data(1)[0]
     together = capture(module, example, mode="training", loss=F.cross_entropy)
     apart = capture(module, example, mode="training", loss=F.cross_entropy, colocate_backward=False)
@@ -423,7 +423,7 @@ def test_a_schedule_is_followed_step_after_step():
 
 
 def test_a_schedule_that_changes_buffers_out_of_order_is_refused():
-    module = made()
+    module = small()
     graph = capture(module, data(1)[0], mode="training", loss=F.cross_entropy)
     placement = np.zeros(graph.num_ops, np.int32)
     rows = np.array([(n, b) for b in (1, 0) for n in range(graph.num_ops)], np.int32)
@@ -508,8 +508,8 @@ def test_measuring_and_executing_leave_the_module_alone():
     timeline = Executor(problem).run(placement, list_schedule(problem, placement, 4))
     assert timeline.num_microbatches == 4
     predicted = simulate(problem, placement)
-    kept = problem.param_bytes_on(placement)
-    assert (predicted.peak_bytes > kept).all() and (timeline.peak_bytes > kept).all()
+    param_bytes = problem.param_bytes_on(placement)
+    assert (predicted.peak_bytes > param_bytes).all() and (timeline.peak_bytes > param_bytes).all()
     for key, value in module.state_dict().items():
         assert torch.equal(value, before[key]), key
 

@@ -122,8 +122,8 @@ def write(path: Path, text: str) -> Path:
 
 def answer(capsys: Any, *argv: str, code: int = OK) -> dict[str, Any]:
     assert main(["bench", *argv, "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    parsed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return parsed
 
 
 def error(capsys: Any, *argv: str) -> str:
@@ -207,15 +207,15 @@ def test_files_as_they_are_passed_on(tmp_path: Path) -> None:
     (tmp_path / "shops/mk3.FJS.gz").write_bytes(gzip.compress(text.encode()))
     bounds = [{"instance": "Mk1", "lower_bound": 7, "upper_bound": 7}, {"instance": "none"}]
     write(tmp_path / "shops/best_known.json", json.dumps(bounds))
-    found = cases("shops", tmp_path)
-    assert [case.problem for case in found] == ["mk/Mk1", "mk/mk2", "mk3"]
-    assert [case.best_known for case in found] == [7, None, None]
-    assert [bench.measure(case, Heft()).value for case in found] == [7, 7, 7]
+    loaded = cases("shops", tmp_path)
+    assert [case.problem for case in loaded] == ["mk/Mk1", "mk/mk2", "mk3"]
+    assert [case.best_known for case in loaded] == [7, None, None]
+    assert [bench.measure(case, Heft()).value for case in loaded] == [7, 7, 7]
     for only in ("mk/Mk1", "Mk*", "Mk1.fjs"):
         assert [case.problem for case in cases("shops", tmp_path, only=only)] == ["mk/Mk1"]
     write(tmp_path / "shops/best_known.json", '{"mk2.txt": {"lower_bound": 0}, "mk3": 7}')
-    found = cases("shops", tmp_path)
-    assert [case.lower_bound for case in found] == [None, None, 7], "0 says nothing"
+    loaded = cases("shops", tmp_path)
+    assert [case.lower_bound for case in loaded] == [None, None, 7], "0 says nothing"
 
 
 def test_devices_are_in_the_order_of_the_file(tmp_path: Path, capsys: Any) -> None:
@@ -252,18 +252,18 @@ def _splits(problem: Problem) -> Solution:
 
 
 @pytest.mark.parametrize(
-    ("planner", "said"), [(_refuses, "not for this problem"), (_splits, "is on device 99")]
+    ("planner", "message"), [(_refuses, "not for this problem"), (_splits, "is on device 99")]
 )
-def test_no_answer_is_a_row(planner: Planner, said: str, data: Path) -> None:
+def test_no_answer_is_a_row(planner: Planner, message: str, data: Path) -> None:
     rows = [bench.measure(case, planner) for case in cases("shops", data)]
-    assert all(said in row.note and row.value is None and not row.feasible for row in rows)
+    assert all(message in row.note and row.value is None and not row.feasible for row in rows)
     mean = bench.mean_of(rows)
     assert mean.gap is None and mean.unsolved == 2 and mean.optimal == 0
 
 
 def _proves(problem: Problem) -> Solution:
-    found = Heft()(problem)
-    return replace(found, lower_bound_s=found.value_s * (1 - 1e-12))
+    solution = Heft()(problem)
+    return replace(solution, lower_bound_s=solution.value_s * (1 - 1e-12))
 
 
 def test_a_bound_is_whole_where_times_are(data: Path) -> None:
@@ -279,11 +279,11 @@ def test_what_a_planner_says_of_itself_does_not_count(data: Path) -> None:
 
 
 def test_a_value_below_a_proved_bound_fails_the_run(data: Path, capsys: Any) -> None:
-    for key, said in (("lower_bound", "the proved bound"), ("upper_bound", "the best known")):
+    for key, message in (("lower_bound", "the proved bound"), ("upper_bound", "the best known")):
         write(data / "shops/best_known.json", json.dumps({"b": {key: 1000}}))
         assert main(["bench", "shops", "--data", str(data), "--planner", "heft"]) == DEFECT
         err = capsys.readouterr().err
-        assert "b on 3 devices" in err and f"is below {said}, 1000" in err
+        assert "b on 3 devices" in err and f"is below {message}, 1000" in err
 
 
 def test_a_suite_without_any_answer(data: Path, capsys: Any) -> None:
@@ -316,12 +316,12 @@ def test_ctrl_c_leaves_what_is_finished(
 ) -> None:
     out = str(tmp_path / "rows.json")
     argv = ["bench", "stg", "--data", str(data), "--planner", "heft", "--out", out]
-    make, made = bench.measure, []
+    make, calls = bench.measure, []
 
     def stops(case: Case, planner: Planner) -> bench.BenchRow:
-        if len(made) == 3:
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        made.append(case)
+        calls.append(case)
         return make(case, planner)
 
     monkeypatch.setattr(bench, "measure", stops)
@@ -337,25 +337,25 @@ def test_ctrl_c_leaves_what_is_finished(
 
 
 def test_errors_say_what_to_do(data: Path, capsys: Any, tmp_path: Path) -> None:
-    def said(*argv: str) -> str:
+    def message(*argv: str) -> str:
         return error(capsys, *argv, "--planner", "heft")
 
-    assert "suites are shops, stg" in said("shop")
-    assert "github.com/ScheduleOpt/benchmarks" in said("shops")
-    assert "Nothing is downloaded" in said("stg", "--data", str(tmp_path / "empty"))
-    assert "it has ['a', 'b']" in said("shops", "--data", str(data), "--only", "mk*")
-    assert "devices cannot be set" in said("shops", "--data", str(data), "--devices", "2")
-    assert "devices = 0 must be at least 1" in said("stg", "--data", str(data), "--devices", "0")
-    assert "--evaluations many" in said("shops", "--data", str(data), "--evaluations", "many")
+    assert "suites are shops, stg" in message("shop")
+    assert "github.com/ScheduleOpt/benchmarks" in message("shops")
+    assert "Nothing is downloaded" in message("stg", "--data", str(tmp_path / "empty"))
+    assert "it has ['a', 'b']" in message("shops", "--data", str(data), "--only", "mk*")
+    assert "devices cannot be set" in message("shops", "--data", str(data), "--devices", "2")
+    assert "devices = 0 must be at least 1" in message("stg", "--data", str(data), "--devices", "0")
+    assert "--evaluations many" in message("shops", "--data", str(data), "--evaluations", "many")
     write(data / "shops/best_known.json", '{"a": {"lower_bound": "none"}}')
-    assert "lower_bound = 'none' is not a time" in said("shops", "--data", str(data))
+    assert "lower_bound = 'none' is not a time" in message("shops", "--data", str(data))
     write(data / "shops/best_known.json", '{"a": {"lower_bound": 9, "upper_bound": 8}}')
-    assert "a: lower_bound 9.0 > upper_bound 8.0" in said("shops", "--data", str(data))
+    assert "a: lower_bound 9.0 > upper_bound 8.0" in message("shops", "--data", str(data))
     write(data / "dnn_partitioning/truth.json", '[{"file": "a"}]')
     for name in ("dnn_partitioning/throughput/layer/a.json", "pipedream/a.txt"):
         write(data / name, "")
-    assert "record 0 = {'file': 'a'} lacks a key of [" in said("public", "--data", str(data))
-    assert "must be positive and finite" in said("synthetic", "--seconds", "inf")
+    assert "record 0 = {'file': 'a'} lacks a key of [" in message("public", "--data", str(data))
+    assert "must be positive and finite" in message("synthetic", "--seconds", "inf")
     with pytest.raises(SuiteError):
         cases("synthetic", only="nothing")
 

@@ -85,8 +85,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_args(home: Path, planner: str, *more: str) -> list[str]:
-    given = ["--cluster", str(home / "two.yaml"), "--profile", str(home / "profile.npz")]
-    return ["plan", "tiny_mlp", "--planner", planner, *given, *more]
+    machine = ["--cluster", str(home / "two.yaml"), "--profile", str(home / "profile.npz")]
+    return ["plan", "tiny_mlp", "--planner", planner, *machine, *more]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = OK) -> Any:
@@ -108,10 +108,10 @@ def ran(trace: Path) -> dict[str, list[list[Any]]]:
     """What each device ran, one after another, as [operator, micro-batch]."""
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found: dict[str, list[list[Any]]] = {}
+    runs: dict[str, list[list[Any]]] = {}
     for e in sorted((e for e in events if "operator" in e["args"]), key=lambda e: e["ts"]):
-        found.setdefault(tracks[e["tid"]], []).append([e["name"], e["args"]["micro_batch"]])
-    return found
+        runs.setdefault(tracks[e["tid"]], []).append([e["name"], e["args"]["micro_batch"]])
+    return runs
 
 
 def changed(path: Path, to: Path, **top: Any) -> Path:
@@ -252,17 +252,17 @@ def test_an_error_in_a_planner_of_ones_own_says_where(
 
 
 def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
-    said = "no policy is released for period in this mode: the network is untrained"
+    message = "no policy is released for period in this mode: the network is untrained"
     words = plan_args(home, "policy", "mode=zero_shot", "--json")
-    assert main(words) == OK and said in capsys.readouterr().err
-    assert main([*words, "policy=untrained"]) == OK and said not in capsys.readouterr().err
+    assert main(words) == OK and message in capsys.readouterr().err
+    assert main([*words, "policy=untrained"]) == OK and message not in capsys.readouterr().err
     words = plan_args(home, "policy", "chooser=uniform", "--evaluations", "50", "--json")
     assert main(words) == OK
     assert json.loads(capsys.readouterr().out)["network"] == "waits-period.safetensors"
     assert main([*words, "waits=untrained"]) == OK
-    told = capsys.readouterr()
-    assert "no network is involved for period: chance chose the moves" in told.err
-    assert json.loads(told.out)["network"] == "none"
+    output = capsys.readouterr()
+    assert "no network is involved for period: chance chose the moves" in output.err
+    assert json.loads(output.out)["network"] == "none"
 
 
 def test_commands_to_type_next_are_quoted(home: Path, tmp_path: Path, capsys: Any) -> None:
@@ -280,9 +280,9 @@ def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, caps
     save(replace(problem, profile=profile), tmp_path / "p.json")
     plan = ["plan", str(tmp_path / "p.json"), "--planner", "policy", "baseline=round_robin"]
     assert main([*plan, "--evaluations", "200"]) == OK
-    said = capsys.readouterr().err
-    assert "kept the baseline's placement: the search's is predicted" in said
-    assert "predictions err by 95.0%; margin=0 takes it" in said
+    stderr = capsys.readouterr().err
+    assert "kept the baseline's placement: the search's is predicted" in stderr
+    assert "predictions err by 95.0%; margin=0 takes it" in stderr
     assert main([*plan, "--evaluations", "200", "margin=0"]) == OK
     assert "kept" not in capsys.readouterr().err
 
@@ -386,8 +386,8 @@ def test_show_needs_no_torch(plan_path: Path, tmp_path: Path) -> None:
 def test_a_timeout_that_is_none(
     plan_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
 ) -> None:
-    said = error(capsys, "run", plan_path, f"--timeout={seconds}")
-    assert f"--timeout {seconds}: must be positive seconds" in said
+    message = error(capsys, "run", plan_path, f"--timeout={seconds}")
+    assert f"--timeout {seconds}: must be positive seconds" in message
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
@@ -516,9 +516,9 @@ def test_profile_says_how_to_plan(
     out, devices = tmp_path / "a profile.npz", home / "two.yaml"
     args = f"profile tiny_mlp --cluster {devices} --repeats 1 --mode training".split()
     assert main([*args, "--out", str(out)]) == OK
-    said = capsys.readouterr().err.rpartition("next: placement ")[2]
+    stderr = capsys.readouterr().err.rpartition("next: placement ")[2]
     monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(said)) == OK
+    assert main(shlex.split(stderr)) == OK
     plan = load_plan("plan.json")
     assert plan.graph.mode == "training" and [d.name for d in plan.cluster.devices] == ["a", "b"]
 
@@ -547,8 +547,8 @@ def test_where_nothing_can_be_saved_nothing_is_measured(
     monkeypatch.setattr("placement.costs.measure.measure", None)
     (tmp_path / "file").write_text("")
     args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
-    said = error(capsys, *args, "--out", str(tmp_path / "file" / "profile.npz"))
-    assert "a part of" in said and "PLACEMENT_HOME" not in said
+    message = error(capsys, *args, "--out", str(tmp_path / "file" / "profile.npz"))
+    assert "a part of" in message and "PLACEMENT_HOME" not in message
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
     assert "set PLACEMENT_HOME to another folder" in error(capsys, *args)
 
@@ -751,7 +751,7 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("", "the verb is missing; verbs are optimize, profile, "),
         ("fly", "no verb 'fly'; verbs are optimize, "),
@@ -770,11 +770,11 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
         ("dataset buld x", "no action 'buld'; did you mean 'build'? actions are build, show, load"),
     ],
 )
-def test_usage_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words.split())
     out, err = capsys.readouterr()
-    assert caught.value.code == 2 and out == "" and said in err
+    assert caught.value.code == 2 and out == "" and message in err
     assert err.startswith("placement: error: ") and err.count("\n") == 1
 
 
@@ -790,8 +790,8 @@ def test_what_may_have_been_meant(
         capsys, *plan_args(home, "heft", "--objective", "latncy")
     )
     for args in (["mine_near:mult", "--planner", "heft"], ["x", "--planner", "mine_near:mult"]):
-        said = error(capsys, "plan", *args)
-        assert said.endswith("has no attribute 'mult'; did you mean 'multi'?")
+        message = error(capsys, "plan", *args)
+        assert message.endswith("has no attribute 'mult'; did you mean 'multi'?")
     assert "unknown workload 'nosuch'; choose one of" in error(
         capsys, "plan", "nosuch", "--planner", "heft"
     )
@@ -859,15 +859,17 @@ def test_an_operator_that_fails_is_one_line(
         "    return torch.nn.Linear(4, 3), (torch.ones(1, 4), target), loss\n"
     )
     monkeypatch.chdir(tmp_path)
-    said = error(capsys, "profile", "few_classes:build", "--mode", "training", "--repeats", 1)
-    assert "IndexError: Target 7 is out of bounds" in said
-    assert "in operator 'cross_entropy_loss'" in said and said.endswith("run on these inputs?")
+    message = error(capsys, "profile", "few_classes:build", "--mode", "training", "--repeats", 1)
+    assert "IndexError: Target 7 is out of bounds" in message
+    assert "in operator 'cross_entropy_loss'" in message and message.endswith(
+        "run on these inputs?"
+    )
 
 
-@pytest.mark.parametrize(("worked_s", "told"), [(1.2, True), (0.2, False), (None, False)])
+@pytest.mark.parametrize(("worked_s", "expected"), [(1.2, True), (0.2, False), (None, False)])
 def test_other_programs_are_told(
     worked_s: float | None,
-    told: bool,
+    expected: bool,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -876,7 +878,7 @@ def test_other_programs_are_told(
     monkeypatch.setattr("placement.cli.others_s", iter([5.0, worked_s and 5 + worked_s]).__next__)
     with says_if_busy():
         pass
-    assert ("kept 0.6 of 2 cores busy" in capsys.readouterr().err) == told
+    assert ("kept 0.6 of 2 cores busy" in capsys.readouterr().err) == expected
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

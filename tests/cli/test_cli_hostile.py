@@ -125,8 +125,8 @@ def test_bad_files(
     if name == "unreadable":  # also for root, who may read everything
         _forbid(monkeypatch, file)
     before = sorted(p.name for p in folder.iterdir())
-    said = refused(capsys, [_filled(word, str(file)) for word in READERS[verb]])
-    assert name in said, "the file is named"
+    message = refused(capsys, [_filled(word, str(file)) for word in READERS[verb]])
+    assert name in message, "the file is named"
     assert sorted(p.name for p in folder.iterdir()) == before, "nothing is left behind"
 
 
@@ -221,7 +221,7 @@ def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: An
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["plan", "problem.json", "--planner", "magic"], "no planner 'magic'"),
         (["plan", "problem.json", "--planner", "heftt"], "did you mean 'heft'?"),
@@ -247,11 +247,11 @@ def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: An
     ],
 )
 def test_bad_values(
-    argv: list[str], said: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+    argv: list[str], message: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
-    assert said in refused(capsys, argv)
+    assert message in refused(capsys, argv)
 
 
 # -- hostile names and large files ------------------------------------------------------------
@@ -260,8 +260,8 @@ def test_bad_values(
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("names") / "plan.json"
-    given = problem(HOSTILE)
-    make_plan(given, ContiguousDp()(given), planner="<b>heft</b>").save(path)
+    named = problem(HOSTILE)
+    make_plan(named, ContiguousDp()(named), planner="<b>heft</b>").save(path)
     return path
 
 
@@ -299,14 +299,14 @@ def test_numbers_too_large_for_anything(tmp_path: Path, capsys: Any, monkeypatch
     dnn = {"nodes": [node], "edges": [], "maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 1e19}
     Path("doppler.txt").write_text("1" * 5000 + "\n0,\n")
     save(problem(), "p.json")
-    made = make_plan(problem(), ContiguousDp()(problem()), planner="x", parameters={"a": 0.25})
-    made.save("plan.json")
+    plan = make_plan(problem(), ContiguousDp()(problem()), planner="x", parameters={"a": 0.25})
+    plan.save("plan.json")
     text = Path("plan.json").read_text()
     assert "0.25" in text
     Path("plan.json").write_text(text.replace("0.25", "1e999"))
-    said = json.loads(Path("p.json").read_text())
-    said["provenance"] = {"a": 0.25}
-    Path("inf.json").write_text(json.dumps(said).replace("0.25", "1e999"))
+    answer = json.loads(Path("p.json").read_text())
+    answer["provenance"] = {"a": 0.25}
+    Path("inf.json").write_text(json.dumps(answer).replace("0.25", "1e999"))
     for name in ("doppler.txt", "inf.json"):
         refused(capsys, ["import", name, "--out", "out.json"])
     assert "1e999 is too large a number" in refused(capsys, ["show", "plan.json"])
@@ -423,10 +423,10 @@ def test_a_comparison_for_machines(
     assert compared("workload=[problem.json]", "--json") == OK
     out, err = capsys.readouterr()
     assert "generated new fonts" in err
-    found = json.loads(out)
-    assert found["folder"].endswith("out")
-    assert {row["planner"] for row in found["rows"]} == {"single:a", "single:b", "heft"}
-    assert found["rows"][0]["value_s"] == pytest.approx(6e-3)
+    answer = json.loads(out)
+    assert answer["folder"].endswith("out")
+    assert {row["planner"] for row in answer["rows"]} == {"single:a", "single:b", "heft"}
+    assert answer["rows"][0]["value_s"] == pytest.approx(6e-3)
 
 
 def test_names_of_problems_stay_in_the_folder(compared: Any, tmp_path: Path, capsys: Any) -> None:

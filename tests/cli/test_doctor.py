@@ -38,10 +38,10 @@ GOOD: dict[str, Any] = {
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    found = copy.deepcopy(GOOD)
+    facts = copy.deepcopy(GOOD)
     for key, value in parts.items():
-        found[key] = found[key] | value if isinstance(found[key], dict) else value
-    return found
+        facts[key] = facts[key] | value if isinstance(facts[key], dict) else value
+    return facts
 
 
 def test_nothing_to_say_of_a_good_machine() -> None:
@@ -49,7 +49,7 @@ def test_nothing_to_say_of_a_good_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"),
+    ("facts", "problem"),
     [
         (changed(required={"torch": None}), "not installed: torch: pip install"),
         (changed(torch_error="OSError: no libcuda"), "cannot be imported: OSError: no libcuda"),
@@ -57,13 +57,13 @@ def test_nothing_to_say_of_a_good_machine() -> None:
         (changed(cache={"free_bytes": 2**29}), "0.5 GiB free in /c"),
     ],
 )
-def test_problems(found: dict[str, Any], problem: str) -> None:
-    problems, hints = doctor.advice(found)
+def test_problems(facts: dict[str, Any], problem: str) -> None:
+    problems, hints = doctor.advice(facts)
     assert len(problems) == 1 and problem in problems[0] and hints == []
 
 
 @pytest.mark.parametrize(
-    ("found", "hint"),
+    ("facts", "hint"),
     [
         (changed(kernels_cached=False), "NUMBA_CACHE_DIR"),
         (changed(cpu={"quota_cores": 1.5}), "a limit of 1.5 cores is shared by 4"),
@@ -76,8 +76,8 @@ def test_problems(found: dict[str, Any], problem: str) -> None:
         (changed(extras={"cp": {"ortools": None}}), "pip install 'device-placement-rl[cp]'"),
     ],
 )
-def test_hints(found: dict[str, Any], hint: str) -> None:
-    problems, hints = doctor.advice(found)
+def test_hints(facts: dict[str, Any], hint: str) -> None:
+    problems, hints = doctor.advice(facts)
     assert problems == [] and len(hints) == 1 and hint in hints[0]
 
 
@@ -96,8 +96,8 @@ def test_doctor_of_this_machine(
     assert "cpu:0" in text and "torch" in text and "next: placement profile" in text
     assert not (tmp_path / "new").exists(), "looking leaves no trace"
     assert main(["doctor", "--json"]) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] and found["cpu"]["usable"] >= 1 and found["required"]["torch"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] and answer["cpu"]["usable"] >= 1 and answer["required"]["torch"]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
     assert main(["doctor", "--json"]) == NO

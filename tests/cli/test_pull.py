@@ -84,8 +84,8 @@ def test_a_plan_is_fetched(serve: Any, plan_data: bytes, capsys: Any) -> None:
     server = serve("plan", Entry("plan.json", plan_data))
     assert main(["pull", NAME, "--json"]) == 0
     assert server.asked == [NAME]
-    said = json.loads(capsys.readouterr().out)
-    assert said == {
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {
         "path": "plan-net.json",
         "kind": "plan",
         "name": NAME,

@@ -17,9 +17,9 @@ def one(signature: str, written_bytes: int) -> dict[str, float]:
     graph = OpGraph.build(
         "one", ["op"], [0], [written_bytes], [], op_signature=[signature], op_kind=["op"]
     )
-    found = features(graph)
-    return {name: float(values[0]) for name, values in found.columns.items()} | {
-        "class": CLASSES[found.op_class[0]]  # type: ignore[dict-item]
+    known = features(graph)
+    return {name: float(values[0]) for name, values in known.columns.items()} | {
+        "class": CLASSES[known.op_class[0]]  # type: ignore[dict-item]
     }
 
 
@@ -55,11 +55,11 @@ def one(signature: str, written_bytes: int) -> dict[str, float]:
 def test_work_of_an_operator(
     signature: str, written_bytes: int, flops: float, shape: tuple[int, ...], op_class: str
 ) -> None:
-    found = one(signature, written_bytes)
-    assert found["flops"] == flops
-    assert tuple(found[x] for x in ("batch", "rows", "inner", "outer")) == shape
-    assert found["class"] == op_class
-    assert found["written_bytes"] == written_bytes
+    values = one(signature, written_bytes)
+    assert values["flops"] == flops
+    assert tuple(values[x] for x in ("batch", "rows", "inner", "outer")) == shape
+    assert values["class"] == op_class
+    assert values["written_bytes"] == written_bytes
 
 
 def test_bytes_of_an_operator() -> None:
@@ -71,10 +71,10 @@ def test_bytes_of_an_operator() -> None:
     assert lookup["read_bytes"] == 4 * 16 * 32 + 8 * 16
     # 2 bags of 6 rows together; the table is as large as it likes.
     bags = "aten.embedding_bag.padding_idx(f32[{},32], i64[6], i64[2], False, 0)"
-    found = one(bags.format(1000), 4 * 2 * 32)
-    assert found["read_bytes"] == 4 * 6 * 32 + 8 * 6 + 8 * 2
-    assert found["flops"] == 6 * 32
-    assert one(bags.format(10**6), 4 * 2 * 32) == found
+    values = one(bags.format(1000), 4 * 2 * 32)
+    assert values["read_bytes"] == 4 * 6 * 32 + 8 * 6 + 8 * 2
+    assert values["flops"] == 6 * 32
+    assert one(bags.format(10**6), 4 * 2 * 32) == values
     view = one("aten.transpose.int(f32[1,16,2,16], 1, 2)", 4 * 512)
     assert view["read_bytes"] == view["written_bytes"] == view["flops"] == 0
     assert view["class"] == "view"
@@ -121,10 +121,10 @@ def test_what_is_touched_before_parameters_and_code_are_used_again() -> None:
         param_bytes=[100, 40],
         param_uses=[(0, 0), (2, 0), (1, 1), (3, 1)],
     )
-    found = features(graph)
-    assert (found.read_bytes + found.written_bytes).tolist() == [10, 20, 10, 20]
-    assert found.param_gap_bytes.tolist() == [40, 20, 0, 0]
-    assert found.kind_gap_bytes.tolist() == found.param_gap_bytes.tolist()
+    values = features(graph)
+    assert (values.read_bytes + values.written_bytes).tolist() == [10, 20, 10, 20]
+    assert values.param_gap_bytes.tolist() == [40, 20, 0, 0]
+    assert values.kind_gap_bytes.tolist() == values.param_gap_bytes.tolist()
     plain = features(OpGraph.build("plain", ["a"], [0], [8], []))
     assert plain.param_gap_bytes.tolist() == [0]  # no parameters
 
@@ -135,10 +135,10 @@ def test_dependencies() -> None:
     graph = OpGraph.build(
         "diamond", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)]
     )
-    found = features(graph)
-    assert found.fan_in.tolist() == [0, 1, 1, 2]
-    assert found.fan_out.tolist() == [2, 1, 1, 0]
-    assert found.level.tolist() == [0, 1, 1, 2]
+    values = features(graph)
+    assert values.fan_in.tolist() == [0, 1, 1, 2]
+    assert values.fan_out.tolist() == [2, 1, 1, 0]
+    assert values.level.tolist() == [0, 1, 1, 2]
     where = slack(graph, np.array([1.0, 2.0, 0.5, 1.0]))
     assert where.path_s == 4.0
     assert where.start_s.tolist() == [0, 1, 1, 3]

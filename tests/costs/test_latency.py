@@ -48,9 +48,9 @@ def chain(name: str, sizes: list[int], signatures: list[str]) -> OpGraph:
 
 def law(graph: OpGraph, threads: int = 1) -> np.ndarray:
     """Seconds on a processor that reaches 10 GFLOP/s a thread, 5 GB/s, 4 us an operator."""
-    found = features(graph)
-    moved = found.read_bytes + found.written_bytes
-    return 4e-6 + found.flops / 1e10 / threads + moved / 5e9
+    values = features(graph)
+    moved = values.read_bytes + values.written_bytes
+    return 4e-6 + values.flops / 1e10 / threads + moved / 5e9
 
 
 def sample(seed: int, threads: int = 1, layers: int = 12) -> Sample:
@@ -137,8 +137,8 @@ def test_more_kinds_than_trees_tell_apart() -> None:
     graph = chain("kinds", [4096] * 300, signatures)
     seconds = law(graph)
     samples = [Sample(graph, CPU, seconds, 0.01 * seconds, 1.5 * seconds)] * 3
-    found, _ = predictors.load("trees", iterations=20).fit(samples).predict(graph, CPU)
-    assert found == pytest.approx(seconds, rel=0.2)
+    predicted, _ = predictors.load("trees", iterations=20).fit(samples).predict(graph, CPU)
+    assert predicted == pytest.approx(seconds, rel=0.2)
 
 
 def test_other_kinds_of_devices_are_not_guessed() -> None:
@@ -153,11 +153,11 @@ def test_other_kinds_of_devices_are_not_guessed() -> None:
 
 def test_roofline_with_given_rates() -> None:
     graph = model(0)
-    found = features(graph)
+    values = features(graph)
     roofline = Roofline(flops_per_s=1e10, bytes_per_s=5e9, call_s=4e-6)
     seconds, spread = roofline.predict(graph, Device("anything", "npu"))
-    moved = (found.read_bytes + found.written_bytes) / 5e9
-    assert seconds == pytest.approx(4e-6 + np.maximum(found.flops / 1e10, moved))
+    moved = (values.read_bytes + values.written_bytes) / 5e9
+    assert seconds == pytest.approx(4e-6 + np.maximum(values.flops / 1e10, moved))
     assert (spread > 0.5 * seconds).all()
     with pytest.raises(LatencyError, match=r"bytes_per_s = -1\.0 must be positive"):
         Roofline(bytes_per_s=-1.0)
@@ -211,10 +211,10 @@ def test_slowdown_by_class() -> None:
     first = sample(0)
     product = features(first.graph).op_class == CLASSES.index("product")
     loaded = np.where(product, 3.0, 0.5) * first.compute_s
-    found = predictors.slowdown([replace(first, loaded_s=loaded)])
-    assert found[CLASSES.index("product")] == pytest.approx(3.0)
-    assert found[CLASSES.index("other")] == 1.0  # nobody runs faster beside others
-    assert found[CLASSES.index("attention")] == 1.0
+    slower = predictors.slowdown([replace(first, loaded_s=loaded)])
+    assert slower[CLASSES.index("product")] == pytest.approx(3.0)
+    assert slower[CLASSES.index("other")] == 1.0  # nobody runs faster beside others
+    assert slower[CLASSES.index("attention")] == 1.0
 
 
 # --- the store -----------------------------------------------------------------------------------
@@ -230,15 +230,15 @@ def test_what_is_added_is_there_again(corpus: Corpus) -> None:
     graph, cluster = model(0), Cluster("one", (CPU,))
     seconds = law(graph)
     assert corpus.add(graph, cluster, profile_of(graph, seconds)) == len(set(graph.op_signature))
-    (found,) = corpus.samples(machine_of(HERE))
-    assert found.graph.fingerprint == graph.fingerprint
-    assert found.device == CPU
-    assert found.compute_s == pytest.approx(seconds)
-    assert np.isnan(found.loaded_s).all()
+    (sample,) = corpus.samples(machine_of(HERE))
+    assert sample.graph.fingerprint == graph.fingerprint
+    assert sample.device == CPU
+    assert sample.compute_s == pytest.approx(seconds)
+    assert np.isnan(sample.loaded_s).all()
     # Measured again: replaced, not doubled.
     corpus.add(graph, cluster, profile_of(graph, 2 * seconds))
-    (found,) = corpus.samples()
-    assert found.compute_s == pytest.approx(2 * seconds)
+    (sample,) = corpus.samples()
+    assert sample.compute_s == pytest.approx(2 * seconds)
 
 
 def test_equal_operators_of_other_graphs_are_known(corpus: Corpus) -> None:
@@ -262,8 +262,8 @@ def test_two_machines_of_one_name_are_two(corpus: Corpus) -> None:
     corpus.add(graph, cluster, profile_of(graph, 9 * law(graph), **there))
     for facts, factor in ((here, 1), (there, 9)):
         machine = machine_of(facts)
-        (found,) = corpus.samples(machine)
-        assert found.compute_s == pytest.approx(factor * law(graph))
+        (sample,) = corpus.samples(machine)
+        assert sample.compute_s == pytest.approx(factor * law(graph))
         assert corpus.known(graph, CPU, machine)[0] == pytest.approx(factor * law(graph))
     assert machine_of(here) == machine_of(here | {"host": "renamed"})
     assert device_signature(CPU, "a") != device_signature(CPU, "b")

@@ -89,13 +89,13 @@ def test_one_interface_per_host() -> None:
 
 
 def test_a_wire_that_carries_one_direction_at_a_time() -> None:
-    found = shared_channels(["a", "b"], {"a <> b": 2.1})
-    assert found == {(0, 1): "a:out", (1, 0): "a:out"}
+    channels = shared_channels(["a", "b"], {"a <> b": 2.1})
+    assert channels == {(0, 1): "a:out", (1, 0): "a:out"}
 
 
 def test_a_host_with_an_interface_for_each_rank() -> None:
-    found = shared_channels(["a", "a", "b"], {"a:out": 1.05, "b:out": 2.0, "a <> b": 1.0})
-    assert found == {(2, 0): "b:out", (2, 1): "b:out"}
+    channels = shared_channels(["a", "a", "b"], {"a:out": 1.05, "b:out": 2.0, "a <> b": 1.0})
+    assert channels == {(2, 0): "b:out", (2, 1): "b:out"}
 
 
 # --- clusters and profiles -----------------------------------------------------------------------
@@ -153,12 +153,12 @@ def test_profiles_of_two_hosts_are_one() -> None:
 def test_what_sending_costs_is_a_line_through_two_sizes() -> None:
     (few, _), (many, _) = HANDED
     link = Link("a", "b", 1.0, 2.0)
-    found = with_sending(link, np.array([3.0 + 0.5 * few, 3.0 + 0.5 * many]))
-    assert (found.send_s, found.send_s_per_byte) == (3.0, 0.5)
-    assert (found.latency_s, found.bandwidth_bytes_per_s) == (1.0, 2.0)
+    fitted = with_sending(link, np.array([3.0 + 0.5 * few, 3.0 + 0.5 * many]))
+    assert (fitted.send_s, fitted.send_s_per_byte) == (3.0, 0.5)
+    assert (fitted.latency_s, fitted.bandwidth_bytes_per_s) == (1.0, 2.0)
     # Noise: the larger took less. A byte never gives time back.
-    found = with_sending(link, np.array([3.0, 2.0]))
-    assert (found.send_s, found.send_s_per_byte) == (3.0, 0.0)
+    fitted = with_sending(link, np.array([3.0, 2.0]))
+    assert (fitted.send_s, fitted.send_s_per_byte) == (3.0, 0.0)
 
 
 # --- real processes ------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_what_ranks_refuse_is_said_once(tmp_path: Path, capfd: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ([], "name a model, or measure links"),
         (["--distributed"], "say how many processes to start here"),
@@ -208,9 +208,9 @@ def test_what_ranks_refuse_is_said_once(tmp_path: Path, capfd: Any) -> None:
         (["--distributed", "2", "--cluster-out", "/proc/x/c.yaml"], "cannot write"),
     ],
 )
-def test_mistakes(more: list[str], said: str, capsys: Any) -> None:
+def test_mistakes(more: list[str], message: str, capsys: Any) -> None:
     assert main(["profile", *more]) == BAD_INPUT
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_no_cluster_file_is_replaced_unasked(
@@ -219,12 +219,12 @@ def test_no_cluster_file_is_replaced_unasked(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "cluster.yaml"
     path.write_text("devices: [{name: a}, {name: b}]")
-    for more, said in (
+    for more, message in (
         ([], "cluster.yaml is there already"),
         (["--cluster", str(path), "--cluster-out", "cluster.yaml"], "--cluster reads it"),
     ):
         assert main(["profile", "--distributed", "2", *more]) == BAD_INPUT
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert path.read_text() == "devices: [{name: a}, {name: b}]"
 
 

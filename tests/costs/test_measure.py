@@ -45,8 +45,8 @@ def errors(graph: OpGraph, cluster: Cluster, guess: Profile, truth: Profile) -> 
     """How far latencies and periods of 20 placements are off, on average."""
     others = np.random.default_rng(0).integers(0, 2, (20, graph.num_ops)).astype(np.int32)
     problems = [Problem(graph, cluster, p, num_microbatches=8) for p in (guess, truth)]
-    said, true = (evaluate(problem, others) for problem in problems)
-    ratios = said.latency_s / true.latency_s, said.period_s / true.period_s
+    predicted, true = (evaluate(problem, others) for problem in problems)
+    ratios = predicted.latency_s / true.latency_s, predicted.period_s / true.period_s
     return [float(np.abs(ratio - 1).mean()) for ratio in ratios]
 
 
@@ -59,8 +59,8 @@ def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running(
     profile.check(graph)
     assert profile.provenance["repeats"] == 2 and profile.provenance["torch"]
     assert {(x.src, x.dst) for x in profile.links} == {("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")}
-    told = [share for share in shares if share is not None]  # of rounds; the rest is not counted
-    assert told == sorted(told) and shares[-1] is None
+    done = [share for share in shares if share is not None]  # of rounds; the rest is not counted
+    assert done == sorted(done) and shares[-1] is None
     assert not [t for t in threading.enumerate() if t.name.startswith("placement-")]
 
 
@@ -91,7 +91,7 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
     assert not measure_module._steady(rounds(2, 3, 3, 2, 2))
     steady, collects = iter([False, False, True, True]), []
 
-    def next_steady(found):
+    def next_steady(answer):
         collects.append(gc.isenabled())  # it would fall on the same operator in every round
         return next(steady)
 
@@ -101,7 +101,7 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
     profile = measure(branches(), one, repeats=2)
     assert profile.provenance["rounds"] == 4 and profile.provenance["repeats"] == 2
     assert not any(collects) and gc.isenabled()
-    monkeypatch.setattr(measure_module, "_steady", lambda found: False)
+    monkeypatch.setattr(measure_module, "_steady", lambda answer: False)
     assert measure(branches(), one, repeats=1).provenance["rounds"] == 3
 
 
@@ -321,15 +321,15 @@ def test_costs_between_devices_are_learned_from_runs_of_placements(monkeypatch, 
         return at_speed(truth, np.array([2.0, 2.0])) if busy else truth
 
     monkeypatch.setattr(calibration, "run_placement", like(truth, disturbed))
-    found = calibrated(graph, TWO, profile)
+    corrected = calibrated(graph, TWO, profile)
     # Replicas send nothing: of what neighbours cost they tell most, and are told best.
     turns = np.array([[[0] * 12, [1] * 12]], np.int32)
-    said, true = (evaluate(Problem(graph, TWO, p), turns) for p in (found, truth))
-    np.testing.assert_allclose(said.period_s, true.period_s, rtol=0.03)
+    predicted, true = (evaluate(Problem(graph, TWO, p), turns) for p in (corrected, truth))
+    np.testing.assert_allclose(predicted.period_s, true.period_s, rtol=0.03)
 
-    before, after = (errors(graph, TWO, guess, truth) for guess in (profile, found))
+    before, after = (errors(graph, TWO, guess, truth) for guess in (profile, corrected))
     assert min(before) > 0.07 and max(after) < 0.04, (before, after)
-    assert found.error < 0.02
+    assert corrected.error < 0.02
     # Twice each: single devices; cut at 1 and 3 places, a quarter of all; replicas; and answers of
     # a planner that use both.
     assert len(runs) in (2 * (2 + 2 + 1), 2 * (2 + 2 + 1 + 1), 2 * (2 + 2 + 1 + 2))
@@ -347,10 +347,10 @@ def test_a_speed_is_between_two_measurements_or_a_gpus_where_nothing_is_recorded
     links = every_link(cluster.device_names, 3e-5, 1e9)
     truth = Profile(cluster.device_names, seconds, seconds * 0, links)
     monkeypatch.setattr(calibration, "run_placement", like(truth))
-    found = calibrated(graph, cluster, at_speed(truth, np.array([1.0, 1.4])))
-    assert found.provenance["alone"] == pytest.approx([1.0, 1 / 1.4], rel=0.03)
+    corrected = calibrated(graph, cluster, at_speed(truth, np.array([1.0, 1.4])))
+    assert corrected.provenance["alone"] == pytest.approx([1.0, 1 / 1.4], rel=0.03)
     expected = truth.compute_s * [1.0, 1.0 if kind == "cuda" else 1.4**0.5]
-    np.testing.assert_allclose(found.compute_s, expected, rtol=0.03)
+    np.testing.assert_allclose(corrected.compute_s, expected, rtol=0.03)
 
 
 def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
@@ -366,11 +366,11 @@ def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
 
     monkeypatch.setattr(calibration, "run_placement", like(truth))
-    found = calibrated(graph, cluster, profile)
-    before, after = (errors(graph, cluster, guess, truth) for guess in (profile, found))
+    corrected = calibrated(graph, cluster, profile)
+    before, after = (errors(graph, cluster, guess, truth) for guess in (profile, corrected))
     assert min(before) > 0.1 and max(after) < 0.04, (before, after)
-    assert [way[:2] for way in found.provenance["ways"]] == [list(names), list(names[::-1])]
-    assert found.links[1].send_s > 5e-5 and found.links[0].send_s < 3e-5
+    assert [way[:2] for way in corrected.provenance["ways"]] == [list(names), list(names[::-1])]
+    assert corrected.links[1].send_s > 5e-5 and corrected.links[0].send_s < 3e-5
 
 
 def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(monkeypatch):
@@ -378,10 +378,10 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(monkeypatch
 
     So is what a planner then answers, which is what was predicted too short.
     """
-    found = np.array([learned(seed, monkeypatch) for seed in range(2)])
-    before, after, answer, answer_before = np.median(found, axis=0)
-    assert after < min(0.1, before / 2) and found[:, 1].max() < 0.15, found
-    assert answer > 0.9 > answer_before and found[:, 2].min() > 0.75, found
+    rows = np.array([learned(seed, monkeypatch) for seed in range(2)])
+    before, after, answer, answer_before = np.median(rows, axis=0)
+    assert after < min(0.1, before / 2) and rows[:, 1].max() < 0.15, rows
+    assert answer > 0.9 > answer_before and rows[:, 2].min() > 0.75, rows
 
 
 def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -409,9 +409,9 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return answer.value_s / score(replace(problem, profile=truth), answer.placement[None])[0]
 
     monkeypatch.setattr(calibration, "run_placement", run)
-    found = calibrated(graph, cluster, profile)
-    before, after = (float(np.mean(errors(graph, cluster, p, truth))) for p in (profile, found))
-    return [before, after, answered(found), answered(profile)]
+    corrected = calibrated(graph, cluster, profile)
+    before, after = (float(np.mean(errors(graph, cluster, p, truth))) for p in (profile, corrected))
+    return [before, after, answered(corrected), answered(profile)]
 
 
 def test_what_takes_less_time_runs_more_often(monkeypatch):
@@ -444,12 +444,12 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
         return at_speed(truth, np.array([times, times]))
 
     monkeypatch.setattr(calibration, "run_placement", like(profile, slower))
-    found = calibrated(graph, TWO, profile)
+    corrected = calibrated(graph, TWO, profile)
     # Two of seven placements: cut at 1, 3, 7 and 15 places, two devices, and replicas.
-    assert found.error == pytest.approx(2 / 7 * np.log(1.4), abs=0.05)
+    assert corrected.error == pytest.approx(2 / 7 * np.log(1.4), abs=0.05)
     assert profile.error == 0.0
-    found.save(tmp_path / "profile.npz")
-    assert Profile.load(tmp_path / "profile.npz").for_cluster(TWO).error == found.error
+    corrected.save(tmp_path / "profile.npz")
+    assert Profile.load(tmp_path / "profile.npz").for_cluster(TWO).error == corrected.error
     for nonsense in ("much", -1.0, np.nan, np.inf, None):
         assert replace(profile, provenance={"error": nonsense}).error == 0.0
 

@@ -70,9 +70,9 @@ def test_a_profile_within_seconds() -> None:
     measured = ~profile.predicted[:, 0]
     assert measured.any()
     # Equal operators are one measurement.
-    told = {s for s, m in zip(graph.op_signature, measured, strict=True) if m}
-    assert all(m == (s in told) for s, m in zip(graph.op_signature, measured, strict=True))
-    assert profile.provenance["measured_signatures"] == len(told)
+    signatures = {s for s, m in zip(graph.op_signature, measured, strict=True) if m}
+    assert all(m == (s in signatures) for s, m in zip(graph.op_signature, measured, strict=True))
+    assert profile.provenance["measured_signatures"] == len(signatures)
     nothing = measure_within(graph, cluster, 1e-9, method=RATES)
     assert nothing.predicted is not None and nothing.predicted.all()
     assert nothing.compute_s[:, 0] == pytest.approx(RATES.predict(graph, cluster.devices[0])[0])
@@ -140,11 +140,11 @@ def test_a_damaged_store_is_a_message(capsys: pytest.CaptureFixture[str]) -> Non
 def test_features_as_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     csv = tmp_path / "features.csv"
     assert main(["features", "tiny_cnn", "--json", "--csv", str(csv)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["num_ops"] == len(found["operators"]) == len(csv.read_text().splitlines()) - 1
-    first = found["operators"][0]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["num_ops"] == len(answer["operators"]) == len(csv.read_text().splitlines()) - 1
+    first = answer["operators"][0]
     assert first["class"] == "convolution" and first["flops"] > 0
-    assert any(row["critical"] for row in found["operators"])
+    assert any(row["critical"] for row in answer["operators"])
     assert main(["features", "tiny_cnn"]) == 0
     assert "on the critical path" in capsys.readouterr().out
     assert main(["features", "no_such.json"]) == 2

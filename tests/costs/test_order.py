@@ -137,8 +137,8 @@ def test_the_faster_order_is_measured(
         return np.full(graph.num_ops, slow)
 
     monkeypatch.setattr(measure_module, "run_seconds", run)
-    found, position = measure_module.better_order(graph, ONE, graph.program.timing_inputs())
-    assert found == order
+    chosen, position = measure_module.better_order(graph, ONE, graph.program.timing_inputs())
+    assert chosen == order
     assert (position.tolist() == by_reuse) == (order == "reuse")
 
 
@@ -159,8 +159,8 @@ def test_every_kind_of_device_has_a_say_in_the_order(
 
     monkeypatch.setattr(measure_module, "run_seconds", run)
     devices = (Device("cpu:0"), Device("cpu:1"), Device("cuda:0", "cuda"))
-    found, _ = measure_module.better_order(graph, Cluster("c", devices), [])
-    assert found == order
+    chosen, _ = measure_module.better_order(graph, Cluster("c", devices), [])
+    assert chosen == order
 
 
 def test_parameters_that_are_read_once_leave_nothing_to_measure(

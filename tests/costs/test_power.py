@@ -165,11 +165,14 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, capsys, monkeyp
     out = tmp_path / "out.yaml"
     argv = ["power", "--cluster", str(tmp_path / "in.yaml"), "--seconds", "0.01", "--out", str(out)]
     assert main([*argv, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["power_source"] == "measured" and [d["name"] for d in said["devices"]] == ["a", "b"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["power_source"] == "measured" and [d["name"] for d in answer["devices"]] == [
+        "a",
+        "b",
+    ]
     again = Cluster.from_yaml(out)
     assert again.power_source == "measured"
-    assert [d.idle_w for d in again.devices] == [d["idle_w"] for d in said["devices"]]
+    assert [d.idle_w for d in again.devices] == [d["idle_w"] for d in answer["devices"]]
     assert main(argv) == 0
     assert "measured" in capsys.readouterr().out
 
@@ -299,17 +302,17 @@ def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(
             return replace(solution, placement=np.array(self.on, np.int32))
 
     planners = {"split": Fixed(0, 1), "swapped": Fixed(1, 0)}
-    found = compare({"chain": chain()}, planners, out_dir=tmp_path)
-    marks = {r.planner: r.pareto for r in found.rows}
+    comparison = compare({"chain": chain()}, planners, out_dir=tmp_path)
+    marks = {r.planner: r.pareto for r in comparison.rows}
     assert marks == {"single:fast": True, "single:frugal": False, "split": True, "swapped": False}
-    assert [r.energy_j for r in found.rows] == [420.0, 560.0, 400.0, 497.5]
-    assert {r.energy_source for r in found.rows} == {"declared"}
+    assert [r.energy_j for r in comparison.rows] == [420.0, 560.0, 400.0, 497.5]
+    assert {r.energy_source for r in comparison.rows} == {"declared"}
     again = table.from_csv((tmp_path / "compare.csv").read_text())
-    assert [r.pareto for r in again] == [r.pareto for r in found.rows]
-    notes = table.tables(found)[0].notes
+    assert [r.pareto for r in again] == [r.pareto for r in comparison.rows]
+    notes = table.tables(comparison)[0].notes
     assert notes[0] == "best trade-offs of latency, period and energy: single:fast, split"
     assert "declared watts" in notes[1]
-    picture = plot_pareto(found, tmp_path / "pareto.png")
+    picture = plot_pareto(comparison, tmp_path / "pareto.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     html.write_report(tmp_path)
     page = (tmp_path / "report.html").read_text()
@@ -320,12 +323,12 @@ def test_without_watts_the_front_is_of_latency_and_period(tmp_path: Path) -> Non
     problem = random_problem(5, 5, 2, objective="period")
     devices = tuple(replace(d, busy_w=None, idle_w=None) for d in problem.cluster.devices)
     problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
-    found = compare({"toy": problem}, {"heft": planner("heft")}, out_dir=tmp_path)
-    assert any(r.pareto for r in found.rows)
-    notes = table.tables(found)[0].notes
+    comparison = compare({"toy": problem}, {"heft": planner("heft")}, out_dir=tmp_path)
+    assert any(r.pareto for r in comparison.rows)
+    notes = table.tables(comparison)[0].notes
     assert notes[0].startswith("best trade-offs of latency and period: ")
     assert not any("watts" in note for note in notes)
-    plot_pareto(found, tmp_path / "pareto.png")
+    plot_pareto(comparison, tmp_path / "pareto.png")
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=8))
@@ -347,5 +350,5 @@ def test_a_plan_says_where_its_watts_come_from(tmp_path, capsys, source) -> None
     assert again.cluster.devices[0].power_source == source
     assert again.cluster.build().power_source == source
     assert main(["show", str(tmp_path / "plan.json")]) == 0
-    said = capsys.readouterr().out
-    assert ("declared watts" in said) == (source == "declared")
+    stdout = capsys.readouterr().out
+    assert ("declared watts" in stdout) == (source == "declared")

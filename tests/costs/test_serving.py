@@ -67,8 +67,8 @@ def test_the_library_says_all_of_every_device() -> None:
 
 def test_the_page_lists_the_library() -> None:
     page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| (`[a-z]+/[\w-]+` \| \d+ \| .*) \|$", page, re.MULTILINE)
-    assert told == [
+    listed = re.findall(r"^\| (`[a-z]+/[\w-]+` \| \d+ \| .*) \|$", page, re.MULTILINE)
+    assert listed == [
         f"`{name}` | {x.memory_bytes / 1e9:.0f} | {x.bytes_per_s / 1e9:,.0f}"
         f" | {x.peak('fp32') / 1e12:.4g} | {x.peak('fp16') / 1e12:.4g} | {x.busy_w:.0f}"
         for name, x in library().items()
@@ -76,20 +76,20 @@ def test_the_page_lists_the_library() -> None:
 
 
 def test_a_device_like_one_of_the_library(tmp_path: Path) -> None:
-    found = cluster(
+    machine = cluster(
         "devices:\n- {name: a, like: nvidia/l4}\n- {name: b, like: nvidia/t4, memory_bytes: 8e9,"
         " busy_w: 50, speed: 2}\n- {name: c, like: nvidia/l4, bytes_per_s: 1e11}\n"
         "links:\n- {src: a, dst: b, bandwidth_bytes_per_s: 1e9}\n",
         tmp_path,
     )
-    a, b, c = found.devices
+    a, b, c = machine.devices
     assert (a.kind, a.memory_bytes, a.busy_w, a.model) == ("cuda", 24 * 10**9, 72.0, "nvidia/l4")
     assert (b.memory_bytes, b.busy_w, b.idle_w) == (8 * 10**9, 50.0, 10.0)
     assert Peak.of(b, "fp16").flops_per_s == 2 * 65e12 and Peak.of(c).bytes_per_s == 1e11
-    speed = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in found.links}
+    speed = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in machine.links}
     assert speed["a", "b"] == 1e9 and speed["b", "a"] == 12e9 and speed["a", "c"] == 25e9
-    found.to_yaml(tmp_path / "again.yaml")
-    assert Cluster.from_yaml(tmp_path / "again.yaml").fingerprint == found.fingerprint
+    machine.to_yaml(tmp_path / "again.yaml")
+    assert Cluster.from_yaml(tmp_path / "again.yaml").fingerprint == machine.fingerprint
 
 
 def test_a_name_that_is_not_in_the_library(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_a_window_bounds_cache_and_seconds(tmp_path: Path) -> None:
 
 def test_experts_are_read_as_routing_by_chance_touches_them(tmp_path: Path) -> None:
     def moved(batch: int) -> float:
-        found = serving_problem(decoder(MIXTRAL), home(tmp_path), Serving("decode", 10, batch))
-        return float(found.compute_s[3, 0])
+        problem = serving_problem(decoder(MIXTRAL), home(tmp_path), Serving("decode", 10, batch))
+        return float(problem.compute_s[3, 0])
 
     share, speed = FITTED["product"], library()["nvidia/rtx-4090"].bytes_per_s
     weights = 2 * 8 * 3 * 4096 * 14336
@@ -223,13 +223,13 @@ def test_prompts_that_cannot_be() -> None:
 def test_the_largest_context_that_fits(tmp_path: Path) -> None:
     one = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 18e9}]", tmp_path)
     asked = Serving("decode", 10**6)
-    found = largest_context(decoder(), one, asked, fits)
+    most = largest_context(decoder(), one, asked, fits)
 
     def needed(context: int) -> int:
         problem = serving_problem(decoder(), one, replace(asked, context=context))
         return memory(problem, np.zeros(67, int))["a"]["needed_bytes"]
 
-    assert needed(found) <= 18 * 10**9 < needed(found + 1)
+    assert needed(most) <= 18 * 10**9 < needed(most + 1)
     assert not fits(serving_problem(decoder(), one, asked))
     tiny = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 1e9}]", tmp_path)
     assert largest_context(decoder(), tiny, asked, fits) == 0
@@ -275,11 +275,11 @@ def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", "--context"]
     assert main([*argv, "1000000", "--json"]) == NO
-    out, said = capsys.readouterr()
+    out, stderr = capsys.readouterr()
     answer = json.loads(out)
     largest = answer["largest_context"]
-    assert answer["feasible"] is False and f"--context {largest}" in said
-    assert "needs 148," in said and "the devices have 100,000,000,000 together" in said
+    assert answer["feasible"] is False and f"--context {largest}" in stderr
+    assert "needs 148," in stderr and "the devices have 100,000,000,000 together" in stderr
     assert main([*argv, str(largest), "--json"]) == OK
     assert main([*argv, str(largest + 1), "--json"]) == NO
 
@@ -296,15 +296,15 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     path.write_bytes(gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
-    out, said = capsys.readouterr()
+    out, stderr = capsys.readouterr()
     assert "for latency, 1 micro-batch, 1 in flight" in " ".join(out.split())
-    assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in said
+    assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in stderr
     assert "KV cache" in out and "tokens/s at a context of 512; prefill: " in out
     assert main(["show", str(tmp_path / "plan.json")]) == OK
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "--context TOKENS is needed"),
         (["--context", "9", "--objective", "latency"], "is not for language models"),
@@ -315,11 +315,13 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
         (["--context", "9", "--microbatches", "2"], "--microbatches is not for language models"),
     ],
 )
-def test_commands_that_are_wrong(words: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+def test_commands_that_are_wrong(
+    words: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", *words]
     assert main(argv) == BAD_INPUT
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_served_is_for_language_models(capsys: Any) -> None:
@@ -335,9 +337,9 @@ def test_seventy_billion_parameters_are_planned_at_once(tmp_path: Path) -> None:
              "amd/epyc-7763")  # fmt: skip
     text = "devices:\n" + "".join(f"- {{name: d{i}, like: {x}}}\n" for i, x in enumerate(names))
     problem = serving_problem(decoder(**config), cluster(text, tmp_path), Serving("decode", 8192))
-    found = load("layer_dp")(problem)
-    held = memory(problem, found.placement)
-    assert np.isfinite(found.value_s) and found.stats["all_orders"]
+    solution = load("layer_dp")(problem)
+    held = memory(problem, solution.placement)
+    assert np.isfinite(solution.value_s) and solution.stats["all_orders"]
     assert all(h["needed_bytes"] <= h["there_bytes"] for h in held.values())
 
 
@@ -365,5 +367,5 @@ def test_published_speeds_of_decoding(tmp_path: Path) -> None:
             problem = serving_problem(model, one, Serving("decode", 512))  # type: ignore[arg-type]
             errors.append(1 / problem.compute_s.sum() / published - 1)
     page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
-    told = [f"{x * 100:.0f} %" for x in (np.median(np.abs(errors)), min(errors), max(errors))]
-    assert f"median error {told[0]} (from {told[1]} to {told[2]})" in page
+    percents = [f"{x * 100:.0f} %" for x in (np.median(np.abs(errors)), min(errors), max(errors))]
+    assert f"median error {percents[0]} (from {percents[1]} to {percents[2]})" in page

@@ -41,8 +41,8 @@ def drawn(seed: int) -> Problem:
     """Of every kind: shops, task graphs, models, and small ones with groups and what is missing."""
     rng = np.random.default_rng(seed)
     if seed % 4 == 3:
-        made = random_problem(seed, grouped=seed % 8 == 3, unsupported=seed % 3 == 0)
-        return replace(made, objective=Objective.LATENCY)
+        problem = random_problem(seed, grouped=seed % 8 == 3, unsupported=seed % 3 == 0)
+        return replace(problem, objective=Objective.LATENCY)
     return (Shops, TaskGraphs, Models)[seed % 4]()(rng)
 
 
@@ -81,13 +81,13 @@ def test_the_value_is_that_of_the_order_that_was_made() -> None:
     for seed in SEEDS:
         problem = drawn(seed)
         policy = TrainedPolicy(untrained_net(None, "dispatch"))
-        found = PolicyPlanner(policy, evaluations=4)(problem)
-        assert found.value_s == pytest.approx(value_of(problem, found), rel=1e-9)
-        assert found.stats["evaluations"] <= 4
-        if found.schedule is not None:
-            found.schedule.check(problem, found.placement)
+        solution = PolicyPlanner(policy, evaluations=4)(problem)
+        assert solution.value_s == pytest.approx(value_of(problem, solution), rel=1e-9)
+        assert solution.stats["evaluations"] <= 4
+        if solution.schedule is not None:
+            solution.schedule.check(problem, solution.placement)
         else:
-            assert found.value_s == score(problem, found.placement[None])[0]
+            assert solution.value_s == score(problem, solution.placement[None])[0]
 
 
 def test_it_is_never_worse_than_its_rule() -> None:
@@ -97,8 +97,8 @@ def test_it_is_never_worse_than_its_rule() -> None:
     for seed in SEEDS[:8]:
         problem = drawn(seed)
         rule = answer(untrained_net(None, "dispatch"), problem)[1]
-        found = PolicyPlanner(TrainedPolicy(net), evaluations=2)(problem)
-        assert found.value_s <= rule * (1 + 1e-9)
+        solution = PolicyPlanner(TrainedPolicy(net), evaluations=2)(problem)
+        assert solution.value_s <= rule * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -139,12 +139,12 @@ def test_a_part_of_an_episode_is_drawn_anew(seed: int) -> None:
 
     def same(first: int, last: int, seed: int) -> bool:
         episode.again(net, 1.0, seed, past, first, last)
-        found = episode.past
-        assert sorted(found[0].tolist()) == list(range(n))
+        played = episode.past
+        assert sorted(played[0].tolist()) == list(range(n))
         before = past[0][: max(0, first)]
-        assert np.array_equal(found[0][: len(before)], before)
-        assert np.array_equal(found[1][before], past[1][before])
-        return all(map(np.array_equal, found, past)) and episode.value_s() == value_s
+        assert np.array_equal(played[0][: len(before)], before)
+        assert np.array_equal(played[1][before], past[1][before])
+        return all(map(np.array_equal, played, past)) and episode.value_s() == value_s
 
     assert same(0, 0, 1)  # nothing is: what follows is the past
     assert same(n, n + 5, 2)
@@ -171,10 +171,10 @@ def test_samples_that_are_alike_are_drawn_hotter(monkeypatch: pytest.MonkeyPatch
     really = dispatch.evaluate
 
     def differ(seed: int) -> int:
-        found = set()
-        monkeypatch.setattr(dispatch, "evaluate", lambda *x: found.add(y := really(*x)) or y)
+        values = set()
+        monkeypatch.setattr(dispatch, "evaluate", lambda *x: values.add(y := really(*x)) or y)
         decode(sure, Search(giph(seed), None, 40), 36, seed)
-        return len(found)
+        return len(values)
 
     hot = [differ(seed) for seed in range(4)]
     monkeypatch.setattr(dispatch, "_ALIKE", 0.0)
@@ -184,9 +184,9 @@ def test_samples_that_are_alike_are_drawn_hotter(monkeypatch: pytest.MonkeyPatch
 def test_memory_that_binds_is_kept() -> None:
     tight = replace(families()["transformer_training"](1), objective=Objective.LATENCY)
     assert tight.memory_may_bind
-    found = PolicyPlanner(TrainedPolicy(untrained_net(None, "dispatch")), k=2)(tight)
-    assert np.isfinite(found.value_s)
-    assert found.value_s == value_of(tight, found)
+    solution = PolicyPlanner(TrainedPolicy(untrained_net(None, "dispatch")), k=2)(tight)
+    assert np.isfinite(solution.value_s)
+    assert solution.value_s == value_of(tight, solution)
 
 
 @pytest.mark.parametrize("seed", range(4))

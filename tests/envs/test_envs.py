@@ -169,8 +169,8 @@ def test_a_runtime_as_back_end(tmp_path: Path) -> None:
         few(problem, np.array([[0, 1]]))
     again = Measured(Runtime, repeats=3, folder=tmp_path)
     assert again(problem, np.array([[0, 0]])) == pytest.approx(known)
-    made = again.trials(problem).runtime
-    assert isinstance(made, Runtime) and made.runs == 0
+    counter = again.trials(problem).runtime
+    assert isinstance(counter, Runtime) and counter.runs == 0
     with pytest.raises(EnvError, match="one problem, and there are 2 problems: give Measured"):
         DevicePlacementEnv([problem, chain([[2, 1]] * 2)], evaluator=runtime)
     with pytest.raises(EnvError, match="one problem, and a perturbation makes others"):
@@ -492,11 +492,11 @@ def test_perturbed_machines() -> None:
     assert min(sizes) == 2 and len(sizes) == 3
     for p in seen[1:]:
         assert p.graph is problem.graph
-        kept = [problem.cluster.index(name) for name in p.cluster.device_names]
+        remaining = [problem.cluster.index(name) for name in p.cluster.device_names]
         with np.errstate(invalid="ignore"):
-            factor = problem.compute_s[:, kept] / p.compute_s
+            factor = problem.compute_s[:, remaining] / p.compute_s
         finite = np.isfinite(p.compute_s)
-        assert np.array_equal(finite, np.isfinite(problem.compute_s[:, kept]))
+        assert np.array_equal(finite, np.isfinite(problem.compute_s[:, remaining]))
         assert np.ptp(factor[:, finite[0]], axis=0) == pytest.approx(0)
         assert np.isfinite(load("best_of")(p).value_s)
     # Nothing changes where nothing may.

@@ -55,10 +55,10 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", envs.IDS)
 def test_every_spelling_works_without_arguments(name: str) -> None:
-    made = [gym.make(x) for x in (f"envs/{name}", f"envs:envs/{name}", f"envs:{name}")]
-    assert len({type(env.unwrapped) for env in made}) == 1
+    spelled = [gym.make(x) for x in (f"envs/{name}", f"envs:envs/{name}", f"envs:{name}")]
+    assert len({type(env.unwrapped) for env in spelled}) == 1
     assert gym.spec(f"envs/{name}").to_json()
-    first, second = (env.reset(seed=3)[0] for env in made[:2])
+    first, second = (env.reset(seed=3)[0] for env in spelled[:2])
     assert all(np.array_equal(first[key], second[key]) for key in first)
 
 
@@ -185,17 +185,17 @@ def test_stable_baselines_as_it_is_meant(kind: Any, name: str, tmp_path: Path) -
     other = make_vec_env(f"envs/{name}", 1, env_kwargs=arguments)
     small = {"network": {"hidden": 8, "layers": 1}}
     agent = kind(PlacementPolicy, env, n_steps=32, policy_kwargs=small)
-    best, kept = tmp_path / "best", tmp_path / "kept"
+    best, saved = tmp_path / "best", tmp_path / "kept"
     agent.learn(
         64,
         [
             EvalCallback(
                 other, eval_freq=32, n_eval_episodes=1, best_model_save_path=str(best), verbose=0
             ),
-            CheckpointCallback(32, str(kept)),
+            CheckpointCallback(32, str(saved)),
         ],
     )
-    assert (best / "best_model.zip").is_file() and len(list(kept.iterdir())) == 1
+    assert (best / "best_model.zip").is_file() and len(list(saved.iterdir())) == 1
     agent.save(tmp_path / "agent.zip")
     again = kind.load(tmp_path / "agent.zip", env=env)
     obs = env.reset()
@@ -450,11 +450,11 @@ def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
     solutions = None
     if FORMULATIONS[formulation].builds and formulation != "group_place":
         solutions = [np.zeros(p.num_ops, np.int32) for p in problems]
-    for given in (problems, "envs.generators:Layered"):
+    for source in (problems, "envs.generators:Layered"):
         policy = train(
-            given,  # type: ignore[arg-type]
+            source,  # type: ignore[arg-type]
             config=config,
-            solutions=solutions if given is problems else None,
+            solutions=solutions if source is problems else None,
             out_dir=tmp_path,
         )
         assert next(policy.net.parameters()).device.type == "cpu"
@@ -478,17 +478,17 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
                        ("Bare", r"__init__ must take \(hidden\), it has")):  # fmt: skip
         with pytest.raises(PolicyError, match=f"encoder 'test_rl:{layer}': {why}"):
             make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
-    given = r"float32 \[\d+, 64\]"
+    shape = r"float32 \[\d+, 64\]"
     for layer, kind, why in (
-        ("Halved", PolicyError, rf"encoder Halved: forward gives .*, 32\] for x {given}"),
-        ("Double", PolicyError, rf"encoder Double: forward gives float64 .* for x {given}"),
+        ("Halved", PolicyError, rf"encoder Halved: forward gives .*, 32\] for x {shape}"),
+        ("Double", PolicyError, rf"encoder Double: forward gives float64 .* for x {shape}"),
         ("Crooked", RuntimeError, "shapes cannot be multiplied"),
     ):
         net = make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
         with pytest.raises(kind, match=why) as caught:
             TrainedPolicy(net).place(small_problems()[0])
     (note,) = caught.value.__notes__
-    assert re.match(f"encoder Crooked was given x {given}, edge_index .* must give {given}", note)
+    assert re.match(f"encoder Crooked was given x {shape}, edge_index .* must give {shape}", note)
     no_numbers = TrainConfig(network=NetworkConfig(encoder="test_rl:Divides"))
     with pytest.raises(PolicyError, match=r"no finite numbers: the learning rate .* divides by 0"):
         train(small_problems(), config=no_numbers)
@@ -509,8 +509,8 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_each_formulation_has_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, formulation in FORMULATIONS.items():
-        found = TrainConfig(formulation=name).resolved()
-        assert found.gamma == (1.0 if formulation.builds else 0.97)
+        config = TrainConfig(formulation=name).resolved()
+        assert config.gamma == (1.0 if formulation.builds else 0.97)
         assert TrainConfig(formulation=name, gamma=0.5).resolved().gamma == 0.5
         env: Any = gym.make(f"envs/{next(k for k, v in envs.IDS.items() if v == formulation.env)}")
         seen = formulation_in(env.observation_space)

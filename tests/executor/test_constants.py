@@ -41,10 +41,10 @@ def same_twice(module: nn.Module, inputs: Any) -> None:
     for placement in ([0] * graph.num_ops, [n % 2 for n in range(graph.num_ops)]):
         with Runner(graph, TWO, placement) as runner:
             for _ in range(3):
-                found = pytree.tree_leaves(runner(*args, **kwargs))
-                torch.testing.assert_close(found, expected)
+                results = pytree.tree_leaves(runner(*args, **kwargs))
+                torch.testing.assert_close(results, expected)
                 with torch.inference_mode():
-                    for x in found:
+                    for x in results:
                         x.fill_(7)
 
 
@@ -73,8 +73,8 @@ def test_what_nobody_writes_to_or_gets_is_computed_once(name: str) -> None:
     function, once = ONCE[name]
     module, x = Of(function).eval(), torch.randn(4)
     graph = capture(module, x)
-    found = constants(graph.program, {*range(graph.num_ops)}, CPU)
-    kinds = [graph.op_kind[graph.tensor_src[t]].split(".")[1] for t in found]
+    computed = constants(graph.program, {*range(graph.num_ops)}, CPU)
+    kinds = [graph.op_kind[graph.tensor_src[t]].split(".")[1] for t in computed]
     assert kinds == once, [step.target for step in graph.program.steps]
     same_twice(module, x)
 

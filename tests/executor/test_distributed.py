@@ -306,17 +306,17 @@ def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
 def measured_links(rank: int) -> dict[tuple[int, int], Link]:
     join()
     direct = Direct("gloo", (0, 1), torch.device("cpu"))
-    found = measure_ranks(hosts_of_ranks(), repeats=2, direct=direct)
+    measured = measure_ranks(hosts_of_ranks(), repeats=2, direct=direct)
     torch.distributed.destroy_process_group()
-    return dict(found.links)
+    return dict(measured.links)
 
 
 def test_links_between_gpus_are_measured_on_the_way_that_tensors_take():
     with Ranks(measured_links, 2) as ranks:
-        (kind, found), other = ranks.answer(0), ranks.answer(1)
-    assert kind == "value" and other == (kind, found)
+        (kind, value), other = ranks.answer(0), ranks.answer(1)
+    assert kind == "value" and other == (kind, value)
     for pair in ((0, 1), (1, 0)):
-        assert found[pair].bandwidth_bytes_per_s > 1e6 and found[pair].send_s > 0
+        assert value[pair].bandwidth_bytes_per_s > 1e6 and value[pair].send_s > 0
 
 
 def test_tensors_go_from_gpu_to_gpu_between_ranks_that_have_one_each(monkeypatch):
@@ -619,25 +619,27 @@ def flowing(folder: Path, num_ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "how", "said"),
+    ("victim", "how", "message"),
     [
         (1, signal.SIGKILL, "rank 1 .* has ended, or its connection broke"),
         (1, signal.SIGSTOP, "rank 1 .* no sign of life for 3 s"),
         (0, signal.SIGSTOP, "rank 0 .* no sign of life for 3 s|rank 1 cannot reach the store"),
     ],
 )
-def test_a_rank_that_dies_or_hangs_ends_the_run_on_every_rank_in_time(victim, how, said, tmp_path):
+def test_a_rank_that_dies_or_hangs_ends_the_run_on_every_rank_in_time(
+    victim, how, message, tmp_path
+):
     with Ranks(stream, 2, str(tmp_path), HANGS_S) as ranks:
         pids = flowing(tmp_path, 2)
         began = time.monotonic()
         os.kill(pids[victim], how)
         kind, text = ranks.answer(1 - victim)
         assert kind == "RankError"
-        assert re.search(said, text), text
+        assert re.search(message, text), text
         if victim == 1:
             # The stream tells what it has given out.
-            found = re.search(r"(\d+) of (\d+) micro-batches that were begun", text)
-            assert found and 20 < int(found[1]) < int(found[2]) <= int(found[1]) + 4
+            match = re.search(r"(\d+) of (\d+) micro-batches that were begun", text)
+            assert match and 20 < int(match[1]) < int(match[2]) <= int(match[1]) + 4
         for process in ranks.processes:
             process.join(10)  # also the one that was stopped
             assert not process.is_alive()
@@ -715,7 +717,7 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
         wrong["--weights none.safetensors"] = missing
     else:
         wrong["--against-single-device"] = "not with --distributed and training"
-    for words, said in wrong.items():
+    for words, message in wrong.items():
         assert main(["run", "plan.json", "--distributed", *words.split()]) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert line.startswith("placement: error: ") and said in line
+        assert line.startswith("placement: error: ") and message in line

@@ -78,10 +78,10 @@ def test_the_coarsest_dtype_counts(dtype, limit):
 
 def test_one_wrong_element_of_a_million_shows_with_any_tolerance():
     expected = torch.randn(2**20)
-    found = expected.clone()
-    found[12345] += 2.0
+    wrong = expected.clone()
+    wrong[12345] += 2.0
     for cluster in (CPU, GPU):
-        assert difference([found], [expected], Tolerance.of([expected], cluster))
+        assert difference([wrong], [expected], Tolerance.of([expected], cluster))
 
 
 def test_what_is_no_number_must_be_at_the_same_places():

@@ -67,8 +67,8 @@ def test_runs_are_cut_where_something_arrives_or_leaves(
     placement: tuple[int, ...], expected: list[list[tuple[int, ...]]]
 ) -> None:
     graph = diamond()
-    found = shares(graph, np.array(placement), 2)
-    assert [runs_of(share, range(6)) for share in found] == expected
+    parts = shares(graph, np.array(placement), 2)
+    assert [runs_of(share, range(6)) for share in parts] == expected
 
 
 class Fork(nn.Module):
@@ -433,8 +433,8 @@ def test_an_operator_has_pytorchs_own_function_which_does_the_same():
     def run(function: Any, arguments: Any) -> tuple[list[str], list[Any]]:
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, arguments)
         with Launches() as seen:
-            found = function(*args, **kwargs)
-        return seen.names, pytree.tree_leaves(found)
+            output = function(*args, **kwargs)
+        return seen.names, pytree.tree_leaves(output)
 
     models = [load(name) for name in ("tiny_cnn", "bert_tiny", "dlrm_tiny", "tiny_views")]
     models.append((Several().eval(), torch.randn(4, 8)))
@@ -445,14 +445,14 @@ def test_an_operator_has_pytorchs_own_function_which_does_the_same():
         env = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
         with torch.inference_mode():
             for step in program.steps:
-                given = tuple(fill(x, env, program.params) for x in (step.args, step.kwargs))
-                names, expected = run(step.target, given)
+                bound = tuple(fill(x, env, program.params) for x in (step.args, step.kwargs))
+                names, expected = run(step.target, bound)
                 if (function := quickest(step.target)) is not step.target:
                     replaced += 1
-                    seen, found = run(function, given)
+                    seen, output = run(function, bound)
                     assert seen == names
-                    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-                value = step.target(*given[0], **given[1])
+                    torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
+                value = step.target(*bound[0], **bound[1])
                 some = zip(step.outputs, step.output_index, strict=True) if step.multi else ()
                 env |= {t: value[i] for t, i in some}
                 env |= {} if step.multi else dict.fromkeys(step.outputs, value)

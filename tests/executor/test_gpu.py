@@ -38,9 +38,9 @@ def check_streams(names, cluster, seeds=2, count=6):
                 expected.append(pytree.tree_leaves(module(*args, **kwargs)))
         for seed in range(seeds):
             with Runner(graph, cluster, scattered(graph, cluster, seed)) as runner:
-                for found, wanted in zip(runner.stream(items), expected, strict=True):
+                for results, wanted in zip(runner.stream(items), expected, strict=True):
                     torch.testing.assert_close(
-                        pytree.tree_leaves(found), wanted, rtol=1e-4, atol=1e-5
+                        pytree.tree_leaves(results), wanted, rtol=1e-4, atol=1e-5
                     )
 
 
@@ -106,10 +106,10 @@ def test_results_may_stay_on_the_device():
         Runner(graph, BOTH, all_on(graph, 1), outputs="device") as runner,
     ):
         (x,) = inputs
-        found = [runner(x + i) for i in range(3)]
-        assert all(y.is_cuda for y in found)
+        results = [runner(x + i) for i in range(3)]
+        assert all(y.is_cuda for y in results)
         assert not gpu.copies["back"]
-        for i, y in enumerate(found):
+        for i, y in enumerate(results):
             torch.testing.assert_close(y.cpu(), module(x + i))
 
 
@@ -125,8 +125,8 @@ def test_inputs_on_the_device_stay_there_and_are_waited_for():
                 gpu.kernel_s = 5e-3  # what follows is not ready yet when it is given
                 items = [y + i for i, y in enumerate(there)]
                 del there
-                for i, found in enumerate(runner.stream(items)):
-                    torch.testing.assert_close(found, module(x + i))
+                for i, results in enumerate(runner.stream(items)):
+                    torch.testing.assert_close(results, module(x + i))
                 gpu.kernel_s = 0.0
                 if (placement == 1).all():
                     assert gpu.copies.keys() == {"back"}

@@ -61,16 +61,16 @@ def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent
             sent.clear()
             threads.clear()
             for item in items:
-                found = runner(*item)
-                torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
+                results = runner(*item)
+                torch.testing.assert_close(results, module(*item), rtol=1e-5, atol=1e-5)
             me = threading.current_thread()
             assert threads == {me.ident} and {*sent} == {me.name}
-            assert not any(x.is_inference() or x.is_pinned() for x in found)
+            assert not any(x.is_inference() or x.is_pinned() for x in results)
             taken = []
             stream = runner.stream_tensors(taken.append(x) or x for x in items)
-            for n, (item, found) in enumerate(zip(items, stream, strict=True)):
+            for n, (item, results) in enumerate(zip(items, stream, strict=True)):
                 assert len(taken) == min(n + runner.max_in_flight, len(items))
-                torch.testing.assert_close(found, module(*item), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(results, module(*item), rtol=1e-5, atol=1e-5)
             assert (threads == {me.ident} and {*sent} == {me.name}) == bool(small)
             torch.testing.assert_close(runner(*items[0]), module(*items[0]), rtol=1e-5, atol=1e-5)
         assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
@@ -184,11 +184,11 @@ def test_results_of_a_call_are_the_callers_and_so_is_its_stream(stays, small, mo
             torch.cuda.set_stream(mine)
             torch.cuda.set_device(1)
             gpu.copies.clear()
-            found = [runner(*item) for item in items]
+            results = [runner(*item) for item in items]
             assert torch.cuda.current_device() == 1 and torch.cuda.current_stream(0) is mine
             torch.cuda.set_device(0)
             assert not gpu.copies["pageable"]
-            for item, one in zip(items, found, strict=True):
+            for item, one in zip(items, results, strict=True):
                 assert not any(x.is_inference() or x.is_pinned() for x in one if not x.is_cuda)
                 here = [x.cpu() for x in one]
                 torch.testing.assert_close(here, [*module(*item)], rtol=1e-5, atol=1e-5)
@@ -201,16 +201,16 @@ def test_calls_and_streams_take_turns_in_the_phases_of_a_placement():
     phases = np.stack([all_on(graph, 1)] * 3)
     items = [others_like(inputs, i) for i in range(9)]
     with emulated_gpu.emulated(), Runner(graph, BOTH, phases) as runner:
-        found = [runner(*items[0]), *runner.stream(items[1:5]), runner(*items[5])]
-        found += [*runner.stream(items[6:8]), runner(*items[8])]
+        results = [runner(*items[0]), *runner.stream(items[1:5]), runner(*items[5])]
+        results += [*runner.stream(items[6:8]), runner(*items[8])]
         assert runner.next_batch == 9
-    for item, one in zip(items, found, strict=True):
+    for item, one in zip(items, results, strict=True):
         torch.testing.assert_close(one, module(*item))
 
 
 def test_a_loaders_error_comes_after_the_results_before_it():
     module, inputs = load("tiny_branches")
-    graph, found = capture(module, inputs), []
+    graph, results = capture(module, inputs), []
 
     def items():
         yield from [inputs] * 3
@@ -218,9 +218,9 @@ def test_a_loaders_error_comes_after_the_results_before_it():
 
     with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
         with pytest.raises(ArithmeticError, match="no more") as raised:
-            found.extend(runner.stream(items()))
+            results.extend(runner.stream(items()))
         assert raised.value.__notes__ == ["raised for micro-batch 3 of the stream"]
-        torch.testing.assert_close([*found, runner(*inputs)], [module(*inputs)] * 4)
+        torch.testing.assert_close([*results, runner(*inputs)], [module(*inputs)] * 4)
 
 
 def test_an_error_of_a_call_names_its_operator_and_the_next_call_works():
@@ -295,13 +295,13 @@ def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
     with emulated_gpu.emulated() as gpu:
         runner = Runner(graph, BOTH, all_on(graph, 1))
         runner(x)
-        gpu.kernel_s, said, gpu.peak[0] = 0.1, [], 0
+        gpu.kernel_s, messages, gpu.peak[0] = 0.1, [], 0
 
         def call():
             try:
                 runner(x)
             except RunnerError as error:
-                said.append(str(error))
+                messages.append(str(error))
 
         caller = threading.Thread(target=call)
         caller.start()
@@ -309,7 +309,7 @@ def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
             time.sleep(1e-3)  # until it is in the midst of it
         runner.close()
         caller.join()
-    assert said == ["the runner was closed while it was in use; bind the plan again"]
+    assert messages == ["the runner was closed while it was in use; bind the plan again"]
     assert gpu.num_races == 0
 
 
@@ -324,6 +324,6 @@ def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
             torch.testing.assert_close(runner(*x), module(*x), rtol=1e-5, atol=1e-5)
         assert all("fewer than 3" in why for why in runner.not_graphed.values())
         assert gpu.num_replays >= 2
-        for found in runner.stream([x] * 3):  # replays what the other thread has captured
-            torch.testing.assert_close(found, module(*x), rtol=1e-5, atol=1e-5)
+        for results in runner.stream([x] * 3):  # replays what the other thread has captured
+            torch.testing.assert_close(results, module(*x), rtol=1e-5, atol=1e-5)
         assert gpu.num_replays >= 5

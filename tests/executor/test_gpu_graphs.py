@@ -44,12 +44,12 @@ def test_runs_of_operators_are_replayed_as_cuda_graphs(placed):
         place = scattered(graph, cluster, 2)
     with emulated_gpu.emulated(copy_s=1e-3, kernel_s=2e-4) as gpu:
         with graphed(graph, cluster, place) as runner:
-            found = [runner(*item) for item in items[:2]]
-            found += runner.stream(items[2:])
+            results = [runner(*item) for item in items[:2]]
+            results += runner.stream(items[2:])
             assert all("fewer than 3" in why for why in runner.not_graphed.values())
         assert gpu.num_replays >= (8 if placed in ("all", "cut") else 0)
         assert not any(gpu.open_pools.values()) and gpu.num_races == 0
-    for item, one in zip(items, found, strict=True):
+    for item, one in zip(items, results, strict=True):
         torch.testing.assert_close(one, module(*item), rtol=1e-5, atol=1e-5)
 
 
@@ -152,9 +152,9 @@ def test_a_capture_that_fails_costs_later_ones_nothing():
 def test_what_draws_or_has_another_form_every_time_is_in_no_graph():
     graph = capture(Draws().eval(), torch.ones(3))
     with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
-        found = [runner(torch.ones(3)) for _ in range(6)]
+        results = [runner(torch.ones(3)) for _ in range(6)]
         assert "random" in "".join(runner.not_graphed.values()) and gpu.num_replays
-    assert len({tuple(x.tolist()) for x in found}) == 6
+    assert len({tuple(x.tolist()) for x in results}) == 6
 
 
 def test_dropout_that_is_off_is_in_a_graph():
@@ -222,10 +222,10 @@ def test_graphs_of_two_runners_share_no_workspace_of_cublas():
         assert gpu.num_replays == 2 and gpu.num_races == 0
         gpu.kernel_s = 5e-3
         results = mine.stream([x] * 4)
-        found = [next(results), other(x), *results]
+        outputs = [next(results), other(x), *results]
         assert gpu.num_replays == 7 and gpu.num_races == 0
     with torch.no_grad():
-        torch.testing.assert_close(found, [module(x)] * 5)
+        torch.testing.assert_close(outputs, [module(x)] * 5)
 
 
 def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_too_early(
@@ -268,11 +268,11 @@ def test_a_replay_does_not_write_over_long_results_that_are_still_copied(monkeyp
         there = [x.to("cuda:0") for x in items]
         list(runner.stream([(x, x) for x in there]))
         gpu.copy_s = 2e-2  # while inputs are there
-        found = list(runner.stream([(x, x) for x in there]))
+        results = list(runner.stream([(x, x) for x in there]))
         assert gpu.num_replays >= 6 and gpu.copies["back"] >= 6
     with torch.no_grad():
         expected = [module(x, x) for x in items]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -309,10 +309,10 @@ def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs,
         assert runner.cuda_graphs == (graphs == "are equal")
         assert ("cuda:0 alone as CUDA graphs" in optimizing.verdict(runner)) == runner.cuda_graphs
         before = gpu.num_replays
-        found = [runner(*x) for _ in range(6)]
+        results = [runner(*x) for _ in range(6)]
         assert (gpu.num_replays > before) == runner.cuda_graphs
     with torch.no_grad():
-        torch.testing.assert_close(found, [module(*x)] * 6)
+        torch.testing.assert_close(results, [module(*x)] * 6)
 
 
 def test_a_run_of_views_is_no_graph():

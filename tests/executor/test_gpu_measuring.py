@@ -119,7 +119,7 @@ def test_a_training_step_with_an_operator_for_cpus_only_is_measured(briefly):
 
 
 @pytest.mark.parametrize(
-    ("said", "lacks", "short"),
+    ("message", "lacks", "short"),
     [
         ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", True, False),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", True, True),
@@ -128,10 +128,10 @@ def test_a_training_step_with_an_operator_for_cpus_only_is_measured(briefly):
         ("CUDA error: an illegal memory access was encountered", False, False),
     ],
 )
-def test_what_a_device_says_is_understood(said, lacks, short):
-    assert lacks_kernel(RuntimeError(said), BOTH, 1) is lacks
-    assert is_short(RuntimeError(said)) is short
-    assert not lacks_kernel(RuntimeError(said), BOTH, 0) and not is_short(ValueError(said))
+def test_what_a_device_says_is_understood(message, lacks, short):
+    assert lacks_kernel(RuntimeError(message), BOTH, 1) is lacks
+    assert is_short(RuntimeError(message)) is short
+    assert not lacks_kernel(RuntimeError(message), BOTH, 0) and not is_short(ValueError(message))
 
 
 def test_an_error_that_no_kernel_explains_is_raised():
@@ -249,24 +249,24 @@ def test_times_of_events_are_on_the_hosts_clock():
                 mark = backend.mark()
                 real(mark)
                 after = time.perf_counter_ns()
-                told.append((before, backend.resolve_ns(mark), after))
+                times.append((before, backend.resolve_ns(mark), after))
 
-        told = []
+        times = []
         backend.begin()
         emulated_gpu.Event.synchronize = wakes_late
         try:
             backend.run(work)
         finally:
             emulated_gpu.Event.synchronize = real
-        ((before, found, after),) = told
-        assert before - 2e6 < found < after + 2e6  # 2 ms, of 50
+        ((before, at, after),) = times
+        assert before - 2e6 < at < after + 2e6  # 2 ms, of 50
 
 
 def test_clocks_that_drift_apart_are_compared_again(monkeypatch):
     """The device's goes a hundredth too fast: 7 ms in 0.7 s, of which most is taken away."""
     real = emulated_gpu.Event.elapsed_time
     monkeypatch.setattr(emulated_gpu.Event, "elapsed_time", lambda a, b: 1.01 * real(a, b))
-    told = []
+    marks = []
     with emulated_gpu.emulated():
         backend = CudaBackend(GPU)
 
@@ -277,11 +277,11 @@ def test_clocks_that_drift_apart_are_compared_again(monkeypatch):
                     time.sleep(0.1)
                     mark = backend.mark()
                     mark.synchronize()
-                    told.append((mark, time.perf_counter_ns()))
+                    marks.append((mark, time.perf_counter_ns()))
 
         backend.begin()
         backend.run(work)
-        late = [backend.resolve_ns(mark) - at for mark, at in told]
+        late = [backend.resolve_ns(mark) - at for mark, at in marks]
     assert abs(late[-1]) < 3.5e6
 
 

@@ -46,11 +46,11 @@ ASKED = {
 
 @pytest.mark.parametrize("what", ASKED)
 def test_the_emulated_gpu_knows_what_who_captures_a_graph_may_not_ask_for(what):
-    ask, said = ASKED[what]
+    ask, message = ASKED[what]
     with emulated_gpu.emulated():
         x = torch.ones(3, device="cuda:0")
         x.event = torch.cuda.current_stream().record_event()
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             recorded(lambda: (x + 1, ask(x)), torch.cuda.graph_pool_handle(), x.device)
 
 
@@ -147,9 +147,11 @@ def attention_kernels(mask, of_booleans):
     graph = fx.Graph()
     number = torch.ops.aten.scalar_tensor.default
     nodes = [graph.call_function(number, (x,)) for x in (0.0, -torch.inf)]
-    made = graph.call_function(torch.ops.aten.where.self, (graph.placeholder("m"), *nodes))
-    given = {"attn_mask": None if mask is None else made if of_booleans else graph.placeholder("x")}
-    return [kernel_of(graph.call_function(x, (), given)) for x in (FORWARD, BACKWARD)]
+    where = graph.call_function(torch.ops.aten.where.self, (graph.placeholder("m"), *nodes))
+    options = {
+        "attn_mask": None if mask is None else where if of_booleans else graph.placeholder("x")
+    }
+    return [kernel_of(graph.call_function(x, (), options)) for x in (FORWARD, BACKWARD)]
 
 
 def laid_out(device, shape, dtype, how):
@@ -188,21 +190,21 @@ def test_attention_and_its_backward_are_the_cpus_wherever_they_run(
         torch.manual_seed(rows)
         shapes = ((b, h, n, width), (b, h, m, width), (b, h, m, width), (b, h, n, width))
         *read, g = (laid_out(forward, x, dtype, how) for x, how in zip(shapes, hows, strict=True))
-        given = {"attn_mask": None if mask is None else mask.to(forward), "scale": scale}
-        made = kernels[0](*read, 0.0, causal, **given)
-        given["attn_mask"] = None if mask is None else mask.to(backward)
-        g, *read = (x.to(backward) for x in (g, *read, *made))
-        found = (*made, *kernels[1](g, *read, 0.0, causal, **given))
-        steps = [[s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] for x in found]
-        return [x.cpu() for x in found], steps
+        options = {"attn_mask": None if mask is None else mask.to(forward), "scale": scale}
+        outputs = kernels[0](*read, 0.0, causal, **options)
+        options["attn_mask"] = None if mask is None else mask.to(backward)
+        g, *read = (x.to(backward) for x in (g, *read, *outputs))
+        results = (*outputs, *kernels[1](g, *read, 0.0, causal, **options))
+        steps = [[s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] for x in results]
+        return [x.cpu() for x in results], steps
 
     expected, strides = run(False, False)
     with emulated_gpu.emulated() as gpu:
-        found, others = run(*places)
+        results, others = run(*places)
         suits = masked != "lowest" and dtype != torch.float64 and width * dtype.itemsize % 16 == 0
         assert gpu.num_efficient == (sum(places) if suits else 0)
     rough = 3e-2 if dtype == torch.bfloat16 else 1e-4
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(results, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=rough, atol=rough)
     assert others == strides
 
@@ -225,7 +227,7 @@ def test_replicas_in_different_memory_add_up_their_gradients(name, kind):
                 expected = plain_step(plain, other, batches, mean_of_outputs)
                 torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
             trainer.accumulate(batches[:2])
-            found = trainer.gradients()
+            gradients = trainer.gradients()
             trainer.zero_gradients()
             assert not any(g.any() for g in trainer.gradients().values())
         for key, value in plain.state_dict().items():
@@ -235,7 +237,7 @@ def test_replicas_in_different_memory_add_up_their_gradients(name, kind):
             args, kwargs = split_inputs(x)
             (mean_of_outputs(plain(*args, **kwargs), None) / 2).backward()
         for key, value in plain.named_parameters():
-            torch.testing.assert_close(found[key], value.grad, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(gradients[key], value.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", [0, 1])

@@ -127,18 +127,18 @@ def test_what_costs_something_is_loaded_ahead():
 
 
 def test_items_ahead_stay_within_the_memory_limit():
-    made = []
+    loaded = []
 
     def prepare(i):
         time.sleep(PAUSE_S)
-        made.append(i)
+        loaded.append(i)
         return torch.zeros(1000)  # 4000 bytes
 
     with InputPipeline(range(10**6), preprocess=prepare, prefetch_bytes=13_000) as items:
-        for given, _ in enumerate(islice(items, 60), 1):
+        for count, _ in enumerate(islice(items, 60), 1):
             time.sleep(PAUSE_S / 4)
-            if given > 30:  # it knows what an item weighs
-                assert len(made) - given <= 3
+            if count > 30:  # it knows what an item weighs
+                assert len(loaded) - count <= 3
         assert 1 <= items.tuning.ahead <= 3
         assert 0 < items.peak_bytes <= 5 * 4000
 
@@ -150,9 +150,9 @@ def test_what_the_user_asks_for_stays_within_the_bytes():
 
     options = {"workers": 2, "prefetch": 50, "prefetch_bytes": 13_000}
     with InputPipeline(range(10**6), preprocess=prepare, **options) as items:
-        for given, _ in enumerate(islice(items, 150), 1):
+        for count, _ in enumerate(islice(items, 150), 1):
             time.sleep(PAUSE_S / 4)
-            if given == 1:
+            if count == 1:
                 assert items.tuning.ahead == 3  # it knows what an item weighs
         assert items.tuning.ahead == 3 and items.tuning.workers == 2
         assert items._ready_bytes <= 3 * 4000

@@ -176,8 +176,8 @@ def test_running_statistics_stay_on_one_device():
             assert answer.placement.ndim == 2  # what is before and behind takes turns
     # The first linear layer takes turns, what belongs to the statistics does not.
     norm = {graph.group[n] for n, path in enumerate(graph.op_module) if path == "1"}
-    kept = np.isin(graph.group, list(norm))
-    replicas[:, kept] = 2
+    fixed = np.isin(graph.group, list(norm))
+    replicas[:, fixed] = 2
     with Trainer(graph, THREE, replicas, optimizer) as trainer:
         losses = trainer.step(batches)
     step = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -193,11 +193,13 @@ def stream_all(graph, module, inputs, placements, count=4) -> None:
     items = [others_like(inputs, i) for i in range(count)]
     for placement in placements:
         with Runner(graph, THREE, placement) as runner:
-            for item, found in zip(items, runner.stream(items), strict=True):
+            for item, results in zip(items, runner.stream(items), strict=True):
                 args, kwargs = split_inputs(item)
                 with torch.no_grad():
                     wanted = pytree.tree_leaves(module(*args, **kwargs))
-                torch.testing.assert_close(pytree.tree_leaves(found), wanted, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    pytree.tree_leaves(results), wanted, rtol=1e-4, atol=1e-5
+                )
 
 
 def layers(count: int = 6) -> tuple[nn.Module, Any, Any]:
@@ -222,10 +224,10 @@ def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
     forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the test before says little."""
-    made = _Slot.__init__
+    init = _Slot.__init__
 
     def without(slot: _Slot, *args: Any) -> None:
-        made(slot, *args)
+        init(slot, *args)
         setattr(
             slot, forgotten, SimpleNamespace(record=lambda stream: None, done=Event().done, seen={})
         )

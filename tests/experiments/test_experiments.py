@@ -170,14 +170,14 @@ class Cell:
 
 
 def test_finished_rows_are_not_made_again(tmp_path: Path) -> None:
-    finished, made = Finished(tmp_path / "new"), list[str]()
+    finished, calls = Finished(tmp_path / "new"), list[str]()
 
     def make(name: str, value: float) -> Cell:
-        made.append(name)
-        return finished.row(Cell, name, lambda: made.append("!") or Cell(name, value), name)
+        calls.append(name)
+        return finished.row(Cell, name, lambda: calls.append("!") or Cell(name, value), name)
 
     assert make("a", 1.5) == make("a", 2.5) == Cell("a", 1.5)
-    assert make("b", float("inf")).value == float("inf") and made.count("!") == 2
+    assert make("b", float("inf")).value == float("inf") and calls.count("!") == 2
     # Of another version, or half a file: made again; not to be kept: made every time.
     (path,) = (tmp_path / "new").glob("a-*")
     path.write_text('{"title": "a"}')
@@ -278,9 +278,9 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
 
     def lines(text: str) -> list[str]:
         text = text.partition("\n- when: ")[0]
-        kept = [x for x in text.splitlines() if x and not re.fullmatch(r"\|[-:|]+\|", x)]
+        rest = [x for x in text.splitlines() if x and not re.fullmatch(r"\|[-:|]+\|", x)]
         skipped = EXPLAINED.get(name, "$^")
-        return [re.sub(r"^# .*", "", x) for x in kept if not re.search(skipped, x.replace("–", ""))]
+        return [re.sub(r"^# .*", "", x) for x in rest if not re.search(skipped, x.replace("–", ""))]
 
     assert lines(page) == lines(committed)
 
@@ -321,6 +321,7 @@ def test_a_small_run(
     name: str, places: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
+    monkeypatch.setitem(bench.medians_s.__kwdefaults__, "rounds", 1)
     cut = dict.fromkeys(("best cut", "best found"), "contiguous_dp")
     monkeypatch.setattr("experiments.pipelining.PLANNED", pipelining.PLANNED | cut)
     monkeypatch.setattr("experiments.pipelining.ROUND_S", 0.0)
@@ -483,8 +484,8 @@ def test_without_the_files_the_message_says_where_they_are(
     run: Any, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run[0].main([run[1], "--data", str(tmp_path), *places]) == 2
-    said = capsys.readouterr().err
-    assert "github.com/msr-fiddle/dnn-partitioning" in said and "--data" in said
+    stderr = capsys.readouterr().err
+    assert "github.com/msr-fiddle/dnn-partitioning" in stderr and "--data" in stderr
 
 
 def node(key: int, acc: float, **more: Any) -> dict[str, Any]:
@@ -621,11 +622,11 @@ def search_words(data: Path, places: list[str]) -> list[str]:
 def test_search_against_what_is_known(data: Path, tmp_path: Path, places: list[str]) -> None:
     assert public.main(search_words(data, places)) == 0
     rows = rows_of(tmp_path / "out" / "public_search.csv")
-    found = {(r["objective"], r["planner"], r["seed"]): float(r["value_s"]) for r in rows}
-    assert found["max_load", "cp_sat", ""] == pytest.approx(4.75e-3)
-    assert found["max_load", "macro_search", "1"] <= 5.25e-3 * (1 + 1e-9)
-    assert found["max_load", "ideal_dp", ""] == pytest.approx(5.25e-3)
-    assert found["piecewise_latency", "macro_search", "0"] == pytest.approx(8e-3)
+    values = {(r["objective"], r["planner"], r["seed"]): float(r["value_s"]) for r in rows}
+    assert values["max_load", "cp_sat", ""] == pytest.approx(4.75e-3)
+    assert values["max_load", "macro_search", "1"] <= 5.25e-3 * (1 + 1e-9)
+    assert values["max_load", "ideal_dp", ""] == pytest.approx(5.25e-3)
+    assert values["piecewise_latency", "macro_search", "0"] == pytest.approx(8e-3)
     proved = [float(r["bound_s"]) for r in rows if r["planner"] == "cp_sat"]
     assert proved[0] == pytest.approx(4.75e-3, rel=1e-5)
     lines = (tmp_path / "out" / "public_search.md").read_text().splitlines()

@@ -77,9 +77,9 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
         in page
     )
     # What the run before had measured is gone; the rest names the card, and not the host.
-    (name, found), *others = dataset.load(data).items()
+    (name, problem), *others = dataset.load(data).items()
     assert name == "acme-g-1-6-cores/resnet50" and not others
-    facts = found.profile.provenance
+    facts = problem.profile.provenance
     assert (facts["spec"], facts["kind"], facts["clock"]) == ("resnet50", "cnn", "1900 MHz")
     assert "secret" not in json.dumps(facts) + (data / "acme-g-1-6-cores/machine.json").read_text()
     rows = dataset.operators(dataset.load(data))
@@ -111,13 +111,13 @@ def test_the_committed_problems_are_planned_without_a_gpu(tmp_path: Path) -> Non
     """They are read without the module, and planners see that the GPU is the faster device."""
     assert {p.name for p in COMMITTED} >= {"bert_base.json.gz", "resnet50.json.gz"}
     for path in COMMITTED:
-        found = importers.load(path)
-        assert found.cluster.name == path.parent.name
-        facts = found.profile.provenance
+        problem = importers.load(path)
+        assert problem.cluster.name == path.parent.name
+        facts = problem.profile.provenance
         assert {"card", "driver", "clock", "torch", "when", "cpu"} <= set(facts) and not {
             "host"
         } & set(facts)
-        assert found.profile.graph_fingerprint == found.graph.fingerprint
+        assert problem.profile.graph_fingerprint == problem.graph.fingerprint
         assert path.parent.name in (study.ROOT / "docs" / "latency.md").read_text()
     (path,) = (p for p in COMMITTED if p.name == "resnet50.json.gz")
     plan = tmp_path / "plan.json"

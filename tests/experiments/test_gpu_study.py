@@ -40,12 +40,12 @@ def test_every_section_runs_to_its_end(tmp_path: Path) -> None:
     names = [n for names, _ in processes.ROUNDS for n in names]
     done = script(tmp_path, "--emulated")
     assert done.returncode == 0, done.stderr
-    found = rows(tmp_path)
-    failed = [r for r in found if "failed" in r and not r["item"].endswith(EXCUSED)]
+    results = rows(tmp_path)
+    failed = [r for r in results if "failed" in r and not r["item"].endswith(EXCUSED)]
     assert not failed
-    status = {r["section"]: r["status"] for r in found if r["item"] == "section"}
+    status = {r["section"]: r["status"] for r in results if r["item"] == "section"}
     assert status == dict.fromkeys(names, "done")
-    wrong = [r for r in found if r.get("ok") is False]
+    wrong = [r for r in results if r.get("ok") is False]
     assert not wrong
     text = (tmp_path / "gpu.md").read_text()
     assert all(f"### {name}" in text for name in names)
@@ -221,10 +221,10 @@ def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
 
     a, b = [3.0, 1.0, 2.0], [5.0, 4.0, 9.0]
     ways = {"a": lambda: way("a", a), "bad": fails, "b": lambda: way("b", b)}
-    found = plans.in_turns(work, "m", ways, 4, until=0.0)
-    assert found == {"a": [3, 1, 2], "b": [5, 4, 9]} and called == ["a", "b", "b", "a", "a", "b"]
-    assert plans.times_as_fast(found, "a", "b") == 4.0  # of 5 / 3, 4 / 1, 9 / 2
-    assert np.isnan(plans.times_as_fast(found, "bad", "b"))
+    took = plans.in_turns(work, "m", ways, 4, until=0.0)
+    assert took == {"a": [3, 1, 2], "b": [5, 4, 9]} and called == ["a", "b", "b", "a", "a", "b"]
+    assert plans.times_as_fast(took, "a", "b") == 4.0  # of 5 / 3, 4 / 1, 9 / 2
+    assert np.isnan(plans.times_as_fast(took, "bad", "b"))
     (row,) = rows(tmp_path)
     assert row["item"] == "m, bad" and "no kernel" in row["failed"]
 

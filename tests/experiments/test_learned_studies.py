@@ -131,8 +131,8 @@ def test_seconds_are_processor_seconds(tmp_path: Path) -> None:
     """A planner that sleeps uses little of its budget: it goes on for longer."""
     clock = time.perf_counter
     began = time.perf_counter()
-    found = run(tmp_path, Task("g", "busy", Busy(), seconds=0.02))
-    assert time.perf_counter() - began > 2 * found.used_s >= 2 * 0.02
+    row = run(tmp_path, Task("g", "busy", Busy(), seconds=0.02))
+    assert time.perf_counter() - began > 2 * row.used_s >= 2 * 0.02
     assert time.perf_counter is clock
 
 
@@ -167,17 +167,17 @@ def test_geometric_means_and_their_intervals() -> None:
     held = 0
     for _ in range(100):
         drawn = np.exp(rng.normal(0.0, 0.1, (30, 1)))
-        found = geometric(dict(enumerate(drawn.tolist())), 400)  # type: ignore[arg-type]
-        held += found.low <= 1.0 <= found.high
+        estimate = geometric(dict(enumerate(drawn.tolist())), 400)  # type: ignore[arg-type]
+        held += estimate.low <= 1.0 <= estimate.high
     assert 85 <= held <= 100
     # Problems of a family that are all alike are worth one: 5 times as many say no more.
     alike = {(family, k): [0.8 + 0.1 * family] for family in range(5) for k in range(5)}
     one_each = {name: v for name, v in alike.items() if name[1] == 0}
     known, of_graphs = geometric(one_each), geometric(alike)
-    found = geometric(alike, family=lambda name: name[0])
-    assert found.value == pytest.approx(known.value) and found.count == 25
-    assert (found.low, found.high) == pytest.approx((known.low, known.high), rel=0.02)
-    assert of_graphs.high - of_graphs.low < 0.6 * (found.high - found.low)
+    estimate = geometric(alike, family=lambda name: name[0])
+    assert estimate.value == pytest.approx(known.value) and estimate.count == 25
+    assert (estimate.low, estimate.high) == pytest.approx((known.low, known.high), rel=0.02)
+    assert of_graphs.high - of_graphs.low < 0.6 * (estimate.high - estimate.low)
 
 
 def test_shares() -> None:
@@ -201,9 +201,9 @@ def test_twice_the_devices() -> None:
 
 
 def test_large_graphs_are_large_and_held_out() -> None:
-    found = made.large(1)
-    assert all(p.num_ops >= 1500 and p.objective == "latency" for p in found.values())
-    assert all(name.endswith(f"-{budgets.HELD_OUT}") for name in found)
+    problems = made.large(1)
+    assert all(p.num_ops >= 1500 and p.objective == "latency" for p in problems.values())
+    assert all(name.endswith(f"-{budgets.HELD_OUT}") for name in problems)
 
 
 @needs_data
@@ -220,11 +220,11 @@ def test_families_from_files() -> None:
 
 @needs_data
 def test_graphs_for_the_constructor_are_none_that_it_was_trained_on() -> None:
-    found = made.unseen(study.DATA)
-    assert {k: len(v) for k, v in found.items()} == {made.DRAWN: 14, made.REAL: 11}
-    for problem in (p for some in found.values() for p in some.values()):
+    problems = made.unseen(study.DATA)
+    assert {k: len(v) for k, v in problems.items()} == {made.DRAWN: 14, made.REAL: 11}
+    for problem in (p for some in problems.values() for p in some.values()):
         assert 300 <= problem.num_ops <= 1600 and problem.objective == "latency"
-    assert {n.rpartition("-")[0] for n in found[made.DRAWN]} == set(dispatch.FAMILIES)
+    assert {n.rpartition("-")[0] for n in problems[made.DRAWN]} == set(dispatch.FAMILIES)
 
 
 # --- reports and goals ---------------------------------------------------------------------------
@@ -248,14 +248,14 @@ def test_a_planner_that_is_worse_somewhere_is_named() -> None:
 
 def test_goals_from_files(tmp_path: Path) -> None:
     assert goals.goals(tmp_path) == []
-    found = [cell("p", "ideal_dp", None, 1.0), cell("q", "ideal_dp", None, 1.0)]
-    found += [cell("p", "antichain_dp", None, 0.7)]
+    cells = [cell("p", "ideal_dp", None, 1.0), cell("q", "ideal_dp", None, 1.0)]
+    cells += [cell("p", "antichain_dp", None, 0.7)]
     for seed in range(5):
         for problem, value in (("p", 0.7), ("q", 0.8)):
-            found.append(cell(problem, guided.POLICY, seed, value))
-            found.append(cell(problem, guided.HAND, seed, 0.75))
+            cells.append(cell(problem, guided.POLICY, seed, value))
+            cells.append(cell(problem, guided.HAND, seed, 0.75))
     path = tmp_path / "learned_guided.csv"
-    path.write_text(to_csv(found), encoding="utf-8")
+    path.write_text(to_csv(cells), encoding="utf-8")
     page = goals.page(tmp_path)
     (dp,) = [x for x in page.splitlines() if "against DP" in x]
     (best,) = [x for x in page.splitlines() if "three DPs" in x]
@@ -285,12 +285,12 @@ def test_constructors_are_compared_with_the_same_seed_where_there_are_several(
         row("mk", dispatch.PLANNER, 1, many, 1.2),
         row("mk", dispatch.FROZEN, 1, many, 1.5),
     ]
-    found = dispatch.over(rows, dispatch.PLANNER, many, dispatch.FROZEN)
-    assert found == {"of mk": pytest.approx([0.8, 0.8])}
+    ratios = dispatch.over(rows, dispatch.PLANNER, many, dispatch.FROZEN)
+    assert ratios == {"of mk": pytest.approx([0.8, 0.8])}
     (tmp_path / f"{dispatch.NAME}.csv").write_text(to_csv(rows), encoding="utf-8")
-    told = [row for row, of in goals.goals(tmp_path) if of is dispatch.STUDY]
-    assert [r.met for r in told] == [True, True]
-    assert "5 seeds" in told[0].regime and told[1].reached.startswith("-20.0 %")
+    reached = [row for row, of in goals.goals(tmp_path) if of is dispatch.STUDY]
+    assert [r.met for r in reached] == [True, True]
+    assert "5 seeds" in reached[0].regime and reached[1].reached.startswith("-20.0 %")
 
 
 def test_short_trainings_are_made_once_and_what_is_not_asked_for_stays(
@@ -302,12 +302,12 @@ def test_short_trainings_are_made_once_and_what_is_not_asked_for_stays(
     small = {name: (*dispatch.SHORT[name], "training.samples=2") for name in few}
     monkeypatch.setattr(dispatch, "SHORT", small)
     monkeypatch.setattr(dispatch, "RESULTS", tmp_path)
-    kept = dispatch.Row("mk", "chain", dispatch.PLANNER, 0, dispatch.EVALUATIONS, 1.0)
-    (tmp_path / f"{dispatch.NAME}.csv").write_text(to_csv([kept]), encoding="utf-8")
+    earlier = dispatch.Row("mk", "chain", dispatch.PLANNER, 0, dispatch.EVALUATIONS, 1.0)
+    (tmp_path / f"{dispatch.NAME}.csv").write_text(to_csv([earlier]), encoding="utf-8")
     words = ["dispatch", "--only", "decoded", "--steps", "2000", "--seeds", "1"]
     options = study.parse([dispatch.STUDY], [*words, "--work", str(tmp_path)])
     rows = list(dispatch.rows(options))
-    assert rows[0] == kept
+    assert rows[0] == earlier
     short = [r for r in rows if r.who in (*small, dispatch.TUNED)]
     assert [r.samples for r in short] == [1, 16] * 3 and all(np.isfinite(r.value_s) for r in short)
     page = dispatch.STUDY.page(rows, options)
@@ -330,9 +330,9 @@ def test_one_decode_is_compared_with_a_published_network(tmp_path: Path) -> None
         for k, known in enumerate((40.0, 600.0))
     ]
     (tmp_path / f"{resched.NAME}.csv").write_text(to_csv(rows), encoding="utf-8")
-    told = [row for row, _ in goals.goals(tmp_path)]
-    assert [r.met for r in told] == [False, True, False]
-    assert told[0].reached.startswith("+10.0 %") and told[1].goal.startswith("<= +20.0 %")
+    reached = [row for row, _ in goals.goals(tmp_path)]
+    assert [r.met for r in reached] == [False, True, False]
+    assert reached[0].reached.startswith("+10.0 %") and reached[1].goal.startswith("<= +20.0 %")
 
 
 def test_only_what_the_released_network_decodes_is_made_again(
@@ -341,8 +341,8 @@ def test_only_what_the_released_network_decodes_is_made_again(
     small = SMALL.with_objective("latency")
     drawn = {"synthetic": {"s latency": small, "s period": SMALL.with_objective("period")}}
     monkeypatch.setattr(zero_shot.families, "family", lambda name, *_: drawn.get(name, {}))
-    told = ["zero_shot", "--pipelines", "0", "--work", str(tmp_path)]
-    options = study.parse([zero_shot.STUDY], told)
+    words = ["zero_shot", "--pipelines", "0", "--work", str(tmp_path)]
+    options = study.parse([zero_shot.STUDY], words)
     heft_s = value_of(small, planners.load("heft")(small))
     then = [
         cell(f"{family}: s {objective}", planner, seed, value_s, group=zero_shot.ONE)
@@ -398,14 +398,14 @@ def test_graphs_of_doppler_at_equal_budgets(tmp_path: Path) -> None:
     for name in doppler.GRAPHS:
         text = "3\n0,\n0,\n1,\n20000000000,10000000000\n30000000000,10000000000\n"
         (tmp_path / "doppler" / f"{name}.txt").write_text(text)
-    found = doppler.problems(Namespace(data=tmp_path))
-    assert list(found) == list(doppler.GRAPHS)
-    assert not next(iter(found.values())).contention
+    problems = doppler.problems(Namespace(data=tmp_path))
+    assert list(problems) == list(doppler.GRAPHS)
+    assert not next(iter(problems.values())).contention
     with pytest.raises(study.StudyError, match="xinyuyao/Doppler"):
         doppler.problems(Namespace(data=tmp_path / "doppler"))
 
     # Devices that take what arrives leave no order to search: every chooser moves placements.
-    problem = next(iter(found.values()))
+    problem = next(iter(problems.values()))
     field = guided.planners({guided.POLICY: None}, problem)
     listed = replace(problem, ready_order="priority")
     assert guided.ALONE not in field and guided.ALONE in guided.planners({"policy": None}, listed)

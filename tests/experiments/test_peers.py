@@ -78,9 +78,9 @@ def test_an_unknown_order_is_refused() -> None:
 def check(problem: Problem, seed: int) -> None:
     """The kernel equals the reference, and a batch its placements."""
     p = random_placement(problem, seed)
-    expected, found = simulate_reference(problem, p), simulate(problem, p)
+    expected, timeline = simulate_reference(problem, p), simulate(problem, p)
     for what in ("start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes"):
-        a, b = getattr(found, what), getattr(expected, what)
+        a, b = getattr(timeline, what), getattr(expected, what)
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=f"{what}, seed {seed}")
     value = score(replace(problem, objective="latency"), p)[0]
     alone = simulate_reference(problem, p, num_microbatches=1)
@@ -183,11 +183,11 @@ def test_released_graphs_of_doppler(name: str, num_ops: int, reached: float) -> 
     """Plain hill climbing from random placements comes near what it is known to reach."""
     problem = load(Path(GRAPHS or "") / f"{name}.txt")
     assert problem.num_ops == num_ops
-    found = min(
+    best = min(
         planner("local_search", start="random", evaluations=4000, seed=s)(problem).value_s
         for s in range(3)
     )
-    assert found <= 1.05 * reached
+    assert best <= 1.05 * reached
 
 
 # -- GiPH's problems

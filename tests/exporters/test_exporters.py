@@ -153,24 +153,24 @@ def test_nearest_moves_as_few_operators_as_possible() -> None:
             forward.chain(unit, "abcd", "x", max_turns=1)
             continue
         except Inexpressible as error:
-            found = sum(error.nearest[op] != d for op, d in forward.plan.assignment.items())
+            moves = sum(error.nearest[op] != d for op, d in forward.plan.assignment.items())
         order = forward._by_position(unit)
         best = min(
             sum(order[row[u]] != d for u, d in zip(unit, forward.device, strict=True))
             for row in combinations_with_replacement(range(len(order)), 4)
         )
-        assert found == best
+        assert moves == best
 
 
 def test_error_says_which_operator_is_in_the_way() -> None:
-    with pytest.raises(Inexpressible) as found:
+    with pytest.raises(Inexpressible) as caught:
         export("vllm", plan_of(INSIDE))
-    assert str(found.value) == (
+    assert str(caught.value) == (
         "VLLM_PP_LAYER_PARTITION cannot express this plan: it keeps layer 0 of 'layers' and what "
         "runs before it on one device; operator 'op4' of module 'layers.0.mlp' is planned on "
         "'cuda:1', it would run on 'cuda:0'. --nearest exports the nearest plan it can express"
     )
-    assert [op for op, d in found.value.nearest.items() if d == "cuda:0"] == [
+    assert [op for op, d in caught.value.nearest.items() if d == "cuda:0"] == [
         f"op{i}" for i in range(5)
     ]
 
@@ -179,9 +179,9 @@ def test_backward_goes_with_its_forward() -> None:
     names = ("a", "b", "b_backward", "a_backward")
     p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
     assert export("vllm", plan_of([0, 1, 1, 0], p)).files[""].endswith("=1,1\n")
-    with pytest.raises(Inexpressible, match=r"'b_backward' of module 'layers\.1'") as found:
+    with pytest.raises(Inexpressible, match=r"'b_backward' of module 'layers\.1'") as caught:
         export("vllm", plan_of([0, 1, 0, 0], p))
-    assert list(found.value.nearest.values()) == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
+    assert list(caught.value.nearest.values()) == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
 
 
 # Tables and traces
@@ -222,20 +222,20 @@ def test_device_map_covers_every_parameter() -> None:
         "pooler.dense.weight": (),  # of a module that never runs: with the last operator
         "spare": (),
     }
-    found = entries(INSIDE, **more)
-    assert found["layers.0.attn"] == "cuda:0"
-    assert found["layers.0.mlp"] == found["pooler"] == found["spare"] == "cuda:1"
-    assert found["layers.0.spare"] == "cuda:1" and "layers.1.attn.bias" not in found
-    assert "layers.0" not in found
+    mapped = entries(INSIDE, **more)
+    assert mapped["layers.0.attn"] == "cuda:0"
+    assert mapped["layers.0.mlp"] == mapped["pooler"] == mapped["spare"] == "cuda:1"
+    assert mapped["layers.0.spare"] == "cuda:1" and "layers.1.attn.bias" not in mapped
+    assert "layers.0" not in mapped
 
 
 def test_device_map_keeps_modules_with_parameters_whole() -> None:
     plan = plan_of([0, 1, 1], problem(("a", "a", "b")))
     split = {"a.weight": (0,), "b.weight": (2,)}
     known = plan.graph.model_copy(update={"parameters": split})
-    with pytest.raises(Inexpressible, match="a module with parameters has one device") as found:
+    with pytest.raises(Inexpressible, match="a module with parameters has one device") as caught:
         export("huggingface", plan.model_copy(update={"graph": known}))
-    assert list(found.value.nearest.values()) == ["cuda:0", "cuda:0", "cuda:1"]
+    assert list(caught.value.nearest.values()) == ["cuda:0", "cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_device_map_keeps_modules_with_parameters_whole() -> None:
 def test_device_map_has_one_host(
     devices: tuple[str, ...], on: list[int], nearest: list[str]
 ) -> None:
-    with pytest.raises(Inexpressible, match="torch has one CPU device") as found:
+    with pytest.raises(Inexpressible, match="torch has one CPU device") as caught:
         export("huggingface", plan_of(on, problem(devices=devices)))
-    assert list(found.value.nearest.values()) == nearest
+    assert list(caught.value.nearest.values()) == nearest
 
 
 @pytest.mark.parametrize("name", consumers.FAMILIES)
@@ -275,8 +275,8 @@ def test_accelerate_runs_any_cut(name: str, monkeypatch: Any) -> None:
     for text in maps:
         where, again = json.loads(text), consumers.family(name)[0]
         accelerate.utils.check_device_map(again, where)
-        found = consumers.run_in_accelerate(again, where, (), inputs, monkeypatch)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        results = consumers.run_in_accelerate(again, where, (), inputs, monkeypatch)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def nearest_of(name: str, plan: Plan, problem: Problem | None = None) -> Plan:
@@ -308,8 +308,8 @@ def test_names_of_devices_are_no_shell_code() -> None:
     """The file is read by a shell; names are free, and only ``cuda:N`` says which GPU it is."""
     for names in (("cuda:0;touch x;", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "h1/cuda:0")):
         text = str(export("vllm", plan_of(CUT, problem(devices=names))).files[""])
-        said = [line for line in text.splitlines() if not line.startswith("# rank ")]
-        assert said == ["VLLM_PP_LAYER_PARTITION=1,1"], names
+        settings = [line for line in text.splitlines() if not line.startswith("# rank ")]
+        assert settings == ["VLLM_PP_LAYER_PARTITION=1,1"], names
     for name in ("cuda:0,.*=CPU", "cuda", "npu:0"):
         with pytest.raises(ExportError, match=r"no buffer type of llama\.cpp is known for"):
             export("llama_cpp", plan_of(CUT, problem(devices=(name, "cuda:1"))))
@@ -427,9 +427,9 @@ def test_an_order_that_leaves_a_stage_half_way_is_refused() -> None:
         "cuda:1": tuple((op, m) for m in range(4) for op in ("op2", "op3")),
     }
     plan = plan.model_copy(update={"order": order})
-    with pytest.raises(Inexpressible, match="leaves 0F0 on 'cuda:0' half-way") as found:
+    with pytest.raises(Inexpressible, match="leaves 0F0 on 'cuda:0' half-way") as caught:
         export("torchtitan", plan)
-    assert ".csv" not in export("torchtitan", moved(plan, found.value.nearest)).files
+    assert ".csv" not in export("torchtitan", moved(plan, caught.value.nearest)).files
 
 
 def test_split_points() -> None:
@@ -468,9 +468,9 @@ def test_torch_pipelining_splits_any_cut(name: str) -> None:
             pipe = pipeline(consumers.family(name)[0], (), inputs, split_spec=split)
             for i in range(pipe.num_stages):
                 send_contiguous(pipe.get_stage_module(i))
-            found = consumers.tensors(pipe(**inputs))
+            results = consumers.tensors(pipe(**inputs))
         assert pipe.num_stages == len(points) + 1 and past_a_stage(pipe.split_gm.graph) is None
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(results, expected)
         stages = [n for n in pipe.split_gm.graph.nodes if n.op == "call_module"]
         assert all(x.op != "placeholder" for n in stages[1:] for x in n.all_input_nodes)
 
@@ -536,11 +536,11 @@ def test_connections_past_a_stage_are_found() -> None:
     def stages(*reads: tuple[int, ...]) -> fx.Graph:
         """Stage i + 1 reads one of the outputs of each of the stages ``reads[i]``."""
         graph = fx.Graph()
-        made = [graph.call_module("submod_0", (graph.placeholder("x"),))]
+        nodes = [graph.call_module("submod_0", (graph.placeholder("x"),))]
         for i, sources in enumerate(reads):
-            parts = [graph.call_function(operator.getitem, (made[s], 0)) for s in sources]
-            made.append(graph.call_module(f"submod_{i + 1}", tuple(parts)))
-        graph.output(made[-1])
+            parts = [graph.call_function(operator.getitem, (nodes[s], 0)) for s in sources]
+            nodes.append(graph.call_module(f"submod_{i + 1}", tuple(parts)))
+        graph.output(nodes[-1])
         return graph
 
     assert past_a_stage(stages((0,), (1,), (2,))) is None
@@ -550,9 +550,9 @@ def test_connections_past_a_stage_are_found() -> None:
 
 def test_every_device_has_one_stage_if_asked() -> None:
     assert len(json.loads(export("torch_pipelining", plan_of(TURNS)).files[".json"])["ranks"]) == 2
-    with pytest.raises(Inexpressible) as found:
+    with pytest.raises(Inexpressible) as caught:
         export("torch_pipelining", plan_of(TURNS), once="true")
-    names = list(found.value.nearest.values())
+    names = list(caught.value.nearest.values())
     again = plan_of([GPUS.index(name) for name in names])
     data = json.loads(export("torch_pipelining", again, once="true").files[".json"])
     assert len(data["split_points"]) == 1 and data["schedule"] == "GPipe"
@@ -616,8 +616,8 @@ def test_onnx_file_says_where_its_nodes_run(tmp_path: Path) -> None:
     ]
     every = [[(c, s) for c in n.device_configurations for s in c.sharding_spec]
              for n in model.graph.node]  # fmt: skip
-    found = [[(c.pipeline_stage, s.tensor_name, *s.device) for c, s in some] for some in every]
-    assert found == [[(0, "a", 0)], [], [(1, "b", 1)], [(1, "c", 1)], [(2, "y", 0)]]
+    stages = [[(c.pipeline_stage, s.tensor_name, *s.device) for c, s in some] for some in every]
+    assert stages == [[(0, "a", 0)], [], [(1, "b", 1)], [(1, "c", 1)], [(2, "y", 0)]]
     before, after = (ReferenceEvaluator(m).run(None, {"x": X}) for m in (onnx.load(path), model))
     np.testing.assert_array_equal(before, after)
     # Written again, the configuration is replaced, another one is kept.
@@ -678,12 +678,12 @@ def test_onnxruntime_settings(tmp_path: Path) -> None:
         "session.layer_assignment_settings": "cpu(=placement_0); gpu:1(=placement_1)"
     }
     nodes = onnx.load_from_string(exported.files[""]).graph.node
-    said = [{p.key: p.value for p in n.metadata_props}.get("layer_ann") for n in nodes]
-    assert said == [None if d is None else f"placement_{d}" for d in (0, None, 1, 1, 0)]
+    layers = [{p.key: p.value for p in n.metadata_props}.get("layer_ann") for n in nodes]
+    assert layers == [None if d is None else f"placement_{d}" for d in (0, None, 1, 1, 0)]
     _, two = onnx_plan(tmp_path, GPUS, [0, 1, 1, 1])
-    with pytest.raises(Inexpressible, match="are one device") as found:
+    with pytest.raises(Inexpressible, match="are one device") as caught:
         export("onnxruntime", two, model=path)
-    assert set(found.value.nearest.values()) == {"cuda:1"}
+    assert set(caught.value.nearest.values()) == {"cuda:1"}
     _, far = onnx_plan(tmp_path, ("h1/cuda:1",), [0, 0, 0, 0])
     gpus = tuple(d.model_copy(update={"kind": "cuda"}) for d in far.cluster.devices)
     known = far.cluster.model_copy(update={"devices": gpus})
@@ -773,11 +773,11 @@ def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
     assert not out.exists()
     nearest = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest", "--json"]
     assert main([*nearest, "layers=layers"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["moved"] == {"op4": "cuda:0"}
-    assert json.loads(said.out)["predicted"] is None  # never a figure that nobody computed
-    assert "1 of 11 operators move; what that costs is not known" in said.err
-    assert "to know: --model MODEL, or --profile FILE" in said.err
+    stderr = capsys.readouterr()
+    assert json.loads(stderr.out)["moved"] == {"op4": "cuda:0"}
+    assert json.loads(stderr.out)["predicted"] is None  # never a figure that nobody computed
+    assert "1 of 11 operators move; what that costs is not known" in stderr.err
+    assert "to know: --model MODEL, or --profile FILE" in stderr.err
     assert out.read_text().endswith("VLLM_PP_LAYER_PARTITION=1,1\n")
     assert main([*nearest, "--model", str(model)]) == 0
     # 4 + 7 operators of 1 s against 5 + 6

@@ -125,12 +125,12 @@ def layer_devices(args: str, num_layers: int) -> list[str]:
     ends = np.cumsum([np.float32(x) for x in options.get("-ts", "1").split(",")])
     ends = ends / ends[-1]
     start = max(num_layers + 1 - on_gpus, 0)
-    found = []
+    devices = []
     for layer in range(num_layers + 1):
         share = np.float32(layer - start) / np.float32(max(on_gpus, 1))
         is_host = layer < start
-        found.append("CPU" if is_host else names[int(np.searchsorted(ends, share, "right"))])
-    return found
+        devices.append("CPU" if is_host else names[int(np.searchsorted(ends, share, "right"))])
+    return devices
 
 
 def test_experts_are_rules_of_their_own() -> None:
@@ -160,8 +160,8 @@ def test_any_split_of_layers_is_where_it_should_be(first: int, second: int) -> N
     on = [2, *(d for d in layer for _ in range(2)), 1, 1]
     exported = load("llama_cpp")(plan_of(DENSE, on, MIXED))
     names = ["CUDA0", "CUDA1", "CPU"]
-    found = layer_devices(str(exported.files[".args"]), 4)
-    assert found == [*(names[d] for d in layer), "CUDA1"]
+    devices = layer_devices(str(exported.files[".args"]), 4)
+    assert devices == [*(names[d] for d in layer), "CUDA1"]
     assert "elsewhere" not in exported.note
 
 
@@ -262,9 +262,9 @@ def test_audit_of_llama_cpp(tmp_path: Path, capsys: Any) -> None:
     lost = "tensor blk.3.ffn_up_exps.weight (12 MiB q4_K) buffer type overridden to CPU\n"
     log.write_text(log_of(plan).replace(lost, ""))
     assert main(argv) == NO
-    out, said = capsys.readouterr()
+    out, stderr = capsys.readouterr()
     assert json.loads(out)["elsewhere"] == {"model.layers.3.experts": ["CPU", "CUDA1"]}
-    assert "14 of 15 operators are where they were planned" in said
+    assert "14 of 15 operators are where they were planned" in stderr
     log.write_text("nothing of interest\n")
     assert main(argv) == NO and "does not say where any operator" in capsys.readouterr().err
     assert main([*argv[:3], str(tmp_path / "missing"), "--json"]) == BAD_INPUT
@@ -355,5 +355,5 @@ def test_audit_of_onnx_runtimes(tmp_path: Path, capsys: Any) -> None:
         "on [CPUExecutionProvider]. Number of nodes: 3\n"
     )
     assert main(argv) == NO
-    found = json.loads(capsys.readouterr().out)
-    assert found["told"] == 3 and set(found["elsewhere"]) == {"y"}
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["told"] == 3 and set(answer["elsewhere"]) == {"y"}

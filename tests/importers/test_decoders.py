@@ -120,9 +120,9 @@ def test_quantised_matrices_have_their_bits() -> None:
     assert quarter["embedding"] == plain["embedding"]
     group = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
     half = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-    found = decoder_of(LLAMA, quantization_config=half | {"ignore": ["re:.*self_attn"]})
-    assert found.class_bytes()["feed_forward"] / plain["feed_forward"] == 0.5
-    assert found.class_bytes()["attention"] == plain["attention"]
+    decoder = decoder_of(LLAMA, quantization_config=half | {"ignore": ["re:.*self_attn"]})
+    assert decoder.class_bytes()["feed_forward"] / plain["feed_forward"] == 0.5
+    assert decoder.class_bytes()["attention"] == plain["attention"]
     one = awq | {"modules_to_not_convert": ["model.layers.3.mlp", "lm_head"]}
     sizes = [p.weight_bytes for p in decoder_of(LLAMA, quantization_config=one).parts]
     assert sizes[8] == 2 * 3 * 4096 * 14336 > sizes[6] == sizes[10]
@@ -131,7 +131,7 @@ def test_quantised_matrices_have_their_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model_type": "lama"}, "the architecture 'lama' is not known; did you mean llama"),
         ({"hidden_size": None}, "field 'hidden_size' is missing"),
@@ -143,8 +143,8 @@ def test_quantised_matrices_have_their_bits() -> None:
         ({"num_key_value_heads": -1}, "num_key_value_heads"),
     ],
 )
-def test_configs_that_are_wrong(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(FormatError, match=said):
+def test_configs_that_are_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
         decoder_of(LLAMA, **change)
 
 
@@ -278,7 +278,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"general.architecture": "mystery"}, r"mystery\.block_count = None"),
         ({"llama.block_count": 2**31}, "must be a whole number from 1 to"),
@@ -287,8 +287,8 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         ({"llama.block_count": 2}, "layer 1 has no tensors"),
     ],
 )
-def test_headers_that_are_wrong(values: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=said):
+def test_headers_that_are_wrong(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=message):
         header(tmp_path / "wrong.gguf", gguf(ONE_LAYER | values, ITS_TENSORS))
 
 

@@ -178,7 +178,7 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "is empty; formats are"),
         ("   \n", "is empty"),
@@ -230,11 +230,11 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         ("\tnode1 -- node2\n", "edges but no nodes"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, content: Any, said: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, content: Any, message: str) -> None:
     path = written(tmp_path / "tiny.txt", content)
     with pytest.raises(FormatError) as error:
         load(path)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(path) in str(error.value)
 
 
@@ -253,7 +253,7 @@ def test_compressed_files_may_be_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (lambda p: p.write_bytes(b"\xff\xfe\x00node"), {}, "not UTF-8"),
         (lambda p: p.mkdir(), {}, "cannot be read"),
@@ -266,13 +266,13 @@ def test_compressed_files_may_be_joined(tmp_path: Path) -> None:
     ],
 )
 def test_files_and_options(
-    tmp_path: Path, make: Callable[[Path], Any], options: dict[str, Any], said: str
+    tmp_path: Path, make: Callable[[Path], Any], options: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "file.bin"
     make(path)
     with pytest.raises(FormatError, match=r"file\.bin") as error:
         load(path, **options)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

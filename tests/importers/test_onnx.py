@@ -109,7 +109,7 @@ def test_devices(tmp_path: Path) -> None:
     cluster = Cluster("unlike", (Device("slow", speed=0.5), Device("fast", speed=2.0)))
     unlike = load(path, cluster=cluster)
     np.testing.assert_allclose(unlike.compute_s, problem.compute_s[:, :1] / [0.5, 2.0])
-    for options, said in (
+    for options, message in (
         ({"devices": 0}, "devices = 0"),
         ({"flops": 0.0}, "flops = 0.0"),
         ({"cluster": cluster, "memory": 5}, "give either a cluster or memory"),
@@ -118,7 +118,7 @@ def test_devices(tmp_path: Path) -> None:
     ):
         with pytest.raises(FormatError, match=r"model\.bin") as error:
             load(path, **options)  # type: ignore[arg-type]
-        assert said in str(error.value)
+        assert message in str(error.value)
 
 
 def einsum(equation: str) -> Any:
@@ -270,12 +270,12 @@ def test_what_follows_from_sizes_and_constants_is_computed(tmp_path: Path) -> No
     weights += [helper.make_tensor(x, INT64, [], [v]) for x, v in (("zero", 0), ("step", 2))]
     outputs = [value(x, None) for x in ("padded", "grid", "cut", "picked")]
     path = saved(tmp_path, nodes, [value("x", ["batch", 3, "height"])], outputs, weights)
-    found = sizes_of(path, dims={"batch": 2, "height": 13})
-    assert found["padded"] == 2 * 3 * 16 * 4
-    assert found["grid"] == 7 * 8  # 0, 2, ..., 12
-    assert found["cut"] == 2 * 3 * 6 * 4
-    assert found["full"] == 13 * 4
-    assert found["at"] == 3 * 8 and found["picked"] == 2 * 3 * 3 * 4
+    sizes = sizes_of(path, dims={"batch": 2, "height": 13})
+    assert sizes["padded"] == 2 * 3 * 16 * 4
+    assert sizes["grid"] == 7 * 8  # 0, 2, ..., 12
+    assert sizes["cut"] == 2 * 3 * 6 * 4
+    assert sizes["full"] == 13 * 4
+    assert sizes["at"] == 3 * 8 and sizes["picked"] == 2 * 3 * 3 * 4
 
 
 def test_nothing_large_is_computed(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_operators_of_old_versions(tmp_path: Path) -> None:
         node("Dropout", ["c"], ["d", "mask"]),
         node("Reshape", ["d"], ["f"], shape=[0, -1]),
     ]
-    found = old(tmp_path, 1, nodes, [value("x", [2, 3, 4, 4]), value("b", [3])], [weight("b", 3)])
+    sizes = old(tmp_path, 1, nodes, [value("x", [2, 3, 4, 4]), value("b", [3])], [weight("b", 3)])
     padded = 2 * 3 * 6 * 6 * 4
-    assert found["a"] == found["n"] == 2 * 3 * 4 * 4 * 4 and found["p"] == padded
-    assert found["u"] == 6 * padded and found["c"] == found["d"] == found["f"] == 12 * padded
+    assert sizes["a"] == sizes["n"] == 2 * 3 * 4 * 4 * 4 and sizes["p"] == padded
+    assert sizes["u"] == 6 * padded and sizes["c"] == sizes["d"] == sizes["f"] == 12 * padded
     scales = helper.make_tensor("s", FLOAT, [4], [1, 1, 2, 2])
     up = [node("Upsample", ["x", "s"], ["u"])]
     assert old(tmp_path, 9, up, [value("x", [1, 2, 4, 4])], [scales]) == {"u": 2 * 64 * 4}
@@ -449,7 +449,7 @@ def test_nodes_in_any_order_and_with_one_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"),
+    ("nodes", "message"),
     [
         ([], "the ONNX model has no nodes"),
         ([node("Relu", ["q"], ["y"], name="n")], "node 'n' (Relu): input 'q' is made by no node"),
@@ -476,11 +476,11 @@ def test_nodes_in_any_order_and_with_one_name(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, nodes: Any, said: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, nodes: Any, message: str) -> None:
     path = saved(tmp_path, nodes, X, Y)
     with pytest.raises(FormatError) as error:
         load(path)
-    assert said in str(error.value) and str(path) in str(error.value)
+    assert message in str(error.value) and str(path) in str(error.value)
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def add(key: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (add("problem_version", 2), "problem_version = 2, this version reads 1"),
         (add("problem_version", True), "problem_version = True"),
@@ -228,11 +228,11 @@ def add(key: str, value: Any) -> dict[str, Any]:
         ('{"problem_version": 1, "model": ' + "9" * 5000 + "}", "not valid JSON"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, content: Any, said: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, content: Any, message: str) -> None:
     path = written(tmp_path / "file.json", content)
     with pytest.raises(FormatError) as error:
         load(path)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith(f"{path}: ")
 
 
@@ -270,7 +270,7 @@ def test_import_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file.write_text(PIPEDREAM)
     args = ["import", str(file), "--devices", "2", "--objective", "latency", "--out", str(out)]
     assert main([*args, "--microbatches", "5", "--json"]) == cli.OK
-    text, said = capsys.readouterr()
+    text, stderr = capsys.readouterr()
     problem = load(out)
     assert json.loads(text) == {
         "nodes": 6,
@@ -281,7 +281,7 @@ def test_import_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "lower_bound_s": lower_bounds(problem),
     }
     assert problem.objective == "latency" and problem.num_microbatches == 5
-    assert f"problem written to {out}" in said
+    assert f"problem written to {out}" in stderr
     assert main(args) == cli.OK
     assert "latency" in capsys.readouterr().out
 
@@ -318,7 +318,7 @@ def test_import_of_a_workload(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--mode", "inference"], "mode cannot be set: the file itself describes its devices"),
         (["--dim", "batch=1"], "dims cannot be set"),
@@ -328,11 +328,11 @@ def test_import_of_a_workload(
     ],
 )
 def test_what_a_wrong_command_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     file = written(tmp_path / "file.json", SMALL)
     assert main(["import", str(file), "--out", str(tmp_path / "out.json"), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
 

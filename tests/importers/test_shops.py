@@ -62,9 +62,9 @@ def matrices(jobs: Jobs, m: int) -> str:
 
 def taillard(jobs: Jobs, m: int) -> str:
     times, machines = _both(jobs)
-    said = "Nb of jobs, Nb of Machines, Time seed, Machine seed, Upper bound, Lower bound\n"
+    title = "Nb of jobs, Nb of Machines, Time seed, Machine seed, Upper bound, Lower bound\n"
     head = _lines([len(jobs), m, 84, 39, 99, 7])
-    return said + head + "Times\n" + _lines(*times) + "Machines\n" + _lines(*machines)
+    return title + head + "Times\n" + _lines(*times) + "Machines\n" + _lines(*machines)
 
 
 def or_library(jobs: Jobs, m: int) -> str:
@@ -99,9 +99,9 @@ def _read(text: str) -> Any:
 
 @settings(max_examples=120, deadline=None)
 @given(drawn(), st.data())
-def test_a_damaged_text_is_not_another_shop(told: tuple[Write, Jobs, int], data: Any) -> None:
+def test_a_damaged_text_is_not_another_shop(instance: tuple[Write, Jobs, int], data: Any) -> None:
     """What is cut off or has more than its counts say is an error that names the line."""
-    write, jobs, m = told
+    write, jobs, m = instance
     text = write(jobs, m)
     width = max(machine for job in jobs for ways in job for machine, _ in ways)
     seconds = np.full((sum(map(len, jobs)), width), np.inf)
@@ -172,13 +172,15 @@ def test_several_in_a_text(tmp_path: Path) -> None:
     (tmp_path / ".git/HEAD").write_text(text)
     known = [{"name": "abz5", "optimum": 8}, {"name": "abz6", "bounds": {"upper": 9, "lower": 7}}]
     (tmp_path / "instances.json").write_text(json.dumps(known))
-    found = {case.problem: case for case in cases("shops", tmp_path)}
-    assert list(found) == ["tai/1", "tai/2", "two/abz5", "two/abz6"]
-    bounds = [(case.lower_bound, case.best_known) for case in found.values()]
+    by_name = {case.problem: case for case in cases("shops", tmp_path)}
+    assert list(by_name) == ["tai/1", "tai/2", "two/abz5", "two/abz6"]
+    bounds = [(case.lower_bound, case.best_known) for case in by_name.values()]
     assert bounds == [(7, 99), (7, 99), (8, 8), (7, 9)]
-    assert found["tai/2"].load().compute_s.tolist() == found["two/abz5"].load().compute_s.tolist()
+    assert (
+        by_name["tai/2"].load().compute_s.tolist() == by_name["two/abz5"].load().compute_s.tolist()
+    )
     with pytest.raises(FormatError, match=r"two: abz6, line 15: a duration = 'x' is not a number"):
-        found["two/abz6"].load()
+        by_name["two/abz6"].load()
     with pytest.raises(FormatError, match="2 shops are in it: placement bench shops"):
         importers.load(tmp_path / "tai.txt")
 

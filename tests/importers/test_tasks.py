@@ -144,7 +144,7 @@ CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.json", _shop([]), "'operations' must be a non-empty list"),
         ("a.json", _shop(OPS[1:]), "no machine may run operation 1, of 3"),
@@ -173,11 +173,11 @@ CIRCLE = [{"before": 0, "after": 1}, {"before": 1, "after": 0}]
         ("a.json", {"workflow": {"tasks": [PARTED]}}, "'b' is no task"),
     ],
 )
-def test_mistakes_are_named(name: str, content: Any, said: str, tmp_path: Path) -> None:
+def test_mistakes_are_named(name: str, content: Any, message: str, tmp_path: Path) -> None:
     path = written(tmp_path / name, content)
     with pytest.raises(FormatError) as caught:
         importers.load(path)
-    assert said in str(caught.value) and str(path) in str(caught.value)
+    assert message in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_options_of_files_that_describe_their_devices(tmp_path: Path) -> None:

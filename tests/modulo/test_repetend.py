@@ -140,10 +140,10 @@ def best_makespan(work: Work, num: int) -> int:
 @given(works())
 @settings(max_examples=60)
 def test_the_period_is_the_brute_force_optimum(work: Work) -> None:
-    found = search(work, 1, 20.0)
-    assert found.optimal
-    assert found.pattern.period == best_period(work)
-    assert work.period_bound <= found.bound == found.pattern.period
+    answer = search(work, 1, 20.0)
+    assert answer.optimal
+    assert answer.pattern.period == best_period(work)
+    assert work.period_bound <= answer.bound == answer.pattern.period
 
 
 @given(works(), st.integers(2, 3))
@@ -172,10 +172,10 @@ def test_a_pattern_of_three_micro_batches_where_memory_is_tight() -> None:
 def test_what_the_proofs_assume_loses_nothing(work: Work, unroll: int) -> None:
     """Below the proved bound nothing is found either where neighbours may be far apart."""
     try:
-        found = search(work, unroll, 20.0)
+        answer = search(work, unroll, 20.0)
     except BlocksError:  # not even one micro-batch fits
         reject()
-    period = int(found.bound * unroll) - 1
+    period = int(answer.bound * unroll) - 1
     if period >= unroll * max(work.load):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(repetend, "_near", lambda work: [])
@@ -206,14 +206,14 @@ def test_transfers_count_towards_what_a_micro_batch_holds() -> None:
 
 def test_long_times_are_no_harder_than_short_ones() -> None:
     work = v_shape(4, memory=3).scaled(1009)
-    found = search(work, 1, 20.0)
-    assert found.optimal and found.pattern.period <= 8 * 1009
+    answer = search(work, 1, 20.0)
+    assert answer.optimal and answer.pattern.period <= 8 * 1009
 
 
 def test_a_budget_of_nothing_gives_the_best_so_far_and_its_bound() -> None:
-    found = search(v_shape(8, memory=3), 1, 0.0)
-    assert found.pattern.period == 32 and found.bound == Fraction(32, 3).__ceil__()
-    assert not found.optimal
+    answer = search(v_shape(8, memory=3), 1, 0.0)
+    assert answer.pattern.period == 32 and answer.bound == Fraction(32, 3).__ceil__()
+    assert not answer.optimal
 
 
 # --- the schedule ------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_cases_are_read_in_any_order_and_circles_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         *(({"time": x}, "not a case: block 7: time = .* number") for x in (1.5, 1e999, "1", None)),
         ({"id": "x"}, r"not a case: blocks\[0\]: id = 'x'"),
@@ -364,9 +364,9 @@ def test_cases_are_read_in_any_order_and_circles_refused() -> None:
         ({"time": 0}, "block 7 takes a time of 0"),
     ],
 )
-def test_the_block_of_a_mistake_is_named(change: dict, said: str) -> None:
+def test_the_block_of_a_mistake_is_named(change: dict, message: str) -> None:
     block = {"id": 7, "devices": [0], "time": 1, "memory": 0, "deps": []} | change
-    with pytest.raises(BlocksError, match=said):
+    with pytest.raises(BlocksError, match=message):
         read_work({"ndevs": 2, "blocks": [block]}, None)
     for case in (None, {"ndevs": 2}, {"blocks": [block]}, {"ndevs": 2, "blocks": {"a": block}}):
         with pytest.raises(BlocksError, match="not a case: "):
@@ -529,14 +529,14 @@ def test_an_order_is_followed_as_the_readable_code_does(work: Work, num: int, ra
     table, length = order_kernels.table(work), int((starts + [b.time for b in work.blocks]).max())
     word, again = np.empty(starts.size, np.int64), np.empty_like(starts)
     before = np.empty((num, sum(len(b.devices) for b in work.blocks)), np.int64)
-    made = order_kernels.follow(
+    reached = order_kernels.follow(
         table, order_kernels.sorted_items(key), 0, again, length, word, again, before
     )
-    assert made == length
-    for kept in (random.randrange(starts.size + 1), starts.size):
+    assert reached == length
+    for prefix in (random.randrange(starts.size + 1), starts.size):
         again[:] = -1
         assert (
-            order_kernels.follow(table, word, kept, starts, length, word, again, before) == length
+            order_kernels.follow(table, word, prefix, starts, length, word, again, before) == length
         )
         assert (again == starts).all()
     assert order_kernels.follow(table, word, 0, starts, length - 1, word, again, before) == -1

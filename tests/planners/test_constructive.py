@@ -130,10 +130,10 @@ def test_what_a_small_gpu_cannot_hold_is_streamed_past_it(name: str) -> None:
     few = small_problem([[99, 1]] * 4, chain(4), param_bytes=10, objective="latency")
     seconds = few.profile.compute_s
     profile = Profile(("cpu", "gpu"), seconds, 0 * seconds).for_cluster(cluster)
-    found = load(name)(replace(few, cluster=cluster, profile=profile))
-    assert found.value_s <= 99 * 4
+    solution = load(name)(replace(few, cluster=cluster, profile=profile))
+    assert solution.value_s <= 99 * 4
     if name in ("heft", "peft", "busy_heft"):
-        assert found.value_s == pytest.approx(1 + 3 * 2)
+        assert solution.value_s == pytest.approx(1 + 3 * 2)
 
 
 def test_peft_reproduces_the_example_of_its_paper() -> None:
@@ -157,9 +157,9 @@ def test_what_is_known_of_all_devices_at_once_is_what_is_known_of_each(seed: int
     problem = anything(seed, grouped=True, unsupported=True)
     g, rng = problem.graph, np.random.default_rng(seed)
     src = rng.integers(0, problem.num_devices, g.num_tensors)
-    found = reference.transfers_s(problem, np.arange(g.num_tensors), src)
-    for t, d in np.ndindex(found.shape):
-        assert found[t, d] == problem.transfer_s(t, int(src[t]), d)
+    table = reference.transfers_s(problem, np.arange(g.num_tensors), src)
+    for t, d in np.ndindex(table.shape):
+        assert table[t, d] == problem.transfer_s(t, int(src[t]), d)
 
     schedule = ListSchedule(problem, activations=1)
     placed: list[tuple[int, int]] = []
@@ -212,18 +212,18 @@ def test_the_kernel_places_as_the_reference_does(seed: int, activations: int) ->
     order = list(ready_order(problem, rng.integers(0, 5, problem.num_ops).astype(float)))
     extra_s = rng.integers(0, 3, problem.compute_s.shape).astype(float)
     wanted = rng.integers(-1, problem.num_devices, problem.num_ops).astype(np.int32)
-    found, expected = (x(problem, activations) for x in (ListSchedule, reference.ListSchedule))
-    found.place(order[:5], extra_s, wanted)  # begun, then gone on with
-    found.place(order[5:], extra_s, wanted)
+    ours, expected = (x(problem, activations) for x in (ListSchedule, reference.ListSchedule))
+    ours.place(order[:5], extra_s, wanted)  # begun, then gone on with
+    ours.place(order[5:], extra_s, wanted)
     for op in order:
         if wanted[op] in expected.able(op):
             start = expected.starts_s(op, wanted[op : op + 1].astype(np.intp))
             expected.place(op, int(wanted[op]), float(start[0]))
         else:
             expected.place_earliest(op, extra_s[op])
-    assert found.choice.tolist() == expected.choice.tolist()
-    assert found.finish_s.tolist() == expected.finish_s.tolist()
-    assert found.makespan_s == expected.makespan_s
+    assert ours.choice.tolist() == expected.choice.tolist()
+    assert ours.finish_s.tolist() == expected.finish_s.tolist()
+    assert ours.makespan_s == expected.makespan_s
 
 
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
@@ -232,11 +232,11 @@ def test_the_kernel_takes_first_what_the_reference_does(seed: int, activations: 
     favourite = np.full(problem.num_ops, -1, np.int32)
     for producer, consumer in problem.graph.edges[rng.random(len(problem.graph.edges)) < 0.3]:
         favourite[producer] = consumer
-    found = ListSchedule(problem, activations)
-    found.place_first_to_start(problem.upward_rank_s, favourite)
+    ours = ListSchedule(problem, activations)
+    ours.place_first_to_start(problem.upward_rank_s, favourite)
     expected = reference.earliest_task_first(problem, activations, favourite)
-    assert found.choice.tolist() == expected.choice.tolist()
-    assert found.finish_s.tolist() == expected.finish_s.tolist()
+    assert ours.choice.tolist() == expected.choice.tolist()
+    assert ours.finish_s.tolist() == expected.finish_s.tolist()
 
 
 @given(seed=st.integers(0, 10**6), activations=st.integers(0, 1))
@@ -711,10 +711,10 @@ def test_families_are_twenty_and_have_the_ccr_they_state() -> None:
     assert len(families()) == 20
     for name, family in families().items():
         problem = family(3)
-        made = problem.graph.tensor_src >= 0
+        produced = problem.graph.tensor_src >= 0
         speed = np.resize(family.speeds, family.num_devices)
         work_s = (problem.compute_s * speed).mean()
-        send_s = problem.mean_transfer_s[made].mean() - 1e-6
+        send_s = problem.mean_transfer_s[produced].mean() - 1e-6
         assert send_s / work_s == pytest.approx(family.ccr, rel=0.25), name
 
 
@@ -743,7 +743,7 @@ def test_more_orders_are_cut_and_the_best_is_kept(name: str) -> None:
 def test_orders_without_a_split_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, inf = [], np.inf
     split = contiguous_dp.splits
-    monkeypatch.setattr(contiguous_dp, "splits", lambda *given: calls.append(0) or split(*given))
+    monkeypatch.setattr(contiguous_dp, "splits", lambda *args: calls.append(0) or split(*args))
     # Each device refuses every second operator: no order of the chain has two stages.
     refused = make([(1, inf), (inf, 1), (1, inf), (inf, 1)], [(0, 1), (1, 2), (2, 3)])
     answer = load("contiguous_dp", orders=8, seconds=1e-9)(refused)

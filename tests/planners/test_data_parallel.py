@@ -37,15 +37,15 @@ def chain(seconds: list[list[float]], *, params: int = 0, memory: int = 2**40) -
 
 
 def test_a_device_of_a_third_of_the_speed_takes_every_fourth() -> None:
-    found = load("data_parallel")(chain([[1.0, 3.0], [2.0, 6.0]]))
-    assert found.stats["turns"] == {"cpu:0": 3, "cpu:1": 1}
-    assert found.placement.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
-    assert found.value_s == 9 / 4
+    solution = load("data_parallel")(chain([[1.0, 3.0], [2.0, 6.0]]))
+    assert solution.stats["turns"] == {"cpu:0": 3, "cpu:1": 1}
+    assert solution.placement.tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
+    assert solution.value_s == 9 / 4
 
 
 def test_the_best_device_alone_where_others_do_not_help() -> None:
-    found = load("data_parallel")(chain([[1.0, 100.0]]))
-    assert found.placement.tolist() == [0] and found.value_s == 1.0
+    solution = load("data_parallel")(chain([[1.0, 100.0]]))
+    assert solution.placement.tolist() == [0] and solution.value_s == 1.0
     few = replace(chain([[1.0, 3.0]]), max_phases=3)  # with every third its turns take 3 / 3
     assert load("data_parallel")(few).value_s == 1.0
 
@@ -55,8 +55,8 @@ def test_who_cannot_run_or_hold_it_all_takes_no_part() -> None:
     small = replace(problem.cluster.devices[2], memory_bytes=15)
     devices = (*problem.cluster.devices[:2], small)
     problem = replace(problem, cluster=Cluster("host", devices))
-    found = load("data_parallel")(problem)
-    assert found.placement.tolist() == [0, 0] and found.value_s == 2.0
+    solution = load("data_parallel")(problem)
+    assert solution.placement.tolist() == [0, 0] and solution.value_s == 2.0
     # Replicas of stages help: what the second and third device can take, they take.
     assert load("best_of")(problem).value_s < 2.0
 
@@ -113,9 +113,9 @@ def test_a_search_over_phases_uses_a_slow_device_for_what_it_is_good_at() -> Non
         "max_load"  # type: ignore[arg-type]
     )
     before = load("best_of")(problem)
-    found = load("phase_search", seed=0)(problem)
+    solution = load("phase_search", seed=0)(problem)
     assert before.value_s == 5.0  # one operator of 5 s, or 3 + 5 + 2 on two replicas
-    assert found.value_s == pytest.approx(4.0)  # 3 + 5 in turns, and 2 on the third
+    assert solution.value_s == pytest.approx(4.0)  # 3 + 5 in turns, and 2 on the third
     with pytest.raises(PlannerError, match="phases = 99, the problem allows 16"):
         load("phase_search", phases=99)(problem)
 
@@ -125,23 +125,23 @@ def test_a_search_over_phases_uses_a_slow_device_for_what_it_is_good_at() -> Non
 def test_best_of_is_no_worse_with_replicas_and_searches_start_without(seed: int) -> None:
     problem = random_problem(seed, num_devices=2)
     free = replace(problem, max_phases=4)
-    found, before = load("best_of")(free), load("best_of")(problem)
-    assert found.value_s <= before.value_s * (1 + 1e-9)
-    assert found.lower_bound_s == lower_bound(free)
+    solution, before = load("best_of")(free), load("best_of")(problem)
+    assert solution.value_s <= before.value_s * (1 + 1e-9)
+    assert solution.lower_bound_s == lower_bound(free)
     search = load("local_search", evaluations=40, seed=0)(free)
     assert search.placement.ndim == 1
-    if np.isfinite(found.value_s):
-        assert found.value_s == pytest.approx(score(free, found.placement[None])[0])
-        plan = make_plan(free, found, planner="best_of")
+    if np.isfinite(solution.value_s):
+        assert solution.value_s == pytest.approx(score(free, solution.placement[None])[0])
+        plan = make_plan(free, solution, planner="best_of")
         assert plan.inconsistencies() == []
 
 
 def test_a_heavy_stage_is_replicated_by_turns() -> None:
     # 1 s, 6 s, and parameters that fit once: the heavy operator on three of four devices.
     problem = chain([[2.0] * 4, [6.0] * 4], params=10, memory=60)
-    found = load("replicated")(problem)
-    assert found.value_s == 2.0
-    assert found.placement.tolist() == [[0, 1], [0, 2], [0, 3]]
+    solution = load("replicated")(problem)
+    assert solution.value_s == 2.0
+    assert solution.placement.tolist() == [[0, 1], [0, 2], [0, 3]]
 
 
 def test_a_comparison_takes_no_replica_for_a_defect(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_a_comparison_takes_no_replica_for_a_defect(tmp_path: Path) -> None:
 
 def test_replicas_go_on_without_a_device_that_is_lost() -> None:
     problem = chain([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
-    found = load("data_parallel")(problem)
-    left, again = replan(problem, found.placement, ["cpu:1"])
-    assert found.value_s == 1.0 and again.value_s == 1.5
+    solution = load("data_parallel")(problem)
+    left, again = replan(problem, solution.placement, ["cpu:1"])
+    assert solution.value_s == 1.0 and again.value_s == 1.5
     assert again.placement.tolist() == [[0, 0], [1, 1]] and left.cluster.num_devices == 2
-    _, alone = replan(problem, found.placement, ["cpu:0", "cpu:2"])
+    _, alone = replan(problem, solution.placement, ["cpu:0", "cpu:2"])
     assert alone.placement.tolist() == [0, 0] and alone.value_s == 3.0
 
 
@@ -177,19 +177,19 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert answer["turns"] == {"cpu:0": 3, "cpu:1": 1}
     assert answer["phases"] == [{}, {}, {"op0": "cpu:1", "op1": "cpu:1"}]
     assert len(load_plan(out).assignments) == 4
-    for command, told in (
+    for command, text in (
         (["show", out], "take turns in 4 phases"),
         (["validate", out], "valid"),
         (["diff", out, out], "every operator is on the same device"),
     ):
         assert main(command) == 0
-        assert told in capsys.readouterr().out
+        assert text in capsys.readouterr().out
     model = ["plan", "tiny_mlp", "--planner", "heft"]
     assert main([*model, "--max-phases", "8", "--measurements", "9"]) == 2
     assert "use --max-phases 1 with it" in capsys.readouterr().err
     for name in ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "searched"):
         assert main([*plan, "--max-phases", "8", "--scheduler", name]) == 2
-        assert "4 phases" in (told := capsys.readouterr().err) and "list_order" in told
+        assert "4 phases" in (text := capsys.readouterr().err) and "list_order" in text
     ordered = [*plan, "--max-phases", "8", "--scheduler", "list_order", "--out", out]
     assert main([*ordered, "--microbatches", "9"]) == 2
     assert "add --microbatches 12" in capsys.readouterr().err

@@ -137,9 +137,9 @@ def test_a_start_that_does_not_fit_is_not_called_not_contiguous(name: str) -> No
     problem = make([[1, 1], [1, 1]], [(0, 1)], param_bytes=60, memory_bytes=50).with_objective(
         "max_load"
     )
-    found = exact(name, contiguous=True)(problem)
-    assert found.value_s == np.inf
-    assert found.stats["message"] == "no contiguous split that fits was found: this is the start"
+    solution = exact(name, contiguous=True)(problem)
+    assert solution.value_s == np.inf
+    assert solution.stats["message"] == "no contiguous split that fits was found: this is the start"
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -160,10 +160,10 @@ def test_a_program_there_is_no_time_for_is_not_written(
     start = load("single_device")(problem)
     clock = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    found = exact(name, seconds=8, start="single_device")(problem)
+    solution = exact(name, seconds=8, start="single_device")(problem)
     # Every look at the clock takes a second: one at each block of the program would be too many.
-    assert "too few to write" in found.stats["status"]
-    assert found.value_s == start.value_s
+    assert "too few to write" in solution.stats["status"]
+    assert solution.value_s == start.value_s
     assert next(clock) < 40
 
 

@@ -102,26 +102,26 @@ def brute_force(problem: Problem) -> float:
 @given(st.integers(0, 10**6))
 def test_equals_brute_force(seed: int) -> None:
     problem = draw(seed)
-    found = IdealDp()(problem)
+    solution = IdealDp()(problem)
     expected = brute_force(problem)
-    assert found.value_s == pytest.approx(expected, rel=1e-9)
+    assert solution.value_s == pytest.approx(expected, rel=1e-9)
     if np.isfinite(expected):
-        placement = problem.check_placement(found.placement)
-        assert found.value_s == score(problem, placement)[0]
-        assert found.stats["contiguous_optimum"]
-        assert found.lower_bound_s <= found.value_s
+        placement = problem.check_placement(solution.placement)
+        assert solution.value_s == score(problem, placement)[0]
+        assert solution.stats["contiguous_optimum"]
+        assert solution.lower_bound_s <= solution.value_s
     else:
-        assert "bytes of parameters" in found.stats["infeasible"]
+        assert "bytes of parameters" in solution.stats["infeasible"]
 
 
 def test_a_drawn_chain() -> None:
     # 0 --> 1 --> 2 --> 3 of 4, 1, 1, 4 seconds on two devices; a cut costs 1 on both sides.
     problem = equal([(0, 1), (1, 2), (2, 3)], [4, 1, 1, 4], 1.0, 2)
-    found = IdealDp()(problem)
-    assert found.value_s == 6  # [0 1 |1] [1| 2 3]
-    assert found.placement.tolist() == [0, 0, 1, 1]
-    assert found.lower_bound_s == pytest.approx(6)  # of any split
-    assert (found.stats["ideals"], found.stats["num_items"]) == (5, 4)
+    solution = IdealDp()(problem)
+    assert solution.value_s == 6  # [0 1 |1] [1| 2 3]
+    assert solution.placement.tolist() == [0, 0, 1, 1]
+    assert solution.lower_bound_s == pytest.approx(6)  # of any split
+    assert (solution.stats["ideals"], solution.stats["num_items"]) == (5, 4)
 
 
 def test_beats_the_linearised_program_where_orders_matter() -> None:
@@ -130,9 +130,9 @@ def test_beats_the_linearised_program_where_orders_matter() -> None:
     #   3 (1) --> 4 (1) --> 5 (7)
     chains = [(0, 1), (1, 2), (3, 4), (4, 5)]
     problem = equal(chains, [3, 3, 3, 1, 1, 7], 10.0, 2)
-    found = IdealDp()(problem)
-    assert found.value_s == 9
-    assert sorted(np.bincount(found.placement)) == [3, 3]
+    solution = IdealDp()(problem)
+    assert solution.value_s == 9
+    assert sorted(np.bincount(solution.placement)) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_beats_the_linearised_program_where_orders_matter() -> None:
     ],
 )
 def test_ideals_of_known_graphs(edges: list[tuple[int, int]], num_ops: int, ideals: int) -> None:
-    found = IdealDp()(equal(edges, [1.0] * num_ops, 0.5, 2))
-    assert found.stats["ideals"] == ideals
+    solution = IdealDp()(equal(edges, [1.0] * num_ops, 0.5, 2))
+    assert solution.stats["ideals"] == ideals
 
 
 def test_reductions() -> None:
@@ -201,10 +201,10 @@ def test_limits_are_never_silent() -> None:
     assert line.value_s == exact.stats["linearised_s"] and line.stats["ideals"] == 0
     with pytest.warns(RuntimeWarning, match="seconds = 1e-09 are too few for the ideals"):
         wide = IdealDp(seconds=1e-9)(equal([], [1.0] * 20, 0.1, 2))
-    for found in (small, quick, counted, line, wide):
-        assert not found.stats["contiguous_optimum"]
-        assert "not proved optimal" in found.stats["message"]
-        assert np.isfinite(found.value_s)
+    for solution in (small, quick, counted, line, wide):
+        assert not solution.stats["contiguous_optimum"]
+        assert "not proved optimal" in solution.stats["message"]
+        assert np.isfinite(solution.value_s)
     assert exact.value_s <= small.value_s == small.stats["linearised_s"]
     many = make([], np.arange(1.0, 14)[None, :], np.zeros((1, 13)))
     with pytest.raises(PlannerError, match="13 kinds of devices make 8192 sets"):
@@ -224,9 +224,9 @@ def test_without_time_runs_of_items_are_split(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
     with pytest.warns(RuntimeWarning, match="not proved optimal"):
-        found = load("ideal_dp", seconds=1)(problem)
-    assert found.value_s == 100
-    assert not found.stats["contiguous_optimum"]
+        solution = load("ideal_dp", seconds=1)(problem)
+    assert solution.value_s == 100
+    assert not solution.stats["contiguous_optimum"]
     assert prefixes and max(prefixes) <= 51
 
 
@@ -241,8 +241,8 @@ def test_operators_that_cost_nothing_are_joined_only_where_that_loses_nothing() 
         param_bytes=[6, 6],
         param_uses=[(0, 0), (1, 1)],
     )
-    found = IdealDp()(apart)
-    assert found.value_s == 1 and found.stats["contiguous_optimum"]
+    solution = IdealDp()(apart)
+    assert solution.value_s == 1 and solution.stats["contiguous_optimum"]
     # Two devices of 100 B. With 1 joined to 2 the best is {0 1 2 | 3}, 9 | 4 s; {1 2 3} has 110 B.
     # Apart {0 1 | 2 3} takes 5 | 8 s.
     #   0 (5 s, 10 B) --> 2 (4 s, 30 B) --> 3 (4 s, 30 B)
@@ -251,9 +251,9 @@ def test_operators_that_cost_nothing_are_joined_only_where_that_loses_nothing() 
     holds = {"param_bytes": [10, 50, 30, 30], "param_uses": [(n, n) for n in range(4)]}
     edges = [(0, 2), (1, 2), (2, 3)]
     better = make(edges, table, np.zeros((4, 2)), [100, 100], **holds)
-    found = IdealDp()(better)
-    assert found.value_s == 8 and found.stats["contiguous_optimum"]
-    assert (found.stats["num_items"], len(contract(better)[1])) == (4, 3)
+    solution = IdealDp()(better)
+    assert solution.value_s == 8 and solution.stats["contiguous_optimum"]
+    assert (solution.stats["num_items"], len(contract(better)[1])) == (4, 3)
     for name in ("mip", "cp_sat"):
         exact = load(name, contiguous=True, start="single_device")(better)
         assert exact.value_s == 8 == pytest.approx(exact.stats["contiguous_bound_s"], rel=1e-5)
@@ -283,16 +283,16 @@ def test_a_split_that_is_too_large_for_one_micro_batch_alone_says_so() -> None:
         objective="latency", max_in_flight=1, num_microbatches=8,
     )  # fmt: skip
     for name in ("ideal_dp", "best_of"):
-        found = load(name)(problem)
-        assert found.value_s == np.inf and "'b' needs 20 bytes" in found.stats["infeasible"]
+        solution = load(name)(problem)
+        assert solution.value_s == np.inf and "'b' needs 20 bytes" in solution.stats["infeasible"]
 
 
 def test_what_cannot_fit_says_so() -> None:
     problem = equal([(0, 1)], [1.0, 1.0], 0.0, 2, param_bytes=[2**41], param_uses=[(0, 0)])
-    found = IdealDp()(problem)
-    assert found.value_s == np.inf
-    assert str(2**41) in found.stats["infeasible"]
-    assert problem.check_placement(found.placement).shape == (2,)
+    solution = IdealDp()(problem)
+    assert solution.value_s == np.inf
+    assert str(2**41) in solution.stats["infeasible"]
+    assert problem.check_placement(solution.placement).shape == (2,)
 
 
 @settings(max_examples=25)
@@ -327,15 +327,17 @@ def test_published_workloads(row: dict[str, object]) -> None:
     problem = importers.load(DATA / str(row["file"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = IdealDp()(problem)
-    assert found.value_s * 1e3 == pytest.approx(row["value"], rel=1e-6)
-    assert found.stats["ideals"] == row["ideals"]
-    assert found.value_s == pytest.approx(device_loads(problem, found.placement).max(), rel=1e-12)
-    assert (problem.param_bytes_on(found.placement) <= problem.memory_bytes).all()
+        solution = IdealDp()(problem)
+    assert solution.value_s * 1e3 == pytest.approx(row["value"], rel=1e-6)
+    assert solution.stats["ideals"] == row["ideals"]
+    assert solution.value_s == pytest.approx(
+        device_loads(problem, solution.placement).max(), rel=1e-12
+    )
+    assert (problem.param_bytes_on(solution.placement) <= problem.memory_bytes).all()
     balance = next(
         r["value"] for r in TRUTH if r["file"] == row["file"] and r["method"] == "balance_bound"
     )
-    assert balance * (1 - 1e-9) <= found.lower_bound_s * 1e3 <= row["value"] * (1 + 1e-9)
+    assert balance * (1 - 1e-9) <= solution.lower_bound_s * 1e3 <= row["value"] * (1 + 1e-9)
 
 
 def test_published_workloads_are_here() -> None:
@@ -372,6 +374,6 @@ def test_too_many_kinds_of_devices_are_refused_before_any_work(
 def test_what_takes_a_little_time_is_not_joined() -> None:
     """0 --> 1 beside 2: the 0.9 ns of 0 go to the device that has them left, before that of 1."""
     problem = equal([(0, 1)], [0.9e-9, 1e-5, 1e-5 - 0.9e-9], 0.0, 2)
-    found = IdealDp()(problem)
-    assert found.value_s == pytest.approx(1e-5, rel=1e-6)
-    assert found.placement.tolist() in ([0, 1, 0], [1, 0, 1])
+    solution = IdealDp()(problem)
+    assert solution.value_s == pytest.approx(1e-5, rel=1e-6)
+    assert solution.placement.tolist() in ([0, 1, 0], [1, 0, 1])

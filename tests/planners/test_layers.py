@@ -58,10 +58,10 @@ def chain(
     pairs = rng.random((num_ops + 1, num_devices, num_devices))  # of each tensor its own
     if alike:
         pairs[:] = 0.1
-    given = None if heavy else pairs * (1 - np.eye(num_devices))
+    transfers = None if heavy else pairs * (1 - np.eye(num_devices))
     return problem_on(
         graph, seconds, device={"kind": ["cpu", "npu", "npu"]}, memory_bytes=memory, links=links,
-        profile={"transfer_s": given}, objective="latency", num_microbatches=1, max_in_flight=1,
+        profile={"transfer_s": transfers}, objective="latency", num_microbatches=1, max_in_flight=1,
     )  # fmt: skip
 
 
@@ -83,12 +83,12 @@ def best_contiguous(problem: Problem) -> float:
 @given(seed=st.integers(0, 10**6), alike=st.booleans())
 def test_no_contiguous_split_is_better(seed: int, alike: bool) -> None:
     problem = chain(seed, alike=alike)
-    found, best = load("layer_dp")(problem), best_contiguous(problem)
+    solution, best = load("layer_dp")(problem), best_contiguous(problem)
     if np.isfinite(best):
-        assert found.value_s <= best * (1 + 1e-9)
-        assert found.value_s == score(problem, found.placement)[0]
+        assert solution.value_s <= best * (1 + 1e-9)
+        assert solution.value_s == score(problem, solution.placement)[0]
     else:
-        assert found.value_s == np.inf and found.stats["infeasible"]
+        assert solution.value_s == np.inf and solution.stats["infeasible"]
     with_tensors = load("layer_dp")(chain(seed, alike=alike, heavy=1))
     assert with_tensors.value_s == np.inf or with_tensors.value_s > 0
 
@@ -115,14 +115,14 @@ def test_other_problems_get_the_best_single_device() -> None:
 def test_home_clusters(seed: int) -> None:
     """Never over memory; never slower than what is done today, nor than the contiguous split."""
     problem = home(seed, "Llama 3.1 8B" if seed % 3 else "Mixtral 8x7B")
-    found = load("layer_dp")(problem)
-    held = memory(problem, found.placement)
-    assert found.value_s == np.inf or all(
+    solution = load("layer_dp")(problem)
+    held = memory(problem, solution.placement)
+    assert solution.value_s == np.inf or all(
         x["needed_bytes"] <= x["there_bytes"] for x in held.values()
     )
     for name in BASELINES:
         other = load(name)(problem)
-        assert found.value_s <= other.value_s * (1 + 1e-9), name
+        assert solution.value_s <= other.value_s * (1 + 1e-9), name
 
 
 def test_experts_beside_attention() -> None:
@@ -136,13 +136,13 @@ def test_experts_beside_attention() -> None:
         Cluster("c", (gpu, host), links),
         Serving("decode", 4096, whole_layers=False),  # type: ignore[arg-type]
     )
-    found = load("layer_dp")(problem)
+    solution = load("layer_dp")(problem)
     kinds = np.array(problem.graph.op_kind)
-    assert (found.placement[kinds == "attention"] == 0).all()
-    assert 0 < (found.placement[kinds == "experts"] == 1).sum() < 8
-    assert found.value_s < load("layer_dp", helpers=False)(problem).value_s
+    assert (solution.placement[kinds == "attention"] == 0).all()
+    assert 0 < (solution.placement[kinds == "experts"] == 1).sum() < 8
+    assert solution.value_s < load("layer_dp", helpers=False)(problem).value_s
     # As few as must: one more on the GPU does not fit.
-    held = memory(problem, found.placement)["gpu"]
+    held = memory(problem, solution.placement)["gpu"]
     one = decoder.parts[3].weight_bytes
     assert held["needed_bytes"] + one > held["there_bytes"]
 
@@ -178,8 +178,8 @@ def test_what_is_done_today(
 ) -> None:
     name, _, option = planner.partition(" ")
     options = dict([option.split("=")]) if option else {}
-    found = load(name, **options)(layers([10] * 8, memory_bytes, kinds))
-    assert found.placement.tolist() == expected and np.isfinite(found.value_s)
+    solution = load(name, **options)(layers([10] * 8, memory_bytes, kinds))
+    assert solution.placement.tolist() == expected and np.isfinite(solution.value_s)
 
 
 def test_an_even_split_does_not_look_at_memory() -> None:

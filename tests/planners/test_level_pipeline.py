@@ -34,10 +34,10 @@ def test_stages_have_the_least_slowest_stage(num_stages: int, num_levels: int, s
     def slowest(stage: np.ndarray) -> float:
         return max(seconds[s, stage == s].sum() for s in range(num_stages))
 
-    found = stages(seconds)
+    stage_of = stages(seconds)
     every = itertools.combinations_with_replacement(range(num_stages), num_levels)
-    assert (np.diff(found) >= 0).all() and found.min() >= 0 and found.max() < num_stages
-    assert slowest(found) == min(slowest(np.array(stage)) for stage in every)
+    assert (np.diff(stage_of) >= 0).all() and stage_of.min() >= 0 and stage_of.max() < num_stages
+    assert slowest(stage_of) == min(slowest(np.array(stage)) for stage in every)
 
 
 def test_seconds_of_a_level_on_a_team() -> None:

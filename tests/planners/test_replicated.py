@@ -94,8 +94,8 @@ def test_gradients_are_sent_too() -> None:
 
 
 def test_what_does_not_fit_on_one_device_is_cut() -> None:
-    period_s, found = stages(chain([1.0] * 4, 4, params=10, memory=20))
-    assert found == [(2, 2), (2, 2)] and period_s == pytest.approx(1.0)
+    period_s, parts = stages(chain([1.0] * 4, 4, params=10, memory=20))
+    assert parts == [(2, 2), (2, 2)] and period_s == pytest.approx(1.0)
 
 
 def test_nothing_fits() -> None:
@@ -104,8 +104,8 @@ def test_nothing_fits() -> None:
 
 
 def test_a_hundred_equal_devices() -> None:
-    period_s, found = stages(chain([1.0] * 50, 100))
-    assert period_s <= 50 / 100 * 1.1 and sum(r for _, r in found) <= 100
+    period_s, parts = stages(chain([1.0] * 50, 100))
+    assert period_s <= 50 / 100 * 1.1 and sum(r for _, r in parts) <= 100
 
 
 def test_numbers_of_replicas() -> None:
@@ -137,16 +137,16 @@ def test_no_split_is_better(problem: Problem) -> None:
     problem = replace(problem, max_phases=12)
     block = np.arange(graph.num_groups, dtype=np.int32)
     table = stage_periods(problem, block, np.arange(problem.num_devices))
-    period_s, found = fewest(table, problem.num_devices)
+    period_s, parts = fewest(table, problem.num_devices)
 
     def slowest(split: list[tuple[int, int, int]]) -> float:
         return max(float(table.period_s[r - 1, a, b]) for a, b, r in split)
 
     every = [slowest(s) for s in partitions(len(block), problem.num_devices)]
     assert period_s == pytest.approx(min(every), rel=1e-9)
-    if found:
-        assert slowest(found) <= period_s * (1 + 1e-9)
-        assert sum(r for _, _, r in found) <= problem.num_devices
+    if parts:
+        assert slowest(parts) <= period_s * (1 + 1e-9)
+        assert sum(r for _, _, r in parts) <= problem.num_devices
 
 
 @given(problems(max_ops=6))

@@ -164,7 +164,7 @@ class Loop(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         states = [x.new_zeros(x.shape[0], size) for size in self.sizes[1:]]
         memory = list(states)
-        found = []
+        outputs = []
         for t in range(x.shape[1]):
             y = x[:, t]
             for i, cell in enumerate(self.cells):
@@ -173,8 +173,8 @@ class Loop(nn.Module):
                 else:
                     states[i] = cell(y, states[i])
                 y = states[i].relu()
-            found.append(self.head(y))
-        return torch.stack(found, 1)
+            outputs.append(self.head(y))
+        return torch.stack(outputs, 1)
 
 
 class Plain(nn.Module):
@@ -219,8 +219,8 @@ def test_the_workload_is_a_grid_of_equal_cells() -> None:
     grid = recognise(graph)
     assert (grid.num_layers, grid.num_steps) == (2, 3)
     layer_of_module = [int(m.split(".")[1]) if m else None for m in graph.op_module]
-    told = [n for n, layer in enumerate(layer_of_module) if layer is not None]
-    assert grid.layer[told].tolist() == [layer_of_module[n] for n in told]
+    known = [n for n, layer in enumerate(layer_of_module) if layer is not None]
+    assert grid.layer[known].tolist() == [layer_of_module[n] for n in known]
     # 13 operators in a cell; unbind and zeros before the first, stack after the last.
     sizes = np.zeros((2, 3), int)
     np.add.at(sizes, (grid.layer, grid.step), 1)

@@ -20,8 +20,8 @@ Curve = list[tuple[float, int, float]]
 
 def row(planner: str, value_s: float, seed: int | None = None, workload: str = "w") -> Row:
     known = bool(np.isfinite(value_s))
-    said = ("period", 4, 2, "x" if known else None, known, value_s, value_s, value_s)
-    return Row(workload, planner, seed, *said, plan_s=1.0)
+    facts = ("period", 4, 2, "x" if known else None, known, value_s, value_s, value_s)
+    return Row(workload, planner, seed, *facts, plan_s=1.0)
 
 
 def comparison(*cells: tuple[Row, Curve | None]) -> Comparison:
@@ -41,10 +41,10 @@ SINGLE = (row("single:d", 8.0), None)
 def test_a_curve_is_steps_over_the_best_found() -> None:
     # One device: 8, best: 2. "search" answers 6 after 0.1 s and 2 after 0.5 s; "once" has 4
     # after its 1.0 s.            0.05   0.1   0.4   0.5   1.0
-    made = comparison(
+    compared = comparison(
         SINGLE, (row("search", 2.0, 0), [(0.1, 1, 6.0), (0.5, 9, 2.0)]), (row("once", 4.0), None)
     )
-    curves = best_so_far(made, np.array([0.05, 0.1, 0.4, 0.5, 1.0]))
+    curves = best_so_far(compared, np.array([0.05, 0.1, 0.4, 0.5, 1.0]))
     assert curves["search"].tolist() == pytest.approx([4, 3, 3, 1, 1])
     assert curves["once"].tolist() == pytest.approx([4, 4, 4, 4, 2])
     assert "single:d" not in curves
@@ -52,21 +52,21 @@ def test_a_curve_is_steps_over_the_best_found() -> None:
 
 def test_seeds_and_workloads_are_averaged_geometrically() -> None:
     # In w 2 / 1 and 8 / 1, in v 1 / 1: (2 * 8 * 1) ** (1 / 3).
-    made = comparison(
+    compared = comparison(
         SINGLE,
         (row("s", 2.0, 0), None),
         (row("s", 8.0, 1), None),
         (row("best", 1.0), None),
         (row("s", 5.0, 0, "v"), None),
     )
-    assert best_so_far(made, np.array([2.0]))["s"][0] == pytest.approx(16 ** (1 / 3))
+    assert best_so_far(compared, np.array([2.0]))["s"][0] == pytest.approx(16 ** (1 / 3))
 
 
 def test_no_answer_counts_as_the_best_single_device() -> None:
-    made = comparison(SINGLE, (row("fails", np.inf), None), (row("good", 2.0), None))
-    assert best_so_far(made, np.array([9.0]))["fails"].tolist() == pytest.approx([4])
-    assert made.reference("w") == (2.0, 8.0)
-    assert made.ratios()["fails"] == {"w": pytest.approx(4)}
+    compared = comparison(SINGLE, (row("fails", np.inf), None), (row("good", 2.0), None))
+    assert best_so_far(compared, np.array([9.0]))["fails"].tolist() == pytest.approx([4])
+    assert compared.reference("w") == (2.0, 8.0)
+    assert compared.ratios()["fails"] == {"w": pytest.approx(4)}
     # Where no single device fits either, it counts as the worst answer.
     tight = comparison(
         (row("single:d", np.inf), None), (row("fails", np.inf), None),
@@ -77,18 +77,18 @@ def test_no_answer_counts_as_the_best_single_device() -> None:
 
 
 def test_a_workload_without_answers_is_left_out() -> None:
-    made = comparison((row("single:d", np.inf), None), (row("p", np.inf), None))
-    assert made.ratios() == {} and best_so_far(made, np.array([1.0])) == {}
+    compared = comparison((row("single:d", np.inf), None), (row("p", np.inf), None))
+    assert compared.ratios() == {} and best_so_far(compared, np.array([1.0])) == {}
 
 
 def test_claims_below_the_simulated_value_are_not_believed() -> None:
-    made = comparison(SINGLE, (row("liar", 4.0, 0), [(0.1, 1, 1e-9)]))
-    assert best_so_far(made, np.array([0.2]))["liar"].tolist() == pytest.approx([1])
+    compared = comparison(SINGLE, (row("liar", 4.0, 0), [(0.1, 1, 1e-9)]))
+    assert best_so_far(compared, np.array([0.2]))["liar"].tolist() == pytest.approx([1])
 
 
 def test_first_values_that_fit_nowhere_are_skipped() -> None:
-    made = comparison(SINGLE, (row("p", 4.0, 0), [(0.1, 1, np.inf), (0.5, 2, 4.0)]))
-    assert best_so_far(made, np.array([0.2, 0.6]))["p"].tolist() == pytest.approx([2, 1])
+    compared = comparison(SINGLE, (row("p", 4.0, 0), [(0.1, 1, np.inf), (0.5, 2, 4.0)]))
+    assert best_so_far(compared, np.array([0.2, 0.6]))["p"].tolist() == pytest.approx([2, 1])
 
 
 @given(
@@ -104,10 +104,10 @@ def test_curves_fall_and_end_where_the_table_says(runs: list[list[tuple[float, f
         points = sorted(points)
         value = min(v for _, v in points)
         cells.append((row("p", value, seed), [(t, i, v) for i, (t, v) in enumerate(points)]))
-    made = comparison(*cells)
-    curve = best_so_far(made, np.linspace(0, 10, 50))["p"]
+    compared = comparison(*cells)
+    curve = best_so_far(compared, np.linspace(0, 10, 50))["p"]
     assert (np.diff(curve) <= 1e-12).all()
-    assert curve[-1] == pytest.approx(made.ratios()["p"]["w"])
+    assert curve[-1] == pytest.approx(compared.ratios()["p"]["w"])
 
 
 def test_the_picture(tmp_path: Path) -> None:

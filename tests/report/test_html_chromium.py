@@ -253,13 +253,13 @@ def test_two_thousand_operators(browser: Page, tmp_path: Path) -> None:
 
 
 def test_packed_arrays_are_read_as_they_were_written(shown: Page) -> None:
-    found: Any = shown.run("""onPage.panels[0].ready.then(() => {
+    bars: Any = shown.run("""onPage.panels[0].ready.then(() => {
         const { start, took, num, tick } = onPage.panels[0].parts.predicted;
         return [num, tick, [...start], [...took]];
     })""")
-    num, tick, start, took = found
+    num, tick, start, took = bars
     end = (np.array(start) + np.array(took)) * tick
     makespan = shown.run("onPage.panels[0].decision.predicted.makespan_s")
     assert num == 60 and len(start) == 360
     assert end.max() == pytest.approx(makespan, rel=1e-6)
-    assert json.dumps(found)
+    assert json.dumps(bars)

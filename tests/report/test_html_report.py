@@ -161,11 +161,11 @@ def test_what_holds_overall_is_what_the_comparison_says(
 
 
 def test_reading_back_gives_the_comparison(tmp_path: Path) -> None:
-    made = compared(tmp_path, {"net": modular(10)}, measured=False)
+    comparison = compared(tmp_path, {"net": modular(10)}, measured=False)
     read = read_run(tmp_path).comparison
-    assert read is not None and read.rows == made.rows
-    assert read.solutions.keys() == made.solutions.keys()
-    for key, solution in made.solutions.items():
+    assert read is not None and read.rows == comparison.rows
+    assert read.solutions.keys() == comparison.solutions.keys()
+    for key, solution in comparison.solutions.items():
         np.testing.assert_array_equal(read.solutions[key].placement, solution.placement)
 
 
@@ -222,35 +222,35 @@ class Elements(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, str] = {}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
 
     def handle_data(self, text: str) -> None:
-        tag, attributes = self.found[-1] if self.found else ("", {})
+        tag, attributes = self.elements[-1] if self.elements else ("", {})
         key = attributes.get("id") or tag
         self.texts[key] = self.texts.get(key, "") + text
 
 
 def test_hostile_names_are_text(data: dict[str, Any]) -> None:
     text = page(data)
-    elements = Elements(text)
-    tags = [tag for tag, _ in elements.found]
+    parsed = Elements(text)
+    tags = [tag for tag, _ in parsed.elements]
     assert tags.count("script") == 2 and "img" not in tags
-    assert json.loads(elements.texts["data"]) == data
+    assert json.loads(parsed.texts["data"]) == data
     assert EVIL in data["workloads"][1]["graph"]["ops"][0]
     assert "onerror=" not in re.sub(r'"application/json">.*?</script>', "", text, flags=re.S)
 
 
 def test_nothing_is_loaded_and_only_our_script_runs(data: dict[str, Any]) -> None:
     text = page(data)
-    elements = Elements(text)
-    assert not [a for _, attributes in elements.found for a in attributes if a in ("src", "style")]
-    assert all(a["href"].startswith("#") for _, a in elements.found if a.get("href"))
-    (policy,) = [a["content"] for _, a in elements.found if "http-equiv" in a]
+    parsed = Elements(text)
+    assert not [a for _, attributes in parsed.elements for a in attributes if a in ("src", "style")]
+    assert all(a["href"].startswith("#") for _, a in parsed.elements if a.get("href"))
+    (policy,) = [a["content"] for _, a in parsed.elements if "http-equiv" in a]
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = hashlib.sha256(script.encode()).digest()
     assert f"script-src 'sha256-{base64.b64encode(digest).decode()}'" in str(policy)
@@ -318,8 +318,8 @@ def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace
         for kind, timeline in timelines.items():
             assert (decision[kind] is not None) == (i == index)
             if i == index:
-                found = decision[kind]["period_s"]
-                assert found == pytest.approx(timeline.period_s, rel=1e-6)
+                period_s = decision[kind]["period_s"]
+                assert period_s == pytest.approx(timeline.period_s, rel=1e-6)
     assert shown["graph"]["edges"] is None and len(shown["graph"]["ops"]) == 10
 
 
@@ -377,9 +377,9 @@ def test_nothing_to_report_on(tmp_path: Path, make: Any, capsys: Any) -> None:
 def test_the_command(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
     assert main(["report", str(run_dir), "--out", str(out), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["path"] == str(out) and said["num_bytes"] == out.stat().st_size
-    assert said["num_workloads"] == 2 and said["num_measured"] == said["num_predicted"] > 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["path"] == str(out) and answer["num_bytes"] == out.stat().st_size
+    assert answer["num_workloads"] == 2 and answer["num_measured"] == answer["num_predicted"] > 0
     assert main(["report", str(run_dir), "--out", str(tmp_path)]) == 2
     assert "it is not a file" in capsys.readouterr().err
 
@@ -387,12 +387,12 @@ def test_the_command(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_timelines_survive_their_files(tmp_path: Path) -> None:
     problem = random_problem(3)
     p = np.zeros(problem.num_ops, np.int32)
-    made = replace(simulate(problem, p), load_s=np.ones((problem.num_microbatches, 2)))
-    made.save(tmp_path / "t.npz")
+    timeline = replace(simulate(problem, p), load_s=np.ones((problem.num_microbatches, 2)))
+    timeline.save(tmp_path / "t.npz")
     read = Timeline.load(tmp_path / "t.npz")
-    assert read.device_names == made.device_names and not read.measured
+    assert read.device_names == timeline.device_names and not read.measured
     for name in ("placement", "start_s", "end_s", "transfers", "peak_bytes", "load_s"):
-        np.testing.assert_array_equal(getattr(read, name), getattr(made, name))
+        np.testing.assert_array_equal(getattr(read, name), getattr(timeline, name))
     (tmp_path / "t.npz").write_bytes(b"PK")
     with pytest.raises(TimelineError, match=r"t\.npz"):
         Timeline.load(tmp_path / "t.npz")
@@ -430,15 +430,15 @@ def test_busy_share_of_a_drawn_timeline() -> None:
 
 def test_traces_are_read_back(tmp_path: Path) -> None:
     problem = modular(8, 3)
-    made = simulate(problem, np.arange(8, dtype=np.int32) % 3)
-    trace.write_trace(tmp_path / "t.json", {"predicted": made, "measured": made})
+    timeline = simulate(problem, np.arange(8, dtype=np.int32) % 3)
+    trace.write_trace(tmp_path / "t.json", {"predicted": timeline, "measured": timeline})
     read = trace.read_traces(tmp_path / "t.json")
     assert [t.measured for t in read.values()] == [False, True]
-    found = read["predicted"]
-    assert found.device_names == made.device_names
-    np.testing.assert_array_equal(found.placement, made.placement)
-    np.testing.assert_array_equal(found.transfers, made.transfers)
-    np.testing.assert_allclose(found.end_s, made.end_s, rtol=1e-9)
+    predicted = read["predicted"]
+    assert predicted.device_names == timeline.device_names
+    np.testing.assert_array_equal(predicted.placement, timeline.placement)
+    np.testing.assert_array_equal(predicted.transfers, timeline.transfers)
+    np.testing.assert_allclose(predicted.end_s, timeline.end_s, rtol=1e-9)
     (tmp_path / "t.json").write_text('{"traceEvents": [{"pid": 0}]}')
     with pytest.raises(TimelineError, match=r"t\.json"):
         trace.read_traces(tmp_path / "t.json")

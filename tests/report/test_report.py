@@ -171,8 +171,8 @@ def rows(workload: str = "w", measured: bool = True, **changes: Any) -> list[Row
     return [base, replace(split, **changes)]
 
 
-def comparison(*made: Row) -> Comparison:
-    return Comparison(tuple(made), {})
+def comparison(*cells: Row) -> Comparison:
+    return Comparison(tuple(cells), {})
 
 
 def test_tables_hold_the_figures_in_their_units() -> None:
@@ -225,10 +225,10 @@ def test_a_narrow_terminal_breaks_headers_and_names_and_cuts_nothing(
 
 
 def test_predictions_that_nothing_ran_for_say_how_far_they_are_off() -> None:
-    said = "predictions err by 12.3%: of rows that differ by less, either may be better"
+    note = "predictions err by 12.3%: of rows that differ by less, either may be better"
     for measured in (False, True):
         known = [replace(r, prediction_error=0.123) for r in rows(measured=measured)]
-        assert (said in table.tables(comparison(*known))[0].notes) is not measured
+        assert (note in table.tables(comparison(*known))[0].notes) is not measured
 
 
 def test_markdown_escapes_what_would_break_a_table() -> None:
@@ -241,8 +241,8 @@ def test_markdown_escapes_what_would_break_a_table() -> None:
 def test_names_with_dollars_are_no_mathematics(tmp_path: Path) -> None:
     """matplotlib would draw two of them as a formula, and fail on one that is none."""
     name = "a$^$b"
-    made = [replace(r, workload=name, planner=r.planner + "$_$") for r in rows()]
-    assert plot_pareto(comparison(*made), tmp_path / "c.png", name).stat().st_size > 1000
+    renamed = [replace(r, workload=name, planner=r.planner + "$_$") for r in rows()]
+    assert plot_pareto(comparison(*renamed), tmp_path / "c.png", name).stat().st_size > 1000
     plan = replace(pipeline(), device_names=("x$^$", "y"))
     assert plot_gantt(plan, None, tmp_path / "g.png", name).stat().st_size > 1000
 

@@ -122,19 +122,19 @@ def slower(
 
 
 def row(comparison: Comparison, planner: str) -> module.Row:
-    (found,) = [r for r in comparison.rows if r.planner == planner]
-    return found
+    (match,) = [r for r in comparison.rows if r.planner == planner]
+    return match
 
 
 def test_a_known_comparison(tmp_path: Path) -> None:
-    made = compare({"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
-    single, split = row(made, "single:cpu:0"), row(made, "split")
+    comparison = compare({"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
+    single, split = row(comparison, "single:cpu:0"), row(comparison, "split")
     assert (single.period_s, single.latency_s, single.speedup) == pytest.approx((8, 8, 1))
     assert (split.period_s, split.latency_s, split.value_s) == pytest.approx((5, 8, 5))
     assert split.speedup == pytest.approx(8 / 5)
     assert split.bound_s == pytest.approx(4) and split.gap == pytest.approx(5 / 4 - 1)
-    assert split.evaluations == 7 and split.measured_period_s is None and not made.is_measured
-    assert made.best("w").planner == "split"
+    assert split.evaluations == 7 and split.measured_period_s is None and not comparison.is_measured
+    assert comparison.best("w").planner == "split"
 
 
 @dataclass(frozen=True)
@@ -150,31 +150,34 @@ class Says:
 
 def test_the_note_is_what_the_planner_said(tmp_path: Path) -> None:
     planners = {"fell back": Says({"message": "too little time"}), "silent": Says({})}
-    made = compare({"w": chain()}, planners, out_dir=tmp_path)
-    assert row(made, "fell back").note == "too little time" and row(made, "silent").note == ""
+    comparison = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert (
+        row(comparison, "fell back").note == "too little time"
+        and row(comparison, "silent").note == ""
+    )
 
 
 def test_every_single_device_is_a_row_though_nobody_asked(tmp_path: Path) -> None:
-    made = compare({"w": chain()}, {}, out_dir=tmp_path)
-    assert [r.planner for r in made.rows] == ["single:cpu:0", "single:cpu:1"]
+    comparison = compare({"w": chain()}, {}, out_dir=tmp_path)
+    assert [r.planner for r in comparison.rows] == ["single:cpu:0", "single:cpu:1"]
 
 
 def test_measurements_errors_and_ratios(tmp_path: Path) -> None:
-    made = compare(
+    comparison = compare(
         {"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path, executor=slower(1.25)
     )
-    split = row(made, "split")
+    split = row(comparison, "split")
     # Measured 6.25 s per micro-batch where 5 s were predicted: 5 / 6.25 - 1 = -20 %.
     assert split.measured_period_s == pytest.approx(6.25)
     assert split.period_error == pytest.approx(-0.2) == split.latency_error
     assert split.measured_latency_s == pytest.approx(10)
     assert split.measured_period_iqr_s == 0 and split.num_rounds == 5
     assert split.measured_speedup == pytest.approx(10 / 6.25)
-    fidelity = made.fidelity()
+    fidelity = comparison.fidelity()
     assert fidelity is not None and fidelity.num_placements == 3
     assert fidelity.period_mape == pytest.approx(0.2)
     assert fidelity.period_spearman == pytest.approx(1) and np.isnan(fidelity.latency_spearman)
-    (gain,) = made.gains()
+    (gain,) = comparison.gains()
     assert (gain.mean, gain.low, gain.high) == pytest.approx((1.6, 1.6, 1.6))
 
 
@@ -189,20 +192,20 @@ def test_equal_placements_share_one_measurement_and_all_take_turns(tmp_path: Pat
 def test_speedup_of_latency_where_that_is_the_objective(tmp_path: Path) -> None:
     slow_second = np.array([[1.0, 2], [2, 4], [3, 1], [2, 1]])
     problem = chain(seconds=slow_second, objective="latency")
-    made = compare({"w": problem}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
+    comparison = compare({"w": problem}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
     # 1 + 2 + 1 + 1 = 5 s, the best single device takes min(8, 8) s, the critical path 5 s.
-    split = row(made, "split")
+    split = row(comparison, "split")
     assert (split.value_s, split.speedup, split.gap) == pytest.approx((5, 1.6, 0))
 
 
 def test_a_planner_without_answer_is_a_row_with_the_reason(tmp_path: Path) -> None:
     planners = {"wrong": Fixed((0, 0, 1, 2)), "split": Fixed((0, 0, 1, 1))}
-    made = compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower())
-    wrong = row(made, "wrong")
+    comparison = compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower())
+    wrong = row(comparison, "wrong")
     assert not wrong.feasible and np.isinf(wrong.value_s) and "device 2" in wrong.note
     assert wrong.num_rounds == 0 and wrong.speedup is None
     # It counts as the best single device: leaving it out would flatter it.
-    assert {g.planner: g.mean for g in made.gains()}["wrong"] == 1.0
+    assert {g.planner: g.mean for g in comparison.gains()}["wrong"] == 1.0
 
 
 def test_a_bug_in_a_planner_is_not_swallowed(tmp_path: Path) -> None:
@@ -216,10 +219,10 @@ def test_a_bug_in_a_planner_is_not_swallowed(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_infeasible_and_never_run(tmp_path: Path) -> None:
     runs: list[Any] = []
     seconds = np.array([[1.0, 1], [2, 2], [3, 3], [2, np.inf]])
-    made = compare(
+    comparison = compare(
         {"w": chain(seconds=seconds)}, {}, out_dir=tmp_path, executor=slower(1, runs), rounds=1
     )
-    assert row(made, "single:cpu:1").note == "operator 'd' cannot run on it"
+    assert row(comparison, "single:cpu:1").note == "operator 'd' cannot run on it"
     assert {p for p, _ in runs} == {(0, 0, 0, 0)}
 
     tight = compare({"w": chain(memory_bytes=1)}, {}, out_dir=tmp_path, executor=slower(1, runs))
@@ -248,23 +251,23 @@ def test_a_workload_that_no_single_device_fits_has_no_speedup(tmp_path: Path) ->
 
 def test_a_proved_bound_of_one_planner_serves_all(tmp_path: Path) -> None:
     planners = {"a": Fixed((0, 0, 1, 1), lower_bound_s=4.5), "b": Fixed((0, 1, 0, 1))}
-    made = compare({"w": chain()}, planners, out_dir=tmp_path)
-    assert {r.bound_s for r in made.rows} == {4.5}
+    comparison = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert {r.bound_s for r in comparison.rows} == {4.5}
     # A bound above the value of its own answer (5 s) proves nothing: nobody's gap is of it.
     planners |= {"liar": Fixed((0, 0, 1, 1), lower_bound_s=6.0)}
-    made = compare({"w": chain()}, planners, out_dir=tmp_path)
-    assert {r.bound_s for r in made.rows} == {4.5}
-    liar = made.solutions["w", "liar", None]
+    comparison = compare({"w": chain()}, planners, out_dir=tmp_path)
+    assert {r.bound_s for r in comparison.rows} == {4.5}
+    liar = comparison.solutions["w", "liar", None]
     assert liar.value_s == pytest.approx(5.0) and liar.lower_bound_s is None
 
 
 def test_seeds_and_budgets_are_set_where_a_planner_has_them(tmp_path: Path) -> None:
     planners = {"seeded": Seeded(), "fixed": Fixed((0, 0, 1, 1))}
-    made = compare({"w": chain()}, planners, (3, 5), budget=Budget(2.0, 9), out_dir=tmp_path)
-    keys = [(r.planner, r.seed, r.evaluations) for r in made.rows if r.planner in planners]
+    comparison = compare({"w": chain()}, planners, (3, 5), budget=Budget(2.0, 9), out_dir=tmp_path)
+    keys = [(r.planner, r.seed, r.evaluations) for r in comparison.rows if r.planner in planners]
     assert keys == [("seeded", 3, 9), ("seeded", 5, 9), ("fixed", None, 7)]
-    assert made.solutions["w", "seeded", 3].stats["s"] == 2.0
-    assert {g.planner: g.num_cells for g in made.gains()} == {"seeded": 2, "fixed": 1}
+    assert comparison.solutions["w", "seeded", 3].stats["s"] == 2.0
+    assert {g.planner: g.num_cells for g in comparison.gains()} == {"seeded": 2, "fixed": 1}
 
 
 def test_resume_after_an_interruption_in_planning(tmp_path: Path) -> None:
@@ -294,10 +297,12 @@ def test_resume_after_an_interruption_in_measuring(tmp_path: Path) -> None:
         compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, runs, 7), rounds=3)
     assert len(runs) == 7
     again: list[Any] = []
-    made = compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, again), rounds=3)
+    comparison = compare(
+        {"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, again), rounds=3
+    )
     # 9 samples in all, 3 of them complete before; the half of the fourth is repeated.
     assert len(again) == 2 * (9 - 3)
-    assert {r.num_rounds for r in made.rows} == {3}
+    assert {r.num_rounds for r in comparison.rows} == {3}
 
 
 def test_another_set_of_placements_is_measured_anew(tmp_path: Path) -> None:
@@ -396,11 +401,11 @@ def test_describe_goes_into_planners_and_names_functions() -> None:
         start: Any
         names: tuple[str, ...] = ("a",)
 
-    made = describe(Outer(Seeded(seed=4)))
-    assert made["start"] == {
+    description = describe(Outer(Seeded(seed=4)))
+    assert description["start"] == {
         "class": f"{__name__}.Seeded", "seed": 4, "seconds": None, "evaluations": None
     }  # fmt: skip
-    assert made["names"] == ["a"] and describe(chain) == f"{__name__}.chain"
+    assert description["names"] == ["a"] and describe(chain) == f"{__name__}.chain"
 
 
 def test_fingerprint_ignores_names_and_provenance() -> None:
@@ -411,11 +416,13 @@ def test_fingerprint_ignores_names_and_provenance() -> None:
 
 def test_csv_has_every_field_at_full_precision(tmp_path: Path) -> None:
     problem = chain(seconds=np.full((4, 2), 1 / 3))
-    made = compare({"w": problem}, {"p": Seeded()}, (0, 1), out_dir=tmp_path, executor=slower())
+    comparison = compare(
+        {"w": problem}, {"p": Seeded()}, (0, 1), out_dir=tmp_path, executor=slower()
+    )
     with (tmp_path / "compare.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == len(made.rows) == 4
-    for line, made_row in zip(lines, made.rows, strict=True):
+    assert len(lines) == len(comparison.rows) == 4
+    for line, made_row in zip(lines, comparison.rows, strict=True):
         assert line["planner"] == made_row.planner
         assert float(line["period_s"]) == made_row.period_s
         assert line["seed"] == ("" if made_row.seed is None else str(made_row.seed))
@@ -424,9 +431,9 @@ def test_csv_has_every_field_at_full_precision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"seeds": ()}, {"rounds": 0}, {"problems": {}}])
 def test_nothing_to_compare(tmp_path: Path, options: dict[str, Any]) -> None:
-    given_ = {"problems": {"w": chain()}, "planners": {}, "out_dir": tmp_path, **options}
+    arguments = {"problems": {"w": chain()}, "planners": {}, "out_dir": tmp_path, **options}
     with pytest.raises(CompareError, match="at least one"):
-        compare(**given_)
+        compare(**arguments)
 
 
 @pytest.mark.parametrize("budget", [{"seconds": -3.0}, {"seconds": np.nan}, {"evaluations": 0}])
@@ -489,11 +496,11 @@ def test_rows_agree_with_the_simulator(seed: int) -> None:
 
     problem = random_problem(seed, grouped=True, unsupported=True)
     with tempfile.TemporaryDirectory() as folder:
-        made = compare({"w": problem}, {"p": Seeded()}, out_dir=folder)
-    for found in made.rows:
-        if found.feasible:
-            placement = made.solutions["w", found.planner, found.seed].placement
+        comparison = compare({"w": problem}, {"p": Seeded()}, out_dir=folder)
+    for each in comparison.rows:
+        if each.feasible:
+            placement = comparison.solutions["w", each.planner, each.seed].placement
             one = simulate(problem, placement, num_microbatches=1)
-            assert found.latency_s == pytest.approx(one.latency_s)
-            assert found.period_s == pytest.approx(simulate(problem, placement).period_s)
-            assert found.gap is None or found.gap >= -1e-9
+            assert each.latency_s == pytest.approx(one.latency_s)
+            assert each.period_s == pytest.approx(simulate(problem, placement).period_s)
+            assert each.gap is None or each.gap >= -1e-9

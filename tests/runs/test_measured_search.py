@@ -56,11 +56,11 @@ def test_an_interrupted_search_ends_as_if_it_had_not_been(tmp_path: Path) -> Non
     path = tmp_path / "trials.jsonl"
     with pytest.raises(KeyboardInterrupt):
         search(first, path)
-    kept = sum(line.count(",[") + 1 for line in path.read_text().splitlines()[1:])
-    assert 0 < kept < 17
-    rest = Biased(hidden, lambda run: float(drawn[run + kept]))
+    finished = sum(line.count(",[") + 1 for line in path.read_text().splitlines()[1:])
+    assert 0 < finished < 17
+    rest = Biased(hidden, lambda run: float(drawn[run + finished]))
     again = search(rest, path)
-    assert whole.runs[kept:] == rest.runs
+    assert whole.runs[finished:] == rest.runs
     assert np.array_equal(again.placement, expected.placement)  # type: ignore[attr-defined]
     assert again.stats["curve"] == expected.stats["curve"]  # type: ignore[attr-defined]
 
@@ -130,8 +130,8 @@ def test_the_command_continues_what_was_interrupted(
     assert saved.planner.name == answer["planner"] == "measured_search"
     parameters: Any = saved.planner.parameters
     assert parameters["measurements"] == 8 and parameters["start"]["planner"] == "heft"
-    found = saved.measured
-    assert found is not None and found.latency_s is None and 1 <= found.n <= 8
+    measured = saved.measured
+    assert measured is not None and measured.latency_s is None and 1 <= measured.n <= 8
     assert saved.measured_s("period") == answer["measured_s"]
     assert main(["show", plan]) == OK
     rows = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x.strip()}

@@ -36,9 +36,9 @@ def records(folder: Path) -> list[Record]:
     """
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     for _ in range(100):
-        found = read_log(file.read_bytes())
-        if any(r.HasField("exit") for r in found):
-            return found
+        parsed = read_log(file.read_bytes())
+        if any(r.HasField("exit") for r in parsed):
+            return parsed
         time.sleep(0.1)
     raise AssertionError(f"{file} has no end")
 
@@ -49,7 +49,7 @@ def read_log(data: bytes) -> list[Record]:
     The file is a LevelDB log after a header of 7 bytes: blocks of 32 KiB, in which every piece
     has a checksum (4 bytes), a length (2) and a type (1: whole, 2: first, 3: middle, 4: last).
     """
-    found, parts, at = [], b"", 7
+    log, parts, at = [], b"", 7
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
@@ -62,22 +62,22 @@ def read_log(data: bytes) -> list[Record]:
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
-            found.append(Record.FromString(parts))
+            log.append(Record.FromString(parts))
             parts = b""
-    return found
+    return log
 
 
-def artifacts(found: list[Record]) -> dict[str, tuple[str, list[str]]]:
+def artifacts(log: list[Record]) -> dict[str, tuple[str, list[str]]]:
     """Kind and aliases by name; W&B adds artifacts of its own (tables, the job)."""
-    said = [r.artifact for r in found if r.HasField("artifact")]
-    said += [
+    sent = [r.artifact for r in log if r.HasField("artifact")]
+    sent += [
         r.request.log_artifact.artifact
-        for r in found
+        for r in log
         if r.HasField("request") and r.request.HasField("log_artifact")
     ]
     return {
         a.name: (a.type, sorted(a.aliases))
-        for a in said
+        for a in sent
         if a.type in ("plan", "policy", "profile", "report")
     }
 
@@ -109,11 +109,11 @@ def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> Non
         mirror.comparison(comparison(0.5, np.inf))
         mirror.artifact("plan-net/1", "plan", folder / "plan.json", aliases=["best"])
     assert wandb.run is None  # finished
-    found = records(folder)
-    (run,) = [r.run for r in found if r.HasField("run")][:1]
+    log = records(folder)
+    (run,) = [r.run for r in log if r.HasField("run")][:1]
     assert (run.job_type, run.run_group, run.display_name) == ("compare", "sweep-1", "sweep-1/0")
     assert {u.key: u.value_json for u in run.config.update}["seed"] == "5"
-    assert artifacts(found) == {"plan-net-1": ("plan", ["best", "latest"])}
+    assert artifacts(log) == {"plan-net-1": ("plan", ["best", "latest"])}
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/*.json")
     content = json.loads(table.read_text())
     assert content["columns"][:3] == ["workload", "planner", "seed"]
@@ -121,14 +121,14 @@ def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> Non
     # Best-so-far curves have seconds of planning as their own axis.
     points = [
         {i.nested_key[0] if i.nested_key else i.key: i.value_json for i in r.history.item}
-        for r in found
+        for r in log
         if r.HasField("history")
     ]
     curve = [float(p["best_so_far/heft"]) for p in points if "best_so_far/heft" in p]
     assert len(curve) == NUM_POINTS and curve == sorted(curve, reverse=True)
     assert curve[-1] == 1.0
-    assert any(r.HasField("metric") and r.metric.step_metric == SECONDS for r in found)
-    (exit_record,) = [r.exit for r in found if r.HasField("exit")]
+    assert any(r.HasField("metric") and r.metric.step_metric == SECONDS for r in log)
+    (exit_record,) = [r.exit for r in log if r.HasField("exit")]
     assert exit_record.exit_code == 0
 
 
@@ -262,8 +262,8 @@ def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
     words = ["workload=tiny_mlp", "planner=heft", "rounds=1", "repeats=1", "hydra.run.dir=out"]
     assert agents.compare.main([*words, "tracker=wandb"]) == 0
-    found = records(tmp_path / "out")
-    assert artifacts(found) == {
+    log = records(tmp_path / "out")
+    assert artifacts(log) == {
         "profile-tiny_mlp": ("profile", ["latest"]),
         "plan-tiny_mlp": ("plan", ["best", "latest", "measured"]),
         "report": ("report", ["latest"]),

@@ -46,11 +46,11 @@ def test_rounds_are_interleaved_and_their_median_counts() -> None:
     problem = layered(6)
     # Runs: A B | B A | A B. One of A is interrupted: its median does not notice.
     runtime = Biased(problem, lambda run: 3.0 if run == 3 else 1.0)
-    found = Trials(problem, runtime, rounds=3)([A, B])
+    medians = Trials(problem, runtime, rounds=3)([A, B])
     assert runtime.runs == [tuple(x) for x in (A, B, B, A, A, B)]
     expected = score(problem, [A, B])
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert found[1] / found[0] == pytest.approx(expected[1] / expected[0], rel=1e-3)
+    assert medians == pytest.approx(expected, rel=5e-3)
+    assert medians[1] / medians[0] == pytest.approx(expected[1] / expected[0], rel=1e-3)
 
 
 def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
@@ -176,8 +176,8 @@ def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -
 
     runtime = Hungry(problem)
     trials = Trials(problem, runtime)
-    found = trials([A, B, C])
-    assert np.isfinite(found).tolist() == [True, False, False]
+    values = trials([A, B, C])
+    assert np.isfinite(values).tolist() == [True, False, False]
     assert runtime.runs == [tuple(A), tuple(C)]
     assert (trials.incumbent == A).all()
 

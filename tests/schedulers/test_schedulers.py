@@ -139,8 +139,8 @@ def test_interleaved_has_its_published_length(devices: int, length: int) -> None
     # Warm-up and cool-down take 1 + 3 per device but the first, the middle never idles.
     problem, p = pipeline(devices, chunks=2, backward_s=3.0)
     schedule = load("interleaved")(problem, p, 8)
-    made = simulate(problem, p, schedule).makespan_s
-    assert made == pytest.approx(length) == 8 * 8 + 4 * (devices - 1)
+    timeline = simulate(problem, p, schedule).makespan_s
+    assert timeline == pytest.approx(length) == 8 * 8 + 4 * (devices - 1)
 
 
 def test_zero_bubble() -> None:
@@ -241,14 +241,14 @@ def test_blocks_of_any_graph_have_no_circle(seed: int) -> None:
     rng = np.random.default_rng(seed)
     place = rng.integers(0, 3, problem.num_ops).astype(np.int32)
     for most in (64, 4):
-        made = cut(problem, place, max_blocks=most)
-        edges = made.label[problem.graph.edges]
+        blocks = cut(problem, place, max_blocks=most)
+        edges = blocks.label[problem.graph.edges]
         assert (edges[:, 0] <= edges[:, 1]).all()
-        assert (made.device[made.label] == place).all()
+        assert (blocks.device[blocks.label] == place).all()
         inner = edges[edges[:, 0] != edges[:, 1]]
-        assert (made.level[inner[:, 0]] < made.level[inner[:, 1]]).all()
-        work, unit_s = work_of(problem, place, made, 4)
-        assert work.num_blocks == made.num_blocks and unit_s > 0
+        assert (blocks.level[inner[:, 0]] < blocks.level[inner[:, 1]]).all()
+        work, unit_s = work_of(problem, place, blocks, 4)
+        assert work.num_blocks == blocks.num_blocks and unit_s > 0
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["gpipe", "one_f_one_b", "list_order"]))
@@ -318,8 +318,8 @@ def test_joining_blocks_is_what_a_slow_loop_does(seed: int) -> None:
 def test_a_long_chain_is_joined_to_few_blocks() -> None:
     problem, p = pipeline(2, chunks=60, training=False)
     assert cut(problem, p, max_blocks=200).num_blocks == 120
-    made = cut(problem, p, max_blocks=150)
-    assert made.num_blocks == 120
+    blocks = cut(problem, p, max_blocks=150)
+    assert blocks.num_blocks == 120
     # Nothing may be joined in a chain that changes devices at every step: all stay.
     assert cut(problem, p, max_blocks=10).num_blocks == 120
     assert cut(problem, np.zeros_like(p)).num_blocks == 1

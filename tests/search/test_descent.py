@@ -100,7 +100,7 @@ def test_what_is_found_is_no_worse_within_its_budget_and_the_same_again(
     name: str, objective: Objective
 ) -> None:
     problem = period(name).with_objective(objective)
-    found = []
+    answers = []
     for _ in range(2):
         search = begun(problem, 40)
         before_s = search.best_s
@@ -110,8 +110,8 @@ def test_what_is_found_is_no_worse_within_its_budget_and_the_same_again(
         assert search.best_s <= before_s
         value_s = score(problem, search.best[problem.graph.group][None])[0]
         assert search.best_s == pytest.approx(value_s, rel=1e-9)
-        found.append((search.best_s, search.best.tolist()))
-    assert found[0] == found[1]
+        answers.append((search.best_s, search.best.tolist()))
+    assert answers[0] == answers[1]
 
 
 def test_few_evaluations_balance_a_pipeline() -> None:

@@ -161,8 +161,8 @@ def test_times_are_sorted_and_equal_ones_stand_as_they_were(
     # ``more`` after the last begin: 2 fills buckets evenly, 1e9 puts all into the first.
     begins = np.round(np.array(times), 1)
     span = max(float(np.ptp(begins)) + more, 1e-300)
-    found = guided_kernels._by_time(begins, begins.min(), span)
-    assert found.tolist() == np.argsort(begins, kind="stable").tolist()
+    order = guided_kernels._by_time(begins, begins.min(), span)
+    assert order.tolist() == np.argsort(begins, kind="stable").tolist()
 
 
 def test_the_critical_chain_by_hand() -> None:
@@ -250,16 +250,16 @@ def test_episodes_begin_at_the_best_again() -> None:
     rules = GuidedSearchRules(ProblemSet.build([problem]), 2, moves=20, again=1.0)
     env = PlacementVecEnv(rules)
     env.reset()
-    found, over, lengths = np.inf, 0, []
+    best, over, lengths = np.inf, 0, []
     for _ in range(40):
         masks = np.stack(env.env_method("action_masks"))
         _, _, done, infos = env.step(masks.shape[1] - 1 - np.argmax(masks[:, ::-1], axis=1))
         for b in np.flatnonzero(done):
-            found = min(found, infos[b]["value_s"])
+            best = min(best, infos[b]["value_s"])
             lengths.append(infos[b]["episode"]["l"])
-            assert rules._states[b][0].first_cost == pytest.approx(found)
+            assert rules._states[b][0].first_cost == pytest.approx(best)
         over += int(done.sum())
-    assert rules.best_s[0] == found
+    assert rules.best_s[0] == best
     assert len(set(lengths)) > 2 and max(lengths) <= 20
     # 1 for each beginning, 16 for each of 80 steps
     assert rules.num_evaluations == 2 + over + 16 * 80

@@ -47,19 +47,9 @@ from placement.search.evaluation import Search
 from placement.simulator import score, simulate, simulate_reference, value_of
 from placement.testing import check_planner
 from tests.envs.test_envs import chain
-from tests.problems import random_placement, random_problem, small_problem
+from tests.problems import plain, random_placement, random_problem, small_problem
 
 RNG = np.random.default_rng
-
-
-def plain(problem: Problem) -> Problem:
-    """The problem without what makes times depend on what else happens."""
-    cluster = Cluster("plain", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
-    links = tuple(
-        Link(x.src, x.dst, x.latency_s, x.bandwidth_bytes_per_s) for x in problem.profile.links
-    )
-    profile = replace(problem.profile, links=links, loaded_s=None)
-    return replace(problem, cluster=cluster, profile=profile, objective="latency")
 
 
 def measured(problem: Problem) -> Problem:
@@ -148,9 +138,9 @@ def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, chooser: int,
     problem.check_placement(state.best_place)  # colocation, support
     best = in_sequence(problem, state.best_place, state.best_sequence)
     best.check(problem, state.best_place)
-    found = simulate(problem, state.best_place, best).latency_s
-    if np.isfinite(found):
-        assert found == pytest.approx(state.best_s, rel=1e-9)
+    timeline = simulate(problem, state.best_place, best).latency_s
+    if np.isfinite(timeline):
+        assert timeline == pytest.approx(state.best_s, rel=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -189,8 +179,8 @@ def test_a_pass_that_begins_and_ends_in_the_middle_is_exact(seed: int) -> None:
         back = order._shift(state, i, at) if at >= 0 else at
         whole.place[:], whole.sequence[:] = state.place, state.sequence
         latency = times.evaluate(tables, whole)
-        found = times.timetable(tables, state, first, moved, limit)
-        assert found == latency or (found == 1e30 and latency > limit)
+        reached = times.timetable(tables, state, first, moved, limit)
+        assert reached == latency or (reached == 1e30 and latency > limit)
         times.forget(tables, state)
         order._put(state, num, np.int64(old))
         if at >= 0:
@@ -347,9 +337,9 @@ def test_the_best_of_all_placements_and_orders(like: Any) -> None:
             for p in (np.array(x, np.int32) for x in product(range(2), repeat=5))
             for o in orders
         )
-        found = OrderSearch(evaluations=2000)(problem)
-        assert found.value_s == pytest.approx(best, rel=1e-9)
-        assert value_of(problem, found) == pytest.approx(best, rel=1e-9)
+        solution = OrderSearch(evaluations=2000)(problem)
+        assert solution.value_s == pytest.approx(best, rel=1e-9)
+        assert value_of(problem, solution) == pytest.approx(best, rel=1e-9)
 
 
 def test_the_contract() -> None:
@@ -360,14 +350,14 @@ def test_the_contract() -> None:
 def test_it_begins_at_the_start_and_keeps_its_budget() -> None:
     problem = plain(random_problem(7, 40, 3))
     first = load("heft")(problem)
-    found = OrderSearch(evaluations=500, start="heft")(problem)
-    assert found.value_s <= first.value_s
-    assert found.stats["evaluations"] <= 500
+    solution = OrderSearch(evaluations=500, start="heft")(problem)
+    assert solution.value_s <= first.value_s
+    assert solution.stats["evaluations"] <= 500
     again = OrderSearch(evaluations=500, start="heft")(problem)
-    assert np.array_equal(found.placement, again.placement) and found.value_s == again.value_s
-    if found.schedule is not None:
-        alone = float(score(problem, found.placement)[0])
-        assert found.stats["list_order_value_s"] == alone
+    assert np.array_equal(solution.placement, again.placement) and solution.value_s == again.value_s
+    if solution.schedule is not None:
+        alone = float(score(problem, solution.placement)[0])
+        assert solution.stats["list_order_value_s"] == alone
     other = OrderSearch(seconds=0.2, start="heft")(problem)
     assert other.value_s <= first.value_s
 
@@ -420,8 +410,8 @@ def test_what_is_simulated_and_what_is_refused() -> None:
         tight = tuple(replace(d, memory_bytes=room) for d in problem.cluster.devices)
         tighter = replace(problem, cluster=Cluster("tight", tight), max_in_flight=4)
         assert tighter.memory_may_bind and ("memory" in why_not(tighter)) == binds
-        found = load("random_search", evaluations=2)(tighter)
-        assert found.value_s == score(tighter, found.placement)[0]
+        solution = load("random_search", evaluations=2)(tighter)
+        assert solution.value_s == score(tighter, solution.placement)[0]
 
 
 # --- the environment, and who chooses ------------------------------------------------------------
@@ -475,9 +465,9 @@ def test_the_kernel_chooses_as_the_network_does() -> None:
     }
     row = torch.tensor([0])
     with torch.no_grad():
-        found = net.evaluate(store, row, None, row, obs)[0][0].numpy()
+        scores = net.evaluate(store, row, None, row, obs)[0][0].numpy()
     moves = state.which >= 0
-    np.testing.assert_allclose(logits[moves], found[moves], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits[moves], scores[moves], rtol=1e-4, atol=1e-4)
     twin_tables, twin = started(problem, 5)
     for i in range(30):
         choosers.network(weights, state.search, state.offered, state.which, 16, logits)
@@ -493,12 +483,12 @@ def test_the_kernel_chooses_as_the_network_does() -> None:
 def test_the_learned_planner_searches_orders(chooser: Any) -> None:
     problem = plain(random_problem(11, 40, 3))
     planner = PolicyPlanner(chooser=chooser, evaluations=1500, k=0, baseline="heft")
-    found, without = planner(problem), replace(planner, order=False)(problem)
-    assert found.stats["search"] == "order_search"
+    solution, without = planner(problem), replace(planner, order=False)(problem)
+    assert solution.stats["search"] == "order_search"
     assert without.stats["search"] == "guided_search" and without.schedule is None
     first = load("heft")(problem).value_s
-    assert found.value_s < first and without.value_s <= first
-    assert value_of(problem, found) == pytest.approx(found.value_s)
+    assert solution.value_s < first and without.value_s <= first
+    assert value_of(problem, solution) == pytest.approx(solution.value_s)
     # Where orders cannot be searched it moves placements.
     assert planner(problem.with_objective("period")).stats["search"] == "guided_search"
 
@@ -507,8 +497,8 @@ def test_policies_of_the_other_kind() -> None:
     problem = plain(random_problem(11, 20, 3))
     moves = TrainedPolicy(untrained_net(None, "guided_search"))
     orders = TrainedPolicy(untrained_net(None, "order_search"))
-    given = PolicyPlanner(moves, evaluations=100, k=0, baseline="heft")(problem)
-    assert given.stats["search"] == "guided_search" and given.schedule is None
+    solution = PolicyPlanner(moves, evaluations=100, k=0, baseline="heft")(problem)
+    assert solution.stats["search"] == "guided_search" and solution.schedule is None
     with pytest.raises(ValueError, match="searches orders, and it is for objective latency"):
         PolicyPlanner(orders, evaluations=100, k=0, baseline="heft")(
             problem.with_objective("period")
@@ -527,24 +517,24 @@ def test_it_is_trained_and_saved(tmp_path: Path) -> None:
     for solution, problem in zip(trained.best, problems, strict=True):
         problem.check_placement(solution.placement)
         assert solution.value_s == pytest.approx(score(problem, solution.placement)[0])
-    found = PolicyPlanner(loaded, evaluations=400, k=0, baseline="heft")(problems[0])
-    assert found.stats["search"] == "order_search"
+    answer = PolicyPlanner(loaded, evaluations=400, k=0, baseline="heft")(problems[0])
+    assert answer.stats["search"] == "order_search"
 
 
 def test_a_plan_keeps_the_order(tmp_path: Path) -> None:
     problem = chain(RNG(5).random((7, 3)) + 0.2, latency_s=0.1).with_objective("latency")
     problem = plain(problem)
-    found = OrderSearch(evaluations=500)(problem)
-    sequence = sequence_of(problem, found.placement)
-    found = replace(found, schedule=in_sequence(problem, found.placement, sequence))
-    plan = make_plan(problem, found, planner="order_search")
-    assert plan.predicted.value_s == pytest.approx(found.value_s)
-    assert plan.predicted.latency_s == pytest.approx(found.value_s)
+    solution = OrderSearch(evaluations=500)(problem)
+    sequence = sequence_of(problem, solution.placement)
+    solution = replace(solution, schedule=in_sequence(problem, solution.placement, sequence))
+    plan = make_plan(problem, solution, planner="order_search")
+    assert plan.predicted.value_s == pytest.approx(solution.value_s)
+    assert plan.predicted.latency_s == pytest.approx(solution.value_s)
     assert plan.num_microbatches == 1 and plan.order is not None
     assert not plan.inconsistencies()
     plan.save(tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json")
-    assert loaded.timeline(problem).latency_s == pytest.approx(found.value_s)
+    assert loaded.timeline(problem).latency_s == pytest.approx(solution.value_s)
     # What comes first in the order comes first in a pipeline, too.
     assert np.argsort(loaded.priority).tolist() == sequence.tolist()
 

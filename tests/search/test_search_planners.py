@@ -149,8 +149,8 @@ def test_macro_search_leaves_a_start_whose_pieces_wait_in_a_circle() -> None:
     def circle(problem: Problem) -> Solution:
         return Solution(np.array([0, 1, 1, 0], np.int32), np.inf)
 
-    found = load("macro_search", start=circle, evaluations=2000)(problem)
-    assert found.value_s == 2.0
+    solution = load("macro_search", start=circle, evaluations=2000)(problem)
+    assert solution.value_s == 2.0
 
 
 def test_without_a_limit_of_time_macro_search_begins_with_the_linearised_split() -> None:
@@ -175,8 +175,8 @@ def test_the_order_of_an_answer_from_elsewhere_is_kept() -> None:
     def own(problem: Problem) -> Solution:
         return replace(mine, value_s=0.1)  # what it says is not believed
 
-    found = load("macro_search", start=own, evaluations=100)(problem)
-    assert found.value_s <= mine.value_s * (1 + 1e-9)
+    solution = load("macro_search", start=own, evaluations=100)(problem)
+    assert solution.value_s <= mine.value_s * (1 + 1e-9)
 
 
 def test_the_same_seed_gives_the_same_and_another_seed_another_search() -> None:
@@ -202,14 +202,16 @@ def test_an_option_below_one_is_an_error() -> None:
 
 
 def test_a_start_that_needs_more_than_its_share_is_named_with_what_the_user_gave() -> None:
-    told = "start = 'coarsened' gets 25% of evaluations = 7, and at least one: evaluations = 1"
-    with pytest.raises(PlannerError, match=told):
+    message = "start = 'coarsened' gets 25% of evaluations = 7, and at least one: evaluations = 1"
+    with pytest.raises(PlannerError, match=message):
         load("local_search", start="coarsened", evaluations=7)(small(0))
-    told = "baseline = 'coarsened' gets 45% of evaluations = 3, and at least one: evaluations = 1"
-    with pytest.raises(PlannerError, match=told):
+    message = (
+        "baseline = 'coarsened' gets 45% of evaluations = 3, and at least one: evaluations = 1"
+    )
+    with pytest.raises(PlannerError, match=message):
         load("policy", baseline="coarsened", evaluations=3)(small(0))
-    found = load("local_search", start="coarsened", evaluations=8)(small(0))
-    assert found.stats["evaluations"] <= 8
+    solution = load("local_search", start="coarsened", evaluations=8)(small(0))
+    assert solution.stats["evaluations"] <= 8
 
 
 def test_macro_search_beats_the_contiguous_optimum_of_a_public_workload(shared: Path) -> None:

@@ -17,8 +17,8 @@ from placement.problem import Problem
 from placement.schedule import in_sequence
 from placement.search import windows
 from placement.simulator import simulate
-from tests.problems import random_placement, random_problem, small_problem
-from tests.search.test_order_search import plain, random_sequence
+from tests.problems import plain, random_placement, random_problem, small_problem
+from tests.search.test_order_search import random_sequence
 
 RNG = np.random.default_rng
 
@@ -62,9 +62,9 @@ def test_the_window_of_everything_is_the_optimum(seed: int) -> None:
     problem = shop(seed, 2, 3, 2)
     tables, state = tables_of(problem), state_of(problem, 4)
     start(tables, state, np.argmin(problem.compute_s, axis=1), np.arange(6), RNG(0))
-    found = windows.solve(tables, state, range(6), 1.0, 0)
-    assert found.closed and found.place is not None and found.sequence is not None
-    value = latency_s(problem, found.place, found.sequence)
+    window = windows.solve(tables, state, range(6), 1.0, 0)
+    assert window.closed and window.place is not None and window.sequence is not None
+    value = latency_s(problem, window.place, window.sequence)
     assert value == optimum(problem)
     assert lower_bound(problem) <= value
 
@@ -73,13 +73,13 @@ def test_the_window_of_everything_is_the_optimum(seed: int) -> None:
 def test_cp_sat_proves_the_least_latency(seed: int) -> None:
     """Of shops; where channels wait it proves a bound."""
     problem = shop(seed, 2, 3, 2)
-    found = load("cp_sat", start="heft", seconds=20)(problem)
-    assert found.value_s == found.lower_bound_s == optimum(problem)
+    solution = load("cp_sat", start="heft", seconds=20)(problem)
+    assert solution.value_s == solution.lower_bound_s == optimum(problem)
     problem = plain(random_problem(seed, 5, 2))
-    found = load("cp_sat", start="single_device", seconds=20)(problem)
+    solution = load("cp_sat", start="single_device", seconds=20)(problem)
     best = optimum(problem)
-    assert found.lower_bound_s * (1 - 1e-9) <= best <= found.value_s * (1 + 1e-9)
-    assert found.lower_bound_s >= 0.5 * best
+    assert solution.lower_bound_s * (1 - 1e-9) <= best <= solution.value_s * (1 + 1e-9)
+    assert solution.lower_bound_s >= 0.5 * best
 
 
 @settings(max_examples=25, deadline=None)
@@ -93,14 +93,14 @@ def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
         return
     rest_s = windows.rest_s(tables, state, first, first + 8)
     assert rest_s <= cost * (1 + 1e-9)
-    found = windows.solve(tables, state, range(first, first + 8), 0.0, seed)
-    assert found.place is not None and found.sequence is not None
-    problem.check_placement(found.place)
-    value = latency_s(problem, found.place, found.sequence)
+    window = windows.solve(tables, state, range(first, first + 8), 0.0, seed)
+    assert window.place is not None and window.sequence is not None
+    problem.check_placement(window.place)
+    value = latency_s(problem, window.place, window.sequence)
     assert rest_s * (1 - 1e-9) <= value <= cost * (1 + 1e-4)  # seconds were rounded
-    kept = state.sequence[:first]
-    assert np.array_equal(found.sequence[:first], kept)
-    assert np.array_equal(found.place[kept], state.place[kept])
+    before = state.sequence[:first]
+    assert np.array_equal(window.sequence[:first], before)
+    assert np.array_equal(window.place[before], state.place[before])
 
 
 def test_a_search_solves_windows_and_its_seed_decides_them() -> None:

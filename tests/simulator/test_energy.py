@@ -51,8 +51,8 @@ def test_searches_find_the_placement_of_least_energy(seed: int) -> None:
     every = np.array(list(itertools.product(range(2), repeat=6)), np.int32)
     least = score(problem, every).min()
     for name in ("local_search", "simulated_annealing"):
-        found = load(name, evaluations=2000, seed=seed)(problem)
-        assert found.value_s == pytest.approx(least, rel=1e-9)
+        solution = load(name, evaluations=2000, seed=seed)(problem)
+        assert solution.value_s == pytest.approx(least, rel=1e-9)
 
 
 def test_a_frugal_device_wins_where_energy_counts_and_a_fast_one_where_time_does() -> None:
@@ -78,16 +78,16 @@ def on_two(seconds: list[list[float]], sizes: list[int], objective: Any) -> Prob
 def test_activations_in_flight_count_for_joules_too(name: str) -> None:
     """Energy is of a pipeline: what fits once does not fit as often as micro-batches fly."""
     for objective in ("period", "energy"):
-        found = load(name)(on_two([[1, 1], [2, 2]], [100, 0], objective))
-        assert np.isfinite(found.value_s), (objective, found.stats)
+        solution = load(name)(on_two([[1, 1], [2, 2]], [100, 0], objective))
+        assert np.isfinite(solution.value_s), (objective, solution.stats)
 
 
 def test_activations_are_counted_though_one_device_would_hold_everything() -> None:
     # o0 runs only on a. Behind it would be the best cut (3.5 s), but what it makes is 100 bytes,
     # and b has no room for those of all micro-batches in flight; what o1 makes is 1 byte (4 s).
     table = [[2.0, np.inf], [2.0, 2.0], [1.5, 1.5]]
-    found = load("contiguous_dp")(on_two(table, [100, 1, 0], "period"))
-    assert found.value_s == 4.0 and found.placement.tolist() == [0, 0, 1]
+    solution = load("contiguous_dp")(on_two(table, [100, 1, 0], "period"))
+    assert solution.value_s == 4.0 and solution.placement.tolist() == [0, 0, 1]
 
 
 def test_the_value_of_an_order_is_in_the_unit_of_the_objective() -> None:
@@ -96,8 +96,8 @@ def test_the_value_of_an_order_is_in_the_unit_of_the_objective() -> None:
     for second_j in (0.0, 3.0):
         priced = replace(problem, second_j=second_j)
         order = list_schedule(priced, place, priced.num_microbatches)
-        given = value_of(priced, Solution(place, 0.0, schedule=order))
-        assert given == pytest.approx(float(score(priced, place)[0]))
+        value = value_of(priced, Solution(place, 0.0, schedule=order))
+        assert value == pytest.approx(float(score(priced, place)[0]))
     heavy = on_two([[1, 1], [1, 1]], [200, 0], "period")  # 200 bytes on a device of 150
     order = list_schedule(heavy, np.array([1, 1], np.int32), heavy.num_microbatches)
     assert value_of(heavy, Solution(np.array([1, 1], np.int32), 0.0, schedule=order)) == np.inf

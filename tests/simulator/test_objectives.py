@@ -79,9 +79,9 @@ def draw_problem(seed: int, num_ops: int = 9, unlike: bool = True) -> Problem:
     )
     compute = rng.uniform(0.1, 3.0, (n, d if unlike else 1)) * np.ones(d)
     compute[:, 1:][rng.random((n, d - 1)) < 0.1] = np.inf
-    given = rng.random((len(src), d)) if rng.random() < 0.5 else None
+    transfers = rng.random((len(src), d)) if rng.random() < 0.5 else None
     profile = Profile(
-        tuple(x.name for x in devices), compute, np.zeros((n, d)), links=links, io_s=given
+        tuple(x.name for x in devices), compute, np.zeros((n, d)), links=links, io_s=transfers
     )
     return Problem(graph, Cluster("random", devices), profile, objective="max_load")
 
@@ -118,9 +118,9 @@ def test_piecewise_latency_of_drawn_examples() -> None:
 
     def value(edges: list[tuple[int, int]], placement: list[int]) -> float:
         problem = make(edges, *times, objective="piecewise_latency")
-        found = float(simulator.score(problem, placement)[0])
-        assert found == pytest.approx(piecewise_latency(problem, np.array(placement)))
-        return found
+        scored = float(simulator.score(problem, placement)[0])
+        assert scored == pytest.approx(piecewise_latency(problem, np.array(placement)))
+        return scored
 
     # One piece: nothing is moved.
     assert value(chain, [0, 0, 0, 0]) == pytest.approx(1 + 2 + 3 + 4)
@@ -139,13 +139,13 @@ def test_pieces_that_wait_for_each_other_are_named() -> None:
     # acc:0 {0, 3} waits for 2, acc:1 {1, 2} waits for 0; 4 only waits for them.
     times = ([1] * 5, [1] * 5, [0] * 5)
     problem = make([(0, 1), (2, 3), (3, 4)], *times, objective="piecewise_latency")
-    found = analytic.circle(problem, [0, 1, 1, 0, 2])
-    assert sorted((d, ops.tolist()) for d, ops in found) == [(0, [0, 3]), (1, [1, 2])]
+    circles = analytic.circle(problem, [0, 1, 1, 0, 2])
+    assert sorted((d, ops.tolist()) for d, ops in circles) == [(0, [0, 3]), (1, [1, 2])]
     # Dealt out like cards over three accelerators: 0 3 | 1 4 | 2 wait as 0 -> 4, 1 -> 3.
     problem = make([(0, 4), (1, 3)], *times, num_acc=3, num_cpus=0, objective="piecewise_latency")
-    said = planners.load("round_robin")(problem).stats["infeasible"]
-    assert "2 pieces wait for each other" in said and "memory" not in said
-    assert "2 operators of 'acc:0' from 0 ('0')" in said and "'acc:1' from 1 ('1')" in said
+    stderr = planners.load("round_robin")(problem).stats["infeasible"]
+    assert "2 pieces wait for each other" in stderr and "memory" not in stderr
+    assert "2 operators of 'acc:0' from 0 ('0')" in stderr and "'acc:1' from 1 ('1')" in stderr
 
 
 @given(st.integers(0, 10**6))
@@ -153,9 +153,9 @@ def test_a_circle_is_told_where_and_only_where_the_latency_is_inf(seed: int) -> 
     problem = draw_problem(seed).with_objective("piecewise_latency")
     edges = set(map(tuple, problem.graph.edges.tolist()))
     for placement in draw_placements(problem, seed, 5):
-        found = analytic.circle(problem, placement)
-        assert bool(found) == np.isinf(piecewise_latency(problem, placement))
-        for (_, piece), (_, awaited) in zip(found, [*found[1:], *found[:1]], strict=True):
+        circles = analytic.circle(problem, placement)
+        assert bool(circles) == np.isinf(piecewise_latency(problem, placement))
+        for (_, piece), (_, awaited) in zip(circles, [*circles[1:], *circles[:1]], strict=True):
             assert any((int(a), int(b)) in edges for a in awaited for b in piece)
             assert not set(piece) & set(awaited)
 
@@ -248,9 +248,9 @@ def test_balance_bound_is_the_optimum_of_the_linear_program(seed: int) -> None:
 def test_search_planners_take_the_objective(objective: str) -> None:
     problem = draw_problem(7).with_objective(objective)  # type: ignore[arg-type]
     start = planners.load("single_device")(problem)
-    found = planners.load("local_search", evaluations=200)(problem)
-    assert found.value_s <= start.value_s
-    assert found.value_s == simulator.score(problem, found.placement)[0]
+    solution = planners.load("local_search", evaluations=200)(problem)
+    assert solution.value_s <= start.value_s
+    assert solution.value_s == simulator.score(problem, solution.placement)[0]
 
 
 @pytest.fixture(scope="module")
@@ -273,13 +273,13 @@ def test_values_of_the_original_programs(truth: list[dict[str, object]]) -> None
         device = 0 if row["method"] == "one_accelerator" else problem.num_devices - 1
         everything = np.full(problem.num_ops, device)
         if row["method"] == "critical_path_bound":
-            found = _path_bound_s(problem)
+            bound_s = _path_bound_s(problem)
         elif row["method"] == "balance_bound":
-            found = balance_bound(problem.group_compute_s)
+            bound_s = balance_bound(problem.group_compute_s)
         else:
-            found = analytic.evaluate(problem, everything)[0][0]
+            bound_s = analytic.evaluate(problem, everything)[0][0]
             fits = np.isfinite(simulator.score(problem, everything)[0])
             assert fits == (row["status"] == "feasible")
-        assert found * 1e3 == pytest.approx(row["value"], rel=1e-9), row
+        assert bound_s * 1e3 == pytest.approx(row["value"], rel=1e-9), row
         compared += 1
     assert compared >= 40

@@ -436,7 +436,7 @@ def test_one_micro_batch_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make([[1, 2], [2, 1]], [(0, 4, [1])])
     run_batch, runs = kernels.run_batch, []
     monkeypatch.setattr(
-        kernels, "run_batch", lambda *given: runs.append(given[1].num_batches) or run_batch(*given)
+        kernels, "run_batch", lambda *args: runs.append(args[1].num_batches) or run_batch(*args)
     )
     values = evaluate(replace(problem, num_microbatches=1), [[0, 0], [0, 1]])
     assert runs == [1] and values.latency_s.tolist() == values.period_s.tolist()
@@ -564,9 +564,9 @@ def test_timelines_obey_the_rules(problem: Problem, seed: int) -> None:
     for m in range(t.num_microbatches):
         for tensor, user in zip(g.use_tensor, g.use_dst, strict=True):
             src = g.tensor_src[tensor]
-            made = t.end_s[m, src] if src >= 0 else 0.0
+            ready_s = t.end_s[m, src] if src >= 0 else 0.0
             here = src < 0 or p[src] == p[user]
-            at = arrival.get((int(tensor), m, int(p[user])), made if here else np.inf)
+            at = arrival.get((int(tensor), m, int(p[user])), ready_s if here else np.inf)
             assert t.start_s[m, user] >= at - tiny
     first, last = t.start_s.min(axis=1), t.end_s.max(axis=1)
     for m in range(problem.max_in_flight, t.num_microbatches):

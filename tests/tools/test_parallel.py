@@ -35,12 +35,12 @@ def parallel(request: pytest.FixtureRequest) -> Iterator[str]:
     import ray
 
     os.environ.setdefault("RAY_health_check_failure_threshold", "100")  # a busy machine is alive
-    found = os.pathsep.join(x for x in sys.path if x)  # workers import this file
+    path = os.pathsep.join(x for x in sys.path if x)  # workers import this file
     ray.init(
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )
     try:
         yield "ray"
@@ -74,10 +74,10 @@ def die(x: int) -> int:
 
 
 def test_results_come_in_order(parallel: str) -> None:
-    told: dict[int, list[float]] = {}
-    found = parallel_map(draw, range(4), parallel, workers=2, done=told.__setitem__)
-    assert found == [draw(x) for x in range(4)]
-    assert sorted(told) == [0, 1, 2, 3] and [told[i] for i in range(4)] == found
+    reported: dict[int, list[float]] = {}
+    results = parallel_map(draw, range(4), parallel, workers=2, done=reported.__setitem__)
+    assert results == [draw(x) for x in range(4)]
+    assert sorted(reported) == [0, 1, 2, 3] and [reported[i] for i in range(4)] == results
     assert parallel_map(draw, [], parallel) == []
 
 
@@ -117,8 +117,8 @@ def test_a_comparison_and_a_data_set_are_the_same(parallel: str, tmp_path: Path)
     planners = {"a": LocalSearch(evaluations=30), "b": SimulatedAnnealing(evaluations=30)}
 
     def rows(way: str) -> list[Any]:
-        found = compare(problems, planners, seeds=(0, 1), out_dir=tmp_path / way, parallel=way)
-        return [(r.workload, r.planner, r.seed, r.placement_id, r.value_s) for r in found.rows]
+        comparison = compare(problems, planners, seeds=(0, 1), out_dir=tmp_path / way, parallel=way)
+        return [(r.workload, r.planner, r.seed, r.placement_id, r.value_s) for r in comparison.rows]
 
     assert rows(parallel) == rows("serial")
     placements = [

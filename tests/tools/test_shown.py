@@ -36,18 +36,18 @@ class Tags(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
         self.open: list[str] = []
         self.text = ""
         self.feed(page)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.found.append(tag)
+        self.names.append(tag)
         self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.found.append(tag)
+        self.names.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -81,7 +81,7 @@ def objects(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_objects_show_themselves(name: str, objects: dict[str, Any]) -> None:
     page = objects[name]._repr_html_()
     tags = Tags(page)
-    assert "table" in tags.found and "script" not in tags.found
+    assert "table" in tags.names and "script" not in tags.names
     assert len(page) < 40_000
     # Dark or light is the page's decision, and nothing is loaded from anywhere.
     assert not re.search(r"(?<![-\w])(color|background):(?!transparent|inherit)", page)
@@ -115,7 +115,7 @@ def test_a_drawing_of_two_devices() -> None:
         "       0            2 s",
     ]
     drawn = lanes("<t>", tracks, 1.0)
-    assert "pre" in Tags(drawn).found and "&lt;one&gt;" in drawn
+    assert "pre" in Tags(drawn).names and "&lt;one&gt;" in drawn
     many = lanes("many", [(f"d{i}", *tracks[0][1:]) for i in range(40)], 1.0)
     assert len(many) < 4000 and f"the first {MAX_LANES} of 40" in many
 

@@ -103,8 +103,8 @@ def test_what_is_there_is_kept_and_what_is_damaged_is_measured_again(built, tmp_
         (copy / path.name).write_bytes(content[:-20] if broken else content)
     with pytest.raises(FormatError, match=r"tiny_mlp-batch4.json.gz: the compressed file is cut"):
         dataset.load(tmp_path)
-    found = dataset.summary(tmp_path)
-    assert list(found.damaged) == ["here/tiny_mlp-batch4"] and found.num_graphs == 1
+    summary = dataset.summary(tmp_path)
+    assert list(summary.damaged) == ["here/tiny_mlp-batch4"] and summary.num_graphs == 1
     assert main(["dataset", "show", str(tmp_path)]) == 1
     before = (copy / "machine.json").read_text()
 
@@ -166,11 +166,11 @@ def test_signatures_are_counted_once_and_their_times_pooled(tmp_path) -> None:
     pooled = rows["op(f32[8])", names[0]]
     assert (pooled.seconds, pooled.spread_s, pooled.occurrences, pooled.graphs) == (4, 2, 4, 2)
     assert len(rows) == 4  # two signatures, two devices
-    found = dataset.summary(tmp_path)
-    assert found.kinds == {"toy": (2, 6, 2)}
-    assert (found.num_graphs, found.num_ops, found.num_signatures) == (2, 6, 2)
-    assert (found.seconds, found.spread) == (3600.0, 0.5)
-    assert found.num_bytes == sum(p.stat().st_size for p in (tmp_path / "m").iterdir())
+    summary = dataset.summary(tmp_path)
+    assert summary.kinds == {"toy": (2, 6, 2)}
+    assert (summary.num_graphs, summary.num_ops, summary.num_signatures) == (2, 6, 2)
+    assert (summary.seconds, summary.spread) == (3600.0, 0.5)
+    assert summary.num_bytes == sum(p.stat().st_size for p in (tmp_path / "m").iterdir())
 
 
 def test_the_command_builds_shows_and_loads(links, tmp_path, capsys, monkeypatch) -> None:
@@ -179,8 +179,10 @@ def test_the_command_builds_shows_and_loads(links, tmp_path, capsys, monkeypatch
     folder = str(tmp_path)
     build = ["dataset", "build", str(tmp_path / "models.txt"), "--out", folder, "--repeats", "1"]
     assert main([*build, "--json"]) == 1  # one of them failed
-    said = json.loads(capsys.readouterr().out)
-    assert said["made"] == ["tiny_mlp-batch2", "tiny_mlp-batch4"] and "not_there" in said["failed"]
+    answer = json.loads(capsys.readouterr().out)
+    assert (
+        answer["made"] == ["tiny_mlp-batch2", "tiny_mlp-batch4"] and "not_there" in answer["failed"]
+    )
     assert main(build) == 1
     out = capsys.readouterr()
     assert "0 graphs measured, 2 were there, 1 failed, 0 left" in out.out

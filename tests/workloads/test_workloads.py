@@ -211,12 +211,12 @@ def test_a_users_function_that_is_no_workload(users_own, spec, message):
 )
 def test_a_folder_of_transformers_is_a_workload(kind, config, shapes, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    made = getattr(transformers, kind)
-    module = made(made.config_class(**config))
+    factory = getattr(transformers, kind)
+    module = factory(factory.config_class(**config))
     module.save_pretrained(tmp_path / "my model")
     monkeypatch.chdir(tmp_path)
     loaded, inputs = workloads.load("my model")
-    assert type(loaded) is made and not loaded.training
+    assert type(loaded) is factory and not loaded.training
     for a, b in zip(loaded.parameters(), module.parameters(), strict=True):
         assert torch.equal(a, b)
     assert [tuple(x.shape) for x in inputs.values()] == shapes
