@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES
-from placement.importers._read import FormatError, topological
+from placement.graph import topological_order
 from placement.tools.files import short
 
 Ints = NDArray[np.int64]
@@ -296,14 +296,14 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
             if p not in rows:
                 raise BlocksError(f"block {i}: deps has {p}, which is the id of no block")
             edges.append((place[p], place[i]))
-    try:
-        in_file, number = topological([str(i) for i in ids], edges, "deps of blocks")
-    except FormatError as error:
-        raise BlocksError(str(error)) from error
+    in_file = topological_order(np.array(sorted(edges), np.int64).reshape(-1, 2), len(ids))
     order = [ids[k] for k in in_file]
+    if len(order) < len(ids):
+        stuck = sorted(set(ids) - set(order))
+        raise BlocksError(f"blocks {short(stuck)} wait for each other, or for such as do")
+    number = {i: n for n, i in enumerate(order)}
     blocks = tuple(
-        replace(rows[i], preds=tuple((number[place[p]], 0) for p, _ in rows[i].preds))
-        for i in order
+        replace(rows[i], preds=tuple((number[p], 0) for p, _ in rows[i].preds)) for i in order
     )
     limit = None if memory is None or infer else (memory,) * num_devices
     return Work(blocks, num_devices, limit), order

@@ -341,7 +341,7 @@ def test_cases_are_read_in_any_order_and_circles_refused() -> None:
 
     work, ids = read_work({"ndevs": 1, "blocks": [block(7, [3]), block(3, [])]}, None)
     assert ids == [3, 7] and work.blocks[1].preds == ((0, 0),)
-    with pytest.raises(BlocksError, match="deps of blocks: edges form a cycle: 1 -> 0 -> 1"):
+    with pytest.raises(BlocksError, match="wait for each other"):
         read_work({"ndevs": 1, "blocks": [block(0, [1]), block(1, [0])]}, None)
     with pytest.raises(BlocksError, match="same id"):
         read_work({"ndevs": 1, "blocks": [block(0, []), block(0, [])]}, None)
