@@ -319,7 +319,7 @@ def _say_longer(problem: Problem, solution: Solution) -> None:
     from placement.simulator import score
 
     count = problem.num_microbatches
-    if problem.objective is not Objective.PERIOD or count >= _LONG_STREAM:
+    if problem.objective is not Objective.PERIOD or count >= _LONG_STREAM or not solution.value_s:
         return
     long = replace(problem, num_microbatches=_LONG_STREAM)
     more = float(score(long, solution.placement[None])[0]) / solution.value_s - 1

@@ -12,6 +12,7 @@ from itertools import groupby
 from placement.exporters import ExportError, Inexpressible, lacks, require_one_phase
 from placement.plan import Plan
 from placement.problem import Problem
+from placement.tools.files import some
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Forward:
             why = (
                 f"it keeps {labels[split[0]]} on one device"
                 if split
-                else f"its devices come in the order {_some(turns)}"
+                else f"its devices come in the order {some(turns)}"
             )
             few = _nearest(count, self._by_position(unit))
             self.require(self.nearest(unit, dict(enumerate(few)), self.device), consumer, why)
@@ -279,13 +280,14 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
         wanted = "" if layers is None else f" {layers!r}"
         others = "torch_pipelining and huggingface place any modules"
         if lists:
-            others = f"there are {_some(sorted(lists))}: layers=NAME"
+            others = f"there are {some(sorted(lists))}: layers=NAME"
         raise ExportError(f"{forward.plan.graph.name!r} has no list of layers{wanted}; {others}")
-    dots = chosen.count(".") + 1 if chosen else 0
+    above = chosen.split(".") if chosen else []
 
     def layer(path: str) -> int | None:
         """Number of the layer that a module is in; a list may have other modules too."""
-        part = path.split(".")[dots] if _below(path, chosen) and path != chosen else ""
+        words = path.split(".")
+        part = words[len(above)] if words[: len(above)] == above and words != above else ""
         return int(part) if part.isdecimal() else None
 
     inside = [layer(path) for path in forward.module]
@@ -339,11 +341,6 @@ def gpu_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_numbered(name: str, kind: str) -> bool:
-    """Whether it is CPU cores, or a GPU that others know by its number."""
-    return kind == "cpu" or (kind == "cuda" and gpu_number(name) is not None)
-
-
 def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
     """Check that torch knows the devices in use.
 
@@ -352,15 +349,11 @@ def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
     """
     kinds = {d.name: d.kind for d in plan.cluster.devices}
     for name in sorted(set(used)):
-        if not is_numbered(name, kinds[name]):
+        if kinds[name] != "cpu" and (kinds[name] != "cuda" or gpu_number(name) is None):
             raise ExportError(
                 f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
                 "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
             )
-
-
-def _below(path: str, module: str) -> bool:
-    return not module or path == module or path.startswith(module + ".")
 
 
 def _parts(on: Sequence[str]) -> list[Part]:
@@ -389,7 +382,3 @@ def _nearest(count: Sequence[Counter[str]], order: Sequence[str]) -> list[str]:
         on.append(order[j])
         j = back[j]
     return on[::-1]
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:6]) + (", ..." if len(items) > 6 else "")

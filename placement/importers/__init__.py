@@ -18,7 +18,6 @@ header; what it costs on devices, and so its problem, ``placement.costs.serving`
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import os
@@ -165,11 +164,9 @@ def is_decoder(path: str | Path) -> bool:
     try:
         if not os.path.isfile(path):
             return False
-        begin = _begin(path, 64)
-        if gguf.looks_like(begin):
+        if gguf.looks_like(_begin(path)):
             return True
-        begin = begin.removeprefix(codecs.BOM_UTF8).lstrip()
-        if os.path.getsize(path) > _MOST_CONFIG or begin[:1] not in (b"{", b""):
+        if os.path.getsize(path) > _MOST_CONFIG:
             return False
         return hf_config.looks_like(parse_json(read_text(path), infinite=True))
     except (OSError, ValueError):
@@ -199,10 +196,10 @@ def load_decoder(path: str | Path) -> Decoder:
     return hf_config.read(data, str(path), name)
 
 
-def _begin(path: str | Path, size: int = 4) -> bytes:
+def _begin(path: str | Path) -> bytes:
     check_is_file(path)
     with open(path, "rb") as file:
-        return file.read(size)
+        return file.read(len(gguf.MAGIC))
 
 
 def save(problem: Problem, path: str | Path) -> None:

@@ -38,14 +38,12 @@ _ARITHMETIC = {
     "Tile", "TopK", "Transpose", "Trilu", "Unique", "Unsqueeze", "Where", "Xor",
 }  # fmt: skip
 _AT_MOST_ITS_INPUTS = {"Compress", "NonZero", "Unique"}  # elements, times the rank
-# Without a rule in onnx (old versions, functions), or older than onnx knows them:
+# Without a rule in onnx (functions, or broadcast as of old), or older than onnx knows them:
 # the first output is like the first input.
 _LIKE_FIRST = {
-    "Abs", "Add", "BatchNormalization", "Ceil", "Clip", "Div", "Dropout", "Elu", "Exp", "Floor",
-    "GroupNormalization", "HardSigmoid", "InstanceNormalization", "LayerNormalization",
-    "LeakyRelu", "Log", "Max", "Mean", "MeanVarianceNormalization", "Min", "Mul", "Neg",
-    "PRelu", "Reciprocal", "Relu", "Selu", "Sigmoid", "SimplifiedLayerNormalization", "Sqrt",
-    "Sub", "Sum", "Tanh",
+    "Add", "Div", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "Max",
+    "Mean", "MeanVarianceNormalization", "Min", "Mul", "PRelu", "SimplifiedLayerNormalization",
+    "Sub", "Sum",
 }  # fmt: skip
 _RENAMED = {"GreaterOrEqual": "Greater", "LessOrEqual": "Less"}
 

@@ -6,6 +6,7 @@ All of them raise ``FormatError`` for what cannot be; the message names the file
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -21,6 +22,8 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.tools.files import short
 
+# A time in a text: with more digits, or a larger exponent, it is no time.
+DECIMAL = re.compile(r"\d{1,18}(\.\d*)?([eE][+-]?\d{1,2})?")
 _MOST_ENTRIES = 2**23  # times of tensors between devices, or of operators on them
 _MOST_JOINED = 512  # devices whose every pair is a link of its own
 
@@ -38,12 +41,35 @@ def field(record: Any, name: str, where: str) -> Any:
     return record[name]
 
 
-def nodes_and_edges(data: Any, path: str) -> tuple[list[Any], list[Any]]:
-    """The lists ``nodes`` and ``edges`` of a file."""
+def id_of(record: Any, name: str, where: str) -> str:
+    """A field that is an id, as text: 7, 7.0 and "7" are one."""
+    key = field(record, name, where)
+    key = int(key) if isinstance(key, float) and key.is_integer() else key
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise FormatError(f"{where}: {name} = {short(key)} must be a whole number or a text")
+    return str(key)
+
+
+def nodes_and_edges(data: Any, path: str) -> tuple[dict[str, Any], list[Any]]:
+    """The ``nodes`` of a file by their ``id``, in its order, and the list of its ``edges``."""
     nodes, edges = field(data, "nodes", path), field(data, "edges", path)
     if not isinstance(nodes, list) or not isinstance(edges, list) or not nodes:
         raise FormatError(f"{path}: 'nodes' must be a non-empty list and 'edges' a list")
-    return nodes, edges
+    by_id: dict[str, Any] = {}
+    for i, node in enumerate(nodes):
+        key = id_of(node, "id", f"{path}: nodes[{i}]")
+        if by_id.setdefault(key, node) is not node:
+            raise FormatError(f"{path}: node {key[:60]}: the id is used twice (nodes[{i}])")
+    return by_id, edges
+
+
+def ends_of(edge: Any, names: tuple[str, str], at: Mapping[str, int], where: str) -> list[int]:
+    """Positions of the two nodes of an edge, whose ids are in the fields ``names``."""
+    keys = [id_of(edge, name, where) for name in names]
+    for name, key in zip(names, keys, strict=True):
+        if key not in at:
+            raise FormatError(f"{where}: {name} = {key[:60]} is not the id of a node")
+    return [at[key] for key in keys]
 
 
 def number(value: Any, what: str, low: float = 0.0) -> float:
@@ -54,6 +80,15 @@ def number(value: Any, what: str, low: float = 0.0) -> float:
     if not (math.isfinite(parsed) and parsed >= low):
         raise FormatError(f"{what} = {short(value)} must be finite and at least {low:g}")
     return parsed
+
+
+def decimal(word: str, what: str) -> float:
+    """A word as a finite float of at least 0."""
+    try:
+        parsed = float(word)
+    except ValueError:
+        raise FormatError(f"{what} = {word[:60]!r} is not a number") from None
+    return number(parsed, what)
 
 
 def whole(value: Any, what: str, low: int = 0, most: int = 2**63 - 1) -> int:
@@ -145,8 +180,15 @@ class Tasks:
     tensors: Sequence[tuple[int, int, Sequence[int]]] = ()
 
 
-def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | None) -> Problem:
-    """The problem of ``tasks``, by default for ``latency``."""
+def task_problem(
+    path: str,
+    tasks: Tasks,
+    cluster: Cluster,
+    objective: str | None,
+    costs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Problem:
+    """The problem of ``tasks``, by default for ``latency``; ``costs``, ``settings``: see below."""
     order, position = topological(tasks.names, sorted(set(tasks.pairs)), path)
     joined = {(u, v) for u, _, users in tasks.tensors for v in users}
     bare: dict[int, list[int]] = {}
@@ -163,8 +205,10 @@ def task_problem(path: str, tasks: Tasks, cluster: Cluster, objective: str | Non
         np.array(uses, np.int32).reshape(-1, 2),
         op_kind=None if tasks.kinds is None else [tasks.kinds[v] for v in order],
     )
-    goal = objective or "latency"
-    return problem_of(path, tasks.form, graph, cluster, tasks.seconds[order], goal, order=order)
+    goal, seconds = objective or "latency", tasks.seconds[order]
+    return problem_of(
+        path, tasks.form, graph, cluster, seconds, goal, order=order, costs=costs, **settings
+    )
 
 
 def graph_of(path: str, *args: Any, **facts: Any) -> OpGraph:
@@ -205,6 +249,13 @@ def problem_of(
         return Problem(graph, cluster, profile, objective, **settings)  # type: ignore[arg-type]
     except (ProfileError, ProblemError) as error:
         raise FormatError(f"{path}: {error}") from error
+
+
+def labels(groups: Sequence[Any]) -> list[int]:
+    """A number for each group; what has none (None) is one of its own."""
+    seen: dict[Any, int] = {}
+    keys = (("own", n) if g is None else g for n, g in enumerate(groups))
+    return [seen.setdefault(key, len(seen)) for key in keys]
 
 
 def topological(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +13,11 @@ from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     check_table,
+    ends_of,
     field,
     graph_of,
+    id_of,
+    labels,
     nodes_and_edges,
     number,
     number_of,
@@ -61,32 +64,20 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         raise FormatError(f"{path}: maxSizePerFPGA = {memory} bytes hold nothing")
     records, edges = nodes_and_edges(data, path)
     check_table(path, len(records), num_acc + num_cpus)
-    at: dict[Any, int] = {}
-    nodes = []
-    for i, record in enumerate(records):
-        key = field(record, "id", f"{path}: nodes[{i}]")
-        if isinstance(key, bool) or not isinstance(key, int | str):
-            raise FormatError(f"{path}: nodes[{i}]: id = {short(key)} must be an integer")
-        where = f"{path}: node {key}"
-        if key in at:
-            raise FormatError(f"{where}: the id is used twice (nodes[{at[key]}] and nodes[{i}])")
-        at[key] = i
-        nodes.append(_node(record, where, num_cpus))
-    names = [str(key) for key in at]
-    if len(set(names)) < len(at):
-        raise FormatError(f"{path}: ids differ only in being a number or a text")
-    pairs, cost = _joined(edges, at, names, path)
+    names = list(records)
+    nodes = [_node(x, f"{path}: node {key[:60]}", num_cpus) for key, x in records.items()]
+    pairs, cost = _joined(edges, names, path)
     order, position = topological(names, pairs, path)
-    nodes = [nodes[v] for v in order]
+    acc_s, cpu_s, backward, num_bytes, colours, modules = zip(
+        *(nodes[v] for v in order), strict=True
+    )
     num_ops, num_devices = len(order), num_acc + num_cpus
     is_acc = np.arange(num_devices) < num_acc
     io_s = np.array([cost.get(v, 0.0) for v in order])[:, None] / 1e3 * is_acc
     transfer_s = io_s[:, :, None] + io_s[:, None, :]
     transfer_s[:, np.arange(num_devices), np.arange(num_devices)] = 0.0
-    acc_s, cpu_s = (np.array([seconds]).T for seconds in zip(*(x[:2] for x in nodes), strict=True))
-    stored = [i for i, node in enumerate(nodes) if node.num_bytes > 0]
-    classes: dict[Any, int] = {}
-    of_node = [v if node.colour is None else (node.colour,) for v, node in enumerate(nodes)]
+    compute_s = np.where(is_acc, np.array([acc_s]).T, np.array([cpu_s]).T)
+    stored = np.flatnonzero(num_bytes).tolist()
     graph = graph_of(
         path,
         Path(path).stem,
@@ -94,11 +85,11 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         np.arange(num_ops),
         np.zeros(num_ops, np.int64),
         [(position[u], position[v]) for u, v in pairs],
-        op_module=[node.module for node in nodes],
-        param_bytes=[nodes[i].num_bytes for i in stored],
+        op_module=modules,
+        param_bytes=[num_bytes[i] for i in stored],
         param_uses=[(i, k) for k, i in enumerate(stored)],
-        group=[classes.setdefault(colour, len(classes)) for colour in of_node],
-        is_backward=[node.is_backward for node in nodes],
+        group=labels(colours),
+        is_backward=backward,
         output_tensor=sorted(set(range(num_ops)) - {position[u] for u, _ in pairs}),
     )
     holds = min(int(memory), 2**63 - 1)
@@ -108,23 +99,17 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
         + tuple(Device(f"cpu:{i}", "cpu") for i in range(num_cpus)),
     )
     meant: Any = {None: "max_load", "latency": "piecewise_latency"}.get(objective, objective)
-    compute_s, costs = np.where(is_acc, acc_s, cpu_s), {"transfer_s": transfer_s, "io_s": io_s}
-    form = "dnn-partitioning"
+    form, costs = "dnn-partitioning", {"transfer_s": transfer_s, "io_s": io_s}
     return problem_of(path, form, graph, cluster, compute_s, meant, order=order, costs=costs)
 
 
-class _Node(NamedTuple):
-    """``acc_s`` is inf where no accelerator runs it; equal colours share a device."""
+def _node(
+    record: dict[str, Any], where: str, num_cpus: int
+) -> tuple[float, float, bool, int, str | None, str]:
+    """Seconds on an accelerator (inf: none runs it) and on a CPU, backward or not, bytes, name.
 
-    acc_s: float
-    cpu_s: float
-    is_backward: bool
-    num_bytes: int
-    colour: int | str | None
-    module: str
-
-
-def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
+    And, before the name, the colour: nodes of equal ones share a device.
+    """
     cpu_s, acc_s = (number_of(record, x, where) / 1e3 for x in ("cpuLatency", "fpgaLatency"))
     if not _flag(record, "supportedOnFpga", where):
         if num_cpus == 0:
@@ -133,36 +118,29 @@ def _node(record: dict[str, Any], where: str, num_cpus: int) -> _Node:
     is_backward = _flag(record, "isBackwardNode", where)
     size = math.ceil(number(record.get("size", 0), f"{where}: size"))
     num_bytes = whole(size, f"{where}: size", most=MOST_BYTES)
-    colour = record.get("colorClass")
-    if colour is not None and (isinstance(colour, bool) or not isinstance(colour, int | str)):
-        raise FormatError(f"{where}: colorClass = {short(colour)} must be an integer")
-    return _Node(acc_s, cpu_s, is_backward, num_bytes, colour, str(record.get("name", "")))
+    own = record.get("colorClass") is None
+    colour = None if own else id_of(record, "colorClass", where)
+    return acc_s, cpu_s, is_backward, num_bytes, colour, str(record.get("name", ""))
 
 
 def _joined(
-    edges: list[Any], at: dict[Any, int], names: list[str], path: str
+    edges: list[Any], names: list[str], path: str
 ) -> tuple[list[tuple[int, int]], dict[int, float]]:
     """Edges as pairs of positions in the file, and what sending the output of a node costs."""
     pairs: list[tuple[int, int]] = []
     cost: dict[int, float] = {}
+    at = {name: v for v, name in enumerate(names)}
     for i, edge in enumerate(edges):
-        ends = []
-        for end in ("sourceId", "destId"):
-            key = field(edge, end, f"{path}: edges[{i}]")
-            if not isinstance(key, int | str) or key not in at:
-                raise FormatError(
-                    f"{path}: edges[{i}]: {end} = {short(key)} is not the id of a node"
-                )
-            ends.append(at[key])
-        where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
+        u, v = ends_of(edge, ("sourceId", "destId"), at, f"{path}: edges[{i}]")
+        where = f"{path}: edge {names[u][:60]} -> {names[v][:60]}"
         edge_cost = number_of(edge, "cost", where)
-        first = cost.setdefault(ends[0], edge_cost)
+        first = cost.setdefault(u, edge_cost)
         if abs(first - edge_cost) > _COST_TOLERANCE:
             raise FormatError(
-                f"{where}: cost = {edge_cost}, but another edge out of node {names[ends[0]]} has "
+                f"{where}: cost = {edge_cost}, but another edge out of node {names[u][:60]} has "
                 f"cost = {first}; all out-edges of a node carry its one output"
             )
-        pairs.append((ends[0], ends[1]))
+        pairs.append((u, v))
     return pairs, cost
 
 

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from placement.importers._read import (
-    FormatError,
-    equal_devices,
-    graph_of,
-    problem_of,
-    topological,
-)
+from placement.importers._read import FormatError, Tasks, equal_devices, task_problem
 from placement.problem import Problem
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
@@ -51,9 +44,7 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         FormatError: naming the file, the line and what is wrong.
     """
     cluster = equal_devices(path, "doppler", "gpu", devices, COST_PER_S)
-    lines = [line.strip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
+    lines = [line.strip() for line in text.rstrip().splitlines()]
     if len(lines) < 5:
         raise FormatError(f"{path}: {len(lines)} lines: there must be four, and one per operator")
     # Longer numbers fall apart into several, which do not fit to the others.
@@ -75,27 +66,19 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     outside = [pair for pair in pairs if max(pair) >= count]
     if outside:
         raise FormatError(f"{path}: edge {outside[0]}: operators are numbered 0..{count - 1}")
-    costs, kinds = [], []
-    for i, row in enumerate(rows, start=5):
+    users: list[list[int]] = [[] for _ in range(count)]
+    for producer, consumer in pairs:
+        users[producer].append(consumer)
+    seconds, kinds, tensors = [], [], []
+    for n, row in enumerate(rows):
         match = _ROW.match(row)
         if not match:
-            raise FormatError(f"{path}, line {i}: {row[:60]!r} is not 'compute,transfer[,kind]'")
-        costs.append((int(match[1]), int(match[2])))
+            raise FormatError(
+                f"{path}, line {n + 5}: {row[:60]!r} is not 'compute,transfer[,kind]'"
+            )
+        seconds.append([int(match[1]) / COST_PER_S] * devices)
         kinds.append(match[3] or "op")
-
+        tensors.append((n, int(match[2]), users[n]))
     names = [str(n) for n in range(count)]
-    order, position = topological(names, pairs, path)
-    table = np.array(costs, np.float64)[order]
-    graph = graph_of(
-        path,
-        Path(path).stem,
-        [names[n] for n in order],
-        np.arange(count, dtype=np.int32),
-        table[:, 1].astype(np.int64),
-        np.array([(position[a], position[b]) for a, b in pairs], np.int32).reshape(-1, 2),
-        op_kind=[kinds[n] for n in order],
-    )
-    compute_s = np.repeat(table[:, :1] / COST_PER_S, devices, axis=1)
-    goal = objective or "latency"
-    how: Any = {"contention": False, "ready_order": "arrival"}
-    return problem_of(path, "doppler", graph, cluster, compute_s, goal, order=order, **how)
+    tasks = Tasks("doppler", Path(path).stem, names, np.array(seconds), pairs, kinds, tensors)
+    return task_problem(path, tasks, cluster, objective, contention=False, ready_order="arrival")

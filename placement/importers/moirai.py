@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster, Device
 from placement.importers._read import (
     FormatError,
+    Tasks,
     check_table,
+    ends_of,
     field,
-    graph_of,
     nodes_and_edges,
     number,
-    problem_of,
-    topological,
+    task_problem,
     whole_of,
 )
 from placement.problem import Problem
@@ -43,14 +43,10 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     num_devices = whole_of(data, "num_devices", path, 1)
     records, edges = nodes_and_edges(data, path)
     check_table(path, len(edges), num_devices)
-    at: dict[Any, int] = {}
+    at = {key: v for v, key in enumerate(records)}
     times: list[list[float]] = []
-    for i, node in enumerate(records):
-        key = field(node, "id", f"{path}: nodes[{i}]")
-        where = f"{path}: node {short(key)}"
-        if isinstance(key, bool) or not isinstance(key, int | str) or str(key) in at:
-            raise FormatError(f"{where}: ids must be integers or texts, each used once")
-        at[str(key)] = i
+    for key, node in records.items():
+        where = f"{path}: node {key[:60]}"
         row = field(node, "time", where)
         if not isinstance(row, list) or len(row) != num_devices:
             raise FormatError(
@@ -62,37 +58,23 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     pairs: list[tuple[int, int]] = []
     matrices: list[NDArray[np.float64]] = []
     for i, edge in enumerate(edges):
-        ends = []
-        for end in ("src", "dst"):
-            key = str(field(edge, end, f"{path}: edges[{i}]"))
-            if key not in at:
-                raise FormatError(f"{path}: edges[{i}]: {end} = {key[:60]} is not the id of a node")
-            ends.append(at[key])
-        where = f"{path}: edge {names[ends[0]]} -> {names[ends[1]]}"
-        pairs.append((ends[0], ends[1]))
+        u, v = ends_of(edge, ("src", "dst"), at, f"{path}: edges[{i}]")
+        where = f"{path}: edge {names[u][:60]} -> {names[v][:60]}"
+        pairs.append((u, v))
         matrices.append(_matrix(field(edge, "transfer", where), num_devices, where))
 
-    order, position = topological(names, pairs, path)
-    tensors: dict[tuple[int, bytes], int] = {}
-    uses = []
+    users: dict[tuple[int, bytes], list[int]] = {}
     for (u, v), matrix in zip(pairs, matrices, strict=True):
-        tensor = tensors.setdefault((position[u], matrix.tobytes()), len(tensors))
-        uses.append((tensor, position[v]))
+        users.setdefault((u, matrix.tobytes()), []).append(v)
     shape = (-1, num_devices, num_devices)
-    transfer_s = np.frombuffer(b"".join(m for _, m in tensors), np.float64).reshape(shape)
-    graph = graph_of(
-        path,
-        str(data.get("model", Path(path).stem)),
-        [names[v] for v in order],
-        np.array([u for u, _ in tensors], np.int32),
-        np.zeros(len(tensors), np.int64),
-        np.array(uses, np.int32).reshape(-1, 2),
-    )
+    transfer_s = np.frombuffer(b"".join(m for _, m in users), np.float64).reshape(shape)
+    tensors = [(u, 0, mine) for (u, _), mine in users.items()]
+    name = str(data.get("model", Path(path).stem))
+    tasks = Tasks("moirai", name, names, np.array(times), pairs, tensors=tensors)
     cluster = Cluster(
         "moirai", tuple(Device(f"device:{d}", "accelerator") for d in range(num_devices))
     )
-    goal, seconds, costs = objective or "period", np.array(times)[order], {"transfer_s": transfer_s}
-    return problem_of(path, "moirai", graph, cluster, seconds, goal, order=order, costs=costs)
+    return task_problem(path, tasks, cluster, objective or "period", {"transfer_s": transfer_s})
 
 
 def _matrix(rows: Any, num_devices: int, where: str) -> NDArray[np.float64]:

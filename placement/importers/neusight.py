@@ -22,6 +22,7 @@ from placement.importers._read import (
     FormatError,
     Tasks,
     all_joined,
+    decimal,
     equal_devices,
     number,
     task_problem,
@@ -129,7 +130,7 @@ def _tasks(text: str, path: str) -> Tasks:
                 raise FormatError(f"{where}: _input_nodes has {before[:60]!r}, which is no Name")
             if before:
                 pairs.append((at[before], i))
-        took_ms = sum(_milliseconds(row[key], f"{where}: {key}") for key in MS)
+        took_ms = sum(decimal(row[key] or "", f"{where}: {key}") for key in MS)
         seconds[i] = number(took_ms, f"{where}: {' + '.join(MS)}") / 1e3
         sizes.append(_bytes(row["output_shape"] or "", row["dtype"] or "", where))
     users: dict[int, list[int]] = {}
@@ -138,15 +139,6 @@ def _tasks(text: str, path: str) -> Tasks:
     tensors = [(u, sizes[u], mine) for u, mine in users.items()]
     kinds = [row["op"] or "op" for row in rows]
     return Tasks("neusight", Path(path).stem, names, seconds, pairs, kinds, tensors)
-
-
-def _milliseconds(word: str | None, what: str) -> float:
-    try:
-        return number(float(word or ""), what)
-    except ValueError as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"{what} = {str(word)[:60]!r} is not a number") from None
 
 
 def _bytes(shape: str, dtype: str, where: str) -> int:

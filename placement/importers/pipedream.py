@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
+    decimal,
     equal_devices,
     graph_of,
     number,
@@ -29,9 +30,9 @@ FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "p
 
 
 def looks_like(text: str) -> bool:
-    """Whether the first line that is not blank is a node or an edge."""
-    line = next(x for x in text.splitlines() if x.strip())
-    return " -- " in line
+    """Whether the first line that is not blank, nor a comment, is a node or an edge."""
+    lines = (x.strip() for x in text.splitlines())
+    return " -- " in next((x for x in lines if x and x[0] != "#"), "")
 
 
 def read(
@@ -126,7 +127,7 @@ def _nodes_and_edges(
             values.append(_fields(node[3], f"{path}, line {i}: node {name}"))
         elif edge:
             links.append((i, edge[1], edge[2]))
-        elif line.strip():
+        elif line.strip() and line.strip()[0] != "#":
             raise FormatError(
                 f"{path}, line {i}: neither 'node -- description -- {FIELDS[0]}=..., ...' nor "
                 f"'node -- node': {line.strip()[:60]!r}"
@@ -155,11 +156,8 @@ def _fields(text: str, where: str) -> list[float]:
     for name in FIELDS:
         if name not in by_name:
             raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(by_name)}")
-        try:
-            numbers = [float(x) for x in by_name[name].strip("[]").split(";")]
-        except ValueError:
-            raise FormatError(f"{where}: {name} = {by_name[name]!r} is not a number") from None
-        total = sum(number(x, f"{where}: {name}") for x in numbers)
+        words = by_name[name].strip("[]").split(";")
+        total = sum(decimal(word, f"{where}: {name}") for word in words)
         if name.endswith("_size"):
             total = whole(math.ceil(number(total, where)), f"{where}: {name}", most=MOST_BYTES)
         values.append(number(total, f"{where}: {name}"))

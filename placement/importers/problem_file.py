@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -38,11 +37,12 @@ from pydantic import (
 
 from placement.cluster import Cluster, ClusterError, Device, Link, changed_fields
 from placement.graph import GraphError, OpGraph
-from placement.importers._read import FormatError
+from placement.importers._read import FormatError, labels
 from placement.objective import ObjectiveName
 from placement.problem import MOST_PHASES, Problem, ProblemError, ReadyOrder
 from placement.profile import ARRAYS, Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.strict import explain
 
 VERSION = 1
 _SIZES = ("num_microbatches", "max_in_flight")  # of a problem; they are always written
@@ -202,7 +202,7 @@ def read(text: str, path: str, *, objective: str | None = None) -> Problem:
     try:
         record = ProblemRecord.model_validate_json(text)
     except ValidationError as error:
-        raise FormatError(f"{path}: {_explain(error, data)}") from error
+        raise FormatError(f"{path}: {explain(error, _Strict, data)}") from error
     try:
         return _problem(record, objective)
     except (FormatError, ClusterError, GraphError, ProfileError, ProblemError) as error:
@@ -368,21 +368,13 @@ def _graph(record: ProblemRecord) -> OpGraph:
             for n, op in enumerate(ops)
             for p in op.params
         ],
-        group=_labels([op.group for op in ops]),
+        group=labels([op.group for op in ops]),
         is_backward=[op.backward for op in ops],
         output_tensor=[
             within(t, len(tensors), f"outputs[{i}]", "tensors")
             for i, t in enumerate(record.outputs)
         ],
     )
-
-
-def _labels(groups: Sequence[int | None]) -> list[int]:
-    """A label for each operator; those without a group have one of their own."""
-    seen: dict[Any, int] = {}
-    return [
-        seen.setdefault(("own", n) if g is None else g, len(seen)) for n, g in enumerate(groups)
-    ]
 
 
 def _profile(record: ProblemRecord, cluster: Cluster, links: tuple[Link, ...]) -> Profile:
@@ -438,36 +430,3 @@ def _per_tensor(record: ProblemRecord, name: str, shape: tuple[int, ...]) -> Any
             raise FormatError(f"tensors[{t}]: {name} must be {what} numbers, one for each device")
         table[t] = row
     return table
-
-
-def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
-    """The first wrong keys with their values, and what is expected there."""
-    errors = error.errors(include_url=False)
-    reasons = [_explain_one(dict(e), data) for e in errors[:3]]
-    more = len(errors) - len(reasons)
-    return "; ".join(reasons) + (f"; and {more} more" if more > 0 else "")
-
-
-def _explain_one(e: dict[str, Any], data: Mapping[str, Any]) -> str:
-    at: Any = data
-    where = ""
-    for step in e["loc"]:
-        at = at[step] if isinstance(at, list) and isinstance(step, int) else _get(at, step)
-        if at is _ABSENT and e["type"] != "missing":
-            break  # a word of pydantic's own, not a part of the file
-        where += f"[{step}]" if isinstance(step, int) else f".{str(step)[:60]}"
-        if isinstance(step, int) and isinstance(at, dict) and isinstance(at.get("name"), str):
-            where += f" ({at['name'][:60]!r})"
-    where = where.removeprefix(".")
-    if e["type"] == "missing":
-        return f"{where} is missing"
-    if e["type"] == "extra_forbidden":
-        return f"unknown key {where}"
-    return f"{where} = {short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
-
-
-_ABSENT = object()
-
-
-def _get(at: Any, step: Any) -> Any:
-    return at.get(step, _ABSENT) if isinstance(at, dict) else _ABSENT

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from placement.importers._read import (
+    DECIMAL,
     FormatError,
     Tasks,
     named_devices,
@@ -31,7 +32,6 @@ from placement.importers._read import (
 from placement.problem import Problem
 
 _COUNT = re.compile(r"\d{1,9}")
-_NUMBER = re.compile(r"\d{1,18}(\.\d*)?")
 _HEAD = re.compile(  # spaces within a line: what spans lines is looked at again from each of them
     r"^[ \t]*(?:instance[ \t]+(\S+)[ \t\r]*$|nb[ \t]+of[ \t]+jobs\b)", re.IGNORECASE | re.MULTILINE
 )
@@ -214,7 +214,7 @@ def _rows(text: str) -> Rows:
     rows = list(numbered(text))
     if _HEAD.search(text) is None:
         return rows
-    begun = dropwhile(lambda row: not all(map(_NUMBER.fullmatch, row[1])), rows)
+    begun = dropwhile(lambda row: not all(map(DECIMAL.fullmatch, row[1])), rows)
     return [row for row in begun if not _TITLE.fullmatch(row[1][0])]
 
 
@@ -403,7 +403,7 @@ def _from_zero(jobs: Jobs, machines: int, line: int) -> Jobs:
 
 
 def _time(line: int, word: str, what: str) -> float:
-    if not _NUMBER.fullmatch(word):
+    if not DECIMAL.fullmatch(word):
         raise _Wrong(line, f"{what} = {word[:60]!r} is not a number of at least 0")
     return int(word) if word.isdecimal() else float(word)
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.importers._read import FormatError, Tasks, named_devices, numbered, task_problem
+from placement.importers._read import (
+    DECIMAL,
+    FormatError,
+    Tasks,
+    named_devices,
+    numbered,
+    task_problem,
+)
 from placement.problem import Problem
 
 _WHOLE = re.compile(r"\d{1,18}")
@@ -20,9 +27,11 @@ def looks_like(text: str) -> bool:
     A number of processors may follow the count: then the first task must wait for none.
     """
     rows = [words for _, words in islice(numbered(text), 2)]
-    if len(rows) < 2 or not all(map(_WHOLE.fullmatch, rows[0] + rows[1][:3])):
+    if len(rows) < 2 or not all(map(DECIMAL.fullmatch, rows[1][:3])):
         return False
     head, first = rows
+    if not all(map(_WHOLE.fullmatch, (*head, first[0], *first[2:3]))):
+        return False
     return first[2:] == ["0"] if len(head) == 2 else len(head) == 1 and len(first) >= 3
 
 
@@ -40,10 +49,12 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     """
     lines = list(numbered(text))
     for i, words in lines:
-        wrong = [word for word in words if not _WHOLE.fullmatch(word)]
-        if wrong:
-            raise FormatError(f"{path}, line {i}: {wrong[0][:60]!r} is not a whole number")
-    rows = [(i, [int(word) for word in words]) for i, words in lines[1:]]
+        for k, word in enumerate(words):
+            if not (DECIMAL if k == 1 else _WHOLE).fullmatch(word):
+                what = "number" if k == 1 else "whole number"
+                raise FormatError(f"{path}, line {i}: {word[:60]!r} is not a {what}")
+    rows = [(i, [int(word) for word in words[:1] + words[2:]]) for i, words in lines[1:]]
+    took = [float(words[1]) if len(words) > 1 else 0.0 for _, words in lines[1:]]
     count = int(lines[0][1][0])
     low = min(1, rows[0][1][0])
     if len(rows) not in (count, count + 2 - low):
@@ -53,21 +64,21 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         )
     pairs = []
     for k, (i, row) in enumerate(rows, start=low):
-        if len(row) < 3 or row[0] != k or row[2] != len(row) - 3:
+        if len(row) < 2 or row[0] != k or row[1] != len(row) - 2:
             raise FormatError(
                 f"{path}, line {i}: expected task {k}, its time, how many predecessors, and their "
-                f"numbers; found {' '.join(map(str, row))[:60]!r}"
+                f"numbers; found {' '.join(lines[1 + k - low][1])[:60]!r}"
             )
-        for before in row[3:]:
+        for before in row[2:]:
             if not low <= before < low + len(rows):
                 raise FormatError(f"{path}, line {i}: task {k} waits for {before}, which is none")
             pairs.append((before - low, k - low))
-    if len(rows) == count and rows[0][1][:2] == [0, 0] and rows[-1][1][1] > 0:
+    if len(rows) == count and low == took[0] == 0 and took[-1] > 0:
         raise FormatError(
             f"{path}, line {rows[-1][0]}: the file ends: a first task of no time needs a last one"
         )
     cluster = named_devices(path, "stg", "processor", devices, len(rows))
     names = [str(row[0]) for _, row in rows]
-    seconds = np.repeat(np.array([[row[1]] for _, row in rows], np.float64), devices, axis=1)
+    seconds = np.repeat(np.array(took)[:, None], devices, axis=1)
     tasks = Tasks("stg", Path(path).stem, names, seconds, pairs)
     return task_problem(path, tasks, cluster, objective)

@@ -75,7 +75,9 @@ def read(
     if len(unknown):
         raise FormatError(f"{path}: task {short(names[unknown[0]])}: nobody says how long it ran")
     pairs = _pairs(records, at, path)
-    tensors = _tensors(records, pairs, _sizes(files, path), path)
+    named = [(f"{path}: files[{i}]", record) for i, record in enumerate(files)]
+    sizes = {_text(record, "id", where): _size(record, where) for where, record in named}
+    tensors = _tensors(records, pairs, sizes, path)
     cluster = equal_devices(path, "workflow", "machine", devices, bandwidth)
     name = data.get("name")
     tasks = Tasks(
@@ -95,7 +97,7 @@ def _pairs(records: list[Any], at: dict[str, int], path: str) -> set[tuple[int, 
     for i, task in enumerate(records):
         where = f"{path}: tasks[{i}]"
         for key in ("parents", "children"):
-            for other in _list(task, key, where) if key in task else []:
+            for other in _names(task, key, where):
                 end = _task(at, other, f"{where}: {key}")
                 pairs.add((end, i) if key == "parents" else (i, end))
     return pairs
@@ -109,9 +111,8 @@ def _tensors(
     written: list[tuple[int, str]] = []
     for i, task in enumerate(records):
         where = f"{path}: tasks[{i}]"
-        read = [_file(x, where) for x in _list(task, "inputFiles", where, missing=True)]
-        wrote = [_file(x, where) for x in _list(task, "outputFiles", where, missing=True)]
-        for k, record in enumerate(_list(task, "files", where, missing=True)):
+        read, wrote = (list(_names(task, f"{key}Files", where)) for key in ("input", "output"))
+        for k, record in enumerate(_list(task, "files", where) if "files" in task else ()):
             at = f"{where}: files[{k}]"
             file = _text(record, _either("id", "name", record), at)
             sizes[file] = _size(record, at)
@@ -127,11 +128,6 @@ def _tensors(
     return tensors
 
 
-def _sizes(files: list[Any], path: str) -> dict[str, int]:
-    named = [(f"{path}: files[{i}]", record) for i, record in enumerate(files)]
-    return {_text(record, "id", where): _size(record, where) for where, record in named}
-
-
 def _size(record: Any, where: str) -> int:
     return whole_of(record, _either("sizeInBytes", "size", record), where, most=MOST_BYTES)
 
@@ -141,16 +137,19 @@ def _either(new: str, old: str, record: Any) -> str:
     return new if isinstance(record, dict) and new in record else old
 
 
-def _task(at: dict[str, int], name: Any, where: str) -> int:
-    if not isinstance(name, str) or name not in at:
+def _task(at: dict[str, int], name: str, where: str) -> int:
+    if name not in at:
         raise FormatError(f"{where}: {short(name)} is no task")
     return at[name]
 
 
-def _file(name: Any, where: str) -> str:
-    if not isinstance(name, str):
-        raise FormatError(f"{where}: {short(name)} is not the id of a file")
-    return name
+def _names(record: Any, key: str, where: str) -> list[str]:
+    """The texts in a field, which may be missing."""
+    names = _list(record, key, where) if key in record else []
+    wrong = [x for x in names if not isinstance(x, str)]
+    if wrong:
+        raise FormatError(f"{where}: {key} has {short(wrong[0])}, which is not a text")
+    return names
 
 
 def _text(record: Any, key: str, where: str) -> str:
@@ -160,10 +159,7 @@ def _text(record: Any, key: str, where: str) -> str:
     return value
 
 
-def _list(record: Any, key: str, where: str, missing: bool = False) -> list[Any]:
-    """The list in a field; an empty one where it may be ``missing`` and is."""
-    if missing and key not in record:
-        return []
+def _list(record: Any, key: str, where: str) -> list[Any]:
     value = field(record, key, where)
     if not isinstance(value, list):
         raise FormatError(f"{where}: {key} = {short(value)} is not a list")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import MOST_DEVICES
+from placement.graph import topological_order
 from placement.tools.files import short
 
 Ints = NDArray[np.int64]
@@ -288,25 +289,19 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         if i in rows:
             raise BlocksError(f"two blocks have the same id {i}")
         rows[i] = _row(record, f"block {i}", num_devices, infer)
-    waits = {i: len(row.preds) for i, row in rows.items()}
-    users: dict[int, list[int]] = {i: [] for i in rows}
+    ids, place = list(rows), {i: k for k, i in enumerate(rows)}
+    edges = []
     for i, row in rows.items():
         for p, _ in row.preds:
             if p not in rows:
                 raise BlocksError(f"block {i}: deps has {p}, which is the id of no block")
-            users[p].append(i)
-    place = {i: k for k, i in enumerate(rows)}
-    ready, order = [i for i in rows if not waits[i]], list[int]()
-    while ready:
-        order += ready
-        after = [v for i in ready for v in users[i]]
-        for v in after:
-            waits[v] -= 1
-        ready = sorted({v for v in after if not waits[v]}, key=place.__getitem__)
-    if len(order) < len(rows):
-        stuck = [i for i in rows if waits[i]]
+            edges.append((place[p], place[i]))
+    in_file = topological_order(np.array(sorted(edges), np.int64).reshape(-1, 2), len(ids))
+    order = [ids[k] for k in in_file]
+    if len(order) < len(ids):
+        stuck = sorted(set(ids) - set(order))
         raise BlocksError(f"blocks {short(stuck)} wait for each other, or for such as do")
-    number = {i: k for k, i in enumerate(order)}
+    number = {i: n for n, i in enumerate(order)}
     blocks = tuple(
         replace(rows[i], preds=tuple((number[p], 0) for p, _ in rows[i].preds)) for i in order
     )

@@ -39,10 +39,12 @@ from typing import Any
 import numpy as np
 
 from placement.graph import components
+from placement.modulo import packing
 from placement.modulo.blocks import NEVER, BlocksError, Ints, Work
 from placement.tools import cpsat
 
 MAX_UNROLL = 4
+_PACKING = 0.3  # of the time, at most, goes to patterns without CP-SAT
 _LEAST_S = 0.2  # a question gets these seconds to be written down, however few are left
 _MOST_NODES, _MOST_PAIRS = 2**11, 2**18  # of them on one device: more, and it fills gigabytes
 
@@ -109,9 +111,12 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     """
     end = time.perf_counter() + seconds
     start = _one_at_a_time(work, end)
+    least = _below(work.period_bound)
+    packed = packing.shortest(work, least, start.period, end - (1 - _PACKING) * seconds)
+    if packed is not None:
+        start = Pattern(packed[0][None], packed[1])
     shorter, bound = _shortest(work, 1, start.period, end)
-    patterns = [p for p in (shorter, start, _packed(work)) if p is not None]
-    best = Outcome(min(patterns, key=lambda p: p.period), Fraction(bound))
+    best = Outcome(shorter or start, Fraction(bound))
     if unroll is not None:
         return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
     for k in range(2, MAX_UNROLL + 1):
@@ -123,28 +128,6 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
         if wide.pattern.per_micro_batch < best.pattern.per_micro_batch:
             best = replace(wide, others=(*best.others, best.pattern))
     return best
-
-
-def _packed(work: Work) -> Pattern | None:
-    """Blocks one after another on their devices, and of as early micro-batches as that takes.
-
-    Without limits on memory a micro-batch may be under way for any number of periods. Where every
-    block has one device no period is shorter; the schedule of few micro-batches is a long one.
-    """
-    if work.limit is not None:
-        return None
-    free, at = [0] * work.num_devices, []
-    for block in work.blocks:
-        at.append(max(free[d] for d in block.devices))
-        for d in block.devices:
-            free[d] = at[-1] + block.time
-    period, starts = max(free), np.zeros((1, work.num_blocks), np.int64)
-    for b, block in enumerate(work.blocks):
-        ready = max(
-            (starts[0, u] + work.blocks[u].time + wait for u, wait in block.preds), default=0
-        )
-        starts[0, b] = at[b] + period * max(0, -(-(ready - at[b]) // period))
-    return Pattern(starts, period)
 
 
 class _OutOfTime(Exception):

@@ -18,9 +18,9 @@ from placement.objective import Objective
 from placement.plan import parts
 from placement.plan.document import Plan
 from placement.plan.parts import Fallback, Measured, PlanError, Predicted, stages_of, whole_modules
-from placement.plan.reading import explain
 from placement.problem import Placement, Problem, Solution
 from placement.tools.ownership import version
+from placement.tools.strict import explain
 
 if TYPE_CHECKING:
     from placement.schedule import Schedule
@@ -91,7 +91,7 @@ def make_plan(
             ),
         )
     except ValidationError as error:
-        raise PlanError(f"graph {graph.name!r}: {explain(error)}") from error
+        raise PlanError(f"graph {graph.name!r}: {explain(error, parts.Strict)}") from error
 
 
 def _simulated(

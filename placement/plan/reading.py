@@ -11,11 +11,10 @@ from pydantic import ValidationError
 from placement.plan.document import Plan
 from placement.plan.parts import PlanError, Strict
 from placement.tools.files import check_is_file, model_file, parse_json, short, some
-from placement.tools.named import meant
+from placement.tools.strict import explain
 
 SCHEMA_VERSIONS = (1, 2)  # 2: with phases
 MAX_FILE_BYTES = 256 * 2**20
-_ALL_KEYS = sorted({key for kind in Strict.__subclasses__() for key in kind.model_fields})
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -51,7 +50,7 @@ def read_plan(path: str | Path) -> Plan:
     try:
         return Plan.model_validate_json(_without_sleep(path, data, text))
     except ValidationError as error:
-        raise PlanError(f"{path}: {explain(error)}") from error
+        raise PlanError(f"{path}: {explain(error, Strict, data)}") from error
 
 
 def _text(path: Path) -> str:
@@ -126,20 +125,3 @@ def schema_text() -> str:
     schema = Plan.model_json_schema()
     schema["required"].insert(0, "schema_version")  # as the reader demands
     return json.dumps(schema, indent=1) + "\n"
-
-
-def explain(error: ValidationError) -> str:
-    """Each wrong key with its value and what is expected there."""
-    return some([_explain_one(dict(e)) for e in error.errors(include_url=False)], sep="; ")
-
-
-def _explain_one(error: dict[str, Any]) -> str:
-    where = ".".join(str(key)[:80] for key in error["loc"])
-    if error["type"] == "missing":
-        return f"the key {where!r} is missing"
-    if error["type"] == "extra_forbidden":
-        unknown = error["loc"][-1]
-        elsewhere = [key for key in _ALL_KEYS if key != unknown]
-        return f"unknown key {where!r}{meant(str(unknown), elsewhere)}"
-    message = error["msg"]
-    return f"{where} = {short(error['input'])}: {message[:1].lower()}{message[1:]}"

@@ -324,7 +324,7 @@ def _measured(
 ) -> Problem:
     from placement.capturing import capture
 
-    began, load_before = time.time(), _load()
+    began, load_before = time.time(), round(os.getloadavg()[0], 2)
     module, inputs = workloads.load(entry.spec, **entry.options)
     settle(module, inputs)
     graph = capture(module, inputs, name=entry.name)
@@ -401,16 +401,9 @@ def _provenance() -> dict[str, Any]:
     return facts | {"transformers": workloads.import_transformers().__version__}
 
 
-def _load() -> float | None:
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
 def _rounded(values: Floats) -> Floats:
     """To ``DIGITS`` significant digits."""
-    with np.errstate(divide="ignore"):
-        power = np.where(values > 0, np.floor(np.log10(np.abs(values))), 0.0)
-    scale = 10.0 ** (DIGITS - 1 - power)
-    return np.round(values * scale) / scale
+    return np.vectorize(lambda x: float(f"{x:.{DIGITS}g}"), otypes=[np.float64])(values)
 
 
 def files(folder: str | Path) -> dict[str, Path]:

@@ -6,6 +6,8 @@ Nothing is downloaded, and no code from a folder runs.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from placement.workloads import WorkloadError, import_transformers, seeded
@@ -40,6 +42,26 @@ def pretrained(folder: str, batch: int = 1, size: int | None = None) -> tuple[An
         ) from error
     with seeded():
         return module.eval(), example_inputs(module, batch, size or _usual(module))
+
+
+def from_config(
+    model: str, settings: str, batch: int, size: int, config: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """A class of transformers with random weights of a fixed seed, and random inputs of ``size``.
+
+    ``model`` and ``settings`` are names in transformers, of the class and of its configuration's.
+
+    Raises:
+        WorkloadError: transformers is missing, or has no such class.
+    """
+    transformers = import_transformers()
+    try:
+        kind, configure = (attrgetter(name)(transformers) for name in (model, settings))
+    except AttributeError as error:
+        raise WorkloadError(f"transformers {transformers.__version__}: {error}") from None
+    with seeded():
+        module = kind(configure(**config)).eval()
+        return module, example_inputs(module, batch, size)
 
 
 def _usual(module: Any) -> int:

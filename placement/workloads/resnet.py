@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from placement.workloads.hugging_face import from_config
 
-from placement.workloads import import_transformers, seeded
+_CLASSES = "ResNetForImageClassification", "ResNetConfig"
 
 
 def resnet50(batch: int = 1, image: int = 224) -> tuple[Any, Any]:
     """ResNet-50: 25.6 M parameters."""
-    return _resnet(batch, image)
+    return from_config(*_CLASSES, batch, image, {"num_labels": 1000})
 
 
 def resnet_tiny(batch: int = 1, image: int = 32) -> tuple[Any, Any]:
     """Two stages of one bottleneck block."""
-    return _resnet(
-        batch, image, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], num_labels=10
-    )
-
-
-def _resnet(batch: int, image: int, **config: Any) -> tuple[Any, Any]:
-    transformers = import_transformers()
-    config.setdefault("num_labels", 1000)
-    with seeded():
-        module = transformers.ResNetForImageClassification(transformers.ResNetConfig(**config))
-        return module.eval(), {"pixel_values": torch.randn(batch, 3, image, image)}
+    stages = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1]}
+    return from_config(*_CLASSES, batch, image, stages | {"num_labels": 10})

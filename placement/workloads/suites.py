@@ -218,10 +218,7 @@ def _public(folder: Path, devices: int | None) -> Iterator[Case]:
 
 
 def _truth(path: Path) -> list[dict[str, Any]]:
-    try:
-        truth = parse_json(_text(path))
-    except ValueError as error:
-        raise SuiteError(f"{path}: not valid JSON: {error}") from error
+    truth = _json(path)
     keys = {"file", "objective", "method", "status", "value", "lower_bound"}
     records = truth if isinstance(truth, list) else [truth]
     for i, record in enumerate(records):
@@ -258,14 +255,18 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
+def _json(path: Path) -> Any:
+    try:
+        return parse_json(_text(path))
+    except ValueError as error:
+        raise SuiteError(f"{path}: not valid JSON: {error}") from error
+
+
 def _records(path: Path) -> Mapping[str, Any]:
     """A file of bounds, by the name of the problem; empty where there is none."""
     if not path.is_file():
         return {}
-    try:
-        records_by_name = parse_json(_text(path))
-    except ValueError as error:
-        raise SuiteError(f"{path}: not valid JSON: {error}") from error
+    records_by_name = _json(path)
     if isinstance(records_by_name, list):  # as ScheduleOpt/benchmarks has them, and JSPLIB
         records = [r for r in records_by_name if isinstance(r, dict)]
         records_by_name = {str(r.get("instance", r.get("name", ""))): _jsplib(r) for r in records}

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from placement.workloads.hugging_face import from_config
 
-from placement.workloads import import_transformers, seeded
+_CLASSES = "T5ForConditionalGeneration", "T5Config"
 
 
 def t5(batch: int = 1, length: int = 128) -> tuple[Any, Any]:
     """T5-small: 6 + 6 layers of hidden size 512, 61 M parameters."""
-    return _t5(batch, length)
+    return from_config(*_CLASSES, batch, length, {"use_cache": False})
 
 
 def t5_tiny(batch: int = 1, length: int = 16) -> tuple[Any, Any]:
     """One layer of hidden size 32 on each side."""
-    return _t5(
-        batch, length, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=99
-    )
-
-
-def _t5(batch: int, length: int, **config: Any) -> tuple[Any, Any]:
-    transformers = import_transformers()
-    settings = transformers.T5Config(use_cache=False, **config)
-    with seeded():
-        module = transformers.T5ForConditionalGeneration(settings).eval()
-        source, target = (torch.randint(settings.vocab_size, (batch, length)) for _ in range(2))
-        return module, {"input_ids": source, "decoder_input_ids": target}
+    size = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return from_config(*_CLASSES, batch, length, size | {"vocab_size": 99, "use_cache": False})

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from placement.workloads import WorkloadError, import_transformers, seeded
-from placement.workloads.hugging_face import example_inputs
+from placement.workloads import WorkloadError
+from placement.workloads.hugging_face import from_config
 
 Kind = Literal["cnn", "vit", "encoder", "decoder", "encoder-decoder", "audio", "moe"]
 Size = tuple[int, int]  # batch, and tokens, pixels of a side, or samples of sound
@@ -209,20 +209,7 @@ def small(model: str, batch: int = 1, size: int = 64) -> tuple[Any, Any]:
         raise WorkloadError(
             f"model {model!r} is unknown; there are {', '.join(m.name for m in MODELS)}"
         )
-    transformers = import_transformers()
-    settings = _class(transformers, kind.settings or f"{kind.name}Config")
-    module = _class(transformers, kind.model or f"{kind.name}Model")
-    with seeded():
-        options = {"image_size": size} if kind.kind in ("cnn", "vit") else {}
-        config = settings(**options | kind.config | {"use_cache": False, "return_dict": True})
-        instance = module(config).eval()
-        return instance, example_inputs(instance, batch, size)
-
-
-def _class(transformers: Any, path: str) -> Any:
-    place = transformers
-    for part in path.split("."):
-        place = getattr(place, part, None)
-        if place is None:
-            raise WorkloadError(f"transformers {transformers.__version__} has no {path}")
-    return place
+    names = kind.model or f"{kind.name}Model", kind.settings or f"{kind.name}Config"
+    options = {"image_size": size} if kind.kind in ("cnn", "vit") else {}
+    fixed = {"use_cache": False, "return_dict": True}
+    return from_config(*names, batch, size, options | kind.config | fixed)

@@ -228,6 +228,11 @@ def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, capsys: Any)
     assert main(words) == OK
     assert "of 512 items each takes 6% longer than in one of 32" in capsys.readouterr().err
     assert main([*words, "--microbatches", "512"]) == OK and not capsys.readouterr().err
+    (tmp_path / "idle.json").write_text(
+        '{"problem_version": 1, "model": "idle", "operators": [{"name": "a", "compute_s": [0]}], '
+        '"cluster": {"name": "one", "devices": [{"name": "x"}]}}'
+    )
+    assert main(["plan", str(tmp_path / "idle.json"), "--planner", "heft"]) == OK
 
 
 def test_a_plan_and_its_answer_ask_for_the_bound_once(

@@ -132,7 +132,9 @@ def test_pipedream_training(tmp_path: Path) -> None:
 
 def test_pipedream_inference(tmp_path: Path) -> None:
     problem = load(
-        written(tmp_path / "tiny.txt", PIPEDREAM), mode="inference", objective="max_load"
+        written(tmp_path / "tiny.txt", f"\n# one GPU -- ms\n{PIPEDREAM} # end\n"),
+        mode="inference",
+        objective="max_load",
     )
     assert problem.graph.op_name == ("node1", "node2", "node3")
     assert problem.num_devices == 4
@@ -150,6 +152,7 @@ def test_moirai(tmp_path: Path) -> None:
     assert simulate(problem, [0, 1, 0], num_microbatches=1).latency_s == pytest.approx(7.5e-3)
     unlike = copy.deepcopy(MOIRAI)
     unlike["edges"][1]["transfer"] = [[0, 1], [0.25, 0]]
+    unlike["nodes"][1]["id"], unlike["edges"][0]["src"] = 1.0, "1"  # as some languages write 1
     assert load(written(tmp_path / "tiny.txt", unlike)).graph.num_tensors == 2
 
 
@@ -197,7 +200,6 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(DNN, "nodes", 1, "cpuLatency"), "node 3: field 'cpuLatency' is missing"),
         (change(DNN, "nodes", 1, "fpgaLatency", value=-2), "node 3: fpgaLatency = -2"),
         (change(DNN, "nodes", 1, "fpgaLatency", value="2"), "node 3: fpgaLatency = '2'"),
-        (change(DNN, "nodes", 1, "cpuLatency", value=float("nan")), "node 3: cpuLatency = nan"),
         (change(DNN, "nodes", 1, "size", value=float("inf")), "node 3: size = inf"),
         (change(DNN, "nodes", 1, "size", value=1e17), "node 3: size = 100000000000000000 is too"),
         (change(DNN, "nodes", value=[node(i, size=2.0**52) for i in (3, 5, 7, 9)]), "together"),
@@ -208,25 +210,22 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(DNN, "edges", 0, "cost", value=-0.25), "edge 7 -> 3: cost = -0.25"),
         (change(DNN, "edges", 0, "cost", value=0.26), "edge 7 -> 5: cost = 0.25, but another"),
         (with_edge(DNN, edge(5, 7, 0.125)), "edges form a cycle: 7 -> 5 -> 7"),
-        (with_edge(DNN, edge(9, 9, 0.0)), "cycle: 9 -> 9"),
         (change(DNN, "maxCPUs", value=0), "node 5: supportedOnFpga is false, but maxCPUs is 0"),
         (change(MOIRAI, "num_devices", value=0), "num_devices = 0"),
         (change(MOIRAI, "nodes", 0, "time"), "node 4: field 'time' is missing"),
         (change(MOIRAI, "nodes", 0, "time", value=[1]), "node 4: time = [1] must be a list of 2"),
         (change(MOIRAI, "nodes", 0, "time", 1, value=-6), "node 4: time[1] = -6"),
-        (change(MOIRAI, "nodes", 0, "id", value=1), "node 1: ids must be"),
+        (change(MOIRAI, "nodes", 0, "id", value=1), "node 1: the id is used twice"),
         (change(MOIRAI, "edges", 0, "dst", value=8), "edges[0]: dst = 8"),
         (change(MOIRAI, "edges", 0, "transfer", value=[[0, 1]]), "edge 1 -> 4: transfer"),
         (change(MOIRAI, "edges", 0, "transfer", 1, value=[1]), "edge 1 -> 4: transfer[1]"),
         (change(MOIRAI, "edges", 0, "transfer", 0, 1, value="x"), "transfer[0][1] = 'x'"),
-        (with_edge(MOIRAI, {**MOIRAI["edges"][0], "src": 4, "dst": 1}), "cycle: "),
         (PIPEDREAM.replace("backward_compute_time=4.0", "b=4"), "node node2: field 'backward"),
         (PIPEDREAM.replace("=2.0", "=-2.0"), "line 1: node node2: forward_compute_time = -2"),
         (PIPEDREAM.replace("=40.0", "=1e30"), "line 1: node node2: parameter_size = 1"),
         (PIPEDREAM.replace("=2.0", "=two"), "node node2: forward_compute_time = 'two'"),
         (PIPEDREAM.replace("node1 -- Input0", "node2 -- Input0"), "node node2 is described twice"),
         (PIPEDREAM + "\tnode3 -- node9\n", "line 6: edge node3 -- node9: no node node9"),
-        (PIPEDREAM + "\tnode3 -- node1\n", "edges form a cycle: node"),
         (PIPEDREAM + "what is this\n", "line 6: neither"),
         ("\tnode1 -- node2\n", "edges but no nodes"),
     ],

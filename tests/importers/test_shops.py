@@ -191,26 +191,33 @@ RECORDS = [
 ]
 
 
+NESTED = [
+    [[{"machine": 0, "processing": 3}], [{"machine": 0, "processing": 5}]],
+    [[{"machine": 1, "processing": 2}]],
+]
+
+
 @pytest.mark.parametrize(
     "data",
     [
         {"instance": "x", "machines": 2, "jobs": 2, "data": RECORDS},
         {"name": "x", "duration_matrix": [[3, 5], [2]], "machines_matrix": [[0, 0], [1]]},
+        {"machines": 2, "jobs": NESTED},
     ],
 )
 def test_as_json(data: dict[str, Any], tmp_path: Path) -> None:
-    """Of ScheduleOpt and of job_shop_lib; jobs may visit a machine twice."""
-    path = tmp_path / "s.json"
+    """Of ScheduleOpt, job_shop_lib and SchedulingLab; jobs may visit a machine twice."""
+    path = tmp_path / "x.json"
     path.write_text(json.dumps(data))
     problem = importers.load(path)
     assert problem.graph.name == "x" and problem.graph.edges.tolist() == [[0, 1]]
     assert problem.compute_s.tolist() == [[3, np.inf], [5, np.inf], [np.inf, 2]]
-    mistakes: list[dict[str, Any]] = [{"machines_matrix": [[0], [1, 1]]}]
+    mistakes: list[dict[str, Any]] = [{"machines_matrix": [[0], [1, 1]]}] if "name" in data else []
     if "data" in data:
         mistakes = [{"jobs": 3}, {"machines": 1}, {"data": RECORDS[:1]}, {"data": RECORDS * 2}]
     for mistake in mistakes:
         path.write_text(json.dumps(data | mistake))
-        with pytest.raises(FormatError, match=r"s.json: data.*job|differ in their shape"):
+        with pytest.raises(FormatError, match=r"x.json: data.*job|differ in their shape"):
             importers.load(path)
 
 
