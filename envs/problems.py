@@ -202,10 +202,10 @@ class ProblemSet:
         legal &= ((rows >= 0) & (rows < self.max_devices)).all(axis=1)
         seconds = np.full(len(rows), np.inf)
         if legal.any():
-            made = self.evaluator(self.problems[problem], self.placements(problem, rows[legal]))
+            answer = self.evaluator(self.problems[problem], self.placements(problem, rows[legal]))
             if self.evaluator is not score:
-                made = _checked(made, int(legal.sum()), "evaluator", self.evaluator)
-            seconds[legal] = made
+                answer = _checked(answer, int(legal.sum()), "evaluator", self.evaluator)
+            seconds[legal] = answer
         return seconds
 
     def seconds(self, ids: NDArray[np.integer[Any]], choices: NDArray[np.integer[Any]]) -> Floats:

@@ -406,7 +406,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
         if longest_s <= periods * bound_s * (1 + ROUNDING):
             break
         bound_s = max(bound_s, program.solve()[0] * unit_s * EXACT)
-        longest_s, path = _longest_path((program.found[on][group] * own_s).sum(axis=1), edges)
+        longest_s, path = _longest_path((program.values[on][group] * own_s).sum(axis=1), edges)
         program.row(0.0, (on[group[path]], own_s[path]), (time, -periods * unit_s))
     return bound_s
 

@@ -30,7 +30,7 @@ def load_solver() -> None:
 class Program:
     """Rows of columns between 0 and 1; the first column is as small as the rows allow.
 
-    ``answer`` has the columns as they then are, None where there is none; ``found`` has 0 there.
+    ``answer`` has the columns as they then are, None where there is none; ``values`` has 0 there.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Program:
         return csr_array((value / most[row], (row, column)), shape=shape), self.limit / most, most
 
     @property
-    def found(self) -> Floats:
+    def values(self) -> Floats:
         """float64, a number for each column."""
         return 0 * self.upper if self.answer is None else self.answer
 
@@ -393,7 +393,7 @@ def balanced(seconds: Floats) -> NDArray[np.intp]:
     """
     program, on, _ = spread(seconds, np.ones(seconds.shape[1], int))
     program.solve()
-    share = np.where(np.isfinite(seconds), program.found[on], -1.0)
+    share = np.where(np.isfinite(seconds), program.values[on], -1.0)
     device, split = share.argmax(axis=1), share.max(axis=1) < 1.0 - 1e-6
     load_s = np.bincount(device[~split], seconds[~split, device[~split]], seconds.shape[1])
     for g in np.flatnonzero(split)[np.argsort(-seconds[split].min(axis=1), kind="stable")]:
@@ -685,7 +685,7 @@ class Call:
         program, g, number = self.program, self.problem.graph, 0
         ends = np.append(g.use_dst, g.tensor_src[g.tensor_src >= 0])
         many = np.bincount(g.group[ends], minlength=g.num_groups)
-        open_ = [(least, number, every := program.upper, program.found[self.whole])]
+        open_ = [(least, number, every := program.upper, program.values[self.whole])]
         while work > 0:
             least, _, upper, on = open_[0]
             group = int(((1 - on.max(axis=1)) * many).argmax())
@@ -696,7 +696,7 @@ class Call:
                 program.upper = upper.copy()
                 program.upper[self.whole[group]] = np.arange(on.shape[1]) == device
                 more, number, work = program.solve()[0], number + 1, work - program.size
-                shares = program.found[self.whole]  # 0: this cannot be, or the solver failed
+                shares = program.values[self.whole]  # 0: this cannot be, or the solver failed
                 heappush(open_, (max(least, more), number, program.upper, shares))
         program.upper = every
         return open_[0][0]

@@ -304,8 +304,9 @@ def _say_measured(solution: Solution) -> None:
 
 def _say_kept(solution: Solution) -> None:
     """Where a search found better, but not by more than predictions err."""
-    better = 1 - solution.stats.get("best_value_s", solution.value_s) / solution.value_s
-    if better > 0:
+    best_s = solution.stats.get("best_value_s", solution.value_s)
+    if best_s < solution.value_s:
+        better = 1 - best_s / solution.value_s
         cli.say(
             f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
             f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "

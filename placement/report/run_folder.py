@@ -83,25 +83,25 @@ def read_run(folder: str | Path) -> RunFolder:
         raise RunFolderError(f"{path}: no such folder; give the folder that a command wrote")
     unread: list[str] = []
 
-    def kept(read: Callable[[Path], T], file: Path) -> T | None:
+    def attempt(read: Callable[[Path], T], file: Path) -> T | None:
         try:
             return read(file) if file.is_file() else None
         except Exception as error:  # csv, numpy and whoever else reads raise their own kinds
-            said = str(error) or type(error).__name__
-            unread.append(f"{file.relative_to(path)}: {said[:200]}")
+            reason = str(error) or type(error).__name__
+            unread.append(f"{file.relative_to(path)}: {reason[:200]}")
             return None
 
     rows = (
         ()
         if plans
-        else kept(lambda file: table.from_csv(read_text(file)), path / "compare.csv") or ()
+        else attempt(lambda file: table.from_csv(read_text(file)), path / "compare.csv") or ()
     )
-    answers, used = _answers(path, rows, kept)
-    metrics = {} if plans else kept(_columns, path / "metrics.csv") or {}
+    answers, used = _answers(path, rows, attempt)
+    metrics = {} if plans else attempt(_columns, path / "metrics.csv") or {}
     names = list(dict.fromkeys(row.workload for row in rows))
-    workloads = [_compared(path, name, used.get(name), kept) for name in names]
+    workloads = [_compared(path, name, used.get(name), attempt) for name in names]
     if not names:
-        workloads = list(_planned(path, plans, kept))
+        workloads = list(_planned(path, plans, attempt))
     if not (rows or metrics or workloads):
         because = f"; {'; '.join(unread[:3])}" if unread else ""
         raise RunFolderError(
@@ -112,23 +112,23 @@ def read_run(folder: str | Path) -> RunFolder:
     texts = {
         name: text
         for name in ("versions.json", ".hydra/config.yaml", ".hydra/overrides.yaml")
-        if (text := kept(read_text, path / name)) is not None
+        if (text := attempt(read_text, path / name)) is not None
     }
-    job = kept(read_text, path / ".hydra" / "hydra.yaml")
+    job = attempt(read_text, path / ".hydra" / "hydra.yaml")
     if job is not None:
         texts[".hydra/hydra.yaml"] = job
     comparison = Comparison(rows, answers) if rows else None
     return RunFolder(path, tuple(workloads), comparison, metrics, texts, tuple(unread))
 
 
-Kept = Callable[[Callable[[Path], Any], Path], Any]
+Attempt = Callable[[Callable[[Path], Any], Path], Any]
 
 
-def _answers(path: Path, rows: tuple[Row, ...], kept: Kept) -> tuple[Answers, dict[str, str]]:
+def _answers(path: Path, rows: tuple[Row, ...], attempt: Attempt) -> tuple[Answers, dict[str, str]]:
     """The solution of every row, and the fingerprint of every workload's problem."""
     cells: dict[tuple[str, str, int | None, str], tuple[Solution, str | None]] = {}
     for file in sorted((path / "cells").glob("*.json"), key=lambda f: f.stat().st_mtime):
-        cell = kept(_cell, file)
+        cell = attempt(_cell, file)
         if cell is not None:
             cells[cell[0]] = cell[1]
     answers: Answers = {}
@@ -174,33 +174,33 @@ def _measured_ids(file: Path) -> tuple[str, list[str]]:
     return saved["workload"], ids
 
 
-def _compared(path: Path, name: str, fingerprint: str | None, kept: Kept) -> Workload:
+def _compared(path: Path, name: str, fingerprint: str | None, attempt: Attempt) -> Workload:
     """A workload of a comparison: its own folder, and its part of ``problems``, ``measured``."""
     problem = None
     if fingerprint is not None:
-        problem = kept(_problem, path / "problems" / f"{fingerprint[:12]}.json")
+        problem = attempt(_problem, path / "problems" / f"{fingerprint[:12]}.json")
     measured: dict[str, Timeline] = {}
     for file in sorted((path / "measured").glob("*.json"), key=lambda f: f.stat().st_mtime):
-        about, ids = kept(_measured_ids, file) or (None, [])
+        about, ids = attempt(_measured_ids, file) or (None, [])
         if about == name:
             for placement in ids:
-                timeline = kept(Timeline.load, file.with_name(f"{file.stem}-{placement}.npz"))
+                timeline = attempt(Timeline.load, file.with_name(f"{file.stem}-{placement}.npz"))
                 measured |= {} if timeline is None else {placement: timeline}
     own = path / name
     if not own.resolve().is_relative_to(path.resolve()):  # a name must not lead elsewhere
         return Workload(name, problem, None, None, measured, {})
     if not own.is_dir() and (path / "plan.json").is_file():
         own = path
-    return _with_plan(name, own, problem, measured, kept)
+    return _with_plan(name, own, problem, measured, attempt)
 
 
-def _planned(path: Path, plans: list[Path] | None, kept: Kept) -> Iterator[Workload]:
+def _planned(path: Path, plans: list[Path] | None, attempt: Attempt) -> Iterator[Workload]:
     """A workload for every plan in the folder, or in a folder in it."""
     files = plans or [
         f for f in (path / "plan.json", *sorted(path.glob("*/plan.json"))) if f.is_file()
     ]
     for file in files:
-        workload = _with_plan(file.stem, file.parent, None, {}, kept, file)
+        workload = _with_plan(file.stem, file.parent, None, {}, attempt, file)
         if workload.plan is not None:
             name = file.parent.name if file.parent != path else workload.plan.graph.name
             yield replace(workload, name=name if len(files) > 1 else workload.plan.graph.name)
@@ -211,20 +211,20 @@ def _with_plan(
     folder: Path,
     problem: Problem | None,
     measured: dict[str, Timeline],
-    kept: Kept,
+    attempt: Attempt,
     file: Path | None = None,
 ) -> Workload:
     from placement.plan import load_plan
 
     file = file or folder / "plan.json"
-    plan = kept(load_plan, file)
+    plan = attempt(load_plan, file)
     if plan is not None and problem is None:
-        saved = kept(_problem, folder / "problem.json")
+        saved = attempt(_problem, folder / "problem.json")
         if saved is not None and _is_about(plan, saved):
             problem = saved
     traces: dict[str, Timeline] = {}
     for each in sorted(folder.glob("*trace*.json")):
-        read = kept(trace.read_traces, each) or {}
+        read = attempt(trace.read_traces, each) or {}
         traces |= {what or each.stem: timeline for what, timeline in read.items()}
     return Workload(name, problem, plan, None if plan is None else file, measured, traces)
 
