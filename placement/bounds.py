@@ -63,7 +63,17 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
 
 def lower_bound(problem: Problem) -> float:
-    """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP."""
+    """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP.
+
+    Searches ask for it, and those that they begin with: it is kept with the problem.
+    """
+    bound_s: float | None = problem.__dict__.get("_lower_bound_s")
+    if bound_s is None:
+        bound_s = problem.__dict__["_lower_bound_s"] = _own_bound_s(problem)
+    return bound_s
+
+
+def _own_bound_s(problem: Problem) -> float:
     if problem.objective is Objective.ENERGY:
         return lower_bounds(problem)[problem.objective]
     if problem.objective.is_throughput:

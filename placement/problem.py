@@ -521,8 +521,8 @@ class Problem:
         return self if self.max_phases == 1 else replace(self, max_phases=1)
 
     def with_objective(self, objective: Objective) -> Problem:
-        """The same problem with another objective."""
-        return replace(self, objective=objective)
+        """The same problem with another objective; itself, with its caches, if it has that one."""
+        return self if objective == self.objective else replace(self, objective=objective)
 
 
 @dataclass(frozen=True, eq=False)

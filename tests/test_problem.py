@@ -272,6 +272,14 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     assert bounds.pop("max_load") <= own.pop("max_load") * (1 + 1e-9) and bounds == own
 
 
+def test_a_problem_is_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make(CHAIN, [[3, 1], [2, 4]])
+    bound_s = lower_bound(problem)
+    monkeypatch.setattr("placement.bounds._own_bound_s", lambda other: -1.0)
+    assert lower_bound(problem.with_objective(problem.objective)) == bound_s > 0
+    assert lower_bound(replace(problem)) == -1
+
+
 def branches(rng: np.random.Generator, most: int) -> OpGraph:
     """So many operators at most: forks, branches and joins. Some parameters are tied."""
     edges: list[tuple[int, int]] = []
