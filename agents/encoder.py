@@ -286,6 +286,12 @@ def _form(x: object) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
+def near_zero(weight: Tensor) -> None:
+    """Set new weights; on ``meta`` there are none, and torch would import its compiler (1 s)."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=0.01)
+
+
 class PlacementNet(nn.Module):
     """Scores and values of (group, device) pairs: of ``sequential`` one group at a time.
 
@@ -315,7 +321,7 @@ class PlacementNet(nn.Module):
             last = head[-1]
             assert isinstance(last, nn.Linear)
             # Start at the warm start: the learned part of every score begins near zero.
-            nn.init.normal_(last.weight, std=0.01)
+            near_zero(last.weight)
             nn.init.zeros_(last.bias)
 
     def more_heads(self) -> Sequence[nn.Sequential]:

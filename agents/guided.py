@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.encoder import ILLEGAL, NetworkConfig, Observations, arrays
+from agents.encoder import ILLEGAL, NetworkConfig, Observations, arrays, near_zero
 from agents.store import Graphs
 from envs import guided_kernels
 from envs.guided import begin, state_of, tables_of
@@ -59,7 +59,7 @@ class GuidedNet(nn.Module):
         last = self.value[-1]
         assert isinstance(last, nn.Linear)
         for weight in (self.out.weight, last.weight):
-            nn.init.normal_(weight, std=0.01)
+            near_zero(weight)
         nn.init.zeros_(last.bias)
 
     def encode(self, store: Graphs, ids: Tensor) -> None:
