@@ -178,11 +178,11 @@ class PolicyPlanner:
 
     def _solve(self, problem: Problem) -> Solution:
         mode: Any = self.mode
-        ours = self.policy in (None, UNTRAINED)
-        if not ours:
-            ours = self._load(self.policy).formulation in FORMULATIONS  # type: ignore[arg-type]
-        if mode == "guided_search" and ours:  # the kernels know no rules but ours
-            return self._guided_search(problem)
+        if mode == "guided_search":
+            own = self._own_policy()
+            # The kernels know no rules but ours.
+            if own is None or own.formulation in FORMULATIONS:
+                return self._guided_search(problem)
         policy, name = self._policy(self.policy, problem, mode)
         if mode not in ("refine", "guided_search"):
             policy.check_makes_placements()
@@ -193,9 +193,14 @@ class PolicyPlanner:
         """``mode``, or that of the policy."""
         if self.mode != "auto":
             return self.mode
+        own = self._own_policy()
+        return "guided_search" if own is None else own.kind.mode
+
+    def _own_policy(self) -> TrainedPolicy | None:
+        """``policy``; None: the released network, or a new one."""
         if self.policy is None or self.policy == UNTRAINED:
-            return "guided_search"
-        return self._load(self.policy).kind.mode
+            return None
+        return self._load(self.policy)
 
     def _load(self, source: str | Path | TrainedPolicy) -> TrainedPolicy:
         if isinstance(source, TrainedPolicy):

@@ -100,8 +100,9 @@ class Program:
 
     def whole(self, columns: Columns, seconds: float) -> float:
         """The first column, at least, where ``columns`` are whole: as far as that is proved, less
-        the solver's tolerance; ``status`` is its message. HiGHS looks
-        at its clock now and then only.
+        the solver's tolerance; ``status`` is its message.
+
+        HiGHS looks at its clock now and then only.
         """
         rows, limit, _ = self._scaled()
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -168,13 +169,10 @@ def tighten(
             return least
 
 
-_SLOW = 1e-3
-_NEAR = 0.985
-_CALL_WORK, _APART_WORK, _PIECES_WORK = (
-    20_000,
-    60_000,
-    160_000,
-)  # numbers in all programs that are solved
+_SLOW = 1e-3  # of a bound: a round that raises it by less is slow
+_NEAR = 0.985  # of another bound: a program that is below it is not asked for more
+# Numbers in all programs that are solved.
+_CALL_WORK, _APART_WORK, _PIECES_WORK = 20_000, 60_000, 160_000
 _PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
 _COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
 MOST_GROUPS = 1_500  # of pieces: each two of them have a distance
