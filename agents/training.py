@@ -29,7 +29,7 @@ from agents.expert import imitate
 from agents.policy import PlacementPolicy
 from agents.tasks import Start, Tasks, make_rules, moving_options
 from agents.trained import Net, TrainedPolicy, make_net, one_thread
-from envs.episodes import Episodes, FreshRules
+from envs.episodes import Episodes, FreshEpisodes, FreshRules
 from envs.generators import Generator, draw, generator_of
 from envs.lookup import find, name_of
 from envs.problems import ONE_RUNTIME
@@ -214,7 +214,7 @@ def make_env(
             **{**config.kind.options_of(config.network), **options},
         )
         fresh = FreshRules(source, num_envs, config.repeats, tasks.problems)
-        return PlacementVecEnv(Episodes(fresh, config.seed))
+        return PlacementVecEnv(FreshEpisodes(fresh, config.seed))
     shares = [
         make_rules(config, tasks, len(part))
         for part in np.array_split(np.arange(num_envs), config.workers)

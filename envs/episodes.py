@@ -69,11 +69,7 @@ class Episodes:
         if len(over) == 0:
             return self._observe(), rewards, done, infos
         ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
-        if isinstance(self.rules, FreshRules):
-            last = self.rules.seen_in(over)
-        else:
-            self.rules.keep(ids, self.rules.choices[over], seconds)
-            last = {k: rows[over] for k, rows in self._observe().items()}
+        last = self._last(over)
         elapsed = round(time.perf_counter() - self._started, 6)
         for i, b in enumerate(over.tolist()):
             infos[b] = {
@@ -90,9 +86,13 @@ class Episodes:
 
     def draw(self) -> Problem:
         """The problem that is dealt next, for somebody else to play."""
-        if isinstance(self.rules, FreshRules):
-            return self.rules.draw(self._rng)
         return self.rules.problems.problems[self._deal(1)[0]]
+
+    def _last(self, rows: Numbers) -> Observation:
+        """What is seen at the end of these episodes, whose answers are kept."""
+        rules = self.rules
+        rules.keep(rules.ids[rows], rules.choices[rows], rules.value_s[rows])
+        return {key: seen[rows] for key, seen in self._observe().items()}
 
     def _deal(self, count: int) -> NDArray[np.int64]:
         while len(self._deck) < count:
@@ -102,8 +102,7 @@ class Episodes:
         return np.array(dealt, np.int64)
 
     def _begin(self, rows: NDArray[np.integer[Any]]) -> None:
-        dealt = rows if isinstance(self.rules, FreshRules) else self._deal(len(rows))
-        self.rules.start(rows, dealt, self._rng)
+        self.rules.start(rows, self._deal(len(rows)), self._rng)
         self._length[rows] = 0
         self._return[rows] = 0.0
 
@@ -196,6 +195,22 @@ class FreshRules(Rules):
 
     def restore(self, state: dict[str, Any]) -> None:
         self._drawn, self._left = state["drawn"], 0
+
+
+class FreshEpisodes(Episodes):
+    """Episodes of ``FreshRules``, which draw their problems: none is dealt, no answer is kept."""
+
+    rules: FreshRules
+
+    def draw(self) -> Problem:
+        """See ``Episodes``."""
+        return self.rules.draw(self._rng)
+
+    def _last(self, rows: Numbers) -> Observation:
+        return self.rules.seen_in(rows)
+
+    def _deal(self, count: int) -> NDArray[np.int64]:
+        return np.zeros(count, np.int64)
 
 
 def _seen(rules: Rules, graphs: GraphArrays | None) -> Observation:

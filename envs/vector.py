@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from envs import IDS
 from envs.base import PlacementEnv, check_reset, mask_of
-from envs.episodes import Episodes, FreshRules
+from envs.episodes import Episodes, FreshEpisodes, FreshRules
 from envs.lookup import find
 from envs.problems import EnvError
 from envs.rules import Observation, check_range, numbers
@@ -63,9 +63,9 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.render_mode = None
         if source.generator is None:
             rules, graphs = source.rules(num_envs)
+            self.episodes = Episodes(rules, seed, graphs=graphs)
         else:
-            rules, graphs = FreshRules(source, num_envs), None
-        self.episodes = Episodes(rules, seed, graphs=graphs)
+            self.episodes = FreshEpisodes(FreshRules(source, num_envs), seed)
         self.single_observation_space = self.episodes.observation_space
         self.single_action_space = self.episodes.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
