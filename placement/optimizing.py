@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
-_LEAST_BATCHES = 6  # of a stream that tells a period
+_LEAST_BATCHES = 8  # of a stream that tells a period
 _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
 _CLOSE = 2.0  # times the best device's prediction: another device may be the best one
 _LONGER = 1.1  # times as long as predicted: planned again with what that shows of the costs
 _WORTH = 0.95  # of the time of one device: several that take longer are not kept
-TRY_GRAPHS = False  # whether what uses a GPU takes turns with itself as CUDA graphs
+TRY_GRAPHS = True  # whether what uses a GPU takes turns with itself as CUDA graphs
 _GRAPHS = " as CUDA graphs"
 _CAPTURED = 6  # calls after which what can be one is a graph
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference

@@ -29,7 +29,6 @@ from placement.optimizing import fastest, median_s
 from placement.problem import Problem
 from placement.program import split_inputs
 from placement.runs.ways import timed
-from placement.timeline import streamed_period
 
 LONG_S = 0.25  # a call of so many seconds or more is not made more often than it must be
 ENOUGH_S = 2.0  # of a way in all: it has no more turns then
@@ -159,7 +158,7 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
     if call_s > LONG_S:  # on one device, and as long in a stream
         return lambda: [call_s]
     items = [item] * counted(call_s)
-    return lambda: [streamed_period(runner.stream(items))]
+    return lambda: [runner.period_of(runner.stream(items))]
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:

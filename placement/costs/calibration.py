@@ -19,7 +19,6 @@ from placement.objective import Objective
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import evaluate
-from placement.timeline import streamed_period
 
 Floats = NDArray[np.float64]
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
@@ -32,7 +31,7 @@ EVALUATIONS = 400
 # less than ``RUN_S`` it runs more, up to so many times as many.
 WARM, RUNS = 3, (3, 8)
 RUN_S, MOST_TIMES = 0.05, 32
-ROUNDS = 2  # of which the faster counts: others disturb one of them
+ROUNDS, NEAR = 2, 1.2  # the mean of those near the fastest: others disturb one of them
 SIMULATED = 16  # micro-batches at most when costs are tried
 # Costs are found in so many steps at most, while each leaves less than this share of what is
 # unlikely. Slopes are over steps of this size, and damped by one of these.
@@ -118,7 +117,7 @@ def _answers(problem: Problem) -> list[NDArray[np.int32]]:
 def _ran(
     problem: Problem, placements: list[NDArray[np.int32]]
 ) -> tuple[list[NDArray[np.int32]], Floats]:
-    """Those of the placements that fit, and what they took: the faster of the rounds.
+    """Those of the placements that fit, and what they took: the mean of rounds that are ``NEAR``.
 
     Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
     unlike, have no latency (nan): what a call of one device costs besides its operators is not what
@@ -141,7 +140,8 @@ def _ran(
             if one:
                 rounds[r, i, 0] = np.nan
     fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
-    return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
+    near = np.ma.masked_where(rounds > NEAR * rounds.min(axis=0), rounds)
+    return [placements[i] for i in np.flatnonzero(fits)], near.mean(axis=0).data[fits]
 
 
 def run_placement(
@@ -161,7 +161,7 @@ def run_placement(
             for _ in runner.stream_tensors([inputs]):
                 pass
             spans.append(time.perf_counter() - began)
-        period_s = streamed_period(runner.stream_tensors([inputs] * many), runner.num_phases)
+        period_s = runner.period_of(runner.stream_tensors([inputs] * many))
     return float(np.median(spans[warm:])), period_s
 
 

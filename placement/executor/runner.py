@@ -48,6 +48,7 @@ from placement.graph import OpGraph
 from placement.problem import whole_numbers
 from placement.program import CaptureError, InputError, Program, fill, split_inputs
 from placement.schedule import Schedule
+from placement.timeline import steady_period
 
 _CLOSED_IN_USE = "the runner was closed while it was in use; bind the plan again"
 
@@ -236,6 +237,18 @@ class Runner:
             prefetch_bytes=prefetch_bytes,
         )
         return self._stream_items(items)
+
+    def period_of(self, results: Iterable[Any]) -> float:
+        """Seconds between two results of a stream of this runner, in steady state; drops them.
+
+        Where the calling thread launches, its last ``max_in_flight - 1`` come when all has been
+        launched, faster than others ever do: they do not count.
+        """
+        began = time.perf_counter()
+        ends = np.array([time.perf_counter() - began for _ in results])
+        if self._alone is not None:
+            ends = ends[: max(2, len(ends) - self.max_in_flight + 1)]
+        return float(steady_period(ends, num_phases=self.num_phases))
 
     def load_ahead(self, loader: Iterable[Any] | Dataset, **options: Any) -> InputPipeline:
         """The items of ``loader``, loaded as ``stream`` does with these options."""

@@ -88,12 +88,11 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
     """A single call of ``one``, and the period of a stream through ``many``."""
     from placement.program import split_inputs
-    from placement.timeline import streamed_period
 
     args, kwargs = split_inputs(inputs)
 
     def often() -> float:
-        return streamed_period(many.stream([inputs] * batches), many.num_phases)
+        return many.period_of(many.stream([inputs] * batches))
 
     return lambda: one(*args, **kwargs), often
 

@@ -21,6 +21,7 @@ from placement.executor import backend as backend_module
 from placement.executor import runner as runner_module
 from placement.executor import weights as weights_module
 from placement.executor.runner import RunnerError
+from placement.executor.worker import Worker
 from placement.workloads import load
 from tests import emulated_gpu
 from tests.executor.on_gpu import BOTH, Draws, Layers, all_on, graphed, others_like, two_layers
@@ -327,3 +328,21 @@ def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
         for results in runner.stream([x] * 3):  # replays what the other thread has captured
             torch.testing.assert_close(results, module(*x), rtol=1e-5, atol=1e-5)
         assert gpu.num_replays >= 5
+
+
+def test_a_period_is_what_launching_takes_where_the_caller_launches(monkeypatch):
+    item, clock = torch.ones(2, 4), [0.0]
+    graph = capture(nn.Linear(4, 4), item)
+    ticking = SimpleNamespace(perf_counter=lambda: clock[0], perf_counter_ns=time.perf_counter_ns)
+    launch = Worker.launch
+
+    def slowly(self, *args):
+        clock[0] += 3.0
+        return launch(self, *args)
+
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        monkeypatch.setattr(runner_module, "time", ticking)
+        monkeypatch.setattr(Worker, "launch", slowly)
+        for count in (6, 8, 16):
+            # Of 6: results at 12, 15 and 18 s; then nothing is left to launch: 18, 18 and 18.
+            assert runner.period_of(runner.stream([item] * count)) == 3.0
