@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from experiments.gpu.memory import peaks
 from experiments.gpu.models import all_on, uses
 from experiments.gpu.predictions import predicted
 from experiments.gpu_baselines import WholeGraph, moved, pinned, ratio, resident
-from placement import optimizing, planners
+from placement import planners
 from placement.costs import power
 from placement.executor import Runner
 from placement.graph import OpGraph
@@ -53,7 +52,7 @@ def plans(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph
     with bench.item(f"{key}, CUDA graph of the whole model"):
         plain["graph"] = WholeGraph(plain["eager"], inputs, bench.gpu)
     for objective in ("latency", "period"):
-        with bench.item(f"{key}, {objective}"), patch.object(optimizing, "TRY_GRAPHS", True):
+        with bench.item(f"{key}, {objective}"):
             posed = replace(problem, objective=objective)
             with fastest(posed, inputs, bench.planning_s) as runner:
                 answers = {"plan": runner.plan, "planned": runner.planned}

@@ -82,7 +82,9 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
 
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
     options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
-    return Runner(runner.graph, runner.cluster, placement, **options)
+    single = Runner(runner.graph, runner.cluster, placement, **options)
+    single.cuda_graphs = plan.cuda_graphs
+    return single
 
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
