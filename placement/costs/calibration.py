@@ -39,6 +39,9 @@ STEPS, ENOUGH = 12, 0.99
 SLOPE_STEP, DAMPING = 0.1, (0.0, 0.3, 3.0, 30.0)
 # How far from what was measured a cost is likely to be. A prediction is off by this logarithm,
 LIKELY_ERROR = 0.03
+# ... and what a GPU takes alone by a part of that. Launched by the calling thread it is faster
+# than beside others, which transfers must explain then: with nothing is more compared.
+SURE = 3.0
 LIKELY_FACTOR = 1.0  # ... and by this are what transfers, waking and neighbours cost,
 LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # ... and all operators of a device of this kind.
 LIKELY_S, LIKELY_UNLIKE_S = 4e-5, 2e-4  # Seconds more, of one kind of devices and of several.
@@ -182,13 +185,16 @@ def _most_probable(
     """The most probable costs after ``measured`` float64 ``[P, 2]``, nan where there is nothing.
 
     Each number is likely within one of its scale (``_costs``) and each measurement within
-    ``LIKELY_ERROR``; what is far from that counts less than its square. All are looked for at
-    once: what one takes away another can give. Returns them, and float64 ``[P, 2]`` by how much
-    predictions miss then, as logarithms of ratios. Periodic placements come last.
+    ``LIKELY_ERROR`` (of a GPU alone a part of it: ``SURE``); what is far from that counts less than
+    its square. All are looked for at once: what one takes away another can give. Returns them, and
+    float64 ``[P, 2]`` by how much predictions miss then, as logarithms of ratios. Periodic
+    placements come last.
     """
     by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
     batches = [np.stack(alike) for alike in by_ndim if alike]
     known, (scale, least) = np.isfinite(measured), _scale(problem.cluster)
+    gpus = [{d} for d, device in enumerate(problem.cluster.devices) if device.kind == "cuda"]
+    sure = np.array([SURE if {*p.ravel().tolist()} in gpus else 1.0 for p in placements])
 
     def missed(numbers: Floats) -> Floats:
         costs = _costs(problem.cluster, numbers * scale)
@@ -199,7 +205,8 @@ def _most_probable(
         return np.log(np.stack([latency_s, period_s], axis=1) / measured)
 
     def unlikely(numbers: Floats) -> Floats:
-        return np.concatenate([missed(numbers)[known] / LIKELY_ERROR, numbers])
+        rows = missed(numbers) * sure[:, None] / LIKELY_ERROR
+        return np.concatenate([rows[known], numbers])
 
     def sum_of(rows: Floats) -> float:
         return float((np.sqrt(1 + rows**2) - 1).sum())  # as squares where small, as sizes where not
