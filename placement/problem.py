@@ -183,10 +183,10 @@ class Problem:
         """int32 ``[D]``: the device whose time and memory what is placed on each one takes.
 
         A device that ``streams`` has none of its own: placed there means that an operator runs on
-        ``worker``, with parameters from host memory. While one operator runs, those of the next are
-        copied into the other of two buffers; so it takes what running or copying takes, whichever
-        is longer. Simulators count it, and its tensors, on ``worker``, its parameters in the memory
-        of the host (``host_of``), and on ``worker`` two buffers for the most that one reads.
+        ``worker``, with parameters from host memory. They are copied while operators before it run;
+        so it takes what running or copying takes, whichever is longer. Simulators count it, and its
+        tensors, on ``worker``, its parameters in the memory of the host (``host_of``), and on
+        ``worker`` twice the most that one operator reads.
         """
         return self.cluster.worker
 
@@ -420,7 +420,7 @@ class Problem:
         """int64 ``[D]`` parameter bytes each device holds, of all phases.
 
         Tied parameters, and those of several phases, are held once per device. Of a device that
-        streams the host holds them, and the device where they are read has two buffers.
+        streams the host holds them, and the device where they are read has twice the largest.
         """
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)

@@ -1,9 +1,10 @@
 """Parameters that stay in host memory, and are copied to a GPU while operators before them run.
 
-There are two buffers. While an operator reads one of them, the parameters of the next one, in the
-order of the device, are copied into the other from pinned memory, on a stream of their own. The
-device's threads do not wait for each other: a copy waits, on its stream, until the operator that
-read the buffer last has run; an operator waits until its copy is there.
+There is room for the largest of an operator twice. Those of every operator have their place there,
+so that those of the operators before it, as many as can be, are elsewhere: they come from pinned
+memory on a stream of their own, while those operators compute. The device's threads do not wait for
+each other: a copy waits, on its stream, until operators have run whose parameters it overwrites; an
+operator waits until its own are there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from placement.cluster import Cluster, Device, Link
@@ -26,15 +29,16 @@ from placement.program import Program, storage_of
 
 _ALIGNED = 256  # bytes, as kernels may read several numbers at once
 _HOST = torch.device("cpu")
-_LINK_BYTES = 2**23  # of pinned memory, and a 512th of it, copied to find out how long that takes
-_TRIES = 5
+# Of pinned memory, and a 512th of it, copied so often in a row to find out how long that takes; as
+# often as takes longer than what else a machine does for a moment.
+_LINK_BYTES, _COPIES, _TRIES = 2**25, 8, 5
 
 
 class Streamed:
     """Parameters of operators of one device: ``reads`` has those of each, in the order of the runs.
 
     Raises:
-        OutOfMemoryError: there is no room for two buffers.
+        OutOfMemoryError: there is no room for the largest twice.
     """
 
     def __init__(
@@ -46,43 +50,57 @@ class Streamed:
             value = program.params[p].detach()
             copy = torch.empty_like(value, device=_HOST, pin_memory=True).copy_(value)
             self._pinned.add((_HOST, p), program.params[p], weights.state_of(value), copy)
-        self._next = dict(zip(reads, [*reads][1:] + [*reads][:1], strict=True))
-        most = max(sum(map(self._room, read)) for read in reads.values())
-        self._slots = [_Slot(most, backend.torch_device) for _ in range(2)]
+        sizes = np.array([sum(map(self._room, read)) for read in reads.values()])
+        room = max(2 * int(sizes.max()), 1)
+        self._all = torch.empty(room, dtype=torch.uint8, device=backend.torch_device)
+        begin = places(sizes)
+        self._slots = [
+            _Slot(self._views(read, at), [self._pinned.made[_HOST, p] for p in read], self._compute)
+            for read, at in zip(reads.values(), begin.tolist(), strict=True)
+        ]
+        numbers = np.arange(len(sizes))
+        for i, slot in enumerate(self._slots):
+            over = numbers[_meet(begin, sizes, begin[i], sizes[i]) & (numbers != i)]
+            slot.over = over.tolist()
+            slot.wait = int(min((i - over) % len(sizes), default=len(sizes)))
+        self._number = {op: i for i, op in enumerate(reads)}
+        self._following = 0  # of the slots, which is filled next
 
     def refresh(self) -> None:
         """Copy again what was written since; while the device runs nothing."""
         if self._pinned.refresh():
-            for slot in self._slots:
-                slot.op = -1
+            for number, slot in enumerate(self._slots):
+                if slot.is_there:
+                    self._fetch(number)
 
     def take(self, op: int) -> list[Tensor]:
         """The parameters of ``op``, for what is launched until ``give_back``."""
-        here, other = self._slots
-        if op == other.op or (op != here.op and here.is_last):
-            here, other = other, here
-        if op != here.op:
-            self._fetch(op, here)
-        self._compute.wait_event(here.arrived)
-        here.is_last, other.is_last = True, False
-        if self._next[op] not in (op, other.op):
-            self._fetch(self._next[op], other)
-        return here.views[op]
+        number = self._number[op]
+        slot = self._slots[number]
+        if not slot.is_there:
+            self._fetch(number)
+            self._following = (number + 1) % len(self._slots)
+        self._compute.wait_event(slot.arrived)
+        return slot.views
 
-    def give_back(self) -> None:
-        """What reads the parameters that were taken last was launched."""
-        for slot in self._slots:
-            if slot.is_last:
-                slot.read.record(self._compute)
+    def give_back(self, op: int) -> None:
+        """What reads the parameters of ``op`` was launched; others can come that wait for that."""
+        number, count = self._number[op], len(self._slots)
+        self._slots[number].read.record(self._compute)
+        while (ahead := (self._following - number - 1) % count + 1) < count:
+            following = self._slots[self._following]
+            if ahead > following.wait:
+                break
+            if not following.is_there:
+                self._fetch(self._following)
+            self._following = (self._following + 1) % count
 
     def own(self, value: Any) -> Any:
         """What an operator made, but not in a buffer: other parameters will be there."""
         if isinstance(value, tuple | list):
             return [self.own(x) for x in value]
-        buffers = {storage_of(slot.all) for slot in self._slots}
-        return (
-            value.clone() if isinstance(value, Tensor) and storage_of(value) in buffers else value
-        )
+        is_here = isinstance(value, Tensor) and storage_of(value) == storage_of(self._all)
+        return value.clone() if is_here else value
 
     @property
     def _compute(self) -> Any:
@@ -91,32 +109,74 @@ class Streamed:
     def _room(self, p: int) -> int:
         return -(-self._program.params[p].nbytes // _ALIGNED) * _ALIGNED
 
-    def _fetch(self, op: int, slot: _Slot) -> None:
-        slot.op, stream = op, self._backend.parameters
-        sources = [self._pinned.made[_HOST, p] for p in self.reads[op]]
+    def _views(self, read: Sequence[int], begin: int) -> list[Tensor]:
+        """Where parameters come, one after another from there on."""
+        ends = itertools.accumulate(map(self._room, read), initial=begin)
+        values = [self._pinned.made[_HOST, p] for p in read]
+        return [
+            self._all.narrow(0, at, x.nbytes).view(x.dtype).as_strided(x.shape, x.stride())
+            for at, x in zip(ends, values, strict=False)
+        ]
+
+    def _fetch(self, number: int) -> None:
+        stream, slot = self._backend.parameters, self._slots[number]
         with torch.cuda.stream(stream):
             stream.wait_event(slot.read)
-            if op not in slot.views:
-                ends = itertools.accumulate(map(self._room, self.reads[op]), initial=0)
-                slot.views[op] = [
-                    slot.all.narrow(0, at, x.nbytes).view(x.dtype).as_strided(x.shape, x.stride())
-                    for at, x in zip(ends, sources, strict=False)
-                ]
-            for view, source in zip(slot.views[op], sources, strict=True):
+            for other in map(self._slots.__getitem__, slot.over):
+                # Where others are by now, it was read before they came, which is on this stream.
+                if other.is_there:
+                    stream.wait_event(other.read)
+                    other.is_there = False
+            slot.is_there = True
+            for view, source in zip(slot.views, slot.sources, strict=True):
                 view.copy_(source, non_blocking=True)
             slot.arrived.record(stream)
 
 
 class _Slot:
-    """A buffer; the operator whose parameters are in it, and how they lie there."""
+    """Where the parameters of an operator come, and from where.
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.all = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)
-        self.op, self.is_last = -1, False
-        self.views: dict[int, list[Tensor]] = {}
+    Attributes:
+        over: the numbers of slots whose parameters these overwrite; slots that hold each other
+            would keep the memory until cycles are collected.
+        wait: by how many operators the last one that has such a slot comes before this one.
+    """
+
+    over: list[int]
+    wait: int
+
+    def __init__(self, views: list[Tensor], sources: list[Tensor], compute: Any) -> None:
+        self.views, self.sources, self.is_there = views, sources, False
         self.arrived, self.read = torch.cuda.Event(), torch.cuda.Event()
         # Who had this memory before on the stream that it is from may not be done with it.
-        self.read.record(torch.cuda.current_stream(device))
+        self.read.record(compute)
+
+
+def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where parameters of these sizes come, one after another, again and again: int64 ``[n]``.
+
+    There is room for the largest twice. Each is beside the one before it, or at an end, so that
+    the next one has room beside it. It is best where it overwrites nothing, or at least half as
+    much as the largest comes between it and those that it overwrites, and between it and those
+    that overwrite it in the next round: for so long operators may compute. Next best is near an
+    end, or there would be no room for two at the same time.
+    """
+    largest, begin, until = int(sizes.max()), np.zeros_like(sizes), np.append(0, sizes.cumsum())
+    for k, size in enumerate(sizes.tolist()):
+        best, next_size, last = (-1.0, 0, 0), sizes[(k + 1) % len(sizes)], 2 * largest - size
+        beside = {int(begin[k - 1]) - size, int(begin[k - 1] + sizes[k - 1])} if k else set()
+        for at in {0, last} | beside:
+            over = np.flatnonzero(_meet(begin[:k], sizes[:k], at, size))
+            if 0 <= at <= last and max(at, last - at) >= next_size and k - 1 not in over:
+                rounds = until[k] - until[over + 1], until[-1] - until[k + 1] + until[over]
+                enough = np.minimum(np.concatenate(rounds), largest / 2)
+                best = max(best, (min(enough, default=largest), -min(at, last - at), -at))
+        begin[k] = -best[-1]
+    return begin
+
+
+def _meet(begin: NDArray[np.int64], sizes: NDArray[np.int64], at: int, size: int) -> Any:
+    return (begin < at + size) & (at < begin + sizes)
 
 
 def with_streaming(cluster: Cluster) -> Cluster:
@@ -162,9 +222,10 @@ def _copying(card: Device) -> tuple[float, float]:
         for _ in range(_TRIES):
             torch.cuda.synchronize(gpu)
             began = time.perf_counter()
-            there.copy_(source, non_blocking=True)
+            for _ in range(_COPIES):
+                there.copy_(source, non_blocking=True)
             torch.cuda.synchronize(gpu)
-            spans.append(time.perf_counter() - began)
+            spans.append((time.perf_counter() - began) / _COPIES)
         took.append(min(spans))
     short_s, long_s = took
     rate = (large - small) / max(long_s - short_s, 1e-9)
