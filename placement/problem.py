@@ -213,8 +213,9 @@ class Problem:
         seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
         host, _ = host_of(self)
         latency_s, s_per_byte = self._of_links(_latency_s), self._of_links(_s_per_byte)
+        copies = np.bincount(self.graph.param_use_op, minlength=self.num_ops)
         for d in self.cluster.streaming:
-            copied_s = np.where(size > 0, latency_s[host, d] + size * s_per_byte[host, d], 0.0)
+            copied_s = latency_s[host, d] * copies + size * s_per_byte[host, d]
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds

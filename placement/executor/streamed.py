@@ -53,47 +53,39 @@ class Streamed:
         sizes = np.array([sum(map(self._room, read)) for read in reads.values()])
         room = max(2 * int(sizes.max()), 1)
         self._all = torch.empty(room, dtype=torch.uint8, device=backend.torch_device)
-        begin = places(sizes)
-        self._slots = [
-            _Slot(self._views(read, at), [self._pinned.made[_HOST, p] for p in read], self._compute)
-            for read, at in zip(reads.values(), begin.tolist(), strict=True)
-        ]
-        numbers = np.arange(len(sizes))
-        for i, slot in enumerate(self._slots):
+        begin, ops, numbers = places(sizes), [*reads], np.arange(len(reads))
+        self._slots = {
+            op: _Slot(self._views(reads[op], at), self._compute)
+            for op, at in zip(ops, begin.tolist(), strict=True)
+        }
+        for i, op in enumerate(ops):
             over = numbers[_meet(begin, sizes, begin[i], sizes[i]) & (numbers != i)]
-            slot.over = over.tolist()
-            slot.wait = int(min((i - over) % len(sizes), default=len(sizes)))
-        self._number = {op: i for i, op in enumerate(reads)}
-        self._following = 0  # of the slots, which is filled next
+            self._slots[op].over = [ops[other] for other in over]
+            if len(over):
+                self._slots[ops[i - min((i - over) % len(ops))]].then.append(op)
 
     def refresh(self) -> None:
         """Copy again what was written since; while the device runs nothing."""
         if self._pinned.refresh():
-            for number, slot in enumerate(self._slots):
+            for op, slot in self._slots.items():
                 if slot.is_there:
-                    self._fetch(number)
+                    self._fetch(op)
 
     def take(self, op: int) -> list[Tensor]:
         """The parameters of ``op``, for what is launched until ``give_back``."""
-        number = self._number[op]
-        slot = self._slots[number]
+        slot = self._slots[op]
         if not slot.is_there:
-            self._fetch(number)
-            self._following = (number + 1) % len(self._slots)
+            self._fetch(op)
         self._compute.wait_event(slot.arrived)
         return slot.views
 
     def give_back(self, op: int) -> None:
         """What reads the parameters of ``op`` was launched; others can come that wait for that."""
-        number, count = self._number[op], len(self._slots)
-        self._slots[number].read.record(self._compute)
-        while (ahead := (self._following - number - 1) % count + 1) < count:
-            following = self._slots[self._following]
-            if ahead > following.wait:
-                break
-            if not following.is_there:
-                self._fetch(self._following)
-            self._following = (self._following + 1) % count
+        slot = self._slots[op]
+        slot.read.record(self._compute)
+        for other in slot.then:
+            if not self._slots[other].is_there:
+                self._fetch(other)
 
     def own(self, value: Any) -> Any:
         """What an operator made, but not in a buffer: other parameters will be there."""
@@ -118,8 +110,8 @@ class Streamed:
             for at, x in zip(ends, values, strict=False)
         ]
 
-    def _fetch(self, number: int) -> None:
-        stream, slot = self._backend.parameters, self._slots[number]
+    def _fetch(self, op: int) -> None:
+        stream, slot = self._backend.parameters, self._slots[op]
         with torch.cuda.stream(stream):
             stream.wait_event(slot.read)
             for other in map(self._slots.__getitem__, slot.over):
@@ -128,25 +120,23 @@ class Streamed:
                     stream.wait_event(other.read)
                     other.is_there = False
             slot.is_there = True
-            for view, source in zip(slot.views, slot.sources, strict=True):
-                view.copy_(source, non_blocking=True)
+            for view, p in zip(slot.views, self.reads[op], strict=True):
+                view.copy_(self._pinned.made[_HOST, p], non_blocking=True)
             slot.arrived.record(stream)
 
 
 class _Slot:
-    """Where the parameters of an operator come, and from where.
+    """Where the parameters of an operator come.
 
     Attributes:
-        over: the numbers of slots whose parameters these overwrite; slots that hold each other
-            would keep the memory until cycles are collected.
-        wait: by how many operators the last one that has such a slot comes before this one.
+        over: operators whose parameters these overwrite.
+        then: those whose parameters wait for nobody but this operator, or those before it.
     """
 
-    over: list[int]
-    wait: int
-
-    def __init__(self, views: list[Tensor], sources: list[Tensor], compute: Any) -> None:
-        self.views, self.sources, self.is_there = views, sources, False
+    def __init__(self, views: list[Tensor], compute: Any) -> None:
+        self.views, self.is_there = views, False
+        self.over: list[int] = []
+        self.then: list[int] = []
         self.arrived, self.read = torch.cuda.Event(), torch.cuda.Event()
         # Who had this memory before on the stream that it is from may not be done with it.
         self.read.record(compute)
