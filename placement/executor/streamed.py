@@ -44,23 +44,26 @@ class Streamed:
     def __init__(
         self, backend: CudaBackend, program: Program, reads: Mapping[int, Sequence[int]]
     ) -> None:
-        self.reads, self._program, self._backend = reads, program, backend
-        self._pinned = weights.Copies()
+        self.reads, self._backend, self._pinned = reads, backend, weights.Copies()
         for p in dict.fromkeys(p for read in reads.values() for p in read):
             value = program.params[p].detach()
             copy = torch.empty_like(value, device=_HOST, pin_memory=True).copy_(value)
             self._pinned.add((_HOST, p), program.params[p], weights.state_of(value), copy)
-        sizes = np.array([sum(map(self._room, read)) for read in reads.values()])
+        ends = [[*itertools.accumulate(map(self._room, x), initial=0)] for x in reads.values()]
+        sizes = np.array([each[-1] for each in ends])
         room = max(2 * int(sizes.max()), 1)
         self._all = torch.empty(room, dtype=torch.uint8, device=backend.torch_device)
         begin, ops, numbers = places(sizes), [*reads], np.arange(len(reads))
-        self._slots = {
-            op: _Slot(self._views(reads[op], at), self._compute)
-            for op, at in zip(ops, begin.tolist(), strict=True)
-        }
-        for i, op in enumerate(ops):
+        self._slots = {op: _Slot() for op in ops}
+        for i, (op, slot) in enumerate(self._slots.items()):
+            for p, at in zip(reads[op], ends[i], strict=False):
+                x = self._pinned.made[_HOST, p]
+                view = self._all.narrow(0, int(begin[i]) + at, x.nbytes).view(x.dtype)
+                slot.views.append(view.as_strided(x.shape, x.stride()))
+            # Who had this memory before on the stream that it is from may not be done with it.
+            slot.read.record(self._compute)
             over = numbers[_meet(begin, sizes, begin[i], sizes[i]) & (numbers != i)]
-            self._slots[op].over = [ops[other] for other in over]
+            slot.over = [ops[other] for other in over]
             if len(over):
                 self._slots[ops[i - min((i - over) % len(ops))]].then.append(op)
 
@@ -99,16 +102,7 @@ class Streamed:
         return torch.cuda.current_stream(self._backend.torch_device)
 
     def _room(self, p: int) -> int:
-        return -(-self._program.params[p].nbytes // _ALIGNED) * _ALIGNED
-
-    def _views(self, read: Sequence[int], begin: int) -> list[Tensor]:
-        """Where parameters come, one after another from there on."""
-        ends = itertools.accumulate(map(self._room, read), initial=begin)
-        values = [self._pinned.made[_HOST, p] for p in read]
-        return [
-            self._all.narrow(0, at, x.nbytes).view(x.dtype).as_strided(x.shape, x.stride())
-            for at, x in zip(ends, values, strict=False)
-        ]
+        return -(-self._pinned.made[_HOST, p].nbytes // _ALIGNED) * _ALIGNED
 
     def _fetch(self, op: int) -> None:
         stream, slot = self._backend.parameters, self._slots[op]
@@ -133,13 +127,10 @@ class _Slot:
         then: those whose parameters wait for nobody but this operator, or those before it.
     """
 
-    def __init__(self, views: list[Tensor], compute: Any) -> None:
-        self.views, self.is_there = views, False
-        self.over: list[int] = []
-        self.then: list[int] = []
+    def __init__(self) -> None:
+        self.is_there, self.views = False, list[Tensor]()
+        self.over, self.then = list[int](), list[int]()
         self.arrived, self.read = torch.cuda.Event(), torch.cuda.Event()
-        # Who had this memory before on the stream that it is from may not be done with it.
-        self.read.record(compute)
 
 
 def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
