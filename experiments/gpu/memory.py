@@ -185,6 +185,7 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         predicted_ms=float(evaluate(problem, plan[None]).latency_s[0]) * 1e3,
         on_gpu=float((problem.worker[plan] == 1).mean()),
         from_host_mib=float(problem.param_bytes_on(plan)[0]) / 2**20,
+        link_gb_per_s=streaming.links[-1].bandwidth_bytes_per_s * 1e-9,
         **facts,
         ok=all(value <= 3e-3 for key, value in facts.items() if key.endswith("_error")),
     )
