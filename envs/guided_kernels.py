@@ -152,6 +152,7 @@ class Tables(Struct):
     idle_w: Array  # float64 [D]
     second_j: float
     read_bytes: Array  # int64 [N] parameters of each operator, or [0]: no device streams
+    library_bytes: Array  # int64 [N, D] that libraries keep, or [0, D]: nothing
 
 
 class Tried(Struct):
@@ -224,6 +225,8 @@ def _evaluate(t, s):
             value = _energy_j(t) if t.kind == ENERGY else _steady(run.finish, most)
     if len(t.read_bytes) > 0:
         _stream(t, s)
+    if len(t.library_bytes) > 0:
+        _keep(t, s)
     overflow = 0.0
     for d in range(num_devices):
         need = run.peak[d]
@@ -248,6 +251,17 @@ def _stream(t, s):
                     most = max(most, t.read_bytes[i])
             peak[worker[d]] += 2 * most
             peak[t.simulator.host] += s.moves.held[d]
+
+
+@allocating
+def _keep(t, s):
+    """Adds what libraries keep, as ``Problem.resident_bytes_on`` says, to the peaks."""
+    device, worker = s.moves.device, t.simulator.worker
+    most = np.zeros(len(worker), np.int64)
+    for i in range(len(t.library_bytes)):
+        d = device[t.group[i]]
+        most[worker[d]] = max(most[worker[d]], t.library_bytes[i, d])
+    t.run.peak[:] += most
 
 
 @inlined

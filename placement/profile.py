@@ -25,6 +25,7 @@ ARRAYS = (
     "transfer_s",
     "io_s",
     "workspace_bytes",
+    "library_bytes",
     "predicted",
 )
 
@@ -43,7 +44,7 @@ def _check(
         expected = ", ".join("T" if x is None else str(x) for x in shape)
         raise ProfileError(f"{what} has shape {array.shape}, expected [{expected}]")
     limit, unit = LONGEST_S, "a time in seconds"
-    if what == "workspace_bytes":
+    if what.endswith("_bytes"):
         limit, unit = MOST_BYTES, "a number of bytes"
     bad = ~((array >= 0) & (array <= limit) | excused)  # comparisons with NaN are false
     if bad.any():
@@ -71,6 +72,8 @@ class Profile:
             read it from there (0 where it shares that memory), for workloads that state it;
             the analytic objectives use it (see ``placement.simulator.analytic``).
         workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
+        library_bytes: int64 ``[N, D]`` memory that libraries keep once an operator has run on a
+            device, one and the same for all (see ``Problem.resident_bytes_on``).
         predicted: bool ``[N, D]`` entries that were predicted, not measured.
         graph_fingerprint: of the measured graph.
         provenance: when, where, versions, repeats, ``order``.
@@ -85,6 +88,7 @@ class Profile:
     transfer_s: Floats | None = None
     io_s: Floats | None = None
     workspace_bytes: NDArray[np.int64] | None = None
+    library_bytes: NDArray[np.int64] | None = None
     predicted: NDArray[np.bool_] | None = None
     graph_fingerprint: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -105,6 +109,7 @@ class Profile:
             ("transfer_s", np.float64, (None, d, d), False),
             ("io_s", np.float64, (None, d), False),
             ("workspace_bytes", np.int64, (n,), False),
+            ("library_bytes", np.int64, (n, d), False),
             ("spread_s", np.float64, (n, d), True),
             ("predicted", np.bool_, (n, d), True),
         ):
@@ -197,6 +202,7 @@ class Profile:
             loaded_s=of(self.loaded_s),
             transfer_s=None if pairs is None else pairs[:, columns][:, :, columns],
             io_s=of(self.io_s),
+            library_bytes=of(self.library_bytes),
             predicted=of(self.predicted),
         )
 

@@ -88,14 +88,14 @@ def measure(
     say("looking for the better order", None)
     order, priority = better_order(graph, cluster, inputs)
     runners: list[Alone] = []
-    workspace = np.zeros(graph.num_ops, np.int64)
+    needed: list[NDArray[np.int64]] = []  # by device
     with ExitStack() as stack:
         for d, name in enumerate(cluster.device_names):
             say(f"warming up {name}", 0.0)
-            runner, needed = as_it_can(graph, cluster, d, priority, inputs)
+            runner, needs = as_it_can(graph, cluster, d, priority, inputs)
             runners.append(runner)
+            needed.append(needs)
             stack.callback(runner.close)
-            workspace = np.maximum(workspace, needed)
         alone, loaded = _rounds(runners, inputs, repeats, say)
         say("measuring links", None)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
@@ -103,6 +103,7 @@ def measure(
     say("measuring streams", None)
     batch_s = batch_seconds(cluster, repeats=max(3, repeats // 2))
     low, high = np.percentile(alone, [25, 75], axis=0)
+    workspace, library = np.max(needed, axis=0)[:, 0], np.array(needed)[:, :, 1].T
     facts: dict[str, Any] = {"order": order, "repeats": repeats, "rounds": len(alone)}
     lacking = np.zeros((graph.num_ops, cluster.num_devices))  # inf: what cannot run there
     for d, runner in enumerate(runners):
@@ -122,6 +123,7 @@ def measure(
         loaded_s=unmarked(loaded) if loaded else None,
         batch_s=batch_s,
         workspace_bytes=workspace if workspace.any() else None,
+        library_bytes=library if library.any() else None,
         graph_fingerprint=graph.fingerprint,
         provenance=provenance(**facts),
     )

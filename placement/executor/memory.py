@@ -51,11 +51,11 @@ class Storages:
         return cls(of_tensor, np.array([sizes[k] for k in number], np.int64))
 
 
-def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
-    """int64 ``[N]``: what each operator needs on a CUDA device only while it runs, as measured.
+def needed_bytes(graph: OpGraph, device: torch.device) -> Ints:
+    """int64 ``[N, 2]``: what each operator needs on a CUDA device only while it runs, and for good.
 
     From one run in the calling thread: the most that PyTorch's allocator has held meanwhile, less
-    what it holds afterwards.
+    what it holds afterwards; and what cuBLAS, which had nothing before, has of that.
     """
     program: Program = graph.program
     used = [p for p in np.unique(graph.param_use).tolist() if p < len(program.params)]
@@ -67,14 +67,16 @@ def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
     for t, value in zip(program.input_tensors, program.timing_inputs(), strict=True):
         held[t] = value.to(device)
     left = np.diff(graph.use_ptr)
-    workspace = np.zeros(graph.num_ops, np.int64)
+    needed, allocated = np.zeros((graph.num_ops, 2), np.int64), torch.cuda.memory_allocated
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         for op, call in calls.items():
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.reset_peak_memory_stats(device)
             call(held, lambda: True)
-            workspace[op] = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(
-                device
-            )
+            after = allocated(device)
+            torch._C._cuda_clearCublasWorkspaces()
+            most = torch.cuda.max_memory_allocated(device)
+            needed[op] = most - after, after - allocated(device)
             for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]].tolist():
                 left[t] -= 1
                 if not left[t]:
@@ -82,7 +84,7 @@ def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
             for t in program.steps[op].outputs:
                 if not left[t]:
                     held[t] = None
-    return workspace
+    return needed
 
 
 def peak_bytes(

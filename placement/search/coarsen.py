@@ -258,6 +258,9 @@ def _merged(problem: Problem, label: Ints) -> Problem:
     workspace = np.zeros(count, np.int64)
     extra = 0 if p.workspace_bytes is None else p.workspace_bytes
     np.maximum.at(workspace, label, produced + extra)
+    library = None if p.library_bytes is None else np.zeros_like(p.library_bytes[:count])
+    if library is not None:
+        np.maximum.at(library, label, p.library_bytes)
     profile: Profile = replace(
         p,
         compute_s=total(p.compute_s),
@@ -265,6 +268,7 @@ def _merged(problem: Problem, label: Ints) -> Problem:
         loaded_s=total(p.loaded_s),
         predicted=total(p.predicted),
         workspace_bytes=workspace,
+        library_bytes=library,
         graph_fingerprint="",
     )
     return replace(problem, graph=graph, profile=profile)

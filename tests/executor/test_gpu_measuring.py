@@ -147,11 +147,14 @@ def test_an_error_that_no_kernel_explains_is_raised():
 def test_workspace_is_measured(briefly):
     module, inputs = wide()
     graph = capture(module, inputs)
-    with emulated_gpu.emulated(scratch={"aten.relu.default": 12_345}):
+    options = {"scratch": {"aten.relu.default": 12_345}, "library_bytes": 6_789}
+    with emulated_gpu.emulated(**options):
         profile = measure(graph, BOTH, repeats=1)
     relu = [n for n, name in enumerate(graph.op_name) if "relu" in name]
     assert profile.workspace_bytes[relu].tolist() == [12_345]
     assert profile.workspace_bytes.sum() == 12_345
+    multiplies = [6_789 * ("linear" in name) for name in graph.op_name]
+    assert sum(multiplies) and profile.library_bytes.T.tolist() == [[0] * len(multiplies), multiplies]
 
 
 def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeypatch):
