@@ -102,7 +102,7 @@ def _in_parts(bench: Bench) -> None:
 def forget(graph: OpGraph | None = None) -> None:
     """Free the GPU's memory of a graph's parameters and of what PyTorch's allocator keeps.
 
-    And of cuBLAS' workspaces, 32 MiB for each thread and stream that has launched.
+    And of cuBLAS' workspaces, which plans count.
     """
     if graph is not None:
         weights.forget_others(torch.device("cuda:0"), graph.program, set())
@@ -124,7 +124,7 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
     bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
-    workspaces = 0 if bench.emulated else 2**26  # of the calling thread and the one that launches
+    workspaces = 0 if bench.emulated else 33 * 2**20  # of the calling thread: a plan counts once
     promised = max(1, int(share * num_bytes) - workspaces)
     try:
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))

@@ -126,7 +126,7 @@ def peak_bytes(
     outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
     until[rows, outputs, on[:, graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
 
-    peak = problem.param_bytes_on(placement)
+    peak = problem.resident_bytes_on(placement)
     lives = ~np.isnan(begin) & (storages.of_tensor >= 0)[:, None]
     for d in range(num_devices):
         row, t = np.nonzero(lives[:, :, d])
