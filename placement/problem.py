@@ -412,10 +412,8 @@ class Problem:
         """False when the device of least memory can hold all, of all micro-batches in flight."""
         g, flights = self.graph, min(self.max_in_flight, self.num_microbatches)
         everything = int(g.param_bytes.sum()) + flights * int(g.tensor_bytes.sum())
-        if self.profile.workspace_bytes is not None:
-            everything += int(self.profile.workspace_bytes.max())
-        if self.profile.library_bytes is not None:
-            everything += int(self.profile.library_bytes.max())
+        besides = self.profile.workspace_bytes, self.profile.library_bytes
+        everything += sum(int(x.max()) for x in besides if x is not None)
         return everything > int(self.memory_bytes.min()) or bool(self.cluster.streaming)
 
     def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ import pytest
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.profile import Profile, ProfileError
+from placement.profile import ARRAYS, Profile, ProfileError
 from placement.tools.files import FileError
 
 GRAPH = OpGraph.build("two", ["A", "B"], [0], [8], [(0, 1)])
@@ -40,16 +40,7 @@ def assert_same(a: Profile, b: Profile) -> None:
     assert a.links == b.links
     assert a.graph_fingerprint == b.graph_fingerprint
     assert a.provenance == b.provenance
-    for what in (
-        "compute_s",
-        "spread_s",
-        "loaded_s",
-        "transfer_s",
-        "io_s",
-        "workspace_bytes",
-        "library_bytes",
-        "predicted",
-    ):
+    for what in ARRAYS:
         x, y = getattr(a, what), getattr(b, what)
         assert (x is None) == (y is None), what
         if x is not None:

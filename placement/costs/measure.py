@@ -88,13 +88,12 @@ def measure(
     say("looking for the better order", None)
     order, priority = better_order(graph, cluster, inputs)
     runners: list[Alone] = []
-    needed: list[NDArray[np.int64]] = []  # by device
+    needed = np.zeros((cluster.num_devices, graph.num_ops, 2), np.int64)
     with ExitStack() as stack:
         for d, name in enumerate(cluster.device_names):
             say(f"warming up {name}", 0.0)
-            runner, needs = as_it_can(graph, cluster, d, priority, inputs)
+            runner, needed[d] = as_it_can(graph, cluster, d, priority, inputs)
             runners.append(runner)
-            needed.append(needs)
             stack.callback(runner.close)
         alone, loaded = _rounds(runners, inputs, repeats, say)
         say("measuring links", None)
@@ -103,7 +102,7 @@ def measure(
     say("measuring streams", None)
     batch_s = batch_seconds(cluster, repeats=max(3, repeats // 2))
     low, high = np.percentile(alone, [25, 75], axis=0)
-    workspace, library = np.max(needed, axis=0)[:, 0], np.array(needed)[:, :, 1].T
+    workspace, library = needed[:, :, 0].max(axis=0), needed[:, :, 1].T
     facts: dict[str, Any] = {"order": order, "repeats": repeats, "rounds": len(alone)}
     lacking = np.zeros((graph.num_ops, cluster.num_devices))  # inf: what cannot run there
     for d, runner in enumerate(runners):

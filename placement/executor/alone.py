@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -100,7 +99,7 @@ class InParts:
         runner = on_one_device(piece, self._cluster, self._device, range(piece.num_ops))
         try:
             run_seconds(runner, piece.program.timing_inputs(), 1)
-            self.needed[ops] = needed_of(piece, self._cluster, self._device)
+            self.needed[ops] = needed_bytes(piece, self._cluster.devices[self._device])
         except RuntimeError as error:
             failed = runner.failed_op
             if is_short(error) and len(ops) > 1:
@@ -154,7 +153,7 @@ def as_it_can(
     runner = on_one_device(graph, cluster, device, priority)
     try:
         run_seconds(runner, inputs, 2)
-        return runner, needed_of(graph, cluster, device)
+        return runner, needed_bytes(graph, cluster.devices[device])
     except BaseException as error:
         runner.close()
         lacks = runner.failed_op is not None and lacks_kernel(error, cluster, device)
@@ -181,14 +180,6 @@ def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
     # After an error of the device itself, everything fails there; not after one of a library.
     broken = "CUDA error" in str(error) and "CUBLAS" not in str(error)
     return on_gpu and isinstance(error, RuntimeError) and not broken
-
-
-def needed_of(graph: OpGraph, cluster: Cluster, device: int) -> Ints:
-    """int64 ``[N, 2]``; zeros on a CPU, which is not asked."""
-    if cluster.devices[device].kind != "cuda":
-        return np.zeros((graph.num_ops, 2), np.int64)
-    name = cluster.device_names[device].rpartition("/")[2]
-    return needed_bytes(graph, torch.device(name))
 
 
 def _half(graph: OpGraph, ops: list[int]) -> int:

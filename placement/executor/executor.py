@@ -94,13 +94,11 @@ class Executor:
             m = runner.next_batch - first
             if m == 0:
                 raise LoaderError("the loader gave no items: a timeline needs at least one")
-            if len(gpus) == len(np.unique(on)):  # nothing else to be known about memory
-                line = measured_timeline(problem, runner, first, m)
-                peak = np.zeros(problem.num_devices, np.int64)
-            else:
-                line = measured_timeline(problem, runner, first, m, self.storages)
-                assert line.peak_bytes is not None
-                peak = line.peak_bytes
+            asked = len(gpus) == len(np.unique(on))  # nothing else to be known about memory
+            storages = None if asked else self.storages
+            line = measured_timeline(problem, runner, first, m, storages)
+            peak = np.zeros(problem.num_devices, np.int64) if asked else line.peak_bytes
+            assert peak is not None
             for d, gpu in gpus.items():
                 peak[d] = torch.cuda.max_memory_allocated(gpu)
             return replace(line, peak_bytes=peak)

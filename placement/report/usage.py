@@ -41,9 +41,9 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
     """Bytes that each device holds over the run: ``[D]`` step functions.
 
     The rules are the simulator's: at home a tensor lives in its root's memory, which is held
-    while any tensor in it is; a copy sent elsewhere is its own; parameters and what libraries keep stay; workspace is
-    held while an operator runs. So the largest step of a predicted timeline is its
-    ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
+    while any tensor in it is; a copy sent elsewhere is its own; parameters and what libraries keep
+    stay; workspace is held while an operator runs. So the largest step of a predicted timeline is
+    its ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
     """
     g = problem.graph
     # What replicas have added up is added where it arrives: no memory beside the gradients'.

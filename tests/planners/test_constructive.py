@@ -603,7 +603,8 @@ def test_coarsening_closes_no_cycle_and_keeps_what_counts(seed: int, num_ops: in
         placement = choice[coarse.graph.group][label]
         assert problem.check_placement(placement).dtype == np.int32
         assert np.array_equal(
-            problem.resident_bytes_on(placement), coarse.resident_bytes_on(choice[coarse.graph.group])
+            problem.resident_bytes_on(placement),
+            coarse.resident_bytes_on(choice[coarse.graph.group]),
         )
 
 
