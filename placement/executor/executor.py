@@ -87,10 +87,9 @@ class Executor:
             gpus = self._gpus(on)
             for gpu in gpus.values():
                 torch.cuda.reset_peak_memory_stats(gpu)
-            if loader is None:
-                _drain(runner.stream_tensors(inputs for _ in range(m)))
-            else:
-                _drain(runner.stream(loader))
+            example = runner.stream_tensors(inputs for _ in range(m))
+            for _ in example if loader is None else runner.stream(loader):
+                pass
             m = runner.next_batch - first
             if m == 0:
                 raise LoaderError("the loader gave no items: a timeline needs at least one")
@@ -130,11 +129,7 @@ def _warm_up(runner: Runner, inputs: Sequence[Tensor]) -> None:
     began, k = time.perf_counter(), runner.num_phases
     runs = range(-(-_WARM_UP_RUNS // k) * k)  # of every phase as many: what follows begins anew
     some = takewhile(lambda i: i < k or i % k or time.perf_counter() - began < _WARM_UP_S, runs)
-    _drain(runner.stream_tensors(inputs for _ in some))
-
-
-def _drain(results: Iterable[Any]) -> None:
-    for _ in results:
+    for _ in runner.stream_tensors(inputs for _ in some):
         pass
 
 
