@@ -115,7 +115,8 @@ def forget(graph: OpGraph | None = None) -> None:
 def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
     """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
 
-    The rest is for what a plan does not count: the allocator's blocks, and libraries' workspaces.
+    The rest is for what a plan does not count: the allocator's blocks, and workspaces of libraries
+    in another thread than the one that launches, which calls have.
     """
     cpu, card = bench.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
@@ -124,7 +125,7 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
     bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
-    workspaces = 0 if bench.emulated else 33 * 2**20  # of the calling thread: a plan counts once
+    workspaces = 0 if bench.emulated else 33 * 2**20
     promised = max(1, int(share * num_bytes) - workspaces)
     try:
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
