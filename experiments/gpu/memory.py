@@ -100,10 +100,7 @@ def _in_parts(bench: Bench) -> None:
 
 
 def forget(graph: OpGraph | None = None) -> None:
-    """Free the GPU's memory of a graph's parameters and of what PyTorch's allocator keeps.
-
-    And of cuBLAS' workspaces, which plans count.
-    """
+    """Free the GPU of a graph's parameters, cuBLAS' workspaces, and what the allocator keeps."""
     if graph is not None:
         weights.forget_others(torch.device("cuda:0"), graph.program, set())
     torch.cuda.synchronize()
@@ -115,8 +112,8 @@ def forget(graph: OpGraph | None = None) -> None:
 def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
     """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
 
-    The rest is for what a plan does not count: the allocator's blocks, and workspaces of libraries
-    in another thread than the one that launches, which calls have.
+    The rest is for what a plan does not count: how the allocator cuts blocks, and what libraries
+    keep for the calling thread.
     """
     cpu, card = bench.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
