@@ -413,8 +413,8 @@ class Problem:
         """False when the device of least memory can hold all, of all micro-batches in flight."""
         g, flights = self.graph, min(self.max_in_flight, self.num_microbatches)
         everything = int(g.param_bytes.sum()) + flights * int(g.tensor_bytes.sum())
-        if self.profile.workspace_bytes is not None:
-            everything += int(self.profile.workspace_bytes.max())
+        besides = self.profile.workspace_bytes, self.profile.library_bytes
+        everything += sum(int(x.max()) for x in besides if x is not None)
         return everything > int(self.memory_bytes.min()) or bool(self.cluster.streaming)
 
     def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
@@ -433,6 +433,17 @@ class Problem:
             held_bytes[host_of(self)[0]] += held_bytes[d]
             held_bytes[d] = 0
         return held_bytes
+
+    def resident_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
+        """int64 ``[D]`` bytes each device holds all the time: parameters, and what libraries keep.
+
+        That is of a device the most that any of its operators makes them keep.
+        """
+        most = np.zeros(self.num_devices, np.int64)
+        if self.profile.library_bytes is not None:
+            each = self.profile.library_bytes[np.arange(self.num_ops), placement]
+            np.maximum.at(most, self.worker[placement], each)
+        return self.param_bytes_on(placement) + most
 
     def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.

@@ -51,6 +51,7 @@ class Gpu:
         kernel_s, copy_s: seconds that each kernel, or copy, takes at least.
         missing: names of operators without a kernel, e.g. ``aten.relu.default``.
         scratch: bytes that an operator needs while it runs, by name.
+        library_bytes: that cuBLAS keeps for each thread and stream in which it has run.
         poison: whether memory is spoiled when it is free.
         copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
             memory), ``back and wait``.
@@ -78,6 +79,7 @@ class Gpu:
     copy_s: float = 0.0
     missing: set[str] = field(default_factory=set)
     scratch: dict[str, int] = field(default_factory=dict)
+    library_bytes: int = 0
     poison: bool = True
     copies: Counter[str] = field(default_factory=Counter)
     num_streams: int = 0
@@ -111,6 +113,11 @@ class Gpu:
             )
         self.allocated[device] += num_bytes
         self.peak[device] = max(self.peak[device], self.allocated[device])
+
+    def clear_workspaces(self) -> None:
+        for _, on in self.workspaces:
+            self.allocated[on.index] -= self.library_bytes
+        self.workspaces.clear()
 
     def pinned_is_free(self, used_by: list[Stream]) -> None:
         """Pinned memory is free again, once an event has happened on each stream that used it."""
@@ -602,7 +609,9 @@ def _check_library(func: Any, on: Stream) -> None:
                 raise RuntimeError(f"{library} cannot begin while the stream is capturing")
             known.add(library)
         if library == "cuBLAS" and any(word in str(func) for word in words):
-            workspace = _gpu.workspaces[threading.get_ident(), on]
+            if (key := (threading.get_ident(), on)) not in _gpu.workspaces:
+                _gpu.allocate(on.index, _gpu.library_bytes)
+            workspace = _gpu.workspaces[key]
             if on.graph is not None:
                 on.graph.workspaces.append(workspace)
 
@@ -960,7 +969,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         for name, inner in {
             "_cuda_endAllocateToPool": _end_allocate,
             "_cuda_releasePool": _release_pool,
-            "_cuda_clearCublasWorkspaces": gpu.workspaces.clear,
+            "_cuda_clearCublasWorkspaces": gpu.clear_workspaces,
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(

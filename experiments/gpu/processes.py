@@ -80,7 +80,7 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             sys.path.insert(0, str(ROOT / "tests"))
             import emulated_gpu
 
-            stack.enter_context(emulated_gpu.emulated())
+            stack.enter_context(emulated_gpu.emulated(library_bytes=2**15))
             # Or ``module.to`` would put its tensors, which are of another class, into parameters.
             set_overwrite = torch.__future__.set_overwrite_module_params_on_conversion
             stack.callback(set_overwrite, False)
