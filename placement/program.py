@@ -129,6 +129,8 @@ class Program:
         A tensor with other strides than the example's is copied: what was captured may rely on
         them (``torch.export`` leaves out what they make needless, and keeps them as constants).
         """
+        if not kwargs and [*map(_form, args)] == self._forms:
+            return [*args]  # alike in all that is asked below
         by_name = self._by_name(args, kwargs or {})
         leaves = [by_name[name] for name in self.input_names]
         tree = self.in_tree
@@ -170,6 +172,13 @@ class Program:
         """Whether no input is a structure of several: taking it apart takes as long as a kernel."""
         return bool(self.in_tree == pytree.tree_structure([0] * len(self.input_names)))
 
+    @cached_property
+    def _forms(self) -> list[Any] | None:
+        """Of the inputs, if each is a tensor and can be given by position."""
+        by_position = self.arg_names[: len(self.input_names)] == self.input_names
+        forms = [*map(_form, self.example_leaves)]
+        return forms if by_position and self._is_flat and None not in forms else None
+
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         expected = ", ".join(self.input_names)
         if len(args) > len(self.arg_names):
@@ -187,6 +196,11 @@ class Program:
                 )
         return by_name
 
+    @cached_property
+    def _is_single(self) -> bool:
+        """Whether the output is in no structure."""
+        return bool(self.out_tree == pytree.tree_structure(0))
+
     def timing_inputs(self) -> list[Tensor]:
         """Copies of the example inputs, laid out alike, for a timing run.
 
@@ -196,7 +210,16 @@ class Program:
 
     def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
         """The module's own output structure around ``leaves`` (one per ``output_leaves``)."""
+        if self._is_single:
+            return leaves[0]
         return pytree.tree_unflatten(list(leaves), self.out_tree)
+
+
+def _form(x: Any) -> Any:
+    """All that inputs of calls have in common; None: it is no dense tensor."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return None
+    return x.shape, x.dtype, x.stride(), x.is_meta
 
 
 def _laid_out_as(example: Tensor, tensor: Tensor) -> Tensor:

@@ -961,6 +961,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             "_cuda_endAllocateToPool": _end_allocate,
             "_cuda_releasePool": _release_pool,
             "_cuda_clearCublasWorkspaces": gpu.workspaces.clear,
+            "_cuda_getCurrentStream": current_stream,  # it tells itself from others
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(
@@ -976,6 +977,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         stack.callback(lambda: [sys.modules.pop("pynvml", None), sys.modules.update(before)])
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
+        stack.enter_context(patch.object(backend, "_CALLERS", {}))
         stack.enter_context(patch.object(graphs, "_STREAMS", {}))
         stack.enter_context(Mode())
         try:

@@ -11,7 +11,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -190,9 +189,20 @@ class Runner:
             Exception: what an operator raised, with the operator's name as a note.
         """
         inputs = self._program.flatten_inputs(args, kwargs)
-        # To the end of the stream: one that is left early stops the workers.
-        (outputs,) = self._exclusively(self._stream(iter([inputs]), None, is_call=True))
-        return outputs
+        with _Use(self):
+            direct = self._direct(is_call=True)
+            if direct is None:
+                (outputs,) = self._stream(iter([inputs]), None, None)
+                return outputs
+            # All that a stream of one would do: each microsecond counts while a GPU waits.
+            batch, self.next_batch = self.next_batch, self.next_batch + 1
+            unwritten = Unwritten(inputs)
+            tensors = dict(zip(self._program.input_tensors, inputs, strict=True))
+            outputs = self._passed_on(tensors)
+            direct.admit(batch, tensors)
+            outputs |= self._launched(direct, no_more=True)
+            self._check_unwritten(unwritten, 0)
+            return self._assemble(outputs)
 
     def stream(
         self,
@@ -244,7 +254,7 @@ class Runner:
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
-            yield from self._exclusively(self._stream(map(self._flatten, items), items))
+            yield from self._exclusively(map(self._flatten, items), items)
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
         try:
@@ -262,44 +272,20 @@ class Runner:
 
         They are taken by the calling thread as the pipeline has room.
         """
-        return self._exclusively(self._stream(iter(inputs), None))
+        return self._exclusively(iter(inputs), None)
 
-    def _exclusively(self, results: Iterator[Any]) -> Iterator[Any]:
-        if self._closed:
-            raise RunnerError("the runner is closed; bind the plan again")
-        if self._process != os.getpid():
-            raise RunnerError(
-                "the runner is another process's, and a fork has no threads: bind the plan in this "
-                "process, which should be started by spawn"
-            )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise RunnerError(
-                "autocast is on around the call, but what was captured does not follow it: use it "
-                "in the module's forward, and capture that; or call the runner outside of it"
-            )
-        if not self._busy.acquire(blocking=False):
-            raise RunnerError(
-                "the runner is in use by another call or stream; finish it, or bind a second one"
-            )
-        clean = False
-        try:
-            with cores_awake() if len(self._used) > 1 else nullcontext():
-                yield from results
-            clean = True
-        finally:
-            try:
-                if not clean:
-                    self.stop()
-            finally:  # also where Ctrl-C comes again
-                self._busy.release()
+    def _exclusively(
+        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
+    ) -> Iterator[Any]:
+        with _Use(self):
+            yield from self._stream(source, items, self._direct(is_call=False))
 
     def _stream(
         self,
         source: Iterator[Sequence[Tensor]],
         items: InputPipeline | None,
-        is_call: bool = False,
+        direct: _Direct | None,
     ) -> Iterator[Any]:
-        direct = self._direct(is_call)
         if direct is None:
             self._follow_caller()
         first = following = self.next_batch
@@ -737,6 +723,44 @@ class Runner:
         self.close()
 
 
+class _Use:
+    """One call or stream of a runner; if it is left early the workers stop."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._awake = cores_awake() if len(runner._used) > 1 else None
+
+    def __enter__(self) -> None:
+        runner = self._runner
+        if runner._closed:
+            raise RunnerError("the runner is closed; bind the plan again")
+        if runner._process != os.getpid():
+            raise RunnerError(
+                "the runner is another process's, and a fork has no threads: bind the plan in this "
+                "process, which should be started by spawn"
+            )
+        if torch._C._is_any_autocast_enabled():
+            raise RunnerError(
+                "autocast is on around the call, but what was captured does not follow it: use it "
+                "in the module's forward, and capture that; or call the runner outside of it"
+            )
+        if not runner._busy.acquire(blocking=False):
+            raise RunnerError(
+                "the runner is in use by another call or stream; finish it, or bind a second one"
+            )
+        if self._awake is not None:
+            self._awake.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._awake is not None:
+                self._awake.__exit__(None, None, None)
+            if kind is not None:
+                self._runner.stop()
+        finally:  # also where Ctrl-C comes again
+            self._runner._busy.release()
+
+
 class _Direct:
     """The micro-batches of a call or stream on the one GPU that runs them, in order.
 
@@ -761,10 +785,10 @@ class _Direct:
         mine = {t: inputs[t] for t in share.model_inputs}
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if self._is_late is bool:
-            here = {t for t, x in mine.items() if self._backend.holds(x)}
-            if here:
+            away = {t: x.cpu() for t, x in mine.items() if not self._backend.holds(x)}
+            if len(away) < len(mine):
                 self._follow_caller()
-            mine = {t: x if t in here else x.cpu() for t, x in mine.items()}
+            mine |= away
             self._backend.bring(mine, arrived.put)
         else:
             arrived.put(mine)
