@@ -137,6 +137,7 @@ class Stream:
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.index, self.error = _number(device), None
+        self.stream_id, self.device_index, self.device_type = self, self.index, 1
         self.device = torch.device("cuda", self.index)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_launched = self.num_done = 0
@@ -256,6 +257,10 @@ class Event:
     def elapsed_time(self, other: Event) -> float:
         assert self.query() and other.query(), "both events must have happened"
         return (other._at[0] - self._at[0]) * 1e3
+
+
+def _name(stream: Stream) -> tuple[Stream, int, int]:
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -961,7 +966,8 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             "_cuda_endAllocateToPool": _end_allocate,
             "_cuda_releasePool": _release_pool,
             "_cuda_clearCublasWorkspaces": gpu.workspaces.clear,
-            "_cuda_getCurrentStream": current_stream,  # it tells itself from others
+            "_cuda_getCurrentStream": lambda index: _name(current_stream(index)),
+            "_cuda_setStream": lambda stream_id, **_: set_stream(stream_id),
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(

@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from placement.executor.backend import (
     CpuBackend,
     CudaBackend,
     backend_for,
+    callers_stream,
     used_on,
 )
 from placement.executor.constants import constants
@@ -199,8 +201,7 @@ class Runner:
             unwritten = Unwritten(inputs)
             tensors = dict(zip(self._program.input_tensors, inputs, strict=True))
             outputs = self._passed_on(tensors)
-            direct.admit(batch, tensors)
-            outputs |= self._launched(direct, no_more=True)
+            outputs |= self._launched(direct, partial(direct.call, batch, tensors))
             self._check_unwritten(unwritten, 0)
             return self._assemble(outputs)
 
@@ -330,7 +331,8 @@ class Runner:
                     raise failed
                 return
             if direct is not None:
-                computed = self._launched(direct, exhausted or self.max_in_flight == 1)
+                no_more = exhausted or self.max_in_flight == 1
+                computed = self._launched(direct, partial(direct.next, no_more))
                 outputs, _, unwritten = pending.pop(following)
                 self._check_unwritten(unwritten, following - first)
                 finished[following] = self._assemble(outputs | computed)
@@ -378,13 +380,13 @@ class Runner:
             is_late = bool  # never
         return _Direct(self.workers[self._alone], is_late)
 
-    def _launched(self, direct: _Direct, no_more: bool) -> dict[int, Any]:
+    def _launched(self, direct: _Direct, launch: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """The outputs of the next micro-batch."""
         with self._calling:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)
             try:
-                outputs = direct.next(no_more)
+                outputs = launch()
             except Exception as error:
                 self._raise(direct.worker.failure(error))
         if self._closed:
@@ -444,7 +446,7 @@ class Runner:
     def _assemble(self, outputs: dict[int, Any]) -> Any:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
-                used_on(value, torch.cuda.current_stream(value.device))
+                used_on(value, callers_stream(value.device))
         outputs = {t: without_mode(x) for t, x in outputs.items()}
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
@@ -784,15 +786,18 @@ class _Direct:
         share = self.worker.shares[batch % len(self.worker.shares)]
         mine = {t: inputs[t] for t in share.model_inputs}
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        if self._is_late is bool:
-            away = {t: x.cpu() for t, x in mine.items() if not self._backend.holds(x)}
-            if len(away) < len(mine):
-                self._follow_caller()
-            mine |= away
-            self._backend.bring(mine, arrived.put)
+        away = {t: x.cpu() for t, x in mine.items() if not self._backend.holds(x)}
+        if len(away) < len(mine):
+            self._follow_caller()
+        if away:
+            self._backend.bring(mine | away, arrived.put)
         else:
             arrived.put(mine)
         self._coming.append((batch, arrived))
+
+    def call(self, batch: int, inputs: dict[int, Any]) -> dict[int, Any]:
+        """Outputs of the only micro-batch, complete."""
+        return self.worker.launch(batch, inputs, self._is_late, is_last=True)()
 
     def next(self, no_more: bool) -> dict[int, Any]:
         """Outputs of the first micro-batch that is left, complete; those that have come run."""
@@ -801,7 +806,7 @@ class _Direct:
             if isinstance(inputs := arrived.get(), Exception):
                 raise inputs
             is_last = no_more and not self._coming and not self._launched
-            self._launched.append(self.worker.launch(batch, inputs, self._is_late, is_last))
+            self._launched.append(self.worker.launch(batch, inputs, bool, is_last))
         return self._launched.popleft()()
 
 
