@@ -129,13 +129,13 @@ class Program:
         A tensor with other strides than the example's is copied: what was captured may rely on
         them (``torch.export`` leaves out what they make needless, and keeps them as constants).
         """
-        if not kwargs and [*map(_form, args)] == self._forms:
-            return [*args]  # alike in all that is asked below
-        by_name = self._by_name(args, kwargs or {})
-        leaves = [by_name[name] for name in self.input_names]
-        tree = self.in_tree
-        if not (self._is_flat and all(isinstance(x, Tensor) for x in leaves)):
-            leaves, tree = pytree.tree_flatten(leaves)
+        kwargs = kwargs or {}
+        leaves = [*args, *kwargs.values()]
+        names = (*self.arg_names[: len(args)], *kwargs)
+        if names == self.input_names and [*map(_form, leaves)] == self._forms:
+            return leaves  # what follows asks for no more, and takes as long as some kernels
+        by_name = self._by_name(args, kwargs)
+        leaves, tree = pytree.tree_flatten([by_name[name] for name in self.input_names])
         if tree != self.in_tree:
             as_given, as_captured = (
                 str(pytree.tree_unflatten([_LEAF] * x.num_leaves, x))[1:-1][:200]
@@ -168,16 +168,11 @@ class Program:
         return tensors
 
     @cached_property
-    def _is_flat(self) -> bool:
-        """Whether no input is a structure of several: taking it apart takes as long as a kernel."""
-        return bool(self.in_tree == pytree.tree_structure([0] * len(self.input_names)))
-
-    @cached_property
     def _forms(self) -> list[Any] | None:
-        """Of the inputs, if each is a tensor and can be given by position."""
-        by_position = self.arg_names[: len(self.input_names)] == self.input_names
+        """Of the inputs, if each is a tensor."""
+        is_flat = self.in_tree == pytree.tree_structure([0] * len(self.input_names))
         forms = [*map(_form, self.example_leaves)]
-        return forms if by_position and self._is_flat and None not in forms else None
+        return forms if is_flat and None not in forms else None
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         expected = ", ".join(self.input_names)

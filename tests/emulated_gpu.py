@@ -967,7 +967,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             "_cuda_releasePool": _release_pool,
             "_cuda_clearCublasWorkspaces": gpu.workspaces.clear,
             "_cuda_getCurrentStream": lambda index: _name(current_stream(index)),
-            "_cuda_setStream": lambda stream_id, **_: set_stream(stream_id),
+            "_cuda_setStream": lambda stream, *_: set_stream(stream),
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(

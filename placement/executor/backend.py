@@ -215,9 +215,10 @@ class CudaBackend:
         and a default device, which are the thread's own, do not hold for operators of the model.
         ``is_last``: nothing else is under way, nor launched before they are waited for.
         """
-        device, theirs = torch.cuda.current_device(), _current(self.torch_device)
+        device = torch.cuda.current_device()
+        theirs = torch._C._cuda_getCurrentStream(self.torch_device.index)
         try:
-            _set_current(self._gpu.name)  # in a fifth of the time of the public context
+            torch._C._cuda_setStream(*self._gpu.name)  # in a fifth of the time of the context
             with (
                 torch._C._InferenceMode(True),  # in a fifth of the time of its public context
                 torch._C._DisableAutocast(),
@@ -236,7 +237,7 @@ class CudaBackend:
                 return lambda: made
             return outputs
         finally:
-            _set_current(theirs)
+            torch._C._cuda_setStream(*theirs)
             if device != self.torch_device.index:
                 torch.cuda.set_device(device)
 
@@ -353,21 +354,9 @@ class CudaBackend:
 Backend = CpuBackend | CudaBackend
 
 
-def _current(device: torch.device) -> Any:
-    """What PyTorch calls the current stream, of which its public function makes an object."""
-    return torch._C._cuda_getCurrentStream(device.index)
-
-
-def _set_current(name: tuple[int, int, int]) -> None:
-    stream_id, device_index, device_type = name
-    torch._C._cuda_setStream(
-        stream_id=stream_id, device_index=device_index, device_type=device_type
-    )
-
-
 def callers_stream(device: torch.device) -> Any:
-    """``torch.cuda.current_stream``, made once."""
-    name = _current(device)
+    """``torch.cuda.current_stream``, which makes an object every time."""
+    name = torch._C._cuda_getCurrentStream(device.index)
     if (stream := _CALLERS.get(name)) is None:
         stream = _CALLERS[name] = torch.cuda.current_stream(device)
     return stream

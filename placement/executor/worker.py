@@ -57,13 +57,6 @@ class _Flight:
         self.uses = share.num_uses.copy()
         self.left = len(share.ops)
 
-    def drop_read(self, op: int) -> None:
-        """Operator ``op`` has run: drop what nobody reads any more."""
-        for t in self.share.inputs[op]:
-            self.uses[t] -= 1
-            if self.uses[t] == 0:
-                self.env[t] = None
-
 
 class _Whole:
     """A share that is launched from its begin to its end.
@@ -164,7 +157,10 @@ class _Flights(dict[int, _Flight]):
     def ran(self, batch: int, op: int) -> bool:
         """Operator ``op`` has run; True: it was the last."""
         flight = self[batch]
-        flight.drop_read(op)
+        for t in flight.share.inputs[op]:
+            flight.uses[t] -= 1
+            if flight.uses[t] == 0:
+                flight.env[t] = None
         carried = flight.share.carried
         if op in carried:
             self._carried_to[op] = batch + 1
@@ -301,8 +297,8 @@ class Worker(threading.Thread):
         share, whole = self.shares[k], self._whole[k]
 
         def launched() -> dict[int, Any]:
-            outputs, env = dict[int, Any](), [None] * len(share.users)
-            nothing_arrived = self.inbox.empty
+            outputs, nothing_arrived = dict[int, Any](), self.inbox.empty
+            env: list[Any] = [None] * len(share.users)
             for t, graph in whole.readers.items():
                 slot = None if graph is None else graph.slots.get(t)
                 env[t] = backend.receive(inputs.pop(t) if is_late is bool else inputs[t], slot)
