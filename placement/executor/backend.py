@@ -289,14 +289,19 @@ class CudaBackend:
             return value.to(self.torch_device, non_blocking=True)
         return target.copy_(value, non_blocking=True)
 
-    def receive(self, value: Any, target: Tensor | None = None) -> Tensor:
-        """As ``Backend`` says; what has not come yet is copied to ``target``, if that is given."""
+    def receive(self, value: Any, target: Tensor | None = None, kept: bool = False) -> Tensor:
+        """As ``Backend`` says; what has not come yet is copied to ``target``, if that is given.
+
+        What was here before somebody has ``kept`` until all is computed: nobody else can get its
+        memory.
+        """
         if isinstance(value, _Brought):
             self.follow(value.mark)
-            value = value.tensor
+            value, kept = value.tensor, False
         if not self.holds(value):
             return self.copied(value, target)
-        used_on(value, self._gpu.compute)  # made on another stream
+        if not kept:
+            used_on(value, self._gpu.compute)  # made on another stream
         return value  # type: ignore[no-any-return]
 
     def ship(self, value: Any, deliver: Deliver, *, stay: bool = False) -> None:

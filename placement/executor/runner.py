@@ -279,7 +279,8 @@ class Runner:
         self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
     ) -> Iterator[Any]:
         with _Use(self):
-            yield from self._stream(source, items, self._direct(is_call=False))
+            direct = self._direct(is_call=False)  # which lives until the workers have ended
+            yield from self._stream(source, items, direct)
 
     def _stream(
         self,
@@ -773,8 +774,9 @@ class _Direct:
         self.worker, self._is_late = worker, is_late
         assert isinstance(worker.backend, CudaBackend)
         self._backend = worker.backend
-        self._coming: deque[tuple[int, queue.SimpleQueue[Any]]] = deque()
-        self._launched: deque[Callable[[], dict[int, Any]]] = deque()
+        # With the inputs of the model, which keep their memory until their outputs are complete.
+        self._coming: deque[tuple[int, dict[int, Any], queue.SimpleQueue[Any]]] = deque()
+        self._launched: deque[tuple[Callable[[], dict[int, Any]], dict[int, Any]]] = deque()
         self._follow_caller()
 
     def _follow_caller(self) -> None:
@@ -786,14 +788,15 @@ class _Direct:
         share = self.worker.shares[batch % len(self.worker.shares)]
         mine = {t: inputs[t] for t in share.model_inputs}
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        away = {t: x.cpu() for t, x in mine.items() if not self._backend.holds(x)}
-        if len(away) < len(mine):
+        here = {t: x for t, x in mine.items() if self._backend.holds(x)}
+        if here:
             self._follow_caller()
-        if away:
-            self._backend.bring(mine | away, arrived.put)
+        if len(here) < len(mine):
+            mine = {t: x if t in here else x.cpu() for t, x in mine.items()}
+            self._backend.bring(mine, arrived.put)
         else:
             arrived.put(mine)
-        self._coming.append((batch, arrived))
+        self._coming.append((batch, here, arrived))
 
     def call(self, batch: int, inputs: dict[int, Any]) -> dict[int, Any]:
         """Outputs of the only micro-batch, complete."""
@@ -801,13 +804,14 @@ class _Direct:
 
     def next(self, no_more: bool) -> dict[int, Any]:
         """Outputs of the first micro-batch that is left, complete; those that have come run."""
-        while self._coming and not (self._launched and self._coming[0][1].empty()):
-            batch, arrived = self._coming.popleft()
+        while self._coming and not (self._launched and self._coming[0][2].empty()):
+            batch, here, arrived = self._coming.popleft()
             if isinstance(inputs := arrived.get(), Exception):
                 raise inputs
             is_last = no_more and not self._coming and not self._launched
-            self._launched.append(self.worker.launch(batch, inputs, bool, is_last))
-        return self._launched.popleft()()
+            self._launched.append((self.worker.launch(batch, inputs, bool, is_last), here))
+        outputs, _ = self._launched.popleft()
+        return outputs()
 
 
 def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:

@@ -288,7 +288,8 @@ class Worker(threading.Thread):
 
         What is returned waits for its outputs, and gives them; for ``is_late`` and ``is_last`` see
         ``CudaBackend.call``. Where it cannot be late (``bool``) inputs are taken out of ``inputs``,
-        so that their memory is free early. Meanwhile nobody may send anything here, and nothing is
+        so that their memory is free early; but somebody keeps those that are on this GPU already
+        until their outputs are complete. Meanwhile nobody may send anything here, and nothing is
         carried to the next micro-batch.
         """
         backend = self.backend
@@ -299,9 +300,10 @@ class Worker(threading.Thread):
         def launched() -> dict[int, Any]:
             outputs, nothing_arrived = dict[int, Any](), self.inbox.empty
             env: list[Any] = [None] * len(share.users)
+            take = inputs.pop if is_late is bool else inputs.__getitem__
             for t, graph in whole.readers.items():
                 slot = None if graph is None else graph.slots.get(t)
-                env[t] = backend.receive(inputs.pop(t) if is_late is bool else inputs[t], slot)
+                env[t] = backend.receive(take(t), slot, kept=True)
             passes = whole.has_graphs and not backend.results_stay
             for op, call, results, dropped in whole.steps:
                 self._running = op

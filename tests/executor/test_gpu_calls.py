@@ -327,3 +327,22 @@ def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
         for results in runner.stream([x] * 3):  # replays what the other thread has captured
             torch.testing.assert_close(results, module(*x), rtol=1e-5, atol=1e-5)
         assert gpu.num_replays >= 5
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_inputs_that_nobody_else_has_keep_their_memory_until_a_gpu_has_read_them(graphs):
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(8)]
+    graph = capture(module, items[0])
+    with emulated_gpu.emulated(kernel_s=2e-3) as gpu:
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
+            runner.cuda_graphs = graphs
+            for _ in range(2):
+                stream = runner.stream(tuple(x.to("cuda:0") for x in item) for item in items)
+                for item, results in zip(items[:5], stream, strict=False):
+                    torch.testing.assert_close(results, module(*item), rtol=1e-5, atol=1e-5)
+                    results = None
+                stream.close()  # in the midst of others
+                results = runner(*(x.to("cuda:0") for x in items[0]))
+                torch.testing.assert_close(results, module(*items[0]), rtol=1e-5, atol=1e-5)
+        assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
