@@ -144,6 +144,7 @@ class Stream:
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.index, self.error = _number(device), None
+        self.stream_id, self.device_index, self.device_type = self, self.index, 1
         self.device = torch.device("cuda", self.index)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_launched = self.num_done = 0
@@ -263,6 +264,10 @@ class Event:
     def elapsed_time(self, other: Event) -> float:
         assert self.query() and other.query(), "both events must have happened"
         return (other._at[0] - self._at[0]) * 1e3
+
+
+def _name(stream: Stream) -> tuple[Stream, int, int]:
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -970,6 +975,8 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             "_cuda_endAllocateToPool": _end_allocate,
             "_cuda_releasePool": _release_pool,
             "_cuda_clearCublasWorkspaces": gpu.clear_workspaces,
+            "_cuda_getCurrentStream": lambda index: _name(current_stream(index)),
+            "_cuda_setStream": lambda stream, *_: set_stream(stream),
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(
@@ -985,6 +992,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         stack.callback(lambda: [sys.modules.pop("pynvml", None), sys.modules.update(before)])
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
+        stack.enter_context(patch.object(backend, "_CALLERS", {}))
         stack.enter_context(patch.object(graphs, "_STREAMS", {}))
         stack.enter_context(Mode())
         try:
