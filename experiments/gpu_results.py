@@ -50,6 +50,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
     """The lines of runs as they came; what is infinite is null. Renews the problems of their card.
 
     Sections of a later run replace those of earlier ones; ``run`` says when that of a row began.
+    Problems are those of the first run.
 
     Raises:
         StudyError: a folder is not that of a run, or a run measured no model or another card.
@@ -57,17 +58,27 @@ def rows(options: Options) -> list[dict[str, Any]]:
     if not options.folders:
         raise StudyError("give the folder of a run: python -m experiments.gpu --out FOLDER")
     facts, measured = list[dict[str, Any]](), dict[str, Problem]()
-    for folder in options.folders:
-        own, problems = read(folder)
-        later = {r["section"] for r in own} - {"facts"}
-        facts = [r for r in facts if r["section"] not in later] + own
-        measured |= problems
+    for text in options.folders:
+        folder, _, some = text.partition(":")
+        own, problems = read(Path(folder))
+        there = {kind_of(r["section"]) for r in own}
+        named = set(some.split(",")) if some else there
+        if unknown := named - there:
+            raise StudyError(f"{folder}: there is no section {', '.join(sorted(unknown))}")
+        facts = [r for r in facts if kind_of(r["section"]) not in named - {"facts"}]
+        facts += [r for r in own if kind_of(r["section"]) in named | {"facts"}]
+        measured = measured or problems
     cards = {r["model"] for r in facts if (r["section"], r["item"]) == ("facts", "cuda:0")}
     if len(cards) > 1:
         raise StudyError(f"these runs are of {' and '.join(sorted(cards))}: give those of one card")
-    options.about = about(facts, next(iter(problems.values())).profile.provenance)
+    options.about = about(facts, next(iter(measured.values())).profile.provenance)
     write_problems(measured, options.about, options.dataset)
     return facts
+
+
+def kind_of(section: str) -> str:
+    """``correct`` of ``correct_3``."""
+    return section.partition("_")[0]
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Problem]]:
@@ -244,7 +255,13 @@ RUN = Study(
     rows=rows,
     parts=run_parts,
     options={
-        "folders": Option((), "of runs of experiments.gpu on one card", kind=Path, word=True),
+        "folders": Option(
+            (),
+            "of runs of experiments.gpu on one card; FOLDER:SECTION,SECTION: "
+            "of that run only these",
+            kind=str,
+            word=True,
+        ),
         "dataset": Option(DATASET, "folder of measured problems", kind=Path),
     },
     facts=lambda options: dict.fromkeys(("host", "scipy", "ortools"), "not noted") | options.about,

@@ -101,7 +101,14 @@ def test_a_later_run_replaces_sections_of_an_earlier_one(tmp_path: Path, capsys:
     page = capsys.readouterr().out
     assert "Runs of 10:00, 90 s (facts, correct); 12:00, 50 s (facts, plans): ACME G (1)" in page
     assert "| 3.00 ms |" in page and "| 2.00 ms |" not in page and "0 of 1; 1 of 96" in page
-    assert {*dataset.load(tmp_path)} == {"acme-g-1-6-cores/one", "acme-g-1-6-cores/two"}
+    assert {*dataset.load(tmp_path)} == {"acme-g-1-6-cores/one"}
+    some = [str(folders[0]), f"{folders[1]}:correct"]
+    assert gpu_results.main(["run", *some, *words]) == 2
+    assert "there is no section correct" in capsys.readouterr().err
+    assert gpu_results.main(["run", str(folders[1]), f"{folders[0]}:correct", *words]) == 0
+    page = capsys.readouterr().out
+    assert "Runs of 12:00, 50 s (facts, plans); 10:00, 90 s (facts, correct)" in page
+    assert "| 3.00 ms |" in page and "0 of 1; 1 of 96" in page
     text = (folders[1] / "gpu.jsonl").read_text().replace("ACME G (1)", "ACME H")
     (folders[1] / "gpu.jsonl").write_text(text)
     assert gpu_results.main(["run", *map(str, folders), *words]) == 2
