@@ -272,7 +272,7 @@ _PRICES = 18  # of a byte, that are looked at
 @loads
 def _load(kernels: str) -> None:
     """Reports and plans that are shown need no compiler."""
-    importlib.import_module(f"placement.simulator.{kernels}").load_kernel()
+    importlib.import_module(f"placement.simulator.{kernels}")
 
 
 def _earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:

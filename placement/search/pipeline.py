@@ -20,7 +20,6 @@ from placement.objective import Objective
 from placement.planners.contiguous_dp import (
     Split,
     Stages,
-    load_kernels,
     merge_blocks,
     splits,
     topological_orders,
@@ -471,7 +470,6 @@ def can_foresee(problem: Problem) -> bool:
 
 def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
     """The cheapest contiguous splits of ``most`` orders (``contiguous_dp``), none evaluated."""
-    load_kernels()
     kinds = np.bincount(device_classes(problem))
     sets = float(min(np.prod(kinds + 1.0), 512)) * len(kinds)
     steps = sets * min(problem.graph.num_groups, _BLOCKS) ** 2
