@@ -149,8 +149,5 @@ def anneal(
         guided_kernels.play(tables, state, job, steps, weights, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
         num_steps += steps
-        if state.best_cost < best_s:
-            search.consider(state.best, steps * per_step)
-        else:
-            search.num_evaluations += steps * per_step
+        search.consider(state.best if state.best_cost < best_s else None, steps * per_step)
     return num_steps

@@ -198,11 +198,8 @@ def _in_rounds(
             state.device[:] = best if at_best else starts[this % len(starts)]
         steps = int(min(slowly, search.num_left))
         found_s = anneal(best, best_s, steps, this, part)
-        if found_s < best_s:
-            search.consider(best, steps)
-            best_s = found_s
-        else:
-            search.num_evaluations += steps
+        search.consider(best if found_s < best_s else None, steps)
+        best_s = min(best_s, found_s)
 
 
 def _one_cpu(problem: Problem) -> NDArray[np.float64]:

@@ -75,10 +75,7 @@ def _descend_loads(search: Search, seed: int) -> None:
         steps, before_s = int(min(search.num_left, _STEPS)), search.best_s
         args = t, state, draws, offers, best, before_s
         best_s, tried = macro.descend(*args, steps, _WIDTH, _HOT_LOADS)
-        if best_s < before_s:
-            search.consider(best, tried)
-        else:
-            search.num_evaluations += tried
+        search.consider(best if best_s < before_s else None, tried)
 
 
 def _descend_period(search: Search, seed: int) -> None:

@@ -198,10 +198,11 @@ class Search:
         if not np.isfinite(self._max_evaluations) and not np.isfinite(self._max_seconds):
             self._max_evaluations = self.num_evaluations + more
 
-    def consider(self, choice: Choice, evaluations: int) -> None:
-        """A choice that the planner found with so many evaluations of its own."""
+    def consider(self, choice: Choice | None, evaluations: int) -> None:
+        """What the planner found with so many evaluations of its own; None: nothing better."""
         self.num_evaluations += evaluations
-        self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
+        if choice is not None:
+            self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
 
     def consider_order(self, placement: Placement, sequence: Ints, cost: float) -> None:
         """A placement whose devices run their operators in ``sequence`` int32 ``[N]``.
