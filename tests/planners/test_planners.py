@@ -30,7 +30,7 @@ from placement.search.evaluation import (
 )
 from placement.simulator import score
 from placement.testing import check_planner
-from tests.problems import chain, random_problem, small_problem
+from tests.problems import chain, every_placement, random_problem, small_problem
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
 # objective; each has contract tests of its own.
@@ -76,13 +76,6 @@ def random_small(seed: int, num_ops: int | None = None, **settings) -> Problem:
         "max_in_flight": 2,
     } | settings
     return make(compute_s, edges, **settings)
-
-
-def every_placement(problem: Problem) -> np.ndarray:
-    """int32 ``[B, N]``: all placements that obey support and colocation."""
-    devices = [np.flatnonzero(row) for row in np.isfinite(problem.group_compute_s)]
-    choices = np.array(list(itertools.product(*devices)), np.int32)
-    return choices[:, problem.graph.group]
 
 
 def quick(name: str, **more: Any):
