@@ -20,9 +20,9 @@ def memory_steps(
     """Bytes that each device holds over the run: ``[D]`` step functions.
 
     At home a tensor lives in its root's memory, which is held while any tensor in it is; a copy
-    sent elsewhere is its own; parameters stay, where ``placement`` says; workspace is held while an
-    operator runs. The largest step of a predicted timeline is its ``peak_bytes``. Of a measured one
-    it says what the graph's tensors take at measured times.
+    sent elsewhere is its own; parameters and what libraries keep stay, where ``placement`` says;
+    workspace is held while an operator runs. The largest step of a predicted timeline is its
+    ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
     """
     g = problem.graph
     # What replicas have added up is added where it arrives: no memory beside the gradients'.
@@ -44,9 +44,9 @@ def memory_steps(
         begin, until = np.append(begin, timeline.start_s), np.append(until, timeline.end_s)
         workspace = np.broadcast_to(problem.profile.workspace_bytes, timeline.start_s.shape)
         size = np.append(size, workspace.ravel())
-    params = problem.param_bytes_on(placement)
+    stays = problem.resident_bytes_on(placement)
     return [
-        _steps(begin[device == d], until[device == d], size[device == d], int(params[d]))
+        _steps(begin[device == d], until[device == d], size[device == d], int(stays[d]))
         for d in range(problem.num_devices)
     ]
 
