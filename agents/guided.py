@@ -16,8 +16,7 @@ from envs.guided import begin, state_of, tables_of
 from placement.objective import Objective
 from placement.problem import Problem
 from placement.search import order_moves
-from placement.search.evaluation import Search, can_move, two_operators
-from placement.tools.clock import loads
+from placement.search.evaluation import Search, can_move
 
 Chooser = Literal["policy", "hand", "uniform"]
 CHOOSERS: dict[str, int] = {
@@ -150,16 +149,5 @@ def anneal(
         guided_kernels.play(tables, state, job, steps, weights, part, part)
         rate = steps / max(search.seconds - before, 1e-9)
         num_steps += steps
-        if state.best_cost < best_s:
-            search.consider(state.best, steps * per_step)
-        else:
-            search.num_evaluations += steps * per_step
+        search.consider(state.best if state.best_cost < best_s else None, steps * per_step)
     return num_steps
-
-
-@loads
-def load_kernel() -> None:
-    """Compile the search, or read it from its cache: once, and outside of every budget."""
-    search = Search(two_operators(), evaluations=8)
-    search.cost(np.zeros(2, np.int32))
-    anneal(search, None, "hand")

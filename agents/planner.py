@@ -18,12 +18,10 @@ from agents.guided import (
     GuidedNet,
     anneal,
     default_budget,
-    load_kernel,
 )
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, load_constructor, one_thread, untrained_net, walk
+from agents.trained import TrainedPolicy, one_thread, untrained_net, walk
 from agents.waits import RELEASED, load_waits
-from envs.dispatch import load_kernels as load_dispatcher
 from envs.formulations import FORMULATIONS
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
 from envs.rules import check_range
@@ -32,11 +30,9 @@ from placement.cli import search_here
 from placement.objective import Objective
 from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not, why_simulated
 from placement.planners.order_search import anneal as anneal_orders
-from placement.planners.order_search import load_kernel as load_order_kernel
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.search.chooser import TABU
 from placement.search.descent import descend
-from placement.search.descent import load_kernels as load_descent
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.search.pipeline import can_foresee, constructed
 from placement.simulator import score
@@ -317,7 +313,6 @@ class PolicyPlanner:
         if self.waits != UNTRAINED:
             file = self.waits or RELEASED
             net = load_waits(file)[0].net()
-        load_descent()
         begun, value_s = search.num_evaluations, np.inf
         stats: dict[str, Any] = {"chooser": self.chooser, "search": "guided_search"}
         for choice in constructed(search.problem, net, self.seed):
@@ -389,7 +384,6 @@ class PolicyPlanner:
         if answer is not None:
             return answer
         kind, chooser, width, net, name = self._mover(problem)
-        (load_order_kernel if kind == "order_search" else load_kernel)()
         search, start, stats = self._start(problem, name)
         stats["chooser"], stats["search"] = chooser, kind
         if seeds is not None and search.left:
@@ -421,9 +415,7 @@ class PolicyPlanner:
             source = released("best_of_k", problem.objective)
         if source is None or not self.k:
             return None
-        policy, name = self._policy(source, problem, "best_of_k")
-        (load_dispatcher if policy.formulation == "dispatch" else load_constructor)()
-        return policy, name
+        return self._policy(source, problem, "best_of_k")
 
     def _policy(
         self, source: str | Path | TrainedPolicy | None, problem: Problem, mode: Mode | Kind

@@ -23,8 +23,6 @@ from envs.rules import BuildingRules, Rules
 from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
 from placement.search.coarsen import grouped
-from placement.search.evaluation import two_operators
-from placement.tools.clock import loads
 from placement.tools.files import check_is_file, parse_json, write_atomic
 
 FORMAT = 3
@@ -335,12 +333,6 @@ def actions(
             logits = net.evaluate(store, every, encoded, row, obs)[0]
             which = best.reshape(-1, *[1] * (logits.dim() - 2))
             yield torch.where(which, greedy(logits), sample(logits, generator)).numpy()
-
-
-@loads
-def load_constructor() -> None:
-    """Compile what constructs placements, or read it from its cache: outside of every budget."""
-    TrainedPolicy(untrained_net(None, "sequential")).place(two_operators())
 
 
 @contextmanager

@@ -183,9 +183,6 @@ def train(
     tell: Callable[[str], None] = print,
 ) -> tuple[WaitsNet, dict[str, Any]]:
     """A network, and its card: rounds of fresh problems; after the first it walks itself."""
-    from placement.search.descent import load_kernels
-
-    load_kernels()
     begun, rng = time.process_time(), np.random.default_rng(seed)
     draw, rows, net = generator or Pipelines(), list[Rows](), None
     with one_thread():

@@ -18,7 +18,6 @@ from placement.search import order_times
 from placement.search.list_schedule import state_of as placed_of
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.simulator import score
-from placement.tools.clock import loads
 from placement.tools.files import short
 
 Floats = NDArray[np.float64]
@@ -296,13 +295,3 @@ class DispatchEnv(PlacementEnv):
     """
 
     rules_of = DispatchRules
-
-
-@loads
-def load_kernels() -> None:
-    """Compile them, or read them from their cache: outside of every budget."""
-    from placement.search.evaluation import two_operators
-
-    episode = Dispatcher(two_operators())
-    episode.construct(no_network(), 1.0)
-    episode.value_s()

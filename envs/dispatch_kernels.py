@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from placement.search import list_kernels
-from placement.search.chooser import choose
+from placement.search.chooser import add_rows, choose, output
 from placement.search.list_kernels import fill_able, gap, need, place, transfer_s
 from placement.search.macro import uniform
-from placement.tools.jit import Struct, allocating, array, inlined, kernel, largest
+from placement.tools.jit import Struct, allocating, array, copy, inlined, kernel, largest
 
 Array = Any
 
@@ -512,12 +512,8 @@ def judge(s, net, scale, first, second):
     common = hidden_bias.copy()
     for k in range(s.count if size > 0 else 0):
         x = first[k]
-        for j in range(size):  # not x[:] = bias: copies of arrays compile for a second
-            x[j] = bias[j]
-        for i in range(len(into)):
-            a = s.features[k, i]
-            for j in range(size):
-                x[j] += a * into[i, j]
+        copy(x, bias)  # not x[:] = bias: copies of arrays compile for a second
+        add_rows(x, s.features[k], into)
         for j in range(size):
             x[j] = max(x[j], np.float32(0.0))
             second[j] = x[j] + (second[j] if k > 0 else np.float32(0.0))
@@ -532,17 +528,7 @@ def judge(s, net, scale, first, second):
         for i in range(len(linear)):
             value += s.features[k, i] * linear[i]
         if size > 0:
-            for j in range(size):
-                second[j] = common[j]
-            for i in range(size):
-                a = first[k, i]
-                if a > 0.0:
-                    for j in range(size):
-                        second[j] += a * hidden[i, j]
-            total = np.float32(0.0)
-            for j in range(size):
-                total += max(second[j], np.float32(0.0)) * out[j]
-            value += total
+            value += output(np.float32(0.0), first[k], second, hidden, common, out)
         s.logits[k] = value
 
 

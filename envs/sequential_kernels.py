@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problems import ProblemSet, group_order
+from placement.bounds import fastest_end_s
 from placement.problem import Problem
+from placement.search.chooser import add_rows, output
 from placement.search.evaluation import device_classes
 from placement.search.list_schedule import tables_of as list_tables_of
 from placement.tools.jit import Struct, allocating, array, kernel
@@ -93,7 +95,7 @@ def tables_of(chosen: ProblemSet) -> Tables:
     problems = chosen.problems
     listed = [list_tables_of(p, 0) for p in problems]
     fastest = [p.group_compute_s.min(axis=1) for p in problems]
-    finish = [_optimistic_finish_s(p) for p in problems]
+    finish = [fastest_end_s(p) for p in problems]
     return Tables(
         num_groups=chosen.num_groups.astype(np.int64),
         num_devices=chosen.num_devices.astype(np.int64),
@@ -131,20 +133,6 @@ def _even_load_s(problem: Problem) -> float:
     fastest = seconds.min(axis=1)[:, None]
     everything = np.where(np.isfinite(seconds), seconds, 10.0 * fastest).sum(axis=0)
     return float(1.0 / (1.0 / np.maximum(everything, 1e-15)).sum())
-
-
-def _optimistic_finish_s(problem: Problem) -> Array:
-    """float64 ``[N]`` earliest end of each operator if transfers were free."""
-    fastest = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
-    ready = np.zeros(problem.num_ops)
-    finish = np.empty(problem.num_ops)
-    edges = problem.graph.edges
-    ends = np.searchsorted(edges[:, 0], np.arange(problem.num_ops + 1))
-    for n in range(problem.num_ops):
-        finish[n] = ready[n] + fastest[n]
-        users = edges[ends[n] : ends[n + 1], 1]
-        ready[users] = np.maximum(ready[users], finish[n])
-    return finish
 
 
 @kernel
@@ -366,25 +354,9 @@ def construct(t, s, net, pair, warm, greedy, rng, bound):
                     continue
                 for j in range(size):
                     first[j] = groups[p, g, j] + devices[p, d, j]
-                for i in range(by_pair.shape[0]):
-                    a = pair[p, g, d, i]
-                    if a != 0.0:
-                        for j in range(size):
-                            first[j] += a * by_pair[i, j]
-                for i in range(by_state.shape[0]):
-                    a = features[d, i]
-                    if a != 0.0:
-                        for j in range(size):
-                            first[j] += a * by_state[i, j]
-                second[:] = hidden_bias
-                for i in range(size):
-                    a = first[i]
-                    if a > 0.0:
-                        for j in range(size):
-                            second[j] += a * hidden[i, j]
-                score = float(constants[0])
-                for j in range(size):
-                    score += max(second[j], np.float32(0.0)) * out[j]
+                add_rows(first, pair[p, g, d], by_pair)
+                add_rows(first, features[d], by_state)
+                score = output(float(constants[0]), first, second, hidden, hidden_bias, out)
                 if warm[p, g, d]:
                     score += np.log(others * (1.0 - moving[p]) / moving[p])
                 elif cold:

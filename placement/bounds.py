@@ -95,9 +95,14 @@ def _fastest_s(problem: Problem) -> Floats:
     return np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
 
 
-def _path_bound_s(problem: Problem) -> float:
+def fastest_end_s(problem: Problem) -> Floats:
+    """float64 ``[N]``: when each operator could end if transfers were free."""
     own_s = _fastest_s(problem)
-    return float((_heads_s(own_s, problem.graph.edges) + own_s).max())
+    return _heads_s(own_s, problem.graph.edges) + own_s
+
+
+def _path_bound_s(problem: Problem) -> float:
+    return float(fastest_end_s(problem).max())
 
 
 def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
@@ -272,7 +277,7 @@ _PRICES = 18  # of a byte, that are looked at
 @loads
 def _load(kernels: str) -> None:
     """Reports and plans that are shown need no compiler."""
-    importlib.import_module(f"placement.simulator.{kernels}").load_kernel()
+    importlib.import_module(f"placement.simulator.{kernels}")
 
 
 def _earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:

@@ -24,7 +24,7 @@ Terms = tuple[Columns, ArrayLike]  # columns, and what each counts
 def load_solver() -> None:
     """SciPy takes longer to import than a small program to solve."""
     import scipy.optimize
-    import scipy.sparse  # noqa: F401
+    import scipy.sparse.csgraph  # noqa: F401
 
 
 class Program:

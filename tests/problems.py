@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,13 @@ def plain(problem: Problem) -> Problem:
     )
     profile = replace(problem.profile, links=links, loaded_s=None)
     return replace(problem, cluster=cluster, profile=profile, objective="latency")
+
+
+def every_placement(problem: Problem) -> np.ndarray:
+    """int32 ``[B, N]``: all placements that obey support and colocation."""
+    devices = [np.flatnonzero(row) for row in np.isfinite(problem.group_compute_s)]
+    choices = np.array(list(product(*devices)), np.int32)
+    return choices[:, problem.graph.group]
 
 
 def random_placement(problem: Problem, seed: int) -> Placement:

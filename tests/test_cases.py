@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import random
 import re
@@ -40,7 +39,7 @@ from placement.search.evaluation import cannot_fit
 from placement.simulator import score, simulate
 from tests import consumers
 from tests.module_grammar import WIDTH, Part, batches, build, leaf, parts
-from tests.problems import chain, problem_on, random_problem, small_problem
+from tests.problems import chain, every_placement, problem_on, random_problem, small_problem
 
 TWO = Cluster("two", (Device("cpu:0"), Device("cpu:1")))
 
@@ -825,6 +824,4 @@ def test_what_cannot_fit_fits_nowhere(seed: int) -> None:
     devices = tuple(replace(d, memory_bytes=size) for d, size in pairs)
     problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
     assume(cannot_fit(problem))
-    every = list(itertools.product(range(2), repeat=problem.graph.num_groups))
-    placements = np.array(every)[:, problem.graph.group]
-    assert np.isinf(score(problem, placements)).all()
+    assert np.isinf(score(problem, every_placement(problem))).all()

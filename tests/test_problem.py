@@ -21,6 +21,7 @@ from placement.relaxed import Call, tighten
 from placement.simulator import evaluate, score, simulate
 from tests.problems import (
     chain,
+    every_placement,
     problem_on,
     problems,
     random_placement,
@@ -262,10 +263,7 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
     if seed >= 40:  # few in flight, or all
         runs = {"num_microbatches": (1, 2, 5, 12, 17, 32)[seed % 6], "max_in_flight": 1 + seed % 4}
         problem = replace(problem, **runs)
-    labels = problem.graph.group
-    choices = [np.flatnonzero(np.isfinite(row)) for row in problem.group_compute_s]
-    every = np.array(list(itertools.product(*choices)), np.int32)[:, labels]
-    values, bounds = evaluate(problem, every), lower_bounds(problem)
+    values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
     assert values.latency_s.min() >= bounds["latency"] * (1 - 1e-9)
     assert values.period_s.min() >= bounds["period"] * (1 - 1e-9)
     assert values.energy_j.min() >= bounds["energy"] * (1 - 1e-9)
@@ -336,9 +334,7 @@ CLOSE = (32, 37, 62, 96, 117, 149, 157, 180, 193, 210, 221, 240, 242, 244)  # to
 @pytest.mark.parametrize("seed", [*range(16), *CLOSE])
 def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
     problem = like_a_gpu(seed)
-    choices = [range(problem.num_devices)] * problem.graph.num_groups
-    every = np.array(list(itertools.product(*choices)), np.int32)[:, problem.graph.group]
-    values, bounds = evaluate(problem, every), lower_bounds(problem)
+    values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
     can = values.feasible
     assert values.latency_s[can].min(initial=np.inf) >= bounds["latency"] * (1 - 1e-9)
     assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
@@ -375,9 +371,8 @@ def test_few_heavy_groups_do_not_divide_evenly() -> None:
     seconds = [[s, s] for s in (7.0, 5.0, 4.0, 4.0)]
     assert lower_bounds(small_problem(seconds))["max_load"] == pytest.approx(11.0)
     slow = [[*row, 5 * row[0]] for row in [*seconds, [0.5, 0.5], [0.5, 0.5]]]
-    every = np.array(list(itertools.product(range(3), repeat=6)), np.int32)
     problem = small_problem(slow, objective="max_load")
-    assert score(problem, every).min() == pytest.approx(11.0)
+    assert score(problem, every_placement(problem)).min() == pytest.approx(11.0)
     assert lower_bounds(problem)["max_load"] == pytest.approx(11.0)
 
 

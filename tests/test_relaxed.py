@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -12,12 +10,7 @@ from placement.planners import load
 from placement.problem import Problem
 from placement.relaxed import Call, Pieces, Regions, tighten
 from placement.simulator import score
-from tests.problems import chain, random_problem, small_problem
-
-
-def every(problem: Problem) -> np.ndarray:
-    choices = [np.flatnonzero(np.isfinite(row)) for row in problem.group_compute_s]
-    return np.array(list(itertools.product(*choices)), np.int32)[:, problem.graph.group]
+from tests.problems import chain, every_placement, random_problem, small_problem
 
 
 def pieces_problem(seed: int) -> Problem:
@@ -51,7 +44,7 @@ def pieces_problem(seed: int) -> Problem:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_pieces_are_faster(seed: int) -> None:
     problem = pieces_problem(seed)
-    best_s = score(problem, every(problem)).min(initial=np.inf)
+    best_s = score(problem, every_placement(problem)).min(initial=np.inf)
     if not np.isfinite(best_s):
         return
     assert lower_bound(problem) <= best_s * (1 + 1e-9)
@@ -98,7 +91,7 @@ def test_regions_lie_between_forks_and_joins() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_no_call_is_shorter(seed: int) -> None:
     problem = random_problem(seed, 6 - seed % 2, 2 + seed % 2, grouped=True, objective="latency")
-    best_s = score(problem, every(problem)).min(initial=np.inf)
+    best_s = score(problem, every_placement(problem)).min(initial=np.inf)
     if not 0 < best_s < np.inf:
         return
     for unit_s in (None, best_s * (1 + 1e-6)):

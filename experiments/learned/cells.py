@@ -207,13 +207,8 @@ def warm_up(objectives: Sequence[Any], names: Sequence[str]) -> None:
     """Compile or load all kernels, and touch torch, before processes are forked."""
     import torch
 
-    from agents.guided import load_kernel
-    from agents.trained import load_constructor
-
     torch.set_num_threads(1)
-    warm(names, objectives)
-    load_kernel()
-    load_constructor()
+    warm((*names, "policy"), objectives)
 
 
 # --- statistics ----------------------------------------------------------------------------------

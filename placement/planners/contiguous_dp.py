@@ -15,9 +15,8 @@ from placement.objective import Objective
 from placement.planners import check_least
 from placement.problem import Problem, Solution, host_of
 from placement.search import contiguous_kernels as kernels
-from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, two_operators
+from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes
 from placement.search.list_schedule import memory_counts
-from placement.tools.clock import loads
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -99,7 +98,6 @@ def score_splits(
         ``bottleneck_s``, the slowest stage of the best split (None: there is none),
         ``all_orders`` and ``num_blocks``.
     """
-    load_kernels()
     problem = search.problem
     counts = memory_counts(problem)
     stages = Stages(problem, max_states)
@@ -381,7 +379,6 @@ def touched(pairs: NDArray, weight: NDArray, size: int) -> Floats:
     low = np.where(same, np.append(0, at[:-1] + 1), 0)
     grid = np.zeros((size, size))
     if weight.any():
-        _load_sums()
         kernels.sum_up(low, at + 1, weight[item].astype(np.float64), np.zeros(size), grid)
     return grid
 
@@ -436,20 +433,6 @@ def _solve(
     reached = [s for s in range(1, len(states)) if np.isfinite(best[s, -1])]
     reached.sort(key=lambda s: best[s, -1])
     return [(float(best[s, -1]), list(stages(s))[::-1]) for s in reached]
-
-
-@loads
-def _load_sums() -> None:
-    one = np.ones(1, np.int64)
-    kernels.sum_up(one - 1, one, np.ones(1), np.zeros(2), np.zeros((2, 2)))
-
-
-@loads
-def load_kernels() -> None:
-    """Outside of every budget."""
-    problem = two_operators()
-    list(topological_orders(problem, 2))
-    splits(Stages(problem), np.arange(2, dtype=np.int32), None)
 
 
 def _flat(sets: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:

@@ -8,13 +8,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.objective import Objective
 from placement.planners import check_shares
 from placement.problem import Placement, Problem, Solution
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     Search,
-    load_kernels,
     single_devices,
 )
 from placement.simulator import simulate
@@ -53,7 +51,6 @@ class CriticalPathGreedy:
         check_shares(self, "dense")
 
     def __call__(self, problem: Problem) -> Solution:
-        load_kernels(Objective.LATENCY)  # walks follow timelines, whatever the objective is
         search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
         part = parts(problem, key_operators(problem, self.dense))
         seconds = np.zeros((int(part.max()) + 1, problem.num_devices))

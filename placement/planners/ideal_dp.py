@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -14,18 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.bounds import balance_prices, lower_bound, priced
-from placement.cluster import Cluster, Device
-from placement.graph import OpGraph, components, topological_order
+from placement.graph import components, topological_order
 from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
-from placement.profile import Profile
-from placement.relaxed import alike
+from placement.relaxed import alike, load_solver
 from placement.search import ideal_kernels
 from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.simulator.analytic_kernels import Blocks, blocks, move_tables
-from placement.tools.clock import loads
+from placement.tools.clock import clock
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -88,19 +85,19 @@ class IdealDp:
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, more than ``max_states`` sets of devices."""
-        load_kernels()
-        started = time.perf_counter()
+        load_solver()
+        started = clock()
         left = _Left(
             started + (np.inf if self.seconds is None else self.seconds),
             np.inf if self.max_steps is None else self.max_steps,
         )
         reduced = _reduced(problem, True)
-        dp_started = time.perf_counter()
+        dp_started = clock()
         first = last = self._best(problem, reduced, _FAR, left)
         if not first.proved and (first.load_s == _FAR or not first.message):
             last = self._best(problem, _reduced(problem, False), first.load_s, left)
         best = min(first, last, key=lambda split: split.load_s)
-        ended = time.perf_counter()
+        ended = clock()
         linear_s = min(first.linear_s, last.linear_s)
         stats: dict[str, Any] = {
             "seconds": ended - started,
@@ -204,7 +201,7 @@ class _Best:
 
 @dataclass
 class _Left:
-    """What is left of a budget: until when (of ``time.perf_counter``), and how many steps.
+    """What is left of a budget: until when (of ``clock``), and how many steps.
 
     ``sets``: how many sets of items were met in the programs over ideals.
     """
@@ -214,7 +211,7 @@ class _Left:
     sets: int = 0
 
     def __bool__(self) -> bool:
-        return self.steps > 0 and time.perf_counter() < self.deadline
+        return self.steps > 0 and clock() < self.deadline
 
     def over(self, planner: IdealDp) -> str:
         """The limit that was hit."""
@@ -470,13 +467,13 @@ def _enumerate(
     # A kernel cannot look at the clock: try with little memory, which is soon full, then more.
     limit = memory_bytes if deadline == np.inf else min(memory_bytes, 2**24)
     while True:
-        began = time.perf_counter()
+        began = clock()
         count, bits, spans, links, origin, added = ideal_kernels.enumerate_ideals(
             *before, *after, code, bytes_each, limit
         )
         if count > 0:
             break
-        ended = time.perf_counter()
+        ended = clock()
         if limit == memory_bytes or ended + 4 * (ended - began) > deadline:
             return limit
         limit = min(memory_bytes, 4 * limit)
@@ -618,18 +615,3 @@ def _nothing_fits(problem: Problem, verb: str) -> str:
     need = int(problem.graph.param_bytes.sum())
     why = f"no contiguous split of {need} bytes of parameters {verb} in memory (bytes: {devices})"
     return f"{why}; {cannot_fit(problem) or NO_PROOF}"
-
-
-@loads
-def load_kernels() -> None:
-    """Compile the kernels, or read them from their cache: once, outside of every budget."""
-    graph = OpGraph.build("two", ["a", "b"], [0], [0], [(0, 1)])
-    zeros = np.zeros((2, 1))
-    one = Problem(graph, Cluster("one", (Device("one"),)), Profile(("one",), zeros, zeros))
-    contract(one)  # SciPy too is imported outside of budgets
-    b = blocks(one, np.arange(2, dtype=np.int32))
-    kinds = _kinds(one, b, 2)
-    ideals = _enumerate(2, {(0, 1)}, kinds, 2**20, np.inf)
-    assert isinstance(ideals, _Ideals)
-    _solve(one, b, ideals, kinds, _FAR, _Left())
-    score(one, [[0, 0]])

@@ -21,11 +21,9 @@ from placement.search.evaluation import (
     begin,
     can_move,
     neighbours,
-    two_operators,
 )
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import Moves, Placed, piecewise_tables
-from placement.tools.clock import loads
 
 _HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 # Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
@@ -86,7 +84,6 @@ class MacroSearch:
         check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        _load_kernel(problem.objective)
         search, _ = begin(replace(self, start=self.start or "best_of"), problem)
         assert search.best is not None
         starts = [search.best]
@@ -201,11 +198,8 @@ def _in_rounds(
             state.device[:] = best if at_best else starts[this % len(starts)]
         steps = int(min(slowly, search.num_left))
         found_s = anneal(best, best_s, steps, this, part)
-        if found_s < best_s:
-            search.consider(best, steps)
-            best_s = found_s
-        else:
-            search.num_evaluations += steps
+        search.consider(best if found_s < best_s else None, steps)
+        best_s = min(best_s, found_s)
 
 
 def _one_cpu(problem: Problem) -> NDArray[np.float64]:
@@ -241,12 +235,3 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
         chosen = int(np.searchsorted(np.cumsum(weight), choose.random() * weight.sum()))
         if chosen < len(costs):
             here, cost = rows[chosen], float(costs[chosen])
-
-
-@loads
-def _load_kernel(objective: Objective) -> None:
-    """What moves are drawn and made with under this objective."""
-    search = Search(two_operators().with_objective(objective), evaluations=24)
-    everything = np.zeros(2, np.int32)
-    search.cost(everything)
-    _anneal(MacroSearch(), search, [everything])

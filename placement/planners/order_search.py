@@ -18,12 +18,11 @@ from placement.problem import Placement, Planner, Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.search import order, order_moves, windows
-from placement.search.chooser import HAND, POLICY, TABU, no_network
+from placement.search.chooser import HAND, TABU, no_network
 from placement.search.evaluation import Search, two_operators
 from placement.search.justification import justify
 from placement.search.order_state import State, Tables
 from placement.simulator import kernels, simulate
-from placement.tools.clock import loads
 
 WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for each operator
 _SIMULATED_WARM = 3e-3  # at first where the simulator tells times, of which estimates know less
@@ -124,7 +123,6 @@ class OrderSearch:
         reason = why_not(problem)
         if reason:
             raise PlannerError(f"order_search: {reason}; use macro_search")
-        load_kernel()
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.bound_s = lower_bound(problem)
         chooser = HAND if sends(problem) else TABU
@@ -496,15 +494,3 @@ def _spend(
         search.num_evaluations += steps
         search.consider_order(state.best_place, state.best_sequence, state.best_s)
     return num_steps
-
-
-@loads
-def load_kernel() -> None:
-    """Compile the search, or read it from its cache: once, and outside of every budget."""
-    problem = two_operators()
-    Search(problem, evaluations=1).cost(np.zeros(2, np.int32))
-    tables, state, place = tables_of(problem), state_of(problem, 2), np.zeros(2, np.int32)
-    start(tables, state, place, sequence_of(problem, place), np.random.default_rng(0))
-    for chooser in (POLICY, TABU):
-        order.play(tables, state, order.SEARCH + chooser, 1, NO_NETWORK, 0.0, 0.0)
-    justify(tables, state, 0, 3, 0.0)

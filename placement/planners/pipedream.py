@@ -11,7 +11,6 @@ from placement.planners import check_least
 from placement.planners.contiguous_dp import (
     StageCosts,
     Stages,
-    load_kernels,
     made_and_used,
     merge_blocks,
 )
@@ -47,7 +46,6 @@ class Pipedream:
         check_least(self, 1, "max_blocks")
 
     def __call__(self, problem: Problem) -> Solution:
-        load_kernels()
         search = Search(problem)
         block = merge_blocks(problem, self.max_blocks)
         costs = Stages(problem).costs(block)

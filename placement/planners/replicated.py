@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners.contiguous_dp import held_bytes, load_kernels, merge_blocks, uses_of
+from placement.planners.contiguous_dp import held_bytes, merge_blocks, uses_of
 from placement.problem import ROUNDING, Problem, Solution
 from placement.search.contiguous_kernels import fill_costs
 from placement.search.evaluation import Search, supported_choice
@@ -134,7 +134,6 @@ def stage_periods(problem: Problem, block: Ints, devices: NDArray[np.intp]) -> S
     tensor_s = _slowest_transfer(problem)
     uses = uses_of(g, slowest[None], tensor_s[None], 0 * tensor_s[None], tensor_s[None])
     compute, sent, received = np.empty((3, 1, size, size))
-    load_kernels()
     fill_costs(uses, at, compute, sent, received)
     moved = np.maximum(received[0], sent[0])
 

@@ -29,6 +29,7 @@ from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.runs.compare import Comparison, placement_id
 from placement.runs.row import SINGLE, Row, groups
+from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
 from placement.tools.ownership import version
@@ -366,8 +367,8 @@ def _timeline(
     memory = None
     # Timelines do not say which operators of a device have parameters in host memory.
     if problem is not None and not problem.cluster.streaming:
-        steps = usage.memory_steps(problem, timeline, window)
-        memory = [usage.largest(s, edges).tolist() for s in steps]
+        steps = memory_steps(problem, timeline.placement, timeline, window)
+        memory = [largest(s, edges).tolist() for s in steps]
     busy = usage.busy_share(timeline, NUM_BINS)
     return {
         "bars": _packed(*(b.astype("<i8").astype("<u4") for b in bars)),

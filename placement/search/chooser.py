@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from placement.search.macro import uniform
-from placement.tools.jit import allocating, inlined, kernel, largest
+from placement.tools.jit import allocating, copy, inlined, kernel, largest
 
 POLICY, HAND, UNIFORM, TABU = range(4)  # who chooses
 BOUND = 10.0  # of features
@@ -19,6 +19,31 @@ def no_network(num_search: int, num_move: int) -> tuple[Any, ...]:
     """``net`` of ``network`` where nobody asks it: of so many features, and zeros."""
     shapes = ((num_search, 1), (num_move, 1), (1,), (1, 1), (1,), (1,))
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
+
+
+@inlined
+def add_rows(to, values, rows):
+    """Add ``values @ rows``."""
+    for i in range(len(values)):
+        a = values[i]
+        if a != 0.0:
+            for j in range(len(to)):
+                to[j] += a * rows[i, j]
+
+
+@inlined
+def output(start, first, second, hidden, hidden_bias, out):
+    """``start`` and what a network makes of its first layer; ``second`` is room."""
+    copy(second, hidden_bias)
+    for i in range(len(first)):
+        a = first[i]
+        if a > 0.0:
+            for j in range(len(second)):
+                second[j] += a * hidden[i, j]
+    total = start
+    for j in range(len(second)):
+        total += max(second[j], np.float32(0.0)) * out[j]
+    return total
 
 
 @allocating
@@ -32,33 +57,15 @@ def network(net, search, offered, which, width, logits):
     by_search, by_move, bias, hidden, hidden_bias, out = net
     size = len(bias)
     common = bias.copy()
-    for i in range(len(by_search)):
-        a = search[i]
-        for j in range(size):
-            common[j] += a * by_search[i, j]
+    add_rows(common, search, by_search)
     first, second = np.empty(size, np.float32), np.empty(size, np.float32)
     for k in range(width + 1):
         logits[k] = -np.inf
         if k > 0 and which[k] < 0:
             continue
-        for j in range(size):  # not first[:] = common: copies of arrays compile for a second
-            first[j] = common[j]
-        for i in range(len(by_move)):
-            a = offered[k, i]
-            if a != 0.0:
-                for j in range(size):
-                    first[j] += a * by_move[i, j]
-        for j in range(size):
-            second[j] = hidden_bias[j]
-        for i in range(size):
-            a = first[i]
-            if a > 0.0:
-                for j in range(size):
-                    second[j] += a * hidden[i, j]
-        score = offered[k, 0]
-        for j in range(size):
-            score += max(second[j], np.float32(0.0)) * out[j]
-        logits[k] = score
+        copy(first, common)  # not first[:] = common: copies of arrays compile for a second
+        add_rows(first, offered[k], by_move)
+        logits[k] = output(offered[k, 0], first, second, hidden, hidden_bias, out)
 
 
 @inlined

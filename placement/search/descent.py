@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from placement.objective import Objective
-from placement.planners.contiguous_dp import load_kernels as load_splits
 from placement.problem import Problem
 from placement.relaxed import balanced
 from placement.search import macro
@@ -15,13 +14,11 @@ from placement.search.evaluation import (
     Search,
     can_move,
     neighbours,
-    two_operators,
 )
 from placement.search.macro import SHARE, Offers, draws_of
 from placement.search.pipeline import MOST, SQUARINGS, Pipeline, can_foresee
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import TENSOR
-from placement.tools.clock import loads
 
 _BODY = 64  # most groups of a move
 _STEPS = 1000  # of loads, between two looks at the budget
@@ -43,12 +40,10 @@ def descend(search: Search, seed: int) -> None:
     """
     problem = search.problem
     if can_foresee(problem):
-        load_kernels()
         _descend_period(search, seed)
         return
     counted = problem.objective is Objective.MAX_LOAD and np.isfinite(search.num_left)
     if counted and can_move(problem) and not problem.cluster.streaming:
-        load_kernels()
         _descend_loads(search, seed)
 
 
@@ -80,10 +75,7 @@ def _descend_loads(search: Search, seed: int) -> None:
         steps, before_s = int(min(search.num_left, _STEPS)), search.best_s
         args = t, state, draws, offers, best, before_s
         best_s, tried = macro.descend(*args, steps, _WIDTH, _HOT_LOADS)
-        if best_s < before_s:
-            search.consider(best, tried)
-        else:
-            search.num_evaluations += tried
+        search.consider(best if best_s < before_s else None, tried)
 
 
 def _descend_period(search: Search, seed: int) -> None:
@@ -137,16 +129,3 @@ def _balanced(problem: Problem) -> Choice | None:
     seconds = problem.group_compute_s
     alike = bool((seconds == seconds[:, :1]).all())
     return None if alike or seconds.size > _LP_SIZE else balanced(seconds).astype(np.int32)
-
-
-@loads
-def load_kernels() -> None:
-    """What walks are made with, and the splits that they begin at."""
-    load_splits()
-    choice = np.zeros(2, np.int32)
-    pipeline = Pipeline(two_operators(), 0)
-    pipeline.walk(choice, 0.0, 1, 1)
-    pipeline.estimate(choice, 0.0)
-    search = Search(two_operators().with_objective(Objective.MAX_LOAD), evaluations=2)
-    search.cost(choice)
-    _descend_loads(search, 0)

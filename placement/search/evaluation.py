@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from placement.search.budget import Budget, options_of, prepared
 from placement.search.macro import Neighbours
 from placement.simulator import analytic, score, simulate, value_of, worth
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
-from placement.tools.clock import clock, loads
+from placement.tools.clock import clock
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -73,7 +72,6 @@ class Search:
         self._max_seconds = np.inf if seconds is None else seconds
         self._max_evaluations = np.inf if evaluations is None else evaluations
         self._seconds_per_evaluation = 0.0
-        load_kernels(problem.objective)
         self._started = clock()
 
     @property
@@ -121,9 +119,9 @@ class Search:
         at = 0
         while at < len(rows) and self.left:
             part = rows[at : at + self._chunk()]
-            before = time.perf_counter()
+            before = clock()
             cost = self._cost(part)
-            took = (time.perf_counter() - before) / len(part)
+            took = (clock() - before) / len(part)
             self._seconds_per_evaluation = max(took, 0.9 * self._seconds_per_evaluation)
             at += len(part)
             i = int(np.argmin(cost))
@@ -200,10 +198,11 @@ class Search:
         if not np.isfinite(self._max_evaluations) and not np.isfinite(self._max_seconds):
             self._max_evaluations = self.num_evaluations + more
 
-    def consider(self, choice: Choice, evaluations: int) -> None:
-        """A choice that the planner found with so many evaluations of its own."""
+    def consider(self, choice: Choice | None, evaluations: int) -> None:
+        """What the planner found with so many evaluations of its own; None: nothing better."""
         self.num_evaluations += evaluations
-        self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
+        if choice is not None:
+            self._keep(choice, float(self._cost(choice[None])[0]), self.num_evaluations)
 
     def consider_order(self, placement: Placement, sequence: Ints, cost: float) -> None:
         """A placement whose devices run their operators in ``sequence`` int32 ``[N]``.
@@ -353,25 +352,12 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
 
 
 def two_operators() -> Problem:
-    """The smallest problem that has moves: what kernels are loaded with."""
+    """The smallest problem that has moves."""
     graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
     cluster = Cluster("two", tuple(Device(name, busy_w=1.0, idle_w=0.0) for name in "ab"))
     zeros = np.zeros((2, 2))
     links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
     return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), Objective.LATENCY)
-
-
-@loads
-def load_kernels(objective: Objective) -> None:
-    """What scores and timelines are made with."""
-    problem = two_operators().with_objective(objective)
-    score(problem, [[0, 0]])
-    if not objective.is_analytic:
-        simulate(problem, [0, 0])
-    if objective is Objective.MAX_LOAD:
-        nothing = *analytic.load_moves(problem, [0, 0]), *np.zeros((2, 0), np.int32), 0
-        apply_moves(*nothing)
-        undo_moves(*nothing, 0, 0)
 
 
 def why_infinite(problem: Problem, placement: Placement) -> str:

@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.problem import Problem, host_of
 from placement.search import list_kernels
-from placement.search.evaluation import Choice, Search, two_operators
-from placement.tools.clock import loads
+from placement.search.evaluation import Choice, Search
 
 Floats = NDArray[np.float64]
 
@@ -64,7 +63,6 @@ class ListSchedule:
         no_device = np.full(len(self.finish_s), -1)
         to = no_device if device_of is None else device_of.astype(np.int64)
         ops = np.asarray(order, np.int64)
-        _load("place_in_order")
         list_kernels.place_in_order(self._tables, self._state, ops, extra_s, to)
 
     def place_first_to_start(self, rank_s: Floats, favourite: NDArray[np.int32]) -> None:
@@ -76,7 +74,6 @@ class ListSchedule:
         is not placed, another operator gets the device only once it is *urgent*: its inputs
         have arrived everywhere, so that no other device needs be waited for.
         """
-        _load("place_first_to_start")
         list_kernels.place_first_to_start(self._tables, self._state, rank_s, favourite)
 
     def balance(
@@ -95,36 +92,17 @@ class ListSchedule:
         if team is None:
             team = np.ones((int(level.max()) + 1, len(self._state.free_s)), bool)
         ops = np.asarray(order, np.int64)
-        _load("balance_levels")
         list_kernels.balance_levels(self._tables, self._state, ops, level, team)
 
     def able(self, group: int) -> NDArray[np.bool_]:
         """bool ``[D]``: devices that can run ``group``: those with room, or all if none has."""
         able = np.empty(len(self._state.free_s), np.bool_)
-        _load("fill_able")
         list_kernels.fill_able(self._tables, self._state, np.int32(group), able)
         return able
 
     def hold(self, group: int, device: int) -> None:
         """``group`` is on ``device`` from now on, without times."""
-        _load("hold")
         list_kernels.hold(self._tables, self._state, np.int32(group), device)
-
-
-@loads
-def _load(kernel: str) -> None:
-    """One of the five."""
-    problem = two_operators()
-    empty = ListSchedule(problem)
-    order, seconds = np.arange(2), np.zeros((2, 2))
-    arguments = {
-        "place_in_order": (order, seconds, order - 2),
-        "place_first_to_start": (seconds[0], order.astype(np.int32) - 2),
-        "balance_levels": (order, order.astype(np.int32), np.ones((2, 2), bool)),
-        "fill_able": (np.int32(0), np.ones(2, bool)),
-        "hold": (np.int32(0), 0),
-    }
-    getattr(list_kernels, kernel)(empty._tables, empty._state, *arguments[kernel])
 
 
 def state_of(problem: Problem, busy: bool) -> list_kernels.State:

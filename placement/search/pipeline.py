@@ -20,12 +20,12 @@ from placement.objective import Objective
 from placement.planners.contiguous_dp import (
     Split,
     Stages,
-    load_kernels,
     merge_blocks,
     splits,
     topological_orders,
 )
 from placement.problem import Problem
+from placement.search.chooser import add_rows, output
 from placement.search.evaluation import Choice, can_move, device_classes, neighbours
 from placement.search.list_schedule import memory_counts
 from placement.search.macro import SHARE, Draws, draws_of, overflow, propose, uniform
@@ -257,20 +257,9 @@ def judge(r):
     """The logarithm of the period over the bound that the network foresees for the features."""
     net, first, second = r.net, r.net.first, r.net.second
     copy(first, net.bias)
-    for i in range(len(r.features)):
-        x = r.features[i]
-        for j in range(len(first)):
-            first[j] += x * net.into[i, j]
-    copy(second, net.hidden_bias)
-    for i in range(len(first)):
-        x = first[i]
-        if x > 0.0:
-            for j in range(len(second)):
-                second[j] += x * net.hidden[i, j]
-    foreseen = net.last + np.log(max(1.0, r.features[WAITED]))
-    for j in range(len(second)):
-        foreseen += max(0.0, second[j]) * net.out[j]
-    return max(0.0, foreseen)
+    add_rows(first, r.features, net.into)
+    by_hand = net.last + np.log(max(1.0, r.features[WAITED]))
+    return max(0.0, output(by_hand, first, second, net.hidden, net.hidden_bias, net.out))
 
 
 @kernel
@@ -471,7 +460,6 @@ def can_foresee(problem: Problem) -> bool:
 
 def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
     """The cheapest contiguous splits of ``most`` orders (``contiguous_dp``), none evaluated."""
-    load_kernels()
     kinds = np.bincount(device_classes(problem))
     sets = float(min(np.prod(kinds + 1.0), 512)) * len(kinds)
     steps = sets * min(problem.graph.num_groups, _BLOCKS) ** 2

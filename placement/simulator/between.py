@@ -265,18 +265,6 @@ def _end(net):
     return net.start[last, 0]
 
 
-def load_kernel() -> None:
-    """Compile it, or read it from its cache."""
-    none, some = np.zeros(0, np.int64), np.zeros(2, np.int64)
-    _end(
-        _Graph.fresh(
-            {"N": 0, "K": 1}, in_ptr=some, src=none, out_ptr=some, out=none, dst=none,
-            sent_s=np.zeros((0, 1, 1)), own_s=np.zeros((1, 1)), start=np.zeros((1, 1)),
-            group=none, price=np.ones(1),
-        )
-    )  # fmt: skip
-
-
 def earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:
     """A latency that is no more than that of any placement, with all transfers.
 

@@ -89,13 +89,6 @@ def _augment(net, left, least):
                         depth, u = i, head[path[i] ^ 1]
 
 
-def load_kernel() -> None:
-    """Compile it, or read it from its cache."""
-    none = np.zeros(0, np.int64)
-    net = _Arcs.fresh({"V": 2}, begin=np.zeros(3, np.int64), arcs=none, head=none)
-    _augment(net, np.zeros(0), 0.0)
-
-
 @dataclass(frozen=True, eq=False)
 class _Flow:
     """The least seconds of a device; with which groups; what the arcs can carry still."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.problem import Placement, Problem, host_of
 from placement.schedule import Schedule
-from placement.simulator.predictions import Floats, beside, checked, durations, timeline_of
+from placement.simulator.memory import memory_steps
+from placement.simulator.predictions import beside, checked, durations, timeline_of
 from placement.timeline import Timeline
 
 
@@ -37,9 +39,11 @@ def simulate_reference(
         run.admit(now)
         run.begin(now)
     sent = np.reshape(np.array(run.sent, float), (-1, 6))
-    rows, begin, finish = sent[:, :4].astype(np.int32), sent[:, 4], sent[:, 5]
-    peak = run.peak_bytes(rows, begin, finish)
-    return timeline_of(problem, placed, run.start, run.end, (rows, begin, finish), peak)
+    transfers = sent[:, :4].astype(np.int32), sent[:, 4], sent[:, 5]
+    nothing = np.zeros(problem.num_devices, np.int64)
+    timeline = timeline_of(problem, placed, run.start, run.end, transfers, nothing)
+    steps = memory_steps(problem, placed, timeline, run.window)
+    return replace(timeline, peak_bytes=np.array([held.max() for _, held in steps]))
 
 
 class Reference:
@@ -72,14 +76,14 @@ class Reference:
         self.channel_free = [0.0] * problem.num_channels
         self.next_entry = [0] * d
         self.unfinished: dict[int, int] = {}
-        self.admitted_s: list[float] = []
+        self.num_admitted = 0
 
     def admit(self, now: float) -> None:
         """Micro-batches begin where there is room, and their inputs are delivered."""
         g = self.problem.graph
-        while len(self.admitted_s) < self.num_batches and len(self.unfinished) < self.window:
-            batch = len(self.admitted_s)
-            self.admitted_s.append(now)
+        while self.num_admitted < self.num_batches and len(self.unfinished) < self.window:
+            batch = self.num_admitted
+            self.num_admitted += 1
             self.unfinished[batch] = g.num_ops
             for op in range(g.num_ops):
                 self.missing[batch, op] = int(self.num_inputs[op])
@@ -192,74 +196,3 @@ class Reference:
             return None
         self.next_entry[device] += 1
         return key
-
-    def peak_bytes(
-        self, transfers: NDArray[np.int32], transfer_start_s: Floats, transfer_end_s: Floats
-    ) -> NDArray[np.int64]:
-        """int64 ``[D]``: each stored tensor is a set of intervals; the largest sum of them.
-
-        At home a tensor lives in its root's memory, which is held while any tensor in it is; a
-        copy sent elsewhere is its own.
-        """
-        problem, start, end = self.problem, self.start, self.end
-        g, m = problem.graph, self.num_batches
-        at = self.phases[np.arange(m) % len(self.phases)]  # [M, N] devices
-        spans: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
-
-        def users(tensor: int, batch: int, device: int | np.intp) -> NDArray[np.int32]:
-            all_users = g.use_dst[g.use_ptr[tensor] : g.use_ptr[tensor + 1]]
-            return all_users[at[batch, all_users] == device]
-
-        def hold(
-            stored: int, batch: int, device: int | np.intp, begin: float, until: float
-        ) -> None:
-            spans.setdefault((stored, batch, int(device)), []).append((begin, until))
-
-        for tensor in range(g.num_tensors):
-            src, root = int(g.tensor_src[tensor]), int(g.tensor_root[tensor])
-            for batch in range(m):
-                if src >= 0:
-                    home = int(at[batch, src])
-                    until = max(end[batch, [src, *users(tensor, batch, home)]])
-                    if tensor in g.output_tensor:
-                        until = end[batch].max()
-                    sent = (transfers[:, :2] == (tensor, batch)).all(axis=1)
-                    until = max(until, *transfer_end_s[sent], 0.0)
-                    hold(root, batch, home, start[batch, src], until)
-                    continue
-                for cpu in np.flatnonzero(self.shares_host):
-                    if len(here := users(tensor, batch, cpu)):
-                        hold(root, batch, cpu, self.admitted_s[batch], max(end[batch, here]))
-        for (tensor, batch, _, b), begin in zip(transfers.tolist(), transfer_start_s, strict=True):
-            stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
-            hold(stored, batch, b, begin, max(end[batch, users(tensor, batch, b)]))
-
-        peak = problem.resident_bytes_on(self.placement)
-        for device in range(problem.num_devices):
-            changes = []
-            for (stored, _, where), lives in spans.items():
-                if where == device:
-                    size = int(g.tensor_bytes[stored])
-                    for begin, until in _union(lives):
-                        changes += [(begin, 1, size), (until, 0, -size)]
-            if problem.profile.workspace_bytes is not None:
-                for batch, op in np.argwhere(at == device):
-                    size = int(problem.profile.workspace_bytes[op])
-                    changes += [(start[batch, op], 1, size), (end[batch, op], 0, -size)]
-            now = most = 0
-            for _, _, change in sorted(changes):
-                now += change
-                most = max(most, now)
-            peak[device] += most
-        return peak
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals that cover the same times."""
-    merged: list[tuple[float, float]] = []
-    for begin, until in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], until))
-        else:
-            merged.append((begin, until))
-    return merged

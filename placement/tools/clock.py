@@ -15,24 +15,27 @@ _loading_s = 0.0
 
 
 def clock() -> float:
-    """As ``time.perf_counter``, but it stands still in functions that ``loads`` marks."""
+    """As ``time.perf_counter``, but it stands still while kernels, or packages, are loaded.
+
+    Budgets, and seconds that are told, are by this clock.
+    """
     return time.perf_counter() - _loading_s
 
 
-def loads(function: Callable[P, None]) -> Callable[P, None]:
-    """Of a function that only imports, or calls kernels so that they are compiled or read.
-
-    It is called once for its arguments. Budgets, and seconds that are told, are by ``clock``.
-    """
-
-    @cache
-    def once(*args: P.args, **kwargs: P.kwargs) -> None:
-        global _loading_s
-        begun, before_s = time.perf_counter(), _loading_s
-        function(*args, **kwargs)
+@contextmanager
+def loading() -> Iterator[None]:
+    """``clock`` stands still meanwhile, as it does where a kernel is compiled, or read."""
+    global _loading_s
+    begun, before_s = time.perf_counter(), _loading_s
+    try:
+        yield
+    finally:
         _loading_s = before_s + time.perf_counter() - begun  # with what was loaded meanwhile
 
-    return once  # type: ignore[return-value]
+
+def loads(function: Callable[P, None]) -> Callable[P, None]:
+    """Of a function that imports, or does once what takes long at first; once for its arguments."""
+    return cache(loading()(function))  # type: ignore[return-value]
 
 
 @contextmanager

@@ -45,6 +45,8 @@ from numba.extending import (
 )
 from numpy.typing import NDArray
 
+from placement.tools.clock import loading
+
 P = ParamSpec("P")
 
 
@@ -58,6 +60,8 @@ def _compiled(function: Any = None, *, cache: bool = True, **options: Any) -> An
     if function is None:
         return partial(_compiled, cache=cache, **options)
     compiled = nb.njit(function, nogil=True, **options)
+    # What numba asks where it has nothing for these types yet: no budget pays for what that takes.
+    compiled._compile_for_args = loading()(compiled._compile_for_args)
     if cache:
         with suppress(RuntimeError):  # no source file: compiled by every process
             compiled._cache = _Cache(function)

@@ -20,8 +20,8 @@ from placement.problem import Problem
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.testing import check_planner
-from tests.planners.test_planners import every_placement, make, random_small
-from tests.problems import random_problem
+from tests.planners.test_planners import make, random_small
+from tests.problems import every_placement, random_problem
 
 pytest.importorskip("ortools")
 

@@ -21,7 +21,7 @@ from placement.problem import Problem
 from placement.search import ideal_kernels
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
-from tests.problems import small_problem
+from tests.problems import every_placement, small_problem
 
 
 def make(
@@ -87,8 +87,7 @@ def brute_force(problem: Problem) -> float:
     g = problem.graph
     forward = g.edges[~g.is_backward[g.edges].any(axis=1)]
     chains = []
-    for choice in itertools.product(range(problem.num_devices), repeat=g.num_groups):
-        p = np.array(choice)[g.group]
+    for p in every_placement(problem):
         before = {(a, b) for a, b in p[forward].tolist() if a != b}
         if any(
             all(order.index(a) < order.index(b) for a, b in before)

@@ -30,7 +30,7 @@ from placement.search.evaluation import (
 )
 from placement.simulator import score
 from placement.testing import check_planner
-from tests.problems import chain, random_problem, small_problem
+from tests.problems import chain, every_placement, random_problem, small_problem
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
 # objective; each has contract tests of its own.
@@ -76,13 +76,6 @@ def random_small(seed: int, num_ops: int | None = None, **settings) -> Problem:
         "max_in_flight": 2,
     } | settings
     return make(compute_s, edges, **settings)
-
-
-def every_placement(problem: Problem) -> np.ndarray:
-    """int32 ``[B, N]``: all placements that obey support and colocation."""
-    devices = [np.flatnonzero(row) for row in np.isfinite(problem.group_compute_s)]
-    choices = np.array(list(itertools.product(*devices)), np.int32)
-    return choices[:, problem.graph.group]
 
 
 def quick(name: str, **more: Any):
@@ -893,84 +886,6 @@ def test_names_lists_the_files_without_importing_them() -> None:
     code = "import sys, placement.planners as p; p.names(); print('numba' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
-
-
-COMPILED_WITHIN_BUDGET = """
-import sys
-from dataclasses import make_dataclass, replace
-from numba.core.registry import CPUDispatcher
-from placement.tools import clock
-
-loads, depth, known, late, begun = clock.loads, 0, {}, set(), False
-
-def kernels():
-    ours = [m for name, m in list(sys.modules.items()) if name.startswith(("placement.", "envs."))]
-    return {f.py_func: len(f.signatures)
-            for m in ours for f in vars(m).values() if isinstance(f, CPUDispatcher)}
-
-def look():
-    now = kernels()
-    if begun:
-        late.update(f.__name__ for f, count in now.items() if count != known.get(f, 0))
-    known.update(now)
-
-def noted(function):
-    def work(*args, **kwargs):
-        global depth
-        depth += 1
-        if depth == 1:
-            look()
-        try:
-            function(*args, **kwargs)
-        finally:
-            depth -= 1
-            if depth == 0:
-                known.update(kernels())
-    return loads(work)
-
-clock.loads = noted
-
-from placement.planners import load
-from placement.search.evaluation import Search
-
-begin = Search.__init__
-
-def remember(self, *args, **limits):
-    global begun
-    begin(self, *args, **limits)
-    if self.problem is problem and not begun:
-        look()
-        begun = True
-
-Search.__init__ = remember
-sys.path.insert(0, ".")
-from tests.problems import plain, random_problem
-
-problem = random_problem(5, 12, 3, objective=sys.argv[2])
-problem = replace(problem, profile=problem.profile.for_cluster(problem.cluster))
-if sys.argv[1] == "order_search":
-    problem = plain(problem)
-load(sys.argv[1], seconds=0.5)(problem)
-assert begun
-look()
-print(*sorted(late))
-"""
-
-
-@pytest.mark.parametrize(
-    ("planner", "objective"),
-    [("local_search", "period"), ("order_search", "latency"),  # they begin with best_of
-     ("agents.planner:PolicyPlanner", "latency"), ("agents.planner:PolicyPlanner", "max_load")],
-)  # fmt: skip
-def test_nothing_is_compiled_once_the_clock_runs(planner: str, objective: str) -> None:
-    """Nor read from its cache: that happens in functions that stop the clock (``clock.loads``)."""
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILED_WITHIN_BUDGET, planner, objective],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
 
 
 def test_load_reads_strings_as_the_type_of_the_field() -> None:

@@ -30,6 +30,7 @@ from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
 from placement.runs.compare import Comparison, compare, placement_id
 from placement.simulator import simulate
+from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline, TimelineError
 from tests.problems import random_problem
 
@@ -403,19 +404,16 @@ def test_timelines_survive_their_files(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
     problem = random_problem(seed)
-    p = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_ops)
+    drawn = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_ops)
+    p = drawn.astype(np.int32)
     timeline = simulate(problem, p)
-    steps = usage.memory_steps(problem, timeline, problem.max_in_flight)
+    steps = memory_steps(problem, p, timeline, problem.max_in_flight)
     assert timeline.peak_bytes is not None
     np.testing.assert_array_equal([held.max() for _, held in steps], timeline.peak_bytes)
     # In the end only parameters and what libraries keep are left; slices of the run keep the peak.
-    np.testing.assert_array_equal(
-        [held[-1] for _, held in steps], problem.resident_bytes_on(p.astype(np.int32))
-    )
+    np.testing.assert_array_equal([held[-1] for _, held in steps], problem.resident_bytes_on(p))
     edges = np.linspace(-1.0, timeline.begin_s + timeline.makespan_s + 1.0, 8)
-    np.testing.assert_array_equal(
-        [usage.largest(s, edges).max() for s in steps], timeline.peak_bytes
-    )
+    np.testing.assert_array_equal([largest(s, edges).max() for s in steps], timeline.peak_bytes)
 
 
 def test_busy_share_of_a_drawn_timeline() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from placement.runs.measured_search import search_measured
 from placement.runs.trials import TrialError, Trials
 from placement.simulator import score
 from placement.timeline import Timeline
+from tests.problems import every_placement
 from tests.runtimes import Biased, layered, with_errors
 
 
 def test_the_optimum_of_the_machine_is_found() -> None:
     problem = layered(10)
     hidden = with_errors(problem, 0.3, seed=1, link=50)
-    everything = np.array(list(product(range(2), repeat=10)), np.int32)
-    best_s = score(hidden, everything).min()
+    best_s = score(hidden, every_placement(hidden)).min()
     answer = search_measured(Trials(problem, Biased(hidden), measurements=60))
     assert score(hidden, answer.placement)[0] == pytest.approx(best_s, rel=0.01)
     assert answer.value_s == pytest.approx(score(problem, answer.placement)[0])

@@ -22,8 +22,8 @@ from placement.simulator import analytic_kernels as kernels
 from placement.simulator import score
 from placement.simulator.analytic import device_loads, load_moves
 from placement.testing import check_planner
-from tests.planners.test_planners import every_placement, make, random_small
-from tests.problems import chain, small_problem
+from tests.planners.test_planners import make, random_small
+from tests.problems import chain, every_placement, small_problem
 
 SHARE = np.array([0.2, 0.4, 0.6, 0.8, 1.0])
 

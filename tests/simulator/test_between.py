@@ -12,8 +12,7 @@ from placement.planners import load
 from placement.problem import Problem
 from placement.simulator import score
 from placement.simulator.between import earliest_end_s
-from tests.problems import chain, random_problem, small_problem
-from tests.test_relaxed import every
+from tests.problems import chain, every_placement, random_problem, small_problem
 
 
 def drawn(seed: int) -> Problem:
@@ -53,14 +52,14 @@ def test_no_placement_ends_earlier(work: int) -> None:
         if seed % 3 == 0:
             seed_of, sizes = seed // 3, (6 - seed % 2, 2 + seed % 2)
             problem = random_problem(seed_of, *sizes, grouped=True, objective="latency")
-        best_s = score(problem, every(problem)).min(initial=np.inf)
+        best_s = score(problem, every_placement(problem)).min(initial=np.inf)
         if not 0 < best_s < np.inf:
             continue
         bound_s = earliest_end_s(problem, work)
         assert bound_s <= best_s * (1 + 1e-9), seed
         reached += bound_s >= best_s * (1 - 2e-3)
         few = replace(problem, objective="period", num_microbatches=12, max_in_flight=1 + seed % 3)
-        period_s = score(few, every(few)).min(initial=np.inf)
+        period_s = score(few, every_placement(few)).min(initial=np.inf)
         assert lower_bound(few) <= period_s * (1 + 1e-9), seed
     assert reached > (8 if work else 1)
 

@@ -11,8 +11,7 @@ from placement.bounds import lower_bound, lower_bounds
 from placement.planners import load
 from placement.problem import Problem
 from placement.simulator import cuts, score
-from tests.problems import chain, random_problem, small_problem
-from tests.test_relaxed import every
+from tests.problems import chain, every_placement, random_problem, small_problem
 
 
 def drawn(seed: int) -> Problem:
@@ -46,7 +45,7 @@ def test_no_placement_has_less(placed: int, monkeypatch: pytest.MonkeyPatch) -> 
         problem = drawn(seed)
         if seed % 3 == 0:
             problem = random_problem(seed, 5, 2 + seed % 2, grouped=True, objective="max_load")
-        best_s = score(problem, every(problem)).min(initial=np.inf)
+        best_s = score(problem, every_placement(problem)).min(initial=np.inf)
         if np.isfinite(best_s):
             assert lower_bound(problem) <= best_s * (1 + 1e-9), seed
             reached += lower_bound(problem) >= best_s * (1 - 1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from placement.report.table import tables
 from placement.runs.compare import compare
 from placement.simulator import evaluate, list_schedule, score, value_of
 from tests.problems import chain as edges
-from tests.problems import random_problem, small_problem
+from tests.problems import every_placement, random_problem, small_problem
 
 # They need a file, a package, or a planner, or are for latency.
 ELSEWHERE = ("expert", "metis", "coarsened", "order_search", "data_parallel", "phase_search")
@@ -48,8 +47,7 @@ def test_every_planner_is_scored_in_joules(name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_searches_find_the_placement_of_least_energy(seed: int) -> None:
     problem = roomy(seed)
-    every = np.array(list(itertools.product(range(2), repeat=6)), np.int32)
-    least = score(problem, every).min()
+    least = score(problem, every_placement(problem)).min()
     for name in ("local_search", "simulated_annealing"):
         solution = load(name, evaluations=2000, seed=seed)(problem)
         assert solution.value_s == pytest.approx(least, rel=1e-9)

@@ -20,7 +20,7 @@ from placement.profile import Profile
 from placement.simulator import analytic
 from placement.simulator.analytic import device_loads, load_moves, piecewise_latency
 from placement.simulator.analytic_kernels import apply_move
-from tests.problems import small_problem
+from tests.problems import every_placement, small_problem
 
 
 def make(
@@ -210,8 +210,7 @@ def test_memory_and_support() -> None:
 @given(st.integers(0, 10**6))
 def test_bounds_hold_for_every_placement(seed: int) -> None:
     problem = draw_problem(seed, num_ops=5)
-    groups, devices = problem.graph.num_groups, range(problem.num_devices)
-    rows = np.array(list(itertools.product(devices, repeat=groups)))[:, problem.graph.group]
+    rows = every_placement(problem)
     bounds = lower_bounds(problem)
     for objective in ("max_load", "piecewise_latency"):
         best = simulator.score(problem.with_objective(objective), rows).min()

@@ -28,6 +28,7 @@ from placement.simulator import (
     simulate_reference,
     value_of,
 )
+from placement.simulator.memory import memory_steps
 from tests.problems import problem_on, random_problem
 
 FIELDS = ("start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes")
@@ -201,7 +202,7 @@ def test_what_is_no_periodic_placement_is_refused() -> None:
 def test_reports_show_each_phase_where_it_ran(seed: int) -> None:
     problem, p = periodic(seed)
     timeline = simulate(problem, p)
-    steps = usage.memory_steps(problem, timeline, problem.max_in_flight)
+    steps = memory_steps(problem, p, timeline, problem.max_in_flight)
     np.testing.assert_array_equal([held.max() for _, held in steps], timeline.peak_bytes)
     share = usage.busy_share(timeline, 5).mean(axis=1)
     np.testing.assert_allclose(share, timeline.utilisation, atol=1e-6)

@@ -238,7 +238,16 @@ def test_kernels_that_cannot_be_kept_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernel(lambda x: x + 2)(1) == 3
 
 
-def test_the_clock_stands_still_while_kernels_are_loaded() -> None:
+def test_no_budget_pays_for_a_kernel_that_is_compiled() -> None:
+    inner = kernel(lambda x: x + 1, cache=False)
+    outer = kernel(lambda x: inner(x) * 2, cache=False)
+    for value in (1, 2.0, True):
+        began, began_s = time.perf_counter(), clock.clock()
+        outer(value)
+        assert 0.0 <= clock.clock() - began_s < 0.5 * (time.perf_counter() - began)
+
+
+def test_the_clock_stands_still_while_packages_are_loaded() -> None:
     @clock.loads
     def slow() -> None:
         time.sleep(0.2)
