@@ -46,7 +46,7 @@ _QUICK: dict[str, Any] = {
     "calibration.LIKELY_ERROR": 0.08,  # of one run on a virtual machine
 }
 # And of models of which many placements run, to be compared with what is predicted.
-_WELL: dict[str, Any] = _QUICK | {"calibration.ROUNDS": 3, "calibration.LIKELY_ERROR": 0.05}
+_WELL: dict[str, Any] = _QUICK | {"calibration.ROUNDS": 2, "calibration.LIKELY_ERROR": 0.05}
 # And on the emulated GPU, whose times mean nothing.
 _BRIEF: dict[str, Any] = {
     "measure.PATIENCE": 1,
