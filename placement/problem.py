@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -26,6 +27,18 @@ MOST_PHASES = 1024  # of a periodic placement
 MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "graph": (OpGraph, "a placement.OpGraph"),
+    "cluster": (Cluster, "a placement.Cluster"),
+    "profile": (Profile, "a placement.Profile"),
+    "contention": (bool, "True or False"),
+    "second_j": (Real, "a number"),
+    "num_microbatches": (Integral, "a whole number"),
+    "max_in_flight": (Integral, "a whole number"),
+    "max_phases": (Integral, "a whole number"),
+}
 
 
 class ProblemError(ValueError):
@@ -64,6 +77,10 @@ class Problem:
     max_phases: int = 1
 
     def __post_init__(self) -> None:
+        for name, (kind, what) in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                is_of = type(value).__name__
+                raise ProblemError(f"{name} must be {what}, not {value!r:.60} (of type {is_of})")
         self.profile.check(self.graph)
         if self.profile.device_names != self.cluster.device_names:
             raise ProblemError(

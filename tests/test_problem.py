@@ -170,6 +170,11 @@ def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) 
         ({"objective": "speed"}, r"objective 'speed' is unknown; use one of \('period', 'lat"),
         ({"num_microbatches": 0}, r"num_microbatches = 0 and max_in_flight = 4 must be at least"),
         ({"max_in_flight": 0}, r"max_in_flight = 0 must be at least 1"),
+        ({"objective": 3}, r"objective 3 is unknown"),
+        ({"num_microbatches": "many"}, r"num_microbatches must be a whole number, not 'many' \(of type str"),
+        ({"max_phases": 1.5}, r"max_phases must be a whole number, not 1.5 \(of type float\)"),
+        ({"second_j": None}, r"second_j must be a number, not None"),
+        ({"contention": "no"}, r"contention must be True or False, not 'no'"),
     ],
 )
 def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
@@ -179,6 +184,8 @@ def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
 
 def test_parts_that_do_not_fit_each_other() -> None:
     problem = make(CHAIN, [[1, 1], [1, 1]])
+    with pytest.raises(ProblemError, match=r"cluster must be a placement.Cluster, not OpGraph.*chain"):
+        replace(problem, cluster=CHAIN)
     with pytest.raises(ProblemError, match=r"the cluster has \['x'\]; use profile.for_cluster"):
         replace(problem, cluster=Cluster("other", (Device("x"),)))
     with pytest.raises(ProfileError, match="profile has 2 operators"):
