@@ -134,8 +134,13 @@ class Problem:
                 f"objective 'energy' needs the power of every device, unknown for {silent}; "
                 "state busy_w and idle_w (watts) in the cluster's YAML file"
             )
-        if self.cluster.streaming and self.graph.is_backward.any():
-            name = self.cluster.device_names[self.cluster.streaming[0]]
+        name = next((d.name for d in self.cluster.devices if d.streams is not None), None)
+        if name is not None and self.objective.is_analytic:
+            raise ProblemError(
+                f"objective {self.objective} is a formula of devices that work by themselves, "
+                f"{name!r} has no time of its own: leave that device out, or use objective period"
+            )
+        if name is not None and self.graph.is_backward.any():
             raise ProblemError(
                 f"device {name!r} copies parameters from host memory for each operator, which is "
                 f"for inference: a training step changes them; leave {name!r} out of the cluster"
@@ -536,6 +541,22 @@ class Problem:
     def one_phase(self) -> Problem:
         """The same problem, for planners that answer with one phase only."""
         return self if self.max_phases == 1 else replace(self, max_phases=1)
+
+    @property
+    def by_loads(self) -> Problem:
+        """The same for ``max_load``, by which searches for other objectives begin.
+
+        A device that streams has time of its own there: this is an estimate, not to be asked for.
+        """
+        if not self.cluster.streaming:
+            return self.with_objective(Objective.MAX_LOAD)
+        devices = tuple(replace(d, streams=None) for d in self.cluster.devices)
+        return replace(
+            self,
+            cluster=replace(self.cluster, devices=devices),
+            profile=replace(self.profile, compute_s=self.compute_s, io_s=self.io_s),
+            objective=Objective.MAX_LOAD,
+        )
 
     def with_objective(self, objective: Objective) -> Problem:
         """The same problem with another objective; itself, with its caches, if it has that one."""

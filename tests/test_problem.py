@@ -171,7 +171,10 @@ def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) 
         ({"num_microbatches": 0}, r"num_microbatches = 0 and max_in_flight = 4 must be at least"),
         ({"max_in_flight": 0}, r"max_in_flight = 0 must be at least 1"),
         ({"objective": 3}, r"objective 3 is unknown"),
-        ({"num_microbatches": "many"}, r"num_microbatches must be a whole number, not 'many' \(of type str"),
+        (
+            {"num_microbatches": "many"},
+            r"num_microbatches must be a whole number, not 'many' \(of type str",
+        ),
         ({"max_phases": 1.5}, r"max_phases must be a whole number, not 1.5 \(of type float\)"),
         ({"second_j": None}, r"second_j must be a number, not None"),
         ({"contention": "no"}, r"contention must be True or False, not 'no'"),
@@ -184,7 +187,9 @@ def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
 
 def test_parts_that_do_not_fit_each_other() -> None:
     problem = make(CHAIN, [[1, 1], [1, 1]])
-    with pytest.raises(ProblemError, match=r"cluster must be a placement.Cluster, not OpGraph.*chain"):
+    with pytest.raises(
+        ProblemError, match=r"cluster must be a placement.Cluster, not OpGraph.*chain"
+    ):
         replace(problem, cluster=CHAIN)
     with pytest.raises(ProblemError, match=r"the cluster has \['x'\]; use profile.for_cluster"):
         replace(problem, cluster=Cluster("other", (Device("x"),)))
@@ -454,6 +459,9 @@ def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
     problem = Problem(graph, cluster, profile)
     assert evaluate(problem, [1, 2, 2, 2]).latency_s[0] == pytest.approx(7.0)
     assert lower_bounds(problem)["latency"] == pytest.approx(7.0, rel=0.01)
+    with pytest.raises(ProblemError, match="'s' has no time of its own: leave that device out"):
+        problem.with_objective("max_load")
+    assert score(problem.by_loads, [1, 2, 2, 2]).tolist() == [6.0]  # of `s` alone
 
 
 def test_a_stream_of_items_is_as_slow_as_busy_devices_make_each_other() -> None:

@@ -499,12 +499,6 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
             profile = load_or_measure(graph, cluster, progress=report)
         if not objective.is_analytic:
             cluster, profile = streaming_where_short(graph, cluster, profile)
-    if objective.is_analytic and cluster.streaming:
-        raise cli.UsageError(
-            f"--objective {objective} is a formula of devices that work by themselves, "
-            f"{cluster.device_names[cluster.streaming[0]]!r} has no time of its own: leave that "
-            "device out, or use --objective period"
-        )
     return Problem(graph, cluster, profile, objective=objective, **changes)
 
 
