@@ -584,6 +584,9 @@ class Solution:
     stats: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", whole_numbers(self.placement))
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the value, what is proved, and operators per device number."""
         from placement.tools.shown import table

@@ -147,7 +147,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement import schedulers
+    from placement import planners, schedulers
     from placement.tools.clock import clock
 
     cli.check_outputs(args.out, args.trace, args.trials)
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         report(f"planning with {args.planner}", None)
         began = clock()
         with cli.says_nothing_in_answers():
-            solution = planner(problem)
+            solution = planners.solve(planner, problem)
         took = clock() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)
