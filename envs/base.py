@@ -89,9 +89,9 @@ class PlacementEnv(gym.Env[Observation, Any]):
     ) -> tuple[Observation, dict[str, Any]]:
         """Start an episode with a random problem, or with number ``options["problem"]``.
 
-        ``info`` has ``problem`` (int; of a generator: how many came before since a seed) and ``action_mask``
-        as ``action_space.sample`` takes it: int8 ``[A]``, or, where an action is several numbers, a
-        tuple of one such row for each.
+        ``info`` has ``problem`` (int; of a generator: how many came before, since a seed) and
+        ``action_mask`` as ``action_space.sample`` takes it: int8 ``[A]``, or, where an action is
+        several numbers, a tuple of one such row for each.
 
         Raises:
             EnvError: there is no problem of that number, or an option of another name.

@@ -623,6 +623,11 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
         ) from None
     if values.dtype == np.int32:
         return values
+    if values.dtype.kind not in "biuf":
+        raise ProblemError(
+            "a placement holds the numbers of devices, 0, 1, ..., not "
+            f"{placements!r:.60} (of a name: cluster.index(NAME), of a solution: .placement)"
+        )
     with np.errstate(invalid="ignore"):  # nan and infinity are among what is refused
         p = values.astype(np.int32)
     wrong = p != values

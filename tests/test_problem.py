@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from placement.bounds import balance_prices, lower_bound, lower_bounds, priced
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Problem, ProblemError
+from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile, ProfileError
 from placement.relaxed import Call, tighten
 from placement.simulator import evaluate, score, simulate
@@ -183,6 +183,31 @@ def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) 
 def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         make(CHAIN, [[1, 1], [1, 1]], **changes)
+
+
+def test_parts_may_be_lists_and_are_told_what_they_are_not() -> None:
+    cluster = Cluster("c", [Device("a")], [])
+    problem = Problem(CHAIN, cluster, Profile(["a"], [[1.0], [2.0]], [[0.0], [0.0]]))
+    assert simulate(problem, [0, 0], num_microbatches=1).latency_s == 3.0
+    for count, message in (
+        (0, "= 0 and max_in_flight = 4 must be"),
+        ("x", "a whole number, not 'x'"),
+    ):
+        with pytest.raises(ProblemError, match=message):
+            simulate(problem, [0, 0], num_microbatches=count)
+    for wrong in (["a", "a"], {"A": "a"}, None, Solution([0, 0], 3.0)):
+        with pytest.raises(ProblemError, match=r"numbers of devices.*of a solution: \.placement"):
+            simulate(problem, wrong)
+    for make_one, message in (
+        (
+            lambda: Cluster("c", ("a",)),
+            "devices holds 'a' \\(of type str\\), not a placement.Device",
+        ),
+        (lambda: Device("a", memory_bytes="16GB"), "memory_bytes = '16GB', must be from 1"),
+        (lambda: Link("a", "b", "fast"), "latency_s = fast.* must be >= 0"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            make_one()
 
 
 def test_parts_that_do_not_fit_each_other() -> None:
