@@ -600,6 +600,8 @@ def test_misuse_is_explained():
     graph = capture(module, (x, x), mode="training", loss=F.mse_loss)
     place = np.zeros(graph.num_ops, np.int32)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(CaptureError, match=r"optimizer = <class .*SGD'> is no torch\.optim"):
+        capture(module, (x, x), mode="training", loss=F.mse_loss, optimizer=torch.optim.SGD)
     with pytest.raises(RunnerError, match="LBFGS"):
         Trainer(graph, TWO, place, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(RunnerError, match="no training step"):
