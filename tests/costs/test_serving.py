@@ -302,6 +302,8 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "plan.json"), str(tmp_path / "b.json")]) == OK
     assert "decode serve" in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(tmp_path)]) == OK
+    assert '"objective":"decode"' in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
