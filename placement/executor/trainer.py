@@ -243,11 +243,14 @@ class Trainer:
         Raises:
             RunnerError: parameters of the optimizer have none, but others have one.
         """
+        if not self._shown:
+            return
         params, names = self._program.params, self._program.param_names
         updated = {id(x) for group in self.optimizer.param_groups for x in group["params"]}
         now = {q: params[q].grad for q in self._shown}
         gone = [q for q, g in now.items() if g is None and id(params[q]) in updated]
-        if gone and any(g is not None and id(params[q]) in updated for q, g in now.items()):
+        left = {q: g for q, g in now.items() if g is not None}
+        if gone and any(id(params[q]) in updated for q in left):
             raise RunnerError(
                 f"{names[gone[0]]!r} has lost the .grad that trainer.accumulate gave it, others "
                 "have theirs: leave all of them, or call optimizer.zero_grad() to forget all"
@@ -255,10 +258,9 @@ class Trainer:
         if gone:
             self.zero_gradients()
             return
-        changed = {q: g for q, g in now.items() if g is not None}
-        before = self._means() if changed else {}
-        if any(not torch.equal(g.cpu(), before[q]) for q, g in changed.items()):
-            self._replace({q: g.cpu() * count for q, g in changed.items()})
+        before = self._means()
+        if any(not torch.equal(g.cpu(), before[q]) for q, g in left.items()):
+            self._replace({q: g.cpu() * count for q, g in left.items()})
             self._num_added = count
         self._hide()
 

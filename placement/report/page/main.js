@@ -49,7 +49,7 @@ function columnsOf(workload) {
     isMeasured && ["error", said("latency_error"), signed, "measured"],
     isMeasured && ["speed-up", said("measured_speedup"), times, "measured"],
     workload.planners.some((p) => known(p.plan_s)) && ["time", (p) => (p.single ? null : p.plan_s), (v) => seconds(v), "planning"],
-    workload.planners.some((p) => known(p.evaluations)) && ["evaluations", said("evaluations"), count, "planning"],
+    workload.planners.some((p) => known(p.evaluations)) && ["evals", said("evaluations"), count, "planning"],
   ];
   return all.filter(Boolean);
 }
