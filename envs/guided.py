@@ -68,7 +68,7 @@ def tables_of(problem: Problem) -> Tables:
     rank = np.zeros(g.num_groups)
     np.maximum.at(rank, g.group, problem.upward_rank_s)
     sent = len(g.use_dst) * m if runs else -1
-    power = problem.cluster.power
+    power, library = problem.cluster.power, problem.profile.library_bytes if track else None
     return Tables(
         kind=kind,
         moves=move_tables(problem, blocks(problem, g.group)),
@@ -84,6 +84,7 @@ def tables_of(problem: Problem) -> Tables:
         idle_w=power.idle_w,
         second_j=problem.second_j,
         read_bytes=g.op_param_bytes if streaming else np.zeros(0, np.int64),
+        library_bytes=np.zeros((0, problem.num_devices), np.int64) if library is None else library,
     )
 
 

@@ -152,6 +152,7 @@ class Tables(Struct):
     idle_w: Array  # float64 [D]
     second_j: float
     read_bytes: Array  # int64 [N] parameters of each operator, or [0]: no device streams
+    library_bytes: Array  # int64 [N, D] that libraries keep, or [0, D]: nothing
 
 
 class Tried(Struct):
@@ -222,8 +223,8 @@ def _evaluate(t, s):
             most = kernels.durations(t.simulator, run)
             kernels.run(t.simulator, run)
             value = _energy_j(t) if t.kind == ENERGY else _steady(run.finish, most)
-    if len(t.read_bytes) > 0:
-        _stream(t, s)
+    if len(t.read_bytes) > 0 or len(t.library_bytes) > 0:
+        _reside(t, s)
     overflow = 0.0
     for d in range(num_devices):
         need = run.peak[d]
@@ -236,17 +237,21 @@ def _evaluate(t, s):
     return min(value, 2.0 * INFEASIBLE)  # inf: pieces that wait for each other
 
 
-@kernel
-def _stream(t, s):
-    """Adds what ``Problem.param_bytes_on`` says of devices that stream to the peaks of others."""
+@allocating
+def _reside(t, s):
+    """Adds to the peaks what ``Problem.resident_bytes_on`` adds to a device's own parameters."""
     device, worker, peak = s.moves.device, t.simulator.worker, t.run.peak
+    buffer, library = np.zeros(len(worker), np.int64), np.zeros(len(worker), np.int64)
+    for i in range(len(t.group)):
+        d = device[t.group[i]]
+        if len(t.read_bytes) > 0:
+            buffer[d] = max(buffer[d], t.read_bytes[i])
+        if len(t.library_bytes) > 0:
+            library[worker[d]] = max(library[worker[d]], t.library_bytes[i, d])
     for d in range(len(worker)):
+        peak[d] += library[d]
         if worker[d] != d:
-            most = 0
-            for i in range(len(t.read_bytes)):
-                if device[t.group[i]] == d:
-                    most = max(most, t.read_bytes[i])
-            peak[worker[d]] += 2 * most
+            peak[worker[d]] += 2 * buffer[d]
             peak[t.simulator.host] += s.moves.held[d]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -111,18 +112,23 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def origin(rows: Sequence[dict[str, Any]]) -> str:
-    """A sentence: when the run was, how long it took, and on what."""
+    """A sentence: when each run was, how long it took, of which sections, and on what."""
     known = {r["item"]: r for r in rows if r["section"] == "facts"}
 
     def fact(item: str, name: str) -> str:
         return str(known.get(item, {}).get(name, "unknown"))
 
-    driver, ends = card_of(rows)["driver"], [r["at"] for r in rows if "at" in r]
-    took = f"{max(ends):.0f}" if ends else "unknown"
+    began = [r["began"] for r in rows if "began" in r] or ["unknown"]
+    runs = []
+    for when in began:
+        own = [r for r in rows if r.get("run", when) == when]
+        took = f"{max((r['at'] for r in own if 'at' in r), default=math.nan):.0f} s"
+        sections = dict.fromkeys(r["section"].split("_")[0] for r in own)
+        runs.append(f"{when}, {took}" + (f" ({', '.join(sections)})" if len(began) > 1 else ""))
     return (
-        f"Run of {fact('run', 'began')}, {took} s: {fact('cuda:0', 'model')} beside "
-        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver {driver}, "
-        f"torch {fact('versions', 'torch')}."
+        f"Run{'s' * (len(runs) > 1)} of {'; '.join(runs)}: {fact('cuda:0', 'model')} beside "
+        f"{fact('cpu:0', 'cores')} cores of {fact('cpu:0', 'model')}, driver "
+        f"{card_of(rows)['driver']}, torch {fact('versions', 'torch')}."
     )
 
 

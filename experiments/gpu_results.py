@@ -47,38 +47,55 @@ Fact = Mapping[str, Any]
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """The lines of a run as they came; what is infinite is null. Renews the problems of its card.
+    """The lines of runs as they came; what is infinite is null. Renews the problems of their card.
+
+    Sections of a later run replace those of earlier ones; ``run`` says when that of a row began.
 
     Raises:
-        StudyError: the folder is not that of a run, or the run measured no model.
+        StudyError: a folder is not that of a run, or a run measured no model or another card.
     """
-    path = options.folder / "gpu.jsonl"
+    if not options.folders:
+        raise StudyError("give the folder of a run: python -m experiments.gpu --out FOLDER")
+    facts, measured = list[dict[str, Any]](), dict[str, Problem]()
+    for folder in options.folders:
+        own, problems = read(folder)
+        later = {r["section"] for r in own} - {"facts"}
+        facts = [r for r in facts if r["section"] not in later] + own
+        measured |= problems
+    cards = {r["model"] for r in facts if (r["section"], r["item"]) == ("facts", "cuda:0")}
+    if len(cards) > 1:
+        raise StudyError(f"these runs are of {' and '.join(sorted(cards))}: give those of one card")
+    options.about = about(facts, next(iter(problems.values())).profile.provenance)
+    write_problems(measured, options.about, options.dataset)
+    return facts
+
+
+def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Problem]]:
+    """The lines of a run, and the problems that it measured."""
+    path = folder / "gpu.jsonl"
     try:
         lines = path.read_text("utf-8").splitlines()
-        with (
-            TemporaryDirectory() as folder,
-            zipfile.ZipFile(path.with_name("profiles.zip")) as file,
-        ):
+        with TemporaryDirectory() as to, zipfile.ZipFile(path.with_name("profiles.zip")) as file:
             names = [x for x in file.namelist() if re.fullmatch(rf"[\w.-]+{SUFFIX}", x)]
             measured = {
-                name.removesuffix(SUFFIX): importers.load(file.extract(name, folder))
+                name.removesuffix(SUFFIX): importers.load(file.extract(name, to))
                 for name in sorted(names)
             }
     except (OSError, zipfile.BadZipFile) as error:
-        raise StudyError(f"{options.folder}: not the folder of a run: {error}") from error
+        raise StudyError(f"{folder}: not the folder of a run: {error}") from error
     if not measured:
-        raise StudyError(f"{options.folder}: profiles.zip has no problem (*{SUFFIX})")
+        raise StudyError(f"{folder}: profiles.zip has no problem (*{SUFFIX})")
     facts = [json.loads(line, parse_constant=lambda name: None) for line in lines]
-    first = next(iter(measured.values())).profile
-    options.about = about(facts, first.provenance)
-    write_problems(measured, options.about, options.dataset)
-    return facts
+    began = next((r["began"] for r in facts if "began" in r), "unknown")
+    return [r | {"run": began} for r in facts], measured
 
 
 def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
     """Machine, card, clocks and versions of a run; ``measured`` is of one of its profiles."""
     known: dict[str, Fact] = {r["item"]: r for r in rows if r["section"] == "facts"}
-    versions = {k: v for k, v in known["versions"].items() if k not in ("section", "item", "at")}
+    versions = {
+        k: v for k, v in known["versions"].items() if k not in ("section", "item", "at", "run")
+    }
     names = ("when", "cpu", "cores", "load", "cores_stay_awake")
     return {
         **{k: measured[k] for k in names if k in measured},
@@ -91,8 +108,7 @@ def about(rows: Sequence[Fact], measured: Fact) -> dict[str, Any]:
 
 def write_problems(measured: Mapping[str, Problem], about: Fact, folder: Path) -> None:
     """``<card>-<cores>-cores/<model>.json.gz`` and ``machine.json``; all that was there goes."""
-    card = re.sub(r"[^a-z0-9]+", "-", about["card"].lower()).strip("-")
-    home = folder / f"{card}-{about['cpu_device_cores']}-cores"
+    home = home_of(about, folder)
     for path in home.glob(f"*{SUFFIX}"):
         path.unlink()
     families = workloads.family_of()
@@ -114,6 +130,12 @@ def write_problems(measured: Mapping[str, Problem], about: Fact, folder: Path) -
     devices = [asdict(d) for d in problem.cluster.workers.devices]
     text = json.dumps({"devices": devices, "provenance": dict(about)}, indent=1)
     write_atomic(home / "machine.json", text + "\n")
+
+
+def home_of(about: Fact, folder: Path) -> Path:
+    """Where the problems of a machine are."""
+    card = re.sub(r"[^a-z0-9]+", "-", about["card"].lower()).strip("-")
+    return folder / f"{card}-{about['cpu_device_cores']}-cores"
 
 
 def of(rows: Iterable[Fact], section: str, has: str = "item") -> list[Fact]:
@@ -181,9 +203,14 @@ def predicted(rows: Sequence[Fact]) -> str:
         Column("model", "item"),
         Column("placements", "placements"),
         *(
-            Column(f"{what}, {head}", f"{what}_{name}", 3)
+            fact(f"{what}, {head}", f"{what}_{name}", 3, "")
             for what in ("latency", "period")
-            for head, name in (("median error", "error"), ("rank correlation", "rank"))
+            for head, name in (
+                ("median error", "error"),
+                ("run again", "floor"),
+                ("rank correlation", "rank"),
+                ("run again", "rank_again"),
+            )
         ),
     )
 
@@ -217,7 +244,7 @@ RUN = Study(
     rows=rows,
     parts=run_parts,
     options={
-        "folder": Option(None, "of a run of experiments.gpu", kind=Path, word=True),
+        "folders": Option((), "of runs of experiments.gpu on one card", kind=Path, word=True),
         "dataset": Option(DATASET, "folder of measured problems", kind=Path),
     },
     facts=lambda options: dict.fromkeys(("host", "scipy", "ortools"), "not noted") | options.about,
@@ -227,20 +254,23 @@ RUN = Study(
 
 
 def problems(patterns: Sequence[str] = ()) -> dict[str, Problem]:
-    """``latency/<model>`` and ``period/<model>`` of all machines with a GPU.
+    """``latency/<model>`` and ``period/<model>`` of the machine of the last run.
 
     Raises:
         StudyError: no name matches.
     """
     chosen = {}
-    for path in sorted(DATASET.glob(f"*-cores/*{SUFFIX}")):
+    home = home_of(
+        json.loads((RESULTS / f"{RUN.name}.json").read_text("utf-8"))["provenance"], DATASET
+    )
+    for path in sorted(home.glob(f"*{SUFFIX}")):
         problem = importers.load(path)
         for objective in ("latency",) if problem.cluster.streaming else ("latency", "period"):
             name = f"{objective}/{path.name.removesuffix(SUFFIX)}"
             if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns):
                 chosen[name] = replace(problem, objective=objective)
     if not chosen:
-        raise StudyError(f"no problem of {DATASET} matches {', '.join(patterns) or '*'}")
+        raise StudyError(f"no problem of {home} matches {', '.join(patterns) or '*'}")
     return chosen
 
 

@@ -38,8 +38,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
     "bytes_per_s": (1e-30, 1e30),
     "call_s": (0, 1e30),
 }
-# Of a GPU's free memory, what no tensor is promised: for libraries' workspaces, kernels, and blocks
-# that are cut badly or waited for.
+# Of a GPU's free memory, what no tensor is promised: for workspaces of other threads than the one
+# that launches, kernels, and blocks that are cut badly or waited for.
 _GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28
 _SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
 _MOST_SLOTS = 64  # devices of the library in one host: each two of them have a link

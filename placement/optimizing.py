@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
-_LEAST_BATCHES = 6  # of a stream that tells a period
+_LEAST_BATCHES = 8  # of a stream that tells a period
 _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
 _CLOSE = 2.0  # times the best device's prediction: another device may be the best one
 _LONGER = 1.1  # times as long as predicted: planned again with what that shows of the costs
 _WORTH = 0.95  # of the time of one device: several that take longer are not kept
-TRY_GRAPHS = False  # whether what uses a GPU takes turns with itself as CUDA graphs
 _GRAPHS = " as CUDA graphs"
 _CAPTURED = 6  # calls after which what can be one is a graph
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
@@ -59,8 +58,8 @@ class OptimizedRunner(Runner):
         measured: the ways to run the module that took turns: ``plan``, ``single`` (the best
             device alone, where the plan is another) and ``plain`` (the module itself, with the
             threads that PyTorch has in this process). On a GPU each of the first two is as CUDA
-            graphs where these compute the same and are clearly faster, if that is tried
-            (``TRY_GRAPHS``); ``cuda_graphs`` says whether those of what is kept are.
+            graphs where these compute the same and are clearly faster; ``cuda_graphs`` says
+            whether those of what is kept are, and so does the plan.
         kept: the fastest of them, which calls and streams go. Several devices are kept only
             where they are faster than one by 5 %, and by more than the measurements vary.
         plan: the better of ``plan`` and ``single``, with what was predicted and measured, also
@@ -228,7 +227,8 @@ def fastest(
     if named[kept] in quicker:
         runner.stop()  # graphs are captured when it begins
         runner.cuda_graphs = True
-    runner.plan = plan.model_copy(update={"measured": measured[kept]})
+    facts = {"measured": measured[kept], "cuda_graphs": runner.cuda_graphs}
+    runner.plan = plan.model_copy(update=facts)
     runner.planned, runner.measured, runner.kept = planned, measured, kept
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
     if took_s.get("plain", np.inf) <= took_s[kept]:
@@ -394,7 +394,7 @@ def _in_turns(
     runners = {"plan": runner}
     with ExitStack() as stack:
         runners |= {name: stack.enter_context(alone(plan, runner, name)) for name in others}
-        for name, other in [*runners.items()] if TRY_GRAPHS else ():
+        for name, other in [*runners.items()]:
             graphed = _runner(problem, plan) if other is runner else alone(plan, runner, name)
             graphed.cuda_graphs = True
             if _is_same(stack.enter_context(graphed), other, inputs):

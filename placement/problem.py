@@ -205,10 +205,10 @@ class Problem:
         """int32 ``[D]``: the device whose time and memory what is placed on each one takes.
 
         A device that ``streams`` has none of its own: placed there means that an operator runs on
-        ``worker``, with parameters from host memory. While one operator runs, those of the next are
-        copied into the other of two buffers; so it takes what running or copying takes, whichever
-        is longer. Simulators count it, and its tensors, on ``worker``, its parameters in the memory
-        of the host (``host_of``), and on ``worker`` two buffers for the most that one reads.
+        ``worker``, with parameters from host memory. They are copied while operators before it run;
+        so it takes what running or copying takes, whichever is longer. Simulators count it, and its
+        tensors, on ``worker``, its parameters in the memory of the host (``host_of``), and on
+        ``worker`` twice the most that one operator reads.
         """
         return self.cluster.worker
 
@@ -235,8 +235,9 @@ class Problem:
         seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
         host, _ = host_of(self)
         latency_s, s_per_byte = self._of_links(_latency_s), self._of_links(_s_per_byte)
+        copies = np.bincount(self.graph.param_use_op, minlength=self.num_ops)
         for d in self.cluster.streaming:
-            copied_s = np.where(size > 0, latency_s[host, d] + size * s_per_byte[host, d], 0.0)
+            copied_s = latency_s[host, d] * copies + size * s_per_byte[host, d]
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds
@@ -434,15 +435,15 @@ class Problem:
         """False when the device of least memory can hold all, of all micro-batches in flight."""
         g, flights = self.graph, min(self.max_in_flight, self.num_microbatches)
         everything = int(g.param_bytes.sum()) + flights * int(g.tensor_bytes.sum())
-        if self.profile.workspace_bytes is not None:
-            everything += int(self.profile.workspace_bytes.max())
+        besides = self.profile.workspace_bytes, self.profile.library_bytes
+        everything += sum(int(x.max()) for x in besides if x is not None)
         return everything > int(self.memory_bytes.min()) or bool(self.cluster.streaming)
 
     def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
         """int64 ``[D]`` parameter bytes each device holds, of all phases.
 
         Tied parameters, and those of several phases, are held once per device. Of a device that
-        streams the host holds them, and the device where they are read has two buffers.
+        streams the host holds them, and the device where they are read has twice the largest.
         """
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)
@@ -454,6 +455,17 @@ class Problem:
             held_bytes[host_of(self)[0]] += held_bytes[d]
             held_bytes[d] = 0
         return held_bytes
+
+    def resident_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
+        """int64 ``[D]`` bytes each device holds all the time: parameters, and what libraries keep.
+
+        That is of a device the most that any of its operators makes them keep.
+        """
+        most = np.zeros(self.num_devices, np.int64)
+        if self.profile.library_bytes is not None:
+            each = self.profile.library_bytes[np.arange(self.num_ops), placement]
+            np.maximum.at(most, self.worker[placement], each)
+        return self.param_bytes_on(placement) + most
 
     def as_batch(self, placements: ArrayLike) -> NDArray[np.int32]:
         """One or more placements as int32 ``[B, N]``, for kernels that read without looking.

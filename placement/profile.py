@@ -18,15 +18,16 @@ from placement.tools.files import parse_json, read_arrays, short, write_arrays
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 
-ARRAYS = (
-    "compute_s",
-    "spread_s",
-    "loaded_s",
-    "transfer_s",
-    "io_s",
-    "workspace_bytes",
-    "predicted",
-)
+ARRAYS: dict[str, tuple[type, str]] = {  # their types, and their axes: as in ``Profile``
+    "compute_s": (np.float64, "ND"),
+    "spread_s": (np.float64, "ND"),
+    "loaded_s": (np.float64, "ND"),
+    "transfer_s": (np.float64, "TDD"),
+    "io_s": (np.float64, "TD"),
+    "workspace_bytes": (np.int64, "N"),
+    "library_bytes": (np.int64, "ND"),
+    "predicted": (np.bool_, "ND"),
+}
 
 
 class ProfileError(ValueError):
@@ -43,7 +44,7 @@ def _check(
         expected = ", ".join("T" if x is None else str(x) for x in shape)
         raise ProfileError(f"{what} has shape {array.shape}, expected [{expected}]")
     limit, unit = LONGEST_S, "a time in seconds"
-    if what == "workspace_bytes":
+    if what.endswith("_bytes"):
         limit, unit = MOST_BYTES, "a number of bytes"
     bad = ~((array >= 0) & (array <= limit) | excused)  # comparisons with NaN are false
     if bad.any():
@@ -71,6 +72,8 @@ class Profile:
             read it from there (0 where it shares that memory), for workloads that state it;
             the analytic objectives use it (see ``placement.simulator.analytic``).
         workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
+        library_bytes: int64 ``[N, D]`` memory that libraries keep once an operator has run on a
+            device, one and the same for all (see ``Problem.resident_bytes_on``).
         predicted: bool ``[N, D]`` entries that were predicted, not measured.
         graph_fingerprint: of the measured graph.
         provenance: when, where, versions, repeats, ``order``.
@@ -85,6 +88,7 @@ class Profile:
     transfer_s: Floats | None = None
     io_s: Floats | None = None
     workspace_bytes: NDArray[np.int64] | None = None
+    library_bytes: NDArray[np.int64] | None = None
     predicted: NDArray[np.bool_] | None = None
     graph_fingerprint: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -100,19 +104,14 @@ class Profile:
         cannot = np.isposinf(self.compute_s)
         # What the kernels read without looking: shape, and which entries need not be a time. And
         # one memory layout: for another one they would be compiled again, and within a budget.
-        for what, dtype, shape, excused in (
-            ("compute_s", np.float64, (n, d), cannot),
-            ("loaded_s", np.float64, (n, d), cannot),
-            ("transfer_s", np.float64, (None, d, d), False),
-            ("io_s", np.float64, (None, d), False),
-            ("workspace_bytes", np.int64, (n,), False),
-            ("spread_s", np.float64, (n, d), True),
-            ("predicted", np.bool_, (n, d), True),
-        ):
+        sizes = {"N": n, "D": d, "T": None}
+        for what, (dtype, axes) in ARRAYS.items():
             array = getattr(self, what)
             if array is not None:
                 array = np.require(array, dtype, ["C", "W"])
-                _check(what, array, shape, excused)
+                any_value = what in ("spread_s", "predicted")
+                excused = cannot if what in ("compute_s", "loaded_s") else any_value
+                _check(what, array, [sizes[axis] for axis in axes], excused)
                 object.__setattr__(self, what, array)
         if not 0 <= self.batch_s < LONGEST_S:
             raise ProfileError(f"batch_s = {self.batch_s} is not a time below {LONGEST_S:g} s")
@@ -185,21 +184,11 @@ class Profile:
     ) -> Profile:
         """The profile of devices of these ``names``, each as that of a column, with ``links``."""
 
-        def of(a: Any) -> Any:
-            return None if a is None else a[:, columns]
-
-        pairs = self.transfer_s
-        return replace(
-            self,
-            device_names=tuple(names),
-            links=tuple(links),
-            compute_s=of(self.compute_s),
-            spread_s=of(self.spread_s),
-            loaded_s=of(self.loaded_s),
-            transfer_s=None if pairs is None else pairs[:, columns][:, :, columns],
-            io_s=of(self.io_s),
-            predicted=of(self.predicted),
-        )
+        arrays = {what: array for what in ARRAYS if (array := getattr(self, what)) is not None}
+        for what in arrays:
+            for axis in (i for i, size in enumerate(ARRAYS[what][1]) if size == "D"):
+                arrays[what] = arrays[what].take(columns, axis)
+        return replace(self, device_names=tuple(names), links=tuple(links), **arrays)
 
     def check(self, graph: OpGraph) -> None:
         """Raise ``ProfileError`` unless this profile was made for ``graph``."""

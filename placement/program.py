@@ -129,11 +129,13 @@ class Program:
         A tensor with other strides than the example's is copied: what was captured may rely on
         them (``torch.export`` leaves out what they make needless, and keeps them as constants).
         """
-        by_name = self._by_name(args, kwargs or {})
-        leaves = [by_name[name] for name in self.input_names]
-        tree = self.in_tree
-        if not (self._is_flat and all(isinstance(x, Tensor) for x in leaves)):
-            leaves, tree = pytree.tree_flatten(leaves)
+        kwargs = kwargs or {}
+        leaves = [*args, *kwargs.values()]
+        names = (*self.arg_names[: len(args)], *kwargs)
+        if names == self.input_names and [*map(_form, leaves)] == self._forms:
+            return leaves  # what follows asks for no more, and takes as long as some kernels
+        by_name = self._by_name(args, kwargs)
+        leaves, tree = pytree.tree_flatten([by_name[name] for name in self.input_names])
         if tree != self.in_tree:
             as_given, as_captured = (
                 str(pytree.tree_unflatten([_LEAF] * x.num_leaves, x))[1:-1][:200]
@@ -166,9 +168,11 @@ class Program:
         return tensors
 
     @cached_property
-    def _is_flat(self) -> bool:
-        """Whether no input is a structure of several: taking it apart takes as long as a kernel."""
-        return bool(self.in_tree == pytree.tree_structure([0] * len(self.input_names)))
+    def _forms(self) -> list[Any] | None:
+        """Of the inputs, if each is a tensor."""
+        is_flat = self.in_tree == pytree.tree_structure([0] * len(self.input_names))
+        forms = [*map(_form, self.example_leaves)]
+        return forms if is_flat and None not in forms else None
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         expected = ", ".join(self.input_names)
@@ -187,6 +191,11 @@ class Program:
                 )
         return by_name
 
+    @cached_property
+    def _is_single(self) -> bool:
+        """Whether the output is in no structure."""
+        return bool(self.out_tree == pytree.tree_structure(0))
+
     def timing_inputs(self) -> list[Tensor]:
         """Copies of the example inputs, laid out alike, for a timing run.
 
@@ -196,7 +205,16 @@ class Program:
 
     def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
         """The module's own output structure around ``leaves`` (one per ``output_leaves``)."""
+        if self._is_single:
+            return leaves[0]
         return pytree.tree_unflatten(list(leaves), self.out_tree)
+
+
+def _form(x: Any) -> Any:
+    """All that inputs of calls have in common; None: it is no dense tensor."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return None
+    return x.shape, x.dtype, x.stride(), x.is_meta
 
 
 def _laid_out_as(example: Tensor, tensor: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -319,13 +317,6 @@ def _slice(name: str, tid: int, start: float, end: float, args: dict[str, int]) 
         "tid": tid,
         "args": args,
     }
-
-
-def streamed_period(results: Iterable[Any], num_phases: int = 1) -> float:
-    """``steady_period`` of the times at which the results of a stream come, which are dropped."""
-    began = time.perf_counter()
-    ends = [time.perf_counter() - began for _ in results]
-    return float(steady_period(np.array(ends), num_phases=num_phases))
 
 
 def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0, num_phases: int = 1) -> Floats:

@@ -51,6 +51,7 @@ class Gpu:
         kernel_s, copy_s: seconds that each kernel, or copy, takes at least.
         missing: names of operators without a kernel, e.g. ``aten.relu.default``.
         scratch: bytes that an operator needs while it runs, by name.
+        library_bytes: that cuBLAS keeps for each thread and stream in which it has run.
         poison: whether memory is spoiled when it is free.
         copies: how many of each kind: ``pinned``, ``pageable`` (to a device), ``back`` (to pinned
             memory), ``back and wait``.
@@ -78,6 +79,7 @@ class Gpu:
     copy_s: float = 0.0
     missing: set[str] = field(default_factory=set)
     scratch: dict[str, int] = field(default_factory=dict)
+    library_bytes: int = 0
     poison: bool = True
     copies: Counter[str] = field(default_factory=Counter)
     num_streams: int = 0
@@ -112,6 +114,11 @@ class Gpu:
         self.allocated[device] += num_bytes
         self.peak[device] = max(self.peak[device], self.allocated[device])
 
+    def clear_workspaces(self) -> None:
+        for _, on in self.workspaces:
+            self.allocated[on.index] -= self.library_bytes
+        self.workspaces.clear()
+
     def pinned_is_free(self, used_by: list[Stream]) -> None:
         """Pinned memory is free again, once an event has happened on each stream that used it."""
         self.num_aborts += any(self.has_failed(each.index) for each in used_by)
@@ -137,6 +144,7 @@ class Stream:
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.index, self.error = _number(device), None
+        self.stream_id, self.device_index, self.device_type = self, self.index, 1
         self.device = torch.device("cuda", self.index)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.num_launched = self.num_done = 0
@@ -256,6 +264,10 @@ class Event:
     def elapsed_time(self, other: Event) -> float:
         assert self.query() and other.query(), "both events must have happened"
         return (other._at[0] - self._at[0]) * 1e3
+
+
+def _name(stream: Stream) -> tuple[Stream, int, int]:
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -602,7 +614,9 @@ def _check_library(func: Any, on: Stream) -> None:
                 raise RuntimeError(f"{library} cannot begin while the stream is capturing")
             known.add(library)
         if library == "cuBLAS" and any(word in str(func) for word in words):
-            workspace = _gpu.workspaces[threading.get_ident(), on]
+            if (key := (threading.get_ident(), on)) not in _gpu.workspaces:
+                _gpu.allocate(on.index, _gpu.library_bytes)
+            workspace = _gpu.workspaces[key]
             if on.graph is not None:
                 on.graph.workspaces.append(workspace)
 
@@ -960,7 +974,9 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         for name, inner in {
             "_cuda_endAllocateToPool": _end_allocate,
             "_cuda_releasePool": _release_pool,
-            "_cuda_clearCublasWorkspaces": gpu.workspaces.clear,
+            "_cuda_clearCublasWorkspaces": gpu.clear_workspaces,
+            "_cuda_getCurrentStream": lambda index: _name(current_stream(index)),
+            "_cuda_setStream": lambda stream, *_: set_stream(stream),
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
         stack.enter_context(
@@ -976,6 +992,7 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         stack.callback(lambda: [sys.modules.pop("pynvml", None), sys.modules.update(before)])
         # Threads and streams that are kept for the next runner.
         stack.enter_context(patch.object(backend, "_IDLE", defaultdict(list)))
+        stack.enter_context(patch.object(backend, "_CALLERS", {}))
         stack.enter_context(patch.object(graphs, "_STREAMS", {}))
         stack.enter_context(Mode())
         try:

@@ -144,7 +144,7 @@ def random_problem(
     """A small random problem of everything the simulator models; the same for the same seed.
 
     Integer and float seconds (ties matter), shared channels, blocking links, seconds of
-    waking, host and other devices, loaded seconds, workspace, tight and loose memory.
+    waking, host and other devices, loaded seconds, workspace, libraries, tight and loose memory.
     ``grouped``: some operators share a colocation group; ``unsupported``: some cannot run
     everywhere.
     """
@@ -184,7 +184,7 @@ def random_problem(
     if unsupported:
         # Device 0 runs everything, so that every colocation group has a device.
         compute[:, 1:][rng.random((n, d - 1)) < 0.2] = np.inf
-    wakes, receives = (np.random.default_rng(seed + i) for i in (2, 3))  # likewise
+    wakes, receives, libraries = (np.random.default_rng(seed + i) for i in (2, 3, 4))  # likewise
     links = tuple(
         Link(
             a,
@@ -211,6 +211,7 @@ def random_problem(
         loaded_s=compute * 1.3 if rng.random() < 0.5 else None,
         transfer_s=matrix,
         workspace_bytes=rng.integers(0, 50, n) if rng.random() < 0.5 else None,
+        library_bytes=libraries.integers(0, 50, (n, d)) if libraries.random() < 0.3 else None,
     )
     return Problem(
         graph,

@@ -154,13 +154,15 @@ def test_memory_is_ignored_only_where_it_cannot_bind() -> None:
     assert not replace(problem, max_in_flight=4, num_microbatches=3).memory_may_bind
     workspace = replace(problem.profile, workspace_bytes=np.array([1]))
     assert replace(problem, profile=workspace).memory_may_bind
+    library = replace(problem.profile, library_bytes=np.array([[0, 1]]))
+    assert replace(problem, profile=library).memory_may_bind
 
 
 @given(problems(), st.integers(0, 100))
 def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) -> None:
     g, workspace = problem.graph, problem.profile.workspace_bytes
     most = g.param_bytes.sum() + problem.max_in_flight * g.tensor_bytes.sum()
-    most += 0 if workspace is None else workspace.max()
+    most += sum(0 if x is None else x.max() for x in (workspace, problem.profile.library_bytes))
     assert simulate(problem, random_placement(problem, seed)).peak_bytes.max() <= most
 
 

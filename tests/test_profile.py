@@ -12,7 +12,7 @@ import pytest
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.profile import Profile, ProfileError
+from placement.profile import ARRAYS, Profile, ProfileError
 from placement.tools.files import FileError
 
 GRAPH = OpGraph.build("two", ["A", "B"], [0], [8], [(0, 1)])
@@ -27,6 +27,7 @@ def make(**changes: Any) -> Profile:
         "loaded_s": np.array([[5.0, 1.0], [3.0, np.inf]]),
         "transfer_s": np.arange(4.0).reshape(1, 2, 2),
         "workspace_bytes": np.array([1, 2]),
+        "library_bytes": np.array([[0, 3], [0, 4]]),
         "predicted": np.array([[False, True], [False, True]]),
         "graph_fingerprint": GRAPH.fingerprint,
         "provenance": {"when": "today", "repeats": 3},
@@ -39,15 +40,7 @@ def assert_same(a: Profile, b: Profile) -> None:
     assert a.links == b.links
     assert a.graph_fingerprint == b.graph_fingerprint
     assert a.provenance == b.provenance
-    for what in (
-        "compute_s",
-        "spread_s",
-        "loaded_s",
-        "transfer_s",
-        "io_s",
-        "workspace_bytes",
-        "predicted",
-    ):
+    for what in ARRAYS:
         x, y = getattr(a, what), getattr(b, what)
         assert (x is None) == (y is None), what
         if x is not None:
@@ -68,6 +61,7 @@ def assert_same(a: Profile, b: Profile) -> None:
         ({"transfer_s": np.full((1, 2, 2), np.nan)}, r"transfer_s\[0, 0, 0\] = nan"),
         ({"transfer_s": np.ones((1, 2))}, r"expected \[T, 2, 2\]"),
         ({"workspace_bytes": np.ones(1, np.int64)}, r"\(1,\), expected \[2\]"),
+        ({"library_bytes": np.ones(2, np.int64)}, r"\(2,\), expected \[2, 2\]"),
         ({"workspace_bytes": np.array([1, 2**60])}, r"\[1\] = \d+ is not a number of bytes"),
     ],
 )

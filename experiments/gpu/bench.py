@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 import placement.costs.measure as measuring
-from experiments.gpu.models import Model, captured
+from experiments.gpu.models import PREDICTED, Model, captured
 from experiments.study import StudyError, say
 from placement import importers
 from placement.cluster import Cluster
@@ -45,6 +45,8 @@ _QUICK: dict[str, Any] = {
     "calibration.ROUNDS": 1,
     "calibration.LIKELY_ERROR": 0.08,  # of one run on a virtual machine
 }
+# And of models of which many placements run, to be compared with what is predicted.
+_WELL: dict[str, Any] = _QUICK | {"calibration.ROUNDS": 3, "calibration.LIKELY_ERROR": 0.05}
 # And on the emulated GPU, whose times mean nothing.
 _BRIEF: dict[str, Any] = {
     "measure.PATIENCE": 1,
@@ -197,7 +199,8 @@ class Bench:
             if earlier.graph_fingerprint == graph.fingerprint:
                 return earlier
         with ExitStack() as stack:
-            for constant, value in (_BRIEF if self.emulated else _QUICK).items():
+            constants = _BRIEF if self.emulated else _WELL if key in PREDICTED else _QUICK
+            for constant, value in constants.items():
                 stack.enter_context(patch(f"placement.costs.{constant}", value))
             for name in ("measure_links", "batch_seconds"):  # of the machine, not of a model
                 shared = partial(once, self.work / f"{name}.pickle", getattr(measuring, name))

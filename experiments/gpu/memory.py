@@ -100,10 +100,7 @@ def _in_parts(bench: Bench) -> None:
 
 
 def forget(graph: OpGraph | None = None) -> None:
-    """Free the GPU's memory of a graph's parameters and of what PyTorch's allocator keeps.
-
-    And of cuBLAS' workspaces, 32 MiB for each thread and stream that has launched.
-    """
+    """Free the GPU of a graph's parameters, cuBLAS' workspaces, and what the allocator keeps."""
     if graph is not None:
         weights.forget_others(torch.device("cuda:0"), graph.program, set())
     torch.cuda.synchronize()
@@ -115,7 +112,8 @@ def forget(graph: OpGraph | None = None) -> None:
 def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
     """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
 
-    The rest is for what a plan does not count: the allocator's blocks, and libraries' workspaces.
+    The rest is for what a plan does not count: how the allocator cuts blocks, and what libraries
+    keep for the calling thread.
     """
     cpu, card = bench.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
@@ -124,7 +122,7 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
     bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
-    workspaces = 0 if bench.emulated else 2**26  # of the calling thread and the one that launches
+    workspaces = 0 if bench.emulated else 33 * 2**20
     promised = max(1, int(share * num_bytes) - workspaces)
     try:
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
@@ -185,6 +183,7 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         predicted_ms=float(evaluate(problem, plan[None]).latency_s[0]) * 1e3,
         on_gpu=float((problem.worker[plan] == 1).mean()),
         from_host_mib=float(problem.param_bytes_on(plan)[0]) / 2**20,
+        link_gb_per_s=streaming.links[-1].bandwidth_bytes_per_s * 1e-9,
         **facts,
         ok=all(value <= 3e-3 for key, value in facts.items() if key.endswith("_error")),
     )

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from experiments.gpu.memory import peaks
 from experiments.gpu.models import all_on, uses
 from experiments.gpu.predictions import predicted
 from experiments.gpu_baselines import WholeGraph, moved, pinned, ratio, resident
-from placement import optimizing, planners
+from placement import planners
 from placement.costs import power
 from placement.executor import Runner
 from placement.graph import OpGraph
@@ -29,7 +28,6 @@ from placement.optimizing import fastest, median_s
 from placement.problem import Problem
 from placement.program import split_inputs
 from placement.runs.ways import timed
-from placement.timeline import streamed_period
 
 LONG_S = 0.25  # a call of so many seconds or more is not made more often than it must be
 ENOUGH_S = 2.0  # of a way in all: it has no more turns then
@@ -54,7 +52,7 @@ def plans(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph
     with bench.item(f"{key}, CUDA graph of the whole model"):
         plain["graph"] = WholeGraph(plain["eager"], inputs, bench.gpu)
     for objective in ("latency", "period"):
-        with bench.item(f"{key}, {objective}"), patch.object(optimizing, "TRY_GRAPHS", True):
+        with bench.item(f"{key}, {objective}"):
             posed = replace(problem, objective=objective)
             with fastest(posed, inputs, bench.planning_s) as runner:
                 answers = {"plan": runner.plan, "planned": runner.planned}
@@ -159,7 +157,7 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
     if call_s > LONG_S:  # on one device, and as long in a stream
         return lambda: [call_s]
     items = [item] * counted(call_s)
-    return lambda: [streamed_period(runner.stream(items))]
+    return lambda: [runner.period_of(runner.stream(items))]
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:

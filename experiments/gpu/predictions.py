@@ -22,8 +22,8 @@ from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.simulator import evaluate
 
-TURNS = 4  # of all placements, at most
-EVERY = 5  # placements, then each device alone
+TURNS = 9  # of all placements, at most
+EVERY = 10  # placements, then each device alone
 STEADY_S = 5.0  # for which a device about keeps its speed
 
 
@@ -97,7 +97,8 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
     which no model foresees. So after every few placements the whole model also runs on each device,
     called and streamed alike, and predictions are for devices of that speed (see ``speeds_at``);
     ``plain`` are those for the speed of the profile. Placements run again and again, in turns: by
-    how much the second time differs from the first is the ``floor`` of what a prediction can miss.
+    how much the second time differs from the first is the ``floor`` of what a prediction can miss,
+    and how these two ranks correlate (``rank_again``) is about what its rank can reach.
 
     Arrays end in latency and period, float64 ``[.., 2]``.
     """
@@ -111,7 +112,7 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
 
     def run(what: str, placement: np.ndarray, predicted: np.ndarray) -> tuple[float, Any]:
         """When, and latency and period; of quick ones more, as a GPU that was idle is warm late."""
-        more = 1 if bench.emulated else int(np.clip(0.05 / predicted[0], 1, 8))
+        more = 1 if bench.emulated else int(np.clip(0.03 / predicted[0], 1, 8))
         began = time.perf_counter()
         both = run_placement(problem, placement, 3 * more, 8 * more, 2 * more)
         ended = time.perf_counter()
@@ -160,21 +161,27 @@ def agreement(plain: np.ndarray, followed: np.ndarray, took: np.ndarray) -> dict
     """How well predictions ``followed [R, 2]`` of runs agree with what they ``took [R, 2]``.
 
     Placements, of which ``plain [P, 2]`` are other predictions, ran in turns: run ``r`` is of
-    placement ``r % P``. Errors are of logarithms, and medians over placements.
+    placement ``r % P``. Of its turns the middle one counts: a virtual machine stands still at
+    times. Errors are of logarithms, and medians over placements.
     """
     from scipy.stats import spearmanr
 
     num, num_ran = len(plain), min(len(plain), len(took))
-    predicted, mean = (
-        np.exp([np.log(x[i::num]).mean(axis=0) for i in range(num_ran)]) for x in (followed, took)
+    predicted, middle = (
+        np.exp([np.median(np.log(x[i::num]), axis=0) for i in range(num_ran)])
+        for x in (followed, took)
     )
-    off, plain_off = (np.abs(np.log(x / mean)) for x in (predicted, plain[:num_ran]))
+    off, plain_off = (np.abs(np.log(x / middle)) for x in (predicted, plain[:num_ran]))
     again = took[num:][:num]
     floor = np.abs(np.log(took[: len(again)] / again))
     facts = {}
     for k, name in enumerate(("latency", "period")):
         facts[f"{name}_error"] = float(np.median(off[:, k]))
-        facts[f"{name}_rank"] = float(spearmanr(predicted[:, k], mean[:, k]).statistic)
+        facts[f"{name}_rank"] = float(spearmanr(predicted[:, k], middle[:, k]).statistic)
         facts[f"{name}_plain_error"] = float(np.median(plain_off[:, k]))
         facts[f"{name}_floor"] = float(np.median(floor[:, k])) if len(floor) else math.nan
+        both = took[: len(again), k], again[:, k]
+        facts[f"{name}_rank_again"] = (
+            float(spearmanr(*both).statistic) if len(again) > 2 else math.nan
+        )
     return facts

@@ -56,8 +56,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 # Parts of the time. Sections that are not here time nothing: they run beside each other, first. The
 # last one measures as often as what the others have left over allows.
 TIMED = {
-    "profile": 36, "plans": 74, "memory": 38, "training": 30, "energy": 12, "policy": 15,
-    "fidelity": 50,
+    "profile": 50, "plans": 60, "memory": 38, "training": 30, "energy": 12, "policy": 15,
+    "fidelity": 85,
 }  # fmt: skip
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
     (tuple(name for name in SECTIONS if name not in TIMED), 40),
@@ -80,7 +80,7 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             sys.path.insert(0, str(ROOT / "tests"))
             import emulated_gpu
 
-            stack.enter_context(emulated_gpu.emulated())
+            stack.enter_context(emulated_gpu.emulated(library_bytes=2**15))
             # Or ``module.to`` would put its tensors, which are of another class, into parameters.
             set_overwrite = torch.__future__.set_overwrite_module_params_on_conversion
             stack.callback(set_overwrite, False)

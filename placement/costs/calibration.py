@@ -19,7 +19,6 @@ from placement.objective import Objective
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import evaluate
-from placement.timeline import streamed_period
 
 Floats = NDArray[np.float64]
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
@@ -32,7 +31,7 @@ EVALUATIONS = 400
 # less than ``RUN_S`` it runs more, up to so many times as many.
 WARM, RUNS = 3, (3, 8)
 RUN_S, MOST_TIMES = 0.05, 32
-ROUNDS = 2  # of which the faster counts: others disturb one of them
+ROUNDS, NEAR = 2, 1.2  # the mean of those near the fastest: others disturb one of them
 SIMULATED = 16  # micro-batches at most when costs are tried
 # Costs are found in so many steps at most, while each leaves less than this share of what is
 # unlikely. Slopes are over steps of this size, and damped by one of these.
@@ -40,6 +39,9 @@ STEPS, ENOUGH = 12, 0.99
 SLOPE_STEP, DAMPING = 0.1, (0.0, 0.3, 3.0, 30.0)
 # How far from what was measured a cost is likely to be. A prediction is off by this logarithm,
 LIKELY_ERROR = 0.03
+# ... and what a GPU takes alone by a part of that. Launched by the calling thread it is faster
+# than beside others, which transfers must explain then: with nothing is more compared.
+SURE = 3.0
 LIKELY_FACTOR = 1.0  # ... and by this are what transfers, waking and neighbours cost,
 LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # ... and all operators of a device of this kind.
 LIKELY_S, LIKELY_UNLIKE_S = 4e-5, 2e-4  # Seconds more, of one kind of devices and of several.
@@ -118,7 +120,7 @@ def _answers(problem: Problem) -> list[NDArray[np.int32]]:
 def _ran(
     problem: Problem, placements: list[NDArray[np.int32]]
 ) -> tuple[list[NDArray[np.int32]], Floats]:
-    """Those of the placements that fit, and what they took: the faster of the rounds.
+    """Those of the placements that fit, and what they took: the mean of rounds that are ``NEAR``.
 
     Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
     unlike, have no latency (nan): what a call of one device costs besides its operators is not what
@@ -141,7 +143,8 @@ def _ran(
             if one:
                 rounds[r, i, 0] = np.nan
     fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
-    return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
+    near = np.ma.masked_where(rounds > NEAR * rounds.min(axis=0), rounds)
+    return [placements[i] for i in np.flatnonzero(fits)], near.mean(axis=0).data[fits]
 
 
 def run_placement(
@@ -161,7 +164,7 @@ def run_placement(
             for _ in runner.stream_tensors([inputs]):
                 pass
             spans.append(time.perf_counter() - began)
-        period_s = streamed_period(runner.stream_tensors([inputs] * many), runner.num_phases)
+        period_s = runner.period_of(runner.stream_tensors([inputs] * many))
     return float(np.median(spans[warm:])), period_s
 
 
@@ -182,13 +185,16 @@ def _most_probable(
     """The most probable costs after ``measured`` float64 ``[P, 2]``, nan where there is nothing.
 
     Each number is likely within one of its scale (``_costs``) and each measurement within
-    ``LIKELY_ERROR``; what is far from that counts less than its square. All are looked for at
-    once: what one takes away another can give. Returns them, and float64 ``[P, 2]`` by how much
-    predictions miss then, as logarithms of ratios. Periodic placements come last.
+    ``LIKELY_ERROR`` (of a GPU alone a part of it: ``SURE``); what is far from that counts less than
+    its square. All are looked for at once: what one takes away another can give. Returns them, and
+    float64 ``[P, 2]`` by how much predictions miss then, as logarithms of ratios. Periodic
+    placements come last.
     """
     by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
     batches = [np.stack(alike) for alike in by_ndim if alike]
     known, (scale, least) = np.isfinite(measured), _scale(problem.cluster)
+    gpus = [{d} for d, device in enumerate(problem.cluster.devices) if device.kind == "cuda"]
+    sure = np.array([SURE if {*p.ravel().tolist()} in gpus else 1.0 for p in placements])
 
     def missed(numbers: Floats) -> Floats:
         costs = _costs(problem.cluster, numbers * scale)
@@ -199,7 +205,8 @@ def _most_probable(
         return np.log(np.stack([latency_s, period_s], axis=1) / measured)
 
     def unlikely(numbers: Floats) -> Floats:
-        return np.concatenate([missed(numbers)[known] / LIKELY_ERROR, numbers])
+        rows = missed(numbers) * sure[:, None] / LIKELY_ERROR
+        return np.concatenate([rows[known], numbers])
 
     def sum_of(rows: Floats) -> float:
         return float((np.sqrt(1 + rows**2) - 1).sum())  # as squares where small, as sizes where not

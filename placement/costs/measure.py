@@ -55,7 +55,7 @@ Floats = NDArray[np.float64]
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, PATIENCE = 0.15, 3
-_RULES = 12  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 13  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # until a GPU's clock has risen, and runs meanwhile at most
 _LEAST_SHARE = 0.5  # of an operator's seconds stays when those of recording it are taken off
 TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other
@@ -88,14 +88,13 @@ def measure(
     say("looking for the better order", None)
     order, priority = better_order(graph, cluster, inputs)
     runners: list[Alone] = []
-    workspace = np.zeros(graph.num_ops, np.int64)
+    needed = np.zeros((cluster.num_devices, graph.num_ops, 2), np.int64)
     with ExitStack() as stack:
         for d, name in enumerate(cluster.device_names):
             say(f"warming up {name}", 0.0)
-            runner, needed = as_it_can(graph, cluster, d, priority, inputs)
+            runner, needed[d] = as_it_can(graph, cluster, d, priority, inputs)
             runners.append(runner)
             stack.callback(runner.close)
-            workspace = np.maximum(workspace, needed)
         alone, loaded = _rounds(runners, inputs, repeats, say)
         say("measuring links", None)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
@@ -103,6 +102,7 @@ def measure(
     say("measuring streams", None)
     batch_s = batch_seconds(cluster, repeats=max(3, repeats // 2))
     low, high = np.percentile(alone, [25, 75], axis=0)
+    workspace, library = needed[:, :, 0].max(axis=0), needed[:, :, 1].T
     facts: dict[str, Any] = {"order": order, "repeats": repeats, "rounds": len(alone)}
     lacking = np.zeros((graph.num_ops, cluster.num_devices))  # inf: what cannot run there
     for d, runner in enumerate(runners):
@@ -122,6 +122,7 @@ def measure(
         loaded_s=unmarked(loaded) if loaded else None,
         batch_s=batch_s,
         workspace_bytes=workspace if workspace.any() else None,
+        library_bytes=library if library.any() else None,
         graph_fingerprint=graph.fingerprint,
         provenance=provenance(**facts),
     )

@@ -16,7 +16,6 @@ from placement.cluster import Cluster, Link
 from placement.executor.alone import on_one_device, placed, run_seconds
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
-from placement.timeline import streamed_period
 
 Floats = NDArray[np.float64]
 
@@ -115,7 +114,7 @@ def batch_seconds(cluster: Cluster, repeats: int) -> float:
             Runner(graph, cluster, [d] * graph.num_ops) as streaming,
         ):
             for r in range(3 * repeats + 1):
-                period_s = streamed_period(streaming.stream([x] * STREAMED))
+                period_s = streaming.period_of(streaming.stream([x] * STREAMED))
                 operators_s = run_seconds(alone, inputs, STREAMED // 4).sum()
                 if r:
                     excess = period_s - operators_s

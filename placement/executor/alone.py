@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from placement.cluster import Cluster
 from placement.executor.executor import batched
-from placement.executor.memory import workspace_bytes
+from placement.executor.memory import needed_bytes
 from placement.executor.parts import part
 from placement.executor.runner import Runner
 from placement.graph import OpGraph
@@ -75,7 +74,7 @@ class InParts:
 
     Attributes:
         missing: operators that cannot run there: without a kernel, or too large by themselves.
-        workspace: int64 ``[N]``, see ``memory.workspace_bytes``.
+        needed: int64 ``[N, 2]``, see ``memory.needed_bytes``.
         runs: seconds float64 ``[N]`` by micro-batch.
     """
 
@@ -83,7 +82,7 @@ class InParts:
         self.graph = graph
         self.next_batch = 0
         self.missing: set[int] = set()
-        self.workspace = np.zeros(graph.num_ops, np.int64)
+        self.needed = np.zeros((graph.num_ops, 2), np.int64)
         self.runs: dict[int, Floats] = {}
         self._cluster, self._device = cluster, device
         self._parts: list[tuple[list[int], OpGraph]] = []
@@ -100,7 +99,7 @@ class InParts:
         runner = on_one_device(piece, self._cluster, self._device, range(piece.num_ops))
         try:
             run_seconds(runner, piece.program.timing_inputs(), 1)
-            self.workspace[ops] = workspace_of(piece, self._cluster, self._device)
+            self.needed[ops] = needed_bytes(piece, self._cluster.devices[self._device])
         except RuntimeError as error:
             failed = runner.failed_op
             if is_short(error) and len(ops) > 1:
@@ -146,7 +145,7 @@ def as_it_can(
     priority: NDArray[np.int32],
     inputs: Sequence[Tensor],
 ) -> tuple[Alone, Ints]:
-    """The whole graph on a device, warm, and its int64 ``[N]`` workspace; in parts if it must be.
+    """The whole graph on a device, warm, and ``memory.needed_bytes``; in parts if it must be.
 
     Raises:
         Exception: what an operator raised on a CPU that has a kernel for it.
@@ -154,14 +153,14 @@ def as_it_can(
     runner = on_one_device(graph, cluster, device, priority)
     try:
         run_seconds(runner, inputs, 2)
-        return runner, workspace_of(graph, cluster, device)
+        return runner, needed_bytes(graph, cluster.devices[device])
     except BaseException as error:
         runner.close()
         lacks = runner.failed_op is not None and lacks_kernel(error, cluster, device)
         if not (is_short(error) or lacks):
             raise
     parts = InParts(graph, cluster, device)
-    return parts, parts.workspace
+    return parts, parts.needed
 
 
 def is_short(error: BaseException) -> bool:
@@ -181,14 +180,6 @@ def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
     # After an error of the device itself, everything fails there; not after one of a library.
     broken = "CUDA error" in str(error) and "CUBLAS" not in str(error)
     return on_gpu and isinstance(error, RuntimeError) and not broken
-
-
-def workspace_of(graph: OpGraph, cluster: Cluster, device: int) -> Ints:
-    """int64 ``[N]``; zeros on a CPU, which is not asked."""
-    if cluster.devices[device].kind != "cuda":
-        return np.zeros(graph.num_ops, np.int64)
-    name = cluster.device_names[device].rpartition("/")[2]
-    return workspace_bytes(graph, torch.device(name))
 
 
 def _half(graph: OpGraph, ops: list[int]) -> int:

@@ -325,17 +325,20 @@ class DistributedRunner(Runner):
     def _one_gpu(self) -> None:
         """The GPU may be another rank's."""
 
+    def _direct(self, is_call: bool) -> None:
+        if self.world.rank != 0:
+            raise RunnerError(f"rank {self.world.rank} cannot call: rank 0 does, others serve()")
+        super()._direct(is_call)
+
     def _stream(
         self,
         source: Iterator[Sequence[Tensor]],
         items: InputPipeline | None,
-        is_call: bool = False,
+        direct: Any,
     ) -> Iterator[Any]:
-        if self.world.rank != 0:
-            raise RunnerError(f"rank {self.world.rank} cannot call: rank 0 does, others serve()")
         count, first = 0, self.next_batch
         try:
-            for value in super()._stream(source, items, is_call):
+            for value in super()._stream(source, items, direct):
                 count += 1
                 yield value
         except RankError as error:

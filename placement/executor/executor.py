@@ -87,20 +87,17 @@ class Executor:
             gpus = self._gpus(on)
             for gpu in gpus.values():
                 torch.cuda.reset_peak_memory_stats(gpu)
-            if loader is None:
-                _drain(runner.stream_tensors(inputs for _ in range(m)))
-            else:
-                _drain(runner.stream(loader))
+            example = runner.stream_tensors(inputs for _ in range(m))
+            for _ in example if loader is None else runner.stream(loader):
+                pass
             m = runner.next_batch - first
             if m == 0:
                 raise LoaderError("the loader gave no items: a timeline needs at least one")
-            if len(gpus) == len(np.unique(on)):  # nothing else to be known about memory
-                line = measured_timeline(problem, runner, first, m)
-                peak = np.zeros(problem.num_devices, np.int64)
-            else:
-                line = measured_timeline(problem, runner, first, m, self.storages)
-                assert line.peak_bytes is not None
-                peak = line.peak_bytes
+            asked = len(gpus) == len(np.unique(on))  # nothing else to be known about memory
+            storages = None if asked else self.storages
+            line = measured_timeline(problem, runner, first, m, storages)
+            peak = np.zeros(problem.num_devices, np.int64) if asked else line.peak_bytes
+            assert peak is not None
             for d, gpu in gpus.items():
                 peak[d] = torch.cuda.max_memory_allocated(gpu)
             return replace(line, peak_bytes=peak)
@@ -132,11 +129,7 @@ def _warm_up(runner: Runner, inputs: Sequence[Tensor]) -> None:
     began, k = time.perf_counter(), runner.num_phases
     runs = range(-(-_WARM_UP_RUNS // k) * k)  # of every phase as many: what follows begins anew
     some = takewhile(lambda i: i < k or i % k or time.perf_counter() - began < _WARM_UP_S, runs)
-    _drain(runner.stream_tensors(inputs for _ in some))
-
-
-def _drain(results: Iterable[Any]) -> None:
-    for _ in results:
+    for _ in runner.stream_tensors(inputs for _ in some):
         pass
 
 

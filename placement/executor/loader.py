@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -129,9 +129,13 @@ class Tuning:
         return Tuning(workers, max(ahead, workers), before, pause, next_pause)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Loaded:
-    """One item: its value, or the error in its place, or neither after the last one."""
+    """One item: its value, or the error in its place, or neither after the last one.
+
+    Attributes:
+        num_bytes, unwritten: of one that is loaded ahead.
+    """
 
     index: int
     value: Any = None
@@ -140,7 +144,7 @@ class _Loaded:
     start_ns: int = 0
     end_ns: int = 0
     num_bytes: int = 0
-    unwritten: Unwritten = field(default_factory=lambda: Unwritten(()))
+    unwritten: Unwritten | None = None
 
 
 class _Source:
@@ -156,8 +160,8 @@ class _Source:
         self._turn = threading.Lock()
         self.ended = False  # as after a ``for`` loop: nothing is asked after the end or an error
 
-    def load(self) -> _Loaded | None:
-        """The next item, ready for use; None after the end."""
+    def load(self, ahead: bool) -> _Loaded | None:
+        """The next item, ready for use, now or later (``ahead``); None after the end."""
         with self._turn:
             if self.ended:
                 return None
@@ -176,13 +180,16 @@ class _Source:
                 item = self._items[item]
             if self._preprocess is not None:
                 item = self._preprocess(item)
-            size = num_bytes(item)
-            unwritten = Unwritten(x for x in leaves_of(item) if isinstance(x, Tensor))
+            loaded = _Loaded(index, item, start_ns=begin)
+            if ahead:
+                loaded.num_bytes = num_bytes(item)
+                tensors = (x for x in leaves_of(item) if isinstance(x, Tensor))
+                loaded.unwritten = Unwritten(tensors)
         except BaseException as error:
             self.ended = True
             return _Loaded(index, error=error)
-        end = time.perf_counter_ns()
-        return _Loaded(index, item, None, False, begin, end, size, unwritten)
+        loaded.end_ns = time.perf_counter_ns()
+        return loaded
 
     def let_go(self) -> None:
         """Of the iterator: a ``DataLoader``'s ends its processes when nobody has it any more."""
@@ -284,7 +291,7 @@ class InputPipeline(Iterator[Any]):
             if isinstance(item.error, StopIteration):  # would pass for the end of the items
                 raise RuntimeError("the loader raised StopIteration") from item.error
             raise item.error
-        if item.unwritten.first_written() is not None:
+        if item.unwritten is not None and item.unwritten.first_written() is not None:
             self.close()
             raise LoaderError(
                 f"item {item.index} of the loader was written to after it was loaded, when later "
@@ -324,7 +331,7 @@ class InputPipeline(Iterator[Any]):
         return self._num_slow >= 2  # in a row: the first may have opened a file
 
     def _next_inline(self) -> _Loaded:
-        item = self._source.load()
+        item = self._source.load(ahead=False)
         assert item is not None, "not asked after the end"
         slow = item.end_ns - item.start_ns > 1e9 * WORTH_A_THREAD_S
         self._num_slow = self._num_slow + 1 if slow else 0
@@ -367,7 +374,7 @@ class InputPipeline(Iterator[Any]):
                 os.sched_setaffinity(0, self._cores)
         set_own_num_threads(1)  # several threads load: each works alone, as in a DataLoader
         try:
-            while self._permits.get() and (item := self._source.load()) is not None:
+            while self._permits.get() and (item := self._source.load(ahead=True)) is not None:
                 self._loaded.put(item)
         finally:
             torch.set_num_threads(self._torch_threads)  # new threads of the process inherit it

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from placement.cluster import Device
 from placement.executor import weights
 from placement.executor.share import compile_runs
 from placement.graph import OpGraph
@@ -51,13 +52,17 @@ class Storages:
         return cls(of_tensor, np.array([sizes[k] for k in number], np.int64))
 
 
-def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
-    """int64 ``[N]``: what each operator needs on a CUDA device only while it runs, as measured.
+def needed_bytes(graph: OpGraph, on: Device) -> Ints:
+    """int64 ``[N, 2]``: what each operator needs on a CUDA device only while it runs, and for good.
 
     From one run in the calling thread: the most that PyTorch's allocator has held meanwhile, less
-    what it holds afterwards.
+    what it holds afterwards; and what cuBLAS, which had nothing before, has of that. A CPU is not
+    asked: zeros.
     """
-    program: Program = graph.program
+    needed, allocated = np.zeros((graph.num_ops, 2), np.int64), torch.cuda.memory_allocated
+    if on.kind != "cuda":
+        return needed
+    program, device = graph.program, torch.device(on.name.rpartition("/")[2])
     used = [p for p in np.unique(graph.param_use).tolist() if p < len(program.params)]
     params = {p: weights.on(device, program, p)[1] for p in used}
     runs = [(op,) for op in range(graph.num_ops)]
@@ -67,22 +72,21 @@ def workspace_bytes(graph: OpGraph, device: torch.device) -> Ints:
     for t, value in zip(program.input_tensors, program.timing_inputs(), strict=True):
         held[t] = value.to(device)
     left = np.diff(graph.use_ptr)
-    workspace = np.zeros(graph.num_ops, np.int64)
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         for op, call in calls.items():
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.reset_peak_memory_stats(device)
             call(held, lambda: True)
-            workspace[op] = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(
-                device
-            )
-            for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]].tolist():
-                left[t] -= 1
+            after = allocated(device)
+            torch._C._cuda_clearCublasWorkspaces()
+            most = torch.cuda.max_memory_allocated(device)
+            needed[op] = most - after, after - allocated(device)
+            read = graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]]
+            left[read] -= 1
+            for t in (*read.tolist(), *program.steps[op].outputs):
                 if not left[t]:
                     held[t] = None
-            for t in program.steps[op].outputs:
-                if not left[t]:
-                    held[t] = None
-    return workspace
+    return needed
 
 
 def peak_bytes(
@@ -124,7 +128,7 @@ def peak_bytes(
     outputs = graph.output_tensor[graph.tensor_src[graph.output_tensor] >= 0]
     until[rows, outputs, on[:, graph.tensor_src[outputs]]] = end_s.max(axis=1)[:, None]
 
-    peak = problem.param_bytes_on(placement)
+    peak = problem.resident_bytes_on(placement)
     lives = ~np.isnan(begin) & (storages.of_tensor >= 0)[:, None]
     for d in range(num_devices):
         row, t = np.nonzero(lives[:, :, d])

@@ -11,7 +11,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from placement.executor.backend import (
     CpuBackend,
     CudaBackend,
     backend_for,
+    callers_stream,
     used_on,
 )
 from placement.executor.constants import constants
@@ -48,6 +49,7 @@ from placement.graph import OpGraph
 from placement.problem import whole_numbers
 from placement.program import CaptureError, InputError, Program, fill, split_inputs
 from placement.schedule import Schedule
+from placement.timeline import steady_period
 
 _CLOSED_IN_USE = "the runner was closed while it was in use; bind the plan again"
 
@@ -190,9 +192,19 @@ class Runner:
             Exception: what an operator raised, with the operator's name as a note.
         """
         inputs = self._program.flatten_inputs(args, kwargs)
-        # To the end of the stream: one that is left early stops the workers.
-        (outputs,) = self._exclusively(self._stream(iter([inputs]), None, is_call=True))
-        return outputs
+        with _Use(self):
+            direct = self._direct(is_call=True)
+            if direct is None:
+                (outputs,) = self._stream(iter([inputs]), None, None)
+                return outputs
+            # All that a stream of one would do: each microsecond counts while a GPU waits.
+            batch, self.next_batch = self.next_batch, self.next_batch + 1
+            unwritten = Unwritten(inputs)
+            tensors = dict(zip(self._program.input_tensors, inputs, strict=True))
+            outputs = self._passed_on(tensors)
+            outputs |= self._launched(direct, partial(direct.call, batch, tensors))
+            self._check_unwritten(unwritten, 0)
+            return self._assemble(outputs)
 
     def stream(
         self,
@@ -237,6 +249,18 @@ class Runner:
         )
         return self._stream_items(items)
 
+    def period_of(self, results: Iterable[Any]) -> float:
+        """Seconds between two results of a stream of this runner, in steady state; drops them.
+
+        Where the calling thread launches, its last ``max_in_flight - 1`` come when all has been
+        launched, faster than others ever do: they do not count.
+        """
+        began = time.perf_counter()
+        ends = np.array([time.perf_counter() - began for _ in results])
+        if self._alone is not None:
+            ends = ends[: max(2, len(ends) - self.max_in_flight + 1)]
+        return float(steady_period(ends, num_phases=self.num_phases))
+
     def load_ahead(self, loader: Iterable[Any] | Dataset, **options: Any) -> InputPipeline:
         """The items of ``loader``, loaded as ``stream`` does with these options."""
         busy_s = self._busy_s if self._alone is None else None
@@ -244,7 +268,7 @@ class Runner:
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
-            yield from self._exclusively(self._stream(map(self._flatten, items), items))
+            yield from self._exclusively(map(self._flatten, items), items)
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
         try:
@@ -262,44 +286,21 @@ class Runner:
 
         They are taken by the calling thread as the pipeline has room.
         """
-        return self._exclusively(self._stream(iter(inputs), None))
+        return self._exclusively(iter(inputs), None)
 
-    def _exclusively(self, results: Iterator[Any]) -> Iterator[Any]:
-        if self._closed:
-            raise RunnerError("the runner is closed; bind the plan again")
-        if self._process != os.getpid():
-            raise RunnerError(
-                "the runner is another process's, and a fork has no threads: bind the plan in this "
-                "process, which should be started by spawn"
-            )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise RunnerError(
-                "autocast is on around the call, but what was captured does not follow it: use it "
-                "in the module's forward, and capture that; or call the runner outside of it"
-            )
-        if not self._busy.acquire(blocking=False):
-            raise RunnerError(
-                "the runner is in use by another call or stream; finish it, or bind a second one"
-            )
-        clean = False
-        try:
-            with cores_awake() if len(self._used) > 1 else nullcontext():
-                yield from results
-            clean = True
-        finally:
-            try:
-                if not clean:
-                    self.stop()
-            finally:  # also where Ctrl-C comes again
-                self._busy.release()
+    def _exclusively(
+        self, source: Iterator[Sequence[Tensor]], items: InputPipeline | None
+    ) -> Iterator[Any]:
+        with _Use(self):
+            direct = self._direct(is_call=False)  # which lives until the workers have ended
+            yield from self._stream(source, items, direct)
 
     def _stream(
         self,
         source: Iterator[Sequence[Tensor]],
         items: InputPipeline | None,
-        is_call: bool = False,
+        direct: _Direct | None,
     ) -> Iterator[Any]:
-        direct = self._direct(is_call)
         if direct is None:
             self._follow_caller()
         first = following = self.next_batch
@@ -344,7 +345,8 @@ class Runner:
                     raise failed
                 return
             if direct is not None:
-                computed = self._launched(direct, exhausted or self.max_in_flight == 1)
+                no_more = exhausted or self.max_in_flight == 1
+                computed = self._launched(direct, partial(direct.next, no_more))
                 outputs, _, unwritten = pending.pop(following)
                 self._check_unwritten(unwritten, following - first)
                 finished[following] = self._assemble(outputs | computed)
@@ -392,13 +394,13 @@ class Runner:
             is_late = bool  # never
         return _Direct(self.workers[self._alone], is_late)
 
-    def _launched(self, direct: _Direct, no_more: bool) -> dict[int, Any]:
+    def _launched(self, direct: _Direct, launch: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """The outputs of the next micro-batch."""
         with self._calling:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)
             try:
-                outputs = direct.next(no_more)
+                outputs = launch()
             except Exception as error:
                 self._raise(direct.worker.failure(error))
         if self._closed:
@@ -458,7 +460,7 @@ class Runner:
     def _assemble(self, outputs: dict[int, Any]) -> Any:
         for value in outputs.values() if self._outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
-                used_on(value, torch.cuda.current_stream(value.device))
+                used_on(value, callers_stream(value.device))
         outputs = {t: without_mode(x) for t, x in outputs.items()}
         params = self._program.params
         leaves = [fill(leaf, outputs, params) for leaf in self._program.output_leaves]
@@ -737,6 +739,44 @@ class Runner:
         self.close()
 
 
+class _Use:
+    """One call or stream of a runner; if it is left early the workers stop."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._awake = cores_awake() if len(runner._used) > 1 else None
+
+    def __enter__(self) -> None:
+        runner = self._runner
+        if runner._closed:
+            raise RunnerError("the runner is closed; bind the plan again")
+        if runner._process != os.getpid():
+            raise RunnerError(
+                "the runner is another process's, and a fork has no threads: bind the plan in this "
+                "process, which should be started by spawn"
+            )
+        if torch._C._is_any_autocast_enabled():
+            raise RunnerError(
+                "autocast is on around the call, but what was captured does not follow it: use it "
+                "in the module's forward, and capture that; or call the runner outside of it"
+            )
+        if not runner._busy.acquire(blocking=False):
+            raise RunnerError(
+                "the runner is in use by another call or stream; finish it, or bind a second one"
+            )
+        if self._awake is not None:
+            self._awake.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._awake is not None:
+                self._awake.__exit__(None, None, None)
+            if kind is not None:
+                self._runner.stop()
+        finally:  # also where Ctrl-C comes again
+            self._runner._busy.release()
+
+
 class _Direct:
     """The micro-batches of a call or stream on the one GPU that runs them, in order.
 
@@ -747,8 +787,9 @@ class _Direct:
         self.worker, self._is_late = worker, is_late
         assert isinstance(worker.backend, CudaBackend)
         self._backend = worker.backend
-        self._coming: deque[tuple[int, queue.SimpleQueue[Any]]] = deque()
-        self._launched: deque[Callable[[], dict[int, Any]]] = deque()
+        # With the inputs of the model, which keep their memory until their outputs are complete.
+        self._coming: deque[tuple[int, dict[int, Any], queue.SimpleQueue[Any]]] = deque()
+        self._launched: deque[tuple[Callable[[], dict[int, Any]], dict[int, Any]]] = deque()
         self._follow_caller()
 
     def _follow_caller(self) -> None:
@@ -760,25 +801,30 @@ class _Direct:
         share = self.worker.shares[batch % len(self.worker.shares)]
         mine = {t: inputs[t] for t in share.model_inputs}
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        if self._is_late is bool:
-            here = {t for t, x in mine.items() if self._backend.holds(x)}
-            if here:
-                self._follow_caller()
+        here = {t: x for t, x in mine.items() if self._backend.holds(x)}
+        if here:
+            self._follow_caller()
+        if len(here) < len(mine):
             mine = {t: x if t in here else x.cpu() for t, x in mine.items()}
             self._backend.bring(mine, arrived.put)
         else:
             arrived.put(mine)
-        self._coming.append((batch, arrived))
+        self._coming.append((batch, here, arrived))
+
+    def call(self, batch: int, inputs: dict[int, Any]) -> dict[int, Any]:
+        """Outputs of the only micro-batch, complete."""
+        return self.worker.launch(batch, inputs, self._is_late, is_last=True)()
 
     def next(self, no_more: bool) -> dict[int, Any]:
         """Outputs of the first micro-batch that is left, complete; those that have come run."""
-        while self._coming and not (self._launched and self._coming[0][1].empty()):
-            batch, arrived = self._coming.popleft()
+        while self._coming and not (self._launched and self._coming[0][2].empty()):
+            batch, here, arrived = self._coming.popleft()
             if isinstance(inputs := arrived.get(), Exception):
                 raise inputs
             is_last = no_more and not self._coming and not self._launched
-            self._launched.append(self.worker.launch(batch, inputs, self._is_late, is_last))
-        return self._launched.popleft()()
+            self._launched.append((self.worker.launch(batch, inputs, bool, is_last), here))
+        outputs, _ = self._launched.popleft()
+        return outputs()
 
 
 def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:

@@ -312,7 +312,7 @@ def compile_runs(
                     body.append(f"{name(tensor)} = v[{index}]")
                 body.append("del v")
             if source is not None:
-                body = [f"p = {bind(source.take)}({op})", *body, f"{bind(source.give_back)}()"]
+                body = [f"p = {bind(source.take)}({op})", *body, f"{bind(source.give_back)}({op})"]
             for tensor in step.outputs:
                 for destination, how in written.get(tensor, ()):
                     late.setdefault((how, destination.dtype), []).append((destination, tensor))

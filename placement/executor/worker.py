@@ -29,7 +29,7 @@ from torch import Tensor
 from placement.executor.awake import wait_exactly
 from placement.executor.backend import Backend, CudaBackend, is_long
 from placement.executor.graphs import Replayed
-from placement.executor.share import Compiled, Share
+from placement.executor.share import Call, Compiled, Share
 
 _TURN = threading.Lock()  # of all runners of this process: they share its interpreter
 _SHORT_NS = 5000  # on average, of which most is the interpreter's: two threads gain nothing
@@ -57,30 +57,35 @@ class _Flight:
         self.uses = share.num_uses.copy()
         self.left = len(share.ops)
 
-    def drop_read(self, op: int) -> None:
-        """Operator ``op`` has run: drop what nobody reads any more."""
-        for t in self.share.inputs[op]:
-            self.uses[t] -= 1
-            if self.uses[t] == 0:
-                self.env[t] = None
-
 
 class _Whole:
     """A share that is launched from its begin to its end.
 
     Attributes:
-        calls: operators in order, and what runs each.
-        graphs: those of them that are CUDA graphs.
+        steps: operators in order, what runs each, results of the model that it makes, and what
+            nobody reads any more then.
+        has_graphs: whether any of them is a CUDA graph.
         readers: by input of the model, the graph that alone reads it.
     """
 
     def __init__(self, share: Share, compiled: Compiled, priority: list[int]) -> None:
-        order = sorted(share.ops, key=priority.__getitem__)
-        self.calls = [(op, compiled.calls[op]) for op in order]
-        self.graphs = {op: call for op, call in self.calls if isinstance(call, Replayed)}
+        uses, graphs = share.num_uses.copy(), dict[int, Replayed]()
+        self.steps: list[tuple[int, Call, list[int], list[int]]] = []
+        for op in sorted(share.ops, key=priority.__getitem__):
+            call, makes = compiled.calls[op], share.outputs[op]
+            if isinstance(call, Replayed):
+                graphs[op] = call
+            results = [t for t in makes if share.results[t]]
+            dropped = [t for t in makes if not share.users[t]]
+            for t in share.inputs[op]:
+                uses[t] -= 1
+                if uses[t] == 0:
+                    dropped.append(t)
+            self.steps.append((op, call, results, dropped))
+        self.has_graphs = bool(graphs)
         users = {t: share.users[t] for t in share.model_inputs}
         self.readers = {
-            t: self.graphs.get(ops[0]) if len(ops) == 1 else None for t, ops in users.items()
+            t: graphs.get(ops[0]) if len(ops) == 1 else None for t, ops in users.items()
         }
 
 
@@ -152,7 +157,10 @@ class _Flights(dict[int, _Flight]):
     def ran(self, batch: int, op: int) -> bool:
         """Operator ``op`` has run; True: it was the last."""
         flight = self[batch]
-        flight.drop_read(op)
+        for t in flight.share.inputs[op]:
+            flight.uses[t] -= 1
+            if flight.uses[t] == 0:
+                flight.env[t] = None
         carried = flight.share.carried
         if op in carried:
             self._carried_to[op] = batch + 1
@@ -280,7 +288,8 @@ class Worker(threading.Thread):
 
         What is returned waits for its outputs, and gives them; for ``is_late`` and ``is_last`` see
         ``CudaBackend.call``. Where it cannot be late (``bool``) inputs are taken out of ``inputs``,
-        so that their memory is free early. Meanwhile nobody may send anything here, and nothing is
+        so that their memory is free early; but somebody keeps those that are on this GPU already
+        until their outputs are complete. Meanwhile nobody may send anything here, and nothing is
         carried to the next micro-batch.
         """
         backend = self.backend
@@ -289,25 +298,24 @@ class Worker(threading.Thread):
         share, whole = self.shares[k], self._whole[k]
 
         def launched() -> dict[int, Any]:
-            flight, outputs = _Flight(share), dict[int, Any]()
-            env, nothing_arrived = flight.env, self.inbox.empty
+            outputs, nothing_arrived = dict[int, Any](), self.inbox.empty
+            env: list[Any] = [None] * len(share.users)
+            take = inputs.pop if is_late is bool else inputs.__getitem__
             for t, graph in whole.readers.items():
                 slot = None if graph is None else graph.slots.get(t)
-                env[t] = backend.receive(inputs.pop(t) if is_late is bool else inputs[t], slot)
-            passes = bool(whole.graphs) and not backend.results_stay
-            for op, call in whole.calls:
+                env[t] = backend.receive(take(t), slot, kept=True)
+            passes = whole.has_graphs and not backend.results_stay
+            for op, call, results, dropped in whole.steps:
                 self._running = op
-                quick = whole.graphs[op].launch if passes and op in whole.graphs else call
+                quick = call.launch if passes and isinstance(call, Replayed) else call
                 for _ in quick(env, nothing_arrived) or ():
                     pass
-                for t in share.outputs[op]:
-                    if share.results[t]:
-                        # It is, or is a part of, what the next micro-batch writes over.
-                        beside = passes and not is_last and is_long(env[t])
-                        outputs[t] = env[t].clone() if beside else env[t]
-                    if not share.users[t]:
-                        env[t] = None
-                flight.drop_read(op)
+                for t in results:
+                    # It is, or is a part of, what the next micro-batch writes over.
+                    beside = passes and not is_last and is_long(env[t])
+                    outputs[t] = env[t].clone() if beside else env[t]
+                for t in dropped:
+                    env[t] = None
             self._running = None
             return outputs
 

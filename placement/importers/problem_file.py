@@ -92,7 +92,7 @@ class OperatorRecord(_Strict):
         group: operators with the same number share a device; null is a group of its own.
         params: numbers in ``param_bytes``.
         loaded_s: as ``compute_s`` where it is left out, if another operator has it.
-        spread_s, predicted, workspace_bytes: 0 or false where left out.
+        spread_s, predicted, workspace_bytes, library_bytes: 0 or false where left out.
     """
 
     name: str
@@ -106,6 +106,7 @@ class OperatorRecord(_Strict):
     spread_s: PerDevice | None = None
     loaded_s: PerDevice | None = None
     workspace_bytes: Count | None = None
+    library_bytes: tuple[Count, ...] | None = None
     predicted: tuple[bool, ...] | None = None
 
 
@@ -238,6 +239,7 @@ def _document(problem: Problem) -> dict[str, Any]:
             spread_s=row("spread_s", n) if profile.spread_s[n].any() else None,
             loaded_s=row("loaded_s", n),
             workspace_bytes=row("workspace_bytes", n),
+            library_bytes=row("library_bytes", n),
             predicted=row("predicted", n),
         )
         for n, name in enumerate(g.op_name)
@@ -410,6 +412,7 @@ def _profile(record: ProblemRecord, cluster: Cluster, links: tuple[Link, ...]) -
         workspace_bytes=(
             None if set(bytes_of) == {None} else np.array([x or 0 for x in bytes_of], np.int64)
         ),
+        library_bytes=table("library_bytes", zero, np.int64),
         predicted=table("predicted", zero, np.bool_),
         graph_fingerprint=record.measured_graph,
         provenance=dict(record.provenance),

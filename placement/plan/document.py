@@ -32,6 +32,8 @@ class Plan(parts.Strict):
         phases: of a periodic plan, ``K - 1`` times what differs from ``assignment``: micro-batch
             ``m`` runs as phase ``m % K`` says, phase 0 being ``assignment`` itself. Empty: all
             micro-batches run alike. A file with phases has ``schema_version`` 2.
+        cuda_graphs: runs of operators on a GPU are replayed as CUDA graphs, as they were when this
+            plan was measured.
         second_j: joules that a second was worth to the objective ``energy``.
         priority: ``[N]`` rank of each operator where several are ready (smallest first).
         order: for every device the (operator, micro-batch) in the order they run, or null: then
@@ -50,6 +52,7 @@ class Plan(parts.Strict):
     objective: ObjectiveName
     num_microbatches: Annotated[int, Field(ge=1, le=2**31 - 1)]
     max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    cuda_graphs: bool = False
     second_j: Seconds = 0.0
     assignment: dict[Name, Name]
     phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
@@ -72,8 +75,9 @@ class Plan(parts.Strict):
     @model_serializer(mode="wrap")
     def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
-        if not self.phases:
-            data.pop("phases", None)  # which older versions do not know
+        for name in ("phases", "cuda_graphs"):  # which older versions do not know
+            if not getattr(self, name):
+                data.pop(name, None)
         return data
 
     @property
@@ -194,7 +198,9 @@ class Plan(parts.Strict):
         cluster = self.cluster.build()
         placement = self.placement(graph, cluster, other_shapes=other_shapes)
         options = self.run_options(graph, in_order=in_order)
-        return Runner(graph, cluster, placement, record=record, outputs=outputs, **options)
+        runner = Runner(graph, cluster, placement, record=record, outputs=outputs, **options)
+        runner.cuda_graphs = self.cuda_graphs
+        return runner
 
     def bind_training(
         self,

@@ -45,7 +45,9 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
             values,
         ),
         (
-            "devices" + f"; micro-batches take turns in {len(on)} phases" * (len(on) > 1),
+            "devices"
+            + f"; micro-batches take turns in {len(on)} phases" * (len(on) > 1)
+            + "; GPUs replay CUDA graphs" * plan.cuda_graphs,
             ["device", "operators", "stages", "busy", "peak memory", "of"],
             devices,
         ),

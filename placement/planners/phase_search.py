@@ -123,6 +123,7 @@ def unrolled(problem: Problem, count: int) -> Problem:
         io_s=np.tile(problem.io_s, (count, 1)) / count,
         transfer_s=None,
         workspace_bytes=None,
+        library_bytes=None,
         predicted=None,
         graph_fingerprint="",
     )

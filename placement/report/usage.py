@@ -41,9 +41,9 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
     """Bytes that each device holds over the run: ``[D]`` step functions.
 
     The rules are the simulator's: at home a tensor lives in its root's memory, which is held
-    while any tensor in it is; a copy sent elsewhere is its own; parameters stay; workspace is
-    held while an operator runs. So the largest step of a predicted timeline is its
-    ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
+    while any tensor in it is; a copy sent elsewhere is its own; parameters and what libraries keep
+    stay; workspace is held while an operator runs. So the largest step of a predicted timeline is
+    its ``peak_bytes``. Of a measured one it says what the graph's tensors take at measured times.
     """
     g = problem.graph
     # What replicas have added up is added where it arrives: no memory beside the gradients'.
@@ -65,9 +65,9 @@ def memory_steps(problem: Problem, timeline: Timeline, max_in_flight: int) -> li
         begin, until = np.append(begin, timeline.start_s), np.append(until, timeline.end_s)
         workspace = np.broadcast_to(problem.profile.workspace_bytes, timeline.start_s.shape)
         size = np.append(size, workspace.ravel())
-    params = problem.param_bytes_on(timeline.placement)
+    stays = problem.resident_bytes_on(timeline.placement)
     return [
-        _steps(begin[device == d], until[device == d], size[device == d], int(params[d]))
+        _steps(begin[device == d], until[device == d], size[device == d], int(stays[d]))
         for d in range(problem.num_devices)
     ]
 

@@ -82,18 +82,19 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
 
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
     options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
-    return Runner(runner.graph, runner.cluster, placement, **options)
+    single = Runner(runner.graph, runner.cluster, placement, **options)
+    single.cuda_graphs = plan.cuda_graphs
+    return single
 
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
     """A single call of ``one``, and the period of a stream through ``many``."""
     from placement.program import split_inputs
-    from placement.timeline import streamed_period
 
     args, kwargs = split_inputs(inputs)
 
     def often() -> float:
-        return streamed_period(many.stream([inputs] * batches), many.num_phases)
+        return many.period_of(many.stream([inputs] * batches))
 
     return lambda: one(*args, **kwargs), often
 

@@ -59,7 +59,7 @@ class Searched:
             )
         free, unit_s = work_of(problem, p, pieces, num_microbatches)
         held = held_bytes(problem, p, pieces)
-        room = problem.memory_bytes - problem.param_bytes_on(p)
+        room = problem.memory_bytes - problem.resident_bytes_on(p)
         over = np.zeros(problem.num_devices, np.int64)
         for _ in range(_RETRIES):
             try:

@@ -247,24 +247,23 @@ def _merged(problem: Problem, label: Ints) -> Problem:
         output_tensor=g.output_tensor,
     )
 
-    def total(values: Any) -> Any:
+    def merged(values: Any, how: np.ufunc = np.add) -> Any:
         if values is None:
             return None
-        out = np.zeros((count, values.shape[1]), values.dtype)
-        np.add.at(out, label, values)
+        out = np.zeros((count, *values.shape[1:]), values.dtype)
+        how.at(out, label, values)
         return out
 
     p = problem.profile
-    workspace = np.zeros(count, np.int64)
     extra = 0 if p.workspace_bytes is None else p.workspace_bytes
-    np.maximum.at(workspace, label, produced + extra)
     profile: Profile = replace(
         p,
-        compute_s=total(p.compute_s),
-        spread_s=total(p.spread_s),
-        loaded_s=total(p.loaded_s),
-        predicted=total(p.predicted),
-        workspace_bytes=workspace,
+        compute_s=merged(p.compute_s),
+        spread_s=merged(p.spread_s),
+        loaded_s=merged(p.loaded_s),
+        predicted=merged(p.predicted),
+        workspace_bytes=merged(produced + extra, np.maximum),
+        library_bytes=merged(p.library_bytes, np.maximum),
         graph_fingerprint="",
     )
     return replace(problem, graph=graph, profile=profile)

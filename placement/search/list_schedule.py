@@ -162,8 +162,10 @@ def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_ke
 
 
 def room_bytes(problem: Problem) -> NDArray[np.int64]:
-    """int64 ``[D]``: memory, less two buffers where a device that streams may need them."""
+    """int64 ``[D]``: memory, less what libraries may keep, and buffers of a device that streams."""
     room: NDArray[np.int64] = problem.memory_bytes.copy()
+    if problem.profile.library_bytes is not None:
+        room -= problem.profile.library_bytes.max(axis=0)
     if problem.cluster.streaming:
         room[problem.worker[problem.cluster.streaming]] -= 2 * problem.graph.op_param_bytes.max()
     return room

@@ -33,11 +33,11 @@
 * In training, what replicas have added up travels after the last operator to the device that
   makes the gradient in phase 0, from each device of other memory (those of kind ``cpu`` share
   one); when all is there, new values travel back. Of that the period has the ``M``-th part.
-* Memory: parameters, plus every tensor from when its producer is taken (or its transfer begins)
-  until its last consumer or outgoing transfer on that device ended (outputs: until their
-  micro-batch finished), plus the workspace of running operators. Tensors that share memory
-  (views) hold it together, once. Model inputs count from their admission on every CPU device
-  that uses them. Frees come before allocations at equal times.
+* Memory: parameters and what libraries keep, plus every tensor from when its producer is taken
+  (or its transfer begins) until its last consumer or outgoing transfer on that device ended
+  (outputs: until their micro-batch finished), plus the workspace of running operators. Tensors
+  that share memory (views) hold it together, once. Model inputs count from their admission on
+  every CPU device that uses them. Frees come before allocations at equal times.
 """
 
 # ruff: noqa: F401

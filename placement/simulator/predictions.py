@@ -82,7 +82,7 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
     sent = run.num_sent
     transfers = run.transfers[:sent], run.transfer_start[:sent], run.transfer_end[:sent]
-    peak = run.peak + problem.param_bytes_on(placement)
+    peak = run.peak + problem.resident_bytes_on(placement)
     return timeline_of(problem, placement, run.start.copy(), run.end.copy(), transfers, peak)
 
 
@@ -251,7 +251,7 @@ def _batch(problem: Problem, placements: ArrayLike, num_microbatches: int) -> _R
         value, run_s = value + summing_s, run_s + summing_s
     each = max(len(rows) // max(len(batch), 1), 1)
     for i in np.flatnonzero(ran) if track else ():
-        peak[i] += problem.param_bytes_on(batch[i // each])
+        peak[i] += problem.resident_bytes_on(batch[i // each])
     if len(problem.graph.carried_op):
         moves = np.repeat(~problem.buffers_stay(batch), each)
         value[moves] = run_s[moves] = np.inf

@@ -234,7 +234,7 @@ class Reference:
             stored = tensor if g.tensor_src[tensor] >= 0 else int(g.tensor_root[tensor])
             hold(stored, batch, b, begin, max(end[batch, users(tensor, batch, b)]))
 
-        peak = problem.param_bytes_on(self.placement)
+        peak = problem.resident_bytes_on(self.placement)
         for device in range(problem.num_devices):
             changes = []
             for (stored, _, where), lives in spans.items():

@@ -21,7 +21,7 @@ from placement.cluster import Cluster, Device
 from placement.executor import Runner, Trainer
 from placement.executor import backend as backend_module
 from placement.executor.graphs import Replayed, pieces_of, recorded
-from placement.plan import Measured, Spread, now
+from placement.plan import Measured, Plan, Spread, now
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.workloads import load
@@ -276,13 +276,12 @@ def test_a_replay_does_not_write_over_long_results_that_are_still_copied(monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail", "are untried"])
+@pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail"])
 def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs, monkeypatch):
     module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
     graph = capture(module, x)
     seconds = np.tile([1.0, 1e-3], (graph.num_ops, 1))
     problem = Problem(graph, BOTH, Profile(BOTH.device_names, seconds, 0 * seconds))
-    monkeypatch.setattr(optimizing, "TRY_GRAPHS", graphs != "are untried")
     monkeypatch.setattr(optimizing, "measure", lambda ways, _: {n: took(n) for n in ways})
     launch, capture_begin = Replayed.launch, emulated_gpu.CUDAGraph.capture_begin
 
@@ -308,6 +307,10 @@ def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs,
         assert (runner.kept, *optimizing.devices_of(runner.plan)) == ("plan", "cuda:0")
         assert runner.cuda_graphs == (graphs == "are equal")
         assert ("cuda:0 alone as CUDA graphs" in optimizing.verdict(runner)) == runner.cuda_graphs
+        text = runner.plan.model_dump_json()
+        assert ("cuda_graphs" in text) == runner.cuda_graphs == runner.plan.cuda_graphs
+        with Plan.model_validate_json(text).bind(module, x) as bound:
+            assert bound.cuda_graphs == runner.cuda_graphs
         before = gpu.num_replays
         results = [runner(*x) for _ in range(6)]
         assert (gpu.num_replays > before) == runner.cuda_graphs

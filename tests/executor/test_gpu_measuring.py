@@ -21,11 +21,12 @@ from placement.cluster import Cluster, ClusterError
 from placement.costs import calibration, transfers
 from placement.costs.links import devices_here
 from placement.costs.measure import measure
-from placement.executor import Runner, Trainer
+from placement.executor import Executor, Runner, Trainer
 from placement.executor.alone import is_short, lacks_kernel
 from placement.executor.backend import CudaBackend
 from placement.planners.heft import Heft
 from placement.problem import Problem
+from placement.simulator import simulate
 from tests import emulated_gpu
 from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, two_layers
 
@@ -147,11 +148,19 @@ def test_an_error_that_no_kernel_explains_is_raised():
 def test_workspace_is_measured(briefly):
     module, inputs = wide()
     graph = capture(module, inputs)
-    with emulated_gpu.emulated(scratch={"aten.relu.default": 12_345}):
+    options = {"scratch": {"aten.relu.default": 12_345}, "library_bytes": 6_789}
+    with emulated_gpu.emulated(**options):
         profile = measure(graph, BOTH, repeats=1)
+        problem = Problem(graph, BOTH, profile, max_in_flight=1)
+        torch._C._cuda_clearCublasWorkspaces()  # of the threads that have measured
+        peak = Executor(problem).run(all_on(graph, 1)).peak_bytes[1]
+    predicted = simulate(problem, np.array(all_on(graph, 1))).peak_bytes[1]
+    assert predicted == peak
     relu = [n for n, name in enumerate(graph.op_name) if "relu" in name]
     assert profile.workspace_bytes[relu].tolist() == [12_345]
     assert profile.workspace_bytes.sum() == 12_345
+    multiplies = [6_789 * ("linear" in name) for name in graph.op_name]
+    assert sum(multiplies) and profile.library_bytes.T.tolist() == [[0] * graph.num_ops, multiplies]
 
 
 def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeypatch):

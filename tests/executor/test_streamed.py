@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -20,7 +20,12 @@ from placement.capturing import capture
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.measure import cached_path, load_or_measure
 from placement.executor import Executor, Runner
-from placement.executor.streamed import _Slot, streaming_where_short, with_streaming
+from placement.executor.streamed import (
+    _Slot,
+    places,
+    streaming_where_short,
+    with_streaming,
+)
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.plan import Plan, make_plan
@@ -226,8 +231,8 @@ def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
     """Otherwise the test before says little."""
     init = _Slot.__init__
 
-    def without(slot: _Slot, *args: Any) -> None:
-        init(slot, *args)
+    def without(slot: _Slot) -> None:
+        init(slot)
         setattr(
             slot, forgotten, SimpleNamespace(record=lambda stream: None, done=Event().done, seen={})
         )
@@ -239,6 +244,48 @@ def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
         stream_all(graph, module, inputs, [chosen(graph, 1, (2,))])
 
 
+def meet(begin: np.ndarray, sizes: Any, a: int, b: int) -> bool:
+    return bool(begin[a] < begin[b] + sizes[b] and begin[b] < begin[a] + sizes[a])
+
+
+@given(st.lists(st.integers(1, 9) | st.integers(20, 30), min_size=1, max_size=12))
+@example([1, 4, 1, 2])
+def test_each_has_a_place_beside_the_one_before_and_what_fits_stays(sizes: list[int]) -> None:
+    begin = places(np.array(sizes))
+    assert begin.min() >= 0 and (begin + sizes).max() <= 2 * max(sizes)
+    assert not any(meet(begin, sizes, k - 1, k) for k in range(1, len(sizes)))
+    if sum(sizes) <= 2 * max(sizes):
+        assert not any(meet(begin, sizes, a, b) for b in range(len(sizes)) for a in range(b))
+
+
+def test_weights_of_a_decoder_come_while_the_last_of_the_layer_before_is_computed() -> None:
+    """Two buffers in turns would wait for it: what is normalised between takes the other one."""
+    sizes = [16, 49176, 16392, 16, 65568, 65544] * 8  # KiB
+    begin = places(np.array(sizes))
+    for up in range(
+        10, len(sizes), 6
+    ):  # from the second layer on: nothing is in the first one's way
+        assert not meet(begin, sizes, up - 2, up)  # what attention's output is multiplied with
+        assert not meet(begin, sizes, up - 5, up - 3)  # the last of the layer before, and the first
+
+
+def test_parameters_that_all_have_room_are_copied_once() -> None:
+    """A norm after each of six layers reads the same; there is room for two layers' weights."""
+    module, (x,), graph = layers()
+    more = np.flatnonzero(graph.op_param_bytes)
+    copies = []
+    for streamed in ([], more[[0, *range(1, 12, 2)]], more):
+        placement = chosen(graph, 0, (1,))
+        placement[streamed] = 2
+        with emulated_gpu.emulated() as gpu, Runner(graph, THREE, placement) as runner:
+            for i in range(4):
+                if i == 2:
+                    gpu.copies.clear()
+                torch.testing.assert_close(runner(x + i), module(x + i))
+        copies.append(gpu.copies["pinned"])
+    assert copies[0] == copies[1] <= copies[2] - 2 * 12
+
+
 def test_parameters_are_copied_while_operators_run() -> None:
     """Six layers, whose weight takes 10 ms to come, and two kernels of 5 ms."""
     _, inputs, graph = layers()
@@ -248,8 +295,8 @@ def test_parameters_are_copied_while_operators_run() -> None:
             list(runner.stream([inputs] * 2))
             gpu.copies.clear()
             list(runner.stream([inputs] * 3))
-    # A weight and a bias of every linear layer, and of the norm: for each of three micro-batches.
-    assert gpu.copies["pinned"] >= 3 * 2 * 12 and not gpu.copies["pageable"]
+    # A weight and a bias of every linear layer, for each of three micro-batches; some of the norm.
+    assert 3 * 2 * 6 <= gpu.copies["pinned"] <= 3 * 2 * 12 + 3 and not gpu.copies["pageable"]
 
 
 def test_what_was_written_since_shows_in_the_next_call() -> None:

@@ -66,7 +66,7 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "old", "resnet50")), *words]) == 0
     assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "resnet50")), *words]) == 0
     read = json.loads((out / "gpu.json").read_text())
-    assert read["rows"][-1] == FACTS[-1] | {"error": None}
+    assert read["rows"][-1] == FACTS[-1] | {"error": None, "run": "unknown"}
     about = read["provenance"]
     assert (about["card"], about["driver"], about["clock"]) == ("ACME G (1)", "580.1", "1900 MHz")
     assert (about["torch"], about["cores"], about["when"][:10]) == ("2.11", 8, "2026-11-27")
@@ -85,6 +85,27 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     rows = dataset.operators(dataset.load(data))
     assert {r.device for r in rows} == {"cpu:0", "cuda:0"}
     assert {r.machine for r in rows} == {"acme-g-1-6-cores"}
+
+
+def test_a_later_run_replaces_sections_of_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
+    """The first compares and checks; the second compares again, and knows another model."""
+    words = ["--out", str(tmp_path), "--dataset", str(tmp_path), "--work", str(tmp_path / "work")]
+    folders = [folder_of_a_run(tmp_path, key) for key in ("one", "two")]
+    for folder, began, ms, at in zip(
+        folders, ("10:00", "12:00"), (2.0, 3.0), (90, 50), strict=True
+    ):
+        run = {"section": "facts", "item": "run", "began": began, "at": at}
+        rows = [run, *FACTS[:-2], FACTS[-2] | {"gpu_ms": ms}, *FACTS[-1:][: ms == 2.0]]
+        (folder / "gpu.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
+    assert gpu_results.main(["run", *map(str, folders), *words]) == 0
+    page = capsys.readouterr().out
+    assert "Runs of 10:00, 90 s (facts, correct); 12:00, 50 s (facts, plans): ACME G (1)" in page
+    assert "| 3.00 ms |" in page and "| 2.00 ms |" not in page and "0 of 1; 1 of 96" in page
+    assert {*dataset.load(tmp_path)} == {"acme-g-1-6-cores/one", "acme-g-1-6-cores/two"}
+    text = (folders[1] / "gpu.jsonl").read_text().replace("ACME G (1)", "ACME H")
+    (folders[1] / "gpu.jsonl").write_text(text)
+    assert gpu_results.main(["run", *map(str, folders), *words]) == 2
+    assert "of ACME G (1) and ACME H: give those of one card" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lacks", ["gpu.jsonl", "profiles.zip", "problems"])
@@ -119,7 +140,7 @@ def test_the_committed_problems_are_planned_without_a_gpu(tmp_path: Path) -> Non
         } & set(facts)
         assert problem.profile.graph_fingerprint == problem.graph.fingerprint
         assert path.parent.name in (study.ROOT / "docs" / "latency.md").read_text()
-    (path,) = (p for p in COMMITTED if p.name == "resnet50.json.gz")
+    path = next(p for p in COMMITTED if p.name == "resnet50.json.gz")
     plan = tmp_path / "plan.json"
     words = ["plan", str(path), "--planner", "single_device", "--objective", "latency"]
     assert main([*words, "--out", str(plan)]) == 0

@@ -112,7 +112,7 @@ def test_no_field_is_forgotten() -> None:
     }  # fmt: skip
     assert names[Profile] == {
         "device_names", "compute_s", "spread_s", "links", "loaded_s", "batch_s", "transfer_s",
-        "io_s", "workspace_bytes", "predicted", "graph_fingerprint", "provenance",
+        "io_s", "workspace_bytes", "library_bytes", "predicted", "graph_fingerprint", "provenance",
     }  # fmt: skip
     assert names[Cluster] == {"name", "devices", "links"}
 
@@ -137,13 +137,15 @@ def test_every_field_of_devices_and_links(tmp_path: Path) -> None:
 def test_rows_that_only_some_operators_have(tmp_path: Path) -> None:
     data = change(SMALL, "operators", 0, "loaded_s", value=[3, 4])
     data["operators"][1] |= {"spread_s": [0.1, 0], "predicted": [True, False]}
-    data["operators"][2] |= {"workspace_bytes": 5}
+    data["operators"][2] |= {"workspace_bytes": 5, "library_bytes": [0, 7]}
     profile = load(written(tmp_path / "file.json", data)).profile
     assert profile.loaded_s is not None and profile.predicted is not None
     assert profile.loaded_s.tolist() == [[3, 4], [0.5, np.inf], [2, 1]]
     assert profile.spread_s.tolist() == [[0, 0], [0.1, 0], [0, 0]]
     assert profile.predicted.tolist() == [[False, False], [True, False], [False, False]]
     assert profile.workspace_bytes is not None and profile.workspace_bytes.tolist() == [0, 0, 5]
+    assert profile.library_bytes is not None
+    assert profile.library_bytes.tolist() == [[0, 0], [0, 0], [0, 7]]
 
 
 @given(

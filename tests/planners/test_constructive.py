@@ -31,7 +31,7 @@ from placement.profile import Profile
 from placement.search import list_kernels
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Search
-from placement.search.list_schedule import ListSchedule, produced_bytes
+from placement.search.list_schedule import ListSchedule, produced_bytes, room_bytes
 from placement.simulator import score
 from placement.testing import check_planner
 from placement.workloads.synthetic import families
@@ -172,7 +172,7 @@ def test_what_is_known_of_all_devices_at_once_is_what_is_known_of_each(seed: int
             for x in here
         ]
         can = np.flatnonzero(np.isfinite(problem.group_compute_s[group]))
-        room = [d for d in can if need[d] <= problem.memory_bytes[d]]
+        room = [d for d in can if need[d] <= room_bytes(problem)[d]]
         assert np.flatnonzero(schedule.able(group)).tolist() == (room or can.tolist())
         placed.append((group, int(rng.choice(can))))
         schedule.hold(*placed[-1])
@@ -603,7 +603,8 @@ def test_coarsening_closes_no_cycle_and_keeps_what_counts(seed: int, num_ops: in
         placement = choice[coarse.graph.group][label]
         assert problem.check_placement(placement).dtype == np.int32
         assert np.array_equal(
-            problem.param_bytes_on(placement), coarse.param_bytes_on(choice[coarse.graph.group])
+            problem.resident_bytes_on(placement),
+            coarse.resident_bytes_on(choice[coarse.graph.group]),
         )
 
 

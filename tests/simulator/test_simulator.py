@@ -341,6 +341,15 @@ def test_memory_counts_the_workspace_of_running_operators(run: Any) -> None:
 
 
 @SIMULATORS
+def test_memory_counts_once_per_device_what_libraries_keep(run: Any) -> None:
+    problem = make(**MEMORY, profile={"library_bytes": np.array([[9, 8], [5, 4], [0, 600]])})
+    assert run(problem, [0, 0, 1]).peak_bytes.tolist() == [1110 + 9, 1017 + 600]
+    assert run(problem, [0, 0, 0]).peak_bytes.tolist() == [1110 + 9, 0]
+    evaluated = evaluate(problem, [[0, 0, 1]]).peak_bytes
+    assert evaluated is None or evaluated.tolist() == [[1119, 1617]]
+
+
+@SIMULATORS
 @pytest.mark.parametrize("outputs, peak", [([], 60), ([0], 50 + 60)])
 def test_outputs_are_kept_until_their_micro_batch_finished(
     run: Any, outputs: list[int], peak: int
