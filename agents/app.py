@@ -540,7 +540,7 @@ def make_planner(node: DictConfig) -> Planner:
     target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
     cli.search_here(target)
     kind = planners.find(target)
-    if not is_dataclass(kind):
+    if isinstance(kind, type) and not is_dataclass(kind):
         planner: Planner = instantiate(node, _convert_="all")
         return planner
     # A planner inside a planner is a node with a _target_ too; instantiate leaves others alone.

@@ -89,14 +89,16 @@ class PlacementEnv(gym.Env[Observation, Any]):
     ) -> tuple[Observation, dict[str, Any]]:
         """Start an episode with a random problem, or with number ``options["problem"]``.
 
-        ``info`` has ``problem`` (int; of a generator: how many came before) and ``action_mask``
-        as ``action_space.sample`` takes it: int8 ``[A]``, or, where an action is several numbers, a
-        tuple of one such row for each.
+        ``info`` has ``problem`` (int; of a generator: how many came before, since a seed) and
+        ``action_mask`` as ``action_space.sample`` takes it: int8 ``[A]``, or, where an action is
+        several numbers, a tuple of one such row for each.
 
         Raises:
             EnvError: there is no problem of that number, or an option of another name.
         """
         super().reset(seed=seed)
+        if seed is not None:
+            self._drawn = 0  # the same seed, the same observations
         check_reset(options, ("problem",))
         chosen = (options or {}).get("problem")
         if self._source.generator is not None:

@@ -206,6 +206,11 @@ class FreshEpisodes(Episodes):
         """See ``Episodes``."""
         return self.rules.draw(self._rng)
 
+    def seed(self, seed: int | Sequence[int] | None) -> None:
+        """See ``Episodes``; problems are counted from 0 again."""
+        super().seed(seed)
+        self.rules.restore({"drawn": 0})
+
     def _last(self, rows: Numbers) -> Observation:
         return self.rules.seen_in(rows)
 

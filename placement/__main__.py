@@ -6,8 +6,14 @@ Exit codes: 0 done; 1 the answer is no (not valid, not equal, nothing fits); 2 b
 
 from __future__ import annotations
 
-import argparse
 import sys
+
+if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may come meanwhile
+    from placement import commands
+
+    sys.exit(commands.placement())
+
+import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -152,7 +158,3 @@ def _run(args: argparse.Namespace) -> int:
 
 def _is_option(text: str) -> bool:
     return not text.startswith("-")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -44,6 +44,7 @@ _GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28
 _SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
 _MOST_SLOTS = 64  # devices of the library in one host: each two of them have a link
 _ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
+_NUMBER = int | float | np.number
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
 
 
@@ -95,7 +96,8 @@ class Device:
     def __post_init__(self) -> None:
         for what, (least, most) in _RANGES.items():
             value = getattr(self, what)
-            if value is not None and not least <= value <= most:  # comparisons with NaN are false
+            is_number = isinstance(value, _NUMBER) and least <= value <= most  # false of NaN
+            if value is not None and not is_number:
                 raise ClusterError(
                     f"device {short(self.name)}: {what} = {short(value)}, must be from {least} to "
                     f"{most}"
@@ -168,7 +170,8 @@ class Link:
         costs = {name: getattr(self, name) for name in names}
         speed = self.bandwidth_bytes_per_s
         # Comparisons with NaN are false.
-        if not (all(0 <= x < LONGEST_S for x in costs.values()) and speed > 1 / LONGEST_S):
+        are_times = all(isinstance(x, _NUMBER) and 0 <= x < LONGEST_S for x in costs.values())
+        if not (are_times and isinstance(speed, _NUMBER) and speed > 1 / LONGEST_S):
             each = ", ".join(f"{name} = {x}" for name, x in costs.items())
             raise ClusterError(
                 f"link {self.src} -> {self.dst}: {each} must be >= 0 and below {LONGEST_S:g}, and "
@@ -229,6 +232,15 @@ class Cluster:
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
+        for what, kind in (("devices", Device), ("links", Link)):
+            values = tuple(getattr(self, what))
+            object.__setattr__(self, what, values)
+            for x in values:
+                if not isinstance(x, kind):
+                    raise ClusterError(
+                        f"cluster {short(self.name)}: {what} holds {x!r:.60} (of type "
+                        f"{type(x).__name__}), not a placement.{kind.__name__}"
+                    )
         names = [d.name for d in self.devices]
         if not names:
             raise ClusterError(f"cluster {self.name!r} has no devices")

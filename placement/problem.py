@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -26,6 +27,18 @@ MOST_PHASES = 1024  # of a periodic placement
 MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "graph": (OpGraph, "a placement.OpGraph"),
+    "cluster": (Cluster, "a placement.Cluster"),
+    "profile": (Profile, "a placement.Profile"),
+    "contention": (bool, "True or False"),
+    "second_j": (Real, "a number"),
+    "num_microbatches": (Integral, "a whole number"),
+    "max_in_flight": (Integral, "a whole number"),
+    "max_phases": (Integral, "a whole number"),
+}
 
 
 class ProblemError(ValueError):
@@ -64,6 +77,10 @@ class Problem:
     max_phases: int = 1
 
     def __post_init__(self) -> None:
+        for name, (kind, what) in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                is_of = type(value).__name__
+                raise ProblemError(f"{name} must be {what}, not {value!r:.60} (of type {is_of})")
         self.profile.check(self.graph)
         if self.profile.device_names != self.cluster.device_names:
             raise ProblemError(
@@ -117,8 +134,13 @@ class Problem:
                 f"objective 'energy' needs the power of every device, unknown for {silent}; "
                 "state busy_w and idle_w (watts) in the cluster's YAML file"
             )
-        if self.cluster.streaming and self.graph.is_backward.any():
-            name = self.cluster.device_names[self.cluster.streaming[0]]
+        name = next((d.name for d in self.cluster.devices if d.streams is not None), None)
+        if name is not None and self.objective.is_analytic:
+            raise ProblemError(
+                f"objective {self.objective} is a formula of devices that work by themselves, "
+                f"{name!r} has no time of its own: leave that device out, or use objective period"
+            )
+        if name is not None and self.graph.is_backward.any():
             raise ProblemError(
                 f"device {name!r} copies parameters from host memory for each operator, which is "
                 f"for inference: a training step changes them; leave {name!r} out of the cluster"
@@ -532,6 +554,22 @@ class Problem:
         """The same problem, for planners that answer with one phase only."""
         return self if self.max_phases == 1 else replace(self, max_phases=1)
 
+    @property
+    def by_loads(self) -> Problem:
+        """The same for ``max_load``, by which searches for other objectives begin.
+
+        A device that streams has time of its own there: this is an estimate, not to be asked for.
+        """
+        if not self.cluster.streaming:
+            return self.with_objective(Objective.MAX_LOAD)
+        devices = tuple(replace(d, streams=None) for d in self.cluster.devices)
+        return replace(
+            self,
+            cluster=replace(self.cluster, devices=devices),
+            profile=replace(self.profile, compute_s=self.compute_s, io_s=self.io_s),
+            objective=Objective.MAX_LOAD,
+        )
+
     def with_objective(self, objective: Objective) -> Problem:
         """The same problem with another objective; itself, with its caches, if it has that one."""
         return self if objective == self.objective else replace(self, objective=objective)
@@ -557,6 +595,9 @@ class Solution:
     lower_bound_s: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", whole_numbers(self.placement))
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the value, what is proved, and operators per device number."""
@@ -594,6 +635,11 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
         ) from None
     if values.dtype == np.int32:
         return values
+    if values.dtype.kind not in "biuf":
+        raise ProblemError(
+            "a placement holds the numbers of devices, 0, 1, ..., not "
+            f"{placements!r:.60} (of a name: cluster.index(NAME), of a solution: .placement)"
+        )
     with np.errstate(invalid="ignore"):  # nan and infinity are among what is refused
         p = values.astype(np.int32)
     wrong = p != values

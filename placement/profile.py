@@ -94,12 +94,13 @@ class Profile:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.compute_s.ndim != 2 or self.compute_s.shape[1] != len(self.device_names):
+        object.__setattr__(self, "device_names", tuple(self.device_names))
+        if np.ndim(self.compute_s) != 2 or np.shape(self.compute_s)[1] != len(self.device_names):
             raise ProfileError(
-                f"compute_s has shape {self.compute_s.shape}, expected "
+                f"compute_s has shape {np.shape(self.compute_s)}, expected "
                 f"[N, {len(self.device_names)}] for devices {list(self.device_names)}"
             )
-        n, d = self.compute_s.shape
+        n, d = np.shape(self.compute_s)
         cannot = np.isposinf(self.compute_s)
         # What the kernels read without looking: shape, and which entries need not be a time. And
         # one memory layout: for another one they would be compiled again, and within a budget.

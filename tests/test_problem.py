@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from placement.bounds import balance_prices, lower_bound, lower_bounds, priced
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import OpGraph
-from placement.problem import Problem, ProblemError
+from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile, ProfileError
 from placement.relaxed import Call, tighten
 from placement.simulator import evaluate, score, simulate
@@ -173,6 +173,14 @@ def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) 
         ({"objective": "speed"}, r"objective 'speed' is unknown; use one of \('period', 'lat"),
         ({"num_microbatches": 0}, r"num_microbatches = 0 and max_in_flight = 4 must be at least"),
         ({"max_in_flight": 0}, r"max_in_flight = 0 must be at least 1"),
+        ({"objective": 3}, r"objective 3 is unknown"),
+        (
+            {"num_microbatches": "many"},
+            r"num_microbatches must be a whole number, not 'many' \(of type str",
+        ),
+        ({"max_phases": 1.5}, r"max_phases must be a whole number, not 1.5 \(of type float\)"),
+        ({"second_j": None}, r"second_j must be a number, not None"),
+        ({"contention": "no"}, r"contention must be True or False, not 'no'"),
     ],
 )
 def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
@@ -180,8 +188,37 @@ def test_what_is_no_problem(changes: dict[str, Any], message: str) -> None:
         make(CHAIN, [[1, 1], [1, 1]], **changes)
 
 
+def test_parts_may_be_lists_and_are_told_what_they_are_not() -> None:
+    cluster = Cluster("c", [Device("a")], [])
+    problem = Problem(CHAIN, cluster, Profile(["a"], [[1.0], [2.0]], [[0.0], [0.0]]))
+    assert simulate(problem, [0, 0], num_microbatches=1).latency_s == 3.0
+    for count, message in (
+        (0, "= 0 and max_in_flight = 4 must be"),
+        ("x", "a whole number, not 'x'"),
+    ):
+        with pytest.raises(ProblemError, match=message):
+            simulate(problem, [0, 0], num_microbatches=count)
+    for wrong in (["a", "a"], {"A": "a"}, None, Solution([0, 0], 3.0)):
+        with pytest.raises(ProblemError, match=r"numbers of devices.*of a solution: \.placement"):
+            simulate(problem, wrong)
+    for make_one, message in (
+        (
+            lambda: Cluster("c", ("a",)),
+            "devices holds 'a' \\(of type str\\), not a placement.Device",
+        ),
+        (lambda: Device("a", memory_bytes="16GB"), "memory_bytes = '16GB', must be from 1"),
+        (lambda: Link("a", "b", "fast"), "latency_s = fast.* must be >= 0"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            make_one()
+
+
 def test_parts_that_do_not_fit_each_other() -> None:
     problem = make(CHAIN, [[1, 1], [1, 1]])
+    with pytest.raises(
+        ProblemError, match=r"cluster must be a placement.Cluster, not OpGraph.*chain"
+    ):
+        replace(problem, cluster=CHAIN)
     with pytest.raises(ProblemError, match=r"the cluster has \['x'\]; use profile.for_cluster"):
         replace(problem, cluster=Cluster("other", (Device("x"),)))
     with pytest.raises(ProfileError, match="profile has 2 operators"):
@@ -444,6 +481,9 @@ def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
     problem = Problem(graph, cluster, profile)
     assert evaluate(problem, [1, 2, 2, 2]).latency_s[0] == pytest.approx(7.0)
     assert lower_bounds(problem)["latency"] == pytest.approx(7.0, rel=0.01)
+    with pytest.raises(ProblemError, match="'s' has no time of its own: leave that device out"):
+        problem.with_objective("max_load")
+    assert score(problem.by_loads, [1, 2, 2, 2]).tolist() == [6.0]  # of `s` alone
 
 
 def test_a_stream_of_items_is_as_slow_as_busy_devices_make_each_other() -> None:

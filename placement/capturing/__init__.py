@@ -72,6 +72,11 @@ def capture(
             "autocast is on around the capture, but would not be where the module is run: use it "
             "in the module's forward, or capture outside of it"
         )
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise CaptureError(
+            f"optimizer = {optimizer!r:.60} is no torch.optim.Optimizer: make one of the module's "
+            "parameters(), e.g. torch.optim.AdamW(module.parameters())"
+        )
     if mode == "training":
         return capture_training(
             module,

@@ -147,7 +147,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement import schedulers
+    from placement import planners, schedulers
     from placement.tools.clock import clock
 
     cli.check_outputs(args.out, args.trace, args.trials)
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         report(f"planning with {args.planner}", None)
         began = clock()
         with cli.says_nothing_in_answers():
-            solution = planner(problem)
+            solution = planners.solve(planner, problem)
         took = clock() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)
@@ -499,12 +499,6 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
             profile = load_or_measure(graph, cluster, progress=report)
         if not objective.is_analytic:
             cluster, profile = streaming_where_short(graph, cluster, profile)
-    if objective.is_analytic and cluster.streaming:
-        raise cli.UsageError(
-            f"--objective {objective} is a formula of devices that work by themselves, "
-            f"{cluster.device_names[cluster.streaming[0]]!r} has no time of its own: leave that "
-            "device out, or use --objective period"
-        )
     return Problem(graph, cluster, profile, objective=objective, **changes)
 
 

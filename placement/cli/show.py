@@ -96,8 +96,9 @@ def run_diff(args: argparse.Namespace) -> int:
         for op in dict.fromkeys([*was_on, *is_on])
         if was_on.get(op) != is_on.get(op)
     }
-    names = ("objective", "num_microbatches", "max_in_flight", "second_j")
+    names = ("num_microbatches", "max_in_flight", "second_j")
     pairs = {"model": [a.graph.name, b.graph.name], "planner": [a.planner.name, b.planner.name]}
+    pairs["objective"] = [a.goal, b.goal]
     pairs |= {name: [getattr(a, name), getattr(b, name)] for name in names}
     pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
     pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]

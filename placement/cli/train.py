@@ -121,7 +121,10 @@ def alone(plan: Plan, trainer: Trainer, device: str) -> Trainer:
 
 def steps(trainer: Trainer, example: Any, batches: int) -> Way:
     """Forward and backward of one micro-batch, and a step per micro-batch."""
+    from placement.capturing.training import flatten_example
+
+    inputs = flatten_example(trainer.graph.program, example)
     return (
-        lambda: trainer.accumulate([example]),
+        lambda: list(trainer.runner.stream_tensors([inputs])),
         lambda: timed(lambda: trainer.step([example] * batches)) / batches,
     )

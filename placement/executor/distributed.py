@@ -499,7 +499,8 @@ class DistributedTrainer(Trainer):
         functions: dict[str, Callable[..., Any]] = {
             "update": self._apply,
             "forget": super().zero_gradients,
-            "gradients": self._sums,
+            "gradients": self._means_here,
+            "replace": super()._replace,
             "state": self._state,
             "save": self._write,
         }
@@ -507,6 +508,7 @@ class DistributedTrainer(Trainer):
 
     def update(self) -> None:
         """As ``Trainer.update``, on every rank."""
+        self._take_shown(1)
         if self._num_added == 0:
             raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
         settings = [
@@ -565,17 +567,21 @@ class DistributedTrainer(Trainer):
             self.runner.tell("forget")
             self.runner.answers()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """As ``Trainer.gradients``, of all ranks."""
+    def _means(self) -> dict[int, Tensor]:
         self.runner.tell("gradients", max(self._num_added, 1))
-        gradients = super().gradients()
+        means = super()._means()
         for answer in self.runner.answers().values():
-            gradients |= answer
-        return gradients
+            means |= answer
+        return means
 
-    def _sums(self, count: int) -> dict[str, Tensor]:
+    def _means_here(self, count: int) -> dict[int, Tensor]:
         self._num_added = count
-        return super().gradients()
+        return super()._means()
+
+    def _replace(self, sums: Mapping[int, Tensor]) -> None:
+        self.runner.tell("replace", sums)
+        super()._replace(sums)
+        self.runner.answers()
 
     def _state(self) -> dict[int, tuple[Tensor, dict[str, Any]]]:
         """Values that this rank changes, and the optimizer's state of them, in host memory."""

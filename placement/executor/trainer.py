@@ -136,6 +136,7 @@ class Trainer:
         self._members: list[list[int]] = []
         self._known_state: Any = None  # the optimizer's, as it was read or written last
         self._num_added = 0
+        self._shown: list[int] = []  # parameters whose ``.grad`` is what ``accumulate`` gave them
         me = weakref.ref(self)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(lambda _: _write_state(me)),
@@ -154,7 +155,7 @@ class Trainer:
             RunnerError: none given, or not as many as the schedule has.
             Exception: what an operator or the iterable raised; the gradients are forgotten.
         """
-        losses = self.accumulate(microbatches)
+        losses = self._accumulate(microbatches)
         self.update()
         return losses
 
@@ -194,7 +195,23 @@ class Trainer:
 
     @_lasting()
     def accumulate(self, microbatches: Iterable[Any]) -> Tensor:
-        """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``."""
+        """Forward and backward of ``microbatches`` without an update; their losses, ``[M]``.
+
+        Until ``update`` every trained parameter has ``.grad``, the mean of all that was
+        accumulated. What is done to it counts: clipping by norm, ``optimizer.zero_grad()``.
+
+        Raises: as ``step``.
+        """
+        losses = self._accumulate(microbatches)
+        for q, mean in self._means().items():
+            param = self._program.params[q]
+            param.grad = mean.to(param.device)
+            self._shown.append(q)
+        return losses
+
+    @_lasting()
+    def _accumulate(self, microbatches: Iterable[Any]) -> Tensor:
+        self._take_shown(self._num_added)
         self._check_unchanged()
         flat = (flatten_example(self._program, x) for x in microbatches)
         losses = []
@@ -211,15 +228,57 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """The mean of what was accumulated since the last update, by parameter, in host memory."""
+        names, params = self._program.param_names, self._program.params
+        means = {q: params[q].grad for q in self._shown} if self._shown else self._means()
+        return {names[q]: g.clone().cpu() for q, g in means.items() if g is not None}
+
+    def _means(self) -> dict[int, Tensor]:
         self._add_up()
         count = max(self._num_added, 1)
-        return {
-            self._program.param_names[q]: (g / count).cpu()
-            for q, g in self.runner.gradients.items()
-        }
+        return {q: (g / count).cpu() for q, g in self.runner.gradients.items()}
+
+    def _take_shown(self, count: int) -> None:
+        """Parameters have no ``.grad`` any more; where it was changed, ``count`` times it is added.
+
+        Raises:
+            RunnerError: parameters of the optimizer have none, but others have one.
+        """
+        if not self._shown:
+            return
+        params, names = self._program.params, self._program.param_names
+        updated = {id(x) for group in self.optimizer.param_groups for x in group["params"]}
+        now = {q: params[q].grad for q in self._shown}
+        gone = [q for q, g in now.items() if g is None and id(params[q]) in updated]
+        left = {q: g for q, g in now.items() if g is not None}
+        if gone and any(id(params[q]) in updated for q in left):
+            raise RunnerError(
+                f"{names[gone[0]]!r} has lost the .grad that trainer.accumulate gave it, others "
+                "have theirs: leave all of them, or call optimizer.zero_grad() to forget all"
+            )
+        if gone:
+            self.zero_gradients()
+            return
+        before = self._means()
+        if any(not torch.equal(g.cpu(), before[q]) for q, g in left.items()):
+            self._replace({q: g.cpu() * count for q, g in left.items()})
+            self._num_added = count
+        self._hide()
+
+    def _hide(self) -> None:
+        for q in self._shown:
+            self._program.params[q].grad = None
+        self._shown = []
+
+    def _replace(self, sums: Mapping[int, Tensor]) -> None:
+        """Go on from these sums, in host memory, instead of what was added up."""
+        for q, total in sums.items():
+            if (mine := self.runner.gradients.get(q)) is not None:
+                mine.copy_(total)
+        synchronize(self.runner.gradients.values())
 
     def zero_gradients(self) -> None:
         """Forget what was accumulated."""
+        self._hide()
         sums = (*self.runner.gradients.values(), *self.runner.partial.values())
         synchronize(sums)  # what a device that was stopped has begun
         for g in sums:
@@ -246,6 +305,7 @@ class Trainer:
         Raises:
             RunnerError: nothing was accumulated.
         """
+        self._take_shown(1)
         if self._num_added == 0:
             raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
         self._check_unchanged()
@@ -299,8 +359,8 @@ class Trainer:
         if others or own._optimizer_step_post_hooks:
             raise RunnerError(
                 "the optimizer has a hook on its step, which would not run, as every device makes "
-                "a step of its own: remove it; gradients are trainer.gradients() after "
-                "trainer.accumulate(microbatches), and trainer.update() makes the step"
+                "a step of its own: remove it, and do what it does between "
+                "trainer.accumulate(microbatches) and trainer.update()"
             )
 
     def _is_stale(self) -> bool:
@@ -396,6 +456,7 @@ class Trainer:
     def close(self) -> None:
         """``sync``, and end the workers. Idempotent."""
         try:
+            self._hide()
             self.sync()
         finally:
             self._optimizers = {}

@@ -86,6 +86,12 @@ class Plan(parts.Strict):
         return (self.assignment, *(self.assignment | phase for phase in self.phases))
 
     @property
+    def goal(self) -> str:
+        """What was asked for: the objective, or of what a language model's ``latency`` is."""
+        asked = self.provenance.profile.get("objective")
+        return asked if asked in ("prefill", "decode", "serve") else self.objective
+
+    @property
     def devices_in_use(self) -> set[str]:
         """Names of the devices that run anything."""
         return {device for phase in self.assignments for device in phase.values()}

@@ -16,6 +16,12 @@ _NUM_PHASES = 4  # as few as show how they repeat
 def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
     """``(title, header, rows)`` of the values, of what each device does, and of the stages."""
     values = [_values(plan, "latency"), _values(plan, "period")]
+    runs = f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)}"
+    runs += f", {plan.max_in_flight} in flight"
+    if plan.goal != plan.objective:  # a language model's, without a pipeline
+        facts = plan.provenance.profile
+        runs = f"a context of {facts.get('context')} x {facts.get('batch')}"
+        values = [_values(plan, "latency", plan.goal)]
     energy_j = plan.predicted.energy_j
     weight = f" and {plan.second_j:g} J/s" if plan.objective == "energy" and plan.second_j else ""
     if energy_j is not None and (plan.objective != "energy" or weight):
@@ -34,8 +40,7 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
     return [
         (
             f"{plan.graph.name} ({count(plan.graph.num_ops, 'operator')}) by {plan.planner.name}, "
-            f"for {plan.objective}{weight}, {plan.num_microbatches} micro-batch"
-            f"{'es' * (plan.num_microbatches > 1)}, {plan.max_in_flight} in flight",
+            f"for {plan.goal}{weight}, {runs}",
             ["", "predicted", "measured", "proved bound", "gap", "one device"],
             values,
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.problem import Planner
+from placement.problem import Planner, Problem, Solution
 from placement.tools.named import Named
 
 
@@ -49,6 +49,21 @@ def find(name: str) -> Any:
         PlannerError: there is none.
     """
     return _PLANNERS.find(name)
+
+
+def solve(planner: Planner, problem: Problem) -> Solution:
+    """What the planner answers.
+
+    Raises:
+        PlannerError: it is no ``Solution``.
+    """
+    solution: Any = planner(problem)
+    if not isinstance(solution, Solution):
+        raise PlannerError(
+            f"planner {getattr(planner, '__name__', type(planner).__name__)} returned a "
+            f"{type(solution).__name__}, not a placement.Solution(placement, value_s)"
+        )
+    return solution
 
 
 def check_least(planner: Any, least: int, *options: str) -> None:

@@ -115,7 +115,7 @@ def _run_ideal_dp(search: Search, seconds: float | None) -> list[Choice]:
         planner = counted if seconds is None else IdealDp(seconds=0.2 * seconds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            answer = planner(search.problem.with_objective(Objective.MAX_LOAD))
+            answer = planner(search.problem.by_loads)
     except PlannerError:  # too many kinds of devices
         return []
     choice = search.choice(answer.placement)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.graph import OpGraph
-from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.planners.data_parallel import DataParallel, check_turns
 from placement.planners.macro_search import MacroSearch
@@ -97,6 +96,7 @@ def unrolled(problem: Problem, count: int) -> Problem:
 
     Its ``max_load`` is that of the periodic placement of ``count`` phases, one after another.
     """
+    problem = problem.by_loads
     g, n, t = problem.graph, problem.num_ops, problem.graph.num_tensors
     copy = np.arange(count)[:, None]
     stays = np.isin(g.group, g.group[g.carried_op])  # in all phases on one device
@@ -127,9 +127,7 @@ def unrolled(problem: Problem, count: int) -> Problem:
         predicted=None,
         graph_fingerprint="",
     )
-    return replace(
-        problem, graph=graph, profile=profile, objective=Objective.MAX_LOAD, max_phases=1
-    )
+    return replace(problem, graph=graph, profile=profile, max_phases=1)
 
 
 def _taking_turns(problem: Problem, choice: Ints) -> Ints:

@@ -290,7 +290,7 @@ def _planned(plan: Plan, workload: str) -> Row:
         workload,
         plan.planner.name,
         None,
-        plan.objective,
+        plan.goal,
         plan.graph.num_ops,
         len(plan.cluster.devices),
         None,

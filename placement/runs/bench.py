@@ -16,6 +16,7 @@ import numpy as np
 
 from placement.bounds import lower_bounds
 from placement.objective import Objective
+from placement.planners import solve
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import geometric_interval
 from placement.simulator import simulate, value_of
@@ -117,7 +118,7 @@ def measure(case: Case, planner: Planner) -> BenchRow:
     gc.freeze()
     began = time.perf_counter()
     try:
-        solution = planner(problem)
+        solution = solve(planner, problem)
         problem.check_placement(solution.placement)
         took_s = float(solution.stats.get("seconds", time.perf_counter() - began))
         value = value_of(problem, solution) / case.unit_s

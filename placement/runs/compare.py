@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.bounds import lower_bound
 from placement.objective import Objective
+from placement.planners import solve
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.row import SINGLE, Row, groups
 from placement.runs.trials import LATENCY_RUNS, Runtime
@@ -328,7 +329,7 @@ def _plan(task: _Task) -> _Cell:
     lower_bound(problem)  # no planner is to pay for it: it is kept, and shown beside all answers
     began = clock()
     try:
-        solution = planner(problem)
+        solution = solve(planner, problem)
         took_s = clock() - began
         # What is reported is what the simulator says of a placement that holds what it must.
         solution = replace(solution, placement=problem.check_placement(solution.placement))

@@ -176,7 +176,7 @@ def begin(search: Search, start: str | Planner | None, contiguous: bool, seconds
     if not (problem.objective.is_analytic or contiguous) and start is None:
         search.run("macro_search", OWN_SHARE, OWN_SHARE, one_phase=True)
     if problem.objective is not Objective.PIECEWISE_LATENCY:
-        problem = problem.with_objective(Objective.MAX_LOAD)
+        problem = problem.by_loads
     if start is not None:
         planner = load(start) if isinstance(start, str) else start
     elif contiguous:

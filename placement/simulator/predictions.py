@@ -326,7 +326,9 @@ def checked(
     if schedule is not None:
         schedule.check(problem, p)
         return p, schedule.num_microbatches
-    return p, num_microbatches or problem.num_microbatches
+    if num_microbatches is not None and num_microbatches != problem.num_microbatches:
+        problem = replace(problem, num_microbatches=num_microbatches)
+    return p, problem.num_microbatches
 
 
 def _flat_order(schedule: Schedule) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

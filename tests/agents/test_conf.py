@@ -413,6 +413,7 @@ def build():
     return nn.Linear(8, 8), (zeros(2, 8),)
 from placement.planners.heft import Heft
 class Late(Heft): pass
+def early(problem): return Heft()(problem)
 """
 
 
@@ -433,7 +434,11 @@ def test_functions_and_configurations_of_ones_own(
     assert moved[1].startswith("+workload.Llama_3_2={_target_") and f'"{folder}"' in moved[1]
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["planner=[peft,mine:Late]", "+planner.Late.look_ahead=0.5", "hydra.run.dir=out"]
+    words = [
+        "planner=[peft,mine:early,mine:Late]",
+        "+planner.Late.look_ahead=0.5",
+        "hydra.run.dir=out",
+    ]
     assert run("compare", "workload=[mine:build]", *words, *PREDICT[2:]) == 0
     rows = rows_of(tmp_path / "out")
     assert {r["workload"] for r in rows} == {"build"} and rows[-1]["planner"] == "Late"

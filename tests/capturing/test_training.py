@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -599,6 +600,8 @@ def test_misuse_is_explained():
     graph = capture(module, (x, x), mode="training", loss=F.mse_loss)
     place = np.zeros(graph.num_ops, np.int32)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(CaptureError, match=r"optimizer = <class .*SGD'> is no torch\.optim"):
+        capture(module, (x, x), mode="training", loss=F.mse_loss, optimizer=torch.optim.SGD)
     with pytest.raises(RunnerError, match="LBFGS"):
         Trainer(graph, TWO, place, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(RunnerError, match="no training step"):
@@ -707,6 +710,42 @@ def test_an_optimizer_keeps_its_attributes_and_its_scheduler_sees_its_steps(recw
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
     for a, b in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_what_is_done_to_gradients_before_the_update_counts():
+    module, plain, optimizer, expected, batches, graph = beside_plain(8, "adamw")
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=1e-2)
+    norms = []
+    expected.register_step_pre_hook(lambda *_: norms.append(clip(plain.parameters())))
+    with Trainer(graph, TWO, random_placement(graph, 0, 2), optimizer) as trainer:
+        for i in (0, 4):
+            trainer.accumulate(batches[i : i + 1])
+            trainer.accumulate(batches[i + 1 : i + 4])
+            norm = clip(module.parameters())
+            assert norm > 0.01 and sum(g.square().sum() for g in trainer.gradients().values()) < 1
+            trainer.update()
+            plain_step(plain, expected, batches[i : i + 4])
+            torch.testing.assert_close(norm, norms[-1])
+        assert_equal_states(module, plain)
+        trainer.accumulate(batches[:1])
+        optimizer.zero_grad()
+        with pytest.raises(RunnerError, match="there are no gradients"):
+            trainer.update()
+        trainer.accumulate(batches[:2])
+        of_two = trainer.gradients()
+        for x in module.parameters():
+            x.grad = None if x.grad is None else x.grad * 3
+        trainer.accumulate(batches[2:3])
+        of_three = trainer.gradients()
+        optimizer.zero_grad()
+        trainer.accumulate(batches[2:3])
+        for key, one in trainer.gradients().items():
+            torch.testing.assert_close(of_three[key], (6 * of_two[key] + one) / 3)
+        param = graph.program.params[graph.program.gradients[0][0]]
+        param.grad = None
+        with pytest.raises(RunnerError, match=r"has lost the \.grad that trainer\.accumulate"):
+            trainer.update()
+    assert all(x.grad is None for x in module.parameters())
 
 
 def test_what_a_step_cannot_follow_is_refused():

@@ -260,6 +260,13 @@ def test_an_error_in_a_planner_of_ones_own_says_where(
     )
     assert where in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--debug"]) == BAD_INPUT and "Traceback" in capsys.readouterr().err
+    (tmp_path / "odd_answers.py").write_text(
+        "from placement import Solution\ndef bare(problem):\n    return [0] * 3\n"
+        "def listed(problem):\n    return Solution(bare(problem), 3.0)\n"
+    )
+    assert main([*words[:3], "odd_answers:bare"]) == BAD_INPUT
+    assert "bare returned a list, not a placement.Solution(" in capsys.readouterr().err
+    assert main([*words[:3], "odd_answers:listed"]) == OK
 
 
 def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:

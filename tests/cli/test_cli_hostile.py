@@ -393,15 +393,18 @@ def test_ctrl_c_in_a_search_leaves_nothing_and_the_profile(folder: Path, tmp_pat
 
 
 def test_ctrl_c_while_a_command_is_imported_is_quiet(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\nprint('x', flush=True)\ntime.sleep(60)\n")
+    for name in ("slow.py", "argparse.py"):  # what `python -m placement` imports first
+        (tmp_path / name).write_text("import time\nprint('x', flush=True)\ntime.sleep(60)\n")
     (tmp_path / "interrupted.py").write_text("def main():\n    raise KeyboardInterrupt\n")
     begin = "import sys; from placement.commands import _begin; sys.exit(_begin(sys.argv[1])())"
     code, env = [sys.executable, "-c", begin], os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*code, "slow"], env=env, **pipes)
-    assert process.stdout is not None and process.stdout.readline() == "x\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
+    for command in ([*code, "slow"], [sys.executable, "-m", "placement"]):
+        process = subprocess.Popen(command, env=env, **pipes)
+        assert process.stdout is not None and process.stdout.readline() == "x\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == -signal.SIGINT
     done = subprocess.run([*code, "interrupted"], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (INTERRUPTED, "placement: interrupted\n")
 

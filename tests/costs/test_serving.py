@@ -294,10 +294,16 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
     out, stderr = capsys.readouterr()
-    assert "for latency, 1 micro-batch, 1 in flight" in " ".join(out.split())
+    assert "for decode, a context of 512 x 1 predicted" in " ".join(out.split())
+    assert "\n decode " in out and "latency" not in out and "period" not in out
     assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in stderr
     assert "KV cache" in out and "tokens/s at a context of 512; prefill: " in out
-    assert main(["show", str(tmp_path / "plan.json")]) == OK
+    assert main([*argv, "--out", str(tmp_path / "b.json"), "--objective", "serve"]) == OK
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "plan.json"), str(tmp_path / "b.json")]) == OK
+    assert "decode serve" in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(tmp_path)]) == OK
+    assert '"objective":"decode"' in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

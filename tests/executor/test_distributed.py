@@ -381,9 +381,14 @@ def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
             if step == died_after:
                 raise KeyboardInterrupt
             optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)  # what a scheduler does
-            losses.append(trainer.step(data[3 * step : 3 * step + 3]).tolist())
+            taken = data[3 * step : 3 * step + 3]
             if step % 2:
+                losses.append(trainer.accumulate(taken).tolist())
+                nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+                trainer.update()
                 trainer.save(folder, step + 1)
+            else:
+                losses.append(trainer.step(taken).tolist())
         trainer.sync()
         torch.save(module.state_dict(), Path(folder) / "trained.pt")
         trainer.accumulate(data[:2])
@@ -396,9 +401,13 @@ def plain_training() -> tuple[nn.Module, list[list[float]]]:
     torch.manual_seed(0)
     module = Tied().train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
-    data, losses = batches(18), []
+    data, losses, clip = batches(18), [], [0.0]
+    optimizer.register_step_pre_hook(
+        lambda *_: (nn.utils.clip_grad_norm_(module.parameters(), clip[0]), None)[1]
+    )
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+        clip[0] = 0.01 if step % 2 else 1e9
         taken = data[3 * step : 3 * step + 3]
         losses.append(plain_step(module, optimizer, taken, nn.functional.cross_entropy).tolist())
     return module, losses

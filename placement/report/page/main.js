@@ -2,6 +2,7 @@
 // The page: header, table, provenance, and which workload and planners are shown.
 
 const state = { workload: 0, left: "", right: "" };
+const isServed = (workload) => ["prefill", "decode", "serve"].includes(workload.objective); // no pipeline
 const unitOf = (workload) => (workload.objective === "energy" ? "J" : "s");
 
 function fact(value, what) {
@@ -37,8 +38,8 @@ function columnsOf(workload) {
   const said = (key) => (p) => p[key];
   const all = [
     special && [workload.objective, said("value_s"), (v) => seconds(v, unitOf(workload)), "predicted"],
-    ["period", said("period_s"), (v) => seconds(v), "predicted"],
-    ["latency", said("latency_s"), (v) => seconds(v), "predicted"],
+    !isServed(workload) && ["period", said("period_s"), (v) => seconds(v), "predicted"],
+    !isServed(workload) && ["latency", said("latency_s"), (v) => seconds(v), "predicted"],
     workload.planners.some((p) => known(p.energy_j)) && [workload.devices.some((d) => d.power_source === "declared") ? "energy (declared W)" : "energy", said("energy_j"), (v) => seconds(v, "J"), "predicted"],
     ["speed-up", said("speedup"), times, "predicted"],
     workload.planners.some((p) => known(p.gap)) && ["gap", said("gap"), (v) => percent(v), "predicted"],
@@ -48,7 +49,7 @@ function columnsOf(workload) {
     isMeasured && ["error", said("latency_error"), signed, "measured"],
     isMeasured && ["speed-up", said("measured_speedup"), times, "measured"],
     workload.planners.some((p) => known(p.plan_s)) && ["time", (p) => (p.single ? null : p.plan_s), (v) => seconds(v), "planning"],
-    workload.planners.some((p) => known(p.evaluations)) && ["evaluations", said("evaluations"), count, "planning"],
+    workload.planners.some((p) => known(p.evaluations)) && ["evals", said("evaluations"), count, "planning"],
   ];
   return all.filter(Boolean);
 }
@@ -102,7 +103,7 @@ function compareSection(workload) {
   }
   paint();
   const about = [`${plural(workload.num_ops, "operator")} on ${plural(workload.num_devices, "device")}, objective ${workload.objective}`,
-    workload.num_microbatches && `${plural(workload.num_microbatches, "micro-batch", "micro-batches")}, ${workload.max_in_flight} in flight`,
+    workload.num_microbatches && !isServed(workload) && `${plural(workload.num_microbatches, "micro-batch", "micro-batches")}, ${workload.max_in_flight} in flight`,
     workload.bound_s > 0 && `proved lower bound ${seconds(workload.bound_s, unitOf(workload))}`,
     workload.prediction_error > 0 && `predictions err by ${percent(workload.prediction_error)}`,
     workload.planners.some((p) => p.seeds > 1) && "medians over the seeds"].filter(Boolean).join("; ");
