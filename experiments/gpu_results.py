@@ -433,23 +433,26 @@ def headlines(results: Path = RESULTS, most: int | None = None) -> str:
         f"{met} of {met + missed} goals are met.",
         "",
         table(list(by_model)[:most], Column("model", str), *columns),
+        "* What `optimize` keeps, CUDA graphs too, over eager PyTorch: "
+        f"{span(rows, 'kept_over_eager')}.",
         f"* {slower(rows)}",
         *(f"* Memory for half of {r['item']}: {capped(r)}." for r in of(rows, "memory", "plan_ms")),
         "* The best of all plans against the better device, predicted: "
         + "; ".join(f"{k} {max(v):+.1f} to {min(v):+.1f} %" for k, v in changes.items())
         + " (published for CNNs: -12.5 %).",
-        f"* Speed of the better device that planners' answers reached when they ran: {ran(rows)}.",
+        "* Speed of the better device that planners' answers reached when they ran: "
+        f"{span(rows, 'planned_over_single')}.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def ran(rows: Sequence[Fact]) -> str:
-    """Of answers that had not run before: all of a CPU and a GPU, where both had been predicted."""
-    reached: dict[str, list[float]] = {}
-    for row in of(rows, "plans", "planned_over_single"):
+def span(rows: Sequence[Fact], name: str) -> str:
+    """The least and the most of a ratio, of calls and of streams."""
+    ratios: dict[str, list[float]] = {}
+    for row in of(rows, "plans", name):
         kind = "calls" if row["item"].endswith(", latency") else "streams"
-        reached.setdefault(kind, []).append(row["planned_over_single"])
-    return "; ".join(f"{k} {min(v):.2f} to {max(v):.2f}x" for k, v in reached.items()) or "none ran"
+        ratios.setdefault(kind, []).append(row[name])
+    return "; ".join(f"{k} {min(v):.2f} to {max(v):.2f}x" for k, v in ratios.items()) or "none ran"
 
 
 def capped(row: Fact) -> str:
