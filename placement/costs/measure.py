@@ -78,9 +78,11 @@ def measure(
     kernel on a device, or no room, takes inf there.
 
     Raises:
-        ProfileError: a device of the cluster is not on this machine, or no device can run an
-            operator.
+        ProfileError: no rounds, a device of the cluster is not on this machine, or no device can
+            run an operator.
     """
+    if repeats < 1:
+        raise ProfileError(f"repeats = {repeats}: must be at least 1")
     say = progress or (lambda what, share: None)
     check_here(cluster)
     inputs = graph.program.timing_inputs()

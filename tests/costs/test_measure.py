@@ -257,6 +257,8 @@ def test_no_space_left_gives_the_profile_and_a_warning(tmp_path, monkeypatch):
 def test_devices_that_are_not_here_are_refused(device, message):
     with pytest.raises(ProfileError, match=message + r".*like: <measured device>"):
         measure(branches(), Cluster("elsewhere", (device,)), repeats=1)
+    with pytest.raises(ProfileError, match="repeats = 0: must be at least 1"):
+        measure(branches(), TWO, repeats=0)
 
 
 def test_cuda_devices_of_another_name_or_number_are_refused(monkeypatch):
