@@ -79,8 +79,6 @@ def _value(problem: Problem, placement: np.ndarray) -> tuple[float, None, dict[s
 
 BROKEN = {
     "returned a list": lambda p, s: [s],
-    "the placement is not an array": lambda p, s: replace(s, placement=s.placement.tolist()),
-    "is int64, not int32": lambda p, s: replace(s, placement=s.placement.astype(np.int64)),
     "placement has shape": lambda p, s: replace(s, placement=s.placement[:-1]),
     "the rest of its colocation group": split_group,
     "but the simulator says": lambda p, s: replace(s, value_s=s.value_s * 0.99),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,7 @@ from placement.executor.executor import measured_timeline
 from placement.executor.memory import Storages
 from placement.program import storage_of
 from placement.schedule import Schedule
-from placement.simulator import simulate
-from placement.simulator.reference import Reference
+from placement.simulator import memory, simulate
 from placement.workloads import tiny
 from tests.machine import THREE, problem_of, random_placement
 
@@ -52,7 +52,7 @@ def test_a_chain_of_one_micro_batch_at_a_time_holds_what_is_predicted_wherever_i
 
 
 @pytest.mark.parametrize("make", MAKERS[:3])
-def test_peaks_follow_from_the_measured_times_by_the_simulators_definition(make):
+def test_peaks_follow_from_the_measured_times_by_the_simulators_definition(make, monkeypatch):
     """Times of small operators cannot be predicted well; given the measured ones, peaks can."""
     graph = capture(*make(batch=8))
     problem = problem_of(graph, num_microbatches=5, max_in_flight=3)
@@ -65,12 +65,11 @@ def test_peaks_follow_from_the_measured_times_by_the_simulators_definition(make)
                 pass
             timeline = measured_timeline(problem, runner, 0, 5, executor.storages)
             admitted = [(runner.admitted_ns[b] - runner.admitted_ns[0]) * 1e-9 for b in range(5)]
+        monkeypatch.setattr(memory, "_admitted_s", lambda *_, at=admitted: np.array(at))
         # What is handed over by reference is held by its receiver from then on.
-        handed = timeline.transfer_start_s
-        run = Reference(problem, placement, None, 5)
-        run.admitted_s, run.start, run.end = admitted, timeline.start_s, timeline.end_s
-        expected = run.peak_bytes(timeline.transfers, handed, handed)
-        assert timeline.peak_bytes.tolist() == expected.tolist()
+        handed = replace(timeline, transfer_end_s=timeline.transfer_start_s)
+        steps = memory.memory_steps(problem, placement, handed, 3)
+        assert timeline.peak_bytes.tolist() == [held.max() for _, held in steps]
 
 
 def test_workers_hold_no_more_and_no_less_than_that():
