@@ -31,7 +31,7 @@ EVALUATIONS = 400
 # less than ``RUN_S`` it runs more, up to so many times as many.
 WARM, RUNS = 3, (3, 8)
 RUN_S, MOST_TIMES = 0.05, 32
-ROUNDS, NEAR = 2, 1.2  # the mean of those near the fastest: others disturb one of them
+ROUNDS = 2  # of which the faster counts: others disturb one of them
 SIMULATED = 16  # micro-batches at most when costs are tried
 # Costs are found in so many steps at most, while each leaves less than this share of what is
 # unlikely. Slopes are over steps of this size, and damped by one of these.
@@ -120,7 +120,7 @@ def _answers(problem: Problem) -> list[NDArray[np.int32]]:
 def _ran(
     problem: Problem, placements: list[NDArray[np.int32]]
 ) -> tuple[list[NDArray[np.int32]], Floats]:
-    """Those of the placements that fit, and what they took: the mean of rounds that are ``NEAR``.
+    """Those of the placements that fit, and what they took: the faster of the rounds.
 
     Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
     unlike, have no latency (nan): what a call of one device costs besides its operators is not what
@@ -143,8 +143,7 @@ def _ran(
             if one:
                 rounds[r, i, 0] = np.nan
     fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
-    near = np.ma.masked_where(rounds > NEAR * rounds.min(axis=0), rounds)
-    return [placements[i] for i in np.flatnonzero(fits)], near.mean(axis=0).data[fits]
+    return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
 
 
 def run_placement(

@@ -416,6 +416,27 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return [before, after, answered(corrected), answered(profile)]
 
 
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_gpu_is_predicted_alone_as_it_runs_alone_whatever_others_say(seed, monkeypatch):
+    """It takes 0.6 of its seconds where the calling thread launches it, all of them beside a CPU."""
+    rng, graph = np.random.default_rng(seed), relus(40)
+    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    seconds = rng.lognormal(-8.0, 0.7, (40, 2)) * [1.0, 0.2]
+    links = every_link(cluster.device_names, 5e-5, 1e10)
+    profile = Profile(cluster.device_names, seconds, 0 * seconds, links, 1.1 * seconds)
+    problem = Problem(graph, cluster, profile, num_microbatches=8)
+    placements = [np.full(40, d, np.int32) for d in (0, 1)]
+    placements += [*pieces(problem, (1, 3, 7, 15, 1, 3, 7), seed)]
+    took = np.array([like(profile)(problem, p) for p in placements])
+    took *= np.exp(rng.normal(0.0, 0.05, took.shape))
+    took[:2, 0], took[1, 1] = np.nan, 0.6 * took[1, 1]
+    for sure in (calibration.SURE, 1.0):
+        monkeypatch.setattr(calibration, "SURE", sure)
+        better = replace(problem, profile=calibration.corrected(problem, placements, took))
+        off = abs(np.log(evaluate(better, np.stack(placements)).period_s / took[:, 1]))
+        assert np.median(off) < 0.1 and (off[1] < 0.05) == (sure > 1), off
+
+
 def test_what_takes_less_time_runs_more_often(monkeypatch):
     """A GPU that was idle is warm after some dozens of runs that take 4 ms, not after three."""
     graph, cluster = relus(10), Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
