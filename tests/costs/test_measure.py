@@ -418,7 +418,7 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("seed", [1, 3])
 def test_a_gpu_is_predicted_alone_as_it_runs_alone_whatever_others_say(seed, monkeypatch):
-    """It takes 0.6 of its seconds where the calling thread launches it, all of them beside a CPU."""
+    """It takes 0.6 of its seconds where the caller launches it, all of them beside a CPU."""
     rng, graph = np.random.default_rng(seed), relus(40)
     cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     seconds = rng.lognormal(-8.0, 0.7, (40, 2)) * [1.0, 0.2]
