@@ -178,6 +178,20 @@ def test_an_item_whose_time_is_over_takes_what_is_in_it_along(tmp_path: Path) ->
     assert time.perf_counter() - began < 9
 
 
+def test_a_profile_that_there_is_no_time_to_calibrate_is_taken_as_it_is(tmp_path: Path) -> None:
+    def calibrated(graph: Any, cluster: Any, profile: Any) -> Any:
+        time.sleep(0.1 if graph == "quick" else 10)
+        return f"{profile}, calibrated"
+
+    work = Bench(tmp_path, tmp_path, "profile", True, fair_s=0.5)
+    args: Any = ("quick", None, "measured")
+    assert work._calibrated("m", calibrated, *args) == "measured, calibrated"
+    assert work._calibrated("m", None, *args) == "measured" and not [*tmp_path.iterdir()]
+    assert work._calibrated("m", calibrated, "slow", *args[1:]) == "measured"
+    (row,) = rows(tmp_path)
+    assert row["item"] == "m, calibration" and "stopped, as 0.4 s" in row["failed"]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_limit_is_enforced_again_where_nobody_could_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
