@@ -394,7 +394,7 @@ def _in_turns(
     runners = {"plan": runner}
     with ExitStack() as stack:
         runners |= {name: stack.enter_context(alone(plan, runner, name)) for name in others}
-        for name, other in [*runners.items()]:
+        for name, other in [x for x in runners.items() if _may_be_graphs(x[1])]:
             graphed = _runner(problem, plan) if other is runner else alone(plan, runner, name)
             graphed.cuda_graphs = True
             if _is_same(stack.enter_context(graphed), other, inputs):
@@ -407,12 +407,15 @@ def _in_turns(
     return measured, graphs
 
 
-def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
-    """Whether a GPU takes part, as CUDA graphs, and computes what it does without them."""
-    args, kwargs = split_inputs(inputs)
+def _may_be_graphs(runner: Runner) -> bool:
+    """Whether a GPU takes part, and computes the same again."""
     kinds = {runner.cluster.devices[d].kind for d in np.unique(runner.placement)}
-    if "cuda" not in kinds or runner.graph.program.is_random:
-        return False
+    return "cuda" in kinds and not runner.graph.program.is_random
+
+
+def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
+    """Whether there are CUDA graphs, and they compute what is computed without them."""
+    args, kwargs = split_inputs(inputs)
     try:
         for _ in range(_CAPTURED):
             replayed = pytree.tree_leaves(graphed(*args, **kwargs))
