@@ -296,18 +296,22 @@ def joined(
 def merged(profiles: Sequence[Profile], cluster: Cluster) -> Profile:
     """One profile of a cluster's devices from those that its hosts measured of the same graph.
 
-    Seconds beside busy devices are those beside the busy devices of the same host.
+    Seconds beside busy devices are those beside the busy devices of the same host; an operator
+    has the workspace that it needs on the host where it needs most.
     """
 
     def side_by_side(what: str) -> Any:
         parts = [getattr(p, what) for p in profiles]
         if all(part is None for part in parts):
             return None
-        return np.hstack(
-            [getattr(p, what if getattr(p, what) is not None else "compute_s") for p in profiles]
-        )
+        without = [
+            p.compute_s if what == "loaded_s" else np.zeros(p.compute_s.shape, np.int64)
+            for p in profiles
+        ]
+        return np.hstack([b if a is None else a for a, b in zip(parts, without, strict=True)])
 
     first = profiles[0]
+    needed = [p.workspace_bytes for p in profiles if p.workspace_bytes is not None]
     whole = Profile(
         device_names=tuple(name for p in profiles for name in p.device_names),
         compute_s=side_by_side("compute_s"),
@@ -315,6 +319,8 @@ def merged(profiles: Sequence[Profile], cluster: Cluster) -> Profile:
         links=tuple(link for p in profiles for link in p.links),
         loaded_s=side_by_side("loaded_s"),
         batch_s=max(p.batch_s for p in profiles),
+        workspace_bytes=np.max(needed, axis=0) if needed else None,
+        library_bytes=side_by_side("library_bytes"),
         graph_fingerprint=first.graph_fingerprint,
         provenance=first.provenance | {"hosts": [p.provenance.get("host") for p in profiles]},
     )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,14 @@ def test_profiles_of_two_hosts_are_one() -> None:
     alone = [
         Profile((x,), np.array([[s]]), np.zeros((1, 1)), **facts) for x, s in (("y", 3), ("z", 4))
     ]
+    kept, needed = np.array([[64]]), np.array([[5], [7]])
+    alone[0] = replace(alone[0], library_bytes=kept, workspace_bytes=needed[0])
+    alone[1] = replace(alone[1], workspace_bytes=needed[1])
     whole = merged([first, *alone], cluster)
     assert whole.device_names == tuple(names) and whole.compute_s.tolist() == [[1, 2, 3, 4]]
     assert whole.loaded_s is not None and whole.loaded_s.tolist() == [[1.5, 2.5, 3, 4]]
+    assert whole.library_bytes is not None and whole.library_bytes.tolist() == [[0, 0, 64, 0]]
+    assert whole.workspace_bytes is not None and whole.workspace_bytes.tolist() == [7]
     latency = {(x.src, x.dst): x.latency_s for x in whole.links}
     assert latency["w", "x"] == 7.0 and latency["y", "z"] == 12.0 and len(latency) == 12
 
