@@ -765,7 +765,11 @@ class _Use:
                 "the runner is in use by another call or stream; finish it, or bind a second one"
             )
         if self._awake is not None:
-            self._awake.__enter__()
+            try:
+                self._awake.__enter__()
+            except BaseException:  # Ctrl-C: ``__exit__`` is not called then
+                runner._busy.release()
+                raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

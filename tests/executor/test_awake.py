@@ -62,6 +62,22 @@ def test_a_stream_that_is_left_lets_them_sleep(asked: list[str]) -> None:
     assert asked == ["asked for 0 us, ended"]
 
 
+def test_a_call_that_is_interrupted_while_it_asks_leaves_a_runner_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
+    graph = capture(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.ones(3))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Runner(graph, cluster, [0, 1]) as runner:
+        with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
+            now.setattr(awake.os, "open", interrupted)
+            runner(torch.ones(3))
+        assert torch.equal(runner(torch.ones(3)), torch.ones(3).sigmoid())
+
+
 def test_without_permission_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(awake, "_LATENCY_FILE", "/nowhere/latency")
     assert not awake.cores_stay_awake()
