@@ -29,11 +29,16 @@ def table(lines: Sequence[str]) -> str:
     return "\n".join(texts) + "\n### goals\n\n" + goals([json.loads(line) for line in lines])
 
 
+def kind_of(section: str) -> str:
+    """``correct`` of ``correct_3``."""
+    return section.partition("_")[0]
+
+
 def goals(rows: Sequence[dict[str, Any]]) -> str:
     """What was to be shown, what was, and whether that is enough."""
 
     def of(section: str, name: str, item: str = "") -> list[float]:
-        mine = [r for r in rows if r["section"].split("_")[0] == section and item in r["item"]]
+        mine = [r for r in rows if kind_of(r["section"]) == section and item in r["item"]]
         return [r[name] for r in mine if isinstance(r.get(name), int | float)]
 
     def span(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
@@ -123,7 +128,7 @@ def origin(rows: Sequence[dict[str, Any]]) -> str:
     for when in began:
         own = [r for r in rows if r.get("run", when) == when]
         took = f"{max((r['at'] for r in own if 'at' in r), default=math.nan):.0f} s"
-        sections = dict.fromkeys(r["section"].split("_")[0] for r in own)
+        sections = dict.fromkeys(kind_of(r["section"]) for r in own)
         runs.append(f"{when}, {took}" + (f" ({', '.join(sections)})" if len(began) > 1 else ""))
     return (
         f"Run{'s' * (len(runs) > 1)} of {'; '.join(runs)}: {fact('cuda:0', 'model')} beside "

@@ -27,6 +27,7 @@ import numpy as np
 from experiments import baselines, gpu_goals
 from experiments.gpu.models import PROFILED
 from experiments.gpu.predictions import commonest
+from experiments.gpu_goals import kind_of
 from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
 from experiments.tables import Column, groups, table
 from placement import importers, workloads
@@ -74,11 +75,6 @@ def rows(options: Options) -> list[dict[str, Any]]:
     options.about = about(facts, next(iter(measured.values())).profile.provenance)
     write_problems(measured, options.about, options.dataset)
     return facts
-
-
-def kind_of(section: str) -> str:
-    """``correct`` of ``correct_3``."""
-    return section.partition("_")[0]
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Problem]]:
