@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         from placement.cli import ranks
 
         return ranks.run(args)
-    from placement.costs.measure import cached_path, measure, remember
+    from placement.costs.corpus import remember
+    from placement.costs.measure import cached_path, measure
     from placement.costs.measure_within import measure_within
 
     with cli.says_if_busy(), cli.progress() as report, cli.says_when_compiling():

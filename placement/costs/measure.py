@@ -28,7 +28,7 @@ from torch import Tensor
 
 from placement.cluster import Cluster, Device, cpu_model
 from placement.costs.calibration import calibrated
-from placement.costs.corpus import Corpus, CorpusError
+from placement.costs.corpus import remember
 from placement.costs.transfers import batch_seconds, measure_links
 from placement.executor.alone import (
     Alone,
@@ -275,16 +275,6 @@ def load_or_measure(
     else:
         remember(graph, cluster, profile, folder)
     return profile.for_cluster(cluster)
-
-
-def remember(
-    graph: OpGraph, cluster: Cluster, profile: Profile, folder: str | Path | None = None
-) -> None:
-    """Keep what was measured for predictions of other models; a warning where that fails."""
-    try:
-        Corpus(Path(folder or cache_folder()) / "corpus.sqlite").add(graph, cluster, profile)
-    except CorpusError as error:
-        warnings.warn(f"predictors will not know this profile: {error}", stacklevel=2)
 
 
 def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:

@@ -17,7 +17,7 @@ from placement.cluster import Cluster, Device, Link
 from placement.costs.corpus import Corpus, this_machine
 from placement.costs.features import features
 from placement.costs.measure import measure_links, provenance, typical
-from placement.costs.predictors import Floats, LatencyError, Method, Predictor, Sample, profile_of
+from placement.costs.predictors import Floats, LatencyError, Method, Predictor, profile_of
 from placement.costs.predictors.polynomial import Polynomial
 from placement.costs.predictors.roofline import Roofline
 from placement.executor.alone import on_one_device, run_seconds
@@ -31,9 +31,7 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10  # in which each chosen operator runs once
 _FEWEST = 3  # operators of a class that tell how fast the machine is now
 
 
-def predict_here(
-    graph: OpGraph, cluster: Cluster, method: Method | None = None, corpus: Corpus | None = None
-) -> Profile:
+def predict_here(graph: OpGraph, cluster: Cluster, method: Method | None = None) -> Profile:
     """A predicted profile from what this machine has measured so far.
 
     Operators whose signature was measured in any graph have that time. Links are those of
@@ -41,16 +39,15 @@ def predict_here(
 
     Args:
         method: None: ``Polynomial``, or ``Roofline`` where nothing was measured yet.
-        corpus: None: that of all profiles of this user.
 
     Raises:
         LatencyError: nothing was measured that ``method`` could learn from.
-        CorpusError: the store is damaged.
+        CorpusError: what was measured cannot be read.
     """
-    corpus = corpus or Corpus.default()
-    predictor, samples = _predictor(method, corpus)
-    profile = profile_of(graph, cluster, predictor, links=_links(cluster, corpus), samples=samples)
-    facts = {"num_samples": len(samples), "machine": this_machine()}
+    corpus = Corpus.of(this_machine())
+    predictor, links = _predictor(method, corpus), _links(cluster, corpus)
+    profile = profile_of(graph, cluster, predictor, links=links, samples=corpus.samples)
+    facts = {"num_samples": len(corpus.samples), "machine": this_machine()}
     return replace(profile, provenance=provenance(**profile.provenance, **facts))
 
 
@@ -60,7 +57,6 @@ def measure_within(
     seconds: float,
     *,
     method: Method | None = None,
-    corpus: Corpus | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """A profile of which as much is measured as ``seconds`` allow, where it tells most.
@@ -75,7 +71,7 @@ def measure_within(
 
     Raises:
         LatencyError: not a positive time, a described device, or a graph of a training step.
-        CorpusError: the store is damaged.
+        CorpusError: what was measured cannot be read.
     """
     if not seconds > 0:
         raise LatencyError(f"seconds = {seconds}: the time to measure must be positive")
@@ -85,10 +81,10 @@ def measure_within(
             "be measured one by one; measure it as a whole: placement profile without --seconds"
         )
     say = progress or (lambda what, share: None)
-    corpus = corpus or Corpus.default()
     began = time.monotonic()
     say("predicting", 0.0)
-    predictor, samples = _predictor(method, corpus)
+    corpus = Corpus.of(this_machine())
+    predictor = _predictor(method, corpus)
     guesses = [predictor.predict(graph, device) for device in cluster.devices]
     predicted = np.stack([s for s, _ in guesses], axis=1)
     spread = np.stack([s for _, s in guesses], axis=1)
@@ -115,7 +111,7 @@ def measure_within(
         "seconds": round(time.monotonic() - began, 2),
     }
     known, links = _Known(compute, within, cluster), _links(cluster, corpus)
-    profile = profile_of(graph, cluster, known, links=links, samples=samples)
+    profile = profile_of(graph, cluster, known, links=links, samples=corpus.samples)
     return replace(profile, predicted=is_predicted, provenance=provenance(**facts))
 
 
@@ -170,12 +166,12 @@ def correction(
 class _Remembering:
     """A predictor that knows what was measured: of equal operators it gives their time."""
 
-    def __init__(self, predictor: Predictor, corpus: Corpus, machine: str) -> None:
-        self.predictor, self.corpus, self.machine = predictor, corpus, machine
+    def __init__(self, predictor: Predictor, corpus: Corpus) -> None:
+        self.predictor, self.corpus = predictor, corpus
 
     def predict(self, graph: OpGraph, device: Device) -> tuple[Floats, Floats]:
         seconds, spread = self.predictor.predict(graph, device)
-        recorded, within = self.corpus.known(graph, device, self.machine)
+        recorded, within = self.corpus.known(graph, device)
         known = np.isfinite(recorded)
         return np.where(known, recorded, seconds), np.where(known, within, spread)
 
@@ -191,11 +187,9 @@ class _Known:
         return self.seconds[:, d], self.spread[:, d]
 
 
-def _predictor(method: Method | None, corpus: Corpus) -> tuple[Predictor, tuple[Sample, ...]]:
-    machine = this_machine()
-    samples = corpus.samples(machine)
-    chosen = method or (Polynomial() if samples else Roofline())
-    return _Remembering(chosen.fit(samples), corpus, machine), samples
+def _predictor(method: Method | None, corpus: Corpus) -> Predictor:
+    chosen = method or (Polynomial() if corpus.samples else Roofline())
+    return _Remembering(chosen.fit(corpus.samples), corpus)
 
 
 def _links(cluster: Cluster, corpus: Corpus) -> tuple[Link, ...]:
@@ -203,4 +197,4 @@ def _links(cluster: Cluster, corpus: Corpus) -> tuple[Link, ...]:
     devices = tuple(d for d in cluster.devices if d.like is None)
     if len(devices) < 2 or any(d.kind not in ("cpu", "cuda") for d in devices):
         return ()
-    return corpus.links(cluster, this_machine()) or measure_links(Cluster("here", devices))
+    return corpus.links(cluster) or measure_links(Cluster("here", devices))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import pytest
 
 from placement.cluster import Cluster, Device, Link
 from placement.costs import predictors
-from placement.costs.corpus import Corpus, CorpusError, device_signature, machine_of
+from placement.costs.corpus import Corpus, CorpusError, machine_of, remember
 from placement.costs.features import CLASSES, features
 from placement.costs.predictors import LatencyError, Sample
 from placement.costs.predictors.roofline import Roofline
 from placement.graph import OpGraph
+from placement.importers import load as load_problem
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import simulate
@@ -206,65 +206,79 @@ def test_slowdown_by_class() -> None:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    return Corpus(tmp_path / "corpus.sqlite")
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    return tmp_path / "measured" / machine_of(HERE)
 
 
-def test_what_is_added_is_there_again(corpus: Corpus) -> None:
-    assert corpus.samples() == ()
+def here() -> Corpus:
+    return Corpus.of(machine_of(HERE))
+
+
+def test_what_is_remembered_is_there_again(home: Path) -> None:
+    assert here().samples == ()
     graph, cluster = model(0), Cluster("one", (CPU,))
     seconds = law(graph)
-    assert corpus.add(graph, cluster, profile_of(graph, seconds)) == len(set(graph.op_signature))
-    (sample,) = corpus.samples(machine_of(HERE))
+    remember(graph, cluster, profile_of(graph, seconds))
+    (sample,) = here().samples
     assert sample.graph.fingerprint == graph.fingerprint
     assert sample.device == CPU
     assert sample.compute_s == pytest.approx(seconds)
     assert np.isnan(sample.loaded_s).all()
-    # Measured again: replaced, not doubled.
-    corpus.add(graph, cluster, profile_of(graph, 2 * seconds))
-    (sample,) = corpus.samples()
-    assert sample.compute_s == pytest.approx(2 * seconds)
+    # Measured again: replaced, not doubled. Alike devices count once.
+    remember(graph, cluster, profile_of(graph, 2 * seconds))
+    assert len(list(home.iterdir())) == 1
+    twin = Cluster("two", (CPU, replace(CPU, name="twin")))
+    later = HERE | {"when": "2026-01-02"}
+    both = np.stack([3 * seconds, 4 * seconds], axis=1)
+    remember(graph, twin, Profile(("any", "twin"), both, both, provenance=later))
+    (sample,) = here().samples
+    assert sample.compute_s == pytest.approx(4 * seconds)
+    (path, *_) = home.iterdir()
+    assert load_problem(path).graph.fingerprint == graph.fingerprint  # every command takes it
 
 
-def test_equal_operators_of_other_graphs_are_known(corpus: Corpus) -> None:
-    cluster, machine = Cluster("one", (CPU,)), machine_of(HERE)
+def test_equal_operators_of_other_graphs_are_known(home: Path) -> None:
     graph, other = model(0), model(1)
-    corpus.add(graph, cluster, profile_of(graph, law(graph)))
-    seconds, spread = corpus.known(graph, replace(CPU, name="renamed"), machine)
+    remember(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
+    seconds, spread = here().known(graph, replace(CPU, name="renamed"))
     assert seconds == pytest.approx(law(graph))
     assert np.isfinite(spread).all()
     shared = np.array([s in graph.op_signature for s in other.op_signature])
-    seconds, _ = corpus.known(other, CPU, machine)
+    seconds, _ = here().known(other, CPU)
     assert (np.isfinite(seconds) == shared).all()
-    seconds, _ = corpus.known(graph, replace(CPU, threads=2), machine)
+    seconds, _ = here().known(graph, replace(CPU, threads=2))
     assert np.isnan(seconds).all()
 
 
-def test_two_machines_of_one_name_are_two(corpus: Corpus) -> None:
+def test_two_machines_of_one_name_are_two(home: Path) -> None:
     graph, cluster = model(0), Cluster("this-machine", (CPU,))
-    here, there = HERE | {"host": "node"}, HERE | {"host": "node", "cpu": "another processor"}
-    corpus.add(graph, cluster, profile_of(graph, law(graph), **here))
-    corpus.add(graph, cluster, profile_of(graph, 9 * law(graph), **there))
-    for facts, factor in ((here, 1), (there, 9)):
-        machine = machine_of(facts)
-        (sample,) = corpus.samples(machine)
+    facts = HERE | {"host": "node"}, HERE | {"host": "node", "cpu": "another processor"}
+    for about, factor in zip(facts, (1, 9), strict=True):
+        remember(graph, cluster, profile_of(graph, factor * law(graph), **about))
+    for about, factor in zip(facts, (1, 9), strict=True):
+        corpus = Corpus.of(machine_of(about))
+        (sample,) = corpus.samples
         assert sample.compute_s == pytest.approx(factor * law(graph))
-        assert corpus.known(graph, CPU, machine)[0] == pytest.approx(factor * law(graph))
-    assert machine_of(here) == machine_of(here | {"host": "renamed"})
-    assert device_signature(CPU, "a") != device_signature(CPU, "b")
-    assert len(corpus.samples()) == 2
+        assert corpus.known(graph, CPU)[0] == pytest.approx(factor * law(graph))
+    assert machine_of(facts[0]) == machine_of(facts[0] | {"host": "renamed"})
 
 
-def test_predicted_entries_and_described_devices_are_no_measurements(corpus: Corpus) -> None:
-    graph = model(0)
+def test_predicted_entries_and_described_devices_are_no_measurements(home: Path) -> None:
+    graph, cluster = model(0), Cluster("one", (CPU,))
     mask = np.ones((graph.num_ops, 1), bool)
     profile = replace(profile_of(graph, law(graph)), predicted=mask)
-    assert corpus.add(graph, Cluster("one", (CPU,)), profile) == 0
-    described = Cluster("far", (replace(CPU, like="cpu:0"),))
-    assert corpus.add(graph, described, profile_of(graph, law(graph))) == 0
-    mask[0] = False
-    assert corpus.add(graph, Cluster("one", (CPU,)), profile) == 1
-    assert corpus.samples() == ()  # not all of its operators are known
+    remember(graph, cluster, profile)
+    remember(graph, Cluster("far", (replace(CPU, like="cpu:0"),)), profile_of(graph, law(graph)))
+    assert not home.exists()
+    for n in (0, 1):  # parts of a graph that were measured by and by
+        part = mask.copy()
+        part[n] = False
+        remember(graph, cluster, replace(profile, predicted=part))
+    assert np.isfinite(here().known(graph, CPU)[0][:2]).all()
+    assert here().samples == ()  # not all of its operators are known
+    remember(graph, cluster, profile_of(graph, law(graph)))
+    assert len(here().samples) == len(list(home.iterdir())) == 1
 
 
 def test_trees_leave_out_whole_graphs_to_learn_how_far_they_miss() -> None:
@@ -287,49 +301,29 @@ def test_trees_leave_out_whole_graphs_to_learn_how_far_they_miss() -> None:
     assert missed(2) == pytest.approx(missed(1), rel=0.3)
 
 
-def test_links_are_medians_over_graphs(corpus: Corpus) -> None:
+def test_links_are_medians_over_graphs(home: Path) -> None:
     cluster = Cluster("two", (replace(CPU, name="a"), replace(CPU, name="b")))
     for seed, latency_s in enumerate((1e-6, 3e-6, 9e-6)):
         graph = model(seed)
         seconds = np.repeat(law(graph)[:, None], 2, axis=1)
         links = (Link("a", "b", latency_s, 1e9, send_s=latency_s, send_s_per_byte=latency_s),)
-        corpus.add(graph, cluster, Profile(("a", "b"), seconds, seconds, links, provenance=HERE))
-    (link,) = corpus.links(cluster, machine_of(HERE))
+        remember(graph, cluster, Profile(("a", "b"), seconds, seconds, links, provenance=HERE))
+    (link,) = here().links(cluster)
     assert link == Link("a", "b", 3e-6, 1e9, send_s=3e-6, send_s_per_byte=3e-6)
-    assert corpus.links(cluster, "another machine") == ()
+    assert Corpus.of("another machine").links(cluster) == ()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a database", b"SQLite format 3\0" + b"\xff" * 2000])
-def test_a_damaged_store(corpus: Corpus, content: bytes) -> None:
-    corpus.path.write_bytes(content)
-    if not content:  # what a full disk leaves
-        assert corpus.samples() == ()
-        return
-    with pytest.raises(CorpusError, match=r"corpus.sqlite: not a readable store.*move it away"):
-        corpus.samples()
-    with pytest.raises(CorpusError, match="not a readable store"):
-        corpus.add(model(0), Cluster("one", (CPU,)), profile_of(model(0), law(model(0))))
-    assert corpus.path.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("UPDATE graphs SET arrays = X'0102'", "graph 'model 0' is damaged"),
-        ("PRAGMA user_version = 99", "version 99, this program reads 1"),
-    ],
-)
-def test_a_damaged_graph_or_another_version(corpus: Corpus, change: str, message: str) -> None:
+def test_a_damaged_file(home: Path) -> None:
     graph = model(0)
-    corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
-    with sqlite3.connect(corpus.path) as store:
-        store.execute(change)
-    with pytest.raises(CorpusError, match=message):
-        corpus.samples()
+    remember(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
+    (path,) = home.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CorpusError, match=f"{path.name}.*; remove that file, and measure again"):
+        here()
 
 
-def test_a_store_where_none_can_be(tmp_path: Path) -> None:
+def test_measurements_where_none_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    graph, corpus = model(0), Corpus(tmp_path / "file" / "corpus.sqlite")
-    with pytest.raises(CorpusError, match="PLACEMENT_HOME"):
-        corpus.add(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)))
+    graph = model(0)
+    with pytest.warns(UserWarning, match="will not know this profile.*PLACEMENT_HOME"):
+        remember(graph, Cluster("one", (CPU,)), profile_of(graph, law(graph)), tmp_path / "file")

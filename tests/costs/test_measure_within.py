@@ -11,7 +11,7 @@ import pytest
 from placement.__main__ import main
 from placement.capturing import capture
 from placement.cluster import Cluster
-from placement.costs.corpus import Corpus, this_machine
+from placement.costs.corpus import Corpus, remember, this_machine
 from placement.costs.measure import measure
 from placement.costs.measure_within import choose, measure_within, part, predict_here
 from placement.costs.predictors import LatencyError
@@ -82,17 +82,16 @@ def test_a_profile_within_seconds() -> None:
         measure_within(graph.without_program(), cluster, 1.0)
 
 
-def test_what_was_measured_in_one_model_is_known_in_the_next(tmp_path: Path) -> None:
-    corpus, cluster = Corpus(tmp_path / "corpus.sqlite"), one_device()
-    graph = graph_of("bert_tiny")
+def test_what_was_measured_in_one_model_is_known_in_the_next() -> None:
+    cluster, graph = one_device(), graph_of("bert_tiny")
     measured = measure(graph, cluster, repeats=2)
-    assert corpus.add(graph, cluster, measured) > 0
-    again = predict_here(graph, cluster, RATES, corpus)
+    remember(graph, cluster, measured)
+    again = predict_here(graph, cluster, RATES)
     assert again.predicted is not None and again.predicted.all()
     assert again.compute_s.sum() == pytest.approx(measured.compute_s.sum())
     assert again.provenance["machine"] == this_machine()
     # Without a method: learned from what is there.
-    other = predict_here(graph_of("vit_tiny"), cluster, corpus=corpus)
+    other = predict_here(graph_of("vit_tiny"), cluster)
     assert other.provenance["predictor"] == "_Remembering"
     assert np.isfinite(other.compute_s).all()
 
@@ -109,7 +108,7 @@ def test_plan_from_predictions(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert json.loads(out.out)["feasible"]
     assert "predicted from their description, not measured" in out.err
     assert main(["profile", "tiny_mlp", "--cluster", str(path), "--repeats", "2"]) == 0
-    assert Corpus.default().samples(this_machine())
+    assert Corpus.of(this_machine()).samples
     assert main([*command, "--predict", "polynomial"]) == 0
     capsys.readouterr()
     for wrong, message in (
@@ -128,13 +127,15 @@ def test_profile_within_seconds_as_a_command(capsys: pytest.CaptureFixture[str])
     assert not out.exists()
 
 
-def test_a_damaged_store_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Corpus.default().path
+def test_damaged_measurements_are_a_message(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "home" / "measured" / this_machine() / "damaged.json.gz"
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"no store at all")
+    path.write_bytes(b"no problem at all")
     command = ["plan", "tiny_mlp", "--planner", "heft", "--predict", "roofline"]
     assert main(command) == 2
-    assert "not a readable store" in capsys.readouterr().err
+    assert "remove that file, and measure again" in capsys.readouterr().err
 
 
 def test_features_as_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
