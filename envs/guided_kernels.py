@@ -18,7 +18,7 @@ from placement.search.macro import (
     Draws,
     Neighbours,
     below,
-    energy_term,
+    energy_change,
     propose_from,
     uniform,
 )
@@ -455,9 +455,8 @@ def _describe_search(t, s):
 def _try(t, s, k, described):
     """What move ``k`` adds to the energy of max_load; fills ``s.tried`` where ``described``."""
     device, load, held = s.moves.device, s.moves.load, s.moves.held
-    body, where, count, memory = s.body[k], s.where[k], s.count[k], t.moves.memory
+    body, where, count = s.body[k], s.where[k], s.count[k]
     old, new = np.int64(device[body[0]]), np.int64(where[0])
-    load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
     highest_s = max(load[s.hottest], 1e-300)
     before = after = chained = 0.0
     if described:
@@ -474,18 +473,14 @@ def _try(t, s, k, described):
         if not 1e-300 < highest < INFEASIBLE:
             highest = highest_s
         scale, power = 1.0 / highest, int(s.power)
-        energy += energy_term(load[old], held[old], memory[old], scale, power)
-        energy += energy_term(load[new], held[new], memory[new], scale, power)
-        energy -= energy_term(load_old, held_old, memory[old], scale, power)
-        energy -= energy_term(load_new, held_new, memory[new], scale, power)
+        energy = energy_change(t.moves, s.moves, scale, power)
     if described:
         r = s.tried
-        r.left_before, r.target_before = load_old, load_new
+        r.left_before, r.target_before = s.moves.load_before[0], s.moves.load_before[1]
         r.left_after, r.target_after, r.held_after = load[old], load[new], held[new]
         r.largest_after = load[largest(load, len(load))]
         r.seconds_before, r.seconds_after, r.chained = before, after, chained
-    undo_moves(t.moves, s.moves, body, where, count, old, new)
-    load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+    undo_moves(t.moves, s.moves, body, where, count)
     return energy
 
 
@@ -561,10 +556,7 @@ def _take(t, s, k):
     count = s.count[k]
     if count == 0:
         return 0.0
-    body, where = s.body[k], s.where[k]
-    device, load, held = s.moves.device, s.moves.load, s.moves.held
-    old, new = np.int64(device[body[0]]), np.int64(where[0])
-    load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
+    body, where, device = s.body[k], s.where[k], s.moves.device
     growth = 0.0
     for i in range(count):
         growth += t.group_s[body[i], where[i]] - t.group_s[body[i], device[body[i]]]
@@ -573,9 +565,8 @@ def _take(t, s, k):
     if t.kind != LOAD and cost > s.cost:
         worse = np.log(cost / max(s.cost, 1e-300))
         if worse > -s.temperature * np.log(1.0 - uniform(s.draws.random)):
-            undo_moves(t.moves, s.moves, body, where, count, old, new)
-            load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
-            s.refused[body[0], new] += 1.0
+            undo_moves(t.moves, s.moves, body, where, count)
+            s.refused[body[0], where[0]] += 1.0
             return 0.0
     s.cost = cost
     s.compute_s += growth

@@ -319,17 +319,14 @@ class Position:
 
     def _load_cost(self, groups: NDArray[np.intp], device: int) -> float:
         assert self._moves is not None
-        old = int(self.choice[groups[0]])
         load_s, held = self._moves[1].load, self._moves[1].held
-        before = load_s.copy(), held.copy()
         where = np.full(len(groups), device, np.int32)
         arguments = *self._moves, groups.astype(np.int32), where, len(groups)
         apply_moves(*arguments)
         capacity = self._search.problem.memory_bytes
         overflow = float((np.maximum(held - capacity, 0) / capacity).sum())
         cost = INFEASIBLE * (1 + overflow) if overflow > 0 else float(load_s.max())
-        undo_moves(*arguments, old, device)
-        load_s[:], held[:] = before
+        undo_moves(*arguments)
         return cost
 
 

@@ -241,6 +241,19 @@ def energy_term(load, held, memory, scale, squarings):
     return x
 
 
+@inlined
+def energy_change(t, s, scale, squarings):
+    """What the last ``apply_moves`` has added to the energy."""
+    total = 0.0
+    for i in range(2):
+        d = s.moved[i]
+        total += energy_term(s.load[d], s.held[d], t.memory[d], scale, squarings)
+    for i in range(2):
+        memory = t.memory[s.moved[i]]
+        total -= energy_term(s.load_before[i], s.held_before[i], memory, scale, squarings)
+    return total
+
+
 @kernel
 def anneal(t, s, w, best, best_s, steps, hot, temperature, power):
     """``steps`` random moves, each made with probability ``min(1, exp(-delta / temperature))``.
@@ -286,13 +299,11 @@ def anneal(t, s, w, best, best_s, steps, hot, temperature, power):
                 continue
             apply_move(t, s, g, new)
         else:
-            load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
             apply_moves(t, s, group, where, count)
             term_old = energy_term(load[old], held[old], memory[old], scale, power)
             term_new = energy_term(load[new], held[new], memory[new], scale, power)
             if term_old + term_new > limit:
-                undo_moves(t, s, group, where, count, old, new)
-                load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+                undo_moves(t, s, group, where, count)
                 continue
         term[old], term[new] = term_old, term_new
         hottest = 0
@@ -321,7 +332,7 @@ def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
 
     ``pieces``: of ``analytic_kernels.piecewise_tables``. Returns the latency of ``best``.
     """
-    memory, device, load, held = t.memory, s.device, s.load, s.held
+    memory, device, held = t.memory, s.device, s.held
     random, group, where = w.random, w.group, w.where
     ptr, op, p = members.ptr, members.op, members.device
     num_groups = len(device)
@@ -338,8 +349,6 @@ def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
         count = propose(w, device, np.int64(-1))
         if count == 0:
             continue
-        old, new = np.int64(device[group[0]]), np.int64(where[0])
-        load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
         apply_moves(t, s, group, where, count)
         for k in range(count):
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
@@ -353,8 +362,7 @@ def anneal_pieces(t, s, w, pieces, members, best, best_s, steps, temperature):
                 best_s = value
                 copy(best, device)
             continue
-        undo_moves(t, s, group, where, count, old, new)
-        load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+        undo_moves(t, s, group, where, count)
         for k in range(count):
             for i in range(ptr[group[k]], ptr[group[k] + 1]):
                 p[op[i]] = device[group[k]]
@@ -462,16 +470,9 @@ def descend(t, s, w, offers, best, best_s, steps, width, hot):
                     group[k], where[k] = w.group[k], w.where[k]
         if count == 0:
             return best_s, step
-        old, new = np.int64(device[group[0]]), np.int64(where[0])
-        load_old, load_new, held_old, held_new = load[old], load[new], held[old], held[new]
         apply_moves(t, s, group, where, count)
-        change = energy_term(load[old], held[old], memory[old], scale, _STEEP)
-        change += energy_term(load[new], held[new], memory[new], scale, _STEEP)
-        change -= energy_term(load_old, held_old, memory[old], scale, _STEEP)
-        change -= energy_term(load_new, held_new, memory[new], scale, _STEEP)
-        if change >= 0.0:
-            undo_moves(t, s, group, where, count, old, new)
-            load[old], load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+        if energy_change(t, s, scale, _STEEP) >= 0.0:
+            undo_moves(t, s, group, where, count)
             offers.refused[refused] = number
             refused += 1
             continue

@@ -346,7 +346,6 @@ def walk(t, m, s, w, r, squarings, most, best):
             for k in range(count):
                 _transfer(t, r, group[k], where[k], device[group[k]])
             continue
-        load_old, load_new, held_old, held_new = s.load[old], s.load[new], held[old], held[new]
         if r.memory_binds:
             apply_moves(m, s, group, where, count)
         for k in range(count):
@@ -367,8 +366,7 @@ def walk(t, m, s, w, r, squarings, most, best):
                 copy(best, device)
             continue
         if r.memory_binds:
-            undo_moves(m, s, group, where, count, old, new)
-            s.load[old], s.load[new], held[old], held[new] = load_old, load_new, held_old, held_new
+            undo_moves(m, s, group, where, count)
         for k in range(count):
             device[group[k]] = old if where[k] == new else new
             _transfer(t, r, group[k], where[k], device[group[k]])

@@ -146,6 +146,9 @@ class Placed(Struct):
     held: Array = array("D", np.int64)  # parameter bytes
     users: Array = array("H, D", np.int32)  # blocks on each device that use a tensor
     readers: Array = array("Q, D", np.int32)  # blocks on each device that read a tied parameter
+    moved: Array = array("2", np.int64)  # the devices of the last ``apply_moves``
+    load_before: Array = array("2")  # of those, before it
+    held_before: Array = array("2", np.int64)
 
 
 def load_tables(problem: Problem) -> tuple[Blocks, Ints]:
@@ -484,13 +487,18 @@ def apply_move(t, s, g, new):
 
 @kernel
 def apply_moves(t, s, group, where, count):
-    """Move blocks ``group[:count]`` to devices ``where[:count]``, one after another."""
+    """Move blocks ``group[:count]`` between two devices, to ``where[:count]``."""
+    s.moved[0], s.moved[1] = s.device[group[0]], where[0]
+    for i in range(2):
+        s.load_before[i], s.held_before[i] = s.load[s.moved[i]], s.held[s.moved[i]]
     for k in range(count):
         apply_move(t, s, np.int64(group[k]), np.int64(where[k]))
 
 
 @kernel
-def undo_moves(t, s, group, where, count, old, new):
-    """Undo ``apply_moves`` between two devices, in counts; loads and bytes are the caller's."""
+def undo_moves(t, s, group, where, count):
+    """Undo the last ``apply_moves``, to the last digit."""
     for k in range(count):
-        _recount(t, s, group[k], old if where[k] == new else new)
+        _recount(t, s, group[k], s.moved[0] if where[k] == s.moved[1] else s.moved[1])
+    for i in range(2):
+        s.load[s.moved[i]], s.held[s.moved[i]] = s.load_before[i], s.held_before[i]
