@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.planners import check_least
-from placement.planners.contiguous_dp import merge_blocks
+from placement.planners.contiguous_dp import best_in_order, merge_blocks
 from placement.problem import Problem, Solution
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Choice, Search, device_classes
@@ -204,13 +204,10 @@ def _solve(
     held: Floats | None,
     order: list[int],
 ) -> tuple[float, Choice]:
-    """The slowest stage with the devices in ``order``, and the choice int32 ``[G]``."""
-    count = len(ideals)
+    """The slowest stage with the devices in ``order``, and the choice int32 ``[G]``; inf: none."""
     seconds, impossible = compute
-    slowest = np.full(count, np.inf)
-    slowest[0] = 0.0
-    cut = np.full((len(order), count), -1)
-    for k, d in enumerate(order):
+
+    def stage_s(d: int) -> Floats:
         stage = seconds[None, :, d] - seconds[:, None, d]
         if problem.objective is Objective.MAX_LOAD:
             stage = stage + crossing[:, None, d] + crossing[None, :, d]
@@ -219,17 +216,10 @@ def _solve(
         may = inside & (impossible[None, :, d] == impossible[:, None, d])
         if held is not None:
             may &= held[None, :] - held[:, None] <= problem.memory_bytes[d]
-        value = np.where(may, np.maximum(stage, slowest[:, None]), np.inf)
-        begin = value.argmin(axis=0)
-        best = value[begin, np.arange(count)]
-        better = best < slowest
-        slowest = np.where(better, best, slowest)
-        cut[k, better] = begin[better]
+        return np.where(may, stage, np.inf)
+
     choice = np.full(problem.graph.num_groups, -1, np.int32)
-    state = count - 1
-    for k in reversed(range(len(order))):
-        if state > 0 and cut[k, state] >= 0:
-            before = int(cut[k, state])
-            choice[ideals[state] & ~ideals[before]] = order[k]
-            state = before
-    return float(slowest[-1]), choice
+    slowest_s, stages = best_in_order(stage_s, len(ideals), order)
+    for d, before, state in stages:
+        choice[ideals[state] & ~ideals[before]] = d
+    return slowest_s, choice

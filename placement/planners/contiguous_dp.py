@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
@@ -145,10 +145,13 @@ def splits(
     Nothing is evaluated. ``activations``: of how many micro-batches must fit; None: nothing has to.
     """
     costs, kind, states = stages.costs(block), stages.kind, stages.states
-    latency = stages.problem.objective is Objective.LATENCY
-    in_turn = _solve(costs.seconds(activations, np.add), kind, states, np.add) if latency else []
+    latency, size = stages.problem.objective is Objective.LATENCY, int(block.max()) + 2
+    in_turn: list[tuple[float, list[Stage]]] = []
+    if latency:
+        seconds = costs.seconds(activations, np.add)
+        in_turn = best_stages(lambda d: seconds[kind[d]], size, states, np.add)
     seconds = costs.seconds(activations)
-    best = _solve(seconds, kind, states)
+    best = best_stages(lambda d: seconds[kind[d]], size, states)
     if latency:
         distinct = {tuple(x): x for _, x in in_turn + best}.values()
         best = sorted(((costs.latency_s(x), x) for x in distinct), key=lambda split: split[0])
@@ -406,22 +409,35 @@ def _states(problem: Problem, classes: Ints, max_states: int) -> tuple[list[Stat
             for s, used in enumerate(product(*(range(c + 1) for c in counts)))
         ], True
     total = np.where(np.isfinite(problem.compute_s), problem.compute_s, 0.0).sum(axis=0)
-    order = np.argsort(total, kind="stable")
-    return [[], *([(range(i + 1), int(d))] for i, d in enumerate(order))], False
+    return _one_order(np.argsort(total, kind="stable")), False
 
 
-def _solve(
-    cost: Floats, kind: Ints, states: list[State], join: np.ufunc = np.maximum
+def _one_order(devices: Iterable[int]) -> list[State]:
+    """The states where devices are used in this order, and any may be left out."""
+    return [[], *([(range(i + 1), int(d))] for i, d in enumerate(devices))]
+
+
+def best_in_order(
+    cost: Callable[[int], Floats], size: int, devices: Iterable[int]
+) -> tuple[float, list[Stage]]:
+    """The split with the least slowest stage where devices are used in this order; inf: none."""
+    return next(iter(best_stages(cost, size, _one_order(devices))), (np.inf, []))
+
+
+def best_stages(
+    cost: Callable[[int], Floats], size: int, states: list[State], join: np.ufunc = np.maximum
 ) -> list[tuple[float, list[Stage]]]:
-    """The split with the least slowest stage for every set of devices, or least sum, best first."""
-    size = cost.shape[1]
+    """The split with the least slowest stage for every set of devices, or least sum, best first.
+
+    ``cost`` of a device: float64 ``[size, size]`` of stages of blocks ``[j, i)``; inf: impossible.
+    """
     best = np.full((len(states), size), np.inf)
     best[0, 0] = 0.0
     last = np.zeros((len(states), size), np.int64)
     for s, state in enumerate(states):
         for before, device in state:
             which = (s, before.start, before.stop, device)
-            kernels.append_stage(cost[kind[device]], join is np.add, best, last, *which)
+            kernels.append_stage(cost(device), join is np.add, best, last, *which)
 
     def stages(state: int) -> Iterator[Stage]:
         end = size - 1

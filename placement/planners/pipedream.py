@@ -11,6 +11,7 @@ from placement.planners import check_least
 from placement.planners.contiguous_dp import (
     StageCosts,
     Stages,
+    best_in_order,
     made_and_used,
     merge_blocks,
 )
@@ -79,29 +80,18 @@ def crossing_s(problem: Problem, block: Ints) -> Floats:
 
 
 def _stages(costs: StageCosts, transfer: Floats, activations: int | None) -> tuple[float, Ints]:
-    """The slowest stage or transfer, and int32 ``[C]`` the device of each block."""
+    """The slowest stage or transfer, and int32 ``[C]`` the device of each block, -1 without one."""
     num_devices, size = transfer.shape
     seconds = costs.compute.copy()
-    seconds[:, *np.tril_indices(size)] = np.inf
     if activations is not None:
         need = costs.param_bytes + activations * costs.activation_bytes
         seconds[need > costs.memory_bytes[:, None, None]] = np.inf
-    slowest = np.full((num_devices + 1, size), np.inf)
-    slowest[:, 0] = 0.0
-    cut = np.full((num_devices, size), -1)  # where the stage of a device begins, -1: left out
-    for d in range(num_devices):
-        entry = np.maximum(slowest[d], transfer[d])
-        entry[0] = 0.0  # nothing crosses the front
-        value = np.maximum(entry[:, None], seconds[costs.kind[d]])
-        begin = value.argmin(axis=0)
-        best = value[begin, np.arange(size)]
-        better = best < slowest[d]
-        slowest[d + 1] = np.where(better, best, slowest[d])
-        cut[d, better] = begin[better]
+
+    def stage_s(d: int) -> Floats:
+        return np.maximum(transfer[d][:, None], seconds[costs.kind[d]])
+
     device = np.full(size - 1, -1, np.int32)
-    end = size - 1
-    for d in reversed(range(num_devices)):
-        if end > 0 and cut[d, end] >= 0:
-            device[cut[d, end] : end] = d
-            end = int(cut[d, end])
-    return float(slowest[-1, -1]), device
+    slowest_s, stages = best_in_order(stage_s, size, range(num_devices))
+    for d, begin, end in stages:
+        device[begin:end] = d
+    return slowest_s, device
