@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,9 +184,8 @@ def fastest(
     report(f"planning with {PLANNER}", None)
     planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
     planned = _plan(problem, workload, planner(problem), planner)
-    objective = planned.objective
 
-    def run(plan: Plan) -> tuple[OptimizedRunner, dict[str, Measured], dict[str, Measured]]:
+    def run(plan: Plan) -> _Ran:
         runner = _runner(problem, plan)
         with ExitStack() as on_error:
             on_error.callback(runner.close)
@@ -197,23 +196,55 @@ def fastest(
                     raise OptimizeError(f"the results differ from those of the module: {wrong}")
             ways, graphs = _in_turns(problem, runner, plan, module, inputs, seconds / 2, report)
             on_error.pop_all()
-        return runner, ways, graphs
+        return _Ran(plan, runner, ways, graphs)
 
-    plan, (runner, ways, graphs) = planned, run(planned)
+    ran = run(planned)
     with ExitStack() as on_error:
-        on_error.callback(runner.close)
-        if corrects := _with_costs_of(problem, plan, ways):
+        on_error.callback(ran.runner.close)
+        if corrects := _with_costs_of(problem, planned, ran.ways):
             report(f"planning again with {PLANNER}", None)
             again = _plan(corrects, workload, planner(corrects), planner)
-            if len(devices_of(again)) > 1 and again.assignments != plan.assignments:
-                other, others_ways, others_graphs = run(again)
-                if _over_single(others_ways, objective) < _over_single(ways, objective):
-                    plan, runner, other = again, other, runner
-                    ways, graphs = others_ways, others_graphs
-                other.close()
+            if len(devices_of(again)) > 1 and again.assignments != planned.assignments:
+                both = ran, run(again)
+                ran = min(both, key=lambda x: x.over_single)
+                next(x for x in both if x is not ran).runner.close()
         on_error.pop_all()
-    quicker = {n for n in graphs if _is_faster(graphs[n], ways[n], objective, clearly=True)}
-    ways |= {n: graphs[n] for n in quicker}
+    runner = _kept(problem, ran, module, workload)
+    runner.planned = planned
+    return runner
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A plan that ran, its runner (not closed), and the ways that took turns with it, by name.
+
+    ``graphs``: as CUDA graphs, those of the ways that compute the same so.
+    """
+
+    plan: Plan
+    runner: OptimizedRunner
+    ways: Mapping[str, Measured]
+    graphs: Mapping[str, Measured]
+
+    @property
+    def over_single(self) -> float:
+        """How many times as long as the best device alone the plan takes."""
+        plan, objective = self.ways["plan"], self.plan.objective
+        single = self.ways[_best_single(self.ways, objective)]
+        return median_s(plan, objective) / median_s(single, objective)
+
+
+def _kept(
+    problem: Problem, ran: _Ran, module: nn.Module | None, workload: str | None
+) -> OptimizedRunner:
+    """The fastest of the ways."""
+    plan, runner, ways, objective = ran.plan, ran.runner, ran.ways, ran.plan.objective
+    quicker = {
+        name: graph
+        for name, graph in ran.graphs.items()
+        if _is_faster(graph, ways[name], objective, clearly=True)
+    }
+    ways = {**ways, **quicker}
     best = _best_single(ways, objective)
     named = {"plan": "plan", "single": best, "plain": "plain"}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
@@ -229,7 +260,7 @@ def fastest(
         runner.cuda_graphs = True
     facts = {"measured": measured[kept], "cuda_graphs": runner.cuda_graphs}
     runner.plan = plan.model_copy(update=facts)
-    runner.planned, runner.measured, runner.kept = planned, measured, kept
+    runner.measured, runner.kept = measured, kept
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
     if took_s.get("plain", np.inf) <= took_s[kept]:
         runner.stop()
@@ -241,12 +272,6 @@ def _best_single(ways: Mapping[str, Measured], objective: str) -> str:
     """The best device of those that took turns with the plan; empty: none did."""
     singles = ways.keys() - {"plan", "plain"}
     return min(singles, key=lambda name: median_s(ways[name], objective), default="")
-
-
-def _over_single(ways: Mapping[str, Measured], objective: str) -> float:
-    """How many times as long as that device the plan takes."""
-    plan, best = ways["plan"], ways[_best_single(ways, objective)]
-    return median_s(plan, objective) / median_s(best, objective)
 
 
 def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -> Problem | None:
