@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -303,77 +304,81 @@ class Runner:
     ) -> Iterator[Any]:
         if direct is None:
             self._follow_caller()
-        first = following = self.next_batch
-        failed: Exception | None = None
-        # By micro-batch: outputs, devices left, and whether its inputs are as they were.
-        pending: dict[int, tuple[dict[int, Any], set[int], Unwritten]] = {}
-        finished: dict[int, Any] = {}
-        exhausted = False
+        flow = _Flow(source, items, self.next_batch)
         while True:
             if self._closed:
                 raise RunnerError(_CLOSED_IN_USE)
-            while not exhausted and len(pending) < self.max_in_flight:
-                try:
-                    item = next(source)
-                except StopIteration:
-                    self._check_whole(self.next_batch - first)
-                    exhausted = True
-                    break
-                except Exception as error:
-                    error.add_note(
-                        f"raised for micro-batch {self.next_batch - first} of the stream"
-                    )
-                    if self._schedule is not None:
-                        raise  # what it begins, it ends with the rest of its micro-batches
-                    failed, exhausted = error, True
-                    break
-                if self._closed:  # while it was loaded
-                    raise RunnerError(_CLOSED_IN_USE)
-                inputs = dict(zip(self._program.input_tensors, item, strict=True))
-                batch, self.next_batch = self.next_batch, self.next_batch + 1
-                if self._record and items is not None:
-                    self.loaded_ns[batch] = items.span_ns
-                phase = batch % self.num_phases
-                active = set(self._active[phase])
-                pending[batch] = self._passed_on(inputs), active, Unwritten(item)
-                if direct is None:
-                    self._admit(batch, inputs)
-                else:
-                    direct.admit(batch, inputs)
-            if following == self.next_batch and exhausted:
-                if failed is not None:
-                    raise failed
+            while not flow.exhausted and len(flow.pending) < self.max_in_flight:
+                self._take(flow, direct)
+            if flow.exhausted and flow.following == self.next_batch:
+                if flow.failed is not None:
+                    raise flow.failed
                 return
-            if direct is not None:
-                no_more = exhausted or self.max_in_flight == 1
+            if direct is None:
+                self._receive(flow)
+            else:
+                no_more = flow.exhausted or self.max_in_flight == 1
                 computed = self._launched(direct, partial(direct.next, no_more))
-                outputs, _, unwritten = pending.pop(following)
-                self._check_unwritten(unwritten, following - first)
-                finished[following] = self._assemble(outputs | computed)
-            while following not in finished and len(pending) > 0:
-                message = self._results.get()
-                if isinstance(message, Failure):
-                    self._raise(message)
-                batch, tensor, value = message
-                if batch not in pending:
-                    continue
-                if isinstance(value, Exception):
-                    raise value
-                outputs, left, unwritten = pending[batch]
-                if tensor >= 0:
-                    outputs[tensor] = value
-                    continue
-                left.discard(value)
-                if not left:
-                    del pending[batch]
-                    self._check_unwritten(unwritten, batch - first)
-                    finished[batch] = self._assemble(outputs)
-                    if not exhausted:
-                        break  # there is room in the pipeline: fill it before waiting
-            while following in finished:
-                value = finished.pop(following)
-                following += 1
+                flow.pending[flow.following].outputs.update(computed)
+                self._finish(flow, flow.following)
+            while flow.following in flow.finished:
+                value = flow.finished.pop(flow.following)
+                flow.following += 1
                 yield value
+
+    def _take(self, flow: _Flow, direct: _Direct | None) -> None:
+        """The next micro-batch of the source begins, or there is none any more."""
+        number = self.next_batch - flow.first
+        try:
+            item = next(flow.source)
+        except StopIteration:
+            self._check_whole(number)
+            flow.exhausted = True
+            return
+        except Exception as error:
+            error.add_note(f"raised for micro-batch {number} of the stream")
+            if self._schedule is not None:
+                raise  # what it begins, it ends with the rest of its micro-batches
+            flow.failed, flow.exhausted = error, True
+            return
+        if self._closed:  # while it was loaded
+            raise RunnerError(_CLOSED_IN_USE)
+        inputs = dict(zip(self._program.input_tensors, item, strict=True))
+        batch, self.next_batch = self.next_batch, self.next_batch + 1
+        if self._record and flow.items is not None:
+            self.loaded_ns[batch] = flow.items.span_ns
+        active = set(self._active[batch % self.num_phases])
+        flow.pending[batch] = _Pending(self._passed_on(inputs), active, Unwritten(item))
+        if direct is None:
+            self._admit(batch, inputs)
+        else:
+            direct.admit(batch, inputs)
+
+    def _receive(self, flow: _Flow) -> None:
+        """Wait until the micro-batch that is next is finished, or there is room for another."""
+        while flow.following not in flow.finished and flow.pending:
+            message = self._results.get()
+            if isinstance(message, Failure):
+                self._raise(message)
+            batch, tensor, value = message
+            if batch not in flow.pending:
+                continue
+            if isinstance(value, Exception):
+                raise value
+            pending = flow.pending[batch]
+            if tensor >= 0:
+                pending.outputs[tensor] = value
+                continue
+            pending.devices_left.discard(value)
+            if not pending.devices_left:
+                self._finish(flow, batch)
+                if not flow.exhausted:
+                    return  # there is room in the pipeline: fill it before waiting
+
+    def _finish(self, flow: _Flow, batch: int) -> None:
+        pending = flow.pending.pop(batch)
+        self._check_unwritten(pending.unwritten, batch - flow.first)
+        flow.finished[batch] = self._assemble(pending.outputs)
 
     def _direct(self, is_call: bool) -> _Direct | None:
         """Where a GPU runs all operators, what launches them in the calling thread.
@@ -737,6 +742,31 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass
+class _Pending:
+    """A micro-batch that devices work on; ``unwritten``: whether its inputs are as they were."""
+
+    outputs: dict[int, Any]
+    devices_left: set[int]
+    unwritten: Unwritten
+
+
+@dataclass
+class _Flow:
+    """A stream: micro-batches from number ``first`` on, of which ``following`` is given next."""
+
+    source: Iterator[Sequence[Tensor]]
+    items: InputPipeline | None
+    first: int
+    pending: dict[int, _Pending] = field(default_factory=dict)
+    finished: dict[int, Any] = field(default_factory=dict)
+    failed: Exception | None = None  # the source, after the last of them
+    exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        self.following = self.first
 
 
 class _Use:
