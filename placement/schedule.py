@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,15 @@ class Schedule:
                 f"{seen[b, op]} times, expected once"
             )
         self._check_no_deadlock(graph)
+
+    def named(
+        self, graph: OpGraph, devices: Sequence[str]
+    ) -> dict[str, tuple[tuple[str, int], ...]]:
+        """``(operator, micro-batch)`` of each device in their order, by name."""
+        return {
+            device: tuple((graph.op_name[op], batch) for op, batch in rows.tolist())
+            for device, rows in zip(devices, self.order, strict=True)
+        }
 
     def _check_no_deadlock(self, g: OpGraph) -> None:
         """What waits for its inputs, and for what its device runs before it, is no circle."""

@@ -16,7 +16,6 @@ from placement.cli import serving
 if TYPE_CHECKING:
     from placement.plan import Measured, Plan
     from placement.problem import Planner, Problem, Solution
-    from placement.schedule import Schedule
     from placement.schedulers import Scheduler
 
 EXAMPLE = """examples:
@@ -553,6 +552,7 @@ def _answer(
 
     bound_s = plan.lower_bound_s[problem.objective] if plan else proved_bound_s(problem, solution)
     took_s = float(solution.stats.get("seconds", took))
+    order, devices = solution.schedule, problem.cluster.device_names
     names = ["measured_s", "measured_single_s", "measurements", "network"]
     names += ["replicated_period_s", "stages", "turns"]
     measured = {key: solution.stats[key] for key in names if key in solution.stats}
@@ -562,7 +562,7 @@ def _answer(
         "planner": _decided(args),
         "objective": args.objective or problem.objective,
         **decision(problem, solution, lower_bound_s=bound_s, seconds=took_s),
-        **({} if solution.schedule is None else {"order": _order(problem, solution.schedule)}),
+        **({} if order is None else {"order": order.named(problem.graph, devices)}),
         **measured,
         **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
@@ -585,12 +585,3 @@ def decision(problem: Problem, solution: Solution, **facts: float) -> dict[str, 
         for phase in phases[1:]
     ]
     return answer | ({"phases": later} if later else {})
-
-
-def _order(problem: Problem, schedule: Schedule) -> dict[str, list[tuple[str, int]]]:
-    """``(operator, micro-batch)`` of each device in their order, as a plan's ``order`` has them."""
-    names = problem.graph.op_name
-    return {
-        device: [(names[op], batch) for op, batch in rows.tolist()]
-        for device, rows in zip(problem.cluster.device_names, schedule.order, strict=True)
-    }

@@ -51,8 +51,9 @@ def make_plan(
     """
     graph, devices = problem.graph, problem.cluster.device_names
     placement = problem.check_placement(solution.placement)
-    solution = replace(solution, schedule=schedule or solution.schedule)
-    single, stream = _simulated(problem, placement, solution.schedule)
+    order = schedule or solution.schedule
+    solution = replace(solution, schedule=order)
+    single, stream = _simulated(problem, placement, order)
     peak = _peak_bytes(problem, placement, single, stream)
     if excess := memory_excess(problem, peak):
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
@@ -71,8 +72,8 @@ def make_plan(
             second_j=problem.second_j,
             assignment=assignment,
             phases=tuple({op: d for op, d in on.items() if d != assignment[op]} for on in later),
-            priority=_priority(problem, single, solution.schedule),
-            order=_named_order(problem, solution.schedule),
+            priority=_priority(problem, single, order),
+            order=None if order is None else order.named(graph, devices),
             stages=stages_of(graph.op_name, phases[0]),
             device_map=whole_modules(graph.op_module, phases[0]),
             predicted=_predicted(problem, solution, single, stream, peak),
@@ -198,18 +199,6 @@ def parameters_of(planner: Any) -> dict[str, Any]:
 def now() -> str:
     """UTC time to the second, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _named_order(
-    problem: Problem, schedule: Schedule | None
-) -> dict[str, tuple[tuple[str, int], ...]] | None:
-    if schedule is None:
-        return None
-    names = problem.graph.op_name
-    return {
-        device: tuple((names[op], batch) for op, batch in rows.tolist())
-        for device, rows in zip(problem.cluster.device_names, schedule.order, strict=True)
-    }
 
 
 def _fallback(problem: Problem) -> Fallback | None:
