@@ -1,6 +1,7 @@
 """A torch module becomes an ``OpGraph`` and the ``Program`` that runs it.
 
-``exported``: torch's own graph of operators; ``numerics``: whether it computes what a call does;
+``exported``: torch's own graph of operators; ``errors``: what to say where there is none;
+``numerics``: whether it computes what a call does;
 ``inference``: the graph, node by node. Of training: ``replay`` keeps what a module says to
 autograd, ``joint`` traces loss and gradients, ``pieces`` cuts them into operators, ``recompute``
 trades memory for work, ``training`` puts them together.

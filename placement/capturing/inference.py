@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from placement.capturing.builder import Builder
+from placement.capturing.errors import module_path, node_line
 from placement.capturing.exported import (
     argument_names,
     calls_of,
@@ -20,8 +21,6 @@ from placement.capturing.exported import (
     first_unsafe,
     functionalise,
     is_random,
-    module_path,
-    node_line,
     parameters_of,
     signature_of,
 )

@@ -25,12 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
+from placement.capturing.errors import first_line, user_line
 from placement.capturing.exported import (
-    first_line,
     left_as_it_was,
     parameters_of,
     quiet,
-    user_line,
 )
 from placement.capturing.replay import IN_CHECKPOINT, Calls, autograd_call
 from placement.program import CaptureError, Param, Ref, storage_of, view_of

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
+from placement.capturing.errors import calls_from_user, fails_itself
 from placement.capturing.exported import (
-    calls_from_user,
-    fails_itself,
     left_as_it_was,
     quiet,
 )

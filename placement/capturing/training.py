@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from placement.capturing.builder import Builder
+from placement.capturing.errors import module_path
 from placement.capturing.exported import (
     argument_names,
     check_static,
     export,
     is_random,
-    module_path,
     signature_of,
 )
 from placement.capturing.joint import Joint, loss_of, trace_step
