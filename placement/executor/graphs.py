@@ -22,8 +22,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from placement.executor.backend import TURN
+from placement.executor.compiled import Call, Compiled
 from placement.executor.constants import is_known
-from placement.executor.share import Call, Compiled, Share
+from placement.executor.share import Share
 from placement.program import Param, Program, Ref, Step, leaves_of
 from placement.tools.clock import nothing_collected
 

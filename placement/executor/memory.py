@@ -13,7 +13,7 @@ from torch import Tensor
 
 from placement.cluster import Device
 from placement.executor import weights
-from placement.executor.share import compile_runs
+from placement.executor.compiled import compile_runs
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.program import Program, Ref, run_program, storage_of

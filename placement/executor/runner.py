@@ -32,18 +32,11 @@ from placement.executor.backend import (
     callers_stream,
     used_on,
 )
+from placement.executor.compiled import Compiled, compile_runs
 from placement.executor.constants import constants
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
-from placement.executor.share import (
-    Compiled,
-    Share,
-    carried_operators,
-    compile_runs,
-    fused,
-    runs_of,
-    shares,
-)
+from placement.executor.share import Share, carried_operators, fused, runs_of, shares
 from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph

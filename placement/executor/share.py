@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from types import BuiltinFunctionType, MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch._ops import OpOverload
 
-from placement.executor.constants import is_known, with_constants
 from placement.graph import OpGraph
-from placement.program import Param, Program, Ref, leaves_of
 
 if TYPE_CHECKING:
-    from placement.executor.streamed import Streamed
-
-# Arguments that PyTorch's own functions take in another form, or read another default of: their
-# parser takes the mean, the default of losses, for 0, no reduction.
-_OPTIONS = ("dtype", "layout", "device", "memory_format", "generator", "reduction")
-Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
-
-_LATE_BYTES = 2**20  # of gradients and buffers in a run, which are written together: one launch
+    pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,186 +178,6 @@ def fused(share: Share, runs: Sequence[tuple[int, ...]]) -> Share:
         sources=tuple(run[0] for run in runs if not inputs[run[0]]),
         carried=carried,
     )
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Runs of operators as Python functions.
-
-    Attributes:
-        calls: by the first operator of a run; reads and writes a list of tensors ``[T]``. What a
-            run of several returns is iterated to its end: it stops before an operator, and gives
-            its number, where its second argument (whether nothing has arrived) says no.
-        op_at: which operator a line of the generated source belongs to.
-        num_ops: of each run, by its first.
-    """
-
-    calls: dict[int, Call]
-    op_at: list[int]
-    num_ops: dict[int, int]
-
-    def failed_op(self, error: BaseException, op: int) -> int:
-        """Which operator of the run that begins with ``op`` raised ``error``."""
-        at = error.__traceback__
-        while at is not None:
-            if at.tb_frame.f_code is self.calls[op].__code__:
-                return self.op_at[at.tb_lineno - 1]
-            at = at.tb_next
-        return op
-
-
-def compile_runs(
-    program: Program,
-    runs: Sequence[tuple[int, ...]],
-    share: Share | None,
-    params: dict[int, Tensor],
-    gradients: dict[int, Tensor],
-    device: torch.device,
-    marks: tuple[list[Any], Callable[[], Any]] | None = None,
-    streamed: Mapping[int, Streamed] | None = None,
-    known: Mapping[int, Tensor] | None = None,
-) -> Compiled:
-    """A Python function per run of operators.
-
-    Generated source costs one call and one list access per tensor; filling argument templates
-    at run time costs several microseconds per operator, and so does a look around between two: a
-    run only asks whether something has arrived. With the ``share`` of the device, what only one
-    run reads stays in its local variables, and is dropped after its last reader; without, every
-    tensor is left in the list. ``params`` are the parameters on this device;
-    ``device`` takes the place of every ``torch.device`` constant. What operators make that is the
-    gradient of a parameter is added to ``gradients``; new values of buffers are written back.
-    With ``marks``, a list and a clock, each operator adds its number and the time of its end.
-    Operators of ``streamed`` get their parameters from there. Tensors that are ``known`` are not
-    computed (see ``constants``).
-    """
-    written: dict[int, list[tuple[Tensor, Callable[..., Any]]]] = {}
-    for p, t in program.gradients:
-        if p in gradients:
-            written.setdefault(t, []).append((gradients[p], torch._foreach_add_))
-    for p, t in program.new_buffers:
-        if p in params:
-            written.setdefault(t, []).append((params[p], torch._foreach_copy_))
-    names: dict[str, Any] = {}
-    streamed, known = streamed or {}, known or {}
-    come: Sequence[int] = ()  # parameters of the operator that is written, by their place
-    if marks is not None:
-        names["marks"], names["mark"] = marks
-    local: set[int] = set()
-
-    def bind(value: Any) -> str:
-        names[name := f"k{len(names)}"] = value
-        return name
-
-    def name(tensor: int) -> str:
-        return f"t{tensor}" if tensor in local else f"e[{tensor}]"
-
-    def leaf(template: Any) -> str:
-        if isinstance(template, Ref):
-            return name(template.tensor)
-        if isinstance(template, Param) and template.index in come:
-            return f"p[{come.index(template.index)}]"
-        if isinstance(template, Param):
-            return bind(params[template.index])
-        return bind(device if isinstance(template, torch.device) else template)
-
-    lines: list[str] = []
-    op_at: list[int] = []
-    made_at = {t: op for run in runs for op in run for t in program.steps[op].outputs}
-    for run in runs:
-        dropped: dict[int, list[int]] = {}
-        if share is not None:
-            local = set()
-            last = {t: op for op in run for t in (*share.inputs[op], *share.outputs[op])}
-            for t, op in last.items():
-                if share.peers[t] or share.results[t] or not set(share.users[t]).issubset(run):
-                    continue
-                if made_at.get(t) in run:
-                    local.add(t)
-                dropped.setdefault(op, []).append(t)
-        lines.append(f"def op{run[0]}(e, nothing_arrived):")
-        op_at.append(run[0])
-        late: dict[Any, list[tuple[Tensor, int]]] = {}  # what is to be written
-        drops: list[int] = []
-        for op in run:
-            step, source = with_constants(program.steps[op], known), streamed.get(op)
-            come = () if source is None else source.reads[op]
-            arguments = [_source(x, leaf) for x in step.args]
-            arguments += [f"{k}={_source(x, leaf)}" for k, x in step.kwargs.items()]
-            call = f"{bind(quickest(step.target))}({', '.join(arguments)})"
-            if source is not None:
-                call = f"{bind(source.own)}({call})"
-            if is_known(step, known):
-                body = [f"{name(t)} = {bind(known[t])}" for t in step.outputs]
-            elif not step.outputs:
-                body = [call]
-            elif not step.multi:
-                body = [f"{name(step.outputs[0])} = {call}"]
-            else:
-                body = [f"v = {call}"]
-                for tensor, index in zip(step.outputs, step.output_index, strict=True):
-                    body.append(f"{name(tensor)} = v[{index}]")
-                body.append("del v")
-            if source is not None:
-                body = [f"p = {bind(source.take)}({op})", *body, f"{bind(source.give_back)}({op})"]
-            for tensor in step.outputs:
-                for destination, how in written.get(tensor, ()):
-                    late.setdefault((how, destination.dtype), []).append((destination, tensor))
-            if op == run[-1] or sum(x.nbytes for v in late.values() for x, _ in v) > _LATE_BYTES:
-                for (how, _), pairs in late.items():
-                    values = ", ".join(name(t) for _, t in pairs)
-                    body.append(f"{bind(how)}({bind([x for x, _ in pairs])}, [{values}])")
-                late.clear()
-            stay = {t for pairs in late.values() for _, t in pairs}
-            drops += dropped.get(op, ())
-            body += [f"{name(t)} = None" for t in drops if t not in stay]
-            drops = [t for t in drops if t in stay]
-            if marks is not None:  # a flat list: tuples would keep the garbage collector busy
-                body += [f"marks.append({op})", "marks.append(mark())"]
-            if op != run[0]:
-                body.insert(0, f"if not nothing_arrived(): yield {op}")
-            lines += [f"    {line}" for line in body]
-            op_at += [op] * len(body)
-    exec(compile("\n".join(lines), "<operators>", "exec"), names)
-    # A function that its own globals name would keep the parameters until cycles are collected.
-    calls = {run[0]: names.pop(f"op{run[0]}") for run in runs}
-    return Compiled(calls, op_at, {run[0]: len(run) for run in runs})
-
-
-@cache
-def quickest(target: Any) -> Any:
-    """The operator as PyTorch's own function of that name, where there is one that takes the same.
-
-    It finds its operator without asking schemas: a microsecond less, as long as some kernels.
-    """
-    if type(target) is not OpOverload or target.namespace != "aten":
-        return target
-    if any(x.name in _OPTIONS for x in target._schema.arguments):
-        return target
-    name, own = target._schema.name.removeprefix("aten::"), target._overloadname
-    packet = target.overloadpacket
-    others = [getattr(packet, other) for other in packet.overloads() if other != own]
-    if own != "default" and _needed(target) in map(_needed, others):
-        return target  # only arguments that may be left out tell which of them is meant
-    for home in (torch._C._VariableFunctions, torch._C._nn, Tensor):
-        function = getattr(home, name, None)
-        if isinstance(function, BuiltinFunctionType | MethodDescriptorType):
-            return function
-    return target
-
-
-def _needed(target: OpOverload) -> list[str]:
-    """Types of the arguments that an operator cannot do without."""
-    return [str(x.type) for x in target._schema.arguments if not x.has_default_value()]
-
-
-def _source(template: Any, leaf: Callable[[Any], str]) -> str:
-    """An argument as source, its leaves written by ``leaf``."""
-    if isinstance(template, list | tuple) and any(
-        isinstance(x, Ref | Param | torch.device) for x in leaves_of(template)
-    ):
-        items = "".join(_source(x, leaf) + "," for x in template)
-        return f"[{items}]" if isinstance(template, list) else f"({items})"
-    return leaf(template)
 
 
 def _rows(values: np.ndarray[Any, Any], ptr: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:

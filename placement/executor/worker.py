@@ -28,8 +28,9 @@ from torch import Tensor
 
 from placement.executor.awake import wait_exactly
 from placement.executor.backend import Backend, CudaBackend, is_long
+from placement.executor.compiled import Call, Compiled
 from placement.executor.graphs import Replayed
-from placement.executor.share import Call, Compiled, Share
+from placement.executor.share import Share
 
 _TURN = threading.Lock()  # of all runners of this process: they share its interpreter
 _SHORT_NS = 5000  # on average, of which most is the interpreter's: two threads gain nothing

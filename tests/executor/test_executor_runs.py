@@ -23,9 +23,10 @@ from placement.capturing.training import mean_of_outputs
 from placement.cluster import Cluster, Device
 from placement.executor import worker as worker_module
 from placement.executor.alone import last_seconds, on_one_device, run_seconds
+from placement.executor.compiled import compile_runs, quickest
 from placement.executor.executor import batched
 from placement.executor.runner import Runner
-from placement.executor.share import compile_runs, fused, quickest, runs_of, shares
+from placement.executor.share import fused, runs_of, shares
 from placement.executor.worker import _Turns as Turns
 from placement.graph import OpGraph
 from placement.problem import ProblemError
