@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,13 +221,9 @@ def _stages(
         paid = []
         for t in stages.paid_on(c):
             check()
-            pays = model.new_bool_var("")
-            paid.append((t, pays))
             here = x[blocks.src[t]].get(c, 0) if blocks.src[t] >= 0 else 0
-            for u in blocks.use_dst[blocks.use_ptr[t] : blocks.use_ptr[t + 1]]:
-                there = x[u].get(c, 0)
-                model.add(pays >= there - here)
-                model.add(pays >= here - there)
+            users = blocks.use_dst[blocks.use_ptr[t] : blocks.use_ptr[t + 1]]
+            paid.append((t, _crosses(model, here, [x[u].get(c, 0) for u in users])))
         on = [row.get(c) for row in x]
         for k in range(len(stages.kinds)) if stages.kind is None else [int(stages.kind[c])]:
             d = stages.kinds[k][0]
@@ -243,6 +239,15 @@ def _stages(
                 for row in rows:
                     row.only_enforce_if(kind[c][k])
     return x, kind
+
+
+def _crosses(model: Any, here: Any, users: Iterable[Any]) -> Any:
+    """Whether a device sends a tensor or receives it: ``here`` says whether it makes it."""
+    pays = model.new_bool_var("")
+    for there in users:
+        model.add(pays >= there - here)
+        model.add(pays >= here - there)
+    return pays
 
 
 def _held(model: Any, b: Blocks, on: list[Any]) -> Any:
@@ -265,77 +270,20 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
             "cp_sat: contiguous = True is about max_load; for piecewise_latency every "
             "accelerator has one piece anyway, leave it out"
         )
-    g = problem.graph
     assert search.best is not None
     fits = search.best_s < np.inf
     possible = problem.group_compute_s[np.isfinite(problem.group_compute_s)]
     scale_s = max(search.best_cost if fits else float(possible.max()), 1e-9)
-    unit_s = scale_s / _UNITS
-    is_cpu = [device.kind == "cpu" for device in problem.cluster.devices]
-    accs = [d for d, cpu in enumerate(is_cpu) if not cpu]
-    pool = [d for d, cpu in enumerate(is_cpu) if cpu]
-    model = cp_model.CpModel()
-    horizon = _UNITS if fits else 2**40
-    end = [model.new_int_var(0, horizon, f"e{v}") for v in range(problem.num_ops)]
-    x = []
-    for group_s in problem.group_compute_s:
-        check()
-        row = {d: model.new_bool_var("") for d in range(problem.num_devices) if group_s[d] < np.inf}
-        model.add_exactly_one(row.values())
-        x.append(row)
-    at = [x[group] for group in g.group]
-    latest = model.new_int_var(0, horizon, "latency")
-    model.add_max_equality(latest, end)
-    preds: list[set[int]] = [set() for _ in range(problem.num_ops)]
-    for u, v in g.edges.tolist():
-        preds[v].add(u)
-    for v in range(problem.num_ops):
-        check()
-        for d in pool:
-            if d in at[v]:
-                runs = _units(problem.compute_s[v, d], unit_s)
-                for bound in [end[u] + runs for u in preds[v]] or [runs]:
-                    model.add(end[v] >= bound).only_enforce_if(at[v][d])
-    for d in accs:
-        begins = model.new_int_var(0, horizon, f"b{d}")
-        ends = model.new_int_var(0, horizon, f"f{d}")
-        total: Any = begins
-        for v in range(problem.num_ops):
-            check()
-            if d not in at[v]:
-                continue
-            total += _units(problem.compute_s[v, d], unit_s) * at[v][d]
-            model.add(end[v] >= ends).only_enforce_if(at[v][d])
-            for u in preds[v]:
-                if at[u] is not at[v]:
-                    outside = [at[u][d].negated()] if d in at[u] else []
-                    model.add(begins >= end[u]).only_enforce_if([at[v][d], *outside])
-        for t in range(g.num_tensors):
-            src = int(g.tensor_src[t])
-            home = at[src].get(d, 0) if src >= 0 else 0
-            there = {id(at[u]): at[u].get(d, 0) for u in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]}
-            check()
-            if problem.io_s[t, d] > 0 and there:
-                pays = model.new_bool_var(f"p{t},{d}")
-                for user in there.values():
-                    model.add(pays >= user - home)
-                    model.add(pays >= home - user)
-                total += _units(problem.io_s[t, d], unit_s) * pays
-        model.add(ends >= total)
-    b = blocks(problem, g.group)
-    for d, capacity in enumerate(problem.memory_bytes.tolist()):
-        if b.own_bytes.sum() + b.tied_bytes.sum() > capacity:
-            model.add(_held(model, b, [row.get(d) for row in x]) <= capacity)
-    model.minimize(latest)
-    for row, d in zip(x, search.best, strict=True):
-        for device, variable in row.items():
-            model.add_hint(variable, int(device == d))
-    solver, status = _solve(planner, cp_model, model, search)
+    program = _Pieces(problem, cp_model.CpModel(), _UNITS if fits else 2**40, scale_s / _UNITS)
+    x, latest = program.write(check)
+    program.model.minimize(latest)
+    _hint(program.model, x, search.best)
+    solver, status = _solve(planner, cp_model, program.model, search)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         choice = [next(d for d, v in row.items() if solver.value(v)) for row in x]
         search.consider(np.array(choice, np.int32), 1)
     path_s = lower_bound(problem)
-    bound_s = max(path_s, solver.best_objective_bound * unit_s)
+    bound_s = max(path_s, solver.best_objective_bound * program.unit_s)
     return search.solution(
         path_s,
         solved="piecewise_latency, one piece per accelerator",
@@ -343,6 +291,82 @@ def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], 
         status=solver.status_name(status),
         branches=solver.num_branches,
     )
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The program of ``piecewise_latency``; times are whole ``unit_s``, ``horizon`` at most."""
+
+    problem: Problem
+    model: Any
+    horizon: int
+    unit_s: float
+
+    def write(self, check: Callable[[], None]) -> tuple[list[dict[int, Any]], Any]:
+        """Variables: is group ``g`` on device ``d`` (``x[g][d]``), and the latency."""
+        problem, model, g = self.problem, self.model, self.problem.graph
+        end = [self._time() for _ in range(problem.num_ops)]
+        x = []
+        for group_s in problem.group_compute_s:
+            check()
+            able = np.flatnonzero(group_s < np.inf).tolist()
+            x.append({d: model.new_bool_var("") for d in able})
+            model.add_exactly_one(x[-1].values())
+        at = [x[group] for group in g.group]
+        latest = self._time()
+        model.add_max_equality(latest, end)
+        preds: list[set[int]] = [set() for _ in range(problem.num_ops)]
+        for u, v in g.edges.tolist():
+            preds[v].add(u)
+        is_cpu = [device.kind == "cpu" for device in problem.cluster.devices]
+        for v in range(problem.num_ops):
+            check()
+            for d in (d for d, cpu in enumerate(is_cpu) if cpu and d in at[v]):
+                runs = _units(problem.compute_s[v, d], self.unit_s)
+                for bound in [end[u] + runs for u in preds[v]] or [runs]:
+                    model.add(end[v] >= bound).only_enforce_if(at[v][d])
+        for d in (d for d, cpu in enumerate(is_cpu) if not cpu):
+            self._piece(d, at, end, preds, check)
+        b = blocks(problem, g.group)
+        for d, capacity in enumerate(problem.memory_bytes.tolist()):
+            if b.own_bytes.sum() + b.tied_bytes.sum() > capacity:
+                model.add(_held(model, b, [row.get(d) for row in x]) <= capacity)
+        return x, latest
+
+    def _piece(
+        self,
+        d: int,
+        at: list[dict[int, Any]],
+        end: list[Any],
+        preds: list[set[int]],
+        check: Callable[[], None],
+    ) -> None:
+        """An accelerator begins when all is there that it reads, and hands over all at once."""
+        model, g = self.model, self.problem.graph
+        begins, ends = self._time(), self._time()
+        total: Any = begins
+        for v in range(self.problem.num_ops):
+            check()
+            if d not in at[v]:
+                continue
+            total += _units(self.problem.compute_s[v, d], self.unit_s) * at[v][d]
+            model.add(end[v] >= ends).only_enforce_if(at[v][d])
+            for u in preds[v]:
+                if at[u] is not at[v]:
+                    outside = [at[u][d].negated()] if d in at[u] else []
+                    model.add(begins >= end[u]).only_enforce_if([at[v][d], *outside])
+        for t in range(g.num_tensors):
+            src = int(g.tensor_src[t])
+            here = at[src].get(d, 0) if src >= 0 else 0
+            there = {id(at[u]): at[u].get(d, 0) for u in g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]}
+            check()
+            if self.problem.io_s[t, d] > 0 and there:
+                crosses = _crosses(model, here, there.values())
+                total += _units(self.problem.io_s[t, d], self.unit_s) * crosses
+        model.add(ends >= total)
+
+    def _time(self) -> Any:
+        return self.model.new_int_var(0, self.horizon, "")
 
 
 def _units(seconds: float, unit_s: float) -> int:
