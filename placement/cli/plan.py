@@ -448,24 +448,31 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
     for_file = {name: getattr(args, name) for name in names} | {"dims": _dims(args.dim)}
     if cli.is_file(args.workload):
-        from placement import importers
-
-        if args.profile is not None:
-            raise cli.UsageError("--profile is for workloads; a problem file has its own")
-        if args.predict is not None:
-            raise cli.UsageError(f"--predict is for workloads; {args.workload!r} is a file")
-        if args.cluster is not None:
-            for_file["cluster"] = cli.cluster_of(args.cluster)
-        if args.optimizer is not None:
-            raise cli.UsageError(f"--optimizer is for workloads; {args.workload!r} is a file")
-        for_file["mode"] = args.mode
-        problem = importers.load(args.workload, objective=args.objective, **for_file)
+        problem = _in_file(args, for_file)
         cli.say_if_predicted(args.workload, problem)
         return replace(problem, **changes)
     for name, value in for_file.items():
         if value is not None:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
+    return replace(_of_workload(args, report), **changes)
+
+
+def _in_file(args: argparse.Namespace, options: dict[str, Any]) -> Problem:
+    from placement import importers
+
+    if args.profile is not None:
+        raise cli.UsageError("--profile is for workloads; a problem file has its own")
+    for name in ("predict", "optimizer"):
+        if getattr(args, name) is not None:
+            raise cli.UsageError(f"--{name} is for workloads; {args.workload!r} is a file")
+    if args.cluster is not None:
+        options = options | {"cluster": cli.cluster_of(args.cluster)}
+    return importers.load(args.workload, objective=args.objective, mode=args.mode, **options)
+
+
+def _of_workload(args: argparse.Namespace, report: cli.Progress) -> Problem:
+    """With times that are given, predicted, or measured here where they have not been."""
     from placement.costs import predictors
     from placement.objective import Objective
     from placement.problem import Problem
@@ -479,6 +486,7 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     method = None if args.predict is None else predictors.load(args.predict)
     profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)
+    objective = Objective(args.objective or Objective.PERIOD)
     if profile is not None:
         profile = profile.for_cluster(cluster)
     graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
@@ -489,8 +497,7 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
         profile = predict_here(graph, cluster.workers, method)
         profile = profile.for_cluster(cluster) if cluster.streaming else profile
         cli.say_if_predicted(args.workload, Problem(graph, cluster, profile))
-    objective = Objective(args.objective or Objective.PERIOD)
-    if profile is None:
+    elif profile is None:
         from placement.costs.measure import load_or_measure
         from placement.executor.streamed import streaming_where_short
 
@@ -498,7 +505,7 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
             profile = load_or_measure(graph, cluster, progress=report)
         if not objective.is_analytic:
             cluster, profile = streaming_where_short(graph, cluster, profile)
-    return Problem(graph, cluster, profile, objective=objective, **changes)
+    return Problem(graph, cluster, profile, objective=objective)
 
 
 def _check_settings(args: argparse.Namespace) -> None:
