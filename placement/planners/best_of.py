@@ -14,7 +14,7 @@ from placement.planners import PlannerError, load
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
-from placement.problem import Problem, Solution
+from placement.problem import Planner, Problem, Solution
 from placement.search.budget import options_of
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
@@ -148,17 +148,9 @@ class BestOf:
                 skipped[name] = "nothing is left of the budget"
                 continue
             # The last one gets all, unless a search for something that fits may have to follow.
-            share = 1.0 if i + 1 == len(chosen) and not nothing_fits else 0.5
-            if name in _WALKS and problem.objective is Objective.LATENCY:
-                share = max(share, _LATENCY_SHARE)
-            if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
-                planner = replace(planner, beat=search.best_cost)
-            if isinstance(planner, ContiguousDp):
-                planner = replace(planner, orders=_ORDERS)
-            if isinstance(planner, IdealDp) and self.seconds is None:
-                planner = replace(planner, **_IDEALS)
-            elif isinstance(planner, IdealDp):
-                share = min(share, _IDEAL_SECONDS / max(search.seconds_left, 1e-9))
+            is_last = i + 1 == len(chosen) and not nothing_fits
+            share = self._share(name, planner, search, is_last)
+            planner = self._told(planner, search)
             before, began = search.best_cost, search.seconds
             try:
                 with warnings.catch_warnings():  # a program that ended early says so: it may lose
@@ -179,6 +171,25 @@ class BestOf:
             winner = _search_on(search, values) or winner
         bound = lower_bound(problem)
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
+
+    def _share(self, name: str, planner: Planner, search: Search, is_last: bool) -> float:
+        """Of what is left of the budget."""
+        share = 1.0 if is_last else 0.5
+        if name in _WALKS and search.problem.objective is Objective.LATENCY:
+            share = max(share, _LATENCY_SHARE)
+        if isinstance(planner, IdealDp) and self.seconds is not None:
+            share = min(share, _IDEAL_SECONDS / max(search.seconds_left, 1e-9))
+        return share
+
+    def _told(self, planner: Planner, search: Search) -> Planner:
+        """The planner, with what others found, or with limits that it has not by itself."""
+        if isinstance(planner, CriticalPathGreedy) and np.isfinite(search.seconds_left):
+            return replace(planner, beat=search.best_cost)
+        if isinstance(planner, ContiguousDp):
+            return replace(planner, orders=_ORDERS)
+        if isinstance(planner, IdealDp) and self.seconds is None:
+            return replace(planner, **_IDEALS)
+        return planner
 
     def _and_search(self, problem: Problem) -> Solution:
         """The planners within a quarter of the seconds; then searches, with all that is left."""
