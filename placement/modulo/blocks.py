@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from math import ceil
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from placement.cluster import MOST_DEVICES
 from placement.graph import topological_order
 from placement.tools.files import short
+from placement.tools.strict import explain
 
 Ints = NDArray[np.int64]
 
@@ -275,74 +278,65 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         BlocksError: the case is not of that format, its blocks depend on each other in a
             circle, or no micro-batch fits into the memory.
     """
-    if not isinstance(case, dict):
-        raise BlocksError(f"not a case: {short(case)} is no object of ndevs and blocks")
-    num_devices, mode = _whole(_field(case, "ndevs", "it"), "ndevs"), case.get("mode", "train")
-    if mode not in ("train", "infer"):
-        raise BlocksError(f"not a case: mode {short(mode)} is neither 'train' nor 'infer'")
-    infer = mode == "infer"
-    records = _field(case, "blocks", "it")
-    rows: dict[int, Block] = {}
-    for k, record in enumerate(records if isinstance(records, list) else [None]):
-        where = f"blocks[{k}]"
-        i = _whole(_field(record, "id", where), f"{where}: id")
-        if i in rows:
-            raise BlocksError(f"two blocks have the same id {i}")
-        rows[i] = _row(record, f"block {i}", num_devices, infer)
-    ids, place = list(rows), {i: k for k, i in enumerate(rows)}
-    edges = []
+    try:
+        read = _Case.model_validate(case)
+    except ValidationError as error:
+        raise BlocksError(f"not a case: {explain(error, _Record, case)}") from error
+    rows = {row.id: row for row in read.blocks}
+    if len(rows) < len(read.blocks):
+        twice = Counter(row.id for row in read.blocks).most_common(1)[0][0]
+        raise BlocksError(f"two blocks have the same id {twice}")
     for i, row in rows.items():
-        for p, _ in row.preds:
+        for d in row.devices:
+            if not 0 <= d < read.ndevs:
+                raise BlocksError(
+                    f"block {i}: devices has {d}; ndevs = {read.ndevs}: they are from 0"
+                )
+        for p in row.deps:
             if p not in rows:
                 raise BlocksError(f"block {i}: deps has {p}, which is the id of no block")
-            edges.append((place[p], place[i]))
-    in_file = topological_order(np.array(sorted(edges), np.int64).reshape(-1, 2), len(ids))
-    order = [ids[k] for k in in_file]
+    ids, place = list(rows), {i: k for k, i in enumerate(rows)}
+    edges = sorted({(place[p], place[i]) for i, row in rows.items() for p in row.deps})
+    order = [ids[k] for k in topological_order(np.array(edges, np.int64).reshape(-1, 2), len(ids))]
     if len(order) < len(ids):
         stuck = sorted(set(ids) - set(order))
         raise BlocksError(f"blocks {short(stuck)} wait for each other, or for such as do")
     number = {i: n for n, i in enumerate(order)}
+    is_bounded = memory is not None and read.mode == "train"
     blocks = tuple(
-        replace(rows[i], preds=tuple((number[p], 0) for p, _ in rows[i].preds)) for i in order
+        Block(
+            tuple(sorted(set(row.devices))),
+            row.time,
+            row.memory if read.mode == "train" else 0,
+            tuple((number[p], 0) for p in dict.fromkeys(row.deps)),
+        )
+        for row in map(rows.__getitem__, order)
     )
-    limit = None if memory is None or infer else (memory,) * num_devices
-    return Work(blocks, num_devices, limit), order
+    return Work(blocks, read.ndevs, (memory,) * read.ndevs if is_bounded else None), order
 
 
-def _row(record: Any, where: str, num_devices: int, infer: bool) -> Block:
-    """A block whose predecessors are ids."""
-    lists = {}
-    for key in ("devices", "deps"):
-        values = _field(record, key, where)
-        if not isinstance(values, list):
-            raise BlocksError(f"not a case: {where}: {key} = {short(values)} is no list")
-        lists[key] = [_whole(x, f"{where}: {key}") for x in values]
-    time, memory = (_whole(_field(record, k, where), f"{where}: {k}") for k in ("time", "memory"))
-    wrong = [d for d in lists["devices"] if not 0 <= d < num_devices]
-    if wrong or not lists["devices"]:
-        problem = f"has {wrong[0]}" if wrong else "is empty"
-        raise BlocksError(f"{where}: devices {problem}; ndevs = {num_devices}: they are from 0")
-    if time < 1:
-        raise BlocksError(f"{where} takes a time of {time}, at least 1 is possible")
-    preds = tuple((p, 0) for p in dict.fromkeys(lists["deps"]))
-    return Block(tuple(sorted(set(lists["devices"]))), time, 0 if infer else memory, preds)
+def _without_fraction(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _field(record: Any, key: str, where: str) -> Any:
-    if not isinstance(record, dict) or key not in record:
-        raise BlocksError(
-            f"not a case: {where} has no {key!r}; a case has ndevs and blocks, each with id, "
-            "devices, time, memory, deps"
-        )
-    return record[key]
+_Whole = Annotated[
+    int, Field(strict=True, gt=-(2**63), lt=2**63), BeforeValidator(_without_fraction)
+]
 
 
-def _whole(value: Any, where: str) -> int:
-    """Raises: BlocksError, no number, one with a fraction, or one that is too large."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise BlocksError(
-            f"not a case: {where} = {short(value)} is not a whole number; a finer unit makes it one"
-        )
-    if not abs(value) < 2**63:
-        raise BlocksError(f"not a case: {where} = {short(value)} is too large a number")
-    return int(value)
+class _Record(BaseModel):
+    """What a case says; keys that are not known are passed over."""
+
+
+class _Row(_Record):
+    id: _Whole
+    devices: Annotated[list[_Whole], Field(min_length=1)]
+    time: Annotated[_Whole, Field(ge=1)]
+    memory: _Whole
+    deps: list[_Whole]
+
+
+class _Case(_Record):
+    ndevs: _Whole
+    blocks: list[_Row]
+    mode: Literal["train", "infer"] = "train"

@@ -14,7 +14,7 @@ def explain(error: ValidationError, base: type[BaseModel], data: Any = None) -> 
     """Each wrong key with its value and what is expected there.
 
     ``base`` is the class of all records. ``data`` is what was read, if anything was: records in
-    lists are called by their ``name`` too.
+    lists are called by their ``name``, or ``id``, too.
     """
     keys = {key for kind in base.__subclasses__() for key in kind.model_fields}
     every = error.errors(include_url=False)
@@ -29,15 +29,16 @@ def _explain_one(e: dict[str, Any], keys: set[str], data: Any) -> str:
         if at is _ABSENT and data is not None and e["type"] != "missing":
             break  # a word of pydantic's own, not a part of the file
         where += f"[{step}]" if isinstance(step, int) else f".{str(step)[:60]}"
-        if isinstance(step, int) and isinstance(at, dict) and isinstance(at.get("name"), str):
-            where += f" ({at['name'][:60]!r})"
+        name = at.get("name", at.get("id")) if isinstance(at, dict) else None
+        if isinstance(step, int) and isinstance(name, str | int):
+            where += f" ({(name[:60] if isinstance(name, str) else name)!r})"
     where = where.removeprefix(".")
     if e["type"] == "missing":
         return f"the key {where!r} is missing"
     if e["type"] == "extra_forbidden":
         unknown = str(e["loc"][-1])
         return f"unknown key {where!r}{meant(unknown, sorted(keys - {unknown}))}"
-    return f"{where} = {short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
+    return f"{where or 'it'} = {short(e['input'])}: {e['msg'][:1].lower()}{e['msg'][1:]}"
 
 
 _ABSENT = object()

@@ -355,13 +355,17 @@ def test_cases_are_read_in_any_order_and_circles_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *(({"time": x}, "not a case: block 7: time = .* number") for x in (1.5, 1e999, "1", None)),
-        ({"id": "x"}, r"not a case: blocks\[0\]: id = 'x'"),
-        ({"devices": 0}, "block 7: devices = 0 is no list"),
-        ({"devices": []}, "block 7: devices is empty"),
+        *(
+            ({"time": x}, r"not a case: blocks\[0\] \(7\).time = .* valid integer")
+            for x in (1.5, 1e999, "1", None, True)
+        ),
+        ({"time": 2.0**63}, r"blocks\[0\] \(7\).time = .* less than"),
+        ({"id": "x"}, r"not a case: blocks\[0\] \('x'\).id = 'x'"),
+        ({"devices": 0}, r"blocks\[0\] \(7\).devices = 0: .* valid list"),
+        ({"devices": []}, r"blocks\[0\] \(7\).devices = \[\]: .* at least 1 item"),
         ({"devices": [0, 2]}, "block 7: devices has 2; ndevs = 2"),
         ({"deps": [5]}, "block 7: deps has 5, which is the id of no block"),
-        ({"time": 0}, "block 7 takes a time of 0"),
+        ({"time": 0}, r"blocks\[0\] \(7\).time = 0: .* greater than or equal to 1"),
     ],
 )
 def test_the_block_of_a_mistake_is_named(change: dict, message: str) -> None:
