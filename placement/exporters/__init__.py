@@ -90,31 +90,6 @@ def require_one_phase(plan: Plan) -> None:
         )
 
 
-_EXPORTERS = Named(__name__, "exporter", ExportError)
-
-
-def names() -> list[str]:
-    """The exporters of this package by name (none is imported)."""
-    return _EXPORTERS.names()
-
-
-def load(name: str, /, **options: Any) -> Exporter:
-    """The exporter called ``name`` (``vllm``, or ``package.module:Class``) with these options.
-
-    Options that are strings are read as the type of the field they set.
-
-    Raises:
-        ExportError: no such exporter, no such option, or a value of the wrong type; the message
-            lists the exporters, or the exporter's fields with types and defaults.
-    """
-    exporter: Exporter = _EXPORTERS.load(name, **options)
-    return exporter
-
-
-def find(name: str) -> Any:
-    """The class (or function) that ``load`` would build the exporter from.
-
-    Raises:
-        ExportError: there is none.
-    """
-    return _EXPORTERS.find(name)
+_EXPORTERS: Named[Exporter] = Named(__name__, "exporter", ExportError)
+#: Those of this package by name; the one of a name, with options; and its class.
+names, load, find = _EXPORTERS.names, _EXPORTERS.load, _EXPORTERS.find

@@ -302,7 +302,7 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         stuck = sorted(set(ids) - set(order))
         raise BlocksError(f"blocks {short(stuck)} wait for each other, or for such as do")
     number = {i: n for n, i in enumerate(order)}
-    is_bounded = memory is not None and read.mode == "train"
+    limit = None if memory is None or read.mode == "infer" else (memory,) * read.ndevs
     blocks = tuple(
         Block(
             tuple(sorted(set(row.devices))),
@@ -312,7 +312,7 @@ def read_work(case: dict[str, Any], memory: int | None) -> tuple[Work, list[int]
         )
         for row in map(rows.__getitem__, order)
     )
-    return Work(blocks, read.ndevs, (memory,) * read.ndevs if is_bounded else None), order
+    return Work(blocks, read.ndevs, limit), order
 
 
 def _without_fraction(value: Any) -> Any:

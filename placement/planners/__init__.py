@@ -18,37 +18,11 @@ class PlannerError(ValueError):
     """No such planner, or an option it does not have; the message lists those it has."""
 
 
-_PLANNERS = Named(
+_PLANNERS: Named[Planner] = Named(
     __name__, "planner", PlannerError, elsewhere={"policy": "agents.planner:PolicyPlanner"}
 )
-
-
-def names() -> list[str]:
-    """The planners of this package by name (no planner is imported)."""
-    return _PLANNERS.names()
-
-
-def load(name: str, /, **options: Any) -> Planner:
-    """The planner called ``name`` (``heft``, ``policy``, ``package.module:Class``), with options.
-
-    Options that are strings, as they come from a command line, are read as the type of the
-    field they set: ``load("local_search", seconds="2.5", seed="3")``.
-
-    Raises:
-        PlannerError: no such planner, no such option, or a value of the wrong type; the
-            message lists the planners, or the planner's fields with types and defaults.
-    """
-    planner: Planner = _PLANNERS.load(name, **options)
-    return planner
-
-
-def find(name: str) -> Any:
-    """The class (or function) that ``load`` would build the planner from.
-
-    Raises:
-        PlannerError: there is none.
-    """
-    return _PLANNERS.find(name)
+#: Those of this package by name; the one of a name, with options; and its class.
+names, load, find = _PLANNERS.names, _PLANNERS.load, _PLANNERS.find
 
 
 def solve(planner: Planner, problem: Problem) -> Solution:

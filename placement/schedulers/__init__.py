@@ -7,7 +7,7 @@ yours by ``package.module:Class``; nothing is registered anywhere.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
@@ -38,20 +38,6 @@ def check_one_phase(placement: Placement) -> None:
         )
 
 
-_SCHEDULERS = Named(__name__, "scheduler", SchedulerError)
-
-
-def names() -> list[str]:
-    """The schedulers of this package by name (none is imported)."""
-    return _SCHEDULERS.names()
-
-
-def load(name: str, /, **options: Any) -> Scheduler:
-    """The scheduler called ``name`` (``gpipe``, or ``package.module:Class``) with these options.
-
-    Raises:
-        SchedulerError: no such scheduler, no such option, or a value of the wrong type; the
-            message lists the schedulers, or the scheduler's fields with types and defaults.
-    """
-    scheduler: Scheduler = _SCHEDULERS.load(name, **options)
-    return scheduler
+_SCHEDULERS: Named[Scheduler] = Named(__name__, "scheduler", SchedulerError)
+#: Those of this package by name; and the one of a name, with options.
+names, load = _SCHEDULERS.names, _SCHEDULERS.load

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,22 +74,9 @@ class Method(Protocol):
         ...
 
 
-_METHODS = Named(__name__, "predictor", LatencyError)
-
-
-def names() -> list[str]:
-    """The methods of this package by name (none is imported)."""
-    return _METHODS.names()
-
-
-def load(name: str, /, **options: Any) -> Method:
-    """The method called ``name`` (``polynomial``, or ``package.module:Class``) with these options.
-
-    Raises:
-        LatencyError: no such method or option, or a value of the wrong type.
-    """
-    method: Method = _METHODS.load(name, **options)
-    return method
+_METHODS: Named[Method] = Named(__name__, "predictor", LatencyError)
+#: The methods of this package by name; and the one of a name, with options.
+names, load = _METHODS.names, _METHODS.load
 
 
 def profile_of(
