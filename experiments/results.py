@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,8 +101,6 @@ def learning(results: Path) -> str:
     def against(row: Trained) -> str:
         better = min(row.hand, row.untrained, key=lambda planner: over(row, planner).value)
         cells = of_group(row, results)
-        if len({c.seed for c in cells if c.planner == better}) == 1:  # of every seed's training
-            cells = [replace(c, seed=None) if c.planner == better else c for c in cells]
         family = zero_shot.family_of if row.families else None
         return geometric(gain(cells, row.trained, [better]), family=family).percent()
 

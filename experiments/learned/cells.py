@@ -246,13 +246,14 @@ def ratios(cells: Sequence[Cell], planner: str, reference: Reference) -> dict[st
 
 def least(cells: Sequence[Cell], planners: Sequence[str]) -> Reference:
     """(problem, seed) -> the least value of those of ``planners`` with that seed or without one."""
+    able = [c for c in cells if c.planner in planners and c.value_s is not None]
+    seeds = {c.seed for c in able} - {None}
+    if len(seeds) == 1:  # it stands for those of all who are compared with it
+        able, seeds = [replace(c, seed=None) for c in able], set()
     values = {
         key: min(c.value_s for c in mine if c.value_s is not None)
-        for key, mine in groups(
-            (c for c in cells if c.planner in planners and c.value_s is not None), "problem", "seed"
-        ).items()
+        for key, mine in groups(able, "problem", "seed").items()
     }
-    seeds = {seed for _, seed in values} - {None}
 
     def best(problem: str, seed: int | None) -> float | None:
         if seed is None and seeds:  # who does not draw meets all seeds of those who do
@@ -264,12 +265,15 @@ def least(cells: Sequence[Cell], planners: Sequence[str]) -> Reference:
     return best
 
 
-def best_known(cells: Sequence[Cell]) -> dict[str, float]:
-    """The best value of any planner with any seed, by problem."""
-    return {
-        name: min(c.value_s for c in mine if c.value_s is not None)
-        for name, mine in groups((c for c in cells if c.value_s is not None), "problem").items()
-    }
+def best_cells(cells: Iterable[Cell]) -> dict[str, Cell]:
+    """The first of the least value of each problem, of any planner with any seed."""
+    able = groups((c for c in cells if c.value_s is not None), "problem")
+    return {name: min(mine, key=lambda c: c.value_s or 0.0) for name, mine in able.items()}
+
+
+def best_known(cells: Iterable[Cell]) -> dict[str, float]:
+    """Its value, by problem."""
+    return {name: c.value_s for name, c in best_cells(cells).items() if c.value_s is not None}
 
 
 def enforced(cells: Sequence[Cell]) -> str:
