@@ -262,19 +262,12 @@ def higher(then_s: float | None, now_s: float) -> float:
 
 
 def launch(work: Callable[[], int]) -> int:
-    """The exit code of ``work``; a user's error is one message and 2."""
-    try:
-        with cli.interruptible():
-            return work()
-    except KeyboardInterrupt:
-        say("interrupted; the same command continues")
-        return 130
-    except ValueError as error:
-        ours = ("placement", "envs", "agents", "experiments")
-        if type(error).__module__.partition(".")[0] not in ours:
-            raise
-        say(f"error: {error}")
-        return 2
+    """The exit code of ``work``, as of the other commands."""
+
+    def explain(error: Exception) -> str | None:
+        return str(error) if isinstance(error, StudyError) else cli.explain(error)
+
+    return cli.guarded(work, explain, interrupted="interrupted; the same command continues")
 
 
 # --- what is finished ----------------------------------------------------------------------------
