@@ -160,17 +160,9 @@ class _Share:
         self._episodes.allowed = allowed
         return self._episodes.step(np.array(actions)), self._news()
 
-    def masks(self) -> NDArray[np.bool_]:
-        return self._episodes.masks()
-
-    def seed(self, seed: list[int] | None) -> None:
-        self._episodes.seed(seed)
-
-    def state(self) -> dict[str, Any]:
-        return self._episodes.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._episodes.restore(state)
+    def __getattr__(self, name: str) -> Any:
+        """``masks``, ``seed``, ``state`` and ``restore`` are those of the episodes."""
+        return getattr(self._episodes, name)
 
     def _news(self) -> _News:
         rules = self._rules
