@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -200,7 +199,6 @@ STUDY = Study(
         "share": Option(0.7, "of what is needed that a device has"),
     },
 )
-main = partial(study.run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(study.run(STUDY))

@@ -463,7 +463,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--rank"]:
         rank_main(words[1])
         return 0
-    return run((STUDY,), words)
+    return run(STUDY, words)
 
 
 if __name__ == "__main__":

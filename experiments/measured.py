@@ -272,7 +272,6 @@ STUDY = Study(
     options={"workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"), **BUDGET},
     facts=lambda options: {name: getattr(options, name) for name in BUDGET},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

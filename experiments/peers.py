@@ -269,7 +269,6 @@ STUDY = Study(
     },
     facts=lambda options: {"rounds": options.rounds, "micro_batches": options.micro_batches},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

@@ -209,7 +209,6 @@ STUDY = Study(
     ),
     facts=lambda options: {"rounds": options.rounds},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

@@ -361,7 +361,6 @@ STUDIES = (
     ),
     _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
-main = partial(run, STUDIES)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDIES))

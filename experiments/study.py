@@ -8,7 +8,8 @@ A study is a function that yields rows, and a description of the page that shows
         options={"seconds": Option(2.0, "budget of every planner")},
         columns=(Column("planner", "planner"), Column("wall clock", "seconds", 1, unit=" s")),
     )
-    main = partial(run, (STUDY,))
+    if __name__ == "__main__":
+        raise SystemExit(run(STUDY))
 
 The rest is done here:
 
@@ -214,8 +215,9 @@ def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
     return options
 
 
-def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
+def run(studies: Study | Sequence[Study], argv: Sequence[str] | None = None) -> int:
     """A command: the study that it asks for, and its exit code."""
+    studies = (studies,) if isinstance(studies, Study) else studies
     words = list(sys.argv[1:] if argv is None else argv)
     options = parse(studies, words)
     study: Study = options.study

@@ -256,7 +256,6 @@ STUDY = Study(
     },
     facts=lambda o: {name: getattr(o, name) for name in ("rounds", "microbatches", "planner")},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))
