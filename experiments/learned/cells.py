@@ -197,10 +197,15 @@ def released_folder() -> Path:
 
 
 @cache
+def digest_of(path: str | Path) -> str:
+    """SHA-256 (hex) of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 def policy_digests(path: Path) -> dict[str, str]:
-    """SHA-256 (hex) of a policy, or of every one in a folder, by the file's name."""
+    """``digest_of`` a policy, or of every one in a folder, by the file's name."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    return {f.name: digest_of(f) for f in files}
 
 
 def warm_up(objectives: Sequence[Any], names: Sequence[str]) -> None:

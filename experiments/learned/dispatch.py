@@ -5,7 +5,6 @@ Alone, in the planner ``policy``, and after short trainings that each lack somet
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from experiments.learned.cells import digest_of
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.published import configured
 from experiments.learned.study import untrained_dispatcher
@@ -135,7 +135,7 @@ def decoders(options: Options) -> Iterator[Who]:
     for name, paths in files.items():
         for seed, path in paths.items():
             net: Any = TrainedPolicy.load(path).net
-            yield Who(name, seed, net, net.config.finish_weight, _file_digest(path))
+            yield Who(name, seed, net, net.config.finish_weight, digest_of(path))
     for seed in range(options.seeds):
         rule = tuned(seed, options)
         yield Who(TUNED, seed, new, 4.0, digest(rule), rule)
@@ -195,10 +195,6 @@ def tuned(seed: int, options: Options) -> tuple[float, ...]:
     return tuple(row["weights"])
 
 
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
 def searched(options: Options) -> Iterator[tuple[str, str, Problem, float | None]]:
     """What the planner is run on: some of the shops, and larger graphs."""
     seen: Counter[str] = Counter()
@@ -248,7 +244,7 @@ def planned(options: Options) -> Iterator[Row]:
         for seed, path in seeds(options.policies).items():
             for planner, file in ((PLANNER, path), (FROZEN, new)):
                 more = {"seed_policy": file, "seed": seed, **networks[planner]}
-                what = [suite, name, planner, _file_digest(file), seed]
+                what = [suite, name, planner, digest_of(file), seed]
                 (value,) = finished(options, what, partial(plan, problem, **more))
                 yield Row(suite, name, planner, seed, EVALUATIONS, value, known_s)
 

@@ -194,13 +194,16 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
         def cost(label: str) -> float | None:
             spent = training.get(label)
-            return sum(c.used_s for c in spent) / len(spent) if spent else None
+            return _mean_s(spent) if spent else None
 
         return table(
             sorted(means, key=lambda label: means[label].value),
             Column("planner", str),
             Column("over the best known (95 %)", lambda label: means[label].ratio()),
-            Column("runs without an answer", lambda label: _count(by_planner[label], None)),
+            Column(
+                "runs without an answer",
+                lambda label: sum(c.value_s is None for c in by_planner[label]),
+            ),
             Column("processor s per run", lambda label: _mean_s(by_planner[label]), 2),
             Column("processor s of training", cost, 0),
         )
@@ -214,10 +217,6 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
         "reasons": reasons or "Every planner had an answer on every problem.",
         "enforced": enforced(runs),
     }
-
-
-def _count(cells: Sequence[Cell], value: float | None) -> int:
-    return sum(c.value_s == value for c in cells)
 
 
 def _mean_s(cells: Sequence[Cell]) -> float:
