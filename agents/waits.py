@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents.encoder import PolicyError
-from agents.trained import check_weights, one_thread, read
+from agents.trained import check_weights, read
 from envs.generators import Generator, Pipelines
 from placement.problem import Problem
+from placement.runs.ways import torch_threads
 from placement.search.evaluation import Choice
 from placement.search.pipeline import (
     MOST,
@@ -185,7 +186,7 @@ def train(
     """A network, and its card: rounds of fresh problems; after the first it walks itself."""
     begun, rng = time.process_time(), np.random.default_rng(seed)
     draw, rows, net = generator or Pipelines(), list[Rows](), None
-    with one_thread():
+    with torch_threads(1):
         for number in range(rounds):
             own = None if net is None else net.net()
             fresh: list[Rows] = []

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.runs import in_turns, measured_problem, threads
+from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Study, run
 from experiments.tables import Column
 from placement import planners
@@ -37,7 +37,7 @@ from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.graph import OpGraph
-from placement.runs.ways import timed
+from placement.runs.ways import timed, torch_threads
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
 PATIENCE_S = 300.0  # a peer that does not answer has failed
@@ -218,7 +218,7 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
             outputs[PLAIN] = torch.cat([module(x) for x in items])
 
     def plain_s() -> float:
-        with threads(Cluster.detect().num_devices):
+        with torch_threads(Cluster.detect().num_devices):
             return timed(plain)
 
     with ExitStack() as opened:

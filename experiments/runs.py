@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -196,19 +196,6 @@ def seconds_per_item(run: Callable[[int], Any], count: int, num_phases: int = 1)
     counted = -(-(count - 1 - skip) // num_phases) * num_phases
     ends = [time.perf_counter() for _ in run(skip + 1 + counted)]
     return (ends[-1] - ends[skip]) / counted
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads of PyTorch inside."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def two_cores(name: str = "two") -> Cluster:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments.runs import in_turns, measured_problem, threads
+from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
 from placement import planners, schedulers
@@ -31,7 +31,7 @@ from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.executor import Trainer
 from placement.problem import Problem
-from placement.runs.ways import timed
+from placement.runs.ways import timed, torch_threads
 from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
 from placement.workloads import import_transformers
@@ -140,7 +140,7 @@ def compare(task: Task, problem: Problem, placement: Any, steps: int) -> dict[st
     losses = np.empty((steps, 2))
     with (
         Trainer(*where, optimizer, priority=problem.priority) as trainer,
-        threads(problem.cluster.devices[0].threads),
+        torch_threads(problem.cluster.devices[0].threads),
     ):
         for step in range(steps):
             batches = task.examples(problem.num_microbatches, step)
@@ -189,7 +189,7 @@ def times(
         "plain, 1 thread": partial(plainly, 1),
     }
     with ExitStack() as opened:
-        opened.enter_context(threads(torch.get_num_threads()))  # as they are afterwards
+        opened.enter_context(torch_threads(torch.get_num_threads()))  # as they are afterwards
         placed = [(name, placement, schedule) for name, schedule in schedules.items()]
         for name, at, schedule in [("one device", single, None), *placed]:
             optimizer = task.optimizer(task.module.parameters())
