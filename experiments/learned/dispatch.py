@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.learned.cells import digest_of
+from experiments.learned.cells import digest_of, least
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.published import configured
 from experiments.learned.study import untrained_dispatcher
@@ -284,22 +284,20 @@ def over(rows: Sequence[Row], who: str, samples: int, base: str | None) -> dict[
 
     Over that of the same seed, where ``base`` has several.
     """
-    mine = groups((r for r in rows if r.who == who and r.samples == samples), "problem")
-    theirs = groups((r for r in rows if r.who == base and r.samples == samples), "problem")
+    some = [r for r in rows if r.samples == samples]
+    theirs = least(some, [base or ""])  # type: ignore[arg-type]
     ratios: dict[str, list[float]] = {}
-    for name, rows_of in mine.items():
-        others = {r.seed: r.value_s for r in theirs.get(name, ())}
-        first = next(iter(others.values()), None)
-        references = [r.known_s if base is None else others.get(r.seed, first) for r in rows_of]
-        values = [r.value_s for r in rows_of]
+    for name, mine in groups((r for r in some if r.who == who), "problem").items():
+        references = [theirs(name, r.seed) if base else r.known_s for r in mine]
+        values = [r.value_s for r in mine]
         if all(references) and np.isfinite([*values, *references]).all():
             ratios[name] = [v / x for v, x in zip(values, references, strict=True)]
     return ratios
 
 
-def searches(rows: Sequence[Row], which: Sequence[str], base: str | None = FROZEN) -> Mean:
-    """The planner over itself untrained (None: over the best known), in these suites."""
-    return geometric(over([r for r in rows if r.suite in which], PLANNER, EVALUATIONS, base))
+def searches(rows: Sequence[Row], which: Sequence[str]) -> Mean:
+    """The planner over itself untrained, in these suites."""
+    return geometric(over([r for r in rows if r.suite in which], PLANNER, EVALUATIONS, FROZEN))
 
 
 def trainings(rows: Sequence[Row], who: str) -> int:
