@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from experiments.study import Finished, Options, StudyError, say
 from experiments.tables import groups
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
+from placement.search.budget import Budget, prepared
 from placement.simulator import score, value_of
 
 SLACK = 1.02  # of a budget of seconds: the clock is looked at between slices of work
@@ -69,7 +70,7 @@ class Task:
     def run(self, finished: Finished, name: str, problem: Problem) -> Cell:
         """The cell, from its file if there is one for this planner, problem, seed and budget."""
         limits = {"seed": self.seed, "seconds": self.seconds, "evaluations": self.evaluations}
-        ready = with_options(self.planner, **limits)
+        ready = prepared(self.planner, self.seed, Budget(self.seconds, self.evaluations))
         what = [problem_fingerprint(problem), self.group, name, self.label, describe(ready), limits]
         if getattr(ready, "policy", self.label) is None:  # released: may be another now
             what.append(policy_digests(released_folder()))
@@ -163,15 +164,6 @@ def _outcome(
         "note": str(solution.stats.get("message") or solution.stats.get("infeasible") or ""),
         "curve": tuple(curve),
     }
-
-
-def with_options(planner: Planner, **options: Any) -> Planner:
-    """The planner with those of the options that it has and that are not None."""
-    if not is_dataclass(planner) or isinstance(planner, type):
-        return planner
-    names = {f.name for f in fields(planner)}
-    values = {k: v for k, v in options.items() if v is not None and k in names}
-    return replace(planner, **values)  # type: ignore[type-var]
 
 
 # --- policies ------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from experiments import (
     schedules,
     study,
 )
-from experiments.runs import GIB, in_turns, limited, seconds_per_item
+from experiments.runs import GIB, ended, in_turns, limited, seconds_per_item
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
 from placement.cluster import Cluster
@@ -164,7 +164,8 @@ def test_items_of_a_study_are_whole_rounds_of_the_phases(
             now[0] += 10.0 if i % 9 == 5 else 1.0
             yield
 
-    assert seconds_per_item(stream, count, 9) == 2.0 and asked == [items]
+    seconds = seconds_per_item(lambda some: ended(stream(some)), count, 9)
+    assert seconds == 2.0 and asked == [items]
 
 
 def test_ways_take_turns() -> None:
