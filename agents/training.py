@@ -21,8 +21,8 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.utils import set_random_seed
 
-from agents.algorithms import CrossEntropyPPO, PerGraphBuffer, elites
-from agents.callbacks import CHECKPOINT, Report, Row, Training, between, callbacks
+from agents.algorithms import CrossEntropyPPO, PerGraphBuffer
+from agents.callbacks import Report, Training, between, callbacks
 from agents.config import TrainConfig
 from agents.encoder import PolicyError
 from agents.expert import imitate
@@ -42,18 +42,6 @@ from placement.runs.trials import BudgetSpent
 from placement.runs.ways import torch_threads
 from placement.tools.files import short
 from placement.tools.named import meant
-
-__all__ = [
-    "CHECKPOINT",
-    "PerGraphBuffer",
-    "Row",
-    "TrainConfig",
-    "elites",
-    "make_agent",
-    "make_env",
-    "make_policy",
-    "train",
-]
 
 
 def train(
