@@ -161,12 +161,11 @@ def orders(problem: Problem, placement: Any, seconds: float) -> dict[str, Schedu
     schedules: dict[str, Schedule | None] = {"live list": None}
     schedules["list"] = list_schedule(problem, placement, m)
     for name in SCHEDULES:
-        if name in schedulers.names():
-            options = {"seconds": seconds} if name == "searched" else {}
-            try:
-                schedules[name] = schedulers.load(name, **options)(problem, placement, m)
-            except ValueError as error:  # e.g. a placement that the method does not order
-                say(f"{name}: {error}")
+        options = {"seconds": seconds} if name == "searched" else {}
+        try:
+            schedules[name] = schedulers.load(name, **options)(problem, placement, m)
+        except ValueError as error:  # e.g. a placement that the method does not order
+            say(f"{name}: {error}")
     return schedules
 
 

@@ -83,7 +83,6 @@ def untrained_dispatcher(options: Options) -> str:
 
     path = options.work / "untrained.safetensors"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         TrainedPolicy(untrained_net(None, "dispatch")).save(path)
     return str(path)
 

@@ -94,7 +94,6 @@ def untrained(options: Options) -> str:
 
     path = options.work / "untrained_waits.safetensors"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         WaitsNet().save(path, {})
     return str(path)
 
