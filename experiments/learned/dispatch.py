@@ -18,8 +18,8 @@ import torch
 from experiments.learned.cells import digest_of, least
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.published import configured
-from experiments.learned.study import untrained_dispatcher
-from experiments.study import RESULTS, Option, Options, Study, digest, say, slug
+from experiments.learned.study import trained, untrained_dispatcher
+from experiments.study import RESULTS, Option, Options, Study, digest, say
 from experiments.tables import Column, Mean, geometric, groups, read_csv, table, to_csv
 from placement.objective import Objective
 from placement.planners import load
@@ -149,17 +149,10 @@ def seeds(policies: Sequence[str]) -> dict[int, str]:
 
 
 def trained_short(name: str, seed: int, options: Options) -> str:
-    """The file of one of the ``SHORT`` trainings; made now, or gone on with, if it is not there."""
-    from agents.training import train
-
+    """The file of one of the ``SHORT`` trainings."""
     config = configured("released_dispatch", *SHORT[name])
     config = replace(config, total_steps=options.steps, seed=seed, num_checks=5)
-    folder = options.work / f"{slug(name)}-{seed}-{digest(repr(config))[:12]}"
-    path = folder / "trained.safetensors"
-    if not path.is_file():
-        say(f"{name}, seed {seed}: training")
-        train([], config=config, baseline=load("heft"), out_dir=folder, resume=True).save(path)
-    return str(path)
+    return str(trained(name, config, options.work, baseline=load("heft"))[0])
 
 
 def tuned(seed: int, options: Options) -> tuple[float, ...]:

@@ -9,8 +9,6 @@ operators moves them from the best single device.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,13 +19,12 @@ from typing import Any
 from experiments.budgets import HELD_OUT, PUBLISHED
 from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, best_known, enforced, ratios, run_tasks
-from experiments.learned.study import learned_study
-from experiments.study import Options, digest, say
+from experiments.learned.study import learned_study, trained
+from experiments.study import Options
 from experiments.tables import Column, geometric, groups, table
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
-from placement.tools.files import write_atomic
 from placement.workloads import suites, synthetic
 
 METHODS = ("placeto", "gdp", "hdp", "hsdag", "giph", "post", "doppler")
@@ -73,34 +70,15 @@ def _cases(options: Options) -> dict[str, suites.Case]:
     return by_name
 
 
+@cache
 def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of a policy trained for this study, and what that cost; made now if it is not there.
-
-    An interrupted training goes on where it stopped.
-    """
-    from agents.training import train
-
+    """``learned.study.trained`` for this study."""
     config = replace(configured(method), total_steps=steps, seed=seed, num_checks=4)
-    folder = work / f"{method}-{seed}-{digest(TRAINED_ON, repr(config))[:12]}"
-    path, cost = folder / "trained.safetensors", folder / "cost.json"
-    if not cost.is_file():
-        say(f"{method}, seed {seed}: training")
-        problems_drawn, solutions = machines(), None
-        if method == "doppler":  # the only one that imitates
-            solutions = [load("heft")(p).placement for p in problems_drawn]
-        began = time.process_time()
-        policy = train(
-            problems_drawn,
-            config=config,
-            baseline=load("single_device"),
-            solutions=solutions,
-            out_dir=folder,
-            resume=True,
-        )
-        policy.save(path)
-        facts = {"seconds": time.process_time() - began, "steps": policy.card["steps"]}
-        write_atomic(cost, json.dumps(facts))
-    return path, json.loads(cost.read_text(encoding="utf-8"))
+    drawn, solutions = machines(), None
+    if method == "doppler":  # the only one that imitates
+        solutions = [load("heft")(p).placement for p in drawn]
+    start = {"baseline": load("single_device"), "solutions": solutions}
+    return trained(method, config, work, drawn, **start)
 
 
 def machines() -> list[Problem]:
