@@ -317,7 +317,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     is_sweep = hydra.mode == RunMode.MULTIRUN
     write_atomic(folder / "versions.json", _versions())
     if "resume" in cfg:
-        from agents.training import CHECKPOINT
+        from agents.callbacks import CHECKPOINT
 
         begun = (folder / CHECKPOINT).is_file()
         if begun and not cfg.resume and not is_sweep:

@@ -20,7 +20,7 @@ from agents.guided import (
     default_budget,
 )
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, one_thread, untrained_net, walk
+from agents.trained import TrainedPolicy, untrained_net, walk
 from agents.waits import RELEASED, load_waits
 from envs.formulations import FORMULATIONS
 from envs.problems import Evaluator, ProblemSet, canonical, choice_of
@@ -31,6 +31,7 @@ from placement.objective import Objective
 from placement.planners.order_search import NO_NETWORK, sends, too_few, why_not, why_simulated
 from placement.planners.order_search import anneal as anneal_orders
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.runs.ways import torch_threads
 from placement.search.chooser import TABU
 from placement.search.descent import descend
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
@@ -398,7 +399,7 @@ class PolicyPlanner:
         if foresees and search.left:
             stats |= self._foresee(search, FORESEEN)
         search.limit(default_budget(problem))
-        with one_thread():
+        with torch_threads(1):
             if kind == "order_search":
                 weights = NO_NETWORK if net is None else net.weights()
                 who = TABU if chooser == "tabu" else CHOOSERS[chooser]
@@ -467,7 +468,7 @@ class PolicyPlanner:
                 search.num_evaluations = num_before + rules.num_evaluations
             return search.left
 
-        with one_thread():
+        with torch_threads(1):
             while search.left:
                 choices, _ = walk(policy.net, store, rules, generator, rng, go_on)
                 if refines:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from envs.features import PAIR_FEATURES, features
 from envs.graphs import KEYS, stacked
+from placement.graph import levels
 from placement.problem import Placement, Problem
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
@@ -183,13 +184,9 @@ def _waves(batch: Batch) -> Waves:
 
 def _wave(batch: Batch, src: Tensor, dst: Tensor) -> Tensor:
     """int64 ``[V]`` the wave of each node: its level, the longest path to it in edges."""
-    level = torch.zeros(len(batch.x), dtype=torch.long, device=src.device)
-    on, to = src[src < dst], dst[src < dst]  # colocation can close circles: these edges close none
-    for _ in range(len(level)):
-        higher = level.scatter_reduce(0, to, level[on] + 1, "amax")
-        if torch.equal(higher, level):
-            break
-        level = higher
+    # Colocation can close circles: edges to later groups close none.
+    forward = batch.edge_index[:, src < dst].T.cpu().numpy()
+    level = torch.from_numpy(levels(forward, len(batch.x))).long().to(src.device)
     # Of the graph's own depth: what stands beside it in a batch must not change it.
     depth = torch.zeros_like(level).scatter_reduce(0, batch.batch, level + 1, "amax")[batch.batch]
     return level * depth.clamp(max=MAX_WAVES) // depth

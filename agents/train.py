@@ -36,9 +36,9 @@ from placement.simulator import score
 from placement.tools.files import write_atomic
 
 if TYPE_CHECKING:
+    from agents.callbacks import Row
     from agents.config import TrainConfig
     from agents.trained import TrainedPolicy
-    from agents.training import Row
 
 
 def app(cfg: DictConfig) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from envs.problems import EnvError, Floats, ProblemSet, canonical
 from envs.rules import BuildingRules, Rules
 from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
+from placement.runs.ways import torch_threads
 from placement.search.coarsen import grouped
 from placement.tools.files import check_is_file, parse_json, write_atomic
 
@@ -91,7 +91,7 @@ class TrainedPolicy:
         store = GraphStore([problem], [None if warm is None else canonical(problem, warm)])
         ids = np.zeros(1 + num_samples, np.int64)
         generator = torch.Generator().manual_seed(seed)
-        with one_thread():
+        with torch_threads(1):
             choices = decode(self.net, chosen, store, ids, generator)
         return np.stack([canonical(problem, p) for p in chosen.placements(0, choices)])
 
@@ -333,14 +333,3 @@ def actions(
             logits = net.evaluate(store, every, encoded, row, obs)[0]
             which = best.reshape(-1, *[1] * (logits.dim() - 2))
             yield torch.where(which, greedy(logits), sample(logits, generator)).numpy()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """These networks are small: more threads only wait for each other, and change rounding."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,7 +7,6 @@ replaced by one of yours.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from contextlib import closing
 from copy import deepcopy
@@ -20,15 +19,16 @@ import numpy as np
 import torch
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.utils import set_random_seed
 
-from agents.algorithms import CrossEntropyPPO, PerGraphBuffer, elites
-from agents.callbacks import CHECKPOINT, Report, Row, Training, between, callbacks
+from agents.algorithms import CrossEntropyPPO, PerGraphBuffer
+from agents.callbacks import Report, Training, between, callbacks
 from agents.config import TrainConfig
 from agents.encoder import PolicyError
 from agents.expert import imitate
 from agents.policy import PlacementPolicy
 from agents.tasks import Start, Tasks, make_rules, moving_options
-from agents.trained import Net, TrainedPolicy, make_net, one_thread
+from agents.trained import Net, TrainedPolicy, make_net
 from envs.episodes import Episodes, FreshEpisodes, FreshRules
 from envs.generators import Generator, draw, generator_of
 from envs.lookup import find, name_of
@@ -39,20 +39,9 @@ from envs.workers import Workers
 from placement.problem import Placement, Problem
 from placement.runs.compare import placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
+from placement.runs.ways import torch_threads
 from placement.tools.files import short
 from placement.tools.named import meant
-
-__all__ = [
-    "CHECKPOINT",
-    "PerGraphBuffer",
-    "Row",
-    "TrainConfig",
-    "elites",
-    "make_agent",
-    "make_env",
-    "make_policy",
-    "train",
-]
 
 
 def train(
@@ -118,8 +107,8 @@ def train(
     if held_out:
         others = Start(baseline=begins.baseline, evaluator=begins.evaluator)
         held_out_tasks = Tasks.of(held_out, config, others)
-    with one_thread():
-        _seed(config.seed)
+    with torch_threads(1):
+        set_random_seed(config.seed)
         net = make_policy(config) if policy is None else deepcopy(policy.net)
         with closing(make_env(config, tasks, parallel, generator)) as env:
             agent = make_agent(config, env, net, tasks)
@@ -351,9 +340,3 @@ def _part(rollout: int, minibatches: int) -> int:
     """Steps of a mini-batch: a whole fraction of the rollout, 32 or more if possible."""
     most = max(1, min(minibatches, rollout // 32))
     return rollout // max(n for n in range(1, most + 1) if rollout % n == 0)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

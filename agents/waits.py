@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents.encoder import PolicyError
-from agents.trained import check_weights, one_thread, read
-from envs.generators import Generator, Pipelines
+from agents.trained import check_weights, read
+from envs.generators import Pipelines
 from placement.problem import Problem
+from placement.runs.ways import torch_threads
 from placement.search.evaluation import Choice
 from placement.search.pipeline import (
     MOST,
@@ -179,13 +180,11 @@ def train(
     rounds: int = 4,
     problems: int = 250,
     hidden: int = 32,
-    generator: Generator | None = None,
-    tell: Callable[[str], None] = print,
 ) -> tuple[WaitsNet, dict[str, Any]]:
     """A network, and its card: rounds of fresh problems; after the first it walks itself."""
     begun, rng = time.process_time(), np.random.default_rng(seed)
-    draw, rows, net = generator or Pipelines(), list[Rows](), None
-    with one_thread():
+    draw, rows, net = Pipelines(), list[Rows](), None
+    with torch_threads(1):
         for number in range(rounds):
             own = None if net is None else net.net()
             fresh: list[Rows] = []
@@ -199,7 +198,7 @@ def train(
             rows += fresh
             net = fit(rows, seed, hidden)
             count = sum(len(x[1]) for x in rows)
-            tell(f"round {number + 1}: {count} placements, error on new ones before {error:.4f}")
+            print(f"round {number + 1}: {count} placements, error on new ones before {error:.4f}")
     assert net is not None
     return net, {
         "seed": seed,

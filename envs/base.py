@@ -10,7 +10,6 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from envs.graphs import space_of
 from envs.problems import MAX_ID, EnvError
 from envs.rules import Observation, Rules, numbers
 from envs.source import Problems, Source
@@ -70,14 +69,10 @@ class PlacementEnv(gym.Env[Observation, Any]):
         self._source = Source.of(type(self).rules_of, problems, **arguments)
         self._drawn = 0  # of the generator
         if self._source.generator is None:
-            self.rules, self._graphs = self._source.rules(1)
+            self.rules = self._source.rules(1)
         else:
-            self.rules, self._graphs = self._source.fresh(
-                self._source.draw(np.random.default_rng(0))
-            )
-        self.observation_space: spaces.Dict = space_of(  # type: ignore[assignment]
-            self.rules, self._graphs
-        )
+            self.rules = self._source.fresh(self._source.draw(np.random.default_rng(0)))
+        self.observation_space: spaces.Dict = self.rules.seen_space  # type: ignore[assignment]
         self.action_space = self.rules.action_space
         self.problems = self.rules.problems
         self.render_mode = render_mode
@@ -104,7 +99,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
         if self._source.generator is not None:
             if chosen is not None:
                 raise EnvError("options['problem'] is for given problems, not those of a generator")
-            self.rules, self._graphs = self._source.fresh(self._source.draw(self.np_random))
+            self.rules = self._source.fresh(self._source.draw(self.np_random))
             self.problems = self.rules.problems
             self._drawn += 1
             chosen = 0
@@ -169,9 +164,7 @@ class PlacementEnv(gym.Env[Observation, Any]):
         return {"problem": self._number(), "action_mask": rows}
 
     def _observation(self) -> Observation:
-        seen = self.rules.observe()
-        if self._graphs is not None:
-            seen |= self._graphs(self.rules.ids)
+        seen = self.rules.seen()
         seen["problem"][0] = self._number()
         return {key: rows[0].copy() for key, rows in seen.items()}
 

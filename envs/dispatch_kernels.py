@@ -280,6 +280,19 @@ def _near(t, s, op, near):
 
 
 @kernel
+def _offer_device(s, at, d, key):
+    """Among the ``DEVICES`` of least key, in order, from pair ``at``; of equal ones the first."""
+    k = s.count
+    while k > at and s.score[k - 1] > key:
+        k -= 1
+    if k < at + DEVICES:
+        for m in range(min(s.count, at + DEVICES - 1), k, -1):
+            s.score[m], s.device[m] = s.score[m - 1], s.device[m - 1]
+        s.score[k], s.device[k] = key, d
+        s.count = min(s.count + 1, at + DEVICES)
+
+
+@kernel
 def _look(t, s, i):
     """Where the ``i``-th ready operator could go, and when; offer the best of its devices."""
     p, x = s.placed, t.listed
@@ -309,15 +322,7 @@ def _look(t, s, i):
         least = min(least, end + t.follow_s[op, d])
         key = end + t.rule[2] * t.follow_s[op, d]
         s.least_key[i] = min(s.least_key[i], key)
-        # The devices of least key, in order; of equal ones the first.
-        k = s.count
-        while k > at and s.score[k - 1] > key:
-            k -= 1
-        if k < at + DEVICES:
-            for m in range(min(s.count, at + DEVICES - 1), k, -1):
-                s.score[m], s.device[m] = s.score[m - 1], s.device[m - 1]
-            s.score[k], s.device[k] = key, d
-            s.count = min(s.count + 1, at + DEVICES)
+        _offer_device(s, at, d, key)
     for k in range(at, s.count):
         s.op[k], s.row[k] = op, i
     s.bound_s = max(s.bound_s, least)
@@ -332,6 +337,33 @@ def _look(t, s, i):
         s.rival[d, 0], s.rival_row[d] = t.rank_s[op], i
     elif t.rank_s[op] > s.rival[d, 1]:
         s.rival[d, 1] = t.rank_s[op]
+
+
+@kernel
+def _inputs(t, s, op, d):
+    """Of the inputs of ``op``: when all are on ``d``, the seconds that they are moved, how long
+    they wait for a channel, the share of their bytes that is there.
+    """
+    p, x = s.placed, t.listed
+    ready, moved, wait, local, total = 0.0, 0.0, 0.0, 0.0, 0.0
+    for m in range(x.in_ptr[op], x.in_ptr[op + 1]):
+        tensor = x.in_tensor[m]
+        src = x.tensor_src[tensor]
+        if src < 0:
+            continue
+        home = np.int64(p.choice[x.group[src]])
+        total += x.tensor_bytes[tensor]
+        there = p.finish_s[src] if home == d else p.arrival_s[tensor, d]
+        if home == d or there >= 0.0:
+            local += x.tensor_bytes[tensor]
+            ready = max(ready, there)
+            continue
+        cost = transfer_s(x, tensor, home, d)
+        moved += cost
+        if t.contended and cost > 0.0:
+            wait = max(wait, p.channel_s[x.channel[home, d]] - p.finish_s[src])
+        ready = max(ready, p.finish_s[src] + cost)
+    return ready, moved, wait, local / total if total > 0.0 else 0.0
 
 
 @kernel
@@ -359,28 +391,7 @@ def _describe(t, s, k):
     f[6] = _soft((end - s.first_end) / unit)
     f[7] = _soft(max(0.0, start - p.free_s[d]) / unit)
     f[8] = 1.0 if end <= p.free_s[d] and p.free_s[d] > 0.0 else 0.0
-    ready, moved, wait, local, total = 0.0, 0.0, 0.0, 0.0, 0.0
-    for m in range(x.in_ptr[op], x.in_ptr[op + 1]):
-        tensor = x.in_tensor[m]
-        src = x.tensor_src[tensor]
-        if src < 0:
-            continue
-        home = np.int64(p.choice[x.group[src]])
-        total += x.tensor_bytes[tensor]
-        if home == d:
-            local += x.tensor_bytes[tensor]
-            ready = max(ready, p.finish_s[src])
-            continue
-        if p.arrival_s[tensor, d] >= 0.0:
-            local += x.tensor_bytes[tensor]
-            ready = max(ready, p.arrival_s[tensor, d])
-            continue
-        cost = transfer_s(x, tensor, home, d)
-        moved += cost
-        free = p.channel_s[x.channel[home, d]]
-        if t.contended and cost > 0.0:
-            wait = max(wait, free - p.finish_s[src])
-        ready = max(ready, p.finish_s[src] + cost)
+    ready, moved, wait, local = _inputs(t, s, op, d)
     f[9] = _soft(max(0.0, start - ready) / unit)
     f[10] = _soft((seconds - t.fastest_s[op]) / (t.fastest_s[op] + 1e-3 * unit))
     f[11] = _soft((seconds - t.mean_s[op]) / (t.mean_s[op] + 1e-3 * unit))
@@ -406,7 +417,7 @@ def _describe(t, s, k):
     f[25] = s.num_ready / (s.num_ready + num_devices)
     f[26] = t.fixed[3]
     f[27] = _soft(moved / unit)
-    f[28] = local / total if total > 0.0 else 0.0
+    f[28] = local
     f[29] = _soft(max(0.0, wait) / unit)
     f[30] = f[31] = 0.0
     if x.may_bind:

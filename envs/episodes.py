@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graphs import GraphArrays, space_of
 from envs.problems import MAX_ID, Floats, ProblemSet
 from envs.rules import Numbers, Observation, Rng, Rules
 from envs.source import Source
@@ -35,16 +34,11 @@ class Episodes:
     """
 
     def __init__(
-        self,
-        rules: Rules,
-        seed: int | Sequence[int] | None = 0,
-        repeats: int = 1,
-        graphs: GraphArrays | None = None,
+        self, rules: Rules, seed: int | Sequence[int] | None = 0, repeats: int = 1
     ) -> None:
         self.rules = rules
         self.repeats = repeats
-        self.graphs = graphs
-        self.observation_space, self.action_space = space_of(rules, graphs), rules.action_space
+        self.observation_space, self.action_space = rules.seen_space, rules.action_space
         self.allowed = np.arange(len(rules.problems.problems))
         self.num_envs = len(rules.ids)
         self._rng = np.random.default_rng(seed)
@@ -56,7 +50,7 @@ class Episodes:
     def reset(self) -> Observation:
         """Start every episode; observations ``[B, ...]``."""
         self._begin(np.arange(self.num_envs))
-        return self._observe()
+        return self.rules.seen()
 
     def step(self, actions: NDArray[Any]) -> Step:
         """Take actions ``[B, ...]``. See ``envs.vec.PlacementVecEnv.step_wait`` for the infos."""
@@ -67,7 +61,7 @@ class Episodes:
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         over = np.flatnonzero(done)
         if len(over) == 0:
-            return self._observe(), rewards, done, infos
+            return self.rules.seen(), rewards, done, infos
         ids, seconds = self.rules.ids[over].copy(), self.rules.value_s[over].copy()
         last = self._last(over)
         elapsed = round(time.perf_counter() - self._started, 6)
@@ -79,10 +73,7 @@ class Episodes:
                 "episode": {"r": float(self._return[b]), "l": int(self._length[b]), "t": elapsed},
             }
         self._begin(over)
-        return self._observe(), rewards, done, infos
-
-    def _observe(self) -> Observation:
-        return _seen(self.rules, self.graphs)
+        return self.rules.seen(), rewards, done, infos
 
     def draw(self) -> Problem:
         """The problem that is dealt next, for somebody else to play."""
@@ -92,7 +83,7 @@ class Episodes:
         """What is seen at the end of these episodes, whose answers are kept."""
         rules = self.rules
         rules.keep(rules.ids[rows], rules.choices[rows], rules.value_s[rows])
-        return {key: seen[rows] for key, seen in self._observe().items()}
+        return {key: seen[rows] for key, seen in rules.seen().items()}
 
     def _deal(self, count: int) -> NDArray[np.int64]:
         while len(self._deck) < count:
@@ -143,12 +134,12 @@ class FreshRules(Rules):
     def __init__(
         self, source: Source, num_envs: int, repeats: int = 1, samples: ProblemSet | None = None
     ) -> None:
-        first, graphs = source.fresh(source.draw(np.random.default_rng(0)))
+        first = source.fresh(source.draw(np.random.default_rng(0)))
         super().__init__(samples or first.problems, num_envs)
         self.choices = np.full((num_envs, first.problems.max_groups), -1, np.int32)
-        self.observation_space, self.action_space = space_of(first, graphs), first.action_space
+        self.observation_space, self.action_space = first.seen_space, first.action_space
         self._source, self._repeats = source, repeats
-        self._parts = [(first, graphs)] * num_envs
+        self._parts = [first] * num_envs
         self._problem: Problem | None = None
         self._left = self._drawn = 0  # episodes that it is still to be played in; problems
 
@@ -159,7 +150,7 @@ class FreshRules(Rules):
             if self._problem is None or self._left == 0:
                 self._problem, self._left = self.draw(rng), self._repeats
             self._left -= 1
-            rules, _ = self._parts[b] = self._source.fresh(self._problem)
+            rules = self._parts[b] = self._source.fresh(self._problem)
             rules.start(one, one, np.random.default_rng(int(rng.integers(2**32))))
             self.ids[b] = (self._drawn - 1) % (MAX_ID + 1)
 
@@ -172,16 +163,16 @@ class FreshRules(Rules):
         return self.seen_in(np.arange(len(self.ids)))
 
     def seen_in(self, rows: Numbers) -> Observation:
-        parts = [_seen(*self._parts[b]) for b in rows.tolist()]
+        parts = [self._parts[b].seen() for b in rows.tolist()]
         joined = {key: np.concatenate([x[key] for x in parts]) for key in parts[0]}
         return joined | {"problem": self.ids[rows, None].copy()}
 
     def masks(self) -> NDArray[np.bool_]:
-        return np.concatenate([rules.masks() for rules, _ in self._parts])
+        return np.concatenate([rules.masks() for rules in self._parts])
 
     def act(self, actions: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
         earned, done = [], []
-        for b, (rules, _) in enumerate(self._parts):
+        for b, rules in enumerate(self._parts):
             before = rules.num_evaluations
             reward, over = rules.act(actions[b : b + 1])
             self.num_evaluations += rules.num_evaluations - before
@@ -216,8 +207,3 @@ class FreshEpisodes(Episodes):
 
     def _deal(self, count: int) -> NDArray[np.int64]:
         return np.zeros(count, np.int64)
-
-
-def _seen(rules: Rules, graphs: GraphArrays | None) -> Observation:
-    seen = rules.observe()
-    return seen if graphs is None else seen | graphs(rules.ids)

@@ -88,7 +88,7 @@ class Features:
 
 def features(problem: Problem, warm: Placement | None = None) -> Features:
     """Features of ``problem``; the policy starts at the placement ``warm`` int32 ``[N]``."""
-    costs, traffic = _costs(problem), _traffic(problem)
+    costs, traffic = _costs(problem), traffic_of(problem)
     choice = np.full(problem.graph.num_groups, -1, np.int64)
     if warm is not None:
         choice[problem.graph.group] = warm
@@ -143,7 +143,8 @@ class _Traffic(NamedTuple):
     which: NDArray[Any]  # [K] the edge of each
 
 
-def _traffic(problem: Problem) -> _Traffic:
+def traffic_of(problem: Problem) -> _Traffic:
+    """What goes from group to group."""
     g = problem.graph
     src, dst = g.tensor_src[g.use_tensor], g.use_dst
     produced = src >= 0

@@ -21,6 +21,7 @@ from envs.rules import Rules
 Mode = Literal["best_of_k", "refine", "guided_search"]
 
 # What a move is worth shows soon: discounted, and with less chance than where a placement is built.
+# With gamma = 1 and an entropy of 0.02 nothing was learned.
 _MOVING = {
     "gamma": 0.97,
     "gae_lambda": 0.95,

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, Features, features
 from envs.problems import MAX_ID, Sizes
-from envs.rules import Rules
 from placement.problem import Problem
 
 if TYPE_CHECKING:
@@ -56,12 +55,6 @@ class GraphArrays:
     def __call__(self, ids: NDArray[np.integer[Any]]) -> dict[str, NDArray[Any]]:
         """Arrays ``[B, ...]`` of problems ``ids [B]``, new ones."""
         return {key: rows[ids] for key, rows in self._arrays.items()}
-
-
-def space_of(rules: Rules, graphs: GraphArrays | None) -> spaces.Dict:
-    """Of one observation: what ``rules`` show, and the graph where that is observed."""
-    shown = {} if graphs is None else graphs.spaces
-    return spaces.Dict({**rules.observation_space.spaces, **shown})
 
 
 def stacked(

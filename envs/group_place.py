@@ -9,6 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
+from envs.features import traffic_of
 from envs.problems import MAX_ID, ProblemSet, group_order
 from envs.rules import BuildingRules, Numbers, Observation, Rng, check_range, id_space
 from placement.problem import Problem
@@ -93,19 +94,14 @@ def heaviest_producer(problem: Problem) -> NDArray[np.int64]:
     """int64 ``[G]``: of the groups before it by priority that feed a group, the one that sends
     most (mean transfer seconds); -1 = none does.
     """
-    g = problem.graph
-    position = np.empty(g.num_groups, np.int64)
-    position[group_order(problem)] = np.arange(g.num_groups)
-    src = g.tensor_src[g.use_tensor]
-    produced = src >= 0
-    a, b = g.group[src[produced]], g.group[g.use_dst[produced]]
-    rows = np.unique(np.stack([a, b, g.use_tensor[produced]], axis=1), axis=0)
-    rows = rows[position[rows[:, 0]] < position[rows[:, 1]]]  # a tensor counts once per group
-    pairs, which = np.unique(rows[:, :2], axis=0, return_inverse=True)
-    seconds = np.bincount(which.reshape(-1), problem.mean_transfer_s[rows[:, 2]], len(pairs))
-    producer = np.full(g.num_groups, -1, np.int64)
-    order = np.argsort(seconds, kind="stable")
-    producer[pairs[order, 1]] = pairs[order, 0]  # the last that is written is the heaviest
+    groups, traffic = problem.graph.num_groups, traffic_of(problem)
+    position = np.empty(groups, np.int64)
+    position[group_order(problem)] = np.arange(groups)
+    seconds = np.bincount(traffic.which, traffic.move_s, len(traffic.edges))
+    a, b = traffic.edges[np.argsort(seconds, kind="stable")].T
+    before = position[a] < position[b]
+    producer = np.full(groups, -1, np.int64)
+    producer[b[before]] = a[before]  # the last that is written is the heaviest
     return producer
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from envs.graphs import GraphArrays
 from envs.problems import EnvError, Floats, ProblemSet
 from placement.tools.files import short
 
@@ -35,8 +36,10 @@ class Rules(ABC):
         best_s: float64 ``[P]`` the best value ever seen of each problem, inf at first.
         best_choices: int32 ``[P, G]`` its choice of devices.
         num_evaluations: placements evaluated so far, of all episodes.
+        graphs: of the problems, where they are observed, too.
     """
 
+    graphs: GraphArrays | None = None
     observation_space: spaces.Dict
     action_space: spaces.Space[Any]
 
@@ -57,6 +60,17 @@ class Rules(ABC):
     @abstractmethod
     def observe(self) -> Observation:
         """Observations ``[B, ...]``, in new arrays every time."""
+
+    def seen(self) -> Observation:
+        """The observations with the graphs, ``[B, ...]``."""
+        seen = self.observe()
+        return seen if self.graphs is None else seen | self.graphs(self.ids)
+
+    @property
+    def seen_space(self) -> spaces.Dict:
+        """Of one row of ``seen()``."""
+        more = {} if self.graphs is None else self.graphs.spaces
+        return spaces.Dict({**self.observation_space.spaces, **more})
 
     @abstractmethod
     def masks(self) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.base import PlacementEnv
+from envs.features import traffic_of
 from envs.problems import MAX_ID, ProblemSet
 from envs.rules import BuildingRules, Numbers, Observation, Rng, check_range, id_space
 from envs.sequential_kernels import (
@@ -22,8 +23,6 @@ from envs.sequential_kernels import (
     tables_of,
 )
 from placement.tools.jit import allocating, kernel
-
-Array = NDArray[Any]
 
 
 @kernel
@@ -86,7 +85,7 @@ class SelectPlaceRules(BuildingRules):
         super().__init__(problems, num_envs)
         width = problems.max_devices
         self._tables, self._state = tables_of(problems), state_of(problems, num_envs)
-        pairs = [_group_edges(p.graph.group, p.graph.edges) for p in problems.problems]
+        pairs = [traffic_of(p).edges for p in problems.problems]
         ends = [np.arange(p.graph.num_groups + 1) for p in problems.problems]
         ptrs = [np.searchsorted(x[:, 0], end) for x, end in zip(pairs, ends, strict=True)]
         self._after_ptr, self._after = stacked(ptrs), stacked([x[:, 1] for x in pairs])
@@ -144,12 +143,6 @@ class SelectPlaceRules(BuildingRules):
             done,
         )
         return done
-
-
-def _group_edges(group: Array, edges: Array) -> Array:
-    """int ``[E, 2]`` distinct pairs of different groups, sorted."""
-    pairs = group[edges].reshape(-1, 2)
-    return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
 
 
 class SelectPlaceDevicePlacementEnv(PlacementEnv):

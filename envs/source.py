@@ -125,8 +125,8 @@ class Source:
             return chosen
         return chosen.and_more(self.perturbation(problems)[len(problems) :], self.baseline)
 
-    def rules(self, num_envs: int) -> tuple[Rules, GraphArrays | None]:
-        """Rules of the given problems, and their graphs, if those are observed."""
+    def rules(self, num_envs: int) -> Rules:
+        """Rules of the given problems."""
         return self._ruled(self.given, num_envs)
 
     def draw(self, rng: np.random.Generator) -> Problem:
@@ -134,7 +134,7 @@ class Source:
         assert self.generator is not None
         return draw(self.generator, rng, self.room)
 
-    def fresh(self, problem: Problem) -> tuple[Rules, GraphArrays | None]:
+    def fresh(self, problem: Problem) -> Rules:
         """Rules of one episode with a fresh problem."""
         return self._ruled(self._set([problem]), 1)
 
@@ -143,6 +143,8 @@ class Source:
         chosen = ProblemSet.build(problems, self.reference_s, self.baseline, self.evaluator)
         return replace(chosen, reward=reward, room=self.room)
 
-    def _ruled(self, chosen: ProblemSet, num_envs: int) -> tuple[Rules, GraphArrays | None]:
+    def _ruled(self, chosen: ProblemSet, num_envs: int) -> Rules:
         rules = self.rules_of(chosen, num_envs, **self.options)
-        return rules, GraphArrays(chosen.problems, self.room) if self.observe == "graph" else None
+        if self.observe == "graph":
+            rules.graphs = GraphArrays(chosen.problems, self.room)
+        return rules

@@ -62,8 +62,7 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.num_envs = num_envs
         self.render_mode = None
         if source.generator is None:
-            rules, graphs = source.rules(num_envs)
-            self.episodes = Episodes(rules, seed, graphs=graphs)
+            self.episodes = Episodes(source.rules(num_envs), seed)
         else:
             self.episodes = FreshEpisodes(FreshRules(source, num_envs), seed)
         self.single_observation_space = self.episodes.observation_space

@@ -11,9 +11,10 @@ from __future__ import annotations
 import pickle
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from itertools import chain, pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -78,11 +79,11 @@ class Workers:
         at = np.cumsum([0, *(len(r.ids) for r in rules)]).tolist()
         self.num_envs = at[-1]
         self._rows = [slice(a, b) for a, b in pairwise(at)]
-        self._workers: list[_Here | _Process] = []
+        self._workers: list[_Share | _Process] = []
         packed = [_pack(r) for r in rules]
         try:
             for w in range(len(rules)):  # all start before the first is asked
-                self._workers.append(_Here() if parallel == "serial" else _Process(w))
+                self._workers.append(_Share() if parallel == "serial" else _Process(w))
             self._ask("begin", [(packed[w], *x, repeats) for w, x in enumerate(self._seeds(seed))])
         except BaseException:
             self.close()
@@ -125,10 +126,9 @@ class Workers:
             self._workers.pop().close()
 
     def _ask(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What each worker answers; all work at the same time."""
-        for worker, some in zip(self._workers, args, strict=True):
-            worker.send(name, some)
-        return [worker.receive() for worker in self._workers]
+        """What each worker answers; processes work at the same time."""
+        calls = [w.call(name, some) for w, some in zip(self._workers, args, strict=True)]
+        return [answer() for answer in calls]
 
     def _seeds(self, seed: int | None) -> list[tuple[list[int] | None]]:
         # The first worker's generator is that of the seed alone: zeros at the end do not count.
@@ -143,6 +143,10 @@ class Workers:
 
 class _Share:
     """What a worker has: its episodes. Every method takes and answers what can be sent."""
+
+    def call(self, name: str, args: tuple[Any, ...]) -> Callable[[], Any]:
+        """What answers, once it is asked."""
+        return partial(getattr(self, name), *args)
 
     def begin(self, packed: bytes, seed: list[int] | None, repeats: int) -> None:
         self._rules: Rules = pickle.loads(packed)
@@ -160,17 +164,12 @@ class _Share:
         self._episodes.allowed = allowed
         return self._episodes.step(np.array(actions)), self._news()
 
-    def masks(self) -> NDArray[np.bool_]:
-        return self._episodes.masks()
+    def __getattr__(self, name: str) -> Any:
+        """``masks``, ``seed``, ``state`` and ``restore`` are those of the episodes."""
+        return getattr(self._episodes, name)
 
-    def seed(self, seed: list[int] | None) -> None:
-        self._episodes.seed(seed)
-
-    def state(self) -> dict[str, Any]:
-        return self._episodes.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._episodes.restore(state)
+    def close(self) -> None:
+        """Nothing to end."""
 
     def _news(self) -> _News:
         rules = self._rules
@@ -180,25 +179,8 @@ class _Share:
         return ids, rules.best_s[ids], rules.best_choices[ids], evaluations
 
 
-class _Here:
-    """A share in this process. Calls and answers take turns."""
-
-    def __init__(self) -> None:
-        self._share = _Share()
-
-    def send(self, name: str, args: tuple[Any, ...]) -> None:
-        self._call = name, args
-
-    def receive(self) -> Any:
-        name, args = self._call
-        return getattr(self._share, name)(*args)
-
-    def close(self) -> None:
-        pass
-
-
 class _Process:
-    """A share in a process of its own. Calls and answers take turns."""
+    """A share in a process of its own."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -208,11 +190,12 @@ class _Process:
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
-    def send(self, name: str, args: tuple[Any, ...]) -> None:
-        with suppress(ConnectionError):  # it is dead, as receive() will find
+    def call(self, name: str, args: tuple[Any, ...]) -> Callable[[], Any]:
+        with suppress(ConnectionError):  # it is dead, as the answer will say
             self._pipe.send((name, args))
+        return self._receive
 
-    def receive(self) -> Any:
+    def _receive(self) -> Any:
         try:
             failed, answer = self._pipe.recv()
         except (EOFError, ConnectionError) as error:

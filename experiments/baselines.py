@@ -411,7 +411,6 @@ STUDY = Study(
     wrong=below_its_bound,
     again=study.Again("bounds", study.ONLY_BOUNDS, with_bounds),
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

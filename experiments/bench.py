@@ -321,7 +321,6 @@ STUDY = Study(
     ),
     facts=lambda options: {"load_average": os.getloadavg()[0]},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

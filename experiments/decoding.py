@@ -13,12 +13,11 @@ least. Writes ``experiments/results/decoding.json`` and ``.md``.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.study import Option, Options, Study, run
+from experiments import study
+from experiments.study import Option, Options, Study
 from experiments.tables import Column
 from placement.cluster import Cluster
 from placement.costs.serving import Phase, Serving, memory, serving_problem
@@ -77,24 +77,35 @@ def step_of(part: Part, config: dict[str, Any], context: int) -> Step:
     return lambda x: F.linear(x, head)
 
 
-def measured_s(step: Step, x: Tensor, cores: tuple[int, ...], times: int = 9) -> float:
-    """Median processor seconds of a step on a thread pinned to ``cores``, caches cold."""
-    took: list[float] = []
-    flush = torch.empty(2**24)
+def thread_on(cores: tuple[int, ...]) -> ThreadPoolExecutor:
+    """A thread that is pinned to ``cores``."""
 
-    def work() -> None:
+    def begin() -> None:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(1)
-        with torch.inference_mode():
-            for _ in range(times):
-                flush.fill_(1.0)  # what ran before in a whole model has taken the caches
-                begun = time.thread_time()
-                step(x)
-                took.append(time.thread_time() - begun)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    return ThreadPoolExecutor(1, initializer=begin)
+
+
+@torch.inference_mode()
+def run(steps: Sequence[Step], x: Tensor) -> tuple[Tensor, float]:
+    """What comes of the steps, one after another, and their processor seconds."""
+    begun = time.thread_time()
+    for step in steps:
+        x = step(x)
+    return x, time.thread_time() - begun
+
+
+def measured_s(step: Step, x: Tensor, cores: tuple[int, ...], times: int = 9) -> float:
+    """Median processor seconds of a step on a thread pinned to ``cores``, caches cold."""
+    flush = torch.empty(2**24)
+
+    def once() -> float:
+        flush.fill_(1.0)  # what ran before in a whole model has taken the caches
+        return run([step], x)[1]
+
+    with thread_on(cores) as thread:
+        took = [thread.submit(once).result() for _ in range(times)]
     return float(np.median(took[1:]))
 
 
@@ -122,41 +133,17 @@ def seconds_per_token(
         (at, [steps[i] for i, _ in group])
         for at, group in groupby(enumerate(cores), lambda pair: pair[1])
     ]
-    ways: list[queue.SimpleQueue[Tensor | None]] = [
-        queue.SimpleQueue() for _ in range(len(stages) + 1)
-    ]
-
-    busy = [0.0] * len(stages)
-
-    def work(k: int) -> None:
-        os.sched_setaffinity(0, stages[k][0])
-        torch.set_num_threads(1)
-        first = True
-        with torch.inference_mode():
-            while (x := ways[k].get()) is not None:
-                begun = time.thread_time()
-                for step in stages[k][1]:
-                    x = step(x)
-                busy[k] += 0.0 if first else time.thread_time() - begun
-                first = False
-                ways[k + 1].put(x)
-        ways[k + 1].put(None)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(stages))]
-    for thread in threads:
-        thread.start()
-    took, token = [], torch.zeros(1, 4)
-    for _ in range(tokens):
-        begun = time.perf_counter()
-        ways[0].put(token)
-        arrived = ways[-1].get()
-        assert arrived is not None
-        token = arrived
-        took.append(time.perf_counter() - begun)
-    ways[0].put(None)
-    for thread in threads:
-        thread.join()
-    return took, sum(busy) / max(1, tokens - 1)
+    took, busy, token = [], [], torch.zeros(1, 4)
+    with ExitStack() as opened:
+        threads = [opened.enter_context(thread_on(at)) for at, _ in stages]
+        for _ in range(tokens):
+            begun, busy_s = time.perf_counter(), 0.0
+            for thread, (_, mine) in zip(threads, stages, strict=True):
+                token, seconds = thread.submit(run, mine, token).result()
+                busy_s += seconds
+            took.append(time.perf_counter() - begun)
+            busy.append(busy_s)
+    return took, sum(busy[1:]) / max(1, tokens - 1)
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
@@ -212,7 +199,6 @@ STUDY = Study(
         "share": Option(0.7, "of what is needed that a device has"),
     },
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(study.run(STUDY))

@@ -335,7 +335,6 @@ STUDY = Study(
         "repeats": Option(6, "of a profile"),
     },
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

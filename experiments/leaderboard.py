@@ -161,7 +161,6 @@ STUDY = Study(
         "again": Option(False, "also if the table has the row"),
     },
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

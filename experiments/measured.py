@@ -115,8 +115,7 @@ def prepare(workload: str, folder: Path, options: Options) -> Problem:
     The profile is kept in ``folder``.
     """
     from placement.capturing import capture
-    from placement.costs.measure import measure
-    from placement.profile import Profile
+    from placement.costs.measure import load_or_measure
     from placement.workloads import load
 
     name, _, objective = workload.partition(":")
@@ -124,12 +123,8 @@ def prepare(workload: str, folder: Path, options: Options) -> Problem:
         raise StudyError(f"{workload}: say {name} for its period, or {name}:latency")
     module, inputs = load(name)
     graph, cluster = capture(module, inputs, name=name), two_cores()
-    path = folder / "profile.npz"
-    if not path.exists():
-        say(f"{workload}: {graph.num_ops} operators; measuring them")
-        measure(graph, cluster, repeats=options.repeats).save(path)
-    profile = Profile.load(path)
-    profile.check(graph)
+    say(f"{workload}: {graph.num_ops} operators")
+    profile = load_or_measure(graph, cluster, repeats=options.repeats, folder=folder)
     problem = Problem(graph, cluster, profile, num_microbatches=options.microbatches)
     return problem.with_objective("latency") if objective == "latency" else problem
 
@@ -277,7 +272,6 @@ STUDY = Study(
     options={"workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"), **BUDGET},
     facts=lambda options: {name: getattr(options, name) for name in BUDGET},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

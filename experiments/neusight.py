@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -276,7 +275,6 @@ def parts(rows: Rows, options: Options) -> dict[str, str]:
 
 
 STUDY = Study(name="neusight", rows=rows, parts=parts)
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

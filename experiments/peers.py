@@ -13,14 +13,10 @@ Writes ``experiments/results/peers.json`` and ``.md``.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
@@ -29,18 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.runs import in_turns, measured_problem, threads
+from experiments.ranks import Ranks
+from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Study, run
 from experiments.tables import Column
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
+from placement.executor.distributed import pin
 from placement.graph import OpGraph
-from placement.runs.ways import timed
+from placement.runs.ways import timed, torch_threads
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
-PATIENCE_S = 300.0  # a peer that does not answer has failed
 
 
 class Block(nn.Module):
@@ -92,6 +89,10 @@ class Stack:
         batch, *rest = self.item
         return torch.randn(num_microbatches * batch, *rest, generator=generator)
 
+    def items(self, num_microbatches: int) -> list[Tensor]:
+        """The micro-batches, each for itself."""
+        return list(self.inputs(num_microbatches).split(self.item[0]))
+
 
 STACKS = (
     Stack("transformer 8 x 384, 128 tokens", 8, (1, 128, 384), heads=6),
@@ -101,21 +102,18 @@ STACKS = (
 TINY = (Stack("tiny", 2, (2, 8, 16), heads=2),)
 
 
-def stage(
-    rank: int, stack: Stack, num_microbatches: int, core: int, folder: str, pipe: Connection
-) -> None:
-    """One stage in a process of its own: runs all micro-batches whenever it is told to.
+def stage(job: dict[str, Any], rank: int) -> Iterator[Any]:
+    """A rank: one stage, which runs all micro-batches whenever it is told to.
 
     Answers with the time of its begin (first stage) or end (last stage), on the clock that all
-    processes of a machine share, and once with its output.
+    processes of a machine share.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    num_microbatches, stack = job["micro_batches"], Stack(**job["stack"])
+    pin(job["cluster"])
+    dist.init_process_group("gloo")
     try:
         blocks = list(stack.build())
         half = len(blocks) // 2
@@ -124,66 +122,40 @@ def stage(
         example = inputs[: stack.item[0]]
         part = PipelineStage(mine, rank, 2, torch.device("cpu"), input_args=(example,))
         schedule = ScheduleGPipe(part, num_microbatches)
-        pipe.send("ready")
-        while pipe.recv() == "run":
+        yield "ready"
+        while True:
             dist.barrier()
             began = perf_counter()
             with torch.inference_mode():
                 outputs = schedule.eval(inputs) if rank == 0 else schedule.eval()
             ended = perf_counter()
-            pipe.send((began, None) if rank == 0 else (ended, outputs.numpy()))
+            if rank:
+                np.save(job["folder"] / "outputs.npy", outputs.numpy())
+            yield ended if rank else began
     finally:
         dist.destroy_process_group()
 
 
-class Peer:
+class Peer(Ranks):
     """``torch.distributed.pipelining`` in two processes that wait while others run."""
 
-    def __init__(self, stack: Stack, num_microbatches: int, cores: list[int]) -> None:
-        context = get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes = [], []
+    def __init__(self, stack: Stack, num_microbatches: int, cluster: Cluster) -> None:
+        job = {"stack": asdict(stack), "micro_batches": num_microbatches}
+        super().__init__("experiments.peers:stage", cluster, job)
         for rank in range(2):
-            here, there = context.Pipe()
-            arguments = (rank, stack, num_microbatches, cores[rank], self._folder.name, there)
-            process = context.Process(target=stage, args=arguments, daemon=True)
-            process.start()
-            there.close()  # so that a stage that ends is seen here
-            self._pipes.append(here)
-            self._processes.append(process)
-        self.outputs: Any = None
-        for rank in range(2):
-            self._answer(rank)
-
-    def _answer(self, rank: int) -> Any:
-        if not self._pipes[rank].poll(PATIENCE_S):
-            raise RuntimeError(f"stage {rank} has not answered for {PATIENCE_S:.0f} s")
-        try:
-            return self._pipes[rank].recv()
-        except EOFError:
-            self._processes[rank].join(5)
-            code = self._processes[rank].exitcode
-            raise RuntimeError(f"stage {rank} ended with code {code}; see its message") from None
+            self.answer(rank)
 
     def run(self) -> float:
         """Seconds for all micro-batches."""
-        for pipe in self._pipes:
-            pipe.send("run")
-        began, _ = self._answer(0)
-        ended, self.outputs = self._answer(1)
+        self.tell("run", 0, 1)
+        began, ended = self.answer(0), self.answer(1)
         return float(ended - began)
 
-    def close(self) -> None:
-        for pipe in self._pipes:
-            try:
-                pipe.send("stop")
-            except OSError:
-                continue  # it ended by itself
-        for process in self._processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-        self._folder.cleanup()
+    @property
+    def outputs(self) -> np.ndarray[Any, Any]:
+        """Of the last run."""
+        outputs: np.ndarray[Any, Any] = np.load(self.folder / "outputs.npy")
+        return outputs
 
 
 def same_cut(graph: OpGraph, num_blocks: int) -> np.ndarray[Any, Any]:
@@ -218,12 +190,11 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
             outputs[PLAIN] = torch.cat([module(x) for x in items])
 
     def plain_s() -> float:
-        with threads(Cluster.detect().num_devices):
+        with torch_threads(Cluster.detect().num_devices):
             return timed(plain)
 
     with ExitStack() as opened:
-        peer = Peer(stack, num_microbatches, [d.cores[0] for d in cluster.devices])
-        opened.callback(peer.close)
+        peer = opened.enter_context(Peer(stack, num_microbatches, cluster))
         ways = {PEER: peer.run}
         for name, placement in cuts.items():
             runner = opened.enter_context(
@@ -269,7 +240,6 @@ STUDY = Study(
     },
     facts=lambda options: {"rounds": options.rounds, "micro_batches": options.micro_batches},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.runs import in_turns, measured_problem, seconds_per_item
+from experiments.runs import ended, in_turns, measured_problem, seconds_per_item
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column
 from experiments.unlike import streamed, unlike_problem
@@ -133,15 +133,14 @@ def row(
                 yield module(*args, **kwargs)
 
     def planned_s(runner: Runner, count: int) -> float:
-        def streamed(items: int) -> Iterator[Any]:
-            return runner.stream([inputs] * items)
-
-        return seconds_per_item(streamed, count, runner.num_phases)
+        return seconds_per_item(
+            lambda items: ended(runner.stream([inputs] * items)), count, runner.num_phases
+        )
 
     count = max(count, int(ROUND_S / problem.compute_s.sum(axis=0).min()))
     streams = {way: partial(planned_s, runner, count) for way, runner in runners.items()}
     for k, way in enumerate(PLAIN, 1):
-        streams[way] = partial(seconds_per_item, partial(plain, k), count)
+        streams[way] = partial(seconds_per_item, lambda n, k=k: ended(plain(k, n)), count)
     seconds = in_turns(streams, rounds)
     if picture is not None:
         few = replace(problem, num_microbatches=8)
@@ -209,7 +208,6 @@ STUDY = Study(
     ),
     facts=lambda options: {"rounds": options.rounds},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

@@ -413,7 +413,6 @@ STUDY = Study(
         "methods": Option(METHODS, choices=METHODS),
     },
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

@@ -76,19 +76,19 @@ def answer(
     seed: int | None = None,
 ) -> Row:
     """The row of a run: one that is finished, or made now."""
-    key = (file, problem.objective, problem.num_ops, problem.num_devices)
-    key += (planner, seed, budget_s)
-    return options.finished.row(Row, key, partial(_answer, problem, *key), f"{file}-{planner}")
+    about = {"file": file, "objective": problem.objective, "operators": problem.num_ops,
+             "devices": problem.num_devices, "planner": planner, "seed": seed,
+             "budget_s": budget_s}  # fmt: skip
+    make = partial(_answer, problem, about)
+    return options.finished.row(Row, list(about.values()), make, f"{file}-{planner}")
 
 
-def _answer(problem: Problem, *key: Any) -> Row:
-    file, objective, _, num_devices, planner, seed, budget_s = key
-    drawn = "" if seed is None else f", seed {seed}"
-    say(f"{file}, {objective}, {num_devices} devices: {planner}{drawn}")
-    options = {"seconds": budget_s, "seed": seed}
-    ready = planners.load(planner, **{k: v for k, v in options.items() if v is not None})
+def _answer(problem: Problem, about: Mapping[str, Any]) -> Row:
+    say("; ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+    settings = {"seconds": about["budget_s"], "seed": about["seed"]}
+    ready = planners.load(about["planner"], **{k: v for k, v in settings.items() if v is not None})
     score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from a problem, once
-    done = limited(lambda: ready(problem), (budget_s or 0.0) + LIMIT_S, MEMORY_BYTES)
+    done = limited(lambda: ready(problem), (about["budget_s"] or 0.0) + LIMIT_S, MEMORY_BYTES)
     stats: Mapping[str, Any] = done.value.stats if done.value else {}
     value_s, bound_s = np.inf, lower_bound(problem)
     if done.value is not None:
@@ -99,7 +99,7 @@ def _answer(problem: Problem, *key: Any) -> Row:
     notes = [done.note, ", ".join(stages)]
     notes += [str(stats.get(key, "")) for key in ("message", "infeasible")]
     return Row(
-        *key,
+        **about,
         value_s=finite(value_s),
         bound_s=bound_s,
         restricted_bound_s=stats.get("one_piece_bound_s"),
@@ -361,7 +361,6 @@ STUDIES = (
     ),
     _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
-main = partial(run, STUDIES)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDIES))

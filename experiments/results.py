@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import numpy as np
 from experiments import baselines, fidelity, gpu_results, leaderboard, pipelining, public
 from experiments.learned import dispatch, doppler, giph, goals, guided, zero_shot
 from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
-from experiments.study import RESULTS, ROOT, Study, filled, say
+from experiments.study import RESULTS, ROOT, Study, filled, origin, say
 from experiments.tables import Column, Mean, geometric, groups, table
 from placement.report import gantt
 from placement.runs.row import SINGLE
@@ -102,8 +101,6 @@ def learning(results: Path) -> str:
     def against(row: Trained) -> str:
         better = min(row.hand, row.untrained, key=lambda planner: over(row, planner).value)
         cells = of_group(row, results)
-        if len({c.seed for c in cells if c.planner == better}) == 1:  # of every seed's training
-            cells = [replace(c, seed=None) if c.planner == better else c for c in cells]
         family = zero_shot.family_of if row.families else None
         return geometric(gain(cells, row.trained, [better]), family=family).percent()
 
@@ -146,10 +143,8 @@ def chooser(planner: str, objective: str, released: str) -> str:
 
 def released_for(study: Study, results: Path) -> str:
     """Names of the policies that shipped when a study ran, from its page; else of today's."""
-    noted = re.search(
-        r"^- policies: (.+)$", (results / f"{study.name}.md").read_text("utf-8"), re.M
-    )
-    return noted[1] if noted else " ".join(policy_digests(released_folder()))
+    _, noted = origin((results / f"{study.name}.md").read_text("utf-8"))
+    return noted.get("policies") or " ".join(policy_digests(released_folder()))
 
 
 def answers(results: Path) -> str:
@@ -325,6 +320,55 @@ def with_figures(page: str, figures: Sequence[str]) -> str:
     return places.sub(lambda _: f"{BEGIN}{next(texts)}{END}", page)
 
 
+def reproduction(page: str, results: Path) -> str:
+    """In ``docs/reproduce.md``: files, command, day and machine of each study.
+
+    What a study answers, its minutes and whether it needs public data are kept as the page has
+    them.
+
+    Raises:
+        KeyError: a file of the results has no row, or a row no file.
+    """
+    files: dict[str, list[str]] = {}
+    kinds = (".md", ".json", ".csv", ".png")  # what is read first comes first
+    for path in sorted(results.iterdir(), key=lambda x: (kinds.index(x.suffix), x.name)):
+        link = f"[{path.suffix[1:]}](../experiments/results/{path.name})"
+        files.setdefault(path.stem.removesuffix("_curve"), []).append(link)
+    head = "| result | what it answers | `python -m` | minutes | made |\n|---|---|---|---:|---|\n"
+    lines, machines = "", list[str]()
+    for row in page.partition(head)[2].partition("\n\n")[0].splitlines():
+        links, answers, command, minutes, _ = (x.strip() for x in row.strip("|").split("|"))
+        name = links.partition("results/")[2].partition(".")[0]
+        links, needs_data = ", ".join(files.pop(name)), " (1)" * command.endswith(" (1)")
+        command, facts = made_by(name, results)
+        machine = f"{short(facts['cpu'])}, {facts['cores']} cores"
+        if machine not in machines:
+            machines.append(machine)
+        made = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
+        cells = (links, answers, f"`{command}`{needs_data}", minutes, made)
+        lines += f"| {' | '.join(cells)} |\n"
+    if files:
+        raise KeyError(f"{sorted(files)}: add a row to docs/reproduce.md, with what it answers")
+    where = [f"Machine {letter}: {m}.\n" for letter, m in zip("ABCDEFGH", machines, strict=False)]
+    return f"{head}{lines}\n{''.join(where)}"
+
+
+def made_by(name: str, results: Path) -> tuple[str, dict[str, str]]:
+    """The words after ``python -m`` that made a result, and the facts it noted: when, cpu, ..."""
+    page = results / f"{name}.md"
+    if page.is_file():
+        text = page.read_text("utf-8")
+        command = re.search(r"^`python -m ([^`]+)`$", text, re.MULTILINE)
+        assert command is not None, f"{page} does not say which command made it"
+        return command[1], origin(text)[1]
+    facts = json.loads((results / f"{name}.json").read_text("utf-8"))["provenance"]
+    return f"experiments.{name}", {k: str(v) for k, v in facts.items()}
+
+
+def short(cpu: str) -> str:
+    return re.sub(r"\((R|TM)\)| Processor| CPU", "", cpu).replace("  ", " ")
+
+
 def plot_fidelity(rows: Sequence[fidelity.Row], path: Path) -> None:
     """Predicted over measured periods, a point per placement, a colour per model."""
     figure = gantt.figure_class()(figsize=(7, 4.6), dpi=100)
@@ -422,6 +466,9 @@ def main(argv: list[str] | None = None) -> int:
         if (path := options.docs / name).is_file():
             texts = [figure(options.results) for figure in figures]
             pages[path] = with_figures(path.read_text("utf-8"), texts)
+    if (path := options.docs / "reproduce.md").is_file():
+        text = path.read_text("utf-8")
+        pages[path] = with_figures(text, [reproduction(text, options.results)])
     if options.check:
         stale = [p for p, text in pages.items() if not p.is_file() or p.read_text("utf-8") != text]
         for path in stale:

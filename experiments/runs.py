@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,28 +187,22 @@ def in_turns(
     return {name: np.array(v) for name, v in values.items()}
 
 
-def seconds_per_item(run: Callable[[int], Any], count: int, num_phases: int = 1) -> float:
-    """Steady seconds per item of a stream ``run(items)``, whose first quarter does not count.
+def ended(stream: Iterable[Any]) -> list[float]:
+    """When each item of a stream ended."""
+    return [time.perf_counter() for _ in stream]
+
+
+def seconds_per_item(
+    ends_of: Callable[[int], Sequence[float]], count: int, num_phases: int = 1
+) -> float:
+    """Steady seconds per item of a stream, ``ends_of`` so many; its first quarter does not count.
 
     Whole rounds of the phases do, at least ``count`` items with that quarter.
     """
     skip = count // 4
     counted = -(-(count - 1 - skip) // num_phases) * num_phases
-    ends = [time.perf_counter() for _ in run(skip + 1 + counted)]
+    ends = ends_of(skip + 1 + counted)
     return (ends[-1] - ends[skip]) / counted
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads of PyTorch inside."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def two_cores(name: str = "two") -> Cluster:

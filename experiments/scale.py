@@ -358,7 +358,6 @@ STUDIES = (
         facts=lambda o: {"limit_s": o.limit, "address_space_GiB": o.memory},
     ),
 )
-main = partial(run, STUDIES)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDIES))

@@ -185,7 +185,5 @@ STUDY = Study(
     },
 )
 
-main = partial(run, (STUDY,))
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

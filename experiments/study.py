@@ -8,7 +8,8 @@ A study is a function that yields rows, and a description of the page that shows
         options={"seconds": Option(2.0, "budget of every planner")},
         columns=(Column("planner", "planner"), Column("wall clock", "seconds", 1, unit=" s")),
     )
-    main = partial(run, (STUDY,))
+    if __name__ == "__main__":
+        raise SystemExit(run(STUDY))
 
 The rest is done here:
 
@@ -214,8 +215,9 @@ def parse(studies: Sequence[Study], words: Sequence[str]) -> Options:
     return options
 
 
-def run(studies: Sequence[Study], argv: Sequence[str] | None = None) -> int:
+def run(studies: Study | Sequence[Study], argv: Sequence[str] | None = None) -> int:
     """A command: the study that it asks for, and its exit code."""
+    studies = (studies,) if isinstance(studies, Study) else studies
     words = list(sys.argv[1:] if argv is None else argv)
     options = parse(studies, words)
     study: Study = options.study
@@ -262,19 +264,12 @@ def higher(then_s: float | None, now_s: float) -> float:
 
 
 def launch(work: Callable[[], int]) -> int:
-    """The exit code of ``work``; a user's error is one message and 2."""
-    try:
-        with cli.interruptible():
-            return work()
-    except KeyboardInterrupt:
-        say("interrupted; the same command continues")
-        return 130
-    except ValueError as error:
-        ours = ("placement", "envs", "agents", "experiments")
-        if type(error).__module__.partition(".")[0] not in ours:
-            raise
-        say(f"error: {error}")
-        return 2
+    """The exit code of ``work``, as of the other commands."""
+
+    def explain(error: Exception) -> str | None:
+        return str(error) if isinstance(error, StudyError) else cli.explain(error)
+
+    return cli.guarded(work, explain, interrupted="interrupted; the same command continues")
 
 
 # --- what is finished ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments.runs import in_turns, measured_problem, threads
+from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, table
 from placement import planners, schedulers
@@ -31,7 +31,7 @@ from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.executor import Trainer
 from placement.problem import Problem
-from placement.runs.ways import timed
+from placement.runs.ways import timed, torch_threads
 from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
 from placement.workloads import import_transformers
@@ -140,7 +140,7 @@ def compare(task: Task, problem: Problem, placement: Any, steps: int) -> dict[st
     losses = np.empty((steps, 2))
     with (
         Trainer(*where, optimizer, priority=problem.priority) as trainer,
-        threads(problem.cluster.devices[0].threads),
+        torch_threads(problem.cluster.devices[0].threads),
     ):
         for step in range(steps):
             batches = task.examples(problem.num_microbatches, step)
@@ -161,12 +161,11 @@ def orders(problem: Problem, placement: Any, seconds: float) -> dict[str, Schedu
     schedules: dict[str, Schedule | None] = {"live list": None}
     schedules["list"] = list_schedule(problem, placement, m)
     for name in SCHEDULES:
-        if name in schedulers.names():
-            options = {"seconds": seconds} if name == "searched" else {}
-            try:
-                schedules[name] = schedulers.load(name, **options)(problem, placement, m)
-            except ValueError as error:  # e.g. a placement that the method does not order
-                say(f"{name}: {error}")
+        options = {"seconds": seconds} if name == "searched" else {}
+        try:
+            schedules[name] = schedulers.load(name, **options)(problem, placement, m)
+        except ValueError as error:  # e.g. a placement that the method does not order
+            say(f"{name}: {error}")
     return schedules
 
 
@@ -189,7 +188,7 @@ def times(
         "plain, 1 thread": partial(plainly, 1),
     }
     with ExitStack() as opened:
-        opened.enter_context(threads(torch.get_num_threads()))  # as they are afterwards
+        opened.enter_context(torch_threads(torch.get_num_threads()))  # as they are afterwards
         placed = [(name, placement, schedule) for name, schedule in schedules.items()]
         for name, at, schedule in [("one device", single, None), *placed]:
             optimizer = task.optimizer(task.module.parameters())
@@ -256,7 +255,6 @@ STUDY = Study(
     },
     facts=lambda o: {name: getattr(o, name) for name in ("rounds", "microbatches", "planner")},
 )
-main = partial(run, (STUDY,))
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(STUDY))

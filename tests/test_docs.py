@@ -28,6 +28,7 @@ from gymnasium.envs.registration import registry
 
 import envs  # noqa: F401 (registers them)
 from envs.formulations import FORMULATIONS
+from experiments import results
 from placement.__main__ import VERBS, build_parser, main
 
 ROOT = Path(__file__).parents[1]
@@ -226,33 +227,30 @@ def test_plan_reference_wants_a_meaning_for_every_key() -> None:
         script.tables(schema, {"Plan.schema_version": "Its version."})
 
 
-def test_the_table_of_results_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "reproduce.md").read_text()
-    assert page == reference("make_reproduction").updated(page), (
-        "run: python docs/make_reproduction.py"
-    )
-
-
 def test_no_result_is_forgotten() -> None:
-    script = reference("make_reproduction")
-    with pytest.raises(KeyError, match=r"new\.csv belongs to no study"):
-        script.files_by_study(["new.csv"])
-    assert script.files_by_study(["scale.png", "scale.md"])["scale"] == ["scale.md", "scale.png"]
-    for stem in script.STUDIES:
-        command, facts = script.origin(stem)
-        module = command.split()[2].replace(".", "/")
+    page = (ROOT / "docs" / "reproduce.md").read_text()
+    results.reproduction(page, results.RESULTS)
+    without = re.sub(r"^\| \[md\]\(.*/scale\.md.*\n", "", page, flags=re.MULTILINE)
+    with pytest.raises(KeyError, match=r"'scale'.*add a row"):
+        results.reproduction(without, results.RESULTS)
+    for stem in committed():
+        command, facts = results.made_by(stem, results.RESULTS)
+        module = command.split()[0].replace(".", "/")
         assert (ROOT / f"{module}.py").exists() or (ROOT / module).is_dir(), command
         assert {"when", "cpu", "cores"} <= set(facts), stem
+
+
+def committed() -> set[str]:
+    """The studies that have results."""
+    return {path.stem.removesuffix("_curve") for path in results.RESULTS.iterdir()}
 
 
 def test_readme_quotes_results_with_their_commands() -> None:
     """Each number of the README has a command, and each command there leads to a committed file."""
     readme = (ROOT / "README.md").read_text()
     commands = set(re.findall(r"python -m experiments\.(\w+)", readme))
-    origins = {
-        reference("make_reproduction").origin(s)[0] for s in reference("make_reproduction").STUDIES
-    }
-    assert commands <= {c.split()[2].removeprefix("experiments.") for c in origins}
+    origins = {results.made_by(stem, results.RESULTS)[0] for stem in committed()}
+    assert commands <= {c.split()[0].removeprefix("experiments.") for c in origins}
 
 
 def table_after(text: str, heading: str) -> list[list[str]]:

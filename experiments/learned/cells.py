@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from experiments.study import Finished, Options, StudyError, say
 from experiments.tables import groups
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
+from placement.search.budget import Budget, prepared
 from placement.simulator import score, value_of
 
 SLACK = 1.02  # of a budget of seconds: the clock is looked at between slices of work
@@ -69,7 +70,7 @@ class Task:
     def run(self, finished: Finished, name: str, problem: Problem) -> Cell:
         """The cell, from its file if there is one for this planner, problem, seed and budget."""
         limits = {"seed": self.seed, "seconds": self.seconds, "evaluations": self.evaluations}
-        ready = with_options(self.planner, **limits)
+        ready = prepared(self.planner, self.seed, Budget(self.seconds, self.evaluations))
         what = [problem_fingerprint(problem), self.group, name, self.label, describe(ready), limits]
         if getattr(ready, "policy", self.label) is None:  # released: may be another now
             what.append(policy_digests(released_folder()))
@@ -165,15 +166,6 @@ def _outcome(
     }
 
 
-def with_options(planner: Planner, **options: Any) -> Planner:
-    """The planner with those of the options that it has and that are not None."""
-    if not is_dataclass(planner) or isinstance(planner, type):
-        return planner
-    names = {f.name for f in fields(planner)}
-    values = {k: v for k, v in options.items() if v is not None and k in names}
-    return replace(planner, **values)  # type: ignore[type-var]
-
-
 # --- policies ------------------------------------------------------------------------------------
 
 
@@ -197,10 +189,15 @@ def released_folder() -> Path:
 
 
 @cache
+def digest_of(path: str | Path) -> str:
+    """SHA-256 (hex) of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 def policy_digests(path: Path) -> dict[str, str]:
-    """SHA-256 (hex) of a policy, or of every one in a folder, by the file's name."""
+    """``digest_of`` a policy, or of every one in a folder, by the file's name."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    return {f.name: digest_of(f) for f in files}
 
 
 def warm_up(objectives: Sequence[Any], names: Sequence[str]) -> None:
@@ -246,13 +243,14 @@ def ratios(cells: Sequence[Cell], planner: str, reference: Reference) -> dict[st
 
 def least(cells: Sequence[Cell], planners: Sequence[str]) -> Reference:
     """(problem, seed) -> the least value of those of ``planners`` with that seed or without one."""
+    able = [c for c in cells if c.planner in planners and c.value_s is not None]
+    seeds = {c.seed for c in able} - {None}
+    if len(seeds) == 1:  # it stands for those of all who are compared with it
+        able, seeds = [replace(c, seed=None) for c in able], set()
     values = {
         key: min(c.value_s for c in mine if c.value_s is not None)
-        for key, mine in groups(
-            (c for c in cells if c.planner in planners and c.value_s is not None), "problem", "seed"
-        ).items()
+        for key, mine in groups(able, "problem", "seed").items()
     }
-    seeds = {seed for _, seed in values} - {None}
 
     def best(problem: str, seed: int | None) -> float | None:
         if seed is None and seeds:  # who does not draw meets all seeds of those who do
@@ -264,12 +262,15 @@ def least(cells: Sequence[Cell], planners: Sequence[str]) -> Reference:
     return best
 
 
-def best_known(cells: Sequence[Cell]) -> dict[str, float]:
-    """The best value of any planner with any seed, by problem."""
-    return {
-        name: min(c.value_s for c in mine if c.value_s is not None)
-        for name, mine in groups((c for c in cells if c.value_s is not None), "problem").items()
-    }
+def best_cells(cells: Iterable[Cell]) -> dict[str, Cell]:
+    """The first of the least value of each problem, of any planner with any seed."""
+    able = groups((c for c in cells if c.value_s is not None), "problem")
+    return {name: min(mine, key=lambda c: c.value_s or 0.0) for name, mine in able.items()}
+
+
+def best_known(cells: Iterable[Cell]) -> dict[str, float]:
+    """Its value, by problem."""
+    return {name: c.value_s for name, c in best_cells(cells).items() if c.value_s is not None}
 
 
 def enforced(cells: Sequence[Cell]) -> str:

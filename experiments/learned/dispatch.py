@@ -5,7 +5,6 @@ Alone, in the planner ``policy``, and after short trainings that each lack somet
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from experiments.learned.cells import digest_of, least
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.published import configured
-from experiments.learned.study import untrained_dispatcher
-from experiments.study import RESULTS, Option, Options, Study, digest, say, slug
+from experiments.learned.study import trained, untrained_dispatcher
+from experiments.study import RESULTS, Option, Options, Study, digest, say
 from experiments.tables import Column, Mean, geometric, groups, read_csv, table, to_csv
 from placement.objective import Objective
 from placement.planners import load
@@ -135,7 +135,7 @@ def decoders(options: Options) -> Iterator[Who]:
     for name, paths in files.items():
         for seed, path in paths.items():
             net: Any = TrainedPolicy.load(path).net
-            yield Who(name, seed, net, net.config.finish_weight, _file_digest(path))
+            yield Who(name, seed, net, net.config.finish_weight, digest_of(path))
     for seed in range(options.seeds):
         rule = tuned(seed, options)
         yield Who(TUNED, seed, new, 4.0, digest(rule), rule)
@@ -149,17 +149,10 @@ def seeds(policies: Sequence[str]) -> dict[int, str]:
 
 
 def trained_short(name: str, seed: int, options: Options) -> str:
-    """The file of one of the ``SHORT`` trainings; made now, or gone on with, if it is not there."""
-    from agents.training import train
-
+    """The file of one of the ``SHORT`` trainings."""
     config = configured("released_dispatch", *SHORT[name])
     config = replace(config, total_steps=options.steps, seed=seed, num_checks=5)
-    folder = options.work / f"{slug(name)}-{seed}-{digest(repr(config))[:12]}"
-    path = folder / "trained.safetensors"
-    if not path.is_file():
-        say(f"{name}, seed {seed}: training")
-        train([], config=config, baseline=load("heft"), out_dir=folder, resume=True).save(path)
-    return str(path)
+    return str(trained(name, config, options.work, baseline=load("heft"))[0])
 
 
 def tuned(seed: int, options: Options) -> tuple[float, ...]:
@@ -193,10 +186,6 @@ def tuned(seed: int, options: Options) -> tuple[float, ...]:
 
     row = options.finished.row(dict, [TUNED, seed, options.steps], evolve, f"{TUNED}-{seed}")
     return tuple(row["weights"])
-
-
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def searched(options: Options) -> Iterator[tuple[str, str, Problem, float | None]]:
@@ -248,7 +237,7 @@ def planned(options: Options) -> Iterator[Row]:
         for seed, path in seeds(options.policies).items():
             for planner, file in ((PLANNER, path), (FROZEN, new)):
                 more = {"seed_policy": file, "seed": seed, **networks[planner]}
-                what = [suite, name, planner, _file_digest(file), seed]
+                what = [suite, name, planner, digest_of(file), seed]
                 (value,) = finished(options, what, partial(plan, problem, **more))
                 yield Row(suite, name, planner, seed, EVALUATIONS, value, known_s)
 
@@ -288,22 +277,20 @@ def over(rows: Sequence[Row], who: str, samples: int, base: str | None) -> dict[
 
     Over that of the same seed, where ``base`` has several.
     """
-    mine = groups((r for r in rows if r.who == who and r.samples == samples), "problem")
-    theirs = groups((r for r in rows if r.who == base and r.samples == samples), "problem")
+    some = [r for r in rows if r.samples == samples]
+    theirs = least(some, [base or ""])  # type: ignore[arg-type]
     ratios: dict[str, list[float]] = {}
-    for name, rows_of in mine.items():
-        others = {r.seed: r.value_s for r in theirs.get(name, ())}
-        first = next(iter(others.values()), None)
-        references = [r.known_s if base is None else others.get(r.seed, first) for r in rows_of]
-        values = [r.value_s for r in rows_of]
+    for name, mine in groups((r for r in some if r.who == who), "problem").items():
+        references = [theirs(name, r.seed) if base else r.known_s for r in mine]
+        values = [r.value_s for r in mine]
         if all(references) and np.isfinite([*values, *references]).all():
             ratios[name] = [v / x for v, x in zip(values, references, strict=True)]
     return ratios
 
 
-def searches(rows: Sequence[Row], which: Sequence[str], base: str | None = FROZEN) -> Mean:
-    """The planner over itself untrained (None: over the best known), in these suites."""
-    return geometric(over([r for r in rows if r.suite in which], PLANNER, EVALUATIONS, base))
+def searches(rows: Sequence[Row], which: Sequence[str]) -> Mean:
+    """The planner over itself untrained, in these suites."""
+    return geometric(over([r for r in rows if r.suite in which], PLANNER, EVALUATIONS, FROZEN))
 
 
 def trainings(rows: Sequence[Row], who: str) -> int:

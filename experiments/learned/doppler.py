@@ -19,9 +19,8 @@ from experiments.learned.cells import (
     gain,
     ratios,
     run_tasks,
-    with_options,
 )
-from experiments.learned.guided import ANNEALING, HAND, POLICY, START, planners
+from experiments.learned.guided import ANNEALING, HAND, POLICY, from_start, planners
 from experiments.learned.study import learned_study, policies
 from experiments.study import Options
 from experiments.tables import DASH, Column, geometric, groups, table
@@ -61,9 +60,8 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
         f"{options.many} evaluations": (None, options.many),
         f"{options.seconds:g} seconds": (options.seconds, None),
     }
-    # Without a clock the start costs no more than this: the same for everyone.
     field = {
-        label: with_options(planner, start=START, baseline=START)
+        label: from_start(planner)
         for label, planner in planners(policies(options), problem).items()
     } | {
         CLIMBING: load("local_search", start="random"),

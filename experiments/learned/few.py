@@ -7,10 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from experiments.budgets import FEW, HEURISTICS
-from experiments.learned.cells import Cell, Task, best_known, gain, made_again, run_tasks, to_known
+from experiments.learned.cells import (
+    Cell,
+    Task,
+    best_cells,
+    best_known,
+    gain,
+    made_again,
+    run_tasks,
+    to_known,
+)
 from experiments.learned.study import learned_study, untrained_dispatcher
 from experiments.learned.zero_shot import from_files_and_draws, problems, unit, untrained
 from experiments.study import RESULTS, Again, Options
@@ -33,13 +40,8 @@ def evaluations(problem: Problem) -> int:
 
 def earlier() -> dict[str, Cell]:
     """The best cell of each public file in the study of equal seconds, five seeds each, by file."""
-    best: dict[str, Cell] = {}
-    for cell in read_csv(Cell, RESULTS / "learned_against.csv"):
-        if cell.value_s is not None and not cell.problem.startswith("captured"):
-            best[cell.problem] = min(
-                best.get(cell.problem, cell), cell, key=lambda c: c.value_s or np.inf
-            )
-    return best
+    cells = read_csv(Cell, RESULTS / "learned_against.csv")
+    return best_cells(c for c in cells if not c.problem.startswith("captured"))
 
 
 def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
@@ -88,11 +90,7 @@ def rows(options: Options, chosen: Mapping[str, Problem]) -> Iterator[Cell]:
 
 def with_rules(cells: Sequence[Cell]) -> list[Cell]:
     """All cells, and for each problem one of the best rule."""
-    best: dict[str, Cell] = {}
-    for cell in cells:
-        if cell.planner in HEURISTICS and cell.value_s is not None:
-            before = best.get(cell.problem, cell)
-            best[cell.problem] = min(before, cell, key=lambda c: c.value_s or np.inf)
+    best = best_cells(c for c in cells if c.planner in HEURISTICS)
     return [*cells, *(replace(cell, planner=RULES) for cell in best.values())]
 
 

@@ -20,7 +20,6 @@ from experiments.learned.cells import (
     policy_file,
     run_tasks,
     to_known,
-    with_options,
 )
 from experiments.learned.study import learned_study, policies, wants
 from experiments.study import Options
@@ -28,6 +27,7 @@ from experiments.tables import Column, geometric, groups, table
 from placement.planners import load
 from placement.planners.best_of import BestOf
 from placement.problem import Planner, Problem
+from placement.search.budget import options_of
 
 POLICY, FROZEN, HAND, UNIFORM = "policy", "frozen", "hand", "uniform"
 ALONE = "policy, placements only"  # in the list scheduler's order
@@ -74,6 +74,12 @@ def planners(policies: Mapping[str, str | None], problem: Problem) -> dict[str, 
     return field
 
 
+def from_start(planner: Planner) -> Planner:
+    """Without a clock the start costs no more than ``START``: the same for everyone."""
+    own = {"start", "baseline"} & options_of(planner)
+    return replace(planner, **dict.fromkeys(own, START))  # type: ignore[type-var]
+
+
 def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     """Groups ``latency seconds``, ``evaluations`` and ``few evaluations``; two of ``load``."""
     kind = LOAD if problem.objective == "max_load" else LATENCY
@@ -91,10 +97,8 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
     for seed in range(options.seeds):
         for label, planner in field.items():
             yield Task(f"{kind} seconds", label, planner, seed, seconds)
-            # Without a clock the start costs no more than this: the same for everyone.
-            same = with_options(planner, start=START, baseline=START)
             for group, most in limits.items():
-                yield Task(group, label, same, seed, evaluations=most)
+                yield Task(group, label, from_start(planner), seed, evaluations=most)
 
 
 def of_group(cells: Sequence[Cell], group: str) -> list[Cell]:

@@ -9,8 +9,6 @@ operators moves them from the best single device.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,13 +19,12 @@ from typing import Any
 from experiments.budgets import HELD_OUT, PUBLISHED
 from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, best_known, enforced, ratios, run_tasks
-from experiments.learned.study import learned_study
-from experiments.study import Options, digest, say
+from experiments.learned.study import learned_study, trained
+from experiments.study import Options
 from experiments.tables import Column, geometric, groups, table
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
-from placement.tools.files import write_atomic
 from placement.workloads import suites, synthetic
 
 METHODS = ("placeto", "gdp", "hdp", "hsdag", "giph", "post", "doppler")
@@ -73,34 +70,15 @@ def _cases(options: Options) -> dict[str, suites.Case]:
     return by_name
 
 
+@cache
 def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of a policy trained for this study, and what that cost; made now if it is not there.
-
-    An interrupted training goes on where it stopped.
-    """
-    from agents.training import train
-
+    """``learned.study.trained`` for this study."""
     config = replace(configured(method), total_steps=steps, seed=seed, num_checks=4)
-    folder = work / f"{method}-{seed}-{digest(TRAINED_ON, repr(config))[:12]}"
-    path, cost = folder / "trained.safetensors", folder / "cost.json"
-    if not cost.is_file():
-        say(f"{method}, seed {seed}: training")
-        problems_drawn, solutions = machines(), None
-        if method == "doppler":  # the only one that imitates
-            solutions = [load("heft")(p).placement for p in problems_drawn]
-        began = time.process_time()
-        policy = train(
-            problems_drawn,
-            config=config,
-            baseline=load("single_device"),
-            solutions=solutions,
-            out_dir=folder,
-            resume=True,
-        )
-        policy.save(path)
-        facts = {"seconds": time.process_time() - began, "steps": policy.card["steps"]}
-        write_atomic(cost, json.dumps(facts))
-    return path, json.loads(cost.read_text(encoding="utf-8"))
+    drawn, solutions = machines(), None
+    if method == "doppler":  # the only one that imitates
+        solutions = [load("heft")(p).placement for p in drawn]
+    start = {"baseline": load("single_device"), "solutions": solutions}
+    return trained(method, config, work, drawn, **start)
 
 
 def machines() -> list[Problem]:
@@ -194,13 +172,16 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 
         def cost(label: str) -> float | None:
             spent = training.get(label)
-            return sum(c.used_s for c in spent) / len(spent) if spent else None
+            return _mean_s(spent) if spent else None
 
         return table(
             sorted(means, key=lambda label: means[label].value),
             Column("planner", str),
             Column("over the best known (95 %)", lambda label: means[label].ratio()),
-            Column("runs without an answer", lambda label: _count(by_planner[label], None)),
+            Column(
+                "runs without an answer",
+                lambda label: sum(c.value_s is None for c in by_planner[label]),
+            ),
             Column("processor s per run", lambda label: _mean_s(by_planner[label]), 2),
             Column("processor s of training", cost, 0),
         )
@@ -214,10 +195,6 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
         "reasons": reasons or "Every planner had an answer on every problem.",
         "enforced": enforced(runs),
     }
-
-
-def _count(cells: Sequence[Cell], value: float | None) -> int:
-    return sum(c.value_s == value for c in cells)
 
 
 def _mean_s(cells: Sequence[Cell]) -> float:

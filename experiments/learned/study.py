@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from typing import Any
 from experiments import budgets
 from experiments.learned.cells import policy_digests, released_folder, warm_up
 from experiments.learned.problems import Problems
-from experiments.study import Option, Options, Study, StudyError, say
+from experiments.study import Option, Options, Study, StudyError, digest, say, slug
+from placement.problem import Problem
+from placement.runs.compare import problem_fingerprint
+from placement.tools.files import write_atomic
 
 
 def learned_study(
@@ -77,13 +82,34 @@ def policies(options: Options) -> dict[str, str | None]:
     return files
 
 
+def trained(
+    name: str, config: Any, work: Path, problems: Sequence[Problem] = (), **start: Any
+) -> tuple[Path, dict[str, Any]]:
+    """The file of a policy that a study trains, and what that cost; made now if it is not there.
+
+    An interrupted training goes on where it stopped.
+    """
+    from agents.training import train
+
+    drawn = [problem_fingerprint(p) for p in problems]
+    folder = work / f"{slug(name)}-{config.seed}-{digest(drawn, repr(config))[:12]}"
+    path, cost = folder / "trained.safetensors", folder / "cost.json"
+    if not cost.is_file():
+        say(f"{name}, seed {config.seed}: training")
+        began = time.process_time()
+        policy = train(problems, config=config, out_dir=folder, resume=True, **start)
+        policy.save(path)
+        facts = {"seconds": time.process_time() - began, "steps": policy.card["steps"]}
+        write_atomic(cost, json.dumps(facts))
+    return path, json.loads(cost.read_text(encoding="utf-8"))
+
+
 def untrained_dispatcher(options: Options) -> str:
     """The file of a dispatcher in whose network nothing was trained."""
     from agents.trained import TrainedPolicy, untrained_net
 
     path = options.work / "untrained.safetensors"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         TrainedPolicy(untrained_net(None, "dispatch")).save(path)
     return str(path)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.budgets import HELD_OUT, HEURISTICS, ZERO_SHOT
 from experiments.learned import problems as families
-from experiments.learned.cells import Cell, Task, gain, made_again, run_tasks, to_known
+from experiments.learned.cells import Cell, Task, best_cells, gain, made_again, run_tasks, to_known
 from experiments.learned.study import (
     learned_study,
     policies,
@@ -94,7 +94,6 @@ def untrained(options: Options) -> str:
 
     path = options.work / "untrained_waits.safetensors"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         WaitsNet().save(path, {})
     return str(path)
 
@@ -169,11 +168,7 @@ def released_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
 
 def best_of_few() -> dict[str, Cell]:
     """The best cell of each graph in the study of few evaluations."""
-    best: dict[str, Cell] = {}
-    for cell in read_csv(Cell, RESULTS / "learned_few.csv"):
-        if cell.value_s is not None:
-            known = best.get(cell.problem, cell)
-            best[cell.problem] = min(known, cell, key=lambda c: c.value_s or np.inf)
+    best = best_cells(read_csv(Cell, RESULTS / "learned_few.csv"))
     return {n: replace(c, group=ONE, planner=f"{c.planner}, learned_few") for n, c in best.items()}
 
 
@@ -186,8 +181,7 @@ def of_group(cells: Sequence[Cell], group: str) -> list[Cell]:
 def against(
     cells: Sequence[Cell], other: str, planner: str = TRAINED, of_families: bool = False
 ) -> Mean:
-    """Of the planner's values over another's, whose seed does not count."""
-    cells = [replace(c, seed=None) if c.planner == other else c for c in cells]
+    """Of the planner's values over another's."""
     ratios = gain(cells, planner, [other])
     return geometric(ratios, family=family_of if of_families else None)
 

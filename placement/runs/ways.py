@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,26 +17,36 @@ ROUNDS = 5
 Way = tuple[Callable[[], Any], Callable[[], float]]  # a single call, and seconds of a period
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """So many threads of PyTorch inside: more only wait for each other where models are small, and
+    change rounding."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def difference(runner: Runner, module: Any, inputs: Any) -> str:
     """How the runner's outputs differ from the plain module's; empty if they are close.
 
     The plain module runs with the threads of the devices: how a sum is split over threads
     decides its last digits, and many layers make more of them.
     """
-    import torch
-
     from placement.executor.equality import module_difference
     from placement.program import split_inputs
 
     args, kwargs = split_inputs(inputs)
     was_training = [m for m in module.modules() if m.training]
-    threads = torch.get_num_threads()
     module.eval()
     try:
-        torch.set_num_threads(max(d.threads for d in runner.cluster.devices))
-        return module_difference(runner, module, args, kwargs, runner.cluster)
+        with torch_threads(max(d.threads for d in runner.cluster.devices)):
+            return module_difference(runner, module, args, kwargs, runner.cluster)
     finally:
-        torch.set_num_threads(threads)
         for m in was_training:
             m.training = True
 

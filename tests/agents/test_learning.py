@@ -17,10 +17,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from agents.algorithms import PerGraphBuffer
+from agents.callbacks import Row
 from agents.encoder import NetworkConfig, PolicyError
 from agents.expert import _batches, demonstrations, load_solutions, solve
 from agents.trained import TrainedPolicy
-from agents.training import PerGraphBuffer, Row, TrainConfig, train
+from agents.training import TrainConfig, train
 from envs.problems import Measured, ProblemSet, canonical
 from envs.sequential import SequentialRules
 from placement.planners import load

@@ -16,13 +16,15 @@ from omegaconf import DictConfig
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
+from agents.algorithms import elites
 from agents.app import make_planner
+from agents.callbacks import Row
 from agents.encoder import NetworkConfig, PolicyError, sample
 from agents.expert import demonstrations
 from agents.planner import PolicyPlanner
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, make_net
-from agents.training import Row, TrainConfig, elites, train
+from agents.training import TrainConfig, train
 from envs.group_place import GroupPlaceRules, heaviest_producer
 from envs.problems import ProblemSet
 from envs.refine import RefineRules

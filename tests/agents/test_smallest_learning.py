@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agents.callbacks import Row
 from agents.encoder import NetworkConfig
-from agents.training import Row, TrainConfig, train
+from agents.training import TrainConfig, train
 from envs.formulations import FORMULATIONS
 from placement.problem import Problem
 from tests.envs.test_envs import chain

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from agents.trained import one_thread
 from placement.capturing import capture
 from placement.capturing.training import plain_step as plain_pytorch_step
 from placement.costs.measure import measure
@@ -19,6 +18,7 @@ from placement.executor import Executor, RunnerError, Trainer
 from placement.plan import PlanMismatch, load_plan, make_plan
 from placement.problem import Problem, Solution
 from placement.program import CaptureError, InputError
+from placement.runs.ways import torch_threads
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from tests.capturing.running import values_of
@@ -74,7 +74,7 @@ def plain_step(module, optimizer, microbatches, loss=F.cross_entropy):
     """
     if not isinstance(microbatches[0], tuple) or isinstance(microbatches[0][1], dict):
         loss = None
-    with one_thread():
+    with torch_threads(1):
         return plain_pytorch_step(module, optimizer, microbatches, loss)
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from agents.trained import one_thread
 from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.cluster import Cluster, Device
 from placement.executor import Trainer
 from placement.executor.share import carried_operators
 from placement.program import CaptureError
+from placement.runs.ways import torch_threads
 from tests.module_grammar import Part, batches, build, draws, kinds_of, parts
 
 CORE = min(os.sched_getaffinity(0))
@@ -85,7 +85,7 @@ def check(
     try:
         for i, mine in enumerate(steps):
             torch.manual_seed(seed + i)
-            with one_thread():
+            with torch_threads(1):
                 losses.append(plain_step(plain, expected, mine, F.mse_loss))
     except RuntimeError:  # e.g. in place on what a checkpoint keeps: it trains nowhere
         reject()

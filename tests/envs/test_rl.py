@@ -40,6 +40,7 @@ from envs.rewards import Outcome, log_speedup
 from envs.vec import PlacementVecEnv
 from placement.planners import load
 from placement.problem import Problem
+from placement.runs.ways import torch_threads
 from placement.simulator import score
 
 IDS = [f"envs/{name}" for name in envs.IDS]
@@ -48,10 +49,8 @@ OBSERVED = ("number", "graph")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.mark.parametrize("name", envs.IDS)

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from experiments import (
     schedules,
     study,
 )
-from experiments.runs import GIB, in_turns, limited, seconds_per_item
+from experiments.runs import GIB, ended, in_turns, limited, seconds_per_item
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
 from placement.cluster import Cluster
@@ -163,7 +164,8 @@ def test_items_of_a_study_are_whole_rounds_of_the_phases(
             now[0] += 10.0 if i % 9 == 5 else 1.0
             yield
 
-    assert seconds_per_item(stream, count, 9) == 2.0 and asked == [items]
+    seconds = seconds_per_item(lambda some: ended(stream(some)), count, 9)
+    assert seconds == 2.0 and asked == [items]
 
 
 def test_ways_take_turns() -> None:
@@ -260,8 +262,12 @@ def test_a_study_from_its_command_line(
 def all_studies() -> dict[str, tuple[Study, tuple[Study, ...]]]:
     names = [p.stem for p in Path(study.__file__).parent.glob("*.py")] + ["learned.__main__"]
     modules = [importlib.import_module(f"experiments.{name}") for name in names]
-    groups = [getattr(m, "STUDIES", (m.STUDY,) if hasattr(m, "STUDY") else ()) for m in modules]
-    return {one.name: (one, group) for group in groups for one in group}
+    return {one.name: (one, all_of(m)) for m in modules for one in all_of(m)}
+
+
+def all_of(module: Any) -> tuple[Study, ...]:
+    """Those of a module."""
+    return getattr(module, "STUDIES", (module.STUDY,) if hasattr(module, "STUDY") else ())
 
 
 STUDIES = all_studies()
@@ -347,7 +353,8 @@ def test_a_small_run(
     monkeypatch.setattr("experiments.pipelining.PLANNED", pipelining.PLANNED | cut)
     monkeypatch.setattr("experiments.pipelining.ROUND_S", 0.0)
     monkeypatch.setattr(runs.measured_problem, "__defaults__", (2,))
-    main = importlib.import_module(f"experiments.{name}").main
+    module = importlib.import_module(f"experiments.{name}")
+    main = getattr(module, "main", partial(study.run, all_of(module)))
     words = [*SMALL[name].split(), *places]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -368,12 +375,12 @@ def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
     (folder / "cases.json").write_text(json.dumps({"cases": {"v": case}}))
     (folder / "truth.json").write_text(json.dumps({"records": [record]}))
     words = ["--data", str(tmp_path / "data"), *places]
-    assert schedules.main(words) == 0
+    assert study.run(schedules.STUDY, words) == 0
     text = (tmp_path / "out" / "schedules.md").read_text()
     # GPipe would hold 32 micro-batches; 1F1B two.
     assert "| v | 2 | 4 | 4 | 4 |" in text and "| 36 / 36 | 68 / – | 132 / – | – | 132 |" in text
     assert "period of truth.json reached or less: 1 of 1" in text
-    assert schedules.main([*words, "--cases", "nix"]) == 2
+    assert study.run(schedules.STUDY, [*words, "--cases", "nix"]) == 2
 
 
 def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +487,7 @@ def test_what_a_correction_takes_away() -> None:
 def test_without_the_files_the_message_says_where_they_are(
     run: Any, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run[0].main([run[1], "--data", str(tmp_path), *places]) == 2
+    assert study.run(all_of(run[0]), [run[1], "--data", str(tmp_path), *places]) == 2
     stderr = capsys.readouterr().err
     assert "github.com/msr-fiddle/dnn-partitioning" in stderr and "--data" in stderr
 
@@ -549,7 +556,7 @@ def test_baselines_from_the_command_line(
     bad = ",".join(f"{HERE}:{kind}" for kind in ("Refuses", "Dies", "FallsBack"))
     words = ["dnn_partitioning/*", "moirai/tiny*", "pipedream/*", "--data", str(data), *places]
     words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.1", "--seeds", "2"]
-    assert baselines.main(words) == 0
+    assert study.run(baselines.STUDY, words) == 0
     out = tmp_path / "out"
     rows = rows_of(out / "baselines.csv")
     assert {(r["problem"], r["objective"]) for r in rows} == {
@@ -576,7 +583,7 @@ def test_baselines_from_the_command_line(
     assert "operators are too many" in text and (out / "baselines.png").stat().st_size > 0
     # A second run finds everything; the table is the same.
     no_more_runs()
-    assert baselines.main(words) == 0
+    assert study.run(baselines.STUDY, words) == 0
     assert rows_of(out / "baselines.csv") == rows
     # Bounds alone: what was proved to be less is raised, and the page keeps its command and facts.
     table, page = (out / "baselines.csv").read_text(), (out / "baselines.md").read_text()
@@ -584,18 +591,18 @@ def test_baselines_from_the_command_line(
     less = table.replace(mine["ideal_dp", ""]["bound_s"], "0.001")
     for content, code in ((less, 0), (table.replace("0.00475", "0.001"), 1)):
         (out / "baselines.csv").write_text(content)  # the second has a value below its bound
-        assert baselines.main(again) == code
+        assert study.run(baselines.STUDY, again) == code
     (out / "baselines.csv").write_text(less)
-    assert baselines.main(again) == 0 and (out / "baselines.csv").read_text() == table
+    assert study.run(baselines.STUDY, again) == 0 and (out / "baselines.csv").read_text() == table
     assert (out / "baselines.md").read_text().partition("- bounds: ")[0] == page
     (out / "baselines.csv").write_text(table.replace("0.008", "0.009"))  # one device's time
-    assert baselines.main(again) == 2
+    assert study.run(baselines.STUDY, again) == 2
     assert "run the study without --bounds" in capsys.readouterr().err
 
 
 def test_baselines_in_two_processes(tmp_path: Path, places: list[str]) -> None:
     words = ["synthetic/layered", "synthetic/u_net", "--planners", "round_robin,balanced_split"]
-    assert baselines.main([*words, *places, "--processes", "2"]) == 0
+    assert study.run(baselines.STUDY, [*words, *places, "--processes", "2"]) == 0
     rows = rows_of(tmp_path / "out" / "baselines.csv")
     # Two problems, each on four single devices and by two planners.
     assert len(rows) == 2 * (4 + 2) and all(float(r["ratio"]) >= 1 for r in rows)
@@ -617,7 +624,7 @@ def search_words(data: Path, places: list[str]) -> list[str]:
 
 
 def test_search_against_what_is_known(data: Path, tmp_path: Path, places: list[str]) -> None:
-    assert public.main(search_words(data, places)) == 0
+    assert study.run(public.STUDIES, search_words(data, places)) == 0
     rows = rows_of(tmp_path / "out" / "public_search.csv")
     values = {(r["objective"], r["planner"], r["seed"]): float(r["value_s"]) for r in rows}
     assert values["max_load", "cp_sat", ""] == pytest.approx(4.75e-3)
@@ -641,7 +648,7 @@ def test_a_value_below_a_proved_bound_is_an_error(
     file = "throughput/layer/tiny.json"
     records.append(truth_of(file, "max_load", "cpsat_noncontig", 9.0, lower_bound=9.0))
     path.write_text(json.dumps(records))
-    assert public.main([*search_words(data, places), "throughput"]) == 1
+    assert study.run(public.STUDIES, [*search_words(data, places), "throughput"]) == 1
     assert "Below a proved bound" in (tmp_path / "out" / "public_search.md").read_text()
 
 
@@ -652,7 +659,7 @@ def test_scale_survives_planners_that_do_not(
 
     def run(*operators: str) -> dict[tuple[str, str], str]:
         sizes = ["--operators", *operators, "--devices", "2", "--limit", "4"]
-        assert scale.main(["operators", *names, *sizes, *places]) == 0
+        assert study.run(scale.STUDIES, ["operators", *names, *sizes, *places]) == 0
         rows = rows_of(tmp_path / "out" / "scale.csv")
         return {(r["subject"].partition(":")[2], r["operators"]): r["status"] for r in rows}
 

@@ -11,6 +11,7 @@ import pytest
 from experiments import leaderboard
 from experiments.learned import __main__ as learned
 from experiments.learned import published
+from experiments.study import run
 from placement.runs import bench
 
 SHOP = {
@@ -40,7 +41,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_row_is_added_and_the_others_stay(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    assert leaderboard.main(words) == 0
+    assert run(leaderboard.STUDY, words) == 0
     first = leaderboard.STUDY.read(tmp_path / "out")
     assert [(r.planner, r.gap, r.optimal) for r in first] == [
         ("heft", 0.0, 1.0),
@@ -53,13 +54,13 @@ def test_a_row_is_added_and_the_others_stay(
         return bench.measure(case, planner)
 
     monkeypatch.setattr(leaderboard, "measure", measured)
-    assert leaderboard.main([*words, "--planner", "order_search evaluations=9 width=2"]) == 0
+    assert run(leaderboard.STUDY, [*words, "--planner", "order_search evaluations=9 width=2"]) == 0
     assert len(asked) == 1 and asked[0].width == 2
-    assert leaderboard.main([*words, "--planner", "heft"]) == 0 and len(asked) == 1
+    assert run(leaderboard.STUDY, [*words, "--planner", "heft"]) == 0 and len(asked) == 1
     rows = leaderboard.STUDY.read(tmp_path / "out")
     assert rows[:1] == first[:1] and rows[2:] == first[1:]
     assert rows[1].planner == "order_search evaluations=9 width=2"
-    assert leaderboard.main([*words, "--planner", "heft", "--again"]) == 0 and len(asked) == 2
+    assert run(leaderboard.STUDY, [*words, "--planner", "heft", "--again"]) == 0 and len(asked) == 2
     page = (tmp_path / "out/leaderboard.md").read_text()
     assert "### shops `*`: a shop" in page and "| `single_device` | 75.00 % |" in page
 

@@ -151,6 +151,7 @@ def test_ratios_by_hand() -> None:
     ]
     best = least(some, ["theirs", "rule"])
     assert (best("p", 0), best("p", 1), best("q", 0), best("r", 0)) == (2.5, 1.0, 5.0, None)
+    assert least([cell("p", "theirs", 3, 4.0)], ["theirs"])("p", 0) == 4.0  # its only seed
     # Without an answer it counts as ten times the other; it is not left out.
     assert ratios(some, "ours", best) == {"p": [0.8, 3.0], "q": [10.0]}
     assert cells.to_known(some, "rule") == {"p": [2.5], "q": [1.0]}
