@@ -258,8 +258,8 @@ class CudaBackend:
     def bring(self, value: Any, deliver: Deliver) -> None:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
 
-        What is small the launching thread copies, in less time than streams wait for each other. What
-        is pinned needs nobody's time.
+        What is small the launching thread copies, in less time than streams wait for each other.
+        What is pinned needs no other thread.
         """
         tensors = value.values() if isinstance(value, dict) else (value,)
         away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]

@@ -728,13 +728,17 @@ class Runner:
         self._closed = True
         if self._busy.locked():
             self._results.put(Failure(RunnerError(_CLOSED_IN_USE), -1, None))
+        self.release()
+        self.gradients.clear()
+        self.partial.clear()
+
+    def release(self) -> None:
+        """End the workers, and free parameters in other memory; the next call loads them again."""
         with self._calling:
             self.stop()
         self.loaded.clear()
         self._copies = weights.Copies()
         self._streamed.clear()
-        self.gradients.clear()
-        self.partial.clear()
 
     def __enter__(self) -> Runner:
         return self
