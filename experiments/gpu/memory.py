@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,18 +32,21 @@ from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Executor, Runner, weights
 from placement.executor.equality import error
+from placement.executor.graphs import recorded
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
+from placement.optimizing import fastest
 from placement.problem import Problem
 from placement.program import split_inputs
+from placement.runs import ways
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
 
 def memory(bench: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
-    with bench.item("copies to the GPU"):
-        _copies(bench)
+    with bench.item("what CUDA is asked", 10):
+        _host(bench)
     with bench.item("measured in parts"):
         _in_parts(bench)
     width, layers = (128, 6) if bench.emulated else (2048, 8)
@@ -60,26 +64,29 @@ def memory(bench: Bench) -> None:
             _capped(bench, name, *make())
 
 
-def _copies(bench: Bench) -> None:
-    """GB/s to the GPU of what is pinned, and of what is not: staged by us, in whole or in parts."""
-    x, threads = torch.ones(2**18 if bench.emulated else 2**24), torch.get_num_threads()
-    there, pin = x.to(bench.gpu), pinned(x)
-    parts = [*zip(there.chunk(64), pin.chunk(64), x.chunk(64), strict=True)]
-    ways: dict[str, Callable[[], Any]] = {
-        "pinned": lambda: there.copy_(pin, non_blocking=True),
-        "pageable": lambda: there.copy_(x),
-        "staged": lambda: there.copy_(pin.copy_(x), non_blocking=True),
-        "in_parts": lambda: [a.copy_(p.copy_(y), non_blocking=True) for a, p, y in parts],
-    }
-    for count in (1, 2, threads):
-        torch.set_num_threads(count)
-        took_s = {
-            way: timed(lambda c=call: (c(), torch.cuda.synchronize()), 3)
-            for way, call in ways.items()
-        }
-        rates = {way: x.nbytes / seconds * 1e-9 for way, seconds in took_s.items()}
-        bench.emit(f"copies to the GPU, {count} threads", **rates)
-    torch.set_num_threads(threads)
+def _host(bench: Bench) -> None:
+    """Microseconds of the host for what a call of a runner asks CUDA; the least of some rounds."""
+    pin, event, stream = pinned(torch.ones(256)), torch.cuda.Event(), torch.cuda.Stream(bench.gpu)
+    there, theirs = pin.to(bench.gpu), torch.cuda.current_stream(bench.gpu)
+    graph, _ = recorded(lambda: there.add_(1), torch.cuda.graph_pool_handle(), bench.gpu)
+    for name, on in (("the caller's stream", theirs), ("a stream of its own", stream)):
+        with torch.cuda.stream(on):
+            asked: dict[str, Callable[[], Any]] = {
+                "query": on.query,
+                "is_pinned": pin.is_pinned,
+                "copy": lambda: there.copy_(pin, non_blocking=True),
+                "kernel": lambda: there.add_(1),
+                "graph": graph.replay,
+                "record": event.record,
+                "wait": lambda: theirs.wait_event(event),
+                "back": there.cpu,
+            }
+            us = {}
+            for what, call in asked.items():
+                rounds = [timed(lambda c=call: [c() for _ in range(100)]) for _ in range(3)]
+                us[f"{what}_us"] = min(rounds) * 1e4
+                torch.cuda.synchronize()
+            bench.emit(f"what CUDA is asked, {name}", **us)
 
 
 def _in_parts(bench: Bench) -> None:
@@ -131,10 +138,13 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
 
 
 def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
-    """One model: measured without the cap, which would take longer; then all ways under it."""
+    """One model: measured without the cap, which would take longer; then all ways under it.
+
+    ``plan`` is what ``placement.optimize`` keeps, ``planned`` the planner's answer.
+    """
     graph, size = capture(module, inputs, name=name), bytes_of(module)
     key = name.replace(", ", "_").replace(" ", "_")
-    profile = bench.measured(key, graph, bench.cluster, 1, calibrate=False)
+    profile = bench.measured(key, graph, bench.cluster, calibrate=False)
     streaming = with_streaming(bench.cluster)  # whose copies are measured with memory of their own
     args, kwargs = split_inputs(inputs)
     with torch.no_grad():
@@ -148,12 +158,27 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         problem = Problem(graph, more, profile.for_cluster(more), **alike)
         bench.keep(f"{key}_half", problem)
         planner = planners.load("best_of", seconds=bench.planning_s)
-        placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
+        placed: dict[str, np.ndarray] = {}
+        with (
+            bench.item(f"{name}, optimize", 20),
+            patch.object(ways, "ROUNDS", 2),
+            fastest(problem, inputs, 2 * bench.planning_s) as runner,
+        ):
+            placed["planned"] = runner.planned.placement(graph, more)
+            placed["plan"] = runner.plan.placement(graph, more)
+        if "plan" not in placed:
+            placed["planned"] = placed["plan"] = planner(problem).placement
+        placed["cpu"] = all_on(graph, 0)
         if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
             placed["stream"] = all_on(graph, 2)
         # The best without the third choice: what stays on the CPU is computed there.
         placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
+        ran: dict[bytes, str] = {}
         for way, placement in placed.items():
+            if same := ran.get(placement.tobytes()):
+                ms |= {f"{way}_ms": ms[f"{same}_ms"]} if f"{same}_ms" in ms else {}
+                continue
+            ran[placement.tobytes()] = way
             forget(graph)
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -164,18 +189,20 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
                 outputs = tensors_of(runner(*args, **kwargs))
                 errors = [error(x, exact) for x, exact in zip(outputs, expected, strict=True)]
                 facts[f"{way}_error"] = max(errors)
-                ms[f"{way}_ms"] = timed(partial(runner, *args, **kwargs), 3) * 1e3
-            if way == "plan":
+                call = partial(runner, *args, **kwargs)
+                ms[f"{way}_ms"] = timed(call, int(np.clip(0.2 / timed(call), 3, 40))) * 1e3
+            if way == "planned":
                 peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
                 facts |= beside(problem, placement, peak_mib)
         forget(graph)
         room = cluster.devices[1].memory_bytes
         _without_us(bench, name, module, inputs, room, expected, ms, facts)
-    plan = placed["plan"]
+    plan = placed["planned"]
     bench.emit(
         name,
         model_mib=size / 2**20,
         **ms,
+        plan_over_cpu=ratio(ms.get("cpu_ms"), ms.get("plan_ms")),
         plan_over_accelerate=ratio(ms.get("accelerate_ms"), ms.get("plan_ms")),
         plan_over_streamed=ratio(ms.get("streamed_ms"), ms.get("plan_ms")),
         plan_over_cut=ratio(ms.get("cut_ms"), ms.get("plan_ms")),

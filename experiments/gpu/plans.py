@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -124,9 +125,17 @@ def compared(
                 list(runner.stream([item] * (4 if on.any() else 1)))
                 ways[way] = _timer(runner, item, latency)
                 first[same] = way
+                if latency and way == "gpu_graphs":
+                    args, kwargs = split_inputs(item)
+                    bench.emit(
+                        f"{name}, parts of a call, here", **parts(partial(runner, *args, **kwargs))
+                    )
         for way, call in plain.items():
             if latency:
-                ways[way] = partial(warm_calls, partial(_to_and_fro, call, host, bench.gpu))
+                whole = partial(_to_and_fro, call, host, bench.gpu)
+                ways[way] = partial(warm_calls, whole)
+                if way == "graph":
+                    bench.emit(f"{name}, parts of a call, one graph", **parts(whole))
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
         # Threads of CPU cores go on for a while, beside what comes next: they come last.
@@ -158,6 +167,25 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
         return lambda: [call_s]
     items = [item] * counted(call_s)
     return lambda: [runner.period_of(runner.stream(items))]
+
+
+def parts(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of a call until its CUDA graph is launched, while it is, and until its end."""
+    rows, launch = list[list[float]](), torch.cuda.CUDAGraph.replay
+
+    def timed_launch(graph: Any) -> None:
+        rows[-1].append(time.perf_counter())
+        launch(graph)
+        rows[-1].append(time.perf_counter())
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", timed_launch):
+        for _ in range(200):
+            rows.append([time.perf_counter()])
+            call()
+            rows[-1].append(time.perf_counter())
+    whole = np.diff([row for row in rows[20:] if len(row) == 4]) * 1e6  # of one graph
+    names = ("before_us", "launch_us", "after_us")
+    return dict(zip(names, np.median(whole, axis=0).tolist(), strict=True)) if len(whole) else {}
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:
