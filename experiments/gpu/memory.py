@@ -119,8 +119,7 @@ def forget(graph: OpGraph | None = None) -> None:
 def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
     """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
 
-    The rest is for what a plan does not count: how the allocator cuts blocks, and what libraries
-    keep for the calling thread.
+    The rest is for what a plan does not count, as how the allocator cuts blocks.
     """
     cpu, card = bench.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
@@ -129,10 +128,8 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
     bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
-    workspaces = 0 if bench.emulated else 33 * 2**20
-    promised = max(1, int(share * num_bytes) - workspaces)
     try:
-        yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
+        yield Cluster("capped", (cpu, replace(card, memory_bytes=max(1, int(share * num_bytes)))))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 

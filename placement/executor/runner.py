@@ -174,6 +174,7 @@ class Runner:
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._alone = self._one_gpu()
         self._caller: threading.Thread | None = None
+        self._launcher: threading.Thread | None = None
         self._busy = threading.Lock()
         self._calling = threading.RLock()  # while a call launches: a signal's handler may close
         self.next_batch = 0
@@ -383,8 +384,15 @@ class Runner:
         """
         is_new = not self.workers
         self._start()
-        last, self._caller = self._caller, threading.current_thread()
-        if self._alone is None or (is_call and last is not self._caller):
+        thread = threading.current_thread()
+        launcher = None if is_call and self._caller is not thread else thread  # None: the worker
+        self._caller = thread
+        if self._alone is None:
+            return None
+        if launcher is not self._launcher:  # cuBLAS keeps memory for each
+            torch._C._cuda_clearCublasWorkspaces()
+            self._launcher = launcher
+        if launcher is None:
             return None
         program, is_late = self._program, self._refresh
         # Asking every parameter takes as long as many kernels: for a call while they run. Not for
