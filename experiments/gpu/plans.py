@@ -140,7 +140,7 @@ def compared(
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
         # Threads of CPU cores go on for a while, beside what comes next: they come last.
         ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
-        turns = in_turns(bench, name, ways, 2 if bench.emulated else 15, until)
+        turns = in_turns(bench, name, ways, 2 if bench.emulated else 15 if latency else 7, until)
     return turns | {way: turns[same] for way, same in alike.items() if same in turns}
 
 
