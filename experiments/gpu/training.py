@@ -21,11 +21,10 @@ from experiments.study import StudyError
 from placement import planners
 from placement.capturing import capture
 from placement.capturing.training import mean_of_outputs
-from placement.cluster import Cluster, Device
+from placement.cluster import Cluster
 from placement.executor import Trainer
 from placement.graph import OpGraph
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.program import split_inputs
 from placement.simulator import simulate
 
@@ -206,14 +205,9 @@ def steps_per_s(device: str, hidden: int, updates: int, num_ops: int = 64) -> fl
     from agents.config import TrainConfig
     from agents.encoder import NetworkConfig
     from agents.training import train as learn
+    from placement.workloads.synthetic import Family, random_graph
 
-    ops, rng = np.arange(num_ops), np.random.default_rng(0)
-    edges = [(int(rng.integers(max(0, j - 6), j)), j) for j in ops[1:].tolist()]
-    sizes = rng.integers(1, 100, len(ops))
-    graph = OpGraph.build("random", [f"op{n}" for n in ops], ops, sizes, edges)
-    seconds = rng.uniform(1e-3, 1e-2, (len(ops), 2))
-    cluster = Cluster("two", (Device("a", "acc"), Device("b", "acc")))
-    problem = Problem(graph, cluster, Profile(("a", "b"), seconds, 0 * seconds))
+    problem = Family(random_graph(num_ops, 6, 1.0), 2)(0)
     network = NetworkConfig(hidden=hidden)
     options, steps = {"num_envs": 16, "num_checks": 1, "cold": True}, updates * 16 * num_ops
     config = TrainConfig(total_steps=steps, device=device, network=network, **options)
