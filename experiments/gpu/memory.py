@@ -21,7 +21,6 @@ from experiments.gpu.models import all_on, bytes_of, expected_of
 from experiments.gpu_baselines import (
     Decoder,
     offloaded_seconds,
-    pinned,
     ratio,
     streamed,
     tensors_of,
@@ -32,7 +31,6 @@ from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Executor, Runner, weights
 from placement.executor.equality import error
-from placement.executor.graphs import recorded
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
 from placement.optimizing import fastest
@@ -42,11 +40,11 @@ from placement.runs import ways
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
+PROMISED = 0.85  # the rest is for what a plan does not count, as how the allocator cuts blocks
+
 
 def memory(bench: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
-    with bench.item("what CUDA is asked", 10):
-        _host(bench)
     with bench.item("measured in parts"):
         _in_parts(bench)
     width, layers = (128, 6) if bench.emulated else (2048, 8)
@@ -62,31 +60,6 @@ def memory(bench: Bench) -> None:
     for i, (name, make) in enumerate(models.items()):
         with bench.item(name, bench.part_s(len(models) - i)):
             _capped(bench, name, *make())
-
-
-def _host(bench: Bench) -> None:
-    """Microseconds of the host for what a call of a runner asks CUDA; the least of some rounds."""
-    pin, event, stream = pinned(torch.ones(256)), torch.cuda.Event(), torch.cuda.Stream(bench.gpu)
-    there, theirs = pin.to(bench.gpu), torch.cuda.current_stream(bench.gpu)
-    graph, _ = recorded(lambda: there.add_(1), torch.cuda.graph_pool_handle(), bench.gpu)
-    for name, on in (("the caller's stream", theirs), ("a stream of its own", stream)):
-        with torch.cuda.stream(on):
-            asked: dict[str, Callable[[], Any]] = {
-                "query": on.query,
-                "is_pinned": pin.is_pinned,
-                "copy": lambda: there.copy_(pin, non_blocking=True),
-                "kernel": lambda: there.add_(1),
-                "graph": graph.replay,
-                "record": event.record,
-                "wait": lambda: theirs.wait_event(event),
-                "back": there.cpu,
-            }
-            us = {}
-            for what, call in asked.items():
-                rounds = [timed(lambda c=call: [c() for _ in range(100)]) for _ in range(3)]
-                us[f"{what}_us"] = min(rounds) * 1e4
-                torch.cuda.synchronize()
-            bench.emit(f"what CUDA is asked, {name}", **us)
 
 
 def _in_parts(bench: Bench) -> None:
@@ -116,11 +89,8 @@ def forget(graph: OpGraph | None = None) -> None:
 
 
 @contextmanager
-def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
-    """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
-
-    The rest is for what a plan does not count, as how the allocator cuts blocks.
-    """
+def memory_of(bench: Bench, num_bytes: float) -> Iterator[Cluster]:
+    """The GPU can allocate ``num_bytes``, of which it is promised ``PROMISED``."""
     cpu, card = bench.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()  # accelerate leaves modules that hold themselves
@@ -129,7 +99,8 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
     held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
     bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
     try:
-        yield Cluster("capped", (cpu, replace(card, memory_bytes=max(1, int(share * num_bytes)))))
+        promised = max(1, int(PROMISED * num_bytes))
+        yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
