@@ -107,6 +107,7 @@ def compared(
     ways: dict[str, Seconds] = {}
     first: dict[tuple[bytes, bool, bool], str] = {}  # of several ways that run the same
     alike: dict[str, str] = {}  # the others of them -> the first
+    graphed: dict[str, Callable[[], Any]] = {}  # of which each call launches one graph
     with ExitStack() as stack:
         for way, on in placed.items():
             is_there = bool(on.all()) and not latency and way != "gpu_fed"
@@ -127,17 +128,17 @@ def compared(
                 first[same] = way
                 if latency and way == "gpu_graphs":
                     args, kwargs = split_inputs(item)
-                    bench.emit(
-                        f"{name}, parts of a call, here", **parts(partial(runner, *args, **kwargs))
-                    )
+                    graphed["here"] = partial(runner, *args, **kwargs)
         for way, call in plain.items():
             if latency:
-                whole = partial(_to_and_fro, call, host, bench.gpu)
-                ways[way] = partial(warm_calls, whole)
+                ways[way] = partial(warm_calls, partial(_to_and_fro, call, host, bench.gpu))
                 if way == "graph":
-                    bench.emit(f"{name}, parts of a call, one graph", **parts(whole))
+                    graphed["one graph"] = partial(_to_and_fro, call, host, bench.gpu)
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
+        for what, run in graphed.items():
+            with bench.item(f"{name}, parts of a call, {what}", 10):
+                bench.emit(f"{name}, parts of a call, {what}", **parts(run))
         # Threads of CPU cores go on for a while, beside what comes next: they come last.
         ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
         turns = in_turns(bench, name, ways, 2 if bench.emulated else 15 if latency else 7, until)
@@ -179,7 +180,7 @@ def parts(call: Callable[[], Any]) -> dict[str, float]:
         rows[-1].append(time.perf_counter())
 
     with patch.object(torch.cuda.CUDAGraph, "replay", timed_launch):
-        for _ in range(200):
+        for _ in range(60):
             rows.append([time.perf_counter()])
             call()
             rows[-1].append(time.perf_counter())
