@@ -96,6 +96,9 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
     add("half of the memory: results", "all equal", of("memory", "ok"), 4, counted, all)
     add("half of the memory: plan over accelerate", "faster",
         of("memory", "plan_over_accelerate"), 3, span, lambda v: min(v) > 1)  # fmt: skip
+    add("half of the memory: plan over the CPU alone", "at least 0.98x",
+        [r["cpu_ms"] / r["plan_ms"] for r in rows if r["section"] == "memory" and "plan_ms" in r],
+        3, span, lambda v: min(v) >= 0.98)  # fmt: skip
     add("half of the memory: better of cut and stream", "named",
         [f"{r['item']}: {r['better']}" for r in rows if "better" in r], 3, "; ".join)  # fmt: skip
     add("half of the memory: plan over a stream by hand", "named",

@@ -24,7 +24,7 @@ from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem, Solution
 from placement.program import split_inputs
-from placement.runs.ways import ROUNDS, Way, alone, calls, difference, measure, timed
+from placement.runs.ways import ROUNDS, Way, alone, calls, difference, measure, one_by_one, timed
 from placement.simulator import score
 from placement.tools.named import meant
 from placement.tools.progress import Progress, progress, say, says_when_compiling
@@ -185,7 +185,7 @@ def fastest(
     planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
     planned = _plan(problem, workload, planner(problem), planner)
 
-    def run(plan: Plan) -> _Ran:
+    def run(plan: Plan, problem: Problem) -> _Ran:
         runner = _runner(problem, plan)
         with ExitStack() as on_error:
             on_error.callback(runner.close)
@@ -198,14 +198,14 @@ def fastest(
             on_error.pop_all()
         return _Ran(plan, runner, ways, graphs)
 
-    ran = run(planned)
+    ran = run(planned, problem)
     with ExitStack() as on_error:
         on_error.callback(ran.runner.close)
         if corrects := _with_costs_of(problem, planned, ran.ways):
             report(f"planning again with {PLANNER}", None)
             again = _plan(corrects, workload, planner(corrects), planner)
             if len(devices_of(again)) > 1 and again.assignments != planned.assignments:
-                both = ran, run(again)
+                both = ran, run(again, corrects)
                 ran = min(both, key=lambda x: x.over_single)
                 next(x for x in both if x is not ran).runner.close()
         on_error.pop_all()
@@ -282,7 +282,7 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     told_s = getattr(plan.predicted, f"{plan.objective}_s")
     singles = ways.keys() - {"plan", "plain"}
     unlike = len(devices_of(plan)) > 1 and median_s(ways["plan"], plan.objective) > _LONGER * told_s
-    if not (unlike and singles) or problem.cluster.streaming:
+    if not (unlike and singles):
         return None
     graph, cluster = problem.graph, problem.cluster
     rows = [np.full(problem.num_ops, cluster.index(name), np.int32) for name in singles]
@@ -290,7 +290,10 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     latency_s = np.nan if plan.phases else median_s(ways["plan"], "latency")
     rows.append(plan.placement(graph, cluster))
     took.append((latency_s, median_s(ways["plan"], "period")))
-    return replace(problem, profile=corrected(problem, rows, np.array(took)))
+    profile = corrected(problem, rows, np.array(took))
+    declared = {(x.src, x.dst): x for x in cluster.links}
+    links = tuple(declared.get((x.src, x.dst), x) for x in profile.links)
+    return replace(problem, profile=replace(profile, links=links))
 
 
 def _is_faster(one: Measured, other: Measured, objective: str, *, clearly: bool) -> bool:
@@ -412,14 +415,20 @@ def _in_turns(
 
     And those that compute the same as CUDA graphs, as graphs.
     """
-    others = _singles(problem, plan)
+    short = bool(problem.cluster.streaming)  # of memory: a GPU has room for one at a time
+    others = _singles(problem, plan, seconds / 4)
+    close_s = _CLOSE * (plan.fallback or plan.predicted).value_s
     expected_s = plan.fallback.period_s if plan.fallback else plan.predicted.latency_s
     fit = seconds / ((2 + len(others)) * (ROUNDS + 1) * max(expected_s, 1e-9))
     batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))
     runners = {"plan": runner}
     with ExitStack() as stack:
-        runners |= {name: stack.enter_context(alone(plan, runner, name)) for name in others}
-        for name, other in [x for x in runners.items() if _may_be_graphs(x[1])]:
+        for name, is_close in others.items():
+            single = stack.enter_context(alone(plan, runner, name))
+            once, _ = calls(single, single, inputs, batches)
+            if is_close or min(timed(once) for _ in range(2)) <= close_s:
+                runners[name] = single
+        for name, other in [] if short else [x for x in runners.items() if _may_be_graphs(x[1])]:
             graphed = _runner(problem, plan) if other is runner else alone(plan, runner, name)
             graphed.cuda_graphs = True
             if _is_same(stack.enter_context(graphed), other, inputs):
@@ -427,7 +436,7 @@ def _in_turns(
         ways = {name: calls(r, r, inputs, batches) for name, r in runners.items()}
         if module is not None:
             ways["plain"] = _plain(module, inputs, batches)
-        measured = measure(ways, report)
+        measured = one_by_one(ways, runners, report) if short else measure(ways, report)
     graphs = {x.removesuffix(_GRAPHS): measured.pop(x) for x in [*measured] if x.endswith(_GRAPHS)}
     return measured, graphs
 
@@ -451,19 +460,26 @@ def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
     return graphed.num_graphs > 0 and not equality.difference(replayed, expected, tolerance)
 
 
-def _singles(problem: Problem, plan: Plan) -> list[str]:
-    """The best device by its profile, and of other kinds those that may be it; not the plan's."""
+def _singles(problem: Problem, plan: Plan, most_s: float) -> dict[str, bool]:
+    """The best device by its profile, and of other kinds those that may be it; not the plan's.
+
+    And a CPU that is by far no better by its profile (False), if it takes at most ``most_s`` there:
+    others may have used it meanwhile, so two calls are to tell.
+    """
     if plan.fallback is None:
-        return []
+        return {}
     devices = problem.cluster.devices
     able = [d for d in range(len(devices)) if problem.supported[:, d].all()]
     alone_s = score(problem, np.repeat(np.array(able, np.int32)[:, None], problem.num_ops, 1))
-    best_of_kind: dict[tuple[str, str, int], str] = {}  # of devices that are alike the best one
+    best_of_kind: dict[tuple[str, str, int], tuple[str, bool]] = {}  # of devices that are alike
     for i in np.argsort(alone_s, kind="stable"):
-        if alone_s[i] <= _CLOSE * plan.fallback.value_s:
-            device = devices[able[i]]
-            best_of_kind.setdefault((device.kind, device.model, device.threads), device.name)
-    return [name for name in best_of_kind.values() if [name] != devices_of(plan)]
+        device = devices[able[i]]
+        is_close = bool(alone_s[i] <= _CLOSE * plan.fallback.value_s)
+        asks = device.kind == "cpu" and all(kind != "cpu" for kind, *_ in best_of_kind)
+        if is_close or (asks and alone_s[i] <= most_s):
+            kind = device.kind, device.model, device.threads
+            best_of_kind.setdefault(kind, (device.name, is_close))
+    return {name: close for name, close in best_of_kind.values() if [name] != devices_of(plan)}
 
 
 def _plain(module: nn.Module, inputs: Any, batches: int) -> Way:

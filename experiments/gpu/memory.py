@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.gpu.bench import Bench
 from experiments.gpu.models import all_on, bytes_of, expected_of
 from experiments.gpu_baselines import (
     Decoder,
     offloaded_seconds,
-    pinned,
     ratio,
     streamed,
     tensors_of,
@@ -33,16 +33,18 @@ from placement.executor import Executor, Runner, weights
 from placement.executor.equality import error
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
+from placement.optimizing import fastest
 from placement.problem import Problem
 from placement.program import split_inputs
+from placement.runs import ways
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
+
+PROMISED = 0.85  # the rest is for what a plan does not count, as how the allocator cuts blocks
 
 
 def memory(bench: Bench) -> None:
     """Models twice as large as the memory that the GPU may use."""
-    with bench.item("copies to the GPU"):
-        _copies(bench)
     with bench.item("measured in parts"):
         _in_parts(bench)
     width, layers = (128, 6) if bench.emulated else (2048, 8)
@@ -58,28 +60,6 @@ def memory(bench: Bench) -> None:
     for i, (name, make) in enumerate(models.items()):
         with bench.item(name, bench.part_s(len(models) - i)):
             _capped(bench, name, *make())
-
-
-def _copies(bench: Bench) -> None:
-    """GB/s to the GPU of what is pinned, and of what is not: staged by us, in whole or in parts."""
-    x, threads = torch.ones(2**18 if bench.emulated else 2**24), torch.get_num_threads()
-    there, pin = x.to(bench.gpu), pinned(x)
-    parts = [*zip(there.chunk(64), pin.chunk(64), x.chunk(64), strict=True)]
-    ways: dict[str, Callable[[], Any]] = {
-        "pinned": lambda: there.copy_(pin, non_blocking=True),
-        "pageable": lambda: there.copy_(x),
-        "staged": lambda: there.copy_(pin.copy_(x), non_blocking=True),
-        "in_parts": lambda: [a.copy_(p.copy_(y), non_blocking=True) for a, p, y in parts],
-    }
-    for count in (1, 2, threads):
-        torch.set_num_threads(count)
-        took_s = {
-            way: timed(lambda c=call: (c(), torch.cuda.synchronize()), 3)
-            for way, call in ways.items()
-        }
-        rates = {way: x.nbytes / seconds * 1e-9 for way, seconds in took_s.items()}
-        bench.emit(f"copies to the GPU, {count} threads", **rates)
-    torch.set_num_threads(threads)
 
 
 def _in_parts(bench: Bench) -> None:
@@ -109,12 +89,8 @@ def forget(graph: OpGraph | None = None) -> None:
 
 
 @contextmanager
-def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[Cluster]:
-    """The GPU can allocate ``num_bytes``, and is promised less of it than ``share``.
-
-    The rest is for what a plan does not count: how the allocator cuts blocks, and what libraries
-    keep for the calling thread.
-    """
+def memory_of(bench: Bench, num_bytes: float) -> Iterator[Cluster]:
+    """The GPU can allocate ``num_bytes``, of which it is promised ``PROMISED``."""
     cpu, card = bench.cluster.devices
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()  # accelerate leaves modules that hold themselves
@@ -122,19 +98,21 @@ def memory_of(bench: Bench, num_bytes: float, share: float = 0.85) -> Iterator[C
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     held = torch.cuda.memory_allocated() / 2**20  # of what should have gone
     bench.emit("memory that is held", held_mib=held, allowed_mib=num_bytes / 2**20)
-    workspaces = 0 if bench.emulated else 33 * 2**20
-    promised = max(1, int(share * num_bytes) - workspaces)
     try:
+        promised = max(1, int(PROMISED * num_bytes))
         yield Cluster("capped", (cpu, replace(card, memory_bytes=promised)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
-    """One model: measured without the cap, which would take longer; then all ways under it."""
+    """One model: measured without the cap, which would take longer; then all ways under it.
+
+    ``plan`` is what ``placement.optimize`` keeps, ``planned`` the planner's answer.
+    """
     graph, size = capture(module, inputs, name=name), bytes_of(module)
     key = name.replace(", ", "_").replace(" ", "_")
-    profile = bench.measured(key, graph, bench.cluster, 1, calibrate=False)
+    profile = bench.measured(key, graph, bench.cluster, calibrate=False)
     streaming = with_streaming(bench.cluster)  # whose copies are measured with memory of their own
     args, kwargs = split_inputs(inputs)
     with torch.no_grad():
@@ -148,12 +126,27 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         problem = Problem(graph, more, profile.for_cluster(more), **alike)
         bench.keep(f"{key}_half", problem)
         planner = planners.load("best_of", seconds=bench.planning_s)
-        placed = {"cpu": all_on(graph, 0), "plan": planner(problem).placement}
+        placed: dict[str, np.ndarray] = {}
+        with (
+            bench.item(f"{name}, optimize", 20),
+            patch.object(ways, "ROUNDS", 2),
+            fastest(problem, inputs, 2 * bench.planning_s) as runner,
+        ):
+            placed["planned"] = runner.planned.placement(graph, more)
+            placed["plan"] = runner.plan.placement(graph, more)
+        if "plan" not in placed:
+            placed["planned"] = placed["plan"] = planner(problem).placement
+        placed["cpu"] = all_on(graph, 0)
         if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
             placed["stream"] = all_on(graph, 2)
         # The best without the third choice: what stays on the CPU is computed there.
         placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
+        ran: dict[bytes, str] = {}
         for way, placement in placed.items():
+            if same := ran.get(placement.tobytes()):
+                ms |= {f"{way}_ms": ms[f"{same}_ms"]} if f"{same}_ms" in ms else {}
+                continue
+            ran[placement.tobytes()] = way
             forget(graph)
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -164,18 +157,30 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
                 outputs = tensors_of(runner(*args, **kwargs))
                 errors = [error(x, exact) for x, exact in zip(outputs, expected, strict=True)]
                 facts[f"{way}_error"] = max(errors)
-                ms[f"{way}_ms"] = timed(partial(runner, *args, **kwargs), 3) * 1e3
-            if way == "plan":
+                call = partial(runner, *args, **kwargs)
+                ms[f"{way}_ms"] = timed(call, int(np.clip(0.2 / timed(call), 3, 40))) * 1e3
+            if way == "planned":
                 peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
                 facts |= beside(problem, placement, peak_mib)
         forget(graph)
-        room = cluster.devices[1].memory_bytes
-        _without_us(bench, name, module, inputs, room, expected, ms, facts)
-    plan = placed["plan"]
+        if isinstance(module, Decoder):
+            with bench.item(f"{name}, streamed", 30):
+                by_hand, num_stay = streamed(module, inputs, bench.gpu)
+                ms["streamed_ms"] = timed(by_hand, 5) * 1e3
+                facts |= {"streamed_error": error(by_hand(), expected[0])}
+                facts["streamed_kept"] = num_stay
+            by_hand = None  # or its memory would be held
+        forget()
+        with bench.item(f"{name}, accelerate", 30), torch.no_grad():
+            limits = {} if bench.emulated else {0: cluster.devices[1].memory_bytes}
+            offloaded_s = offloaded_seconds(copy.deepcopy(module), inputs, limits | {"cpu": 2**40})
+            ms["accelerate_ms"] = offloaded_s * 1e3
+    plan = placed["planned"]
     bench.emit(
         name,
         model_mib=size / 2**20,
         **ms,
+        plan_over_cpu=ratio(ms.get("cpu_ms"), ms.get("plan_ms")),
         plan_over_accelerate=ratio(ms.get("accelerate_ms"), ms.get("plan_ms")),
         plan_over_streamed=ratio(ms.get("streamed_ms"), ms.get("plan_ms")),
         plan_over_cut=ratio(ms.get("cut_ms"), ms.get("plan_ms")),
@@ -187,29 +192,6 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         **facts,
         ok=all(value <= 3e-3 for key, value in facts.items() if key.endswith("_error")),
     )
-
-
-def _without_us(
-    bench: Bench,
-    name: str,
-    module: nn.Module,
-    inputs: Any,
-    room: int,
-    expected: list[Tensor],
-    ms: dict[str, float],
-    facts: dict[str, Any],
-) -> None:
-    """Within ``room`` bytes: a decoder streamed by hand, accelerate; fills ``ms`` and ``facts``."""
-    if isinstance(module, Decoder):
-        with bench.item(f"{name}, streamed", 30):
-            call, num_stay = streamed(module, inputs, bench.gpu)
-            ms["streamed_ms"] = timed(call, 5) * 1e3
-            facts |= {"streamed_error": error(call(), expected[0]), "streamed_kept": num_stay}
-        call = None  # or its memory would be held
-    forget()
-    with bench.item(f"{name}, accelerate", 30), torch.no_grad():
-        limits = {"cpu": 2**40} if bench.emulated else {0: room, "cpu": 2**40}
-        ms["accelerate_ms"] = offloaded_seconds(copy.deepcopy(module), inputs, limits) * 1e3
 
 
 def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -106,6 +107,7 @@ def compared(
     ways: dict[str, Seconds] = {}
     first: dict[tuple[bytes, bool, bool], str] = {}  # of several ways that run the same
     alike: dict[str, str] = {}  # the others of them -> the first
+    graphed: dict[str, Callable[[], Any]] = {}  # of which each call launches one graph
     with ExitStack() as stack:
         for way, on in placed.items():
             is_there = bool(on.all()) and not latency and way != "gpu_fed"
@@ -124,14 +126,22 @@ def compared(
                 list(runner.stream([item] * (4 if on.any() else 1)))
                 ways[way] = _timer(runner, item, latency)
                 first[same] = way
+                if latency and way == "gpu_graphs":
+                    args, kwargs = split_inputs(item)
+                    graphed["here"] = partial(runner, *args, **kwargs)
         for way, call in plain.items():
             if latency:
                 ways[way] = partial(warm_calls, partial(_to_and_fro, call, host, bench.gpu))
+                if way == "graph":
+                    graphed["one graph"] = partial(_to_and_fro, call, host, bench.gpu)
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
+        for what, run in graphed.items():
+            with bench.item(f"{name}, parts of a call, {what}", 10):
+                bench.emit(f"{name}, parts of a call, {what}", **parts(run))
         # Threads of CPU cores go on for a while, beside what comes next: they come last.
         ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
-        turns = in_turns(bench, name, ways, 2 if bench.emulated else 15, until)
+        turns = in_turns(bench, name, ways, 2 if bench.emulated else 15 if latency else 7, until)
     return turns | {way: turns[same] for way, same in alike.items() if same in turns}
 
 
@@ -158,6 +168,25 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
         return lambda: [call_s]
     items = [item] * counted(call_s)
     return lambda: [runner.period_of(runner.stream(items))]
+
+
+def parts(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of a call until its CUDA graph is launched, while it is, and until its end."""
+    rows, launch = list[list[float]](), torch.cuda.CUDAGraph.replay
+
+    def timed_launch(graph: Any) -> None:
+        rows[-1].append(time.perf_counter())
+        launch(graph)
+        rows[-1].append(time.perf_counter())
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", timed_launch):
+        for _ in range(60):
+            rows.append([time.perf_counter()])
+            call()
+            rows[-1].append(time.perf_counter())
+    whole = np.diff([row for row in rows[20:] if len(row) == 4]) * 1e6  # of one graph
+    names = ("before_us", "launch_us", "after_us")
+    return dict(zip(names, np.median(whole, axis=0).tolist(), strict=True)) if len(whole) else {}
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:

@@ -24,7 +24,6 @@ from placement.simulator import evaluate
 
 TURNS = 9  # of all placements, at most
 EVERY = 10  # placements, then each device alone
-STEADY_S = 5.0  # for which a device about keeps its speed
 
 
 def each(
@@ -94,11 +93,11 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
     """Predicted and measured latency and period of placements with few cuts and many.
 
     As a user runs them: nothing is recorded. A virtual machine changes its speed within seconds,
-    which no model foresees. So after every few placements the whole model also runs on each device,
-    called and streamed alike, and predictions are for devices of that speed (see ``speeds_at``);
-    ``plain`` are those for the speed of the profile. Placements run again and again, in turns: by
-    how much the second time differs from the first is the ``floor`` of what a prediction can miss,
-    and how these two ranks correlate (``rank_again``) is about what its rank can reach.
+    which no model foresees. So placements run again and again, in turns, and after every few of
+    them the whole model on each device, called and streamed alike. Predictions are for devices of
+    the speed that these had in the middle; ``plain`` are those for the speed of the profile. By how
+    much the second time differs from the first is the ``floor`` of what a prediction can miss, and
+    how these two ranks correlate (``rank_again``) is about what its rank can reach.
 
     Arrays end in latency and period, float64 ``[.., 2]``.
     """
@@ -110,15 +109,13 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
     plain = np.array([predicted(problem, placement) for placement in placements])
     plain_alone = np.array([predicted(problem, placement) for placement in singles])
 
-    def run(what: str, placement: np.ndarray, predicted: np.ndarray) -> tuple[float, Any]:
-        """When, and latency and period; of quick ones more, as a GPU that was idle is warm late."""
+    def run(what: str, placement: np.ndarray, predicted: np.ndarray) -> tuple[float, float]:
+        """Latency and period; of quick ones more, as a GPU that was idle is warm late."""
         more = 1 if bench.emulated else int(np.clip(0.03 / predicted[0], 1, 8))
-        began = time.perf_counter()
         both = run_placement(problem, placement, 3 * more, 8 * more, 2 * more)
-        ended = time.perf_counter()
         names = ("latency_s", "period_s", "measured_latency_s", "measured_period_s")
         bench.emit(f"{key}, {what}", **dict(zip(names, [*predicted, *both], strict=True)))
-        return (began + ended) / 2, both
+        return both
 
     runs, runs_alone = list[Any](), list[Any]()
     for n in range(TURNS * len(placements)):
@@ -130,24 +127,16 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
         runs.append(run(f"{cuts} cuts", placements[i], plain[i]))
         if n > 6 and time.perf_counter() > until:  # fewer of each rather than none of the last
             break
-    at, took = (np.array([row[k] for row in runs]) for k in (0, 1))
-    at_alone, took_alone = (np.array([[x[k] for x in row] for row in runs_alone]) for k in (0, 1))
-    followed = np.empty_like(took)
-    for n, times in enumerate(speeds_at(at, at_alone, took_alone / plain_alone)):
-        for k in (0, 1):
-            slower = replace(problem, profile=at_speed(problem.profile, times[:, k]))
-            followed[n, k] = predicted(slower, placements[n % len(placements)])[k]
-    bench.emit(key, placements=min(len(runs), len(plain)), **agreement(plain, followed, took))
-
-
-def speeds_at(at: np.ndarray, timed_at: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """``times [R, D, K]``, as they were at ``timed_at [R, D]``, at other times: ``[N, D, K]``.
-
-    Means of the logarithms; those of some seconds before or after count most.
-    """
-    weights = np.exp(-np.abs(at[:, None, None] - timed_at) / STEADY_S)
-    weights /= weights.sum(axis=1, keepdims=True)
-    return np.exp(np.einsum("nrd,rdk->ndk", weights, np.log(times)))
+    # Of each device, float64 [D, 2]; a machine that stands still for a moment decides no median.
+    times = np.exp(np.median(np.log(np.array(runs_alone) / plain_alone), axis=0))
+    slower = [replace(problem, profile=at_speed(problem.profile, times[:, k])) for k in (0, 1)]
+    followed = np.array([[predicted(slower[k], p)[k] for k in (0, 1)] for p in placements])
+    bench.emit(
+        key,
+        placements=min(len(runs), len(plain)),
+        **agreement(plain, followed, np.array(runs)),
+        **{f"{name}_speeds": times[d].tolist() for d, name in enumerate(cluster.device_names)},
+    )
 
 
 def predicted(problem: Problem, placement: np.ndarray) -> tuple[float, float]:
@@ -158,19 +147,17 @@ def predicted(problem: Problem, placement: np.ndarray) -> tuple[float, float]:
 
 
 def agreement(plain: np.ndarray, followed: np.ndarray, took: np.ndarray) -> dict[str, float]:
-    """How well predictions ``followed [R, 2]`` of runs agree with what they ``took [R, 2]``.
+    """How well predictions ``followed [P, 2]`` of placements agree with what they ``took [R, 2]``.
 
-    Placements, of which ``plain [P, 2]`` are other predictions, ran in turns: run ``r`` is of
-    placement ``r % P``. Of its turns the middle one counts: a virtual machine stands still at
-    times. Errors are of logarithms, and medians over placements.
+    They ran in turns: run ``r`` is of placement ``r % P``. Of its turns the middle one counts: a
+    virtual machine stands still at times. ``plain [P, 2]`` are other predictions. Errors are of
+    logarithms, and medians over placements.
     """
     from scipy.stats import spearmanr
 
     num, num_ran = len(plain), min(len(plain), len(took))
-    predicted, middle = (
-        np.exp([np.median(np.log(x[i::num]), axis=0) for i in range(num_ran)])
-        for x in (followed, took)
-    )
+    middle = np.exp([np.median(np.log(took[i::num]), axis=0) for i in range(num_ran)])
+    predicted = followed[:num_ran]
     off, plain_off = (np.abs(np.log(x / middle)) for x in (predicted, plain[:num_ran]))
     again = took[num:][:num]
     floor = np.abs(np.log(took[: len(again)] / again))

@@ -56,7 +56,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 # Parts of the time. Sections that are not here time nothing: they run beside each other, first. The
 # last one measures as often as what the others have left over allows.
 TIMED = {
-    "profile": 60, "plans": 60, "memory": 38, "training": 30, "energy": 12, "policy": 15,
+    "profile": 50, "plans": 60, "memory": 46, "training": 30, "energy": 12, "policy": 15,
     "fidelity": 75,
 }  # fmt: skip
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (

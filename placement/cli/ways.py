@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import cli
-from placement.runs.ways import Way, alone, calls, difference, measure
+from placement.runs.ways import Way, alone, calls, difference, measure, one_by_one
 
 if TYPE_CHECKING:
     from placement.plan import Measured, Plan, Spread
@@ -76,13 +76,15 @@ def carry_out(
                         cli.print_json({"numerics_equal": False, "difference": wrong})
                     whose = "plain PyTorch" if plan.graph.mode == "training" else "the plain module"
                     raise Differs(f"the results differ from those of {whose}: {wrong}")
-            ways = {"plan": work.way(runner)}
+            each = {"plan": runner}
             if single:
-                ways["single"] = work.way(runners.enter_context(work.alone(runner, single)))
+                each["single"] = runners.enter_context(work.alone(runner, single))
+            ways = {name: work.way(one) for name, one in each.items()}
             for name, (once, often) in ways.items():  # one call at a time has no order to follow
                 is_streamed = in_order or plan.order is None
                 ways[name] = (lambda: None) if in_order else once, often if is_streamed else float
-            latest = measure(ways, report)
+            short = any(device.streams for device in plan.cluster.devices)
+            latest = one_by_one(ways, each, report) if short else measure(ways, report)
         if measured:
             what = "period_s" if in_order else "latency_s"
             new = {name: {what: getattr(one, what)} for name, one in latest.items()}

@@ -259,12 +259,14 @@ class CudaBackend:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.
 
         What is small the launching thread copies, in less time than streams wait for each other.
+        What is pinned needs no other thread.
         """
         tensors = value.values() if isinstance(value, dict) else (value,)
         away = [x for x in tensors if isinstance(x, Tensor) and not self.holds(x)]
-        if sum(x.nbytes for x in away) > _SMALL_BYTES:
+        is_large = sum(x.nbytes for x in away) > _SMALL_BYTES
+        if is_large and not all(x.is_pinned() for x in away):
             self._gpu.porter.carry(partial(self._here, value), deliver)
-        elif any(x.is_cuda for x in away):
+        elif is_large or any(x.is_cuda for x in away):
             _deliver(partial(self._here, value), deliver)
         else:
             deliver(value)

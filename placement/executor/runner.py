@@ -168,6 +168,7 @@ class Runner:
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._alone = self._one_gpu()
         self._caller: threading.Thread | None = None
+        self._launcher: threading.Thread | None = None
         self._busy = threading.Lock()
         self._calling = threading.RLock()  # while a call launches: a signal's handler may close
         self.next_batch = 0
@@ -379,18 +380,29 @@ class Runner:
         A thread that calls, and was not the last that did, leaves that to the worker: libraries
         plan for each thread anew, and others may come.
         """
+        is_new = not self.workers
         self._start()
-        last, self._caller = self._caller, threading.current_thread()
-        if self._alone is None or (is_call and last is not self._caller):
+        thread = threading.current_thread()
+        launcher = None if is_call and self._caller is not thread else thread  # None: the worker
+        self._caller = thread
+        if self._alone is None:
+            return None
+        if launcher is not self._launcher:  # cuBLAS keeps memory for each
+            torch._C._cuda_clearCublasWorkspaces()
+            self._launcher = launcher
+        if launcher is None:
             return None
         program, is_late = self._program, self._refresh
         # Asking every parameter takes as long as many kernels: for a call while they run. Not for
         # what cannot be launched twice.
         once = program.is_random or program.new_buffers or program.gradients or self._streamed
         if once or not is_call:
-            self._refresh()
+            is_new |= self._refresh()
             is_late = bool  # never
-        return _Direct(self.workers[self._alone], is_late)
+        direct = _Direct(self.workers[self._alone], is_late)
+        if is_new or self._shared:  # parameters may be on their way
+            direct.follow_caller()
+        return direct
 
     def _launched(self, direct: _Direct, launch: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """The outputs of the next micro-batch."""
@@ -722,13 +734,17 @@ class Runner:
         self._closed = True
         if self._busy.locked():
             self._results.put(Failure(RunnerError(_CLOSED_IN_USE), -1, None))
+        self.release()
+        self.gradients.clear()
+        self.partial.clear()
+
+    def release(self) -> None:
+        """End the workers, and free parameters in other memory; the next call loads them again."""
         with self._calling:
             self.stop()
         self.loaded.clear()
         self._copies = weights.Copies()
         self._streamed.clear()
-        self.gradients.clear()
-        self.partial.clear()
 
     def __enter__(self) -> Runner:
         return self
@@ -817,9 +833,9 @@ class _Direct:
         # With the inputs of the model, which keep their memory until their outputs are complete.
         self._coming: deque[tuple[int, dict[int, Any], queue.SimpleQueue[Any]]] = deque()
         self._launched: deque[tuple[Callable[[], dict[int, Any]], dict[int, Any]]] = deque()
-        self._follow_caller()
 
-    def _follow_caller(self) -> None:
+    def follow_caller(self) -> None:
+        """What the calling thread has launched happens first."""
         if (mark := self._backend.callers_mark()) is not None:
             self._backend.follow(mark)
 
@@ -830,7 +846,7 @@ class _Direct:
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         here = {t: x for t, x in mine.items() if self._backend.holds(x)}
         if here:
-            self._follow_caller()
+            self.follow_caller()
         if len(here) < len(mine):
             mine = {t: x if t in here else x.cpu() for t, x in mine.items()}
             self._backend.bring(mine, arrived.put)
@@ -840,6 +856,8 @@ class _Direct:
 
     def call(self, batch: int, inputs: dict[int, Any]) -> dict[int, Any]:
         """Outputs of the only micro-batch, complete."""
+        if any(map(self._backend.holds, inputs.values())):
+            self.follow_caller()
         return self.worker.launch(batch, inputs, self._is_late, is_last=True)()
 
     def next(self, no_more: bool) -> dict[int, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,18 @@ def measure(ways: dict[str, Way], report: Progress) -> dict[str, Measured]:
     facts: dict[str, Any] = {"n": ROUNDS, "when": now(), "machine": platform.node()[:200]}
     spreads = {n: (Spread.of(latency[n]), Spread.of(periods[n])) for n in ways}
     return {n: Measured(latency_s=a, period_s=b, **facts) for n, (a, b) in spreads.items()}
+
+
+def one_by_one(
+    ways: dict[str, Way], runners: Mapping[str, Runner], report: Progress
+) -> dict[str, Measured]:
+    """``measure`` where a GPU has room for one of the ``runners`` at a time, by way."""
+    measured: dict[str, Measured] = {}
+    for name, way in ways.items():
+        measured |= measure({name: way}, report)
+        if name in runners:
+            runners[name].release()
+    return measured
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -104,6 +104,16 @@ def test_the_peak_that_is_reported_is_the_allocators():
         assert 0 < mixed[0] < 10**4 and mixed[1] > 10**6
 
 
+def test_libraries_keep_memory_for_one_launching_thread_at_a_time():
+    module, x = two_layers()
+    graph = capture(module.eval(), x)
+    with emulated_gpu.emulated(library_bytes=10**6) as gpu, Runner(graph, BOTH, [1, 1]) as runner:
+        for use in (lambda: runner(x), lambda: runner(x), lambda: list(runner.stream([x] * 3))):
+            use()
+            assert len(gpu.workspaces) == 1
+    assert 10**6 < gpu.peak[0] < 2 * 10**6
+
+
 @pytest.mark.parametrize(("cores", "host", "own"), [(16, 14, 2), (8, 6, 2), (4, 3, 1), (2, 2, 0)])
 def test_a_gpu_has_cores_of_its_own_where_there_are_enough(monkeypatch, cores, host, own):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)

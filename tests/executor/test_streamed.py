@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from placement import planners
+from placement import optimizing, planners
 from placement.capturing import capture
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.measure import cached_path, load_or_measure
@@ -32,6 +32,7 @@ from placement.plan import Plan, make_plan
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.program import split_inputs
+from placement.runs import ways
 from placement.simulator import evaluate, score, simulate, simulate_reference
 from placement.workloads import load
 from tests import emulated_gpu
@@ -344,6 +345,24 @@ def test_a_model_twice_as_large_as_the_gpu_stays_within_its_memory_as_predicted(
             problem.graph, 0, (1,)
         )) as runner:  # fmt: skip
             runner(x)
+
+
+def test_optimize_runs_ways_one_after_another_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no room for two; and a CPU that others used while it was measured is asked again."""
+    module, x = Layers(8, 128).eval(), torch.randn(8, 128)
+    problem, _ = half_of(module, x, 0.02)
+    search = planners.load("macro_search", evaluations=300)
+    monkeypatch.setattr(optimizing, "planners", SimpleNamespace(load=lambda *_, **__: search))
+    monkeypatch.setattr(ways, "ROUNDS", 1)
+    with (
+        emulated_gpu.emulated(memory_bytes=int(problem.memory_bytes[1]), copy_s=1e-3),
+        optimizing.fastest(problem, (x,), 0.5) as runner,
+    ):
+        assert {"cuda:0", "streamed/cuda:0"} <= {*optimizing.devices_of(runner.planned)}
+        assert "cpu:0" in optimizing.devices_of(runner.plan) and "single" in runner.measured
+        torch.testing.assert_close(runner(x), module(x), rtol=1e-4, atol=1e-5)
 
 
 def load_plan_text(plan: Plan) -> Plan:
