@@ -166,9 +166,9 @@ _USUAL = {
 # Of other types what must be told, as their default follows from no other number.
 _MUST = {
     "num_key_value_heads": (
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "glm4", "glm4v_text", "glm4_moe", "helium",
-        "internlm3", "minimax_m2", "ministral", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss",
-        "smollm3", "solar_open", "stablelm", "starcoder2",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "glm4", "glm4v_text", "glm4_moe",
+        "helium", "internlm3", "minimax_m2", "ministral", "phimoe", "qwen2_moe", "qwen3_moe",
+        "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
     ),
     "sliding_window": ("exaone4", "ministral"),
     "head_dim": ("ernie4_5", "glm", "glm4", "helium", "internlm3", "minimax_m2", "seed_oss",
