@@ -7,11 +7,10 @@ The repository is github.com/xinyuyao/Doppler; what its simulator does is ``Prob
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 
-from placement.importers._read import FormatError, Tasks, equal_devices, task_problem
+from placement.importers._read import FormatError, Tasks, equal_devices, stem, task_problem
 from placement.problem import Problem
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
@@ -80,5 +79,5 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         kinds.append(match[3] or "op")
         tensors.append((n, int(match[2]), users[n]))
     names = [str(n) for n in range(count)]
-    tasks = Tasks("doppler", Path(path).stem, names, np.array(seconds), pairs, kinds, tensors)
+    tasks = Tasks("doppler", stem(path), names, np.array(seconds), pairs, kinds, tensors)
     return task_problem(path, tasks, cluster, objective, contention=False, ready_order="arrival")

@@ -25,6 +25,7 @@ from placement.importers._read import (
     decimal,
     equal_devices,
     number,
+    stem,
     task_problem,
 )
 from placement.problem import Problem
@@ -103,7 +104,8 @@ def trace_of(tasks: Tasks) -> object:
 
 def _tasks(text: str, path: str) -> Tasks:
     try:
-        rows = list(csv.DictReader(io.StringIO(text.lstrip())))
+        lines = csv.DictReader(io.StringIO(text.strip(), newline=None))
+        rows = [row for row in lines if any(map(str.strip, filter(None, map(row.get, COLUMNS))))]
     except csv.Error as error:
         raise FormatError(f"{path}: not a CSV file: {error}") from error
     if not rows:
@@ -138,7 +140,7 @@ def _tasks(text: str, path: str) -> Tasks:
         users.setdefault(u, []).append(v)
     tensors = [(u, sizes[u], mine) for u, mine in users.items()]
     kinds = [row["op"] or "op" for row in rows]
-    return Tasks("neusight", Path(path).stem, names, seconds, pairs, kinds, tensors)
+    return Tasks("neusight", stem(path), names, seconds, pairs, kinds, tensors)
 
 
 def _bytes(shape: str, dtype: str, where: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from placement.importers._read import (
     graph_of,
     number,
     problem_of,
+    stem,
     topological,
     whole,
 )
@@ -87,7 +87,7 @@ def read(
         param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
     graph = graph_of(
         path,
-        Path(path).stem,
+        stem(path),
         names,
         tensor_src.astype(np.int32),
         size.astype(np.int64),

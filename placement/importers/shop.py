@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import dropwhile, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from placement.importers._read import (
     number,
     number_of,
     numbered,
+    stem,
     task_problem,
     whole,
     whole_of,
@@ -86,7 +86,7 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
         seconds[op, machine] = min(seconds[op, machine], duration)
     named = content if isinstance(content, dict) else {}
     name = str(named.get("instance", named.get("name", "")))
-    tasks = Tasks("shop", name or Path(path).stem, [str(op) for op in range(count)], seconds, pairs)
+    tasks = Tasks("shop", name or stem(path), [str(op) for op in range(count)], seconds, pairs)
     return task_problem(path, tasks, cluster, objective)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from placement.importers._read import (
     Tasks,
     named_devices,
     numbered,
+    stem,
     task_problem,
 )
 from placement.problem import Problem
@@ -80,5 +80,5 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     cluster = named_devices(path, "stg", "processor", devices, len(rows))
     names = [str(row[0]) for _, row in rows]
     seconds = np.repeat(np.array(took)[:, None], devices, axis=1)
-    tasks = Tasks("stg", Path(path).stem, names, seconds, pairs)
+    tasks = Tasks("stg", stem(path), names, seconds, pairs)
     return task_problem(path, tasks, cluster, objective)
