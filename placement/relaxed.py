@@ -284,7 +284,7 @@ class _Placed:
         self.channels: dict[int, list[Terms]] = {}
         if len(self.sides) > 1 and crossing:
             self._cross()
-        self.unit_s = self.unit_s if known_s is None else known_s
+        self.unit_s = self.unit_s if known_s is None else max(known_s, 1e-300)
         self.time = np.zeros(1, np.intp), -self.unit_s
 
     def _hold(self) -> None:
