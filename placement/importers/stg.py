@@ -63,7 +63,7 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     took = []
     for k, (i, words) in enumerate(rows):
         where = f"{path}, line {i}"
-        many = int(_number(words[2], where, _WHOLE)) if len(words) > 2 else -1
+        many = int(_number(words[2], where, _WHOLE)) if len(words) > 2 else len(words)
         step = 2 if len(words) == 3 + 2 * many else 1
         if _number(words[0], where, _WHOLE) != k + low or len(words) != 3 + step * many:
             raise FormatError(
@@ -81,7 +81,7 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
             f"{path}: {count:g} tasks are told, and {len(rows)} lines of tasks found; they must be "
             "as many, or two more (a first and a last task of no time; the last if the first is 1)"
         )
-    if len(rows) == count and low == took[0] == 0 and took[-1] > 0:
+    if len(rows) == count and low == took[0] == 0 and (took[-1] > 0 or count == 1):
         raise FormatError(
             f"{path}, line {rows[-1][0]}: the file ends: a first task of no time needs a last one"
         )
