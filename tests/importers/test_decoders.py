@@ -321,6 +321,30 @@ def test_a_gguf_header(tmp_path: Path) -> None:
     assert tied.class_bytes()["head"] == 4 * 256
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "windows"),
+    [
+        ("gemma2", {}, [9, None] * 3),
+        ("gemma3n", {}, [9, 9, 9, 9, None, 9]),
+        ("exaone4", {}, [9, 9, 9, None, 9, 9]),
+        ("llama4", {}, [8192, 8192, 8192, None, 8192, 8192]),
+        ("llama4", {"attention.sliding_window": 0}, [None] * 6),
+        ("gemma3", {"attention.sliding_window_pattern": 3}, [9, 9, None] * 2),
+        ("phi3", {}, [None] * 6),
+        ("llama", {}, [None] * 6),
+    ],
+)
+def test_windows_are_those_of_llama_cpp(
+    name: str, more: dict[str, Any], windows: list[int | None], tmp_path: Path
+) -> None:
+    numbers = {"block_count": 6, "embedding_length": 64, "attention.head_count": 4}
+    numbers |= {"attention.sliding_window": 9} | more
+    values = {"general.architecture": name} | {f"{name}.{k}": v for k, v in numbers.items()}
+    layers = [(f"blk.{i}.attn_k.weight", (64, 64), 1) for i in range(6)]
+    decoder = header(tmp_path / "w.gguf", gguf(values, [ITS_TENSORS[0], *layers]))
+    assert [part.window for part in decoder.parts if part.kind == "attention"] == windows
+
+
 def test_layers_that_are_recurrent_keep_one_state(tmp_path: Path) -> None:
     """``llama_hparams::n_embd_r`` and ``n_embd_s`` of llama.cpp, as for Qwen3-Next 80B-A3B."""
     values = {
