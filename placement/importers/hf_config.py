@@ -203,9 +203,10 @@ class _Config:
         self.kv_heads = self._kv_heads()
         self.head_dim = self.size("head_dim", default=max(1, self.hidden // self.heads))
         self.vocabulary = self.size("vocab_size")
+        usual = ("transformer." in family.embed and not family.gated) or kind == "solar_open"
         inner = self.size(
             *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-            default=4 * self.hidden if kind in _FOUR_TIMES else None,
+            default=4 * self.hidden if usual else None,
         )
         if kind == "llama4_text":
             self.expert_width, inner = inner, self.size("intermediate_size_mlp", default=inner)
@@ -505,9 +506,6 @@ _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 # Types of which every so manieth layer looks back without end, the others over a window.
 _GLOBAL_EVERY = {"gemma2": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gemma3_text": 6,
                  "gpt_oss": 2, "llama4_text": 4}  # fmt: skip
-# Whose feed-forward is four times as wide as a token where nothing is told.
-_FOUR_TIMES = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt",
-               "solar_open")  # fmt: skip
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe",
            "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe",
            "dots1", "solar_open", "llama4_text")  # fmt: skip

@@ -142,14 +142,13 @@ def _files(folder: Path, *endings: str) -> Iterator[tuple[str, Path]]:
 
 def _shops(folder: Path, devices: int | None) -> Iterator[Case]:
     """A case for each file, or for each shop in a text of several."""
-    files = [path for name in _BOUNDS if (path := _either(folder / name)).is_file()]
+    files = [path for name in _BOUNDS if (path := folder / name).is_file()]
     known = {key: (path, record) for path in files for key, record in _records(path).items()}
     for name, path in _files(folder, "json", "fjs", "txt", ""):
-        plain = Path(path.name.removesuffix(".gz"))
-        if plain.name in _BOUNDS:
+        if path.name in _BOUNDS:
             continue
         several = [(name, "")]
-        if plain.suffix in (".txt", ""):  # which may be about anything
+        if Path(path.name.removesuffix(".gz")).suffix in (".txt", ""):  # about anything
             text = _text(path)
             if not shop.looks_like(text):
                 continue
@@ -168,7 +167,7 @@ def _shops(folder: Path, devices: int | None) -> Iterator[Case]:
 
 
 def _stg(folder: Path, devices: int | None) -> Iterator[Case]:
-    where = _either(folder / "optimal.json")
+    where = folder / "optimal.json"
     known = _records(where)
     for name, path in _files(folder, "stg"):
         record = _of(known, name, path)
@@ -200,7 +199,7 @@ def _wfformat(folder: Path, devices: int | None) -> Iterator[Case]:
 
 def _public(folder: Path, devices: int | None) -> Iterator[Case]:
     """``devices`` are those of PipeDream's profiles: the other files have their own."""
-    path = _either(folder / "dnn_partitioning" / "truth.json")
+    path = folder / "dnn_partitioning" / "truth.json"
     truth = _truth(path) if path.is_file() else []
     for name, path in _files(folder / "dnn_partitioning", "json"):
         if name.count("/") < 2:  # what is known of them
@@ -253,12 +252,6 @@ def _synthetic(folder: Path, devices: int | None) -> Iterator[Case]:
     for name, family in synthetic.families().items():
         resized = family if devices is None else replace(family, num_devices=devices)
         yield Case(name, partial(resized, 0), resized.num_devices)
-
-
-def _either(path: Path) -> Path:
-    """The file, or the compressed one where only that is there."""
-    packed = path.with_name(f"{path.name}.gz")
-    return packed if packed.is_file() and not path.is_file() else path
 
 
 def _text(path: Path) -> str:

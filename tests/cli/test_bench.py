@@ -242,7 +242,7 @@ def test_all_files_may_be_compressed(data: Path) -> None:
 
     plain = told()
     assert len(plain[0]) == len(plain) - 1 == 2 + 2 + 2 * 4 + 1 + 2 + 1
-    for path in data.rglob("*.*"):
+    for path in (x for x in data.rglob("*.*") if x.name not in ("best_known.json", "optimal.json")):
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     assert told() == plain

@@ -128,8 +128,6 @@ def test_several_gpus_are_joined(tmp_path: Path) -> None:
     assert problem.cluster.device_names == ("A", "B")
     assert problem.compute_s[1].tolist() == [5e-4, 2.5e-4]
     assert not problem.mean_transfer_s.any(), "links are not measured"
-    with pytest.raises(FormatError, match=r"C/m\.csv: its operators, or their inputs, are not"):
-        neusight.joined(paths)
     assert neusight.traces(paths) == [paths[:2], paths[2:]]
 
 
