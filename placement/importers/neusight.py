@@ -66,7 +66,7 @@ def read(
 
 
 def joined(paths: Sequence[Path]) -> Problem:
-    """One problem of files that ``traces`` puts together: a device for each, called after its folder.
+    """One problem of files that ``traces`` puts together: a device for each, after its folder.
 
     Raises:
         FormatError: see ``read``.
