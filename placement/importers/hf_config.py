@@ -115,7 +115,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         FormatError: an architecture that is not known, or a number that is missing or cannot be.
     """
     inner, inside = next((data[k] for k in _INNER if k in data), None), False
-    if looks_like(inner) and _type(inner) in FAMILIES:
+    if isinstance(inner, dict) and looks_like(inner) and _type(inner) in FAMILIES:
         outer = {k: data[k] for k in (*_DTYPES, "quantization_config") if k in data}
         data, inside = {**outer, **inner}, True
     kind = _type(data)
