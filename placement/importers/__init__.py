@@ -35,7 +35,7 @@ from placement.importers import (
     stg,
     wfformat,
 )
-from placement.importers._read import FormatError, check_table
+from placement.importers._read import FormatError, check_table, stem
 from placement.importers.decoder import Decoder
 from placement.problem import Problem
 from placement.tools.files import (
@@ -183,9 +183,8 @@ def load_decoder(path: str | Path) -> Decoder:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
     if not hf_config.looks_like(data):
         raise FormatError(f"{path}: no config of a model: it names no model_type")
-    where = Path(path)
-    name = where.parent.name if where.name == "config.json" and where.parent.name else where.stem
-    return hf_config.read(data, str(path), name)
+    name, folder = stem(str(path)), Path(path).parent.name
+    return hf_config.read(data, str(path), folder if name == "config" and folder else name)
 
 
 def _begin(path: str | Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,9 @@ def test_files_are_told_apart(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text(json.dumps(LLAMA))
     assert is_decoder(path) and load_decoder(path).name == "llama-8b"
+    packed = path.with_name("config.json.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert is_decoder(packed) and load_decoder(packed) == load_decoder(path)
     with pytest.raises(FormatError, match="--objective prefill, decode or serve"):
         load(path)
     (tmp_path / "m.gguf").write_bytes(gguf_llama())
