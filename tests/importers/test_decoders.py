@@ -72,6 +72,7 @@ SMALL = {
     "helium": {"head_dim": 16, "mlp_bias": True},
     "hunyuan_v1_dense": {"attention_bias": True, "head_dim": 16},
     "apertus": {},
+    "internlm3": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "granitemoe": {"attention_bias": True, "num_local_experts": 4},
     "nemotron": {"mlp_bias": True, "head_dim": 16},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
