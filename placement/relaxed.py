@@ -284,26 +284,26 @@ class _Placed:
         self.channels: dict[int, list[Terms]] = {}
         if len(self.sides) > 1 and crossing:
             self._cross()
-        self.unit_s = self.unit_s if known_s is None else known_s
+        self.unit_s = self.unit_s if known_s is None else max(known_s, 1e-300)
         self.time = np.zeros(1, np.intp), -self.unit_s
 
     def _hold(self) -> None:
         g, problem, on, held = self.problem.graph, self.problem, self.on, own_bytes(self.problem)
         for d, *streaming in self.sides:
-            terms: list[Terms] = [(on[:, d], held)]
+            placed: list[Terms] = [(on[:, d], held)]
+            buffers: list[Terms] = []
             if streaming:
                 most = max(int(g.op_param_bytes.max()), 1)
                 buffer = self.program.columns(np.ones(1))
                 for s in streaming:
                     read = on[g.group, s], g.op_param_bytes / most
                     self.program.rows(np.zeros(g.num_ops), read, (buffer, -1.0))
-                terms.append((buffer, 2.0 * most))
+                buffers.append((buffer, 2.0 * most))
             if d == host_of(problem)[0]:
-                terms += [(on[:, s], held) for s in self.streaming]
+                placed += [(on[:, s], held) for s in self.streaming]
             room = float(problem.memory_bytes[d])
-            if sum(np.sum(values) for _, values in terms) > room:
-                self.program.row(room, *terms)
-                placed = [(c, v) for c, v in terms if c.shape == held.shape]
+            if sum(np.sum(values) for _, values in (*placed, *buffers)) > room:
+                self.program.row(room, *placed, *buffers)
                 self.held.append((*map(np.concatenate, zip(*placed, strict=True)), room))
 
     def _cross(self) -> None:

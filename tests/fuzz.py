@@ -478,7 +478,8 @@ def _configs(_: Any) -> Target:
 
     sizes = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "awq", "bits": 4}}
     more = {"model_type": "qwen2_moe", "layer_types": ["full_attention"] * 3}
-    more |= {"mlp_only_layers": [1]}
+    more |= {"mlp_only_layers": [1], "moe_intermediate_size": 64}
+    more |= {"shared_expert_intermediate_size": 64}
     files = {"a.json": LLAMA | sizes, "b.json": MIXTRAL | sizes | more}
     return _decoders({name: json.dumps(x).encode() for name, x in files.items()})
 

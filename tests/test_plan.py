@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import subprocess
@@ -418,6 +419,16 @@ def test_not_a_plan(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(PlanError, match=message):
         load_plan(tmp_path / "x.json")
+
+
+def test_a_plan_may_be_compressed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = path.with_name("plan.json.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load_plan(packed) == load_plan(path)
+    size = path.stat().st_size
+    monkeypatch.setattr("placement.plan.reading.MAX_FILE_BYTES", size - 1)
+    with pytest.raises(PlanError, match=rf"gz: {size} bytes, a plan has at most"):
+        load_plan(packed)
 
 
 def test_operator_twice(path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Workload files as problems; the format is told from the content.
+"""Workload files, also compressed (``.gz``), as problems; the format is told from the content.
 
-* ``problem_file``: our own, everything of a problem (what ``save`` and ``placement import``
-  write); also compressed (``.gz``)
+* ``problem_file``: our own, everything of a problem (what ``save`` and ``placement import`` write)
 * ``dnn_partitioning``: JSON of github.com/msr-fiddle/dnn-partitioning
 * ``pipedream``: ``graph.txt`` of github.com/msr-fiddle/pipedream
 * ``doppler``: ``compute_graph/*.txt`` of github.com/xinyuyao/Doppler
@@ -18,10 +17,7 @@ header; what it costs on devices, and so its problem, ``placement.costs.serving`
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -39,7 +35,7 @@ from placement.importers import (
     stg,
     wfformat,
 )
-from placement.importers._read import FormatError, check_table
+from placement.importers._read import FormatError, check_table, stem
 from placement.importers.decoder import Decoder
 from placement.problem import Problem
 from placement.tools.files import (
@@ -53,8 +49,6 @@ from placement.tools.files import (
 
 __all__ = ["FormatError", "check_table", "is_decoder", "load", "load_decoder", "save"]
 
-MAX_BYTES = 2**30  # of a compressed file's content, and no more than text compresses to
-_MAX_RATIO = 50
 _MOST_CONFIG = 2**24
 
 KNOWN = (
@@ -118,8 +112,6 @@ def load(
         content = read_file(path)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
-    if content[:2] == b"\x1f\x8b":  # gzip
-        content = _unpacked(content, path)
     if onnx_model.looks_like(content):
         _check_options(chosen, onnx_model.Options.__annotations__, path, "ONNX files")
         return onnx_model.read(content, str(path), objective=objective, **chosen)
@@ -191,9 +183,8 @@ def load_decoder(path: str | Path) -> Decoder:
         raise FormatError(f"{path}: not valid JSON: {error}") from error
     if not hf_config.looks_like(data):
         raise FormatError(f"{path}: no config of a model: it names no model_type")
-    where = Path(path)
-    name = where.parent.name if where.name == "config.json" and where.parent.name else where.stem
-    return hf_config.read(data, str(path), name)
+    name, folder = stem(str(path)), Path(path).parent.name
+    return hf_config.read(data, str(path), folder if name == "config" and folder else name)
 
 
 def _begin(path: str | Path) -> bytes:
@@ -215,21 +206,6 @@ def save(problem: Problem, path: str | Path) -> None:
     from placement.importers import problem_file
 
     problem_file.save(problem, path)
-
-
-def _unpacked(content: bytes, path: str | Path) -> bytes:
-    """What is in a gzip file."""
-    most = min(MAX_BYTES, 2**24 + _MAX_RATIO * len(content))
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:  # perhaps several that were joined
-            data = file.read(most + 1)
-    except EOFError as error:
-        raise FormatError(f"{path}: the compressed file is cut off") from error
-    except (OSError, zlib.error) as error:
-        raise FormatError(f"{path}: damaged: {error}") from error
-    if len(data) > most:
-        raise FormatError(f"{path}: the compressed file holds more than {most} bytes")
-    return data
 
 
 def _check_options(

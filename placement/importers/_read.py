@@ -111,6 +111,11 @@ def whole_of(record: Any, name: str, where: str, low: int = 0, most: int = 2**63
     return whole(field(record, name, where), f"{where}: {name}", low, most)
 
 
+def stem(path: str) -> str:
+    """The name of a file, or of a part of it (``: PART``), without its ending, also compressed."""
+    return Path(re.sub(r"\.gz(?=$|: )", "", Path(path).name)).stem
+
+
 def numbered(text: str) -> Iterator[tuple[int, list[str]]]:
     """Lines that have words, by their numbers; what follows a ``#`` is a comment."""
     for i, line in enumerate(text.splitlines(), start=1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from placement.importers._read import (
     number,
     number_of,
     problem_of,
+    stem,
     topological,
     whole,
     whole_of,
@@ -80,7 +80,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     stored = np.flatnonzero(num_bytes).tolist()
     graph = graph_of(
         path,
-        Path(path).stem,
+        stem(path),
         [names[v] for v in order],
         np.arange(num_ops),
         np.zeros(num_ops, np.int64),

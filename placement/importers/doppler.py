@@ -7,15 +7,14 @@ The repository is github.com/xinyuyao/Doppler; what its simulator does is ``Prob
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 
-from placement.importers._read import FormatError, Tasks, equal_devices, task_problem
+from placement.importers._read import FormatError, Tasks, equal_devices, stem, task_problem
 from placement.problem import Problem
 
 COST_PER_S = 1e10  # its simulator divides costs by this, and so do its tables
-_ROW = re.compile(r"(\d{1,18}),(\d{1,18})(?:,([a-zA-Z_]+))?$")
+_ROW = re.compile(r"(\d{1,18})\s*,\s*(\d{1,18})\s*(?:,\s*(.*))?$")
 
 
 def looks_like(text: str) -> bool:
@@ -52,7 +51,7 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         [int(x) for x in re.findall(r"\d{1,18}", line)] for line in lines[1:4]
     )
     count = int(lines[0]) - len(inputs)
-    rows = lines[4:]
+    rows = [line for line in lines[4:] if line]
     if len(rows) != count:
         raise FormatError(
             f"{path}: {lines[0]} nodes, {len(inputs)} of them inputs, but {len(rows)} lines of "
@@ -80,5 +79,5 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
         kinds.append(match[3] or "op")
         tensors.append((n, int(match[2]), users[n]))
     names = [str(n) for n in range(count)]
-    tasks = Tasks("doppler", Path(path).stem, names, np.array(seconds), pairs, kinds, tensors)
+    tasks = Tasks("doppler", stem(path), names, np.array(seconds), pairs, kinds, tensors)
     return task_problem(path, tasks, cluster, objective, contention=False, ready_order="arrival")

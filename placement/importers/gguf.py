@@ -31,8 +31,12 @@ _BLOCKS = {
     28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
     40: (64, 36), 41: (128, 18),
 }  # fmt: skip
-# Architectures of which every so manieth layer looks back without end, the others over a window.
-_GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4}
+# Architectures of which every so manieth layer looks back without end, the others over a window;
+# of others llama.cpp knows none, whatever the header says (as of Phi 3).
+_GLOBAL_EVERY = {
+    **dict.fromkeys(("cohere2", "llama4", "olmo2", "exaone4", "exaone-moe", "afmoe"), 4),
+    **{"gemma2": 2, "gpt-oss": 2, "gemma3n": 5, "gemma3": 6},
+}
 _BEFORE, _BEHIND = ("token_embd", "position_embd", "token_types", "rope_"), ("output",)
 
 
@@ -306,6 +310,8 @@ class _Model:
 
     def _window(self, i: int) -> int | None:
         window = self._value("attention.sliding_window", i)
+        if self.name == "llama4" and window != 0:
+            window = 8192  # which no header says
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             return None
         pattern = self._value("attention.sliding_window_pattern", i)
@@ -314,9 +320,7 @@ class _Model:
         every = _GLOBAL_EVERY.get(self.name)
         if isinstance(pattern, int) and pattern > 0:
             every = pattern
-        if every is not None:
-            return window if (i + 1) % every else None
-        return window if self.name == "phi3" else None
+        return window if every is not None and (i + 1) % every else None
 
     def _widest(self) -> int:
         """See ``Decoder.widest``."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from placement.importers._read import FormatError, whole
 from placement.importers.decoder import CLASSES, MOST_EXPERTS, MOST_LAYERS, Decoder, Part
 from placement.tools.files import short
 
-_NORMED = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}  # of queries and keys, all heads
+# Flags of norms of queries and keys, all heads; of a head, whether they are usual, and their size.
+_NORMED = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
+_NORMED_HEAD = {"glm4_moe": ("use_qk_norm", False, 2), "phi": ("qk_layernorm", False, 4),
+                "persimmon": ("qk_layernorm", True, 4)}  # fmt: skip
 _ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")  # names of lists
 _MOST = 2**24  # of a size
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
@@ -53,17 +57,21 @@ _WPE = ("transformer.wpe", 0)
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "phi3", "helium"), Family()),
     **dict.fromkeys(("granite", "internlm3", "mixtral", "granitemoe", "deepseek_v2"), Family()),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "solar_open", "dots1", "glm4_moe"), Family()),
+    **dict.fromkeys(("deepseek_v3", "solar_open", "dots1", "glm4_moe", "baichuan"), Family()),
     "llama4_text": Family(),
-    **dict.fromkeys(("gemma", "smollm3", "ernie4_5", "ernie4_5_moe"), Family(tied=True)),
-    **dict.fromkeys(("gemma2", "gemma3_text"), Family(norms=4, tied=True)),
-    **dict.fromkeys(("qwen2", "qwen2_moe"), Family(bias="q")),
+    "internlm2": Family(embed="model.tok_embeddings", head="output"),
+    "exaone": Family("transformer.h", "transformer.wte", "transformer.ln_f"),
+    **dict.fromkeys(("gemma", "smollm3", "ernie4_5", "ernie4_5_moe", "minicpm"), Family(tied=True)),
+    "gemma2": Family(norms=4, tied=True),
+    "gemma3_text": Family(norms=4, tied=True, qk="head"),
+    "qwen2": Family(bias="q"),
+    "qwen2_moe": Family(bias="Q"),
     **dict.fromkeys(("qwen3", "qwen3_moe", "exaone4", "hunyuan_v1_dense"), Family(qk="head")),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe", "minimax_m2"), Family(qk="all")),
     "olmo": Family(norms=0),
     **dict.fromkeys(("cohere", "cohere2"), Family(norms=1, tied=True)),
     **dict.fromkeys(("seed_oss", "glm"), Family(bias="Q")),
-    "glm4": Family(bias="Q", norms=4),
+    **dict.fromkeys(("glm4", "glm4v_text"), Family(bias="Q", norms=4)),
     "arcee": Family(gated=False),
     "nemotron": Family(gated=False, norm_size=2),
     "apertus": Family(gated=False, qk="head"),
@@ -78,13 +86,18 @@ FAMILIES = {
     **dict.fromkeys(("gptj", "codegen"), _gpt(bias="mh", norms=1, tied=False)),
     "gpt_neox": _gpt("gpt_neox.embed_in", "gpt_neox.layers", final="gpt_neox.final_layer_norm",
                      bias="QOm", tied=False),
-    "opt": _gpt("model.decoder.embed_tokens", "model.decoder.layers", bias="qom",
+    "opt": _gpt("model.decoder.embed_tokens", "model.decoder.layers", bias="QOM",
                 final="model.decoder.final_layer_norm",
                 positions=("model.decoder.embed_positions", 2)),
     "bloom": _gpt("transformer.word_embeddings", bias="qom"),
     "falcon": _gpt("transformer.word_embeddings", norms=1),
     "mpt": _gpt(layers="transformer.blocks", final="transformer.norm_f", norm_size=1),
 }  # fmt: skip
+# Types that are another one in all that counts here: also text models of those that see.
+_SAME = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2", "cwm": "llama",
+         "glm4v_moe_text": "glm4_moe", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
+         **dict.fromkeys(("qwen2_vl", "qwen2_vl_text"), "qwen2"),
+         **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "qwen2")}  # fmt: skip
 
 
 def looks_like(data: Any) -> bool:
@@ -101,18 +114,20 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
     Raises:
         FormatError: an architecture that is not known, or a number that is missing or cannot be.
     """
-    inner, inside = data.get("text_config"), False
-    if isinstance(inner, dict) and looks_like(inner) and inner["model_type"] in FAMILIES:
-        usual = zip(_USUAL_FIELDS, _USUAL.get(inner["model_type"], ()), strict=False)
+    inner, inside = next((data[k] for k in _INNER if k in data), None), False
+    if isinstance(inner, dict) and looks_like(inner) and _type(inner) in FAMILIES:
         outer = {k: data[k] for k in (*_DTYPES, "quantization_config") if k in data}
-        data, inside = {**dict(usual), **outer, **inner}, True
-    kind = data["model_type"]
+        data, inside = {**outer, **inner}, True
+    kind = _type(data)
+    skipped = 0 if inside else 4  # a model's own config tells its size
+    usual = zip(_USUAL_FIELDS, _USUAL.get(data["model_type"], ()), strict=False)
+    data = {**dict(islice(usual, skipped, None)), **data}
     if kind not in FAMILIES:
         near = difflib.get_close_matches(kind, FAMILIES, 3, 0.5)
         meant = f"; did you mean {', '.join(near)}?" if near else "."
         raise FormatError(
             f"{path}: the architecture {short(kind)} is not known{meant} Known are "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(sorted({*FAMILIES, *_SAME}))}"
         )
     config = _Config(data, path, FAMILIES[kind], kind)
     parts = tuple(config.parts())
@@ -122,26 +137,51 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
     )
 
 
-_DTYPES = ("dtype", "torch_dtype")
-_USUAL_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "vocab_size", "head_dim", "sliding_window")  # fmt: skip
-# What transformers takes for what a ``text_config`` leaves out, because it is the type's default.
+def _type(data: Mapping[str, Any]) -> str:
+    return _SAME.get(data["model_type"], data["model_type"])
+
+
+_INNER, _DTYPES = ("text_config", "llm_config", "language_config"), ("dtype", "torch_dtype")
+_USUAL_FIELDS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window"),
+)
+# What transformers takes for what is left out, because it is the type's default.
 _USUAL = {
-    "llama": (4096, 11008, 32, 32, 32, 32000),
-    "mistral": (4096, 14336, 32, 32, 8, 32000, 128, 4096),
-    "mixtral": (4096, 14336, 32, 32, 8, 32000),
-    "ministral3": (4096, 14336, 34, 32, 8, 131072, 128),
-    "qwen2": (4096, 22016, 32, 32, 32, 151936),
-    "qwen3": (4096, 22016, 32, 32, 32, 151936, 128),
-    "gemma": (3072, 24576, 28, 16, 16, 256000, 256),
-    "gemma2": (2304, 9216, 26, 8, 4, 256000, 256, 4096),
-    "gemma3_text": (2304, 9216, 26, 8, 4, 262208, 256, 4096),
-    "phi3": (3072, 8192, 32, 32, 32, 32064),
-    "granite": (4096, 11008, 32, 32, 32, 32000),
-    "cohere2": (8192, 22528, 40, 64, 64, 256000),
-    "gpt_oss": (2880, 2880, 36, 64, 8, 201088, 64, 128),
-    "llama4_text": (5120, 8192, 48, 40, 8, 202048, 128),
+    "llama": (4096, 32, 32, 32000, 11008),
+    "mistral": (4096, 32, 32, 32000, 14336, 8, None, 4096),
+    "mixtral": (4096, 32, 32, 32000, 14336, 8),
+    "ministral3": (4096, 34, 32, 131072, 14336, 8, 128),
+    "qwen2": (4096, 32, 32, 151936, 22016, 32),
+    "qwen3": (4096, 32, 32, 151936, 22016, 32, 128),
+    "gemma": (3072, 28, 16, 256000, 24576, 16, 256),
+    "gemma2": (2304, 26, 8, 256000, 9216, 4, 256, 4096),
+    "gemma3_text": (2304, 26, 8, 262208, 9216, 4, 256, 4096),
+    "phi3": (3072, 32, 32, 32064, 8192),
+    "granite": (4096, 32, 32, 32000, 11008),
+    "cohere2": (8192, 40, 64, 256000, 22528, None, None, 4096),
+    "gpt_oss": (2880, 36, 64, 201088, 2880, 8, 64, 128),
+    "llama4_text": (5120, 48, 40, 202048, 8192, 8, 128),
 }
+# Of other types what must be told, as their default follows from no other number.
+_MUST = {
+    "num_key_value_heads": (
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "glm4", "glm4v_text", "glm4_moe",
+        "helium", "internlm3", "minimax_m2", "ministral", "phimoe", "qwen2_moe", "qwen3_moe",
+        "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    ),
+    "sliding_window": ("exaone4", "ministral", "olmo3"),
+    "head_dim": ("ernie4_5", "glm", "glm4", "helium", "internlm3", "minimax_m2", "seed_oss",
+                 "solar_open"),
+    "moe_intermediate_size": ("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe",
+                              "qwen2_moe", "qwen3_moe", "solar_open"),
+    "n_shared_experts": ("deepseek_v2", "deepseek_v3", "glm4_moe", "solar_open"),
+    "first_k_dense_replace": ("deepseek_v3", "glm4_moe"),
+    "q_lora_rank": ("deepseek_v2", "deepseek_v3"),
+    "shared_expert_intermediate_size": ("qwen2_moe",),
+    "moe_num_shared_experts": ("ernie4_5_moe",),
+    "moe_layer_start_index": ("ernie4_5_moe",),
+}  # fmt: skip
 
 
 class _Config:
@@ -151,6 +191,9 @@ class _Config:
         self.data, self.path, self.family, self.kind = data, path, family, kind
         settings = data.get("quantization_config")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
+        for name, kinds in _MUST.items():
+            if kind in kinds and name not in data:
+                raise FormatError(f"{path}: field {name!r} is missing ({kind})")
         self.hidden = self.size("hidden_size", "n_embed", "n_embd", "d_model")
         most = self.number("num_hidden_layers", "n_layer", "n_layers", "num_layers", low=1)
         if most > MOST_LAYERS:
@@ -160,31 +203,33 @@ class _Config:
         self.kv_heads = self._kv_heads()
         self.head_dim = self.size("head_dim", default=max(1, self.hidden // self.heads))
         self.vocabulary = self.size("vocab_size")
-        ratio = self.number("expansion_ratio", default=4)
+        usual = ("transformer." in family.embed and not family.gated) or kind == "solar_open"
         inner = self.size(
             *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-            default=ratio * self.hidden,
+            default=4 * self.hidden if usual else None,
         )
         if kind == "llama4_text":
             self.expert_width, inner = inner, self.size("intermediate_size_mlp", default=inner)
         else:
             self.expert_width = self.size("moe_intermediate_size", default=inner)
         self.inner = inner
-        self.num_experts = self.number(
-            *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), default=0
-        )
-        if self.num_experts > MOST_EXPERTS:
-            raise FormatError(f"{path}: {self.num_experts} experts, at most {MOST_EXPERTS}")
-        default = min(8 if kind != "mixtral" else 2, self.num_experts)
-        self.chosen = self.number("num_experts_per_tok", "moe_k", default=default)
-        if self.num_experts and not 1 <= self.chosen <= self.num_experts:
-            raise FormatError(
-                f"{path}: {self.chosen} of {self.num_experts} experts cannot be chosen"
-            )
+        self.num_experts = self.chosen = 0
+        if kind in _SPARSE:
+            names = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
+            none = 0 if any(name in data for name in names) else None
+            self.num_experts = self.number(*names, default=none)
+        if self.num_experts:
+            self.chosen = self.number("num_experts_per_tok", "moe_k")
+            if self.num_experts > MOST_EXPERTS:
+                raise FormatError(f"{path}: {self.num_experts} experts, at most {MOST_EXPERTS}")
+            if not 1 <= self.chosen <= self.num_experts:
+                raise FormatError(
+                    f"{path}: {self.chosen} of {self.num_experts} experts cannot be chosen"
+                )
         self.tied = self.flag("tie_word_embeddings", family.tied)
         self.dtype = self._dtype()
         self.bits, self.left_alone = self._quantised_bits(), self._left_alone()
-        self.latent = kind in ("deepseek_v2", "deepseek_v3", "kimi_k2")
+        self.latent = kind in ("deepseek_v2", "deepseek_v3")
         width, both = self.expert_width, 3 if family.gated else 2
         routed = self.chosen * max(both * width, width + self.hidden) if self.num_experts else 0
         self.widest = 5 * self.hidden + max(self.attention_width(), both * self.inner, routed)
@@ -199,7 +244,8 @@ class _Config:
             if self.data.get(name) is not None:
                 return whole(self.data[name], f"{self.path}: {name}", low, _MOST)
         if default is None:
-            raise FormatError(f"{self.path}: field {names[0]!r} is missing ({self.kind})")
+            missing = " or ".join(map(repr, names))
+            raise FormatError(f"{self.path}: field {missing} is missing ({self.kind})")
         return default
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -327,7 +373,8 @@ class _Config:
             yield plain(f"{family.embed}_layernorm", "embedding", 2 * hidden)
         for i in range(self.num_layers):
             yield from self._layer(i)
-        if family.norms and self.flag("do_layer_norm_before", True):
+        removed = self.flag("_remove_final_layer_norm", False)
+        if family.norms and self.flag("do_layer_norm_before", True) and not removed:
             yield plain(family.final, "head", hidden * family.norm_size)
         if project:
             yield plain("model.decoder.project_out", "head", project, float(project))
@@ -347,15 +394,10 @@ class _Config:
             norms *= 2
         if self.kind == "stablelm" and self.flag("use_parallel_residual", False):
             norms //= 2
-        qk = 0
-        if self.family.qk == "head":
-            qk = 2 * self.head_dim
-        elif self.family.qk == "all" or self.flag(_NORMED.get(self.kind, ""), False):
+        name, usual, size = _NORMED_HEAD.get(self.kind, ("", self.family.qk == "head", 2))
+        qk = size * self.head_dim if self.flag(name, usual) else 0
+        if self.family.qk == "all" or self.flag(_NORMED.get(self.kind, ""), False):
             qk = (self.heads + self.kv_heads) * self.head_dim
-        elif self.kind == "persimmon" and self.flag("qk_layernorm", True):
-            qk = 4 * self.head_dim
-        elif self.kind == "gemma3_text":
-            qk = 2 * self.head_dim
 
         def part(name: str, module: str, matrices: int, others: int, **more: Any) -> Part:
             """``matrices`` have the bits of a ``module``; ``others`` are never quantised."""
@@ -370,11 +412,11 @@ class _Config:
         one = (3 if self.family.gated else 2) * hidden
         bias = self.inner * (2 if self.family.gated else 1) + hidden if self.bias("m") else 0
         if not self._is_sparse(i):
+            bias += 2 * (self.kind == "apertus")  # of its activation
             yield part("feed_forward", "mlp.up_proj", one * self.inner, bias)
             return
         shared, gate = self._shared_width() * one, self.num_experts * hidden
-        if self.kind == "qwen2_moe":
-            gate += hidden
+        gate += {"qwen2_moe": hidden, "ernie4_5_moe": self.num_experts}.get(self.kind, 0)
         experts = self.num_experts * one * self.expert_width
         bias = self.num_experts * (2 * self.expert_width + hidden + 1) if self.bias("m") else 0
         numel, used = float(shared + gate), self.chosen / self.num_experts
@@ -392,7 +434,8 @@ class _Config:
             asks = queries * (hidden + up + 1) if queries else hidden * up
             keeps = hidden * (rank + rope) + rank * (1 + self.heads * (nope + value))
             size = asks + keeps + self.heads * value * hidden
-            return size, 0, item * (rank + rope), self.heads * (rank + rope / 2)
+            biases = (queries + rank + rope + hidden) * self.bias("o")
+            return size, biases, item * (rank + rope), self.heads * (rank + rope / 2)
         own, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = (own + 2 * kv) * self.bias("q") + hidden * self.bias("o")
         if self.kind == "gpt_oss":
@@ -423,7 +466,7 @@ class _Config:
 
     def _is_sparse(self, i: int) -> bool:
         """Whether layer ``i`` has experts."""
-        if not self.num_experts or self.kind not in _SPARSE:
+        if not self.num_experts:
             return False
         if self.kind == "llama4_text":
             return (i + 1) % self.size("interleave_moe_layer_step", default=1) == 0
@@ -446,13 +489,17 @@ _BIASES = (
     ("attention_bias", "qo", (
         "qwen3", "qwen3_moe", "llama", "gemma", "gemma2", "gemma3_text", "granite", "olmo",
         "olmo2", "olmo3", "olmoe", "smollm3", "gpt_neox", "gpt_oss", "cohere", "phimoe", "dots1",
-        "nemotron", "apertus", "arcee", "helium",
+        "nemotron", "apertus", "arcee", "helium", "cohere2", "granitemoe", "hunyuan_v1_dense",
+        "deepseek_v2", "deepseek_v3", "internlm3",
     )),
-    ("attention_bias", "q", ("seed_oss", "glm", "glm4", "glm4_moe")),
+    ("attention_bias", "q", ("seed_oss", "glm", "glm4", "glm4_moe", "glm4v_text", "solar_open")),
     ("attention_out_bias", "o", ("seed_oss",)),
     ("use_qkv_bias", "q", ("stablelm",)),
+    ("qkv_bias", "q", ("qwen2_moe",)),
     ("lm_head_bias", "h", ("phimoe",)),
-    ("mlp_bias", "m", ("llama", "granite", "arcee", "smollm3", "seed_oss")),
+    ("mlp_bias", "m", ("llama", "granite", "arcee", "smollm3", "seed_oss", "helium", "nemotron",
+                       "internlm3")),
+    ("enable_bias", "qom", ("opt",)),
     ("use_bias", "qom", ("starcoder2", "ernie4_5")),
     ("bias", "qom", ("falcon",)),
 )  # fmt: skip
@@ -461,5 +508,5 @@ _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _GLOBAL_EVERY = {"gemma2": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gemma3_text": 6,
                  "gpt_oss": 2, "llama4_text": 4}  # fmt: skip
 _SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe",
-           "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2", "ernie4_5_moe",
+           "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe",
            "dots1", "solar_open", "llama4_text")  # fmt: skip

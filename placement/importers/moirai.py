@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from placement.importers._read import (
     field,
     nodes_and_edges,
     number,
+    stem,
     task_problem,
     whole_of,
 )
@@ -69,7 +69,7 @@ def read(data: Any, path: str, *, objective: str | None = None) -> Problem:
     shape = (-1, num_devices, num_devices)
     transfer_s = np.frombuffer(b"".join(m for _, m in users), np.float64).reshape(shape)
     tensors = [(u, 0, mine) for (u, _), mine in users.items()]
-    name = str(data.get("model", Path(path).stem))
+    name = str(data.get("model", stem(path)))
     tasks = Tasks("moirai", name, names, np.array(times), pairs, tensors=tensors)
     cluster = Cluster(
         "moirai", tuple(Device(f"device:{d}", "accelerator") for d in range(num_devices))

@@ -25,6 +25,7 @@ from placement.importers._read import (
     decimal,
     equal_devices,
     number,
+    stem,
     task_problem,
 )
 from placement.problem import Problem
@@ -64,27 +65,23 @@ def read(
     return task_problem(path, tasks, cluster, objective)
 
 
-def joined(paths: Sequence[str | Path], bandwidth: float = float("inf")) -> Problem:
-    """One problem of files of the same trace: a device for each, called after its folder.
+def joined(paths: Sequence[Path]) -> Problem:
+    """One problem of files that ``traces`` puts together: a device for each, after its folder.
 
     Raises:
-        FormatError: see ``read``; or two files that do not have the same operators and inputs.
+        FormatError: see ``read``.
     """
-    every = [_tasks(read_text(path), str(path)) for path in paths]
-    first = every[0]
-    for path, tasks in zip(paths, every, strict=True):
-        if trace_of(tasks) != trace_of(first):
-            raise FormatError(
-                f"{path}: its operators, or their inputs, are not those of {paths[0]}"
-            )
-    gpus = [Device(Path(path).parent.name, "gpu") for path in paths]
-    cluster = all_joined("neusight", gpus, bandwidth)
-    seconds = np.concatenate([tasks.seconds for tasks in every], axis=1)
+    first, *others = (_tasks(read_text(path), str(path)) for path in paths)
+    gpus = [Device(path.parent.name, "gpu") for path in paths]
+    cluster = all_joined("neusight", gpus, float("inf"))
+    seconds = np.concatenate([tasks.seconds for tasks in (first, *others)], axis=1)
     return task_problem(str(paths[0]), replace(first, seconds=seconds), cluster, None)
 
 
 def traces(paths: Sequence[Path]) -> list[list[Path]]:
     """The files of one model by what was traced: the library's version decides that too.
+
+    Those of a group have the same operators in turn, and the same of them wait for each other.
 
     Raises:
         FormatError: see ``read``.
@@ -92,18 +89,14 @@ def traces(paths: Sequence[Path]) -> list[list[Path]]:
     groups: dict[object, list[Path]] = {}
     for path in paths:
         tasks = _tasks(read_text(path), str(path))
-        groups.setdefault(trace_of(tasks), []).append(path)
+        groups.setdefault((*tasks.names, frozenset(tasks.pairs)), []).append(path)
     return list(groups.values())
-
-
-def trace_of(tasks: Tasks) -> object:
-    """What two files must share to be one graph: operators in turn, and who waits for whom."""
-    return tuple(tasks.names), frozenset(tasks.pairs)
 
 
 def _tasks(text: str, path: str) -> Tasks:
     try:
-        rows = list(csv.DictReader(io.StringIO(text.lstrip())))
+        lines = csv.DictReader(io.StringIO(text.strip(), newline=None))
+        rows = [row for row in lines if any(map(str.strip, filter(None, map(row.get, COLUMNS))))]
     except csv.Error as error:
         raise FormatError(f"{path}: not a CSV file: {error}") from error
     if not rows:
@@ -138,7 +131,7 @@ def _tasks(text: str, path: str) -> Tasks:
         users.setdefault(u, []).append(v)
     tensors = [(u, sizes[u], mine) for u, mine in users.items()]
     kinds = [row["op"] or "op" for row in rows]
-    return Tasks("neusight", Path(path).stem, names, seconds, pairs, kinds, tensors)
+    return Tasks("neusight", stem(path), names, seconds, pairs, kinds, tensors)
 
 
 def _bytes(shape: str, dtype: str, where: str) -> int:

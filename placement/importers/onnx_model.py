@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -23,7 +22,7 @@ from placement.importers._onnx_sizes import (
     stored,
     subgraphs,
 )
-from placement.importers._read import FormatError, equal_devices, problem_of, topological
+from placement.importers._read import FormatError, equal_devices, problem_of, stem, topological
 from placement.problem import Problem
 
 DEVICES, BANDWIDTH, MEMORY = 4, 12e9, 16 * 2**30
@@ -108,7 +107,7 @@ def read(
     parts = _cluster(path, options)
     model = _readable(content, path, dims)
     try:
-        graph, work = _Model(model, path, dims).graph(Path(path).stem)
+        graph, work = _Model(model, path, dims).graph(stem(path))
     except FormatError:
         raise
     except (TypeError, ValueError, LookupError) as error:  # what a damaged file leaves

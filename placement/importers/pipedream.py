@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from placement.importers._read import (
     graph_of,
     number,
     problem_of,
+    stem,
     topological,
     whole,
 )
@@ -87,7 +87,7 @@ def read(
         param_uses += [(int(back[op]), k) for k, op in enumerate(stored)]
     graph = graph_of(
         path,
-        Path(path).stem,
+        stem(path),
         names,
         tensor_src.astype(np.int32),
         size.astype(np.int64),
@@ -151,12 +151,12 @@ def _nodes_and_edges(
 
 def _fields(text: str, where: str) -> list[float]:
     """The four numbers of a node; a list ``[a; b]`` of several activations is added up."""
-    by_name = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    by_name = dict(re.findall(r"(\w+)=(\[[^]]*\]|[^,]*)", text))
     values = []
     for name in FIELDS:
         if name not in by_name:
             raise FormatError(f"{where}: field {name!r} is missing; it has {sorted(by_name)}")
-        words = by_name[name].strip("[]").split(";")
+        words = re.split("[;,]", by_name[name].strip().strip("[]"))
         total = sum(decimal(word, f"{where}: {name}") for word in words)
         if name.endswith("_size"):
             total = whole(math.ceil(number(total, where)), f"{where}: {name}", most=MOST_BYTES)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import dropwhile, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from placement.importers._read import (
     number,
     number_of,
     numbered,
+    stem,
     task_problem,
     whole,
     whole_of,
@@ -86,7 +86,7 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
         seconds[op, machine] = min(seconds[op, machine], duration)
     named = content if isinstance(content, dict) else {}
     name = str(named.get("instance", named.get("name", "")))
-    tasks = Tasks("shop", name or Path(path).stem, [str(op) for op in range(count)], seconds, pairs)
+    tasks = Tasks("shop", name or stem(path), [str(op) for op in range(count)], seconds, pairs)
     return task_problem(path, tasks, cluster, objective)
 
 
@@ -155,7 +155,19 @@ def _records(data: Any, path: str) -> Jobs:
 
 
 def _of_matrices(data: Any, path: str) -> Jobs:
-    """Jobs of a matrix of durations and one of machines, from 0; rows may differ in length."""
+    """Jobs of a matrix of durations and one of machines, from 0; rows may differ in length.
+
+    Several machines in a list are those that may run the operation, as fast as each other.
+    """
+
+    def ways(machines: Any, at_m: str, time: Any, at_t: str) -> list[tuple[int, float]]:
+        each = _items(machines, at_m) if isinstance(machines, list) else [(at_m, machines)]
+        return [(whole(m, at), number(time, at_t)) for at, m in each]
+
+    if str(data.get("release_dates_matrix") or 0).strip("[], 0."):
+        raise FormatError(
+            f"{path}: release_dates_matrix: an operation that may not begin at 0 is not known"
+        )
     durations, machines = (
         [list(_items(row, where)) for where, row in _items(data[key], f"{path}: {key}")]
         for key in ("duration_matrix", "machines_matrix")
@@ -163,7 +175,7 @@ def _of_matrices(data: Any, path: str) -> Jobs:
     if list(map(len, durations)) != list(map(len, machines)):
         raise FormatError(f"{path}: duration_matrix and machines_matrix differ in their shape")
     return [
-        [[(whole(m, at_m), number(t, at_t))] for (at_t, t), (at_m, m) in zip(*row, strict=True)]
+        [ways(m, at_m, t, at_t) for (at_t, t), (at_m, m) in zip(*row, strict=True)]
         for row in zip(durations, machines, strict=True)
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from placement.importers._read import (
     equal_devices,
     field,
     number_of,
+    stem,
     task_problem,
     whole_of,
 )
@@ -82,7 +82,7 @@ def read(
     name = data.get("name")
     tasks = Tasks(
         "wfformat",
-        name if isinstance(name, str) and name else Path(path).stem,
+        name if isinstance(name, str) and name else stem(path),
         names,
         np.repeat(seconds, devices, axis=1),
         sorted(pairs),

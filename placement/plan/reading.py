@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from placement.plan.document import Plan
 from placement.plan.parts import PlanError, Strict
-from placement.tools.files import check_is_file, model_file, parse_json, short, some
+from placement.tools.files import check_is_file, model_file, parse_json, read_text, short, some
 from placement.tools.strict import explain
 
 SCHEMA_VERSIONS = (1, 2)  # 2: with phases
@@ -56,9 +56,10 @@ def read_plan(path: str | Path) -> Plan:
 def _text(path: Path) -> str:
     try:
         size = check_is_file(path)
-        if size > MAX_FILE_BYTES:
+        text = read_text(path) if size <= MAX_FILE_BYTES else ""
+        if (size := max(size, len(text))) > MAX_FILE_BYTES:
             raise PlanError(f"{path}: {size} bytes, a plan has at most {MAX_FILE_BYTES}")
-        return path.read_bytes().decode("utf-8-sig")
+        return text
     except UnicodeDecodeError as error:
         what = model_file(path, error.object) or f"byte {error.start} is not UTF-8"
         raise PlanError(f"{path}: not a plan: {what}") from error

@@ -100,7 +100,7 @@ def solve(
     from ortools.sat.python import cp_model
 
     cost = s.cost_s
-    unit = grain_s or cost / _UNITS
+    unit = grain_s or max(cost, 1e-300) / _UNITS
     model = cp_model.CpModel()
     program = _Program(t, s, part.start, part.stop, unit, model)
     slack = 0 if grain_s else len(part)  # each was rounded

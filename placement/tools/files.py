@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import shutil
 import stat
 import threading
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
@@ -25,6 +27,8 @@ from typing import Any
 MOST_BYTES = 2**31  # of a file that is read whole: as much as protobuf, and so ONNX, allows
 MAX_DEPTH = 100  # of lists and objects in each other: far below what Python's own recursion allows
 _MAX_DIGITS = 308  # of a number that float64 holds
+MAX_UNPACKED = 2**30  # of a compressed file's content, and no more than text compresses to
+_MAX_RATIO = 50
 _MOST_PACKED = 200  # times as many bytes as the file of them has
 _FEW_ALIASES = 100_000  # values that a short text of YAML may repeat by its aliases
 
@@ -34,7 +38,7 @@ class FileError(ValueError):
 
 
 def read_file(path: str | Path) -> bytes:
-    """All bytes of a file.
+    """All bytes of a file, or what is compressed in it (gzip).
 
     Raises:
         OSError: it cannot be read; or is larger than ``MOST_BYTES``, or a device or a named pipe,
@@ -43,7 +47,22 @@ def read_file(path: str | Path) -> bytes:
     size = check_is_file(path)
     if size > MOST_BYTES:
         raise OSError(errno.EFBIG, f"{size} bytes, at most {MOST_BYTES} are read")
-    return Path(path).read_bytes()
+    content = Path(path).read_bytes()
+    return _unpacked(content) if content[:2] == b"\x1f\x8b" else content
+
+
+def _unpacked(content: bytes) -> bytes:
+    most = min(MAX_UNPACKED, 2**24 + _MAX_RATIO * len(content))
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:  # perhaps several that were joined
+            data = file.read(most + 1)
+    except EOFError:
+        raise OSError(errno.EINVAL, "the compressed file is cut off") from None
+    except (OSError, zlib.error) as error:
+        raise OSError(errno.EINVAL, f"damaged: {error}") from error
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"the compressed file holds more than {most} bytes")
+    return data
 
 
 def check_is_file(path: str | Path) -> int:

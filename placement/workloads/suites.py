@@ -20,7 +20,7 @@ from placement import importers
 from placement.importers import neusight, shop
 from placement.objective import Objective
 from placement.problem import Problem
-from placement.tools.files import parse_json, short
+from placement.tools.files import parse_json, read_file, short
 from placement.workloads import synthetic
 
 _BOUNDS = ("best_known.json", "bks.json", "instances.json")
@@ -148,7 +148,7 @@ def _shops(folder: Path, devices: int | None) -> Iterator[Case]:
         if path.name in _BOUNDS:
             continue
         several = [(name, "")]
-        if path.suffix in (".txt", ""):  # which may be about anything
+        if Path(path.name.removesuffix(".gz")).suffix in (".txt", ""):  # about anything
             text = _text(path)
             if not shop.looks_like(text):
                 continue
@@ -179,13 +179,16 @@ def _stg(folder: Path, devices: int | None) -> Iterator[Case]:
 
 def _neusight(folder: Path, devices: int | None) -> Iterator[Case]:
     """A case for each trace of a model, called after the first GPU if there are several."""
-    for name in sorted({path.name for path in folder.glob("*/*.csv")}):
-        traces = neusight.traces(sorted(folder.glob(f"*/{name}")))
+    models: dict[str, list[Path]] = {}
+    for name, path in _files(folder, "csv"):
+        models.setdefault(name.rpartition("/")[2], []).append(path)
+    for name, files in sorted(models.items()):
+        traces = neusight.traces(files)
         for paths in traces:
             mark = f"@{paths[0].parent.name}" if len(traces) > 1 else ""
             some = paths[:devices]
             load = partial(neusight.joined, some)
-            yield Case(Path(name).stem + mark, load, len(some), 1e-3)
+            yield Case(name + mark, load, len(some), 1e-3)
 
 
 def _wfformat(folder: Path, devices: int | None) -> Iterator[Case]:
@@ -198,23 +201,23 @@ def _public(folder: Path, devices: int | None) -> Iterator[Case]:
     """``devices`` are those of PipeDream's profiles: the other files have their own."""
     path = folder / "dnn_partitioning" / "truth.json"
     truth = _truth(path) if path.is_file() else []
-    for path in sorted(folder.glob("dnn_partitioning/*/*/*.json")):
-        file = path.relative_to(folder / "dnn_partitioning").as_posix()
-        latency = file.startswith("latency")
+    for name, path in _files(folder / "dnn_partitioning", "json"):
+        if name.count("/") < 2:  # what is known of them
+            continue
+        latency = name.startswith("latency")
         objective = Objective.PIECEWISE_LATENCY if latency else Objective.MAX_LOAD
-        low, best = bounds_of(truth, file, "latency" if latency else "max_load")
+        low, best = bounds_of(truth, f"{name}.json", "latency" if latency else "max_load")
         # Solvers prove to within 1e-5, and some values are below what they say.
         low = None if low is None else low * (1 - 1e-5)
-        name = f"dnn_partitioning/{file.removesuffix('.json')}"
         load = partial(importers.load, path, objective=objective)
-        yield Case(name, load, None, 1e-3, low, best)
+        yield Case(f"dnn_partitioning/{name}", load, None, 1e-3, low, best)
     count = 4 if devices is None else devices
-    for path in sorted(folder.glob("pipedream/*.txt")):
+    for name, path in _files(folder / "pipedream", "txt"):
         load = partial(importers.load, path, devices=count)
-        yield Case(f"pipedream/{path.stem}", load, count, 1e-3)
-    for path in sorted(folder.glob("moirai/*.json")):
+        yield Case(f"pipedream/{name}", load, count, 1e-3)
+    for name, path in _files(folder / "moirai", "json"):
         load = partial(importers.load, path, objective=Objective.LATENCY)
-        yield Case(f"moirai/{path.stem}", load, None, 1e-3)
+        yield Case(f"moirai/{name}", load, None, 1e-3)
 
 
 def _truth(path: Path) -> list[dict[str, Any]]:
@@ -252,7 +255,7 @@ def _synthetic(folder: Path, devices: int | None) -> Iterator[Case]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    return read_file(path).decode("utf-8-sig", "replace")
 
 
 def _json(path: Path) -> Any:
@@ -284,7 +287,7 @@ def _jsplib(record: dict[str, Any]) -> dict[str, Any]:
 
 def _of(known: Mapping[str, Any], name: str, path: Path) -> Any:
     """What is said of a problem: by its path, or by its name with or without the ending."""
-    names = (name, path.name, name.rpartition("/")[2])
+    names = (name, path.name.removesuffix(".gz"), name.rpartition("/")[2])
     return next((known[key] for key in names if key in known), None)
 
 

@@ -218,6 +218,36 @@ def test_files_as_they_are_passed_on(tmp_path: Path) -> None:
     assert [case.lower_bound for case in loaded] == [None, None, 7], "0 says nothing"
 
 
+def test_all_files_may_be_compressed(data: Path) -> None:
+    """Cases, their problems and what is known of them stay the same."""
+    two = "".join(f"instance {x}\n2 2\n0 3 1 {x}\n1 2 0 4\n" for x in (5, 6))
+    write(data / "shops/two.txt", two)
+    row = 'fc,{},{{}},{},0,0,"(1, 2)",torch.float32\n'
+    for name, took in (("P4", 3), ("T4", 2)):
+        head = "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype\n"
+        write(data / f"neusight/{name}/m-inf-8-1.csv", head + row.format("a", took) + " \r\n")
+    node = "node1 -- Conv2d(3) -- forward_compute_time=1.0, backward_compute_time=2.0, "
+    write(data / "public/pipedream/vgg.txt", f"{node}activation_size=8, parameter_size=4\n")
+    named = {"nodes": [{"id": 1, "time": [1, 2]}], "edges": [], "num_devices": 2}
+    write(data / "public/moirai/small.json", json.dumps(named))
+
+    workflow = {"workflow": {"tasks": [{"name": "t", "runtime": 1}]}}
+    write(data / "wfformat/w.json", json.dumps(workflow))
+
+    def told() -> list[Any]:
+        every = [case for name in SUITES for case in cases(name, data) if SUITES[name].files]
+        problems = [case.load() for case in every]
+        known = [(c.problem, c.devices, c.lower_bound, c.best_known) for c in every]
+        return [known, *((p.graph.name, p.compute_s.tolist()) for p in problems)]
+
+    plain = told()
+    assert len(plain[0]) == len(plain) - 1 == 2 + 2 + 2 * 4 + 1 + 2 + 1
+    for path in (x for x in data.rglob("*.*") if x.name not in ("best_known.json", "optimal.json")):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert told() == plain
+
+
 def test_devices_are_in_the_order_of_the_file(tmp_path: Path, capsys: Any) -> None:
     nodes = [{"id": name, "time": [a, b]} for name, a, b in (("c", 1, 9), ("a", 9, 2), ("b", 4, 4))]
     ends = [("a", "b", [[0, 5], [5, 0]]), ("b", "c", [[0, 1], [1, 0]])]

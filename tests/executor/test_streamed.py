@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from placement import optimizing, planners
+from placement.bounds import lower_bound
 from placement.capturing import capture
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.measure import cached_path, load_or_measure
@@ -54,9 +56,9 @@ def chosen(graph, seed, devices=(0, 1, 2)):
 # --- the simulator -------------------------------------------------------------------------------
 
 
-def with_twins(seed: int) -> Problem:
+def with_twins(seed: int, *size: int) -> Problem:
     """A random problem, in which one or two devices with own memory have one that streams."""
-    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    problem, rng = random_problem(seed, *size), np.random.default_rng(seed)
     devices = [
         replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
     ]
@@ -87,6 +89,19 @@ def test_kernel_equals_reference_where_devices_stream(seed: int) -> None:
             value = evaluate(problem, p[None])
             np.testing.assert_allclose(value.period_s, fast.period_s, rtol=1e-9)
             assert value.peak_bytes is None or (value.peak_bytes[0] == fast.peak_bytes).all()
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), st.integers(1, 3))
+def test_no_placement_beats_the_bound(seed: int, num_ops: int) -> None:
+    """Also of one operator, on a GPU that cannot hold it."""
+    problem = with_twins(seed, num_ops, 3)
+    most = int(problem.graph.param_bytes.sum() + problem.graph.tensor_bytes.sum())
+    host, *others = problem.cluster.devices
+    small = [replace(d, memory_bytes=1 + most // (1 + seed % 3)) for d in others]
+    problem = replace(problem, cluster=replace(problem.cluster, devices=(host, *small)))
+    placed = np.array(list(product(range(problem.num_devices), repeat=num_ops)))
+    assert lower_bound(problem) <= score(problem, placed).min() * (1 + 1e-9)
 
 
 def two_layers(memory_bytes: int = 2**40) -> Problem:

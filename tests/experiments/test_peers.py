@@ -137,6 +137,10 @@ def test_a_graph_of_doppler(tmp_path: Path) -> None:
     # g1  ....C
     assert simulate(problem, [0, 0, 1, 0], num_microbatches=1).end_s.tolist() == [[3, 5, 5, 14]]
     assert load(written(tmp_path / "graph.txt", DOPPLER)).num_devices == 4
+    spaced = DOPPLER.replace("50000000000,", "\n 50000000000 , ").rstrip() + ", mm-2 (fused)\n"
+    other = load(written(tmp_path / "graph.txt", spaced), devices=2)
+    assert other.compute_s.tolist() == problem.compute_s.tolist()
+    assert other.graph.op_kind[3] == "mm-2 (fused)"
     assert load(written(tmp_path / "graph.txt", DOPPLER), objective="period").objective == "period"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,74 @@ SMALL = {
     "glm4": {"head_dim": 8, "pad_token_id": 0},
     "starcoder2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "mlp_only_layers": [1],
-                  "shared_expert_intermediate_size": 40},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 40,
+    },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
-    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-                    "q_lora_rank": None, "kv_lora_rank": 24, "first_k_dense_replace": 1,
-                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20},
+    "deepseek_v2": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+    },
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50},
     "gpt_neox": {"attention_bias": False},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True,
-               "attention_bias": True},
+    "phimoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "lm_head_bias": True,
+        "attention_bias": True,
+    },
     "llama4_text": {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80},
-    "opt": {"ffn_dim": 96, "max_position_embeddings": 50, "word_embed_proj_dim": 24,
-            "do_layer_norm_before": False},
+    "opt": {
+        "ffn_dim": 96,
+        "max_position_embeddings": 50,
+        "word_embed_proj_dim": 24,
+        "do_layer_norm_before": False,
+    },
     "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4},
-}  # fmt: skip
+    "cohere2": {"attention_bias": True, "head_dim": 16},
+    "helium": {"head_dim": 16, "mlp_bias": True},
+    "hunyuan_v1_dense": {"attention_bias": True, "head_dim": 16},
+    "apertus": {},
+    "internlm3": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "granitemoe": {"attention_bias": True, "num_local_experts": 4},
+    "nemotron": {"mlp_bias": True, "head_dim": 16},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 48,
+        "use_qk_norm": True,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "attention_bias": True,
+        "q_lora_rank": 20,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+    },
+}
+# What else models of a type may have.
+MORE = {
+    "phi": {"qk_layernorm": True},
+    "qwen2_moe": {"qkv_bias": False},
+    "opt": {"enable_bias": False, "_remove_final_layer_norm": True},
+}
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -62,10 +114,9 @@ def test_bytes_are_those_of_the_model(kind: str) -> None:
         common = {"vocab_size": 130}
     if kind in ("opt", "bloom", "falcon"):
         del common["intermediate_size"]
-    for tied in (False, True):
-        config = transformers.AutoConfig.for_model(
-            kind, **common, **SMALL[kind], tie_word_embeddings=tied, torch_dtype="float32"
-        )
+    for tied, more in ((False, {}), (True, MORE.get(kind, {}))):
+        given = {**common, **SMALL[kind], **more, "tie_word_embeddings": tied}
+        config = transformers.AutoConfig.for_model(kind, **given, torch_dtype="float32")
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         decoder = read(json.loads(config.to_json_string(use_diff=False)), "c.json", "c")
@@ -105,7 +156,9 @@ def test_windows() -> None:
     assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=False) == [None] * 6
     assert windows(model_type="gemma2", sliding_window=9) == [9, None] * 3
     assert windows(model_type="gemma3_text", sliding_window=9) == [9] * 5 + [None]
-    assert windows(model_type="llama4_text") == [8192] * 3 + [None] + [8192] * 2
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    assert windows(model_type="llama4_text", **experts) == [8192] * 3 + [None] + [8192] * 2
+    assert windows(model_type="mistral") == [4096] * 6
     kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
     assert windows(sliding_window=9, layer_types=kinds) == [9, None, None] * 2
     with pytest.raises(FormatError, match=r"layer_types\[0\] = 'linear_attention'"):
@@ -134,7 +187,12 @@ def test_quantised_matrices_have_their_bits() -> None:
     ("change", "message"),
     [
         ({"model_type": "lama"}, "the architecture 'lama' is not known; did you mean llama"),
-        ({"hidden_size": None}, "field 'hidden_size' is missing"),
+        ({"hidden_size": None}, "field 'hidden_size' or 'n_embed' or 'n_embd' or 'd_model' is mis"),
+        ({"model_type": "phimoe", "num_key_value_heads": None}, "'num_local_experts' or 'num_exp"),
+        (
+            {"model_type": "mixtral", "num_experts": 4},
+            "'num_experts_per_tok' or 'moe_k' is missing",
+        ),
         ({"hidden_size": "4096"}, "hidden_size = '4096' is not a number"),
         ({"num_hidden_layers": 10**9}, "must|too large"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -160,6 +218,44 @@ def test_the_text_model_of_a_larger_one() -> None:
     assert sum(read(llava, "c.json", "c").class_bytes().values()) == 2 * 6_738_939_904
 
 
+@pytest.mark.parametrize(
+    ("kind", "hidden", "inner", "layers", "heads", "kv_heads", "vocabulary", "published"),
+    [
+        ("qwen2_5_vl", 3584, 18944, 28, 28, 4, 152064, 7_615_616_512),
+        ("internlm2", 4096, 14336, 32, 32, 8, 92544, 7_737_708_544),
+        ("exaone", 4096, 14336, 32, 32, 8, 102400, 7_818_448_896),
+        ("baichuan", 4096, 11008, 32, 32, 32, 125696, 7_505_973_248),
+        ("minicpm", 2304, 5760, 40, 36, 36, 122753, 2_724_880_896),
+        ("qwen3_vl_text", 4096, 12288, 36, 32, 8, 151936, 8_190_735_360),
+    ],
+)
+def test_weights_as_published(
+    kind: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int,
+    published: int,
+) -> None:  # fmt: skip
+    config = {
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocabulary,
+        "num_key_value_heads": kv_heads,
+    }  # fmt: skip
+    assert sum(read(config, "c.json", "c").class_bytes().values()) == 2 * published
+    outer = {"model_type": "new", "llm_config": config, "vision_config": {}}
+    assert read(outer, "c.json", "c").format == "text_config"
+
+
+def test_what_is_left_out_is_not_guessed() -> None:
+    """A number that another type would have is none of this one."""
+    no_kv = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert read(no_kv, "c.json", "c").parts[1].kv_bytes == 2 * 2 * 4096
+    assert read(no_kv | {"model_type": "mistral"}, "c.json", "c").parts[1].kv_bytes == 2 * 2 * 1024
+    with pytest.raises(FormatError, match=r"'num_key_value_heads' is missing \(exaone4\)"):
+        read(no_kv | {"model_type": "exaone4"}, "c.json", "c")
+    no_inner = {k: v for k, v in LLAMA.items() if k != "intermediate_size"}
+    assert read(no_inner, "c.json", "c").parts[2].numel == 3 * 4096 * 11008
+    with pytest.raises(FormatError, match="'intermediate_size' or 'n_inner'"):
+        read(no_inner | {"model_type": "olmo"}, "c.json", "c")
+
+
 def test_sizes_as_published() -> None:
     """gpt-oss-20b's files have 13,761,264,768 bytes; DeepSeek-V3 keeps 70,272 of a token."""
     oss = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
@@ -183,6 +279,9 @@ def test_files_are_told_apart(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text(json.dumps(LLAMA))
     assert is_decoder(path) and load_decoder(path).name == "llama-8b"
+    packed = path.with_name("config.json.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert is_decoder(packed) and load_decoder(packed) == load_decoder(path)
     with pytest.raises(FormatError, match="--objective prefill, decode or serve"):
         load(path)
     (tmp_path / "m.gguf").write_bytes(gguf_llama())
@@ -225,6 +324,30 @@ def test_a_gguf_header(tmp_path: Path) -> None:
     tied = header(tmp_path / "tied.gguf", gguf_llama(tied=True))
     assert tied.parts[-1].weights == {"token_embd.weight": 1024 * 144}
     assert tied.class_bytes()["head"] == 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "windows"),
+    [
+        ("gemma2", {}, [9, None] * 3),
+        ("gemma3n", {}, [9, 9, 9, 9, None, 9]),
+        ("exaone4", {}, [9, 9, 9, None, 9, 9]),
+        ("llama4", {}, [8192, 8192, 8192, None, 8192, 8192]),
+        ("llama4", {"attention.sliding_window": 0}, [None] * 6),
+        ("gemma3", {"attention.sliding_window_pattern": 3}, [9, 9, None] * 2),
+        ("phi3", {}, [None] * 6),
+        ("llama", {}, [None] * 6),
+    ],
+)
+def test_windows_are_those_of_llama_cpp(
+    name: str, more: dict[str, Any], windows: list[int | None], tmp_path: Path
+) -> None:
+    numbers = {"block_count": 6, "embedding_length": 64, "attention.head_count": 4}
+    numbers |= {"attention.sliding_window": 9} | more
+    values = {"general.architecture": name} | {f"{name}.{k}": v for k, v in numbers.items()}
+    layers = [(f"blk.{i}.attn_k.weight", (64, 64), 1) for i in range(6)]
+    decoder = header(tmp_path / "w.gguf", gguf(values, [ITS_TENSORS[0], *layers]))
+    assert [part.window for part in decoder.parts if part.kind == "attention"] == windows
 
 
 def test_layers_that_are_recurrent_keep_one_state(tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_dnn_partitioning_objectives(tmp_path: Path, asked: str | None, meant: s
     assert load(written(tmp_path / "tiny.txt", DNN), objective=asked).objective == meant
 
 
+@pytest.mark.parametrize("several", ["[10.0, 20.5]", "[10.0,20.5]", "[ 10.0 ;20.5 ]"])
+def test_several_activations_are_added_up(tmp_path: Path, several: str) -> None:
+    plain = load(written(tmp_path / "tiny.txt", PIPEDREAM))
+    other = load(written(tmp_path / "tiny.txt", PIPEDREAM.replace("[10.0; 20.5]", several)))
+    assert other.graph.fingerprint == plain.graph.fingerprint
+
+
 def test_pipedream_training(tmp_path: Path) -> None:
     problem = load(written(tmp_path / "tiny.txt", PIPEDREAM), devices=2, bandwidth=1e6, memory=500)
     g = problem.graph

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from placement import importers
 from placement.importers import FormatError, shop, stg
 from placement.workloads.suites import cases
+from tests.problems import written
 
 Jobs = list[list[list[tuple[int, int]]]]
 
@@ -219,6 +220,18 @@ def test_as_json(data: dict[str, Any], tmp_path: Path) -> None:
         path.write_text(json.dumps(data | mistake))
         with pytest.raises(FormatError, match=r"x.json: data.*job|differ in their shape"):
             importers.load(path)
+
+
+def test_several_machines_of_a_matrix_may_run_an_operation(tmp_path: Path) -> None:
+    data = {"duration_matrix": [[3, 5]], "machines_matrix": [[[0, 1], [2]]], "name": "x"}
+    path = written(tmp_path / "x.json", data)
+    inf = np.inf
+    assert importers.load(path).compute_s.tolist() == [[3, 3, inf], [inf, inf, 5]]
+    written(path, data | {"release_dates_matrix": [[0, 4]]})
+    with pytest.raises(FormatError, match="release_dates_matrix: an operation that may not begin"):
+        importers.load(path)
+    written(path, data | {"release_dates_matrix": [[0, 0]]})
+    assert importers.load(path).num_ops == 2
 
 
 def test_a_flow_shop_is_refused(tmp_path: Path) -> None:

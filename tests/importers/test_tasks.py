@@ -11,6 +11,7 @@ import pytest
 from placement import importers
 from placement.importers import FormatError, neusight
 from placement.planners.heft import Heft
+from placement.simulator import simulate
 from tests import fuzz
 from tests.problems import written
 
@@ -94,6 +95,20 @@ def test_a_standard_task_graph(tmp_path: Path) -> None:
     assert without.graph.op_name == ("0", "1") and "file_order" not in without.profile.provenance
 
 
+@pytest.mark.parametrize("sep", ["\n   ", " "])
+def test_task_graphs_with_communication(sep: str, tmp_path: Path) -> None:
+    """Task 3 waits for 1 and for what 2 sends in 2.5 s; 1 and 2 for 0, which sends in 7 and 1 s."""
+    text = f"2\n0 0 0\n1 4 1{sep}0 7\n2 5 1{sep}0 1\n3 6 2{sep}1 0{sep}2 2.5 # the last\n"
+    problem = importers.load(written(tmp_path / "c.stg", text), devices=2)
+    line = simulate(problem, [0, 1, 0, 1])  # 0 and 2 on one processor, 1 and 3 on the other
+    assert line.start_s[0].tolist() == [0, 7, 0, 11] and line.latency_s == 17
+    assert simulate(problem, [0, 0, 0, 0]).latency_s == 15
+    at_once = simulate(problem, [0, 1, 1, 1], num_microbatches=1)  # both of what 0 sends
+    assert at_once.start_s[0].tolist() == [0, 7, 1, 11]
+    with pytest.raises(importers.FormatError, match="line 3: expected task 1, its time"):
+        importers.load(written(tmp_path / "c.stg", text.replace("0 7", "0 7 1")))
+
+
 def test_operators_as_measured(tmp_path: Path) -> None:
     path = written(tmp_path / "A/m-inf-1-1.csv", CSV)
     problem = importers.load(path, devices=2, bandwidth=1e3)
@@ -113,8 +128,6 @@ def test_several_gpus_are_joined(tmp_path: Path) -> None:
     assert problem.cluster.device_names == ("A", "B")
     assert problem.compute_s[1].tolist() == [5e-4, 2.5e-4]
     assert not problem.mean_transfer_s.any(), "links are not measured"
-    with pytest.raises(FormatError, match=r"C/m\.csv: its operators, or their inputs, are not"):
-        neusight.joined(paths)
     assert neusight.traces(paths) == [paths[:2], paths[2:]]
 
 

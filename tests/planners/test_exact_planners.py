@@ -107,7 +107,7 @@ def test_exact_planners_keep_the_contract(name: str, contiguous: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [*EXACT, "macro_search"])
-@pytest.mark.parametrize("objective", ["max_load", "piecewise_latency", "period"])
+@pytest.mark.parametrize("objective", ["latency", "max_load", "piecewise_latency", "period"])
 def test_what_takes_no_time(name: str, objective: Objective) -> None:
     problem = make(np.zeros((2, 2)), [(0, 1)]).with_objective(objective)
     with warnings.catch_warnings():

@@ -17,6 +17,7 @@ from placement.__main__ import main
 from placement.cluster import Cluster, Device
 from placement.importers import FormatError
 from placement.planners import load as planner
+from placement.tools import files
 from placement.workloads import WorkloadError, dataset, zoo
 from placement.workloads.dataset import DatasetError, Entry
 from tests.machine import CORES
@@ -101,7 +102,7 @@ def test_what_is_there_is_kept_and_what_is_damaged_is_measured_again(built, tmp_
         content = path.read_bytes()
         broken = path.name.startswith("tiny_mlp-batch4")
         (copy / path.name).write_bytes(content[:-20] if broken else content)
-    with pytest.raises(FormatError, match=r"tiny_mlp-batch4.json.gz: the compressed file is cut"):
+    with pytest.raises(FormatError, match=r"tiny_mlp-batch4.json.gz: .*the compressed file is cut"):
         dataset.load(tmp_path)
     summary = dataset.summary(tmp_path)
     assert list(summary.damaged) == ["here/tiny_mlp-batch4"] and summary.num_graphs == 1
@@ -293,8 +294,8 @@ def test_a_compressed_problem_is_the_same_problem(tmp_path, monkeypatch) -> None
     assert again.graph.fingerprint == problem.graph.fingerprint
     np.testing.assert_array_equal(again.compute_s, problem.compute_s)
     (tmp_path / "bad.json.gz").write_bytes(packed[:30] + b"xxxx" + packed[34:])
-    with pytest.raises(FormatError, match=r"bad.json.gz: (damaged|the compressed file|not)"):
+    with pytest.raises(FormatError, match=r"bad.json.gz: .*(damaged|the compressed file|not)"):
         importers.load(tmp_path / "bad.json.gz")
-    monkeypatch.setattr(importers, "MAX_BYTES", 100)
+    monkeypatch.setattr(files, "MAX_UNPACKED", 100)
     with pytest.raises(FormatError, match="holds more than 100 bytes"):
         importers.load(tmp_path / "a.json.gz")
