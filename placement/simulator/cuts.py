@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from placement.tools.jit import Struct, array, kernel
 Array = NDArray[Any]
 
 _PLACED = 200  # of groups put somewhere, that are looked at
-_LOOKS = 60_000_000  # at arcs (0.3 s), half of them for groups alone
+_COUNTED = 4  # groups per device
+_LOOKS = 60_000_000  # at arcs (0.3 s), a third of them for groups alone, half before these are put
 _LEAST = 1e-13  # of all capacities, that a path is worth
 
 
@@ -134,13 +136,64 @@ class _Network:
         left[::2] = np.concatenate(can)
         return _Flow(0.0, np.zeros(self.groups, np.bool_), left)
 
-    def more(self, flow: _Flow, inside: Any, outside: Any) -> _Flow:
-        """With more groups that the device runs, and more that it does not."""
+    def more(self, flow: _Flow, inside: Any, outside: Any, price: float = np.inf) -> _Flow:
+        """With more groups that the device runs, or pays for, and more that it does not."""
         left = flow.left.copy()
-        left[2 * outside] = left[2 * (self.groups + inside)] = np.inf
+        left[2 * outside], left[2 * (self.groups + inside)] = np.inf, price
         least = _LEAST * float(left[np.isfinite(left)].sum())
         seconds = flow.seconds + _augment(self.arcs, left, least)
         return _Flow(seconds, self.arcs.level[: self.groups] >= 0, left)
+
+    def many_s(self, alone: _Flow, groups: Any, many: int, all_s: float) -> float:
+        """What a device takes, at least, that runs ``many`` of ``groups``, all in ``all_s``.
+
+        It is offered to pay for groups instead: what is cheapest then is no more than the load of
+        any such set and the price of the other groups.
+        """
+        low, high = (0, 0.0), (len(groups), all_s)
+        while True:
+            price = (high[1] - low[1]) / (high[0] - low[0])
+            flow = self.more(alone, groups, groups[:0], price)
+            here = int(flow.there[groups].sum())
+            if here in (low[0], high[0], many):
+                return (flow.seconds - price * (len(groups) - many)) * EXACT
+            point = here, flow.seconds - price * (len(groups) - here)
+            low, high = (point, high) if here < many else (low, point)
+
+
+def _counted_s(
+    net: _Network, alone: dict[int, _Flow], kind: list[int], took_s: Floats, least_s: float
+) -> float:
+    """The largest load, from ``least_s`` up: all devices run more groups than each of them can.
+
+    Of these each is one that, besides those before it, takes devices longest: at most ``least_s``
+    each, as what is longer cannot be. ``took_s [G, D]``: of each group alone.
+    """
+    none, chosen, count = np.zeros(0, int), np.zeros(0, int), Counter(kind)
+    every, many = dict(alone), dict.fromkeys(alone, 0)
+    heap = [(-s, g, 0) for g, s in enumerate(np.minimum(took_s, least_s).sum(axis=1).tolist())]
+    heapify(heap)
+    while heap and len(chosen) < _COUNTED * len(kind) and net.arcs.looks < _LOOKS / 2:
+        _, g, when = heappop(heap)
+        can = [k for k in alone if np.isfinite(took_s[g, k])]
+        more = {k: net.more(every[k], np.array([g]), none) for k in can}
+        if when < len(chosen):  # it takes less since
+            longer_s = {k: min(more[k].seconds - every[k].seconds, least_s) for k in can}
+            worth = sum(count[k] * longer_s.get(k, least_s) for k in alone)
+            heappush(heap, (-worth, g, len(chosen)))
+            continue
+        every |= more
+        chosen = np.append(chosen, g)
+        while len(chosen) > sum(count[k] * many[k] for k in alone):
+            longer_s = {}
+            for k in alone:
+                here = chosen[np.isfinite(took_s[chosen, k])]
+                if many[k] < len(here):
+                    longer_s[k] = net.many_s(alone[k], here, many[k] + 1, every[k].seconds)
+            least_s = max(least_s, min(longer_s.values()))
+            for k in longer_s:
+                many[k] += longer_s[k] <= least_s
+    return least_s
 
 
 def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
@@ -167,16 +220,18 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     alone = {k: net.nothing(b.compute_s[:, k], b.io_s[:, k]) for k in set(kind)}
     spent = {k: net.nothing(above[:, k], prices[k] * b.io_s[:, k]) for k in set(kind)}
     none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
-    heavy_s, covered = b.compute_s.min(axis=1), np.zeros(b.num_blocks, np.bool_)
-    for g in np.argsort(-heavy_s, kind="stable").tolist():
-        if covered[g] or net.arcs.looks > _LOOKS / 2:
+    took_s, covered = b.compute_s.copy(), np.zeros(b.num_blocks, np.bool_)
+    for g in np.argsort(-took_s.min(axis=1), kind="stable").tolist():
+        if covered[g] or net.arcs.looks > _LOOKS / 3:
             continue  # it may be with a group that takes as long
-        ways = [net.more(alone[k], np.array([g]), none) for k in alone if io[k] and can[g, k]]
-        heavy_s[g] = min([way.seconds for way in ways] + [*b.compute_s[g, ~io]])
+        ways = {k: net.more(alone[k], np.array([g]), none) for k in alone if io[k] and can[g, k]}
+        for k in ways:
+            took_s[g, kinds == kinds[k]] = ways[k].seconds
         if ways:
-            covered |= np.array([way.there for way in ways]).all(axis=0)
-    order = np.argsort(-heavy_s, kind="stable")
-    least_s, all_s = max(least_s, float(heavy_s.max()) * EXACT), float(cheapest.sum())
+            covered |= np.array([way.there for way in ways.values()]).all(axis=0)
+    order = np.argsort(-took_s.min(axis=1), kind="stable")
+    least_s = max(least_s, float(took_s.min(axis=1).max()) * EXACT)
+    least_s, all_s = _counted_s(net, alone, kind, took_s, least_s), float(cheapest.sum())
     # A bound, minus the groups that are put, a number, their devices, two flows of each device.
     begun: Any = least_s, 0, 0, none, [(alone[k], spent[k]) for k in kind]
     open_, number = [begun], 0
