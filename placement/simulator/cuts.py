@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -164,32 +163,30 @@ class _Network:
 def _counted_s(
     net: _Network, alone: dict[int, _Flow], kind: list[int], took_s: Floats, least_s: float
 ) -> float:
-    """The largest load, from ``least_s`` up: all devices run more groups than each of them can.
+    """The largest load, from ``least_s`` up: of some groups a device runs only so many in it, and
+    devices run all.
 
-    Of these each is one that, besides those before it, takes devices longest: at most ``least_s``
-    each, as what is longer cannot be. ``took_s [G, D]``: of each group alone.
+    Each of these groups is one that, besides those before it, takes devices longest: no device
+    counts for more than ``least_s``. ``took_s [G, D]``: of each group alone.
     """
-    none, chosen, count = np.zeros(0, int), np.zeros(0, int), Counter(kind)
-    every, many = dict(alone), dict.fromkeys(alone, 0)
+    none = chosen = np.zeros(0, int)
+    every, many = alone, dict.fromkeys(alone, 0)
     heap = [(-s, g, 0) for g, s in enumerate(np.minimum(took_s, least_s).sum(axis=1).tolist())]
     heapify(heap)
     while heap and len(chosen) < _COUNTED * len(kind) and net.arcs.looks < _LOOKS / 2:
         _, g, when = heappop(heap)
-        can = [k for k in alone if np.isfinite(took_s[g, k])]
-        more = {k: net.more(every[k], np.array([g]), none) for k in can}
+        more = {k: net.more(every[k], np.array([g]), none) for k in alone}
         if when < len(chosen):  # it takes less since
-            longer_s = {k: min(more[k].seconds - every[k].seconds, least_s) for k in can}
-            worth = sum(count[k] * longer_s.get(k, least_s) for k in alone)
-            heappush(heap, (-worth, g, len(chosen)))
+            longer = (min(more[k].seconds - every[k].seconds, least_s) for k in kind)
+            heappush(heap, (-sum(longer), g, len(chosen)))
             continue
-        every |= more
-        chosen = np.append(chosen, g)
-        while len(chosen) > sum(count[k] * many[k] for k in alone):
-            longer_s = {}
-            for k in alone:
-                here = chosen[np.isfinite(took_s[chosen, k])]
-                if many[k] < len(here):
-                    longer_s[k] = net.many_s(alone[k], here, many[k] + 1, every[k].seconds)
+        every, chosen = more, np.append(chosen, g)
+        while len(chosen) > sum(many[k] for k in kind):
+            longer_s = {
+                k: net.many_s(alone[k], chosen, many[k] + 1, every[k].seconds)
+                for k in alone
+                if many[k] < len(chosen)
+            }
             least_s = max(least_s, min(longer_s.values()))
             for k in longer_s:
                 many[k] += longer_s[k] <= least_s
@@ -217,14 +214,15 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     facts = np.concatenate([b.compute_s, b.io_s, room_bytes[None]])
     kinds = alike(facts)[1]
     kind: list[int] = np.unique(kinds, return_index=True)[1][kinds].tolist()  # the first of each
-    alone = {k: net.nothing(b.compute_s[:, k], b.io_s[:, k]) for k in set(kind)}
+    took_s = np.where(can, b.compute_s, b.compute_s[can].sum() + b.io_s.sum())  # never, but finite
+    alone = {k: net.nothing(took_s[:, k], b.io_s[:, k]) for k in set(kind)}
     spent = {k: net.nothing(above[:, k], prices[k] * b.io_s[:, k]) for k in set(kind)}
     none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
-    took_s, covered = b.compute_s.copy(), np.zeros(b.num_blocks, np.bool_)
+    covered = np.zeros(b.num_blocks, np.bool_)
     for g in np.argsort(-took_s.min(axis=1), kind="stable").tolist():
         if covered[g] or net.arcs.looks > _LOOKS / 3:
             continue  # it may be with a group that takes as long
-        ways = {k: net.more(alone[k], np.array([g]), none) for k in alone if io[k] and can[g, k]}
+        ways = {k: net.more(alone[k], np.array([g]), none) for k in alone if io[k]}
         for k in ways:
             took_s[g, kinds == kinds[k]] = ways[k].seconds
         if ways:
