@@ -16,7 +16,9 @@ from envs.guided import begin, state_of, tables_of
 from placement.objective import Objective
 from placement.problem import Problem
 from placement.search import order_moves
+from placement.search.descent import descend
 from placement.search.evaluation import Search, can_move
+from placement.search.pipeline import can_foresee
 
 Chooser = Literal["policy", "hand", "uniform"]
 CHOOSERS: dict[str, int] = {
@@ -117,8 +119,9 @@ def anneal(
 ) -> int:
     """Spend what is left of a ``Search``'s budget in the kernel; the steps that were made.
 
-    Each of the ``rounds`` starts from the best so far and cools down, as the episodes do that
-    the policy was trained on. For ``max_load`` an offered move counts as an evaluation.
+    Each of the ``rounds`` starts from the best so far, that of a period improved by its estimate,
+    and cools down, as the episodes do that the policy was trained on. For ``max_load`` an offered
+    move counts as an evaluation.
     """
     problem = search.problem
     assert search.best is not None
@@ -139,6 +142,10 @@ def anneal(
         progress = (search.used - begun) / max(1.0 - begun, 1e-12) * rounds
         this = min(int(progress), rounds - 1)
         if this != current:
+            if current >= 0 and can_foresee(problem):
+                descend(search, seed + this)  # of another best, and with other walks
+                if search.num_left <= per_step:
+                    break
             current = this
             begin(tables, state, search.best, this, rng)
             search.num_evaluations += 1

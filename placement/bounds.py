@@ -167,18 +167,17 @@ def _one_device_s(problem: Problem) -> float:
 def grain_s(problem: Problem) -> float:
     """Seconds of which every latency is a multiple: 0 where none above 1e-6 of all is found.
 
-    All seconds of operators are multiples of it, and nothing takes time to be sent.
+    All seconds of operators are multiples of it, whatever runs beside them, and nothing takes time
+    to be sent, handed over or taken in.
     """
-    sent = problem.profile.transfer_s
-    if sent is None:
-        off = ~np.eye(problem.num_devices, dtype=bool)
-        bytes_s = problem.link_s_per_byte[off].max(initial=0.0) * problem.graph.tensor_bytes.max(
-            initial=0
-        )
-        longest_s = problem.link_latency_s[off].max(initial=0.0) + bytes_s
-    else:
-        longest_s = sent.max(initial=0.0)
-    if longest_s > 0:
+    off, size = ~np.eye(problem.num_devices, dtype=bool), problem.graph.tensor_bytes.max(initial=0)
+    sent_s = problem.profile.transfer_s
+    if sent_s is None:
+        sent_s = problem.link_latency_s + size * problem.link_s_per_byte
+    handed_s = problem.link_send_s + size * problem.link_send_s_per_byte + problem.link_wake_s
+    handed_s = handed_s + problem.link_receive_s
+    slower = problem.loaded_s > np.where(problem.supported, problem.compute_s, np.inf)
+    if max(x.max(initial=0) for x in (sent_s[..., off], handed_s[off], slower)) > 0:
         return 0.0
     seconds = np.unique(problem.compute_s[np.isfinite(problem.compute_s)])
     seconds = seconds[seconds > 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -249,6 +250,15 @@ def own_bytes(problem: Problem) -> Floats:
     return held.astype(np.float64)
 
 
+def taken_in(problem: Problem) -> NDArray[np.bool_]:
+    """Of which uses the reader, if the tensor comes from elsewhere, takes it in: the first of all
+    readers, wherever they are. Inputs of the model are not taken in."""
+    g = problem.graph
+    first = np.full(g.num_tensors, g.num_ops)
+    np.minimum.at(first, g.use_tensor, g.use_dst)
+    return (g.tensor_src[g.use_tensor] >= 0) & (first[g.use_tensor] == g.use_dst)
+
+
 class _Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
@@ -281,6 +291,7 @@ class _Placed:
         self.unit_s = max(float(self.loaded_s.sum()) + more_s, 1e-300)
         self.arrives: list[list[Terms]] = [[]]  # for each use of a tensor, counted in such ways
         self.handed: list[list[Terms]] = [[] for _ in self.sides]
+        self.taken: list[list[Terms]] = [[] for _ in self.sides]  # what taking tensors in takes
         self.channels: dict[int, list[Terms]] = {}
         if len(self.sides) > 1 and crossing:
             self._cross()
@@ -314,6 +325,7 @@ class _Placed:
         g, problem, on = self.problem.graph, self.problem, self.on
         size, measured_s = g.tensor_bytes.astype(np.float64), problem.profile.transfer_s
         (_, shares_host), inner = host_of(problem), g.tensor_src >= 0
+        takes_in = taken_in(problem)
         source = np.where(inner, g.group[g.tensor_src], -1)
         (tensor, reader), pair = np.unique(
             np.stack([g.use_tensor, g.group[g.use_dst]]), axis=1, return_inverse=True
@@ -330,7 +342,8 @@ class _Placed:
                 if measured_s is not None:
                     sent = measured_s[:, *ends]
                 sent_s, into = sent.min(axis=1), ends[1] is dst
-                self.unit_s += float(sent.max(axis=1).sum())
+                receive_s = problem.link_receive_s[ends]
+                self.unit_s += float((sent.max(axis=1) + receive_s.max()).sum())
                 if not sent_s.any():
                     continue
                 may = (source[tensor] != reader) & (inner | (~shares_host[dst] & into))[tensor]
@@ -341,22 +354,26 @@ class _Placed:
                 there = ((on[from_, d], -sign * inner[tensor[may]]) for d in here)
                 reads = ((on[to, d], sign) for d in here)
                 self.program.rows(none, *reads, *there, (crosses[may], -1.0))
-                arrives.append((crosses[pair], may[pair] * sent_s[g.use_tensor]))
+                use_s = sent_s[g.use_tensor] + takes_in * receive_s.min()
+                arrives.append((crosses[pair], may[pair] * use_s))
                 if two:
                     self._queue(k, tensor[may], crosses[may], sent_s)
         self.arrives = [arrives for arrives in self.arrives if arrives] or [[]]
 
     def _queue(self, k: int, tensor: NDArray[np.integer], crosses: Columns, sent_s: Floats) -> None:
-        """On the channel to side ``k`` each tensor is once, and the other side hands it over."""
+        """To side ``k`` each tensor is sent once: it is on the channel, the other side hands it
+        over, and an operator of this side takes it in."""
         problem, src, dst = self.problem, int(self.sides[1 - k][0]), int(self.sides[k][0])
         g, size = problem.graph, problem.graph.tensor_bytes.astype(np.float64)
         handed_s = problem.link_send_s[src, dst] + size * problem.link_send_s_per_byte[src, dst]
         self.unit_s += float((handed_s + problem.link_wake_s[src, dst]).sum())
-        if not problem.contention:
-            return
         which, at = np.unique(tensor, return_inverse=True)
         sent = self.program.columns(np.ones(len(which)))
         self.program.rows(np.zeros(len(at)), (crosses, 1.0), (sent[at], -1.0))
+        receive_s = problem.link_receive_s[src, dst] * (g.tensor_src[which] >= 0)
+        self.taken[k].append((sent, receive_s))
+        if not problem.contention:
+            return
         way = int(problem.link_channel[src, dst])
         self.channels.setdefault(way, []).append((sent, sent_s[which]))
         # What is handed over last may be there before that ends.
@@ -648,8 +665,8 @@ class Call:
         for arrives in placed.arrives:
             program.rows(np.zeros(len(g.use_dst)), after, *arrives, *own, until)
         group_s = of_groups(problem, placed.alone_s)
-        for here, handed in zip(placed.sides, placed.handed, strict=True):
-            program.row(0.0, (on[:, here], group_s[:, here]), *handed, placed.time)
+        for here, *more in zip(placed.sides, placed.handed, placed.taken, strict=True):
+            program.row(0.0, (on[:, here], group_s[:, here]), *chain(*more), placed.time)
         for sent in placed.channels.values():
             program.row(0.0, *sent, placed.time)
 
@@ -728,13 +745,14 @@ def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: floa
     placed = _Placed(problem, counted > 0 and problem.num_workers == 2, more_s)
     program, on, (time, minus_s) = placed.program, placed.on, placed.time
     alone_s, loaded_s = of_groups(problem, placed.alone_s), of_groups(problem, placed.loaded_s)
-    for here, handed in zip(placed.sides, placed.handed, strict=True):
-        load = on[:, here], (alone_s + low * (loaded_s - alone_s))[:, here]
-        program.row(-more_s, load, (time, minus_s))
+    for here, handed, taken in zip(placed.sides, placed.handed, placed.taken, strict=True):
+        load = (on[:, here], (alone_s + low * (loaded_s - alone_s))[:, here]), *taken
+        program.row(-more_s, *load, (time, minus_s))
         if handed:
-            program.row(0.0, load, *handed, (time, minus_s / counted))
+            program.row(0.0, *load, *handed, (time, minus_s / counted))
     for sent in placed.channels.values():
         program.row(0.0, *sent, (time, minus_s / counted))
     rest = 1.0 + (problem.num_workers - 1) * high
-    program.row(-rest * more_s, (on, alone_s), (time, rest * minus_s))
+    every = (on, alone_s), *chain(*placed.taken)
+    program.row(-rest * more_s, *every, (time, rest * minus_s))
     return program.solve()[0] * placed.unit_s * EXACT

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from placement.bounds import lower_bound, lower_bounds
+from placement.cluster import Link
 from placement.planners import load
 from placement.problem import Problem
 from placement.relaxed import Call, Pieces, Regions, tighten
@@ -111,3 +112,16 @@ def test_a_call_of_unlike_devices_is_solved_in_whole_numbers() -> None:
     assert solution.value_s == pytest.approx(6.2) and solution.lower_bound_s == pytest.approx(
         6.2, 1e-5
     )
+
+
+def test_what_is_taken_in_keeps_the_reader_busy() -> None:
+    # Each operator runs on one device only. A tensor takes 0.1 s to be sent; its first reader
+    # takes 0.3 s to take it in, for the second as well.
+    seconds, edges = [[1, np.inf], [np.inf, 1], [np.inf, 1]], [(0, 1), (0, 2), (1, 2)]
+    for sent_s in (0.1, 0.0):  # where that takes none, calls are no multiples of a second
+        links = (Link("d0", "d1", sent_s, receive_s=0.3),)
+        problem = small_problem(seconds, edges, links=links, objective="latency")
+        assert score(problem, np.array([[0, 1, 1]])) == pytest.approx(3.3 + sent_s)
+        bounds = lower_bounds(problem)
+        assert bounds["latency"] == pytest.approx(3.3 + sent_s)
+        assert bounds["period"] == pytest.approx(2.3 if sent_s else 2)

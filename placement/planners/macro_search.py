@@ -51,8 +51,8 @@ class MacroSearch:
     ``sum_d (load_d / best) ** p``, because the largest load alone is flat almost everywhere. For
     ``piecewise_latency`` a kernel walks over the pieces; a fifth of its moves take a part of a
     stage, cut off before or behind a group, to a device next to it. Other objectives are
-    simulated, ``width`` placements at once, and annealed as they are. Before, a period is improved
-    by its estimate, and ``max_load`` too where evaluations are limited
+    simulated, ``width`` placements at once, and annealed as they are. Before each round a period is
+    improved by its estimate, before the first ``max_load`` too where evaluations are limited
     (``placement.search.descent``).
 
     The budget is divided into ``rounds`` that cool down. For ``max_load`` each starts from the
@@ -221,6 +221,8 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
     here, cost, current = search.best, search.best_cost, -1
     for this, part in _cooling(search, planner.rounds or 6):
         if this != current:
+            if this:
+                descend(search, planner.seed + this)  # of another best, and with other walks
             here, cost, current = search.best, search.best_cost, this
         temperature = search.best_cost * _WARM[this % 2] * (1e-5 / _WARM[this % 2]) ** part
         rows = np.tile(here, (width, 1))

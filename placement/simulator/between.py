@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.problem import Floats, Problem, host_of
-from placement.relaxed import EXACT
+from placement.relaxed import EXACT, taken_in
 from placement.tools.jit import Struct, array, kernel
 
 Array = NDArray[Any]
@@ -297,7 +297,8 @@ def earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -
     pairs = np.concatenate([pairs, [np.full(len(last), n), last]], axis=1).astype(np.int64)
     (dst, src), edge = np.unique(pairs, axis=1, return_inverse=True)
     sent_s = np.zeros((len(src), *all_s.shape[1:]))
-    np.maximum.at(sent_s, edge.ravel()[: inner.sum()], all_s[g.use_tensor[inner]])
+    received_s = taken_in(problem)[inner, None, None] * problem.link_receive_s[ends]
+    np.maximum.at(sent_s, edge.ravel()[: inner.sum()], all_s[g.use_tensor[inner]] + received_s)
     out = np.argsort(src, kind="stable")
     net = _Graph.fresh(
         {"N": n, "K": len(own)},

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from placement.tools.jit import Struct, array, kernel
 Array = NDArray[Any]
 
 _PLACED = 200  # of groups put somewhere, that are looked at
-_LOOKS = 60_000_000  # at arcs (0.3 s), half of them for groups alone
+_COUNTED = 4  # groups per device
+_LOOKS = 60_000_000  # at arcs (0.3 s), a third of them for groups alone, half before these are put
 _LEAST = 1e-13  # of all capacities, that a path is worth
 
 
@@ -134,13 +135,62 @@ class _Network:
         left[::2] = np.concatenate(can)
         return _Flow(0.0, np.zeros(self.groups, np.bool_), left)
 
-    def more(self, flow: _Flow, inside: Any, outside: Any) -> _Flow:
-        """With more groups that the device runs, and more that it does not."""
+    def more(self, flow: _Flow, inside: Any, outside: Any, price: float = np.inf) -> _Flow:
+        """With more groups that the device runs, or pays for, and more that it does not."""
         left = flow.left.copy()
-        left[2 * outside] = left[2 * (self.groups + inside)] = np.inf
+        left[2 * outside], left[2 * (self.groups + inside)] = np.inf, price
         least = _LEAST * float(left[np.isfinite(left)].sum())
         seconds = flow.seconds + _augment(self.arcs, left, least)
         return _Flow(seconds, self.arcs.level[: self.groups] >= 0, left)
+
+    def many_s(self, alone: _Flow, groups: Any, many: int, all_s: float) -> float:
+        """What a device takes, at least, that runs ``many`` of ``groups``, all in ``all_s``.
+
+        It is offered to pay for groups instead: what is cheapest then is no more than the load of
+        any such set and the price of the other groups.
+        """
+        low, high = (0, 0.0), (len(groups), all_s)
+        while True:
+            price = (high[1] - low[1]) / (high[0] - low[0])
+            flow = self.more(alone, groups, groups[:0], price)
+            here = int(flow.there[groups].sum())
+            if here in (low[0], high[0], many):
+                return (flow.seconds - price * (len(groups) - many)) * EXACT
+            point = here, flow.seconds - price * (len(groups) - here)
+            low, high = (point, high) if here < many else (low, point)
+
+
+def _counted_s(
+    net: _Network, alone: dict[int, _Flow], kind: list[int], took_s: Floats, least_s: float
+) -> float:
+    """The largest load, from ``least_s`` up: of some groups a device runs only so many in it, and
+    devices run all.
+
+    Each of these groups is one that, besides those before it, takes devices longest: no device
+    counts for more than ``least_s``. ``took_s [G, D]``: of each group alone.
+    """
+    none = chosen = np.zeros(0, int)
+    every, many = alone, dict.fromkeys(alone, 0)
+    heap = [(-s, g, 0) for g, s in enumerate(np.minimum(took_s, least_s).sum(axis=1).tolist())]
+    heapify(heap)
+    while heap and len(chosen) < _COUNTED * len(kind) and net.arcs.looks < _LOOKS / 2:
+        _, g, when = heappop(heap)
+        more = {k: net.more(every[k], np.array([g]), none) for k in alone}
+        if when < len(chosen):  # it takes less since
+            longer = (min(more[k].seconds - every[k].seconds, least_s) for k in kind)
+            heappush(heap, (-sum(longer), g, len(chosen)))
+            continue
+        every, chosen = more, np.append(chosen, g)
+        while len(chosen) > sum(many[k] for k in kind):
+            longer_s = {
+                k: net.many_s(alone[k], chosen, many[k] + 1, every[k].seconds)
+                for k in alone
+                if many[k] < len(chosen)
+            }
+            least_s = max(least_s, min(longer_s.values()))
+            for k in longer_s:
+                many[k] += longer_s[k] <= least_s
+    return least_s
 
 
 def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
@@ -164,19 +214,22 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     facts = np.concatenate([b.compute_s, b.io_s, room_bytes[None]])
     kinds = alike(facts)[1]
     kind: list[int] = np.unique(kinds, return_index=True)[1][kinds].tolist()  # the first of each
-    alone = {k: net.nothing(b.compute_s[:, k], b.io_s[:, k]) for k in set(kind)}
+    took_s = np.where(can, b.compute_s, b.compute_s[can].sum() + b.io_s.sum())  # never, but finite
+    alone = {k: net.nothing(took_s[:, k], b.io_s[:, k]) for k in set(kind)}
     spent = {k: net.nothing(above[:, k], prices[k] * b.io_s[:, k]) for k in set(kind)}
     none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
-    heavy_s, covered = b.compute_s.min(axis=1), np.zeros(b.num_blocks, np.bool_)
-    for g in np.argsort(-heavy_s, kind="stable").tolist():
-        if covered[g] or net.arcs.looks > _LOOKS / 2:
+    covered = np.zeros(b.num_blocks, np.bool_)
+    for g in np.argsort(-took_s.min(axis=1), kind="stable").tolist():
+        if covered[g] or net.arcs.looks > _LOOKS / 3:
             continue  # it may be with a group that takes as long
-        ways = [net.more(alone[k], np.array([g]), none) for k in alone if io[k] and can[g, k]]
-        heavy_s[g] = min([way.seconds for way in ways] + [*b.compute_s[g, ~io]])
+        ways = {k: net.more(alone[k], np.array([g]), none) for k in alone if io[k]}
+        for k in ways:
+            took_s[g, kinds == kinds[k]] = ways[k].seconds
         if ways:
-            covered |= np.array([way.there for way in ways]).all(axis=0)
-    order = np.argsort(-heavy_s, kind="stable")
-    least_s, all_s = max(least_s, float(heavy_s.max()) * EXACT), float(cheapest.sum())
+            covered |= np.array([way.there for way in ways.values()]).all(axis=0)
+    order = np.argsort(-took_s.min(axis=1), kind="stable")
+    least_s = max(least_s, float(took_s.min(axis=1).max()) * EXACT)
+    least_s, all_s = _counted_s(net, alone, kind, took_s, least_s), float(cheapest.sum())
     # A bound, minus the groups that are put, a number, their devices, two flows of each device.
     begun: Any = least_s, 0, 0, none, [(alone[k], spent[k]) for k in kind]
     open_, number = [begun], 0

@@ -62,3 +62,22 @@ def test_a_group_takes_what_it_costs_to_part_it_from_the_rest() -> None:
     assert load("macro_search", evaluations=200)(problem).value_s == pytest.approx(3)
     # Replicas take turns, so that each takes all in a quarter of the time.
     assert lower_bound(replace(problem, max_phases=4)) == pytest.approx(1)
+
+
+def test_one_device_runs_more_groups_than_fit_into_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuts, "_PLACED", 0)
+    # Seven pairs, 2 s each, that 5 s per tensor keep together: one of three devices runs three. A
+    # fourth takes longer than that for any.
+    pairs, io_s = [(2 * k, 2 * k + 1) for k in range(7)], np.full((14, 4), 5.0)
+    seconds = np.array([[1, 1, 1, 3.5]] * 14)
+    for devices in (3, 4):
+        problem = small_problem(
+            seconds[:, :devices],
+            pairs,
+            profile={"io_s": io_s[:, :devices]},
+            objective="max_load",
+        )
+        assert lower_bounds(problem)["max_load"] == pytest.approx(6)
+        assert load("macro_search", evaluations=400)(problem).value_s == pytest.approx(6)
