@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from placement.objective import Objective
 from placement.planners import check_least
 from placement.planners.contiguous_dp import best_in_order, merge_blocks
-from placement.planners.ideal_dp import csr
 from placement.problem import Problem, Solution
-from placement.search import ideal_kernels
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Choice, Search, device_classes
 from placement.search.list_schedule import first_that_fits, held_bytes
@@ -20,7 +18,6 @@ from placement.search.list_schedule import first_that_fits, held_bytes
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 _FEW_STATES = 50
-_MANY = 2**40  # bytes, as if a state had them: links between states, of eight each, do not count
 
 
 @dataclass(frozen=True)
@@ -142,14 +139,30 @@ def _prefixes(problem: Problem, limit: int) -> Bools:
 
 def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bools | None:
     """bool ``[S, num_items]``: all downward-closed sets by size, None if more than ``limit``."""
-    code = np.random.default_rng(0).integers(0, 2**64, num_items, dtype=np.uint64)
-    before, after = csr(num_items, edges[:, ::-1].tolist()), csr(num_items, edges.tolist())
-    room = _MANY * (limit + 1) - 1
-    count, bits, *_ = ideal_kernels.enumerate_ideals(*before, *after, code, _MANY, room)
-    words = bits[:count].astype("<u8")
-    items = np.unpackbits(words.view(np.uint8), axis=1, count=num_items, bitorder="little")
-    order = np.lexsort((*words.T, items.sum(axis=1)))
-    return items[order].astype(bool) if count else None
+    before = [0] * num_items
+    after: list[list[int]] = [[] for _ in range(num_items)]
+    for a, b in edges.tolist():
+        before[b] |= 1 << a
+        after[a].append(b)
+    # What may be added to each set of one size.
+    layer = {0: [v for v in range(num_items) if not before[v]]}
+    ideals = [0]
+    for _ in range(num_items):
+        grown: dict[int, list[int]] = {}
+        for ideal, free in layer.items():
+            for v in free:
+                larger = ideal | 1 << v
+                if larger not in grown:
+                    freed = [w for w in after[v] if before[w] & ~larger == 0]
+                    grown[larger] = [w for w in free if w != v] + freed
+                    if len(ideals) + len(grown) > limit:
+                        return None
+        layer = grown
+        ideals += sorted(grown)
+    width = (num_items + 7) // 8
+    data = np.frombuffer(b"".join(x.to_bytes(width, "little") for x in ideals), np.uint8)
+    bits = np.unpackbits(data.reshape(-1, width), axis=1, count=num_items, bitorder="little")
+    return bits.astype(bool)
 
 
 def _inside(ideals: Bools) -> Bools:

@@ -449,7 +449,7 @@ def _load(split: _Split) -> float:
     return split.load_s
 
 
-def csr(n: int, pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+def _csr(n: int, pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     """``values[ptr[i] : ptr[i + 1]]`` are, in order, the ``b`` of the pairs ``(i, b)``."""
     table = np.array(sorted(pairs), np.int32).reshape(-1, 2)
     return np.searchsorted(table[:, 0], np.arange(n + 1)).astype(np.int32), table[:, 1].copy()
@@ -463,7 +463,7 @@ def _enumerate(
     # kind of each state. Arrays grow by doubling and exist twice while they do.
     bytes_each = 8 * (-(-n // 64)) * 2 + 56 + _STATE_BYTES * kinds.num_states
     code = np.random.default_rng(0).integers(0, 2**64, n, dtype=np.uint64)
-    before, after = csr(n, [(b, a) for a, b in edges]), csr(n, list(edges))
+    before, after = _csr(n, [(b, a) for a, b in edges]), _csr(n, list(edges))
     # A kernel cannot look at the clock: try with little memory, which is soon full, then more.
     limit = memory_bytes if deadline == np.inf else min(memory_bytes, 2**24)
     while True:
@@ -485,7 +485,7 @@ def _enumerate(
 def _orders(n: int, edges: Edges) -> Iterator[NDArray[np.intp]]:
     """Two topological orders: breadth first, as items are numbered, and depth first."""
     yield np.arange(n)
-    ptr, after = csr(n, list(edges))
+    ptr, after = _csr(n, list(edges))
     missing = np.bincount(after, minlength=n).tolist()
     ready = [v for v in range(n - 1, -1, -1) if missing[v] == 0]
     order = []
