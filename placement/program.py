@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from placement.cluster import Cluster
+from placement.graph import OpGraph
+
 _SHORT = {
     "float": "f",
     "bfloat": "bf",
@@ -29,6 +32,23 @@ class CaptureError(ValueError):
 
 class InputError(ValueError):
     """The inputs of a call are not those the program was captured for."""
+
+
+def check_captured(graph: Any, cluster: Any, error: type[Exception]) -> None:
+    """Raises: ``error``, they are no graph with a program and no cluster to run it on."""
+    captured = "placement.capture(module, inputs)"
+    for name, value, kind, made_by in (
+        ("graph", graph, OpGraph, captured),
+        ("cluster", cluster, Cluster, "placement.Cluster.detect()"),
+    ):
+        if not isinstance(value, kind):
+            remedy = f"give its {name}" if hasattr(value, name) else f"{made_by} makes one"
+            raise error(
+                f"{name} must be a placement.{kind.__name__}, not a {type(value).__name__}: "
+                f"{remedy}"
+            )
+    if not isinstance(graph.program, Program):
+        raise error(f"graph {graph.name!r} has no program to run; capture the module: {captured}")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from placement.executor.share import carried_operators
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
-from placement.program import Program
+from placement.program import check_captured
 from placement.schedule import Schedule, ScheduleError
 
 
@@ -90,7 +90,8 @@ class Trainer:
         record: bool = False,
         make_runner: Callable[..., Runner] = Runner,
     ) -> None:
-        if not isinstance(graph.program, Program) or not graph.program.gradients:
+        check_captured(graph, cluster, RunnerError)
+        if not graph.program.gradients:
             raise RunnerError(
                 f"graph {graph.name!r} is no training step; capture it: "
                 "placement.capture(module, inputs, mode='training')"
