@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,7 @@ from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of, view_of
 
@@ -94,6 +96,7 @@ def export(
                 nullcontext() if training else _without_gradient_modes(),
                 _transformers_as_called(),
                 _without_checks(),
+                mock.patch.object(nn.Module, "_apply", _convert),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
@@ -253,6 +256,25 @@ def _without_gradient_modes() -> AbstractContextManager[Any]:
     modes = torch.amp._enter_autocast, torch.amp._exit_autocast  # what is left of such words
     name = "_side_effectful_need_to_be_preserved_pre_dispatch"
     return mock.patch.object(proxy_tensor, name, modes, create=True)
+
+
+def _convert(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module.to``, ``float``, ``cuda``, ... in a forward, of tensors that are as asked already.
+
+    Torch would replace each of them, which a trace cannot follow.
+
+    Raises:
+        CaptureError: something else is asked.
+    """
+    with _disable_current_modes():
+        for x in chain(self.parameters(recurse), self.buffers(recurse)):
+            like = torch.empty((0,) * x.dim(), dtype=x.dtype, device=x.device)
+            if function(like) is not like:
+                raise CaptureError(
+                    f"a {type(self).__name__} is converted while the module runs (to, half, cuda, "
+                    "...): convert it before it is captured"
+                )
+    return self
 
 
 def _held(x: Any) -> dict[Any, Any]:
