@@ -231,13 +231,14 @@ def test_device_map_covers_every_parameter() -> None:
     assert "layers.0" not in mapped
 
 
-def test_device_map_keeps_modules_with_parameters_whole() -> None:
-    plan = plan_of([0, 1, 1], problem(("a", "a", "b")))
-    split = {"a.weight": (0,), "b.weight": (2,)}
+@pytest.mark.parametrize(("on", "nearest"), [([0, 1, 1], [0, 0, 1]), ([0, 1, 0], [0, 0, 0])])
+def test_device_map_keeps_modules_with_parameters_whole(on: list[int], nearest: list[int]) -> None:
+    plan = plan_of(on, problem(("a", "a", "b") if on[2] else ("a", "a", "a")))
+    split = {"a.weight": (0,), "b.weight": (2,)} if on[2] else {"a.weight": (0,)}
     known = plan.graph.model_copy(update={"parameters": split})
     with pytest.raises(Inexpressible, match="a module with parameters has one device") as caught:
         export("huggingface", plan.model_copy(update={"graph": known}))
-    assert list(caught.value.nearest.values()) == ["cuda:0", "cuda:0", "cuda:1"]
+    assert list(caught.value.nearest.values()) == [GPUS[d] for d in nearest]
 
 
 @pytest.mark.parametrize(
