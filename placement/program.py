@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from placement.cluster import Cluster
-from placement.graph import OpGraph
+from placement.problem import check_kinds
 
 _SHORT = {
     "float": "f",
@@ -35,20 +34,13 @@ class InputError(ValueError):
 
 
 def check_captured(graph: Any, cluster: Any, error: type[Exception]) -> None:
-    """Raises: ``error``, they are no graph with a program and no cluster to run it on."""
-    captured = "placement.capture(module, inputs)"
-    for name, value, kind, made_by in (
-        ("graph", graph, OpGraph, captured),
-        ("cluster", cluster, Cluster, "placement.Cluster.detect()"),
-    ):
-        if not isinstance(value, kind):
-            remedy = f"give its {name}" if hasattr(value, name) else f"{made_by} makes one"
-            raise error(
-                f"{name} must be a placement.{kind.__name__}, not a {type(value).__name__}: "
-                f"{remedy}"
-            )
+    """Raises: ``error``, they are no graph with a program, and no cluster to run it on."""
+    check_kinds(error, graph=graph, cluster=cluster)
     if not isinstance(graph.program, Program):
-        raise error(f"graph {graph.name!r} has no program to run; capture the module: {captured}")
+        raise error(
+            f"graph {graph.name!r} has no program to run; capture the module: "
+            "placement.capture(module, inputs)"
+        )
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def _transformers_as_called() -> Iterator[None]:
     A call makes nested tensors of padded sequences, which a trace leaves out. Whether a mask is the
     causal one, which a call finds out for the sake of a faster kernel, is not asked.
     """
-    traced, detected = nn.TransformerEncoder.forward, transformer._detect_is_causal_mask
+    traced = nn.TransformerEncoder.forward
 
     def forward(
         self: nn.TransformerEncoder,
@@ -214,13 +214,14 @@ def _transformers_as_called() -> Iterator[None]:
         output = output.masked_fill(padded[..., None], 0.0)
         return output if norm is None else norm(output)
 
-    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
+    def asked(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with (
+        mock.patch.object(nn.TransformerEncoder, "forward", forward),
+        mock.patch.object(transformer, "_detect_is_causal_mask", asked),
+    ):
         yield
-    finally:
-        nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
-        transformer._detect_is_causal_mask = detected
 
 
 @contextmanager
@@ -239,13 +240,11 @@ def _without_checks() -> Iterator[None]:
         with mock.patch.object(torch, "any", lambda _: False):  # all that it is asked for
             return likelihood(*args, **kwargs)
 
-    kind.__init__ = unchecked  # type: ignore[method-assign]
-    nn.functional.gaussian_nll_loss = of_any_variance
-    try:
+    with (
+        mock.patch.object(kind, "__init__", unchecked),
+        mock.patch.object(nn.functional, "gaussian_nll_loss", of_any_variance),
+    ):
         yield
-    finally:
-        kind.__init__ = init  # type: ignore[method-assign]
-        nn.functional.gaussian_nll_loss = likelihood
 
 
 def _without_gradient_modes() -> AbstractContextManager[Any]:

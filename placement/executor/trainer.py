@@ -74,6 +74,7 @@ class Trainer:
     Raises:
         RunnerError: the graph is not of a training step, colocated operators are on different
             devices, or the optimizer cannot be used.
+        CaptureError: the optimizer keeps parameters beside its groups.
         ScheduleError: the schedule does not fit, or deadlocks.
     """
 
@@ -98,11 +99,6 @@ class Trainer:
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise RunnerError(f"a {type(optimizer).__name__} is given, not a torch.optim.Optimizer")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise RunnerError(
-                "LBFGS needs all gradients at one place and runs the module again: use an "
-                "optimizer that treats every parameter by itself, e.g. torch.optim.AdamW"
-            )
         if looks_at_all(optimizer):
             raise RunnerError(
                 f"{type(optimizer).__name__} changes a parameter by what the gradients of others "

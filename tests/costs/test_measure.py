@@ -262,9 +262,9 @@ def test_devices_that_are_not_here_are_refused(device, message):
     seconds = np.ones((branches().num_ops, 2))
     problem = Problem(branches(), TWO, Profile(TWO.device_names, seconds, seconds))
     for call in (measure, load_or_measure):
-        with pytest.raises(ProfileError, match=r"OpGraph, not a Problem: give its graph"):
+        with pytest.raises(ProfileError, match=r"graph must be .*\(of type Problem\)"):
             call(problem, TWO)
-        with pytest.raises(ProfileError, match=r"cluster must be a placement\.Cluster, not a list"):
+        with pytest.raises(ProfileError, match=r"cluster must be .*of type list"):
             call(branches(), ["cpu:0"])
         with pytest.raises(ProfileError, match="has no program to run"):
             call(branches().without_program(), TWO)
