@@ -138,8 +138,11 @@ def tensors_only(module: torch.nn.Module, example: Any) -> tuple[torch.Tensor, .
 
     Torch gives a stage neither constants nor what is in lists and dicts.
     """
-    args, kwargs = ((), example) if isinstance(example, Mapping) else (_tuple(example), {})
-    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], Mapping):
+    args = tuple(example) if isinstance(example, tuple | list) else (example,)
+    kwargs: Any = {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), example
+    elif len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], Mapping):
         args, kwargs = args
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -192,19 +195,13 @@ def past_a_stage(graph: torch.fx.Graph) -> tuple[int, int] | None:
     return None
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
 def to(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, value)
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), value)
 
 
 def repeated(value: Any, count: int) -> Any:
     """The micro-batch ``count`` times, as one batch."""
-    return pytree.tree_map(
-        lambda x: torch.cat([x] * count) if isinstance(x, torch.Tensor) else x, value
-    )
+    return pytree.tree_map_only(torch.Tensor, lambda x: torch.cat([x] * count), value)
 
 
 def mean(out: Any) -> torch.Tensor:
