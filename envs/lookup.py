@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 from envs.problems import EnvError
-from placement.tools.named import meant
+from placement.tools.named import imported
 
 
 def find(name: str, what: str) -> Any:
@@ -20,13 +18,12 @@ def find(name: str, what: str) -> Any:
         EnvError: it is no such name, or cannot be imported.
     """
     module, _, attribute = name.partition(":")
+    if not attribute:
+        raise EnvError(f"{what} {name!r} names no object; write package.module:name")
     try:
-        if not attribute:
-            raise ValueError("it names no object; write package.module:name")
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        near = meant(attribute, vars(sys.modules.get(module, object)))
-        raise EnvError(f"{what} {name!r} cannot be imported: {error}{near}") from error
+        return imported(module, attribute)
+    except ImportError as error:
+        raise EnvError(f"{what} {name!r} cannot be imported: {error}") from error
 
 
 def name_of(target: Any) -> str:

@@ -30,8 +30,8 @@ ReadyOrder = Literal["priority", "arrival"]
 
 
 _KINDS: dict[str, tuple[type, str]] = {
-    "graph": (OpGraph, "a placement.OpGraph"),
-    "cluster": (Cluster, "a placement.Cluster"),
+    "graph": (OpGraph, "a placement.OpGraph (placement.capture gives one, a problem has one)"),
+    "cluster": (Cluster, "a placement.Cluster (e.g. Cluster.detect())"),
     "profile": (Profile, "a placement.Profile"),
     "contention": (bool, "True or False"),
     "second_j": (Real, "a number"),
@@ -43,6 +43,15 @@ _KINDS: dict[str, tuple[type, str]] = {
 
 class ProblemError(ValueError):
     """The problem, or a placement for it, is not valid; the message has the numbers."""
+
+
+def check_kinds(error: type[Exception], **values: Any) -> None:
+    """Raises: ``error``, one of these arguments of a problem is of another kind."""
+    for name, value in values.items():
+        kind, what = _KINDS[name]
+        if not isinstance(value, kind):
+            is_of = type(value).__name__
+            raise error(f"{name} must be {what}, not {value!r:.60} (of type {is_of})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +86,7 @@ class Problem:
     max_phases: int = 1
 
     def __post_init__(self) -> None:
-        for name, (kind, what) in _KINDS.items():
-            if not isinstance(value := getattr(self, name), kind):
-                is_of = type(value).__name__
-                raise ProblemError(f"{name} must be {what}, not {value!r:.60} (of type {is_of})")
+        check_kinds(ProblemError, **{name: getattr(self, name) for name in _KINDS})
         self.profile.check(self.graph)
         if self.profile.device_names != self.cluster.device_names:
             raise ProblemError(

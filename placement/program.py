@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from placement.problem import check_kinds
+
 _SHORT = {
     "float": "f",
     "bfloat": "bf",
@@ -29,6 +31,16 @@ class CaptureError(ValueError):
 
 class InputError(ValueError):
     """The inputs of a call are not those the program was captured for."""
+
+
+def check_captured(graph: Any, cluster: Any, error: type[Exception]) -> None:
+    """Raises: ``error``, they are no graph with a program, and no cluster to run it on."""
+    check_kinds(error, graph=graph, cluster=cluster)
+    if not isinstance(graph.program, Program):
+        raise error(
+            f"graph {graph.name!r} has no program to run; capture the module: "
+            "placement.capture(module, inputs)"
+        )
 
 
 @dataclass(frozen=True)

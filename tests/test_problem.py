@@ -216,7 +216,7 @@ def test_parts_may_be_lists_and_are_told_what_they_are_not() -> None:
 def test_parts_that_do_not_fit_each_other() -> None:
     problem = make(CHAIN, [[1, 1], [1, 1]])
     with pytest.raises(
-        ProblemError, match=r"cluster must be a placement.Cluster, not OpGraph.*chain"
+        ProblemError, match=r"cluster must be a placement.Cluster .*, not OpGraph.*chain"
     ):
         replace(problem, cluster=CHAIN)
     with pytest.raises(ProblemError, match=r"the cluster has \['x'\]; use profile.for_cluster"):

@@ -16,8 +16,9 @@ import logging
 import operator
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from placement.capturing.errors import (
     check_tensors,
@@ -96,6 +98,7 @@ def export(
                 nullcontext() if training else _without_gradient_modes(),
                 _transformers_as_called(),
                 _without_checks(),
+                mock.patch.object(nn.Module, "_apply", _convert),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
@@ -176,7 +179,7 @@ def _transformers_as_called() -> Iterator[None]:
     A call makes nested tensors of padded sequences, which a trace leaves out. Whether a mask is the
     causal one, which a call finds out for the sake of a faster kernel, is not asked.
     """
-    traced, detected = nn.TransformerEncoder.forward, transformer._detect_is_causal_mask
+    traced = nn.TransformerEncoder.forward
 
     def forward(
         self: nn.TransformerEncoder,
@@ -212,13 +215,14 @@ def _transformers_as_called() -> Iterator[None]:
         output = output.masked_fill(padded[..., None], 0.0)
         return output if norm is None else norm(output)
 
-    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
+    def asked(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with (
+        mock.patch.object(nn.TransformerEncoder, "forward", forward),
+        mock.patch.object(transformer, "_detect_is_causal_mask", asked),
+    ):
         yield
-    finally:
-        nn.TransformerEncoder.forward = traced  # type: ignore[method-assign]
-        transformer._detect_is_causal_mask = detected
 
 
 @contextmanager
@@ -237,13 +241,11 @@ def _without_checks() -> Iterator[None]:
         with mock.patch.object(torch, "any", lambda _: False):  # all that it is asked for
             return likelihood(*args, **kwargs)
 
-    kind.__init__ = unchecked  # type: ignore[method-assign]
-    nn.functional.gaussian_nll_loss = of_any_variance
-    try:
+    with (
+        mock.patch.object(kind, "__init__", unchecked),
+        mock.patch.object(nn.functional, "gaussian_nll_loss", of_any_variance),
+    ):
         yield
-    finally:
-        kind.__init__ = init  # type: ignore[method-assign]
-        nn.functional.gaussian_nll_loss = likelihood
 
 
 def _without_gradient_modes() -> AbstractContextManager[Any]:
@@ -254,6 +256,25 @@ def _without_gradient_modes() -> AbstractContextManager[Any]:
     modes = torch.amp._enter_autocast, torch.amp._exit_autocast  # what is left of such words
     name = "_side_effectful_need_to_be_preserved_pre_dispatch"
     return mock.patch.object(proxy_tensor, name, modes, create=True)
+
+
+def _convert(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module.to``, ``float``, ``cuda``, ... in a forward, of tensors that are as asked already.
+
+    Torch would replace each of them, which a trace cannot follow.
+
+    Raises:
+        CaptureError: something else is asked.
+    """
+    with _disable_current_modes():
+        for x in chain(self.parameters(recurse), self.buffers(recurse)):
+            like = torch.empty((0,) * x.dim(), dtype=x.dtype, device=x.device)
+            if function(like) is not like:
+                raise CaptureError(
+                    f"a {type(self).__name__} is converted while the module runs (to, half, cuda, "
+                    "...): convert it before it is captured"
+                )
+    return self
 
 
 def _held(x: Any) -> dict[Any, Any]:

@@ -217,6 +217,8 @@ def state_bytes(optimizer: torch.optim.Optimizer | None, param: Tensor) -> int:
     try:
         probe = optimizer_like(optimizer, [{**group, "params": [small]}])
         probe.step()
+    except CaptureError:
+        raise
     except Exception as error:  # each optimizer has its own conditions
         raise CaptureError(
             f"{type(optimizer).__name__} cannot train one parameter by itself from its gradient "

@@ -46,6 +46,7 @@ from placement.executor.runner import Runner
 from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
+from placement.program import check_captured
 from placement.tools.clock import nothing_collected
 from placement.tools.files import FileError, cache_folder
 from placement.tools.progress import Progress
@@ -78,12 +79,13 @@ def measure(
     kernel on a device, or no room, takes inf there.
 
     Raises:
-        ProfileError: no rounds, a device of the cluster is not on this machine, or no device can
-            run an operator.
+        ProfileError: no captured graph, no rounds, a device of the cluster is not on this
+            machine, or no device can run an operator.
     """
     if repeats < 1:
         raise ProfileError(f"repeats = {repeats}: must be at least 1")
     say = progress or (lambda what, share: None)
+    check_captured(graph, cluster, ProfileError)
     check_here(cluster)
     inputs = graph.program.timing_inputs()
     began = time.time()
@@ -252,6 +254,7 @@ def load_or_measure(
     that are measured must be on this machine. A profile that cannot be saved (no space, no
     permission) is returned all the same, with a warning.
     """
+    check_captured(graph, cluster, ProfileError)
     is_like = any(d.like is not None for d in cluster.devices)
     if is_like or cluster.streaming:
         options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}

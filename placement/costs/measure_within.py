@@ -24,7 +24,7 @@ from placement.executor.alone import on_one_device, run_seconds
 from placement.executor.parts import part
 from placement.graph import OpGraph
 from placement.profile import Profile
-from placement.program import Program
+from placement.program import check_captured
 from placement.tools.progress import Progress
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10  # in which each chosen operator runs once
@@ -70,15 +70,17 @@ def measure_within(
         seconds: for measuring; one run of the model comes on top. Others: see ``predict_here``.
 
     Raises:
-        LatencyError: not a positive time, a described device, or a graph of a training step.
+        LatencyError: not a positive time, a described device, no captured graph, or that of a
+            training step.
         CorpusError: what was measured cannot be read.
     """
     if not seconds > 0:
         raise LatencyError(f"seconds = {seconds}: the time to measure must be positive")
-    if not isinstance(graph.program, Program) or graph.program.gradients:
+    check_captured(graph, cluster, LatencyError)
+    if graph.program.gradients:
         raise LatencyError(
-            f"graph {graph.name!r} has no program of an inference, so that its operators cannot "
-            "be measured one by one; measure it as a whole: placement profile without --seconds"
+            f"graph {graph.name!r} is a training step, so that its operators cannot be "
+            "measured one by one; measure it as a whole: placement profile without --seconds"
         )
     say = progress or (lambda what, share: None)
     began = time.monotonic()

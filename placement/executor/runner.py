@@ -41,7 +41,7 @@ from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.problem import whole_numbers
-from placement.program import CaptureError, InputError, Program, fill, split_inputs
+from placement.program import CaptureError, InputError, check_captured, fill, split_inputs
 from placement.schedule import Schedule
 from placement.timeline import steady_period
 
@@ -105,11 +105,7 @@ class Runner:
     ) -> None:
         if outputs not in ("host", "device"):
             raise RunnerError(f"outputs = {outputs!r}: must be 'host' or 'device'")
-        if not isinstance(graph.program, Program):
-            raise RunnerError(
-                f"graph {graph.name!r} has no program to run; capture the module: "
-                "placement.capture(module, inputs)"
-            )
+        check_captured(graph, cluster, RunnerError)
         if max_in_flight < 1:
             raise RunnerError(f"max_in_flight = {max_in_flight}, must be at least 1")
         self.graph = graph

@@ -27,7 +27,7 @@ from placement.executor.share import carried_operators
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
-from placement.program import Program
+from placement.program import check_captured
 from placement.schedule import Schedule, ScheduleError
 
 
@@ -74,6 +74,7 @@ class Trainer:
     Raises:
         RunnerError: the graph is not of a training step, colocated operators are on different
             devices, or the optimizer cannot be used.
+        CaptureError: the optimizer keeps parameters beside its groups.
         ScheduleError: the schedule does not fit, or deadlocks.
     """
 
@@ -90,18 +91,14 @@ class Trainer:
         record: bool = False,
         make_runner: Callable[..., Runner] = Runner,
     ) -> None:
-        if not isinstance(graph.program, Program) or not graph.program.gradients:
+        check_captured(graph, cluster, RunnerError)
+        if not graph.program.gradients:
             raise RunnerError(
                 f"graph {graph.name!r} is no training step; capture it: "
                 "placement.capture(module, inputs, mode='training')"
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise RunnerError(f"a {type(optimizer).__name__} is given, not a torch.optim.Optimizer")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise RunnerError(
-                "LBFGS needs all gradients at one place and runs the module again: use an "
-                "optimizer that treats every parameter by itself, e.g. torch.optim.AdamW"
-            )
         if looks_at_all(optimizer):
             raise RunnerError(
                 f"{type(optimizer).__name__} changes a parameter by what the gradients of others "

@@ -10,11 +10,11 @@ pipeline computes something else than the plain module.
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,31 +69,27 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
         example, target = example
     module = module.train(training).to(device)
     example, target = to(example, device), to(target, device)
-    args, kwargs = ((), example) if isinstance(example, dict) else (_tuple(example), {})
-    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
-        args, kwargs = args
-    names = [*inspect.signature(module.forward).parameters]  # stages take them in this order
-    kwargs = {name: kwargs[name] for name in sorted(kwargs, key=lambda x: (*names, x).index(x))}
+    args = tensors_only(module, example)
     loss_fn = (loss[0] if loss else lambda out, _: mean(out)) if training else None
 
     with torch.no_grad():
-        expected = module(*args, **kwargs)
+        expected = module(*args)
         if loss_fn is not None:
             expected = loss_fn(expected, target)
     split = {path: SplitPoint.BEGINNING for path in data["split_points"]}
     for path in split:
         module.get_submodule(path)  # raises where the model is not that of the plan
     with torch.set_grad_enabled(training):  # a region without gradients cannot be split
-        pipe = pipeline(module, args, kwargs, split_spec=split)
+        pipe = pipeline(module, args, split_spec=split)
     if pipe.num_stages != len(split) + 1:
         print(f"{pipe.num_stages} stages, {len(split) + 1} planned: a module runs more than once")
         return 1
     first: Any = pipe.get_stage_module(0)
     nodes = first.graph.nodes
-    reads, num_inputs = sum(n.op == "placeholder" for n in nodes), len(args) + len(kwargs)
-    if reads < num_inputs:
+    reads = sum(n.op == "placeholder" for n in nodes)
+    if reads < len(args):
         print(
-            f"the first stage reads {reads} of {num_inputs} inputs, and torch gives it all of them"
+            f"the first stage reads {reads} of {len(args)} inputs, and torch gives it all of them"
         )
         return 1
     for i in range(pipe.num_stages):
@@ -109,8 +105,8 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
         return 1
     count = data["num_microbatches"]
     schedule = schedule_class(stages if many else stages[0], count, loss_fn=loss_fn)  # type: ignore
-    whole_args, whole_kwargs = repeated(args, count), repeated(kwargs, count)
-    first, last = rank == 0, (pipe.num_stages - 1) % world == rank
+    whole = repeated(args, count) if rank == 0 else ()
+    last = (pipe.num_stages - 1) % world == rank
     for _ in range(2):  # the first one warms up
         losses: list[torch.Tensor] = []
         more: dict[str, Any] = {}
@@ -120,10 +116,7 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
         dist.barrier()
         began = time.perf_counter()
         with torch.set_grad_enabled(training):
-            if first:
-                out = schedule.step(*whole_args, **whole_kwargs, **more)
-            else:
-                out = schedule.step(**more)
+            out = schedule.step(*whole, **more)
         dist.barrier()
         took_s = time.perf_counter() - began
     if not last:
@@ -138,6 +131,32 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
     answer = {"stages": pipe.num_stages, "schedule": data["schedule"], "equal": not wrong}
     print(json.dumps(answer | {"seconds_per_microbatch": took_s / count, "wrong": wrong}))
     return 1 if wrong else 0
+
+
+def tensors_only(module: torch.nn.Module, example: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of the example, which become all that the module is called with.
+
+    Torch gives a stage neither constants nor what is in lists and dicts.
+    """
+    args = tuple(example) if isinstance(example, tuple | list) else (example,)
+    kwargs: Any = {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), example
+    elif len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], Mapping):
+        args, kwargs = args
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    forward = module.forward
+
+    def of_tensors(*tensors: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for i, x in zip(at, tensors, strict=True):
+            filled[i] = x
+        args, kwargs = pytree.tree_unflatten(filled, tree)
+        return forward(*args, **kwargs)
+
+    module.forward = of_tensors
+    return tuple(leaves[i] for i in at)
 
 
 def send_contiguous(stage: Any) -> None:
@@ -176,19 +195,13 @@ def past_a_stage(graph: torch.fx.Graph) -> tuple[int, int] | None:
     return None
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
 def to(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, value)
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), value)
 
 
 def repeated(value: Any, count: int) -> Any:
     """The micro-batch ``count`` times, as one batch."""
-    return pytree.tree_map(
-        lambda x: torch.cat([x] * count) if isinstance(x, torch.Tensor) else x, value
-    )
+    return pytree.tree_map_only(torch.Tensor, lambda x: torch.cat([x] * count), value)
 
 
 def mean(out: Any) -> torch.Tensor:

@@ -165,7 +165,7 @@ class Hooked:
         """
         places = self._places(range(len(device)), self._split(device))
         wanted = FIRST if any(INPUT in together for _, _, together in places) else device[0]
-        return next(iter(name for name in (wanted, device[0], *used) if name in used))
+        return next((name for name in (wanted, device[0], *used) if name in used), device[0])
 
     def units(self) -> tuple[list[int], int]:
         """``[F]`` the unit of each operator: a map can say any devices for them.

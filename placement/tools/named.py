@@ -96,10 +96,9 @@ class Named(Generic[T]):
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
         try:
-            target = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            near = meant(attribute, vars(sys.modules.get(module, object)))
-            raise self.error(f"{self.what} {name!r} cannot be imported: {error}{near}") from error
+            target = imported(module, attribute)
+        except ImportError as error:
+            raise self.error(f"{self.what} {name!r} cannot be imported: {error}") from error
         if not callable(target):
             kind = type(target).__name__
             raise self.error(f"{self.what} {name!r} is of type {kind}, not a {self.what}")
@@ -121,6 +120,27 @@ def convert_fields(values: Any, error: type[ValueError]) -> None:
             object.__setattr__(values, f.name, _convert(value, hint))
         except (TypeError, ValueError, OverflowError):
             raise error(f"{f.name} = {short(value)} is not {_expected(value, hint, f)}") from None
+
+
+def imported(module: str, attribute: str) -> Any:
+    """The object ``module:attribute``, which may be the user's; importing executes the module.
+
+    Raises:
+        ImportError: there is none, or the module fails, also by ending the process.
+    """
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, AttributeError) and module in sys.modules:
+            raise ImportError(f"{error}{meant(attribute, vars(sys.modules[module]))}") from error
+        why, hint = f"{type(error).__name__}: {error}".rstrip(": "), ""
+        if isinstance(error, SystemExit):
+            hint = ". Keep what a script does behind: if __name__ == '__main__'"
+        elif module.endswith(".py"):
+            hint = f". Name it without .py: {module[:-3].replace('/', '.')}:{attribute}"
+        elif isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            hint = ". Is its folder on PYTHONPATH?"
+        raise ImportError(f"importing {module!r} failed: {why}{hint}") from error
 
 
 def meant(name: str, names: Iterable[str]) -> str:

@@ -14,14 +14,13 @@ import ast
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from placement.tools.named import meant
+from placement.tools.named import imported, meant
 
 # Synthetic problems, models of others (two files), their graphs, and problems with known optima.
 _NO_MODELS = ("__init__", "synthetic", "zoo", "hugging_face", "dataset", "suites")
@@ -94,16 +93,16 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
         loaded = function(**options)
     except WorkloadError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(
             f"workload {spec!r}: the function failed: {type(error).__name__}: {error}"
         ) from error
 
     from torch import nn
 
-    trained = isinstance(loaded, tuple) and len(loaded) == 3 and callable(loaded[2])
-    pair = isinstance(loaded, tuple) and len(loaded) == 2
-    if not ((pair or (trained and len(loaded[1]) == 2)) and isinstance(loaded[0], nn.Module)):
+    of = len(loaded) if isinstance(loaded, tuple) else 0
+    trained = of == 3 and callable(loaded[2]) and isinstance(loaded[1], tuple | list)
+    if not ((of == 2 or (trained and len(loaded[1]) == 2)) and isinstance(loaded[0], nn.Module)):
         shown = type(loaded).__name__
         if isinstance(loaded, tuple):
             shown = f"({', '.join(type(x).__name__ for x in loaded)})"
@@ -134,21 +133,9 @@ def _function(spec: str) -> Any:
             )
         home, function_name = f"{__name__}.{families[spec]}", spec
     try:
-        return getattr(importlib.import_module(home), function_name)
-    except WorkloadError:
-        raise
-    except AttributeError as error:
-        near = meant(function_name, vars(sys.modules.get(home, object)))
-        raise WorkloadError(f"workload {spec!r}: {error}{near}") from error
-    except Exception as error:
-        raise WorkloadError(
-            f"workload {spec!r}: importing {home!r} failed: {type(error).__name__}: {error}. "
-            + (
-                f"Name it without .py: {home[:-3].replace('/', '.')}:{function_name}"
-                if home.endswith(".py")
-                else "Is its folder on PYTHONPATH?"
-            )
-        ) from error
+        return imported(home, function_name)
+    except ImportError as error:
+        raise WorkloadError(f"workload {spec!r}: {error}") from error
 
 
 def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:

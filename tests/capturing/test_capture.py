@@ -399,6 +399,17 @@ def test_autocast_and_gradient_regions_become_plain_operators(region):
     assert {"linear", "add"} <= set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
+@pytest.mark.parametrize(
+    "convert", [lambda m, x: m.to(x.device), lambda m, x: m.to(x), lambda m, x: m.float()]
+)
+def test_a_conversion_that_changes_nothing_is_no_operator(convert):
+    def forward(m, x):
+        m.linear = convert(m.linear, x)
+        return m.linear(x)
+
+    assert kinds(check(Module(forward), X)) == ["linear"]
+
+
 def test_autocast_around_a_capture_is_refused():
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -823,6 +834,10 @@ def change_parameter(m, x):
         (change_input, r"changes its input 'x' in place.*x = x\.clone\(\)"),
         (change_constant, "in-place operator.*Constant plain"),
         (change_parameter, "changes its parameter 'linear.weight' when it is called"),
+        (
+            lambda m, x: m.linear.double()(x.double()),
+            r"a Linear is converted while.*capture\.py:\d+ `",
+        ),
         (lambda m, x: {1, x}, "returns a set: let it return tensors"),
         (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),
         (

@@ -259,6 +259,15 @@ def test_devices_that_are_not_here_are_refused(device, message):
         measure(branches(), Cluster("elsewhere", (device,)), repeats=1)
     with pytest.raises(ProfileError, match="repeats = 0: must be at least 1"):
         measure(branches(), TWO, repeats=0)
+    seconds = np.ones((branches().num_ops, 2))
+    problem = Problem(branches(), TWO, Profile(TWO.device_names, seconds, seconds))
+    for call in (measure, load_or_measure):
+        with pytest.raises(ProfileError, match=r"graph must be .*\(of type Problem\)"):
+            call(problem, TWO)
+        with pytest.raises(ProfileError, match=r"cluster must be .*of type list"):
+            call(branches(), ["cpu:0"])
+        with pytest.raises(ProfileError, match="has no program to run"):
+            call(branches().without_program(), TWO)
 
 
 def test_cuda_devices_of_another_name_or_number_are_refused(monkeypatch):

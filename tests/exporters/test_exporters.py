@@ -231,13 +231,14 @@ def test_device_map_covers_every_parameter() -> None:
     assert "layers.0" not in mapped
 
 
-def test_device_map_keeps_modules_with_parameters_whole() -> None:
-    plan = plan_of([0, 1, 1], problem(("a", "a", "b")))
-    split = {"a.weight": (0,), "b.weight": (2,)}
+@pytest.mark.parametrize(("on", "nearest"), [([0, 1, 1], [0, 0, 1]), ([0, 1, 0], [0, 0, 0])])
+def test_device_map_keeps_modules_with_parameters_whole(on: list[int], nearest: list[int]) -> None:
+    plan = plan_of(on, problem(("a", "a", "b") if on[2] else ("a", "a", "a")))
+    split = {"a.weight": (0,), "b.weight": (2,)} if on[2] else {"a.weight": (0,)}
     known = plan.graph.model_copy(update={"parameters": split})
     with pytest.raises(Inexpressible, match="a module with parameters has one device") as caught:
         export("huggingface", plan.model_copy(update={"graph": known}))
-    assert list(caught.value.nearest.values()) == ["cuda:0", "cuda:0", "cuda:1"]
+    assert list(caught.value.nearest.values()) == [GPUS[d] for d in nearest]
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def test_torch_pipelining_splits_any_cut(name: str) -> None:
     import torch
     from torch.distributed.pipelining import SplitPoint, pipeline
 
-    from placement.exporters._torchrun import past_a_stage, send_contiguous
+    from placement.exporters._torchrun import past_a_stage, send_contiguous, tensors_only
 
     module, inputs = consumers.family(name)
     p = consumers.problem_of(capture(module, inputs), ("cpu:0", "cpu:1"))
@@ -462,10 +463,12 @@ def test_torch_pipelining_splits_any_cut(name: str) -> None:
     for points in seen:
         with torch.no_grad():
             split = dict.fromkeys(points, SplitPoint.BEGINNING)
-            pipe = pipeline(consumers.family(name)[0], (), inputs, split_spec=split)
+            again = consumers.family(name)[0]
+            args = tensors_only(again, inputs | {"return_dict": True})
+            pipe = pipeline(again, args, split_spec=split)
             for i in range(pipe.num_stages):
                 send_contiguous(pipe.get_stage_module(i))
-            results = consumers.tensors(pipe(**inputs))
+            results = consumers.tensors(pipe(*args))
         assert pipe.num_stages == len(points) + 1 and past_a_stage(pipe.split_gm.graph) is None
         torch.testing.assert_close(results, expected)
         stages = [n for n in pipe.split_gm.graph.nodes if n.op == "call_module"]

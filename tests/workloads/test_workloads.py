@@ -156,6 +156,12 @@ def swapped():
 def failing():
     raise KeyError("weights")
 
+def ending():
+    raise SystemExit(0)
+
+def no_pair():
+    return torch.nn.Linear(4, 2), 4, torch.nn.functional.cross_entropy
+
 not_a_function = 3
 a_module = torch.nn.Linear(2, 2)
 """
@@ -165,6 +171,7 @@ a_module = torch.nn.Linear(2, 2)
 def users_own(tmp_path, monkeypatch):
     (tmp_path / "users_own.py").write_text(USERS_OWN)
     (tmp_path / "broken.py").write_text("import no_such_package")
+    (tmp_path / "a_script.py").write_text("import sys; sys.exit()")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -180,9 +187,13 @@ def test_the_users_own_function(users_own):
         ("users_own:only_module", r"returned Linear, expected \(module, inputs\)"),
         ("users_own:swapped", r"returned \(Tensor, Linear\), expected"),
         ("users_own:failing", "the function failed: KeyError: 'weights'"),
+        ("users_own:ending", "the function failed: SystemExit: 0"),
+        ("users_own:no_pair", r"returned \(Linear, int, function\), expected"),
         ("users_own:not_a_function", "is of type int, not a function"),
         ("users_own:a_module", "is of type Linear, not a function: name one that returns"),
-        ("broken:f", "importing 'broken' failed.*no_such_package"),
+        ("broken:f", "importing 'broken' failed: .*'no_such_package'$"),
+        ("a_script:f", "'a_script' failed: SystemExit. Keep .* behind: if __name__"),
+        ("users_own.py:good", "Name it without .py: users_own:good"),
         ("no_such_file:f", "importing 'no_such_file' failed.*PYTHONPATH"),
     ],
 )
