@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may come meanwhile
+    from placement import commands
+
+    sys.exit(commands.train())
+
 import hashlib
 import json
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -255,7 +261,3 @@ def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point."""
     return launch(app, "train", words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
