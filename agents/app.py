@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -297,8 +297,13 @@ class Job:
 
     cfg: DictConfig
     folder: Path
-    mirror: Mirror
     report: cli.Progress
+    begin: Callable[[], Mirror]
+
+    @cached_property
+    def mirror(self) -> Mirror:
+        """The tracker's run begins here, so that what is refused before leaves no empty one."""
+        return self.begin()
 
 
 @contextmanager
@@ -334,11 +339,12 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     try:
         with (
             _only_one(folder),
-            tracker.run(folder, config, job_type, group) as mirror,
+            ExitStack() as tracked,
             cli.progress() as report,
             cli.says_when_compiling(),
         ):
-            yield Job(cfg, folder, mirror, report)
+            run = partial(tracker.run, folder, config, job_type, group)
+            yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
         key, place = ("sweep", str(hydra.sweep.dir)) if is_sweep else ("run", str(folder))
         if not re.fullmatch(r"[\w/.:+-]+", place, re.ASCII):  # Hydra's grammar, then the shell's
@@ -491,7 +497,6 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
         with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):
             profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
         profile.save(job.folder / str(name) / "profile.npz")
-        job.mirror.artifact(f"profile-{name}", "profile", job.folder / str(name) / "profile.npz")
         problems[str(name)] = Problem(graph, cluster, profile, objective=cfg.objective)
     return problems
 
@@ -565,6 +570,8 @@ def save_best(
     for name, problem in problems.items():
         job.report(f"{name}: plan, trace and picture", None)
         folder = job.folder / name
+        if (profile := folder / "profile.npz").is_file():
+            job.mirror.artifact(f"profile-{name}", "profile", profile)
         try:
             best = comparison.best(name)
         except CompareError as error:

@@ -26,6 +26,7 @@ import agents.compare
 import agents.train
 import conf
 from agents.app import AppError, explain, make_planner, with_lists
+from agents.encoder import PolicyError
 from agents.expert import load_solutions
 from agents.trained import TrainedPolicy
 from placement import planners, workloads
@@ -631,6 +632,19 @@ def test_an_interrupted_training_says_how_it_goes_on(
     assert "nothing to resume" not in capsys.readouterr().err
     assert run("train", *words) == 2
     assert "holds a training, which this one would replace" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_no_tracked_run(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PolicyError("a checkpoint of another training")
+
+    monkeypatch.setattr("agents.training.train", refused)
+    words = ("workload=[]", "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out")
+    assert run("train", *words, "synthetic=[giph]", "resume=true") == 2
+    assert run("compare", *words, "files=[none.json]", "planner=heft") == 2
+    assert not list((tmp_path / "out").glob("wandb*"))
 
 
 def test_train_on_synthetic_problems(
