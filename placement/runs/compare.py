@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, read_text, short, write_atomic
+from placement.tools.ownership import PACKAGES
 from placement.tools.parallel import parallel_map
 
 Floats = NDArray[np.float64]
@@ -206,7 +209,8 @@ def compare(
 
     An interrupted comparison continues where it stopped when it is started again with the same
     ``out_dir``: what is finished lies in ``out_dir/cells`` and ``out_dir/measured`` under a
-    digest of the problem, the planner with its parameters, and the seed. ``compare.csv`` and
+    digest of the problem, the planner with its parameters and your code of it, and the seed.
+    ``compare.csv`` and
     ``compare.md`` are written after every workload. ``out_dir/problems`` and the timelines of
     the last round in ``out_dir/measured`` are for ``placement.report.html``.
 
@@ -578,13 +582,14 @@ def problem_fingerprint(problem: Problem) -> str:
 def describe(planner: Any) -> Any:
     """A planner as JSON: its class and all its parameters, planners inside it included.
 
-    Weights of a network, and the content of a file that a parameter names, count by digest: a
-    policy trained further is another planner.
+    Weights of a network, the content of a file that a parameter names, and that of the file which
+    defines a class or function of the user's count by digest: a policy trained further is another
+    planner, and so is one whose code was edited.
     """
     if is_dataclass(planner) and not isinstance(planner, type):
-        kind = type(planner)
         inside = {f.name: describe(getattr(planner, f.name)) for f in fields(planner) if f.init}
-        return {"class": f"{kind.__module__}.{kind.__qualname__}", **inside}
+        code = _own_code(type(planner))
+        return {"class": _name(type(planner)), **({"code": code} if code else {}), **inside}
     if isinstance(planner, list | tuple):
         return [describe(x) for x in planner]
     if isinstance(planner, Mapping):
@@ -598,8 +603,30 @@ def describe(planner: Any) -> Any:
         return {"file": str(planner), "sha256": _file_digest(Path(planner))}
     if planner is None or isinstance(planner, bool | int | float | str):
         return planner
-    name = getattr(planner, "__qualname__", None)
-    return f"{planner.__module__}.{name}" if name else str(planner)
+    if not hasattr(planner, "__qualname__"):
+        return str(planner)
+    code = _own_code(planner)
+    return {"name": _name(planner), "code": code} if code else _name(planner)
+
+
+def _name(target: Any) -> str:
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _own_code(target: Any) -> str | None:
+    """SHA-256 (hex) of the file that defines a class or function; None: it is ours, or has none.
+
+    What a notebook defines has no file: there its own source counts.
+    """
+    module = str(target.__module__)
+    if module.partition(".")[0] in PACKAGES:
+        return None
+    try:
+        if file := getattr(sys.modules.get(module), "__file__", None):
+            return _file_digest(Path(file))
+        return _digest(getsource(target.__call__ if isinstance(target, type) else target))
+    except (OSError, TypeError):
+        return None
 
 
 def _file_digest(path: Path) -> str:
