@@ -23,7 +23,7 @@ from hydra import version as hydra_version
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -165,9 +165,7 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
     ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
     holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
-    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. What is yours gets a node of its
-    own: ``workload=[mine:build]`` becomes ``workload=[]`` and ``+workload.build={...}``, and so do
-    planners.
+    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``; a folder gets a node of its own.
     ``sweep=NAME`` needs no ``-m``, and ``--json`` is ``json=true``.
 
     Raises:
@@ -183,39 +181,62 @@ def with_lists(argv: Sequence[str]) -> list[str]:
 
 
 def _only_names(arg: str) -> list[str]:
-    """A choice without files, functions and classes of yours in it, and these as what they are."""
-    group, _, spec = arg.partition("=")
-    place = re.fullmatch(r"planner@(\w+)", group)
-    if place is not None and _YOURS.fullmatch(spec):
-        return [f"~{group}", f"+{place[1]}={{_target_: {spec.replace(':', '.')}}}"]
-    if group not in _LISTS:
+    """A choice without problem files and folders in it, and these as what they are.
+
+    Functions and classes of yours become entries of their group.
+    """
+    group, _, _ = arg.partition("=")
+    if group.partition("@")[0] not in _LISTS:
         return [arg]
-    value = OverridesParser.create().parse_override(arg).value()
+    value: Any = OverridesParser.create().parse_override(arg).value()
+    is_sweep = isinstance(value, ChoiceSweep)
+    choices = [Override._convert_value(x) for x in value.list] if is_sweep else [value]
+    names, files, folders = zip(*(_parted(arg, x) for x in choices), strict=True)
+    if not any((*files, *folders)):
+        return [arg]
+    if is_sweep and any((*names, *folders)):
+        raise AppError(
+            f"{arg}: a sweep over problem files is one over nothing else; "
+            "in one job and one table: 'workload=[resnet50,problem.json]'"
+        )
+    texts = [json.dumps(x, ensure_ascii=False) for x in files]
+    lists = [f"{group}=[{','.join(names[0])}]"]
+    lists += [f"files={','.join(texts)}"] if any(files) else []
+    return lists + [f"+{group}.{name}={node}" for name, node in folders[0].items()]
+
+
+def _parted(arg: str, value: Any) -> tuple[list[str], list[str], dict[str, str]]:
+    """Of the choice ``value`` in ``arg``: names of entries, problem files, nodes of folders."""
+    kind = re.split("[@=]", arg)[0]
     items = value if isinstance(value, list) else [value]
     words = [x for x in items if isinstance(x, str)]
-    specs = [x for x in words if _YOURS.fullmatch(x) and not Path(x).is_file()]
-    files: list[str] = []
-    if group == "workload":
-        specs += [x for x in words if Path(x).is_dir() and x not in workloads.names()]
-        files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
-    if not specs and not files:
-        return [arg]
-    others = [str(x) for x in items if x not in (*specs, *files)]
-    lists = [f"{group}=[{','.join(others)}]"]
-    lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
-    labels = [spec.partition(":")[2] or Path(spec).resolve().name for spec in specs]
-    names = [*others, *(re.sub(r"\W", "_", name) for name in labels)]
-    for name, spec in zip(names[len(others) :], specs, strict=True):
-        node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
-        if group == "planner":
-            node = f"={{_target_: {spec.replace(':', '.')}}}"
-        if names.count(name) > 1:
+    own = [x for x in words if _YOURS.fullmatch(x) and not Path(x).is_file()]
+    folders, files = list[str](), list[str]()
+    if kind == "workload":
+        folders = [x for x in words if Path(x).is_dir() and x not in workloads.names()]
+        others = [x for x in words if x not in (*own, *folders)]
+        files = [x for x in others if Path(x).suffix or Path(x).is_file()]
+    names = [str(x) for x in items if x not in (*files, *folders)]
+    label = {x: re.sub(r"\W", "_", x.partition(":")[2] or Path(x).resolve().name)
+             for x in (*own, *folders)}  # fmt: skip
+    called, nodes = [label.get(x, x) for x in (*names, *folders)], dict[str, str]()
+    for spec, name in label.items():
+        node = {"_target_": spec.replace(":", ".")}
+        if kind == "workload":
+            node = {"_target_": "placement.workloads.load", "spec": spec}
+        text = (
+            f"{{{', '.join(f'{k}: {json.dumps(v, ensure_ascii=False)}' for k, v in node.items())}}}"
+        )
+        if called.count(name) > 1:
             raise AppError(
-                f"{arg}: two {group}s are called {name!r}; instead of {spec} in the list add "
-                f"'+{group}.NAME{node}'"
+                f"{arg}: two {kind}s are called {name!r}; instead of {spec} in the list add "
+                f"'+{kind}.NAME={text}'"
             )
-        lists.append(f"+{group}.{name}{node}")
-    return lists
+        if spec in folders:
+            nodes[name] = text
+        else:
+            conf.keep(kind, name, node, spec)
+    return names, files, nodes
 
 
 def _one_list_of_files(argv: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished")
 _NOT_OF_THE_RESULT = ("tracker",)
-_OWN_COLUMNS = ("planner", "workload", "seed")
+_OWN_COLUMNS = ("planner", "workload", "files", "seed")
 _NUM_NAMED = 20
 
 

@@ -404,6 +404,10 @@ def test_files_among_workloads_move_to_files() -> None:
         "seed=0",
         "files=[\"a.json\",{path:'b c.txt',devices:8}]",
     ]
+    swept = ["-m", "workload=a.json,'b c.json'"]
+    assert with_lists(swept) == ["-m", "workload=[]", 'files=["a.json"],["b c.json"]']
+    with pytest.raises(AppError, match=r"'workload=\[resnet50,problem.json\]'"):
+        with_lists(["-m", "workload=a.json,tiny_mlp"])
     with pytest.raises(AppError, match="must be one list"):
         with_lists(["-m", "workload=[a.json]", "files=[b.json],[c.json]"])
 
@@ -425,7 +429,7 @@ def test_functions_and_configurations_of_ones_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     moved = with_lists(["workload=[tiny_mlp,my_models.net:build,x.json]"])
-    assert moved[0] == "workload=[tiny_mlp]" and 'files=["x.json"]' in moved
+    assert moved == ["workload=[tiny_mlp,my_models.net:build]", 'files=["x.json"]']
     for twice in ("old:build,new:build", "build,old:build"):
         with pytest.raises(AppError, match=r"two workloads are called 'build'.*'\+workload.NAME="):
             with_lists([f"workload=[{twice}]"])
@@ -443,6 +447,9 @@ def test_functions_and_configurations_of_ones_own(
     assert run("compare", "workload=[mine:build]", *words, *PREDICT[2:]) == 0
     rows = rows_of(tmp_path / "out")
     assert {r["workload"] for r in rows} == {"build"} and rows[-1]["planner"] == "Late"
+    swept = ["-m", "workload=mine:build", "planner=heft,mine:early", "hydra.sweep.dir=swept"]
+    assert run("compare", *swept, *PREDICT[2:]) == 0
+    assert [rows_of(tmp_path / f"swept/{i}")[-1]["planner"] for i in (0, 1)] == ["heft", "early"]
 
     (tmp_path / "conf" / "workload").mkdir(parents=True)
     (tmp_path / "conf" / "planner").mkdir()
