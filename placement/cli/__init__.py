@@ -136,12 +136,11 @@ def raised_in_yours(error: Exception, more: str) -> str:
     """
     if type(error).__module__.partition(".")[0] in OUR_PACKAGES:
         return ""
-    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if str(frame.f_globals.get("__name__")).partition(".")[0] in OUR_PACKAGES:
             return ""
-        if not file.startswith(("<", *libraries)):
+        if is_yours(file):
             notes = "; ".join(["", *getattr(error, "__notes__", ())])
             return one_line(
                 f"{type(error).__name__}: {error}; raised in code of yours, "
@@ -203,6 +202,12 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
         raise error
     text = error.object[error.start : error.end]
     return "".join({"µ": "u", "±": "+-", "–": "-"}.get(x, "?") for x in text), error.end
+
+
+def is_yours(file: str) -> bool:
+    """Whether a file of code belongs to no installed library, and is a file."""
+    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not file.startswith(("<", *libraries))
 
 
 def full_output(error: Exception) -> str | None:
