@@ -137,10 +137,11 @@ def raised_in_yours(error: Exception, more: str) -> str:
     if type(error).__module__.partition(".")[0] in OUR_PACKAGES:
         return ""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in OUR_PACKAGES:
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).split(".")[0]
+        if package in OUR_PACKAGES:
             return ""
-        if is_yours(file):
+        # PyG writes code of its layers into temporary files.
+        if is_yours(file) and is_yours(getattr(sys.modules.get(package), "__file__", None) or file):
             notes = "; ".join(["", *getattr(error, "__notes__", ())])
             return one_line(
                 f"{type(error).__name__}: {error}; raised in code of yours, "

@@ -468,9 +468,11 @@ import torch
 from torch import nn
 from placement.planners.heft import Heft
 class Late(Heft): pass
+lib = {"__name__": "torch_geometric.made"}  # whose layers are code in files of no package
+exec(compile("def made(a, b): return a @ b", "/tmp/made.py", "exec"), lib)
 class Layer(nn.Module):
     def __init__(self, hidden): super().__init__()
-    def forward(self, x, batch, waves): return x @ torch.ones(3, 3)
+    def forward(self, x, batch, waves): return lib["made"](x, torch.ones(3, 3))
 def reward(outcome): return outcome.nothing
 """
 
@@ -487,9 +489,9 @@ def test_errors_in_code_of_ones_own_say_where(
     words += ["planner@baseline=faulty:Late", "+baseline.look_ahead=0.5", "hydra.run.dir=out"]
     at = f"raised in code of yours, {{}} ({tmp_path / 'faulty.py'}:{{}})"
     for seam, error, place, shapes in (
-        ("network.encoder=faulty:Layer", "RuntimeError: mat1", ("Layer.forward", 8),
+        ("network.encoder=faulty:Layer", "RuntimeError: mat1", ("Layer.forward", 10),
          "; encoder Layer was given x float32 ["),
-        ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 9), "; HYDRA_FULL_ERROR"),
+        ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 11), "; HYDRA_FULL_ERROR"),
     ):  # fmt: skip
         assert run("train", *words, f"training.{seam}") == 2
         stderr = capsys.readouterr().err
