@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +27,6 @@ from placement.report import table
 from placement.runs.compare import describe, on_one_device
 from placement.runs.row import SINGLE, Row
 from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
-from placement.tools.ownership import PACKAGES
 
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished")
@@ -100,28 +96,11 @@ def _asked(row: Row) -> tuple[str, str, int]:
 
 
 def _digest(cfg: DictConfig) -> str:
-    """SHA-256 (hex) of the configuration, and of every file and code of the user's it names."""
+    """SHA-256 (hex) of the configuration, with the content of every file and code that it names."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     parts = {k: v for k, v in config.items() if k not in _NOT_OF_THE_RESULT}
-    if code := sorted(set(_own_code(parts))):
-        parts["code"] = code
+    cli.search_here("package.module:name")
     return hashlib.sha256(json.dumps(describe(parts), sort_keys=True).encode()).hexdigest()
-
-
-def _own_code(node: Any, key: str = "") -> Iterator[str]:
-    """The files of the user's code that ``node`` names."""
-    if isinstance(node, dict | list):
-        for k, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _own_code(value, str(k))
-    elif isinstance(node, str):
-        name = re.sub(r"\.(\w+)$", r":\1", node) if key == "_target_" else node
-        module = name.partition(":")[0]
-        if re.fullmatch(r"[\w.]+:\w+", name) and module.partition(".")[0] not in PACKAGES:
-            cli.search_here(name)
-            with suppress(ImportError, ValueError):
-                file = getattr(find_spec(module), "origin", None)
-                if file and cli.is_yours(file):
-                    yield file
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import re
 import shlex
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -26,6 +25,8 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement.tools.ownership import PACKAGES as OUR_PACKAGES
+from placement.tools.ownership import check_packages, is_yours
 from placement.tools.progress import Progress as Progress
 from placement.tools.progress import printable as printable
 from placement.tools.progress import progress as progress
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from placement.graph import OpGraph
     from placement.problem import Problem
 
-OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
 EXIT_CODES = (
@@ -86,8 +86,6 @@ def guarded(
 
     ``explain`` says what to tell the user of an error; None: it is a defect of ours.
     """
-    from placement.tools.ownership import check_packages
-
     any_output()
     try:
         with interruptible(), warnings.catch_warnings():
@@ -203,12 +201,6 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
         raise error
     text = error.object[error.start : error.end]
     return "".join({"µ": "u", "±": "+-", "–": "-"}.get(x, "?") for x in text), error.end
-
-
-def is_yours(file: str) -> bool:
-    """Whether a file of code belongs to no installed library, and is a file."""
-    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not file.startswith(("<", *libraries))
 
 
 def full_output(error: Exception) -> str | None:

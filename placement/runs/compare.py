@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from inspect import getsource
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, read_text, short, write_atomic
-from placement.tools.ownership import PACKAGES
+from placement.tools.ownership import PACKAGES, is_yours
 from placement.tools.parallel import parallel_map
 
 Floats = NDArray[np.float64]
@@ -583,17 +584,20 @@ def describe(planner: Any) -> Any:
     """A planner as JSON: its class and all its parameters, planners inside it included.
 
     Weights of a network, the content of a file that a parameter names, and that of the file which
-    defines a class or function of the user's count by digest: a policy trained further is another
-    planner, and so is one whose code was edited.
+    defines a class or function of the user's (``package.module:name`` too) count by digest: a
+    policy trained further is another planner, and so is one whose code was edited.
     """
     if is_dataclass(planner) and not isinstance(planner, type):
         inside = {f.name: describe(getattr(planner, f.name)) for f in fields(planner) if f.init}
-        code = _own_code(type(planner))
-        return {"class": _name(type(planner)), **({"code": code} if code else {}), **inside}
+        kind = type(planner)
+        return {"class": f"{kind.__module__}.{kind.__qualname__}", **_own_code(kind), **inside}
     if isinstance(planner, list | tuple):
         return [describe(x) for x in planner]
     if isinstance(planner, Mapping):
-        return {str(k): describe(v) for k, v in planner.items()}
+        target = str(planner.get("_target_", ""))
+        return {str(k): describe(v) for k, v in planner.items()} | _own_code(
+            target.rpartition(".")[0]
+        )
     if isinstance(planner, np.ndarray):
         return _digest(planner)
     if hasattr(planner, "state_dict"):  # a torch module; torch is not imported here
@@ -601,32 +605,35 @@ def describe(planner: Any) -> Any:
         return {"network": str(planner), "weights": describe(weights)}
     if isinstance(planner, str | Path) and Path(planner).is_file():
         return {"file": str(planner), "sha256": _file_digest(Path(planner))}
-    if planner is None or isinstance(planner, bool | int | float | str):
+    if planner is None or isinstance(planner, bool | int | float):
         return planner
-    if not hasattr(planner, "__qualname__"):
-        return str(planner)
-    code = _own_code(planner)
-    return {"name": _name(planner), "code": code} if code else _name(planner)
+    name, code = str(planner), {}
+    if isinstance(planner, str) and re.fullmatch(r"[\w.]+:\w+", planner):
+        code = _own_code(planner.partition(":")[0])
+    elif hasattr(planner, "__qualname__"):
+        name, code = f"{planner.__module__}.{planner.__qualname__}", _own_code(planner)
+    return {"name": name, **code} if code else name
 
 
-def _name(target: Any) -> str:
-    return f"{target.__module__}.{target.__qualname__}"
+def _own_code(target: Any) -> dict[str, str]:
+    """``code``: SHA-256 (hex) of the file that defines a class or function, or of that module.
 
-
-def _own_code(target: Any) -> str | None:
-    """SHA-256 (hex) of the file that defines a class or function; None: it is ours, or has none.
-
-    What a notebook defines has no file: there its own source counts.
+    Nothing of what is ours, or of a library. What a notebook defines has no file: there its own
+    source counts.
     """
-    module = str(target.__module__)
-    if module.partition(".")[0] in PACKAGES:
-        return None
+    module = target if isinstance(target, str) else str(target.__module__)
+    if not module or module.partition(".")[0] in PACKAGES:
+        return {}
     try:
-        if file := getattr(sys.modules.get(module), "__file__", None):
-            return _file_digest(Path(file))
-        return _digest(getsource(target.__call__ if isinstance(target, type) else target))
-    except (OSError, TypeError):
-        return None
+        loaded = sys.modules.get(module)
+        file = (
+            getattr(loaded, "__file__", "") if loaded else getattr(find_spec(module), "origin", "")
+        )
+        if file:
+            return {"code": _file_digest(Path(file))} if is_yours(file) else {}
+        return {"code": _digest(getsource(target.__call__ if isinstance(target, type) else target))}
+    except (ImportError, OSError, TypeError, ValueError):
+        return {}
 
 
 def _file_digest(path: Path) -> str:
