@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _LISTS = ("workload", "planner")
 _YOURS = re.compile(r"[\w.]+:\w+")
-_MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+_MANY = frozenset({"-m", "--multirun", "hydra.mode=MULTIRUN"})
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
     f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
@@ -172,23 +172,26 @@ def with_lists(argv: Sequence[str]) -> list[str]:
         AppError: a glob that nothing matches, or two workloads of one name.
     """
     argv = ["json=true" if arg == "--json" else arg for arg in argv]
-    argv = _one_list_of_files([word for arg in argv for word in _only_names(arg)])
-    if any(arg in _MANY for arg in argv):
-        return argv
-    if any(re.match(r"sweep=(?!null$)", arg) for arg in argv):
-        return ["--multirun", *argv]
-    return [_listed(arg) if re.match(r"\w+=glob\(", arg) else arg for arg in argv]
+    if any(re.match(r"sweep=(?!null$)", arg) for arg in argv) and _MANY.isdisjoint(argv):
+        argv = ["--multirun", *argv]
+    is_one = _MANY.isdisjoint(argv)
+    return _one_list_of_files([word for arg in argv for word in _only_names(arg, is_one)])
 
 
-def _only_names(arg: str) -> list[str]:
+def _only_names(arg: str, is_one: bool) -> list[str]:
     """A choice without problem files and folders in it, and these as what they are.
 
-    Functions and classes of yours become entries of their group.
+    Functions and classes of yours become entries of their group, globs of one job lists.
     """
     group, _, _ = arg.partition("=")
     if group.partition("@")[0] not in _LISTS:
         return [arg]
     value: Any = OverridesParser.create().parse_override(arg).value()
+    if is_one and isinstance(value, Glob) and group in _LISTS:
+        value = value.filter(conf.names(group))
+        if not value:
+            raise AppError(f"{arg}: nothing matches; there are {', '.join(conf.names(group))}")
+        return [f"{group}=[{','.join(value)}]"]
     is_sweep = isinstance(value, ChoiceSweep)
     choices = [Override._convert_value(x) for x in value.list] if is_sweep else [value]
     names, files, folders = zip(*(_parted(arg, x) for x in choices), strict=True)
@@ -252,18 +255,6 @@ def _one_list_of_files(argv: list[str]) -> list[str]:
         lists.append(override.get_value_element_as_str()[1:-1])
     joined = f"files=[{','.join(filter(None, lists))}]"
     return [*(arg for arg in argv if arg not in files), joined]
-
-
-def _listed(arg: str) -> str:
-    override = OverridesParser.create().parse_override(arg)
-    group, value = override.key_or_group, override.value()
-    if group not in _LISTS or not isinstance(value, Glob):
-        return arg
-    options = conf.names(group)
-    chosen = value.filter(options)
-    if not chosen:
-        raise AppError(f"{arg}: nothing matches; there are {', '.join(options)}")
-    return f"{group}=[{','.join(chosen)}]"
 
 
 @dataclass

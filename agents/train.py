@@ -38,7 +38,6 @@ from agents.sweeps import is_best_of_sweep, once
 from placement.cli import search_here
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, prepared, problem_fingerprint
-from placement.simulator import score
 from placement.tools.files import write_atomic
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def _trained(
     return train(
         list(machines.values()) if config.generator is None else config.generator,
         config=config,
-        baseline=_Remembered(baseline, run.folder / "starts.npz", cfg.resume),
+        baseline=_remembered(baseline, run.folder / "starts.npz", cfg.resume),
         policy=policy,
         solutions=solutions,
         held_out=held_out,
@@ -220,30 +219,22 @@ def _best(problems: Mapping[str, Problem], trained: TrainedPolicy) -> list[tuple
     return [(name, s.value_s) for name, s in zip(problems, trained.best, strict=True)]
 
 
-class _Remembered:
+def _remembered(planner: Planner, path: Path, resume: bool) -> Planner:
     """A planner whose answers are kept in a file: with a clock it answers differently each time.
 
     So a training that is resumed begins where it began.
     """
+    from agents.expert import solve  # and PyTorch: --help does without
 
-    def __init__(self, planner: Planner, path: Path, resume: bool) -> None:
-        self.planner, self.path = planner, path
-        from agents.expert import load_solutions  # and PyTorch: --help does without
+    if not resume:
+        path.unlink(missing_ok=True)
 
-        self.known = load_solutions(path) if resume and path.is_file() else {}
-
-    def __call__(self, problem: Problem) -> Solution:
-        what = json.dumps([problem_fingerprint(problem), describe(self.planner)], sort_keys=True)
+    def answer(problem: Problem) -> Solution:
+        what = json.dumps([problem_fingerprint(problem), describe(planner)], sort_keys=True)
         key = hashlib.sha256(what.encode()).hexdigest()
-        if key not in self.known:
-            solution = self.planner(problem)
-            self.known[key] = solution.placement
-            from agents.expert import save_solutions
+        return Solution(solve({key: problem}, planner, path)[0], np.nan)
 
-            save_solutions(self.known, self.path)
-            return solution
-        placement = self.known[key]
-        return Solution(placement, float(score(problem, placement)[0]))
+    return answer
 
 
 def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
