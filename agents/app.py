@@ -293,13 +293,17 @@ def seeds_of(cfg: DictConfig) -> list[int]:
 
 
 def _check(cfg: DictConfig) -> None:
+    from placement.objective import Objective
     from placement.search.budget import Budget
 
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
-    for name, least in (("repeats", 1), ("rounds", 1), ("variants", 0)):
-        if cfg.get(name) is not None and cfg[name] < least:
-            raise AppError(f"{name} = {cfg[name]} must be at least {least}")
+    least = {"variants": 0, "repeats": 1, "rounds": 1, "num_microbatches": 1, "max_in_flight": 1}
+    for name in least:
+        if cfg.get(name) is not None and cfg[name] < least[name]:
+            raise AppError(f"{name} = {cfg[name]} must be at least {least[name]}")
+    if cfg.objective not in list(Objective):  # as problems say, but before they are measured
+        raise AppError(f"objective {cfg.objective!r} is unknown; use one of {', '.join(Objective)}")
     Budget(cfg.seconds, cfg.evaluations)  # or it says which is not positive
 
 

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from placement import cli
 from placement.report import table
-from placement.runs.compare import describe, on_one_device
+from placement.runs.compare import Comparison, describe, on_one_device
 from placement.runs.row import SINGLE, Row
 from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 
@@ -276,7 +276,9 @@ def aggregate(jobs: Sequence[SweepJob], num_jobs: int = 0) -> Report:
         speedup = row.measured_speedup if is_measured else row.speedup
         if speedup is None:
             speedup = 1.0 if row.workload in on_one_device(job.rows) else np.nan
-        value_s = row.value_s if np.isfinite(row.value_s) else _alone_s(job.rows, row.workload)
+        value_s = row.value_s
+        if not np.isfinite(value_s):
+            _, value_s = Comparison(job.rows, {}).reference(row.workload)
         seeds = samples.setdefault((setting, row.planner, row.workload), {})
         seeds.setdefault(seed, []).append(_Sample(value_s, speedup, not np.isfinite(row.value_s)))
     cells = {key: {s: _middle(v) for s, v in seeds.items()} for key, seeds in samples.items()}
@@ -308,13 +310,6 @@ def _varied(jobs: Sequence[SweepJob]) -> list[str]:
     begun = [job.overrides for job in jobs if job.overrides]
     keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
     return [k for k in keys if len({overrides.get(k) for overrides in begun}) > 1]
-
-
-def _alone_s(rows: Sequence[Row], workload: str) -> float:
-    """Best value of a single device, or where none fits the worst answer that there is."""
-    finite = [r for r in rows if r.workload == workload and np.isfinite(r.value_s)]
-    singles = [r.value_s for r in finite if r.planner.startswith(SINGLE)]
-    return min(singles, default=max((r.value_s for r in finite), default=np.inf))
 
 
 def _middle(samples: Sequence[_Sample]) -> _Sample:

@@ -329,7 +329,9 @@ def test_an_interrupted_comparison_continues(
         (["planner=[]"], "no planner: add e.g. planner=heft"),
         (["workload=tiny_mlq"], "workload 'tiny_mlq' is unknown; did you mean 'tiny_mlp'?"),
         (["+workload.tiny_mlp.depth=3"], "got an unexpected keyword argument 'depth'"),
-        (["objective=speed"], "objective 'speed' is unknown"),
+        # Before anything is measured:
+        (["objective=speed"], "objective 'speed' is unknown; use one of period, latency"),
+        (["max_in_flight=0"], "max_in_flight = 0 must be at least 1"),
         (["rounds=many"], "'many' of type 'str' could not be converted to Integer"),
         (["rounds=0"], "rounds = 0 must be at least 1"),
         (["seconds=-3"], "seconds = -3 must be positive; leave it out for no limit"),
