@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+from functools import partial
 from typing import Any
 
 from envs.problems import EnvError
-from placement.tools.named import meant
+from placement.tools.named import imported
 
-
-def find(name: str, what: str) -> Any:
-    """The object ``package.module:name``; importing the module executes it.
-
-    Args:
-        what: in words what it should be, for messages.
-
-    Raises:
-        EnvError: it is no such name, or cannot be imported.
-    """
-    module, _, attribute = name.partition(":")
-    try:
-        if not attribute:
-            raise ValueError("it names no object; write package.module:name")
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        near = meant(attribute, vars(sys.modules.get(module, object)))
-        raise EnvError(f"{what} {name!r} cannot be imported: {error}{near}") from error
+find = partial(imported, error=EnvError)
 
 
 def name_of(target: Any) -> str:

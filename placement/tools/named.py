@@ -93,15 +93,29 @@ class Named:
                     f"or your own as package.module:Class"
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
-        try:
-            target = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            near = meant(attribute, vars(sys.modules.get(module, object)))
-            raise self.error(f"{self.what} {name!r} cannot be imported: {error}{near}") from error
+        target = imported(f"{module}:{attribute}", self.what, self.error)
         if not callable(target):
             kind = type(target).__name__
             raise self.error(f"{self.what} {name!r} is of type {kind}, not a {self.what}")
         return target
+
+
+def imported(name: str, what: str, error: type[ValueError]) -> Any:
+    """The object ``package.module:name``; importing the module executes it.
+
+    ``what``: in words what it should be, for messages.
+
+    Raises:
+        ValueError: (``error``) it is no such name, or cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        if not attribute:
+            raise ValueError("it names no object; write package.module:name")
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as cause:
+        near = meant(attribute, vars(sys.modules.get(module, object)))
+        raise error(f"{what} {name!r} cannot be imported: {cause}{near}") from cause
 
 
 def convert_fields(values: Any, error: type[ValueError]) -> None:
