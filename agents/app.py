@@ -149,6 +149,8 @@ def _unknown(message: str, config: str) -> str:
         groups = every.hydra.runtime.choices
         keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
         near = meant(name, map(str, keys or ()))
+        if not parent and name in every.get("training", {}):
+            near = f"; did you mean 'training.{name}'?"
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
     return ""
 
@@ -280,15 +282,15 @@ class _Settings:
     resume: bool = False
 
 
-def seeds_of(cfg: DictConfig) -> list[int]:
-    """``seed``, a number or a list of them, as a list.
+def seeds_of(value: Any, name: str = "seed") -> list[int]:
+    """Of a setting that is a number or a list of them, a list.
 
     Raises:
         AppError: it is something else.
     """
-    seeds = list(cfg.seed) if isinstance(cfg.seed, ListConfig) else [cfg.seed]
+    seeds = list(value) if isinstance(value, ListConfig) else [value]
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise AppError(f"seed = {cfg.seed}: must be a whole number, or a list: seed=[0,1]")
+        raise AppError(f"{name} = {value}: must be a whole number, or a list: {name}=[0,1]")
     return seeds
 
 
@@ -418,13 +420,15 @@ def make_problems(job: Job) -> dict[str, Problem]:
         WorkloadError, CaptureError, ClusterError, ProfileError, ProblemError, FormatError: see
             the message.
     """
+    # First, because these are read in a moment: what is wrong is told before anything is measured.
+    imported, synthetic = _imported_problems(job.cfg), _synthetic_problems(job.cfg)
     problems = _measured_problems(job) if job.cfg.get("workload") else {}
-    for name, problem in _imported_problems(job.cfg).items():
+    for name, problem in imported.items():
         if name in problems:
             raise AppError(_NAMED_TWICE.format(name=name))
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
-    problems |= _synthetic_problems(job.cfg)
+    problems |= synthetic
     changes: Any = {key: job.cfg[key] for key in OF_PROBLEMS[1:] if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
@@ -474,12 +478,17 @@ def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
     from placement.workloads.synthetic import families, giph
 
     draws: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
-    problems = {}
-    for node in cfg.get("synthetic") or []:
-        family, seeds = (node, [0]) if isinstance(node, str) else (node.family, node.seeds)
-        if family not in draws:
-            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(draws)}")
-        for seed in seeds:
+    problems, listed = {}, cfg.get("synthetic") or ListConfig([])
+    for node in listed if isinstance(listed, ListConfig) else [listed]:
+        options = node if isinstance(node, DictConfig) else {"family": node}
+        family, seeds = options.get("family"), options.get("seeds", 0)
+        if family not in draws or not {*options} <= {"family", "seeds"}:
+            near = meant(str(family), draws) or ";"
+            raise AppError(
+                f"synthetic: {node} is no family, nor {{family: NAME, seeds: [0, 1]}}{near} "
+                f"there are {', '.join(draws)}"
+            )
+        for seed in seeds_of(seeds, "seeds"):
             problems[f"{family}-{seed}"] = draws[family](seed).with_objective(cfg.objective)
     return problems
 

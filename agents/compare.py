@@ -60,7 +60,7 @@ def _compare(cfg: DictConfig) -> float:
         comparison = compare(
             problems,
             planners,
-            seeds_of(cfg),
+            seeds_of(cfg.seed),
             out_dir=run.folder,
             executor=executor if cfg.execute else None,
             rounds=cfg.rounds,

@@ -64,7 +64,7 @@ def _train(cfg: DictConfig) -> float:
         raise AppError(
             f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1"
         )
-    seeds_of(cfg)
+    seeds_of(cfg.seed)
     own = [cfg.training[x] for x in ("reward", "generator", "algorithm", "formulation")]
     for name in (*own, cfg.training.network.encoder, *cfg.allow):
         search_here(str(name))  # before the settings are read: a formulation is imported then

@@ -329,6 +329,9 @@ def test_an_interrupted_comparison_continues(
         (["planner=[]"], "no planner: add e.g. planner=heft"),
         (["workload=tiny_mlq"], "workload 'tiny_mlq' is unknown; did you mean 'tiny_mlp'?"),
         (["+workload.tiny_mlp.depth=3"], "got an unexpected keyword argument 'depth'"),
+        (["synthetic=layerd"], "synthetic: layerd is no family, nor {family: NAME, seeds: [0, 1]}"),
+        (["synthetic=[{fam: random}]"], "synthetic: {'fam': 'random'} is no family"),
+        (["synthetic=[{family: random, seeds: x}]"], "seeds = x: must be a whole number, or a"),
         # Before anything is measured:
         (["objective=speed"], "objective 'speed' is unknown; use one of period, latency"),
         (["max_in_flight=0"], "max_in_flight = 0 must be at least 1"),
@@ -603,6 +606,7 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("warm_start=imitation", "leave out warm_start"),
         ("workload=tiny_mlp", "leave out workload; say 'workload=[]'"),
         ("held_out=many", "'many' of type 'str' could not be converted to Float"),
+        ("total_steps=9", "no setting 'total_steps'; did you mean 'training.total_steps'?"),
         ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
         ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
         ("training.gamma=2", "gamma = 2.0 must be 0 to 1"),
