@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from hydra import version as hydra_version
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _LISTS = ("workload", "planner")
 _YOURS = re.compile(r"[\w.]+:\w+")
-_MANY = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+_MANY = frozenset({"-m", "--multirun", "hydra.mode=MULTIRUN"})
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
     f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
@@ -149,6 +149,8 @@ def _unknown(message: str, config: str) -> str:
         groups = every.hydra.runtime.choices
         keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
         near = meant(name, map(str, keys or ()))
+        if not parent and name in every.get("training", {}):
+            near = f"; did you mean 'training.{name}'?"
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
     return ""
 
@@ -165,57 +167,81 @@ def with_lists(argv: Sequence[str]) -> list[str]:
     To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
     ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
     holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
-    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``. What is yours gets a node of its
-    own: ``workload=[mine:build]`` becomes ``workload=[]`` and ``+workload.build={...}``, and so do
-    planners.
+    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``; a folder gets a node of its own.
     ``sweep=NAME`` needs no ``-m``, and ``--json`` is ``json=true``.
 
     Raises:
         AppError: a glob that nothing matches, or two workloads of one name.
     """
     argv = ["json=true" if arg == "--json" else arg for arg in argv]
-    argv = _one_list_of_files([word for arg in argv for word in _only_names(arg)])
-    if any(arg in _MANY for arg in argv):
-        return argv
-    if any(re.match(r"sweep=(?!null$)", arg) for arg in argv):
-        return ["--multirun", *argv]
-    return [_listed(arg) if re.match(r"\w+=glob\(", arg) else arg for arg in argv]
+    if any(re.match(r"sweep=(?!null$)", arg) for arg in argv) and _MANY.isdisjoint(argv):
+        argv = ["--multirun", *argv]
+    is_one = _MANY.isdisjoint(argv)
+    return _one_list_of_files([word for arg in argv for word in _only_names(arg, is_one)])
 
 
-def _only_names(arg: str) -> list[str]:
-    """A choice without files, functions and classes of yours in it, and these as what they are."""
-    group, _, spec = arg.partition("=")
-    place = re.fullmatch(r"planner@(\w+)", group)
-    if place is not None and _YOURS.fullmatch(spec):
-        return [f"~{group}", f"+{place[1]}={{_target_: {spec.replace(':', '.')}}}"]
-    if group not in _LISTS:
+def _only_names(arg: str, is_one: bool) -> list[str]:
+    """A choice without problem files and folders in it, and these as what they are.
+
+    Functions and classes of yours become entries of their group, globs of one job lists.
+    """
+    group, _, _ = arg.partition("=")
+    if group.partition("@")[0] not in _LISTS:
         return [arg]
-    value = OverridesParser.create().parse_override(arg).value()
+    value: Any = OverridesParser.create().parse_override(arg).value()
+    if is_one and isinstance(value, Glob) and group in _LISTS:
+        value = value.filter(conf.names(group))
+        if not value:
+            raise AppError(f"{arg}: nothing matches; there are {', '.join(conf.names(group))}")
+        return [f"{group}=[{','.join(value)}]"]
+    is_sweep = isinstance(value, ChoiceSweep)
+    choices = [Override._convert_value(x) for x in value.list] if is_sweep else [value]
+    names, files, folders = zip(*(_parted(arg, x) for x in choices), strict=True)
+    if not any((*files, *folders)):
+        return [arg]
+    if is_sweep and any((*names, *folders)):
+        raise AppError(
+            f"{arg}: a sweep over problem files is one over nothing else; "
+            "in one job and one table: 'workload=[resnet50,problem.json]'"
+        )
+    texts = [json.dumps(x, ensure_ascii=False) for x in files]
+    lists = [f"{group}=[{','.join(names[0])}]"]
+    lists += [f"files={','.join(texts)}"] if any(files) else []
+    return lists + [f"+{group}.{name}={node}" for name, node in folders[0].items()]
+
+
+def _parted(arg: str, value: Any) -> tuple[list[str], list[str], dict[str, str]]:
+    """Of the choice ``value`` in ``arg``: names of entries, problem files, nodes of folders."""
+    kind = re.split("[@=]", arg)[0]
     items = value if isinstance(value, list) else [value]
     words = [x for x in items if isinstance(x, str)]
-    specs = [x for x in words if _YOURS.fullmatch(x) and not Path(x).is_file()]
-    files: list[str] = []
-    if group == "workload":
-        specs += [x for x in words if Path(x).is_dir() and x not in workloads.names()]
-        files = [x for x in words if x not in specs and (Path(x).suffix or Path(x).is_file())]
-    if not specs and not files:
-        return [arg]
-    others = [str(x) for x in items if x not in (*specs, *files)]
-    lists = [f"{group}=[{','.join(others)}]"]
-    lists += [f"files={json.dumps(files, ensure_ascii=False)}"] if files else []
-    labels = [spec.partition(":")[2] or Path(spec).resolve().name for spec in specs]
-    names = [*others, *(re.sub(r"\W", "_", name) for name in labels)]
-    for name, spec in zip(names[len(others) :], specs, strict=True):
-        node = f'={{_target_: placement.workloads.load, spec: "{spec}"}}'
-        if group == "planner":
-            node = f"={{_target_: {spec.replace(':', '.')}}}"
-        if names.count(name) > 1:
+    own = [x for x in words if _YOURS.fullmatch(x) and not Path(x).is_file()]
+    folders, files = list[str](), list[str]()
+    if kind == "workload":
+        folders = [x for x in words if Path(x).is_dir() and x not in workloads.names()]
+        others = [x for x in words if x not in (*own, *folders)]
+        files = [x for x in others if Path(x).suffix or Path(x).is_file()]
+    names = [str(x) for x in items if x not in (*files, *folders)]
+    label = {x: re.sub(r"\W", "_", x.partition(":")[2] or Path(x).resolve().name)
+             for x in (*own, *folders)}  # fmt: skip
+    called, nodes = [label.get(x, x) for x in (*names, *folders)], dict[str, str]()
+    for spec, name in label.items():
+        node = {"_target_": spec.replace(":", ".")}
+        if kind == "workload":
+            node = {"_target_": "placement.workloads.load", "spec": spec}
+        text = (
+            f"{{{', '.join(f'{k}: {json.dumps(v, ensure_ascii=False)}' for k, v in node.items())}}}"
+        )
+        if called.count(name) > 1:
             raise AppError(
-                f"{arg}: two {group}s are called {name!r}; instead of {spec} in the list add "
-                f"'+{group}.NAME{node}'"
+                f"{arg}: two {kind}s are called {name!r}; instead of {spec} in the list add "
+                f"'+{kind}.NAME={text}'"
             )
-        lists.append(f"+{group}.{name}{node}")
-    return lists
+        if spec in folders:
+            nodes[name] = text
+        else:
+            conf.keep(kind, name, node, spec)
+    return names, files, nodes
 
 
 def _one_list_of_files(argv: list[str]) -> list[str]:
@@ -231,18 +257,6 @@ def _one_list_of_files(argv: list[str]) -> list[str]:
         lists.append(override.get_value_element_as_str()[1:-1])
     joined = f"files=[{','.join(filter(None, lists))}]"
     return [*(arg for arg in argv if arg not in files), joined]
-
-
-def _listed(arg: str) -> str:
-    override = OverridesParser.create().parse_override(arg)
-    group, value = override.key_or_group, override.value()
-    if group not in _LISTS or not isinstance(value, Glob):
-        return arg
-    options = conf.names(group)
-    chosen = value.filter(options)
-    if not chosen:
-        raise AppError(f"{arg}: nothing matches; there are {', '.join(options)}")
-    return f"{group}=[{','.join(chosen)}]"
 
 
 @dataclass
@@ -268,26 +282,30 @@ class _Settings:
     resume: bool = False
 
 
-def seeds_of(cfg: DictConfig) -> list[int]:
-    """``seed``, a number or a list of them, as a list.
+def seeds_of(value: Any, name: str = "seed") -> list[int]:
+    """Of a setting that is a number or a list of them, a list.
 
     Raises:
         AppError: it is something else.
     """
-    seeds = list(cfg.seed) if isinstance(cfg.seed, ListConfig) else [cfg.seed]
+    seeds = list(value) if isinstance(value, ListConfig) else [value]
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise AppError(f"seed = {cfg.seed}: must be a whole number, or a list: seed=[0,1]")
+        raise AppError(f"{name} = {value}: must be a whole number, or a list: {name}=[0,1]")
     return seeds
 
 
 def _check(cfg: DictConfig) -> None:
+    from placement.objective import Objective
     from placement.search.budget import Budget
 
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
-    for name, least in (("repeats", 1), ("rounds", 1), ("variants", 0)):
-        if cfg.get(name) is not None and cfg[name] < least:
-            raise AppError(f"{name} = {cfg[name]} must be at least {least}")
+    least = {"variants": 0, "repeats": 1, "rounds": 1, "num_microbatches": 1, "max_in_flight": 1}
+    for name in least:
+        if cfg.get(name) is not None and cfg[name] < least[name]:
+            raise AppError(f"{name} = {cfg[name]} must be at least {least[name]}")
+    if cfg.objective not in list(Objective):  # as problems say, but before they are measured
+        raise AppError(f"objective {cfg.objective!r} is unknown; use one of {', '.join(Objective)}")
     Budget(cfg.seconds, cfg.evaluations)  # or it says which is not positive
 
 
@@ -297,8 +315,13 @@ class Job:
 
     cfg: DictConfig
     folder: Path
-    mirror: Mirror
     report: cli.Progress
+    begin: Callable[[], Mirror]
+
+    @cached_property
+    def mirror(self) -> Mirror:
+        """The tracker's run begins here, so that what is refused before leaves no empty one."""
+        return self.begin()
 
 
 @contextmanager
@@ -334,11 +357,12 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     try:
         with (
             _only_one(folder),
-            tracker.run(folder, config, job_type, group) as mirror,
+            ExitStack() as tracked,
             cli.progress() as report,
             cli.says_when_compiling(),
         ):
-            yield Job(cfg, folder, mirror, report)
+            run = partial(tracker.run, folder, config, job_type, group)
+            yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
         key, place = ("sweep", str(hydra.sweep.dir)) if is_sweep else ("run", str(folder))
         if not re.fullmatch(r"[\w/.:+-]+", place, re.ASCII):  # Hydra's grammar, then the shell's
@@ -396,13 +420,15 @@ def make_problems(job: Job) -> dict[str, Problem]:
         WorkloadError, CaptureError, ClusterError, ProfileError, ProblemError, FormatError: see
             the message.
     """
+    # First, because these are read in a moment: what is wrong is told before anything is measured.
+    imported, synthetic = _imported_problems(job.cfg), _synthetic_problems(job.cfg)
     problems = _measured_problems(job) if job.cfg.get("workload") else {}
-    for name, problem in _imported_problems(job.cfg).items():
+    for name, problem in imported.items():
         if name in problems:
             raise AppError(_NAMED_TWICE.format(name=name))
         problem.profile.save(job.folder / name / "profile.npz")
         problems[name] = problem
-    problems |= _synthetic_problems(job.cfg)
+    problems |= synthetic
     changes: Any = {key: job.cfg[key] for key in OF_PROBLEMS[1:] if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
@@ -452,12 +478,17 @@ def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
     from placement.workloads.synthetic import families, giph
 
     draws: dict[str, Callable[[int], Problem]] = {**families(), "giph": giph}
-    problems = {}
-    for node in cfg.get("synthetic") or []:
-        family, seeds = (node, [0]) if isinstance(node, str) else (node.family, node.seeds)
-        if family not in draws:
-            raise AppError(f"synthetic: {family!r} is unknown; there are {', '.join(draws)}")
-        for seed in seeds:
+    problems, listed = {}, cfg.get("synthetic") or ListConfig([])
+    for node in listed if isinstance(listed, ListConfig) else [listed]:
+        options = node if isinstance(node, DictConfig) else {"family": node}
+        family, seeds = options.get("family"), options.get("seeds", 0)
+        if family not in draws or not {*options} <= {"family", "seeds"}:
+            near = meant(str(family), draws) or ";"
+            raise AppError(
+                f"synthetic: {node} is no family, nor {{family: NAME, seeds: [0, 1]}}{near} "
+                f"there are {', '.join(draws)}"
+            )
+        for seed in seeds_of(seeds, "seeds"):
             problems[f"{family}-{seed}"] = draws[family](seed).with_objective(cfg.objective)
     return problems
 
@@ -491,7 +522,6 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
         with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):
             profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
         profile.save(job.folder / str(name) / "profile.npz")
-        job.mirror.artifact(f"profile-{name}", "profile", job.folder / str(name) / "profile.npz")
         problems[str(name)] = Problem(graph, cluster, profile, objective=cfg.objective)
     return problems
 
@@ -565,6 +595,8 @@ def save_best(
     for name, problem in problems.items():
         job.report(f"{name}: plan, trace and picture", None)
         folder = job.folder / name
+        if (profile := folder / "profile.npz").is_file():
+            job.mirror.artifact(f"profile-{name}", "profile", profile)
         try:
             best = comparison.best(name)
         except CompareError as error:

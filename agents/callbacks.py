@@ -336,8 +336,9 @@ class Checkpoint(_Part):
         if version != 1 or other:
             raise PolicyError(
                 f"{path}: a checkpoint of another training (it differs in: {', '.join(other)}"
-                f"{_differences(begun, training.origin)}); resume with what it began with, go on "
-                f"from its policy with other settings (policy=), or delete it to begin anew"
+                f"{_differences(begun, training.origin)}); resume with what it began with, this "
+                f"package's version too; or go on from its weights in a folder of their own "
+                f"(policy={path.parent / 'policy.safetensors'}); or delete it to begin anew"
             )
         training.resumed = state
         model.num_timesteps, model._n_updates = state["steps"], state["updates"]

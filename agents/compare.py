@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may come meanwhile
+    from placement import commands
+
+    sys.exit(commands.compare())
+
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -50,11 +56,11 @@ def _compare(cfg: DictConfig) -> float:
     planners = {str(name): make_planner(node) for name, node in cfg.planner.items()}
     runs = cfg.execute and cfg.get("workload")  # files are only predicted
     with job(cfg, "compare") as run, says_if_busy() if runs else nullcontext():
-        problems = make_problems(run)
+        problems, mirror = make_problems(run), run.mirror
         comparison = compare(
             problems,
             planners,
-            seeds_of(cfg),
+            seeds_of(cfg.seed),
             out_dir=run.folder,
             executor=executor if cfg.execute else None,
             rounds=cfg.rounds,
@@ -62,7 +68,7 @@ def _compare(cfg: DictConfig) -> float:
             progress=lambda what: run.report(what, None),
             parallel=cfg.parallel,
         )
-        run.mirror.comparison(comparison)
+        mirror.comparison(comparison)
         save_pictures(run, comparison)
         save_best(run, comparison, problems, planners)
         save_report(run)
@@ -75,7 +81,3 @@ def _compare(cfg: DictConfig) -> float:
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point."""
     return launch(app, "compare", words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from agents.store import Graphs, Waves
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
-from envs.lookup import find
-from envs.problems import EnvError
 from envs.rules import check_range
 from envs.sequential_kernels import NUM_DEVICE_FEATURES
 from placement.tools.clock import loads
-from placement.tools.named import convert_fields
+from placement.tools.named import convert_fields, imported
 
 if TYPE_CHECKING:  # where no graph is encoded PyG is not imported
     from torch_geometric.data import Batch
@@ -180,10 +178,7 @@ def layer_of(encoder: str) -> type[nn.Module]:
     """
     if encoder in LAYERS:
         return LAYERS[encoder]
-    try:
-        kind = find(encoder, "encoder")
-    except EnvError as error:
-        raise PolicyError(str(error)) from error
+    kind = imported(encoder, "encoder", PolicyError)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise PolicyError(f"encoder {encoder!r} must be a class of torch.nn.Module")
     for method, arguments in (

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+
+if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may come meanwhile
+    from placement import commands
+
+    sys.exit(commands.sweep_report())
+
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +55,3 @@ def _report(folder: Path, as_json: bool) -> int:
         print(f"in {folder}: sweep.csv, sweep.md")
     wrong = report.named("failed") or not report.named("finished")
     return cli.NO if wrong else cli.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,14 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from placement import cli
 from placement.report import table
-from placement.runs.compare import describe, on_one_device
+from placement.runs.compare import Comparison, describe, on_one_device
 from placement.runs.row import SINGLE, Row
 from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished")
 _NOT_OF_THE_RESULT = ("tracker",)
-_OWN_COLUMNS = ("planner", "workload", "seed")
+_OWN_COLUMNS = ("planner", "workload", "files", "seed")
 _NUM_NAMED = 20
 
 
@@ -54,9 +54,9 @@ def once(cfg: DictConfig, work: Callable[[DictConfig], float]) -> float:
     if before.get("status") == "finished":
         if before.get("asked") != config_digest:
             raise SweepError(
-                f"{folder} holds the result of another configuration "
-                f"({' '.join(before.get('overrides', []))}); give this sweep a folder of its own: "
-                "hydra.sweep.dir=FOLDER"
+                f"{folder} holds the result of another configuration, or of code that was edited "
+                f"since ({' '.join(before.get('overrides', []))}); give this sweep a folder of its "
+                "own: hydra.sweep.dir=FOLDER"
             )
         cli.say(f"job {folder.name} has finished before: {' '.join(overrides)}")
         return float("inf") if before["metric_s"] is None else float(before["metric_s"])
@@ -96,9 +96,10 @@ def _asked(row: Row) -> tuple[str, str, int]:
 
 
 def _digest(cfg: DictConfig) -> str:
-    """SHA-256 (hex) of the configuration, with the content of every file that it names."""
+    """SHA-256 (hex) of the configuration, with the content of every file and code that it names."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     parts = {k: v for k, v in config.items() if k not in _NOT_OF_THE_RESULT}
+    cli.search_here("package.module:name")
     return hashlib.sha256(json.dumps(describe(parts), sort_keys=True).encode()).hexdigest()
 
 
@@ -275,7 +276,9 @@ def aggregate(jobs: Sequence[SweepJob], num_jobs: int = 0) -> Report:
         speedup = row.measured_speedup if is_measured else row.speedup
         if speedup is None:
             speedup = 1.0 if row.workload in on_one_device(job.rows) else np.nan
-        value_s = row.value_s if np.isfinite(row.value_s) else _alone_s(job.rows, row.workload)
+        value_s = row.value_s
+        if not np.isfinite(value_s):
+            _, value_s = Comparison(job.rows, {}).reference(row.workload)
         seeds = samples.setdefault((setting, row.planner, row.workload), {})
         seeds.setdefault(seed, []).append(_Sample(value_s, speedup, not np.isfinite(row.value_s)))
     cells = {key: {s: _middle(v) for s, v in seeds.items()} for key, seeds in samples.items()}
@@ -307,13 +310,6 @@ def _varied(jobs: Sequence[SweepJob]) -> list[str]:
     begun = [job.overrides for job in jobs if job.overrides]
     keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
     return [k for k in keys if len({overrides.get(k) for overrides in begun}) > 1]
-
-
-def _alone_s(rows: Sequence[Row], workload: str) -> float:
-    """Best value of a single device, or where none fits the worst answer that there is."""
-    finite = [r for r in rows if r.workload == workload and np.isfinite(r.value_s)]
-    singles = [r.value_s for r in finite if r.planner.startswith(SINGLE)]
-    return min(singles, default=max((r.value_s for r in finite), default=np.inf))
 
 
 def _middle(samples: Sequence[_Sample]) -> _Sample:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may come meanwhile
+    from placement import commands
+
+    sys.exit(commands.train())
+
 import hashlib
 import json
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +38,6 @@ from agents.sweeps import is_best_of_sweep, once
 from placement.cli import search_here
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, prepared, problem_fingerprint
-from placement.simulator import score
 from placement.tools.files import write_atomic
 
 if TYPE_CHECKING:
@@ -59,7 +64,7 @@ def _train(cfg: DictConfig) -> float:
         raise AppError(
             f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1"
         )
-    seeds_of(cfg)
+    seeds_of(cfg.seed)
     own = [cfg.training[x] for x in ("reward", "generator", "algorithm", "formulation")]
     for name in (*own, cfg.training.network.encoder, *cfg.allow):
         search_here(str(name))  # before the settings are read: a formulation is imported then
@@ -147,7 +152,7 @@ def _trained(
     return train(
         list(machines.values()) if config.generator is None else config.generator,
         config=config,
-        baseline=_Remembered(baseline, run.folder / "starts.npz", cfg.resume),
+        baseline=_remembered(baseline, run.folder / "starts.npz", cfg.resume),
         policy=policy,
         solutions=solutions,
         held_out=held_out,
@@ -214,30 +219,22 @@ def _best(problems: Mapping[str, Problem], trained: TrainedPolicy) -> list[tuple
     return [(name, s.value_s) for name, s in zip(problems, trained.best, strict=True)]
 
 
-class _Remembered:
+def _remembered(planner: Planner, path: Path, resume: bool) -> Planner:
     """A planner whose answers are kept in a file: with a clock it answers differently each time.
 
     So a training that is resumed begins where it began.
     """
+    from agents.expert import solve  # and PyTorch: --help does without
 
-    def __init__(self, planner: Planner, path: Path, resume: bool) -> None:
-        self.planner, self.path = planner, path
-        from agents.expert import load_solutions  # and PyTorch: --help does without
+    if not resume:
+        path.unlink(missing_ok=True)
 
-        self.known = load_solutions(path) if resume and path.is_file() else {}
-
-    def __call__(self, problem: Problem) -> Solution:
-        what = json.dumps([problem_fingerprint(problem), describe(self.planner)], sort_keys=True)
+    def answer(problem: Problem) -> Solution:
+        what = json.dumps([problem_fingerprint(problem), describe(planner)], sort_keys=True)
         key = hashlib.sha256(what.encode()).hexdigest()
-        if key not in self.known:
-            solution = self.planner(problem)
-            self.known[key] = solution.placement
-            from agents.expert import save_solutions
+        return Solution(solve({key: problem}, planner, path)[0], np.nan)
 
-            save_solutions(self.known, self.path)
-            return solution
-        placement = self.known[key]
-        return Solution(placement, float(score(problem, placement)[0]))
+    return answer
 
 
 def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
@@ -255,7 +252,3 @@ def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point."""
     return launch(app, "train", words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -61,10 +61,6 @@ def _store() -> None:
     # Hydra copies its list of sources, this store in each, for every group that a help page names:
     # 90 times, a second. The store is the process's only one, and gives out copies of its nodes.
     vars(store)["__deepcopy__"] = lambda memo: store
-
-    def keep(group: str, name: str, node: dict[str, Any]) -> None:
-        store.store(name=name, node=node, group=group, package=f"{group}.{name}", provider="code")
-
     for name in planners.names():
         module = f"{planners.__name__}.{name}"
         keep("planner", name, _dataclass(module, name.title().replace("_", "")))
@@ -74,9 +70,17 @@ def _store() -> None:
         keep("workload", name, _workload(name, family))
 
 
+def keep(group: str, name: str, node: dict[str, Any], option: str | None = None) -> None:
+    """An entry of a group, whose node is called ``name``; ``option``: what the entry is called."""
+    ConfigStore.instance().store(
+        name=option or name, node=node, group=group, package=f"{group}.{name}", provider="code"
+    )
+
+
 def names(group: str) -> list[str]:
-    """The entries of ``planner`` or ``workload``, sorted."""
-    return sorted(x.removesuffix(".yaml") for x in ConfigStore.instance().list(group))
+    """The entries of ``planner`` or ``workload``, sorted; without those of the user."""
+    entries = (x.removesuffix(".yaml") for x in ConfigStore.instance().list(group))
+    return sorted(x for x in entries if ":" not in x)
 
 
 _store()

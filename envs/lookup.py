@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from envs.problems import EnvError
 from placement.tools.named import imported
 
-
-def find(name: str, what: str) -> Any:
-    """The object ``package.module:name``; importing the module executes it.
-
-    Args:
-        what: in words what it should be, for messages.
-
-    Raises:
-        EnvError: it is no such name, or cannot be imported.
-    """
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise EnvError(f"{what} {name!r} names no object; write package.module:name")
-    try:
-        return imported(module, attribute)
-    except ImportError as error:
-        raise EnvError(f"{what} {name!r} cannot be imported: {error}") from error
+find = partial(imported, error=EnvError)
 
 
 def name_of(target: Any) -> str:

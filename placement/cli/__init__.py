@@ -16,7 +16,6 @@ import re
 import shlex
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -26,6 +25,8 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement.tools.ownership import PACKAGES as OUR_PACKAGES
+from placement.tools.ownership import check_packages, is_yours
 from placement.tools.progress import Progress as Progress
 from placement.tools.progress import printable as printable
 from placement.tools.progress import progress as progress
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from placement.graph import OpGraph
     from placement.problem import Problem
 
-OUR_PACKAGES = ("placement", "envs", "agents")
 OPTIMIZER = "AdamW"
 OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
 EXIT_CODES = (
@@ -86,8 +86,6 @@ def guarded(
 
     ``explain`` says what to tell the user of an error; None: it is a defect of ours.
     """
-    from placement.tools.ownership import check_packages
-
     any_output()
     try:
         with interruptible(), warnings.catch_warnings():
@@ -136,12 +134,12 @@ def raised_in_yours(error: Exception, more: str) -> str:
     """
     if type(error).__module__.partition(".")[0] in OUR_PACKAGES:
         return ""
-    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in OUR_PACKAGES:
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).split(".")[0]
+        if package in OUR_PACKAGES:
             return ""
-        if not file.startswith(("<", *libraries)):
+        # PyG writes code of its layers into temporary files.
+        if is_yours(file) and is_yours(getattr(sys.modules.get(package), "__file__", None) or file):
             notes = "; ".join(["", *getattr(error, "__notes__", ())])
             return one_line(
                 f"{type(error).__name__}: {error}; raised in code of yours, "

@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, read_text, short, write_atomic
+from placement.tools.ownership import PACKAGES, is_yours
 from placement.tools.parallel import parallel_map
 
 Floats = NDArray[np.float64]
@@ -206,7 +210,8 @@ def compare(
 
     An interrupted comparison continues where it stopped when it is started again with the same
     ``out_dir``: what is finished lies in ``out_dir/cells`` and ``out_dir/measured`` under a
-    digest of the problem, the planner with its parameters, and the seed. ``compare.csv`` and
+    digest of the problem, the planner with its parameters and your code of it, and the seed.
+    ``compare.csv`` and
     ``compare.md`` are written after every workload. ``out_dir/problems`` and the timelines of
     the last round in ``out_dir/measured`` are for ``placement.report.html``.
 
@@ -578,17 +583,21 @@ def problem_fingerprint(problem: Problem) -> str:
 def describe(planner: Any) -> Any:
     """A planner as JSON: its class and all its parameters, planners inside it included.
 
-    Weights of a network, and the content of a file that a parameter names, count by digest: a
-    policy trained further is another planner.
+    Weights of a network, the content of a file that a parameter names, and that of the file which
+    defines a class or function of the user's (``package.module:name`` too) count by digest: a
+    policy trained further is another planner, and so is one whose code was edited.
     """
     if is_dataclass(planner) and not isinstance(planner, type):
-        kind = type(planner)
         inside = {f.name: describe(getattr(planner, f.name)) for f in fields(planner) if f.init}
-        return {"class": f"{kind.__module__}.{kind.__qualname__}", **inside}
+        kind = type(planner)
+        return {"class": f"{kind.__module__}.{kind.__qualname__}", **_own_code(kind), **inside}
     if isinstance(planner, list | tuple):
         return [describe(x) for x in planner]
     if isinstance(planner, Mapping):
-        return {str(k): describe(v) for k, v in planner.items()}
+        target = str(planner.get("_target_", ""))
+        return {str(k): describe(v) for k, v in planner.items()} | _own_code(
+            target.rpartition(".")[0]
+        )
     if isinstance(planner, np.ndarray):
         return _digest(planner)
     if hasattr(planner, "state_dict"):  # a torch module; torch is not imported here
@@ -596,10 +605,35 @@ def describe(planner: Any) -> Any:
         return {"network": str(planner), "weights": describe(weights)}
     if isinstance(planner, str | Path) and Path(planner).is_file():
         return {"file": str(planner), "sha256": _file_digest(Path(planner))}
-    if planner is None or isinstance(planner, bool | int | float | str):
+    if planner is None or isinstance(planner, bool | int | float):
         return planner
-    name = getattr(planner, "__qualname__", None)
-    return f"{planner.__module__}.{name}" if name else str(planner)
+    name, code = str(planner), {}
+    if isinstance(planner, str) and re.fullmatch(r"[\w.]+:\w+", planner):
+        code = _own_code(planner.partition(":")[0])
+    elif hasattr(planner, "__qualname__"):
+        name, code = f"{planner.__module__}.{planner.__qualname__}", _own_code(planner)
+    return {"name": name, **code} if code else name
+
+
+def _own_code(target: Any) -> dict[str, str]:
+    """``code``: SHA-256 (hex) of the file that defines a class or function, or of that module.
+
+    Nothing of what is ours, or of a library. What a notebook defines has no file: there its own
+    source counts.
+    """
+    module = target if isinstance(target, str) else str(target.__module__)
+    if not module or module.partition(".")[0] in PACKAGES:
+        return {}
+    try:
+        loaded = sys.modules.get(module)
+        file = (
+            getattr(loaded, "__file__", "") if loaded else getattr(find_spec(module), "origin", "")
+        )
+        if file:
+            return {"code": _file_digest(Path(file))} if is_yours(file) else {}
+        return {"code": _digest(getsource(target.__call__ if isinstance(target, type) else target))}
+    except (ImportError, OSError, TypeError, ValueError):
+        return {}
 
 
 def _file_digest(path: Path) -> str:

@@ -95,14 +95,39 @@ class Named(Generic[T]):
                     f"or your own as package.module:Class"
                 )
             module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
-        try:
-            target = imported(module, attribute)
-        except ImportError as error:
-            raise self.error(f"{self.what} {name!r} cannot be imported: {error}") from error
+        target = imported(f"{module}:{attribute}", self.what, self.error)
         if not callable(target):
             kind = type(target).__name__
             raise self.error(f"{self.what} {name!r} is of type {kind}, not a {self.what}")
         return target
+
+
+def imported(name: str, what: str, error: type[ValueError]) -> Any:
+    """The object ``package.module:name``, which may be the user's; importing executes the module.
+
+    ``what``: in words what it should be, for messages.
+
+    Raises:
+        ValueError: (``error``) there is none, or the module fails, also by ending the process.
+    """
+    module, _, attribute = name.partition(":")
+    cannot = f"{what} {name!r} cannot be imported"
+    if not attribute:
+        raise error(f"{cannot}: it names no object; write package.module:name")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as cause:
+        hint, absent = "", isinstance(cause, ModuleNotFoundError) and f"{cause.name}."
+        if isinstance(cause, AttributeError) and module in sys.modules:
+            hint = meant(attribute, vars(sys.modules[module]))
+        elif isinstance(cause, SystemExit):
+            hint = ". Keep what a script does behind: if __name__ == '__main__'"
+        elif module.endswith(".py"):
+            hint = f". Name it without .py: {module[:-3].replace('/', '.')}:{attribute}"
+        elif absent and f"{module}.".startswith(absent):
+            hint = ". Is its folder on PYTHONPATH?"
+        why = f"{type(cause).__name__}: {cause}".rstrip(": ")
+        raise error(f"{cannot}: {why}{hint}") from cause
 
 
 def convert_fields(values: Any, error: type[ValueError]) -> None:
@@ -120,27 +145,6 @@ def convert_fields(values: Any, error: type[ValueError]) -> None:
             object.__setattr__(values, f.name, _convert(value, hint))
         except (TypeError, ValueError, OverflowError):
             raise error(f"{f.name} = {short(value)} is not {_expected(value, hint, f)}") from None
-
-
-def imported(module: str, attribute: str) -> Any:
-    """The object ``module:attribute``, which may be the user's; importing executes the module.
-
-    Raises:
-        ImportError: there is none, or the module fails, also by ending the process.
-    """
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, AttributeError) and module in sys.modules:
-            raise ImportError(f"{error}{meant(attribute, vars(sys.modules[module]))}") from error
-        why, hint = f"{type(error).__name__}: {error}".rstrip(": "), ""
-        if isinstance(error, SystemExit):
-            hint = ". Keep what a script does behind: if __name__ == '__main__'"
-        elif module.endswith(".py"):
-            hint = f". Name it without .py: {module[:-3].replace('/', '.')}:{attribute}"
-        elif isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            hint = ". Is its folder on PYTHONPATH?"
-        raise ImportError(f"importing {module!r} failed: {why}{hint}") from error
 
 
 def meant(name: str, names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,12 @@ def version(name: str = DISTRIBUTION) -> str:
 
 class OwnershipError(ValueError):
     """Another distribution, or another folder, provides a package of ours."""
+
+
+def is_yours(file: str) -> bool:
+    """Whether a file of code belongs to no installed library, and is a file."""
+    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not file.startswith(("<", *libraries))
 
 
 def check_packages() -> None:

@@ -117,7 +117,7 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
 def _function(spec: str) -> Any:
     """The function of a workload, not called."""
     if ":" in spec:
-        home, _, function_name = spec.partition(":")
+        name = spec
     else:
         families = family_of()
         if spec not in families and os.path.isdir(spec):
@@ -131,11 +131,8 @@ def _function(spec: str) -> Any:
                 f"{', '.join(sorted(families))}, or give your own as package.module:function, or a "
                 "folder that save_pretrained of transformers wrote"
             )
-        home, function_name = f"{__name__}.{families[spec]}", spec
-    try:
-        return imported(home, function_name)
-    except ImportError as error:
-        raise WorkloadError(f"workload {spec!r}: {error}") from error
+        name = f"{__name__}.{families[spec]}:{spec}"
+    return imported(name, "workload", WorkloadError)
 
 
 def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ import agents.compare
 import agents.train
 import conf
 from agents.app import AppError, explain, make_planner, with_lists
+from agents.encoder import PolicyError
 from agents.expert import load_solutions
 from agents.trained import TrainedPolicy
 from placement import planners, workloads
@@ -328,7 +329,12 @@ def test_an_interrupted_comparison_continues(
         (["planner=[]"], "no planner: add e.g. planner=heft"),
         (["workload=tiny_mlq"], "workload 'tiny_mlq' is unknown; did you mean 'tiny_mlp'?"),
         (["+workload.tiny_mlp.depth=3"], "got an unexpected keyword argument 'depth'"),
-        (["objective=speed"], "objective 'speed' is unknown"),
+        (["synthetic=layerd"], "synthetic: layerd is no family, nor {family: NAME, seeds: [0, 1]}"),
+        (["synthetic=[{fam: random}]"], "synthetic: {'fam': 'random'} is no family"),
+        (["synthetic=[{family: random, seeds: x}]"], "seeds = x: must be a whole number, or a"),
+        # Before anything is measured:
+        (["objective=speed"], "objective 'speed' is unknown; use one of period, latency"),
+        (["max_in_flight=0"], "max_in_flight = 0 must be at least 1"),
         (["rounds=many"], "'many' of type 'str' could not be converted to Integer"),
         (["rounds=0"], "rounds = 0 must be at least 1"),
         (["seconds=-3"], "seconds = -3 must be positive; leave it out for no limit"),
@@ -403,6 +409,10 @@ def test_files_among_workloads_move_to_files() -> None:
         "seed=0",
         "files=[\"a.json\",{path:'b c.txt',devices:8}]",
     ]
+    swept = ["-m", "workload=a.json,'b c.json'"]
+    assert with_lists(swept) == ["-m", "workload=[]", 'files=["a.json"],["b c.json"]']
+    with pytest.raises(AppError, match=r"'workload=\[resnet50,problem.json\]'"):
+        with_lists(["-m", "workload=a.json,tiny_mlp"])
     with pytest.raises(AppError, match="must be one list"):
         with_lists(["-m", "workload=[a.json]", "files=[b.json],[c.json]"])
 
@@ -424,7 +434,7 @@ def test_functions_and_configurations_of_ones_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     moved = with_lists(["workload=[tiny_mlp,my_models.net:build,x.json]"])
-    assert moved[0] == "workload=[tiny_mlp]" and 'files=["x.json"]' in moved
+    assert moved == ["workload=[tiny_mlp,my_models.net:build]", 'files=["x.json"]']
     for twice in ("old:build,new:build", "build,old:build"):
         with pytest.raises(AppError, match=r"two workloads are called 'build'.*'\+workload.NAME="):
             with_lists([f"workload=[{twice}]"])
@@ -442,6 +452,9 @@ def test_functions_and_configurations_of_ones_own(
     assert run("compare", "workload=[mine:build]", *words, *PREDICT[2:]) == 0
     rows = rows_of(tmp_path / "out")
     assert {r["workload"] for r in rows} == {"build"} and rows[-1]["planner"] == "Late"
+    swept = ["-m", "workload=mine:build", "planner=heft,mine:early", "hydra.sweep.dir=swept"]
+    assert run("compare", *swept, *PREDICT[2:]) == 0
+    assert [rows_of(tmp_path / f"swept/{i}")[-1]["planner"] for i in (0, 1)] == ["heft", "early"]
 
     (tmp_path / "conf" / "workload").mkdir(parents=True)
     (tmp_path / "conf" / "planner").mkdir()
@@ -460,9 +473,11 @@ import torch
 from torch import nn
 from placement.planners.heft import Heft
 class Late(Heft): pass
+lib = {"__name__": "torch_geometric.made"}  # whose layers are code in files of no package
+exec(compile("def made(a, b): return a @ b", "/tmp/made.py", "exec"), lib)
 class Layer(nn.Module):
     def __init__(self, hidden): super().__init__()
-    def forward(self, x, batch, waves): return x @ torch.ones(3, 3)
+    def forward(self, x, batch, waves): return lib["made"](x, torch.ones(3, 3))
 def reward(outcome): return outcome.nothing
 """
 
@@ -479,9 +494,9 @@ def test_errors_in_code_of_ones_own_say_where(
     words += ["planner@baseline=faulty:Late", "+baseline.look_ahead=0.5", "hydra.run.dir=out"]
     at = f"raised in code of yours, {{}} ({tmp_path / 'faulty.py'}:{{}})"
     for seam, error, place, shapes in (
-        ("network.encoder=faulty:Layer", "RuntimeError: mat1", ("Layer.forward", 8),
+        ("network.encoder=faulty:Layer", "RuntimeError: mat1", ("Layer.forward", 10),
          "; encoder Layer was given x float32 ["),
-        ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 9), "; HYDRA_FULL_ERROR"),
+        ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 11), "; HYDRA_FULL_ERROR"),
     ):  # fmt: skip
         assert run("train", *words, f"training.{seam}") == 2
         stderr = capsys.readouterr().err
@@ -591,6 +606,7 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("warm_start=imitation", "leave out warm_start"),
         ("workload=tiny_mlp", "leave out workload; say 'workload=[]'"),
         ("held_out=many", "'many' of type 'str' could not be converted to Float"),
+        ("total_steps=9", "no setting 'total_steps'; did you mean 'training.total_steps'?"),
         ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
         ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
         ("training.gamma=2", "gamma = 2.0 must be 0 to 1"),
@@ -631,6 +647,19 @@ def test_an_interrupted_training_says_how_it_goes_on(
     assert "nothing to resume" not in capsys.readouterr().err
     assert run("train", *words) == 2
     assert "holds a training, which this one would replace" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_no_tracked_run(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PolicyError("a checkpoint of another training")
+
+    monkeypatch.setattr("agents.training.train", refused)
+    words = ("workload=[]", "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out")
+    assert run("train", *words, "synthetic=[giph]", "resume=true") == 2
+    assert run("compare", *words, "files=[none.json]", "planner=heft") == 2
+    assert not list((tmp_path / "out").glob("wandb*"))
 
 
 def test_train_on_synthetic_problems(

@@ -168,17 +168,19 @@ def test_an_interrupted_sweep_continues_with_the_same_command(
     assert "holds the result of another configuration" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file", ["p.json", "p.py"])
 def test_a_changed_file_is_another_configuration(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
+    """A problem, or the code of a planner."""
     work = Work()
     monkeypatch.setattr(agents.compare, "_compare", work)
-    words = ["sweep=planners", "workload=[]", "files=[p.json]", "planner=heft", "seed=0"]
-    (tmp_path / "p.json").write_text("one")
+    words = ["sweep=planners", "workload=[]", "files=[p.json]", "planner=p:x,heft", "seed=0"]
+    (tmp_path / file).write_text("one")
     assert run(*words, "hydra.sweep.dir=s") == run(*words, "hydra.sweep.dir=s") == 0
-    (tmp_path / "p.json").write_text("two")
+    (tmp_path / file).write_text("two")
     assert run(*words, "hydra.sweep.dir=s") == 2
-    assert work.ran == ["heft_0"]
+    assert work.ran == ["x_0", "heft_0"]
 
 
 def test_a_failed_job_is_named_and_run_again(

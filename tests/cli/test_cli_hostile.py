@@ -399,7 +399,8 @@ def test_ctrl_c_while_a_command_is_imported_is_quiet(tmp_path: Path) -> None:
     begin = "import sys; from placement.commands import _begin; sys.exit(_begin(sys.argv[1])())"
     code, env = [sys.executable, "-c", begin], os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for command in ([*code, "slow"], [sys.executable, "-m", "placement"]):
+    modules = ("placement", "agents.train", "agents.compare", "agents.sweep_report")
+    for command in ([*code, "slow"], *([sys.executable, "-m", x] for x in modules)):
         process = subprocess.Popen(command, env=env, **pipes)
         assert process.stdout is not None and process.stdout.readline() == "x\n"
         process.send_signal(signal.SIGINT)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import linecache
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -401,11 +405,36 @@ def test_describe_goes_into_planners_and_names_functions() -> None:
         start: Any
         names: tuple[str, ...] = ("a",)
 
-    description = describe(Outer(Seeded(seed=4)))
+    description, code = describe(Outer(Seeded(seed=4))), sha256(Path(__file__).read_bytes())
     assert description["start"] == {
-        "class": f"{__name__}.Seeded", "seed": 4, "seconds": None, "evaluations": None
+        "class": f"{__name__}.Seeded", "code": code.hexdigest(), "seed": 4, "seconds": None,
+        "evaluations": None
     }  # fmt: skip
-    assert description["names"] == ["a"] and describe(chain) == f"{__name__}.chain"
+    assert description["names"] == ["a"] and describe(chain)["name"] == f"{__name__}.chain"
+    assert describe(describe) == "placement.runs.compare.describe"  # ours does not count
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_planner_of_edited_code_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_file: bool
+) -> None:
+    """The file of a module, or the cell of a notebook, whose lines Python keeps."""
+    mine, source = ModuleType("mine"), tmp_path / "mine.py"
+    vars(mine)["Fixed"] = Fixed
+    if has_file:
+        mine.__file__ = str(source)
+    monkeypatch.setitem(sys.modules, "mine", mine)
+
+    def periods(device: int) -> list[float]:
+        text = f"def answer(problem):\n    return Fixed((0, 0, 0, {device}))(problem)\n"
+        source.write_text(text)
+        linecache.cache[str(source)] = len(text), None, text.splitlines(True), str(source)
+        exec(compile(text, str(source), "exec"), vars(mine))
+        compared = compare({"w": chain()}, {"own": mine.answer}, out_dir=tmp_path)
+        return [row.period_s for row in compared.rows if row.planner == "own"]
+
+    assert (periods(1), periods(0), periods(1)) == ([6.0], [8.0], [6.0])
+    assert len(list((tmp_path / "cells").iterdir())) == 2
 
 
 def test_fingerprint_ignores_names_and_provenance() -> None:

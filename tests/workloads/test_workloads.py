@@ -191,10 +191,10 @@ def test_the_users_own_function(users_own):
         ("users_own:no_pair", r"returned \(Linear, int, function\), expected"),
         ("users_own:not_a_function", "is of type int, not a function"),
         ("users_own:a_module", "is of type Linear, not a function: name one that returns"),
-        ("broken:f", "importing 'broken' failed: .*'no_such_package'$"),
+        ("broken:f", "'broken:f' cannot be imported: .*'no_such_package'$"),
         ("a_script:f", "'a_script' failed: SystemExit. Keep .* behind: if __name__"),
         ("users_own.py:good", "Name it without .py: users_own:good"),
-        ("no_such_file:f", "importing 'no_such_file' failed.*PYTHONPATH"),
+        ("no_such_file:f", "'no_such_file:f' cannot be imported.*PYTHONPATH"),
     ],
 )
 def test_a_users_function_that_is_no_workload(users_own, spec, message):
