@@ -107,16 +107,12 @@ def main(experiments: list[str]) -> None:
     from hydra.utils import instantiate
 
     from agents.training import train
-    from placement.objective import Objective
     from placement.planners import load
-    from placement.workloads import synthetic
+    from tests.problems import random_problem
 
     torch.__future__.set_swap_module_params_on_conversion(True)
     heft = load("heft")
-    problems = [
-        synthetic.families()[name](0).with_objective(Objective.LATENCY)
-        for name in ("layered", "towers")
-    ]
+    problems = [random_problem(0, n, 3, objective="latency") for n in (12, 16)]
     for name in experiments:
         with initialize_config_module("conf", version_base="1.3"):
             cfg = compose("train", [f"experiment={name}"])
