@@ -38,7 +38,7 @@ def test_a_first_agent_learns(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learn = PPO.learn
-    monkeypatch.setattr(PPO, "learn", lambda agent, steps: learn(agent, min(steps, 3_000)))
+    monkeypatch.setattr(PPO, "learn", lambda agent, steps: learn(agent, min(steps, 2_000)))
     run(name)
     rewards = [float(x) for x in re.findall(r"-?\d\.\d+", capsys.readouterr().out)]
     assert rewards[-1] > rewards[0] + 0.1

@@ -32,6 +32,7 @@ from placement.simulator import score
 from placement.tools.shown import count
 
 INPUT = torch.arange(16.0).reshape(2, 8)
+pytestmark = pytest.mark.usefixtures("quick_profiles")
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 

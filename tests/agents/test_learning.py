@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ from agents.trained import TrainedPolicy
 from agents.training import TrainConfig, train
 from envs.problems import Measured, ProblemSet, canonical
 from envs.sequential import SequentialRules
+from experiments.study import ROOT
 from placement.planners import load
 from placement.problem import Problem, ProblemError
 from placement.simulator import score, simulate
@@ -483,3 +487,30 @@ def test_equivalent_solutions_teach_the_same() -> None:
         demonstrations(chosen, [np.zeros(4, np.int32)], "refine")
     with pytest.raises(PolicyError, match="0 solutions for 1 problems"):
         demonstrations(chosen, [], "sequential")
+
+
+TRAINED = ("placeto", "hsdag", "giph", "post", "doppler", "released_latency",
+           "released_order", "search_max_load", "released_dispatch")  # fmt: skip
+ON_A_DEVICE = """
+import sys
+import torch
+from tests import strict_device
+here, there = torch.ones(2), torch.ones(2, device="strict")
+print((there + 1).cpu().tolist(), there.device)
+for mixed in (lambda: here + there, there.numpy,
+              lambda: torch.rand(2, generator=torch.Generator(), device="strict")):
+    try:
+        mixed()
+    except (RuntimeError, TypeError):
+        print("refused")
+strict_device.main(sys.argv[1:])
+"""
+
+
+def test_every_formulation_trains_on_a_device_that_refuses_to_be_mixed() -> None:
+    """One of its own, which cannot be mixed with the CPU."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ON_A_DEVICE, *TRAINED]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines() == ["[2.0, 2.0] strict:0", *["refused"] * 3, *TRAINED]

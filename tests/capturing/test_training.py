@@ -501,6 +501,7 @@ def test_failures_leave_the_module_as_after_the_last_step():
 # ---------------------------------------------------------------- the rest of the house
 
 
+@pytest.mark.usefixtures("quick_profiles")
 def test_measuring_and_executing_leave_the_module_alone():
     module, *_, graph = beside_plain(1, "adamw")
     before = copy.deepcopy(module.state_dict())
