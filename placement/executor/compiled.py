@@ -138,13 +138,13 @@ class _Writer:
 
     def keep_local(self, run: tuple[int, ...], share: Share) -> dict[int, list[int]]:
         """What no other run reads is local where this one makes it; what is dropped after whom."""
-        made = {t for op in run for t in self.program.steps[op].outputs}
+        own = {t for op in run for t in self.program.steps[op].outputs}
         last = {t: op for op in run for t in (*share.inputs[op], *share.outputs[op])}
         self.local, dropped = set(), dict[int, list[int]]()
         for t, op in last.items():
             if share.peers[t] or share.results[t] or not set(share.users[t]).issubset(run):
                 continue
-            if t in made:
+            if t in own:
                 self.local.add(t)
             dropped.setdefault(op, []).append(t)
         return dropped
