@@ -189,7 +189,9 @@ class Program:
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         expected = ", ".join(self.input_names)
         if len(args) > len(self.arg_names):
-            raise InputError(f"{len(args)} positional inputs given, expected ({expected})")
+            named = [f"{name}=..." for name in self.input_names if name not in self.arg_names]
+            hint = f", of these by name: {', '.join(named)}" if named else ""
+            raise InputError(f"{len(args)} positional inputs given, expected ({expected}){hint}")
         by_name = dict(zip(self.arg_names, args, strict=False))
         twice = sorted(by_name.keys() & kwargs.keys())
         by_name.update(kwargs)

@@ -468,6 +468,14 @@ def test_a_loader_is_read_step_by_step():
         assert len(list(trainer.train(iter(loader), 3))) == 2
 
 
+def test_the_target_is_given_by_name_where_a_step_is_called():
+    x = torch.ones(2, 4)
+    program = capture(nn.Linear(4, 4), (x, x), mode="training", loss=F.mse_loss).program
+    with pytest.raises(InputError, match=r"2 positional .*\(input, target\).* name: target=\.\.\."):
+        program.flatten_inputs((x, x), {})
+    assert len(program.flatten_inputs((x,), {"target": x})) == 2
+
+
 def test_failures_leave_the_module_as_after_the_last_step():
     module, plain, optimizer, expected, batches, graph = beside_plain(4)
 
