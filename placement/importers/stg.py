@@ -79,7 +79,8 @@ def read(text: str, path: str, *, objective: str | None = None, devices: int = 4
     if len(rows) not in (count, count + 2 - low):
         raise FormatError(
             f"{path}: {count:.0f} tasks are told, and {len(rows)} lines of tasks found; they must "
-            "be as many, or two more (a first and a last task of no time; the last if the first is 1)"
+            "be as many, or two more (a first and a last task of no time; the last if the first is "
+            "1)"
         )
     if len(rows) == count and low == took[0] == 0 and (took[-1] > 0 or count == 1):
         raise FormatError(
