@@ -22,9 +22,8 @@ demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two
 	$(BIN)/placement run runs/demo/resnet50/plan.json
 
 # pytest-xdist 3.8 may wait for ever once it has replaced a worker that crashed (its issue 1378): the run ends instead.
-# Compiled Python is kept, whatever the environment says: a hundred processes of the tests import the same files.
 test: $(INSTALLED)  ## the whole test suite, on two processes
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 fuzz: $(INSTALLED)  ## thousands of mutated files for everything that reads one
 	$(BIN)/python -m tests.fuzz

@@ -179,6 +179,7 @@ def asked(folder: Path, kept_in: str = "cache") -> subprocess.Popen[str]:
     path = os.pathsep.join([str(folder), *sys.path])
     cache = str(folder / kept_in) if kept_in else ""
     env = os.environ | {"PYTHONPATH": path, "NUMBA_CACHE_DIR": cache}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python sees no edit within a second of as many bytes
     words = [sys.executable, "-c", ASK]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, cwd=folder)
 
