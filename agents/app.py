@@ -34,7 +34,7 @@ import conf
 from agents.sweeps import is_best_of_sweep
 from placement import cli, workloads
 from placement.tools.named import meant
-from placement.tools.ownership import DISTRIBUTION, version
+from placement.tools.ownership import DISTRIBUTION, PACKAGES, version
 
 if TYPE_CHECKING:
     from placement.problem import Planner, Problem
@@ -103,7 +103,7 @@ def explain(error: Exception, config: str = "compare") -> str | None:
     """What to tell the user; None if the error is a mistake of ours."""
     if isinstance(error, InstantiationException):
         cause = error.__cause__
-        if cause is not None and type(cause).__module__.partition(".")[0] in cli.OUR_PACKAGES:
+        if cause is not None and type(cause).__module__.partition(".")[0] in PACKAGES:
             return str(cause)
         return f"{error}\n(to see all options and values, add: --cfg job)"
     if isinstance(error, HydraException | OmegaConfBaseException):

@@ -205,9 +205,8 @@ def fastest(
             report(f"planning again with {PLANNER}", None)
             again = _plan(corrects, workload, planner(corrects), planner)
             if len(devices_of(again)) > 1 and again.assignments != planned.assignments:
-                both = ran, run(again, corrects)
-                ran = min(both, key=lambda x: x.over_single)
-                next(x for x in both if x is not ran).runner.close()
+                ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)
+                slower.runner.close()
         on_error.pop_all()
     runner = _kept(problem, ran, module, workload)
     runner.planned = planned

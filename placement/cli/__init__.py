@@ -25,8 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placement.tools.ownership import PACKAGES as OUR_PACKAGES
-from placement.tools.ownership import check_packages, is_yours
+from placement.tools.ownership import PACKAGES, check_packages, is_yours
 from placement.tools.progress import Progress as Progress
 from placement.tools.progress import printable as printable
 from placement.tools.progress import progress as progress
@@ -116,7 +115,7 @@ def told(error: Exception, explain: Callable[[Exception], str | None], *, debug:
 
 def explain(error: Exception) -> str | None:
     """What to tell the user: a mistake of theirs has a class of ours, the machine's says itself."""
-    is_ours = type(error).__module__.partition(".")[0] in OUR_PACKAGES
+    is_ours = type(error).__module__.partition(".")[0] in PACKAGES
     if not is_ours and not isinstance(error, OSError | MemoryError):
         at = next((x for x in getattr(error, "__notes__", ()) if x.startswith(IN_OPERATOR)), None)
         if at is None:
@@ -132,11 +131,11 @@ def raised_in_yours(error: Exception, more: str) -> str:
 
     ``more``: what shows the traceback.
     """
-    if type(error).__module__.partition(".")[0] in OUR_PACKAGES:
+    if type(error).__module__.partition(".")[0] in PACKAGES:
         return ""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).split(".")[0]
-        if package in OUR_PACKAGES:
+        if package in PACKAGES:
             return ""
         # PyG writes code of its layers into temporary files.
         if is_yours(file) and is_yours(getattr(sys.modules.get(package), "__file__", None) or file):

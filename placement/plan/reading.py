@@ -55,9 +55,11 @@ def read_plan(path: str | Path) -> Plan:
 
 def _text(path: Path) -> str:
     try:
-        size = check_is_file(path)
-        text = read_text(path) if size <= MAX_FILE_BYTES else ""
-        if (size := max(size, len(text))) > MAX_FILE_BYTES:
+        size, text = check_is_file(path), ""
+        if size <= MAX_FILE_BYTES:
+            text = read_text(path)
+            size = max(size, len(text))  # of what was compressed
+        if size > MAX_FILE_BYTES:
             raise PlanError(f"{path}: {size} bytes, a plan has at most {MAX_FILE_BYTES}")
         return text
     except UnicodeDecodeError as error:

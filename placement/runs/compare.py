@@ -211,9 +211,8 @@ def compare(
     An interrupted comparison continues where it stopped when it is started again with the same
     ``out_dir``: what is finished lies in ``out_dir/cells`` and ``out_dir/measured`` under a
     digest of the problem, the planner with its parameters and your code of it, and the seed.
-    ``compare.csv`` and
-    ``compare.md`` are written after every workload. ``out_dir/problems`` and the timelines of
-    the last round in ``out_dir/measured`` are for ``placement.report.html``.
+    ``compare.csv`` and ``compare.md`` are written after every workload. ``out_dir/problems`` and
+    the timelines of the last round in ``out_dir/measured`` are for ``placement.report.html``.
 
     Args:
         executor: makes the runtime of a problem (``placement.executor.Executor``), or None for

@@ -117,14 +117,14 @@ def imported(name: str, what: str, error: type[ValueError]) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as cause:
-        hint, absent = "", isinstance(cause, ModuleNotFoundError) and f"{cause.name}."
+        hint = ""
         if isinstance(cause, AttributeError) and module in sys.modules:
             hint = meant(attribute, vars(sys.modules[module]))
         elif isinstance(cause, SystemExit):
             hint = ". Keep what a script does behind: if __name__ == '__main__'"
         elif module.endswith(".py"):
             hint = f". Name it without .py: {module[:-3].replace('/', '.')}:{attribute}"
-        elif absent and f"{module}.".startswith(absent):
+        elif isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):
             hint = ". Is its folder on PYTHONPATH?"
         why = f"{type(cause).__name__}: {cause}".rstrip(": ")
         raise error(f"{cannot}: {why}{hint}") from cause
