@@ -56,8 +56,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 # Parts of the time. Sections that are not here time nothing: they run beside each other, first. The
 # last one measures as often as what the others have left over allows.
 TIMED = {
-    "profile": 50, "plans": 60, "memory": 46, "training": 30, "energy": 12, "policy": 15,
-    "fidelity": 75,
+    "profile": 55, "plans": 80, "memory": 40, "training": 26, "energy": 12, "policy": 15,
+    "fidelity": 60,
 }  # fmt: skip
 ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
     (tuple(name for name in SECTIONS if name not in TIMED), 40),
