@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -205,8 +205,9 @@ def fastest(
             report(f"planning again with {PLANNER}", None)
             again = _plan(corrects, workload, planner(corrects), planner)
             if len(devices_of(again)) > 1 and again.assignments != planned.assignments:
-                ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)
-                slower.runner.close()
+                with suppress(torch.OutOfMemoryError):  # the plan that ran stays
+                    ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)
+                    slower.runner.close()
         on_error.pop_all()
     runner = _kept(problem, ran, module, workload)
     runner.planned = planned

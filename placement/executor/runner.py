@@ -670,7 +670,8 @@ class Runner:
         sources = [(p, int(self.graph.tensor_src[t])) for p, t in program.gradients]
         sources = [(p, op) for p, op in sources if op in ops]
         read.update(p for p, op in sources if home[op] == d)  # a parameter is trained there
-        weights.forget_others(device, program, read)
+        # What is kept of another plan leaves gaps between it: where memory is short, all is freed.
+        weights.forget_others(device, program, set() if self.cluster.streaming else read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
         for p in sorted(read):
             if p >= len(program.params):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -378,6 +379,21 @@ def test_optimize_runs_ways_one_after_another_where_memory_is_short(
         assert {"cuda:0", "streamed/cuda:0"} <= {*optimizing.devices_of(runner.planned)}
         assert "cpu:0" in optimizing.devices_of(runner.plan) and "single" in runner.measured
         torch.testing.assert_close(runner(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("cluster", "stay"), [(THREE, False), (THREE.workers, True)])
+def test_where_memory_is_short_nothing_of_another_plan_stays_on_the_gpu(
+    cluster: Cluster, stay: bool
+) -> None:
+    """Copies that lie scattered leave gaps, in which what comes has no place."""
+    module, (x,), graph = layers()
+    with emulated_gpu.emulated():
+        with Runner(graph, cluster, chosen(graph, 0, (1,))) as runner:
+            runner(x)
+            there = [weakref.ref(copy) for copy in runner.loaded.values()]
+        with Runner(graph, cluster, chosen(graph, 0, (0, 1))) as runner:
+            torch.testing.assert_close(runner(x), module(x))
+            assert any(ref() is not None for ref in there) == stay
 
 
 def load_plan_text(plan: Plan) -> Plan:
