@@ -166,7 +166,8 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
     call_s = timed(call)
     if call_s > LONG_S:  # on one device, and as long in a stream
         return lambda: [call_s]
-    items = [item] * counted(call_s)
+    # Of few that a GPU computes a period may be that of launches: one slow call does not decide.
+    items = [item] * counted(min(call_s, timed(call), timed(call)))
     return lambda: [runner.period_of(runner.stream(items))]
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,25 @@ def set_own_num_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+class Leaving(NamedTuple):
+    """Outputs of the model that a device has yet to compute, or to copy.
+
+    Attributes:
+        take: waits for them, and gives them.
+        marks: they are there when all of these have happened.
+    """
+
+    take: Callable[[], dict[int, Any]]
+    marks: tuple[Any, ...] = ()
+
+    def are_there(self) -> bool:
+        """Whether ``take`` waits for nothing; it raises what has failed."""
+        try:
+            return all(mark.query() for mark in self.marks)
+        except RuntimeError:
+            return True
+
+
 class CudaBackend:
     """One CUDA device; CUDA events are its clock.
 
@@ -207,8 +226,8 @@ class CudaBackend:
 
     def call(
         self, launch: Callable[[], dict[int, Any]], is_late: Callable[[], bool], is_last: bool
-    ) -> Callable[[], dict[int, Any]]:
-        """Launch outputs of the model in the calling thread; what waits for them, and gives them.
+    ) -> Leaving:
+        """Launch outputs of the model in the calling thread.
 
         No other thread takes part, as waking one takes as long as many kernels. If ``is_late``
         says so, which is asked while the device computes, it is all launched once more. Autocast
@@ -233,27 +252,32 @@ class CudaBackend:
                 else:
                     outputs = self._leaving(launch(), is_last) if is_late() else outputs
             if is_last:
-                made = outputs()
-                return lambda: made
+                made = outputs.take()
+                return Leaving(lambda: made)
             return outputs
         finally:
             torch._C._cuda_setStream(*theirs)
             if device != self.torch_device.index:
                 torch.cuda.set_device(device)
 
-    def _leaving(self, tensors: dict[int, Any], is_last: bool) -> Callable[[], dict[int, Any]]:
-        """What gives outputs of the model, in host memory unless they stay, once they are there.
+    def _leaving(self, tensors: dict[int, Any], is_last: bool) -> Leaving:
+        """Outputs of the model, in host memory unless they stay.
 
-        If ``is_last``, to be called while the stream that computes is the current one.
+        If ``is_last``, they are taken while the stream that computes is the current one.
         """
         gpu = self._gpu
         if self.results_stay:
-            return partial(gpu.wait, gpu.record(gpu.compute), tensors)
+            mark = gpu.record(gpu.compute)
+            return Leaving(partial(gpu.wait, mark, tensors), (mark,))
         there = {t: x for t, x in tensors.items() if isinstance(x, Tensor) and x.is_cuda}
         if is_last and sum([x.nbytes for x in there.values()]) <= _SMALL_BYTES:
-            return lambda: tensors | {t: x.cpu() for t, x in there.items()}  # waits for all before
+            # Waits for all before.
+            return Leaving(lambda: tensors | {t: x.cpu() for t, x in there.items()})
         copies = {t: self._copied_back(x, is_last) for t, x in there.items()}
-        return lambda: tensors | {t: gpu.wait(*copy).clone() for t, copy in copies.items()}
+        return Leaving(
+            lambda: tensors | {t: gpu.wait(*copy).clone() for t, copy in copies.items()},
+            tuple([mark for mark, _ in copies.values()]),
+        )
 
     def bring(self, value: Any, deliver: Deliver) -> None:
         """Call ``deliver`` with what ``receive`` takes, once a copy to the device is under way.

@@ -28,6 +28,7 @@ from placement.executor.backend import (
     Carrier,
     CpuBackend,
     CudaBackend,
+    Leaving,
     backend_for,
     callers_stream,
     used_on,
@@ -243,8 +244,8 @@ class Runner:
     def period_of(self, results: Iterable[Any]) -> float:
         """Seconds between two results of a stream of this runner, in steady state; drops them.
 
-        Where the calling thread launches, its last ``max_in_flight - 1`` come when all has been
-        launched, faster than others ever do: they do not count.
+        Where the calling thread launches, its last ``max_in_flight - 1`` do not count: no launch
+        delays them, as it does those before.
         """
         began = time.perf_counter()
         ends = np.array([time.perf_counter() - began for _ in results])
@@ -829,7 +830,7 @@ class _Direct:
         self._backend = worker.backend
         # With the inputs of the model, which keep their memory until their outputs are complete.
         self._coming: deque[tuple[int, dict[int, Any], queue.SimpleQueue[Any]]] = deque()
-        self._launched: deque[tuple[Callable[[], dict[int, Any]], dict[int, Any]]] = deque()
+        self._launched: deque[tuple[Leaving, dict[int, Any]]] = deque()
 
     def follow_caller(self) -> None:
         """What the calling thread has launched happens first."""
@@ -855,18 +856,25 @@ class _Direct:
         """Outputs of the only micro-batch, complete."""
         if any(map(self._backend.holds, inputs.values())):
             self.follow_caller()
-        return self.worker.launch(batch, inputs, self._is_late, is_last=True)()
+        return self.worker.launch(batch, inputs, self._is_late, is_last=True).take()
 
     def next(self, no_more: bool) -> dict[int, Any]:
-        """Outputs of the first micro-batch that is left, complete; those that have come run."""
-        while self._coming and not (self._launched and self._coming[0][2].empty()):
+        """Outputs of the first micro-batch that is left, complete.
+
+        While they are not, what has come is launched; once they are, no launch delays them.
+        """
+        while self._coming and not (self._launched and self._is_due()):
             batch, here, arrived = self._coming.popleft()
             if isinstance(inputs := arrived.get(), Exception):
                 raise inputs
             is_last = no_more and not self._coming and not self._launched
             self._launched.append((self.worker.launch(batch, inputs, bool, is_last), here))
         outputs, _ = self._launched.popleft()
-        return outputs()
+        return outputs.take()
+
+    def _is_due(self) -> bool:
+        """Whether the first that was launched is complete, or nothing can be launched meanwhile."""
+        return self._coming[0][2].empty() or self._launched[0][0].are_there()
 
 
 def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:

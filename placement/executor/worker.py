@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from placement.executor.awake import wait_exactly
-from placement.executor.backend import Backend, CudaBackend, is_long
+from placement.executor.backend import Backend, CudaBackend, Leaving, is_long
 from placement.executor.compiled import Call, Compiled
 from placement.executor.graphs import Replayed
 from placement.executor.share import Share
@@ -284,14 +284,13 @@ class Worker(threading.Thread):
 
     def launch(
         self, batch: int, inputs: dict[int, Any], is_late: Callable[[], bool], is_last: bool
-    ) -> Callable[[], dict[int, Any]]:
+    ) -> Leaving:
         """Launch a micro-batch that is all of this GPU in the calling thread.
 
-        What is returned waits for its outputs, and gives them; for ``is_late`` and ``is_last`` see
-        ``CudaBackend.call``. Where it cannot be late (``bool``) inputs are taken out of ``inputs``,
-        so that their memory is free early; but somebody keeps those that are on this GPU already
-        until their outputs are complete. Meanwhile nobody may send anything here, and nothing is
-        carried to the next micro-batch.
+        For ``is_late`` and ``is_last`` see ``CudaBackend.call``. Where it cannot be late (``bool``)
+        inputs are taken out of ``inputs``, so that their memory is free early; but somebody keeps
+        those that are on this GPU already until their outputs are complete. Meanwhile nobody may
+        send anything here, and nothing is carried to the next micro-batch.
         """
         backend = self.backend
         assert isinstance(backend, CudaBackend), "CPU devices have cores and threads of their own"
