@@ -23,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from placement import cli
+from placement.objective import Objective
 from placement.report import table
 from placement.runs.compare import Comparison, describe, on_one_device
 from placement.runs.row import SINGLE, Row
@@ -241,13 +242,15 @@ class Aggregate:
 class Report:
     """A sweep in figures: ``aggregates``, fastest first, and the jobs that have not finished.
 
-    ``num_jobs`` were asked for, of which ``jobs`` have begun.
+    ``num_jobs`` were asked for, of which ``jobs`` have begun. ``unit``: of the values, ``s``, ``J``
+    or, of several objectives, ``J or s``.
     """
 
     jobs: tuple[SweepJob, ...]
     aggregates: tuple[Aggregate, ...]
     is_measured: bool
     num_jobs: int
+    unit: str
 
     def named(self, status: str) -> list[SweepJob]:
         """The jobs that are so."""
@@ -293,7 +296,14 @@ def aggregate(jobs: Sequence[SweepJob], num_jobs: int = 0) -> Report:
                 means.append(_mean((setting, planner, None), over))
     order = {w: i for i, w in enumerate((*workloads, None))}
     means.sort(key=lambda a: (order[a.workload], -np.nan_to_num(a.speedup), a.value_s, a.label))
-    return Report(tuple(jobs), tuple(means), is_measured, max(len(jobs), num_jobs))
+    units = {"J" if row.objective == Objective.ENERGY else "s" for _, row in rows}
+    return Report(
+        tuple(jobs),
+        tuple(means),
+        is_measured,
+        max(len(jobs), num_jobs),
+        " or ".join(sorted(units)) or "s",
+    )
 
 
 _Cell = tuple[str, str, str | None]  # setting, planner, workload
@@ -353,13 +363,14 @@ def to_table(report: Report) -> table.Table:
     kind = "measured" if report.is_measured else "predicted"
     numbers = {a.num_seeds for a in report.aggregates}
     alike = len(numbers) == 1
+    unit, scale = ("ms", 1e3) if report.unit == "s" else (report.unit, 1.0)
     lines = tuple(
         (
             a.label,
             a.workload or "all",
             *([] if alike else [str(a.num_seeds)]),
-            _figure(1e3 * a.value_s),
-            _interval(1e3, a.value_low_s, a.value_high_s),
+            _figure(scale * a.value_s),
+            _interval(scale, a.value_low_s, a.value_high_s),
             _figure(a.speedup),
             _interval(1, a.speedup_low, a.speedup_high),
         )
@@ -372,12 +383,9 @@ def to_table(report: Report) -> table.Table:
             f": geometric means over {over} with 95 % Student-t intervals; "
             f"speed-up over the best single device, {kind}"
         )
-    return table.Table(
-        title,
-        ("planner", "workload", *([] if alike else ["n"]), "value ms", "95 %", "speed-up", "95 %"),
-        lines,
-        tuple(_notes(report)),
-    )
+    head = ("planner", "workload", *([] if alike else ["n"]))
+    head += (f"value {unit}", "95 %", "speed-up", "95 %")
+    return table.Table(title, head, lines, tuple(_notes(report)))
 
 
 def _notes(report: Report) -> list[str]:

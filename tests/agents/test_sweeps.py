@@ -318,6 +318,18 @@ def test_a_workload_that_no_single_device_holds_has_no_speedup() -> None:
     assert written["split"] is None and ",nan," not in to_csv(report)
 
 
+@pytest.mark.parametrize(
+    ("objectives", "head", "value"),
+    [(("period",), "value ms", "500"), (("energy",), "value J", "0.500"),
+     (("latency", "energy"), "value J or s", "0.500")],
+)  # fmt: skip
+def test_values_have_the_unit_of_their_objective(objectives, head: str, value: str) -> None:
+    rows = [replace(row("walk", 0, 0.5, name), objective=name) for name in objectives]
+    shown = to_table(aggregate([finished("0", *rows, seed="0")]))
+    assert head in shown.header
+    assert {line[2] for line in shown.cells} == {value}
+
+
 def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
     jobs = [
         finished(
