@@ -459,8 +459,7 @@ def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
             raise AppError(
                 f"files: {node} must be a path, or have path and any of {sorted(allowed)}"
             )
-        stem = Path(str(options["path"]).removesuffix(".gz")).stem
-        name = str(options.pop("name", stem))
+        name = str(options.pop("name", importers.stem(str(options["path"]))))
         if Path(name).name != name or name == "..":  # it would leave the run's folder
             raise AppError(_NO_NAME.format(name=name))
         if name in problems:

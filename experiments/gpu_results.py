@@ -37,7 +37,7 @@ from placement.tools.files import write_atomic
 from placement.workloads import dataset
 
 DATASET = ROOT / "experiments" / "dataset"
-SUFFIX = dataset.SUFFIX
+SUFFIX = importers.SUFFIX
 FIELD = (  # rules, dynamic programs, searches, exact methods
     "heft,peft,m_etf,critical_path_greedy,llama_cpp_split,contiguous_dp,layer_dp,ideal_dp,local_search,"
     "macro_search,simulated_annealing,best_of,policy,cp_sat,mip"

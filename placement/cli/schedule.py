@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
-from placement.tools.files import parse_json, read_text
+from placement.tools.files import read_json
 
 if TYPE_CHECKING:
     from placement.modulo.blocks import Work
@@ -74,12 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _case(path: str, key: str) -> dict[str, Any]:
     """Raises: UsageError, no such file, not this format, or no such case."""
-    try:
-        data = parse_json(read_text(path))
-    except OSError as error:
-        raise cli.UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise cli.UsageError(f"{path}: not valid JSON: {error}") from error
+    data = read_json(path, cli.UsageError)
     cases = data.get("cases") if isinstance(data, dict) else None
     if not isinstance(cases, dict):
         raise cli.UsageError(f'{path}: no cases in it; expected {{"cases": {{"NAME": ...}}}}')

@@ -27,7 +27,7 @@ from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.tools.files import FileError, cache_folder
 
-_FOLDER, _SUFFIX = "measured", ".json.gz"
+_FOLDER = "measured"
 
 
 class CorpusError(ValueError):
@@ -48,9 +48,9 @@ def remember(
     here = Cluster(cluster.name, devices)
     home = Path(folder or cache_folder()) / _FOLDER / machine_of(profile.provenance)
     name = f"{graph.fingerprint[:16]}-{_digest(_facts(here))}"
-    parts = list(home.glob(f"{name}-*{_SUFFIX}"))
+    parts = list(home.glob(f"{name}-*{importers.SUFFIX}"))
     whole = predicted is None or not predicted.any()
-    path = home / f"{name}{'' if whole else f'-{len(parts)}'}{_SUFFIX}"
+    path = home / f"{name}{'' if whole else f'-{len(parts)}'}{importers.SUFFIX}"
     try:
         problem = Problem(graph.without_program(), here, profile.for_cluster(here))
         importers.save(problem, path)
@@ -82,7 +82,7 @@ class Corpus:
             CorpusError: a file is damaged, or of another version.
         """
         problems = []
-        for path in sorted((cache_folder() / _FOLDER / machine).glob(f"*{_SUFFIX}")):
+        for path in sorted((cache_folder() / _FOLDER / machine).glob(f"*{importers.SUFFIX}")):
             try:
                 problems.append(importers.load(path))
             except importers.FormatError as error:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -38,17 +39,12 @@ from placement.importers import (
 from placement.importers._read import FormatError, check_table, stem
 from placement.importers.decoder import Decoder
 from placement.problem import Problem
-from placement.tools.files import (
-    check_is_file,
-    model_file,
-    parse_json,
-    read_file,
-    read_text,
-    short,
-)
+from placement.tools.files import model_file, parse_json, read_file, read_json, short
 
-__all__ = ["FormatError", "check_table", "is_decoder", "load", "load_decoder", "save"]
+__all__ = ["SUFFIX", "FormatError", "check_table", "is_decoder", "load", "load_decoder", "save",
+           "stem"]  # fmt: skip
 
+SUFFIX = ".json.gz"  # of our own files where there are many: they are compressed
 _MOST_CONFIG = 2**24
 
 KNOWN = (
@@ -106,9 +102,9 @@ def load(
             take, or a mistake in the file: the message names file, field and node.
     """
     chosen: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    if _is_gguf(path):  # with gigabytes of weights
+        raise FormatError(f"{path}: {_SERVED}")
     try:
-        if os.path.isfile(path) and gguf.looks_like(_begin(path)):  # with gigabytes of weights
-            raise FormatError(f"{path}: {_SERVED}")
         content = read_file(path)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
@@ -154,14 +150,11 @@ def load(
 def is_decoder(path: str | Path) -> bool:
     """Whether the file is one that ``load_decoder`` reads; false of one that cannot be read."""
     try:
-        if not os.path.isfile(path):
-            return False
-        if gguf.looks_like(_begin(path)):
-            return True
-        if os.path.getsize(path) > _MOST_CONFIG:
-            return False
-        return hf_config.looks_like(parse_json(read_text(path), infinite=True))
-    except (OSError, ValueError):
+        is_small = os.path.isfile(path) and os.path.getsize(path) <= _MOST_CONFIG
+        return _is_gguf(path) or (
+            is_small and hf_config.looks_like(read_json(path, FormatError, infinite=True))
+        )
+    except (OSError, FormatError):
         return False
 
 
@@ -171,26 +164,22 @@ def load_decoder(path: str | Path) -> Decoder:
     Raises:
         FormatError: it does not, or not one that is known; the message names file and field.
     """
-    try:
-        if gguf.looks_like(_begin(path)):
-            return gguf.read(path)
-        data = parse_json(read_text(path), infinite=True)
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
-    except FormatError:
-        raise
-    except ValueError as error:
-        raise FormatError(f"{path}: not valid JSON: {error}") from error
+    if _is_gguf(path):
+        return gguf.read(path)
+    data = read_json(path, FormatError, infinite=True)
     if not hf_config.looks_like(data):
         raise FormatError(f"{path}: no config of a model: it names no model_type")
     name, folder = stem(str(path)), Path(path).parent.name
     return hf_config.read(data, str(path), folder if name == "config" and folder else name)
 
 
-def _begin(path: str | Path) -> bytes:
-    check_is_file(path)
-    with open(path, "rb") as file:
-        return file.read(len(gguf.MAGIC))
+def _is_gguf(path: str | Path) -> bool:
+    """False of what is no file, as a pipe, which is read once; and of one that cannot be read."""
+    with suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                return gguf.looks_like(file.read(len(gguf.MAGIC)))
+    return False
 
 
 def save(problem: Problem, path: str | Path) -> None:

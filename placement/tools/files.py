@@ -88,6 +88,20 @@ def read_text(path: str | Path) -> str:
     return read_file(path).decode("utf-8-sig")
 
 
+def read_json(path: str | Path, error: type[ValueError], *, infinite: bool = False) -> Any:
+    """The value in a file of JSON; ``infinite`` as for ``parse_json``.
+
+    Raises:
+        ValueError: (``error``) it cannot be read, or is not JSON.
+    """
+    try:
+        return parse_json(read_text(path), infinite=infinite)
+    except OSError as cause:
+        raise error(f"{path}: cannot be read: {cause.strerror}") from cause
+    except ValueError as cause:
+        raise error(f"{path}: not valid JSON: {cause}") from cause
+
+
 def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """Write ``content`` (text as UTF-8) beside ``path``, then rename it; folders are made.
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 VERSION = 1
-SUFFIX = ".json.gz"
 LARGE_S = 0.1  # of a run: then the same runner serves all rounds
 FEW_ROUNDS = 3  # of a large graph, and of one whose every operator was measured in another one
 DIGITS = 4  # of a time: more would be noise, and noise does not compress
@@ -234,7 +233,7 @@ def build(
         except Exception as error:  # of anybody's model: the others go on
             failed[entry.name] = f"{type(error).__name__}: {error}"
             continue
-        importers.save(problem, home / f"{entry.name}{SUFFIX}")
+        importers.save(problem, home / f"{entry.name}{importers.SUFFIX}")
         signatures.update(problem.graph.op_signature)
         measured.append(entry.name)
         gc.collect()  # modules refer to themselves; two of the large ones need not fit
@@ -248,13 +247,13 @@ def _known(home: Path, wanted: Mapping[str, Entry]) -> tuple[set[str], tuple[str
     """Signatures that were measured on this machine, and which graphs are there."""
     signatures: set[str] = set()
     finished = []
-    for path in sorted(home.glob(f"*{SUFFIX}")):
+    for path in sorted(home.glob(f"*{importers.SUFFIX}")):
         try:
             problem = importers.load(path)
         except importers.FormatError:  # damaged: measured again
             continue
         signatures.update(problem.graph.op_signature)
-        entry = wanted.get(path.name.removesuffix(SUFFIX))
+        entry = wanted.get(path.name.removesuffix(importers.SUFFIX))
         if entry is not None:
             facts = problem.profile.provenance
             earlier = Entry(facts.get("spec", entry.spec), facts.get("options", entry.options))
@@ -414,12 +413,12 @@ def files(folder: str | Path) -> dict[str, Path]:
     """
     home = Path(folder)
     paths = {
-        path.relative_to(home).as_posix().removesuffix(SUFFIX): path
-        for path in sorted(home.glob(f"*/*{SUFFIX}"))
+        path.relative_to(home).as_posix().removesuffix(importers.SUFFIX): path
+        for path in sorted(home.glob(f"*/*{importers.SUFFIX}"))
     }
     if not paths:
         raise DatasetError(
-            f"{folder}: no data set (no <machine>/<graph>{SUFFIX}); make one: "
+            f"{folder}: no data set (no <machine>/<graph>{importers.SUFFIX}); make one: "
             "placement dataset build default --out FOLDER"
         )
     return paths
