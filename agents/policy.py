@@ -188,13 +188,10 @@ class PlacementPolicy(BasePolicy):
             ids, row = torch.unique(row, return_inverse=True)
             return graphs, ids, self.net.encode(graphs, ids), row
         ids = torch.arange(len(graphs), device=row.device)
-        version, last = self._updates(), self._last
+        version, last = sum(p._version for p in self._weights), self._last  # grows with updates
         if last is None or last.version != version or not last.graphs.same(graphs):
             self._last = last = _Remembered(version, graphs, self.net.encode(graphs, ids))
         return graphs, ids, last.encoded, row
-
-    def _updates(self) -> int:
-        return sum(p._version for p in self._weights)  # grows with every update
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         """What ``policy.save`` writes beside the weights."""

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse gives up on positional arguments that follow an option.
-    if rest and not (hasattr(args, "options") and all(_is_option(text) for text in rest)):
+    if rest and not (hasattr(args, "options") and not any(x.startswith("-") for x in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.options += rest
@@ -154,7 +154,3 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # the answer was not read to its end, and is what it is
         cli.close_output()
     return code
-
-
-def _is_option(text: str) -> bool:
-    return not text.startswith("-")

@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
     cli.check_outputs(args.out, args.trace, args.trials)
     _check_measurable(args)
-    args.planner = args.planner or serving.default_planner(args)
+    args.planner = args.planner or ("layer_dp" if serving.is_served(args) else "best_of")
     planner = load_planner(args)
     cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)

@@ -65,11 +65,6 @@ def is_served(args: argparse.Namespace) -> bool:
     return False
 
 
-def default_planner(args: argparse.Namespace) -> str:
-    """The planner where none is named."""
-    return "layer_dp" if is_served(args) else "best_of"
-
-
 def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
     """The model, and what is served.
 

@@ -276,7 +276,7 @@ class DistributedRunner(Runner):
         self._peers: list[Remote] = []
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         super()._start()
-        self.world.attach(self._deliver, self._fault)
+        self.world.attach(self._deliver, lambda error: self._fail(Failure(error, -1, None)))
         if self.world.rank == 0:
             self.answers()  # every rank is ready
         else:
@@ -310,9 +310,6 @@ class DistributedRunner(Runner):
             self._answers.put(value[1:])
         else:
             self._orders.put(value)
-
-    def _fault(self, error: RankError) -> None:
-        self._fail(Failure(error, -1, None))
 
     def _fail(self, failure: Failure) -> None:
         """Tell whoever waits, for whatever it is."""

@@ -37,7 +37,6 @@ _GLOBAL_EVERY = {
     **dict.fromkeys(("cohere2", "llama4", "olmo2", "exaone4", "exaone-moe", "afmoe"), 4),
     **{"gemma2": 2, "gpt-oss": 2, "gemma3n": 5, "gemma3": 6},
 }
-_BEFORE, _BEHIND = ("token_embd", "position_embd", "token_types", "rope_"), ("output",)
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class _Model:
             block = re.match(r"blk\.(\d{1,6})\.", tensor.name)
             if block and int(block[1]) < self.num_layers:
                 self.layers[int(block[1])].append(tensor)
-            elif tensor.name.startswith(_BEHIND):
+            elif tensor.name.startswith("output"):
                 self.behind.append(tensor)
             else:
                 self.before.append(tensor)

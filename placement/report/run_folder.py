@@ -220,20 +220,15 @@ def _with_plan(
     plan = attempt(load_plan, file)
     if plan is not None and problem is None:
         saved = attempt(_problem, folder / "problem.json")
-        if saved is not None and _is_about(plan, saved):
+        names = tuple(d.name for d in plan.cluster.devices)
+        about = plan.graph.fingerprint, names
+        if saved is not None and about == (saved.graph.fingerprint, saved.cluster.device_names):
             problem = saved
     traces: dict[str, Timeline] = {}
     for each in sorted(folder.glob("*trace*.json")):
         read = attempt(trace.read_traces, each) or {}
         traces |= {what or each.stem: timeline for what, timeline in read.items()}
     return Workload(name, problem, plan, None if plan is None else file, measured, traces)
-
-
-def _is_about(plan: Plan, problem: Problem) -> bool:
-    return (
-        plan.graph.fingerprint == problem.graph.fingerprint
-        and tuple(d.name for d in plan.cluster.devices) == problem.cluster.device_names
-    )
 
 
 def _problem(file: Path) -> Problem:

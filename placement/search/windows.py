@@ -70,7 +70,8 @@ def rest_s(t: Tables, s: State, first: int, beyond: int) -> float:
     early = s.position < first
     longest = float(s.end_s[early[:n]].max(initial=0.0))
     user = t.edge_dst
-    crossing = early[_sources(t)] & (s.position[user] >= beyond)
+    sender = np.repeat(np.arange(len(t.edge_ptr) - 1), np.diff(t.edge_ptr))  # N: a model input
+    crossing = early[sender] & (s.position[user] >= beyond)
     for e in np.flatnonzero(crossing).tolist():
         arrives = s.try_arrival_s[t.edge_in[e]]
         longest = max(longest, float(arrives + s.from_s[user[e]]))
@@ -248,8 +249,3 @@ def _devices(t: Tables, s: State, first: int, beyond: int) -> tuple[Any, Any]:
     np.maximum.at(free_s, s.place[early], s.end_s[early])
     np.maximum.at(after_s, s.place[late], s.from_s[late])
     return free_s, after_s
-
-
-def _sources(t: Tables) -> NDArray[np.int64]:
-    """int64 ``[E]``: who sends each delivery; N: a model input."""
-    return np.repeat(np.arange(len(t.edge_ptr) - 1), np.diff(t.edge_ptr))
