@@ -109,16 +109,13 @@ class TrainedPolicy:
         Raises:
             FileError: the file cannot be written.
         """
-        from safetensors.torch import save
-
         head = {
             "format": FORMAT,
             "formulation": self.formulation,
             "network": asdict(self.net.config),
             "card": self.card,
         }
-        weights = {k: v.detach().cpu().contiguous() for k, v in self.net.state_dict().items()}
-        write_atomic(path, save(weights, {"policy": json.dumps(head)}))
+        write(path, "policy", head, self.net)
 
     @classmethod
     def load(cls, path: str | Path, allow: Collection[str] = ()) -> TrainedPolicy:
@@ -153,10 +150,7 @@ class TrainedPolicy:
                 raise ValueError("it scores moves with an encoder")
             config = NetworkConfig(**network)
             _check_foreign(path, allow, formulation, config.encoder)
-            with torch.device("meta"):  # nothing is allocated that the file does not hold
-                net = make_net(config, formulation)
-            check_weights(net.state_dict(), weights)
-            net.load_state_dict(weights, assign=True)
+            net = with_weights(lambda: make_net(config, formulation), weights)
             card = dict(head["card"])
             _check_card(card)
             return cls(net, card)
@@ -167,6 +161,14 @@ class TrainedPolicy:
                 f"{path}: the weights do not fit this version's network ({error}); "
                 f"train again: placement-train"
             ) from error
+
+
+def write(path: str | Path, what: str, head: Mapping[str, Any], net: Net) -> None:
+    """One safetensors file, atomically: the weights, and ``head`` as its metadata ``what``."""
+    from safetensors.torch import save
+
+    weights = {k: v.detach().cpu().contiguous() for k, v in net.state_dict().items()}
+    write_atomic(path, save(weights, {what: json.dumps(head)}))
 
 
 def read(path: str | Path, what: str) -> tuple[Any, dict[str, Tensor]]:
@@ -209,8 +211,15 @@ def _check_card(card: Mapping[str, Any]) -> None:
             raise ValueError(f"the card's {what} = {value!r} must be {least}..{most}")
 
 
-def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Raises: ValueError, names, shapes or dtypes differ, or a weight is not a number."""
+def with_weights(make: Callable[[], Net], weights: Mapping[str, Tensor]) -> Net:
+    """The network that ``make`` returns, with the weights of a file: no others are allocated.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ, or a weight is not a number.
+    """
+    with torch.device("meta"):
+        net = make()
+    expected = net.state_dict()
     if expected.keys() != weights.keys():
         raise ValueError(f"other layers: {sorted(expected.keys() ^ weights.keys())[:4]}")
     for name, tensor in weights.items():
@@ -223,6 +232,8 @@ def check_weights(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor])
         # Trained ones are of the size of 1; far larger ones overflow in the network.
         if not (tensor.abs() <= MOST_WEIGHT).all():
             raise ValueError(f"{name} has a weight that is no number, or above {MOST_WEIGHT:g}")
+    net.load_state_dict(weights, assign=True)
+    return net
 
 
 def make_net(config: NetworkConfig | None, formulation: str) -> Net:

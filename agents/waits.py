@@ -9,7 +9,6 @@ problems: no labels of anybody else, and nothing that is not evaluated again in 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents.encoder import PolicyError
-from agents.trained import check_weights, read
+from agents.trained import read, with_weights, write
 from envs.generators import Pipelines
 from placement.problem import Problem
 from placement.runs.ways import torch_threads
@@ -38,7 +37,6 @@ from placement.search.pipeline import (
     net_of,
 )
 from placement.simulator import score
-from placement.tools.files import write_atomic
 
 FORMAT = 1
 RELEASED = Path(__file__).with_name("released") / "waits-period.safetensors"
@@ -87,11 +85,8 @@ class WaitsNet(nn.Module):
 
     def save(self, path: str | Path, card: Mapping[str, Any]) -> None:
         """One safetensors file: the weights, and ``card`` as JSON text in its metadata."""
-        from safetensors.torch import save
-
         head = {"format": FORMAT, "hidden": len(self.first.bias), "card": dict(card)}
-        weights = {k: v.detach().contiguous() for k, v in self.state_dict().items()}
-        write_atomic(path, save(weights, {"waits": json.dumps(head)}))
+        write(path, "waits", head, self)
 
 
 def load_waits(path: str | Path) -> tuple[WaitsNet, dict[str, Any]]:
@@ -104,10 +99,7 @@ def load_waits(path: str | Path) -> tuple[WaitsNet, dict[str, Any]]:
         head, weights = read(path, "waits")
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']}, this version reads {FORMAT}")
-        with torch.device("meta"):  # nothing is allocated that the file does not hold
-            net = WaitsNet(int(head["hidden"]))
-        check_weights(net.state_dict(), weights)
-        net.load_state_dict(weights, assign=True)
+        net = with_weights(lambda: WaitsNet(int(head["hidden"])), weights)
         return net, dict(head["card"])
     except Exception as error:  # safetensors, torch, json and the file system raise their own
         raise PolicyError(
