@@ -105,10 +105,7 @@ def memory_of(bench: Bench, num_bytes: float) -> Iterator[Cluster]:
 
 
 def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
-    """One model: measured without the cap, which would take longer; then all ways under it.
-
-    ``plan`` is what ``placement.optimize`` keeps, ``planned`` the planner's answer.
-    """
+    """One model: measured without the cap, which would take longer; then all ways under it."""
     graph, size = capture(module, inputs, name=name), bytes_of(module)
     key = name.replace(", ", "_").replace(" ", "_")
     profile = bench.measured(key, graph, bench.cluster, calibrate=False)
@@ -116,51 +113,14 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
     args, kwargs = split_inputs(inputs)
     with torch.no_grad():
         expected = [x.clone() for x in tensors_of(module(*args, **kwargs))]
-    ms: dict[str, float] = {}
-    facts: dict[str, Any] = {}
     forget(graph)
     with memory_of(bench, 0.5 * size) as cluster:
         more = replace(streaming, devices=(*cluster.devices, streaming.devices[2]))
         alike = {"objective": "latency", "num_microbatches": 1}
         problem = Problem(graph, more, profile.for_cluster(more), **alike)
         bench.keep(f"{key}_half", problem)
-        planner = planners.load("best_of", seconds=bench.planning_s)
-        placed: dict[str, np.ndarray] = {}
-        with (
-            bench.item(f"{name}, optimize", 20),
-            patch.object(ways, "ROUNDS", 2),
-            fastest(problem, inputs, 2 * bench.planning_s) as runner,
-        ):
-            placed["planned"] = runner.planned.placement(graph, more)
-            placed["plan"] = runner.plan.placement(graph, more)
-        if "plan" not in placed:
-            placed["planned"] = placed["plan"] = planner(problem).placement
-        placed["cpu"] = all_on(graph, 0)
-        if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
-            placed["stream"] = all_on(graph, 2)
-        # The best without the third choice: what stays on the CPU is computed there.
-        placed["cut"] = planner(Problem(graph, cluster, profile, **alike)).placement
-        ran: dict[bytes, str] = {}
-        for way, placement in placed.items():
-            if same := ran.get(placement.tobytes()):
-                ms |= {f"{way}_ms": ms[f"{same}_ms"]} if f"{same}_ms" in ms else {}
-                continue
-            ran[placement.tobytes()] = way
-            forget(graph)
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            with (
-                bench.item(f"{name}, {way}", 30),
-                Runner(graph, more, placement, priority=problem.priority) as runner,
-            ):
-                outputs = tensors_of(runner(*args, **kwargs))
-                errors = [error(x, exact) for x, exact in zip(outputs, expected, strict=True)]
-                facts[f"{way}_error"] = max(errors)
-                call = partial(runner, *args, **kwargs)
-                ms[f"{way}_ms"] = timed(call, int(np.clip(0.2 / timed(call), 3, 40))) * 1e3
-            if way == "planned":
-                peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-                facts |= beside(problem, placement, peak_mib)
+        placed = _placements(bench, problem, Problem(graph, cluster, profile, **alike), inputs)
+        ms, facts = _run(bench, problem, placed, inputs, expected)
         forget(graph)
         if isinstance(module, Decoder):
             with bench.item(f"{name}, streamed", 30):
@@ -175,14 +135,12 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
             offloaded_s = offloaded_seconds(module, inputs, limits | {"cpu": 2**40})
             ms["accelerate_ms"] = offloaded_s * 1e3
     plan = placed["planned"]
+    others = ("cpu", "accelerate", "streamed", "cut")
     bench.emit(
         name,
         model_mib=size / 2**20,
         **ms,
-        plan_over_cpu=ratio(ms.get("cpu_ms"), ms.get("plan_ms")),
-        plan_over_accelerate=ratio(ms.get("accelerate_ms"), ms.get("plan_ms")),
-        plan_over_streamed=ratio(ms.get("streamed_ms"), ms.get("plan_ms")),
-        plan_over_cut=ratio(ms.get("cut_ms"), ms.get("plan_ms")),
+        **{f"plan_over_{way}": ratio(ms.get(f"{way}_ms"), ms.get("plan_ms")) for way in others},
         better=min(("cut", "stream", "streamed"), key=lambda way: ms.get(f"{way}_ms", math.inf)),
         predicted_ms=float(evaluate(problem, plan[None]).latency_s[0]) * 1e3,
         on_gpu=float((problem.worker[plan] == 1).mean()),
@@ -191,6 +149,66 @@ def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
         **facts,
         ok=all(value <= 3e-3 for key, value in facts.items() if key.endswith("_error")),
     )
+
+
+def _placements(
+    bench: Bench, problem: Problem, two_choices: Problem, inputs: Any
+) -> dict[str, np.ndarray]:
+    """By the way to it: ``plan`` is what ``placement.optimize`` keeps, ``planned`` the planner's.
+
+    ``cut`` is the best of ``two_choices``: what stays on the CPU is computed there.
+    """
+    graph, cluster = problem.graph, problem.cluster
+    planner = planners.load("best_of", seconds=bench.planning_s)
+    placed: dict[str, np.ndarray] = {}
+    with (
+        bench.item(f"{graph.name}, optimize", 20),
+        patch.object(ways, "ROUNDS", 2),
+        fastest(problem, inputs, 2 * bench.planning_s) as runner,
+    ):
+        placed["planned"] = runner.planned.placement(graph, cluster)
+        placed["plan"] = runner.plan.placement(graph, cluster)
+    if "plan" not in placed:
+        placed["planned"] = placed["plan"] = planner(problem).placement
+    placed["cpu"] = all_on(graph, 0)
+    if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
+        placed["stream"] = all_on(graph, 2)
+    return placed | {"cut": planner(two_choices).placement}
+
+
+def _run(
+    bench: Bench,
+    problem: Problem,
+    placed: dict[str, np.ndarray],
+    inputs: Any,
+    expected: list[torch.Tensor],
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Milliseconds of a call and errors of each way; and memory beside what was predicted."""
+    graph, (args, kwargs) = problem.graph, split_inputs(inputs)
+    ms: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+    ran: dict[bytes, str] = {}
+    for way, placement in placed.items():
+        if same := ran.get(placement.tobytes()):
+            ms |= {f"{way}_ms": ms[f"{same}_ms"]} if f"{same}_ms" in ms else {}
+            continue
+        ran[placement.tobytes()] = way
+        forget(graph)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with (
+            bench.item(f"{graph.name}, {way}", 30),
+            Runner(graph, problem.cluster, placement, priority=problem.priority) as runner,
+        ):
+            outputs = tensors_of(runner(*args, **kwargs))
+            errors = [error(x, exact) for x, exact in zip(outputs, expected, strict=True)]
+            facts[f"{way}_error"] = max(errors)
+            call = partial(runner, *args, **kwargs)
+            ms[f"{way}_ms"] = timed(call, int(np.clip(0.2 / timed(call), 3, 40))) * 1e3
+        if way == "planned":
+            peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+            facts |= beside(problem, placement, peak_mib)
+    return ms, facts
 
 
 def peaks(problem: Problem, placement: np.ndarray) -> dict[str, float]:
