@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -82,9 +82,7 @@ class CpuBackend:
         set_own_num_threads(self._threads)
         # New threads of the process inherit the last setting: put it back.
         stack.callback(torch.set_num_threads, self._threads_before)
-        if self._cores and hasattr(os, "sched_setaffinity"):
-            with suppress(OSError):  # a container may forbid it; the worker then floats
-                os.sched_setaffinity(0, self._cores)
+        stay_on(self._cores)
 
     def receive(self, value: Any) -> Tensor:
         """A tensor out of the inbox, as one that operators of this device can read."""
@@ -117,6 +115,13 @@ def set_own_num_threads(count: int) -> None:
     """
     torch.get_num_threads()
     torch.set_num_threads(count)
+
+
+def stay_on(cores: Collection[int]) -> None:
+    """Keep the calling thread, and those that it starts, on ``cores``; it floats without any."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, cores)
 
 
 class Leaving(NamedTuple):
@@ -535,9 +540,7 @@ class Carrier(threading.Thread):
     def run(self) -> None:
         wait_exactly()
         set_own_num_threads(1)
-        if self._cores and hasattr(os, "sched_setaffinity"):
-            with suppress(OSError):
-                os.sched_setaffinity(0, self._cores)
+        stay_on(self._cores)
         while (item := self._queue.get()) is not None:
             _deliver(*item)
             del item  # or an idle thread would hold what came last

@@ -22,7 +22,6 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from placement.cluster import Cluster, ClusterError, Device
+from placement.executor.backend import stay_on
 from placement.executor.distributed_world import (
     ADMIT,
     DONE,
@@ -85,9 +85,8 @@ def pin(cluster: Cluster) -> None:
     """
     rank, devices = _by_rank(cluster)
     mine = [d.cores for d in devices.get(rank, ())]
-    if mine and all(mine) and hasattr(os, "sched_setaffinity"):
-        with suppress(OSError):
-            os.sched_setaffinity(0, set().union(*mine))
+    if all(mine):
+        stay_on(set().union(*mine))
 
 
 def _by_rank(cluster: Cluster) -> tuple[int, dict[int, list[Device]]]:

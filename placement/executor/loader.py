@@ -14,21 +14,19 @@ loaded ahead, and an interrupted consumer leaves no lock behind.
 from __future__ import annotations
 
 import math
-import os
 import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from placement.executor.backend import set_own_num_threads
+from placement.executor.backend import set_own_num_threads, stay_on
 from placement.program import leaves_of
 
 PREFETCH_BYTES = 2**28
@@ -369,9 +367,7 @@ class InputPipeline(Iterator[Any]):
         self._num_working = self.tuning.workers
 
     def _work(self) -> None:
-        if self._cores and hasattr(os, "sched_setaffinity"):
-            with suppress(OSError):  # a container may forbid it; the thread then floats
-                os.sched_setaffinity(0, self._cores)
+        stay_on(self._cores)
         set_own_num_threads(1)  # several threads load: each works alone, as in a DataLoader
         try:
             while self._permits.get() and (item := self._source.load(ahead=True)) is not None:
