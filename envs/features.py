@@ -270,12 +270,8 @@ def _levels(problem: Problem) -> tuple[NDArray[np.float64], ...]:
     """
     g = problem.graph
     top, bottom = problem.downward_rank_s, problem.upward_rank_s
-    first = np.full(g.num_groups, np.inf)
-    np.minimum.at(first, g.group, top)
-    longest = np.zeros((2, g.num_groups))
-    np.maximum.at(longest[0], g.group, bottom)
-    np.maximum.at(longest[1], g.group, top + bottom)
-    return first, longest[0], longest[1]
+    first = g.per_group(top, np.minimum, np.inf)
+    return first, g.per_group(bottom, np.maximum), g.per_group(top + bottom, np.maximum)
 
 
 def _cut_s(problem: Problem) -> NDArray[np.float64]:
@@ -304,9 +300,7 @@ def _so_far(problem: Problem, *amounts: NDArray[Any]) -> list[NDArray[np.float64
 
 
 def _last_op(problem: Problem) -> NDArray[np.int64]:
-    last = np.zeros(problem.graph.num_groups, np.int64)
-    np.maximum.at(last, problem.graph.group, np.arange(problem.num_ops))
-    return last
+    return problem.graph.per_group(np.arange(problem.num_ops), np.maximum)
 
 
 def _link_s(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

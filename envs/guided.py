@@ -65,8 +65,7 @@ def tables_of(problem: Problem) -> Tables:
     runs = not objective.is_analytic
     m = problem.num_run if runs else 1
     window, track = min(m, problem.max_in_flight), bool(problem.memory_may_bind and runs)
-    rank = np.zeros(g.num_groups)
-    np.maximum.at(rank, g.group, problem.upward_rank_s)
+    rank = g.per_group(problem.upward_rank_s, np.maximum)
     sent = len(g.use_dst) * m if runs else -1
     power, library = problem.cluster.power, problem.profile.library_bytes if track else None
     return Tables(

@@ -297,8 +297,7 @@ def choice_of(problem: Problem, placement: Placement) -> NDArray[np.int32]:
 
 def group_order(problem: Problem) -> NDArray[np.int32]:
     """int32 ``[G]`` groups by the highest priority (upward rank) of their operators."""
-    first = np.full(problem.graph.num_groups, problem.num_ops, np.int64)
-    np.minimum.at(first, problem.graph.group, problem.priority)
+    first = problem.graph.per_group(problem.priority, np.minimum, problem.num_ops)
     return np.argsort(first, kind="stable").astype(np.int32)
 
 

@@ -19,7 +19,6 @@ from placement.relaxed import (
     call_s,
     load_s,
     load_solver,
-    of_groups,
     period_s,
     pieces_s,
     spread,
@@ -368,7 +367,7 @@ def _busy_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     stretches, longer = problem.profile.loaded_s is not None and devices > 1, 1.0
     if stretches:
         took_s, most_s = (
-            of_groups(problem, np.where(problem.supported, s, 0.0))
+            problem.graph.per_group(np.where(problem.supported, s, 0.0))
             for s in (problem.compute_s, problem.loaded_s)
         )
         longer = float((most_s / np.maximum(took_s, 1e-300))[most_s > 0].max(initial=1.0))
@@ -411,8 +410,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     if problem.cluster.streaming or own_s.size > lp_size or len(count) == 1:
         return bound_s
     edges, group = problem.graph.edges, problem.graph.group
-    group_s = np.zeros((problem.graph.num_groups, len(count)))
-    np.add.at(group_s, group, own_s)
+    group_s = problem.graph.per_group(own_s)
     own_s[np.isinf(own_s)] = 0.0
     (program, on, unit_s), time = spread(group_s, count), np.zeros(1, np.intp)
     longest_s, path = _longest_path(own_s.max(axis=1), edges)

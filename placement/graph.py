@@ -301,6 +301,20 @@ class OpGraph:
         return total
 
     @cached_property
+    def op_params(self) -> list[list[int]]:
+        """``[N]``: numbers of the parameters each operator reads."""
+        params: list[list[int]] = [[] for _ in self.op_name]
+        for op, param in zip(self.param_use_op.tolist(), self.param_use.tolist(), strict=True):
+            params[op].append(param)
+        return params
+
+    def per_group(self, rows: NDArray[Any], by: np.ufunc = np.add, start: float = 0) -> Any:
+        """``[G, ...]``: the ``rows [N, ...]`` of each group added up, or what else ``by`` does."""
+        total = np.full((self.num_groups, *rows.shape[1:]), start, rows.dtype)
+        by.at(total, self.group, rows)
+        return total
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of structure, shapes, dtypes and colocation; never of weights.
 
@@ -392,9 +406,7 @@ def reuse_position(graph: OpGraph) -> NDArray[np.int32]:
     those whose parameters were read last; of equal ones the smallest number. Unrolled cells
     run layer by layer, in whatever order the model's author wrote the loops.
     """
-    params: list[list[int]] = [[] for _ in range(graph.num_ops)]
-    for op, param in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
-        params[op].append(param)
+    params = graph.op_params
     readers: list[list[int]] = [[] for _ in graph.param_bytes]  # heaps: ready, or done already
     last_read = [0] * len(readers)
     missing = np.bincount(graph.edges[:, 1], minlength=graph.num_ops)

@@ -251,9 +251,7 @@ class Problem:
     @cached_property
     def group_compute_s(self) -> Floats:
         """float64 ``[G, D]`` summed seconds of each colocation group."""
-        total = np.zeros((self.graph.num_groups, self.num_devices))
-        np.add.at(total, self.graph.group, self.compute_s)
-        return total
+        return self.graph.per_group(self.compute_s)
 
     @cached_property
     def supported(self) -> NDArray[np.bool_]:

@@ -235,13 +235,6 @@ class Regions:
                     yield int(self.forks[fork[k]]), int(self.joins[k]), between
 
 
-def of_groups(problem: Problem, seconds: Floats) -> Floats:
-    """``[G, D]`` of ``seconds [N, D]``."""
-    total = np.zeros(problem.group_compute_s.shape)
-    np.add.at(total, problem.graph.group, seconds)
-    return total
-
-
 def own_bytes(problem: Problem) -> Floats:
     """``[G]`` parameters; a tied one is held in equal parts."""
     g = problem.graph
@@ -420,7 +413,7 @@ def balanced(seconds: Floats) -> NDArray[np.intp]:
 def load_s(problem: Problem) -> float:
     """The largest load, at least, of devices that hold no more parameters than their memory."""
     placed = _Placed(problem, False)
-    seconds = of_groups(problem, placed.alone_s)
+    seconds = problem.graph.per_group(placed.alone_s)
     for here in placed.sides:
         placed.program.row(0.0, (placed.on[:, here], seconds[:, here]), placed.time)
     return placed.program.solve()[0] * placed.unit_s * EXACT
@@ -664,7 +657,7 @@ class Call:
         until, own = (end[g.use_dst], -self.unit_s), self._own(g.use_dst)
         for arrives in placed.arrives:
             program.rows(np.zeros(len(g.use_dst)), after, *arrives, *own, until)
-        group_s = of_groups(problem, placed.alone_s)
+        group_s = problem.graph.per_group(placed.alone_s)
         for here, *more in zip(placed.sides, placed.handed, placed.taken, strict=True):
             program.row(0.0, (on[:, here], group_s[:, here]), *chain(*more), placed.time)
         for sent in placed.channels.values():
@@ -744,7 +737,7 @@ def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: floa
     counted = max(0.0, window - problem.max_in_flight + 1) / max(window, 1)
     placed = _Placed(problem, counted > 0 and problem.num_workers == 2, more_s)
     program, on, (time, minus_s) = placed.program, placed.on, placed.time
-    alone_s, loaded_s = of_groups(problem, placed.alone_s), of_groups(problem, placed.loaded_s)
+    alone_s, loaded_s = map(problem.graph.per_group, (placed.alone_s, placed.loaded_s))
     for here, handed, taken in zip(placed.sides, placed.handed, placed.taken, strict=True):
         load = (on[:, here], (alone_s + low * (loaded_s - alone_s))[:, here]), *taken
         program.row(-more_s, *load, (time, minus_s))

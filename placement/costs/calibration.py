@@ -284,8 +284,7 @@ def pieces(problem: Problem, counts: Sequence[int], seed: int) -> NDArray[np.int
     """
     graph, devices = problem.graph, problem.num_devices
     rng = np.random.default_rng(seed)
-    first = np.full(graph.num_groups, graph.num_ops)
-    np.minimum.at(first, graph.group, problem.priority)
+    first = graph.per_group(problem.priority, np.minimum, graph.num_ops)
     most = max(1, int(CUT_SHARE * graph.num_ops))
     able = np.isfinite(problem.compute_s)
     speed = 1 / np.maximum(problem.compute_s.sum(axis=0, where=able), 1e-12)

@@ -134,11 +134,10 @@ class Call:
 def features(graph: OpGraph) -> Features:
     """The parameters of every operator of ``graph``."""
     n = graph.num_ops
-    written = np.zeros(n)
     shared = np.zeros(n, bool)
     own = graph.tensor_root == np.arange(graph.num_tensors)
     produced = graph.tensor_src >= 0
-    np.add.at(written, graph.tensor_src[produced], graph.tensor_bytes[produced].astype(float))
+    written = np.bincount(graph.tensor_src[produced], graph.tensor_bytes[produced], n)
     shared[graph.tensor_src[produced & ~own]] = True
     rows = [parameters(graph.op_signature[i], float(written[i]), bool(shared[i])) for i in range(n)]
     table = np.array([values for _, values in rows]).reshape(n, len(PARAMETERS))
@@ -164,11 +163,8 @@ def _gaps(graph: OpGraph, kinds: tuple[str, ...], moved: Floats) -> tuple[Floats
     order = np.argsort(reuse_position(graph))
     after = np.zeros(graph.num_ops)
     after[order] = np.cumsum(moved[order])
-    largest = np.full(graph.num_ops, -1)  # parameter of each operator
-    for op, param in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
-        if largest[op] < 0 or graph.param_bytes[param] > graph.param_bytes[largest[op]]:
-            largest[op] = param
-
+    size = graph.param_bytes.tolist()
+    largest = [max(read, key=size.__getitem__, default=-1) for read in graph.op_params]
     total = moved.sum()
 
     def gaps(label: Sequence[Hashable]) -> Floats:
@@ -179,7 +175,7 @@ def _gaps(graph: OpGraph, kinds: tuple[str, ...], moved: Floats) -> tuple[Floats
             last[label[op]] = after[op]
         return np.maximum(gap, 0.0)
 
-    return np.where(largest >= 0, gaps(largest.tolist()), 0.0), gaps(kinds)
+    return np.where(np.array(largest) >= 0, gaps(largest), 0.0), gaps(kinds)
 
 
 def slack(graph: OpGraph, seconds: Floats) -> Slack:

@@ -184,9 +184,7 @@ def lacks_kernel(error: BaseException, cluster: Cluster, device: int) -> bool:
 
 def _half(graph: OpGraph, ops: list[int]) -> int:
     """Where to cut: about as much memory before as after, and something on both sides."""
-    read = np.zeros(graph.num_ops)
-    np.add.at(read, graph.param_use_op, graph.param_bytes[graph.param_use])
     produced = graph.tensor_src >= 0
-    np.add.at(read, graph.tensor_src[produced], graph.tensor_bytes[produced])
-    so_far = np.cumsum(read[ops])
+    made = np.bincount(graph.tensor_src[produced], graph.tensor_bytes[produced], graph.num_ops)
+    so_far = np.cumsum((graph.op_param_bytes + made)[ops])
     return int(np.clip(np.searchsorted(so_far, so_far[-1] / 2) + 1, 1, len(ops) - 1))

@@ -213,9 +213,6 @@ def read(text: str, path: str, *, objective: str | None = None) -> Problem:
 def _document(problem: Problem) -> dict[str, Any]:
     g, profile, cluster = problem.graph, problem.profile, problem.cluster
     group_size = np.bincount(g.group)
-    params: list[list[int]] = [[] for _ in g.op_name]
-    for op, param in zip(g.param_use_op.tolist(), g.param_use.tolist(), strict=True):
-        params[op].append(param)
     columns = {
         name: _numbers(table, name)
         for name in ARRAYS
@@ -234,7 +231,7 @@ def _document(problem: Problem) -> dict[str, Any]:
             signature=g.op_signature[n],
             group=int(g.group[n]) if group_size[g.group[n]] > 1 else None,
             backward=bool(g.is_backward[n]),
-            params=tuple(params[n]),
+            params=tuple(g.op_params[n]),
             compute_s=row("compute_s", n),
             spread_s=row("spread_s", n) if profile.spread_s[n].any() else None,
             loaded_s=row("loaded_s", n),

@@ -176,8 +176,7 @@ def _compute_s(problem: Problem, ideals: Bools) -> tuple[Floats, Floats]:
     """float64 ``[S, D]`` seconds of each state, and how many of its groups cannot run there."""
     in_pipeline = problem.objective.is_pipelined and problem.num_devices > 1
     per_op = problem.loaded_s if in_pipeline else problem.compute_s
-    seconds = np.zeros((problem.graph.num_groups, problem.num_devices))
-    np.add.at(seconds, problem.graph.group, np.where(np.isfinite(per_op), per_op, 0.0))
+    seconds = problem.graph.per_group(np.where(np.isfinite(per_op), per_op, 0.0))
     impossible = ~np.isfinite(problem.group_compute_s)
     state = np.asarray(ideals, dtype=np.float64)
     return state @ seconds, state @ impossible

@@ -104,8 +104,8 @@ def _own(problem: Problem, block: Ints, routed: NDArray[np.bool_]) -> tuple[Floa
     readers = np.zeros((len(graph.param_bytes), graph.num_groups), bool)
     readers[graph.param_use, graph.group[graph.param_use_op]] = True
     alone = readers.sum(axis=1) == 1
-    own = np.zeros(int(block.max()) + 1)
-    np.add.at(own, block[routed], (graph.param_bytes * alone) @ readers[:, routed])
+    held = (graph.param_bytes * alone) @ readers[:, routed]
+    own = np.bincount(block[routed], held, int(block.max()) + 1).astype(np.float64)
     shared = graph.param_bytes[readers[:, routed].any(axis=1) & ~alone].sum()
     return own, float(shared)
 
@@ -229,9 +229,7 @@ class _Program:
             room = int(min(max(0.0, fit), routed.sum()))
         seconds, left = [], []
         for d in firsts:
-            run = np.zeros(size - 1)
-            np.add.at(run, block, group_s[:, d])
-            whole = np.append(0.0, np.cumsum(run))
+            whole = np.append(0.0, np.cumsum(np.bincount(block, group_s[:, d], size - 1)))
             need = held - problem.memory_bytes[d]
             extra = np.zeros(size - 1)
             if helper is not None and helper != d:

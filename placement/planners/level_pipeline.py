@@ -68,8 +68,7 @@ def level_s(problem: Problem, level: NDArray[np.int32], team: NDArray[np.bool_])
     What none of them can run counts nothing: it goes elsewhere.
     """
     g = problem.graph
-    at = np.full(g.num_groups, int(level.max()))
-    np.minimum.at(at, g.group, level)
+    at = g.per_group(level, np.minimum, int(level.max()))
     seconds = problem.group_compute_s[:, team]
     able = np.isfinite(seconds).any(axis=1)
     fastest = np.where(able, seconds.min(axis=1), 0.0)

@@ -31,8 +31,7 @@ class MTopo:
 
 def _fill(problem: Problem, activations: int) -> Choice:
     g, count = problem.graph, problem.num_devices
-    weight = produced_bytes(problem)
-    np.add.at(weight, g.group, g.op_param_bytes)
+    weight = produced_bytes(problem) + g.per_group(g.op_param_bytes)
     # Python's integers: the sum of a share and a memory size may exceed 64 bits.
     share = int(weight.sum()) // count + int(weight.max())
     capacity = [min(share, int(b)) for b in problem.memory_bytes]

@@ -77,8 +77,8 @@ def blocks(problem: Problem, grid: Grid, weight: float) -> NDArray[np.int32]:
     height = np.round(weight * layer / layers + (1.0 - weight) * step / steps, 9)
     order = np.lexsort((step, layer, height))
     rank = np.argsort(order)
-    position = np.full(problem.graph.num_groups, layers * steps)
-    np.minimum.at(position, problem.graph.group, rank[grid.layer * steps + grid.step])
+    position = rank[grid.layer * steps + grid.step]
+    position = problem.graph.per_group(position, np.minimum, layers * steps)
     if layers * steps > MAX_BLOCKS:
         position = position * MAX_BLOCKS // (layers * steps)
     return np.unique(position, return_inverse=True)[1].astype(np.int32)

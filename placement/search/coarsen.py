@@ -99,8 +99,8 @@ class _Merger:
         self._group = g.group
         self._group_root = np.arange(g.num_groups)
         self._able_s = np.isfinite(problem.group_compute_s)
-        self._param_bytes = np.zeros(g.num_groups)  # tied ones at each: never too few
-        np.add.at(self._param_bytes, g.group, g.op_param_bytes)
+        # Tied ones at each: never too few.
+        self._param_bytes = g.per_group(g.op_param_bytes.astype(np.float64))
         self._memory_bytes = problem.memory_bytes
         self.label = np.arange(problem.num_ops, dtype=np.int32)
         self.seconds = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
@@ -196,9 +196,8 @@ def edge_seconds(problem: Problem) -> Floats:
     edges = g.edges.astype(np.int64)
     key = src[produced] * g.num_ops + g.use_dst[produced]
     at = np.searchsorted(edges[:, 0] * g.num_ops + edges[:, 1], key)
-    total = np.zeros(len(edges))
-    np.add.at(total, at, problem.mean_transfer_s[g.use_tensor[produced]])
-    return total
+    seconds = problem.mean_transfer_s[g.use_tensor[produced]]
+    return np.bincount(at, seconds, len(edges)).astype(np.float64)
 
 
 def _topological(label: Ints, edges: Ints) -> Ints:

@@ -104,9 +104,7 @@ def recognise(graph: OpGraph) -> Grid:
 
 def _classes(graph: OpGraph) -> dict[tuple[int, ...], list[int]]:
     """The operators of each class in order, by the parameters that have the same operators."""
-    weights: list[set[int]] = [set() for _ in range(graph.num_ops)]
-    for op, param in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
-        weights[op].add(param)
+    weights = list(map(set, graph.op_params))
     only_weights = [bool(w) for w in weights]
     for op in range(graph.num_ops):
         for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]]:
