@@ -164,8 +164,8 @@ def short(file: str) -> str:
     return file.removeprefix("dnn_partitioning/").rpartition(".")[0]
 
 
-def mistake(text: str, files: Sequence[str]) -> str:
-    return f"\n\n**{text}: {', '.join(files)}**" if files else ""
+def mistake(files: Sequence[str]) -> str:
+    return f"\n\n**Below a proved bound, which is a mistake: {', '.join(files)}**" if files else ""
 
 
 # --- search --------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     if others := [c for c in cases(rows) if c.rows[0].objective != "max_load"]:
         tables += f"## Latency of one sample\n\n{table(others, *columns, *of_latencies)}"
         tables += "\nBound, one piece: of placements with one piece per accelerator only."
-    wrong = mistake("Below a proved bound, which is a mistake", below_a_bound(rows, options))
+    wrong = mistake(below_a_bound(rows, options))
     return {"tables": tables, "wrong": wrong}
 
 
@@ -330,7 +330,7 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     )
     gains = [gain(c) for c in cases(rows)]
     helped = f"{sum(x > 1.005 for x in gains)} of {len(gains)}"
-    wrong = mistake("Below a proved bound, which is a mistake", below_its_bound(rows, options))
+    wrong = mistake(below_its_bound(rows, options))
     return {"table": rows_of_files, "helped": helped, "most": max(gains), "wrong": wrong}
 
 

@@ -208,35 +208,26 @@ class Timeline:
         """
         names = op_name or tuple(f"op{n}" for n in range(self.start_s.shape[1]))
         on = self.device_of
-        events: list[dict[str, Any]] = []
-        for d, device in enumerate(self.device_names):
-            events.append(_track(0, d, device))
-        base = len(self.device_names)
+        devices = self.device_names
         pairs = sorted({(int(a), int(b)) for _, _, a, b in self.transfers})
-        tid = {pair: base + i for i, pair in enumerate(pairs)}
-        for (a, b), i in tid.items():
-            events.append(_track(0, i, f"{self.device_names[a]} -> {self.device_names[b]}"))
+        tid = {pair: len(devices) + i for i, pair in enumerate(pairs)}
+        tracks = [*devices, *(f"{devices[a]} -> {devices[b]}" for a, b in pairs)]
+        events = [_track(i, name) for i, name in enumerate(tracks)]
         for m in range(self.num_microbatches):
             for n, name in enumerate(names):
-                events.append(
-                    _slice(
-                        name,
-                        int(on[m, n]),
-                        self.start_s[m, n],
-                        self.end_s[m, n],
-                        {"micro_batch": m, "operator": n},
-                    )
-                )
+                args = {"micro_batch": m, "operator": n}
+                ends = self.start_s[m, n], self.end_s[m, n]
+                events.append(_slice(name, int(on[m, n]), *ends, args))
         for (t, m, a, b), start, end in zip(
             self.transfers.tolist(), self.transfer_start_s, self.transfer_end_s, strict=True
         ):
             args = {"micro_batch": m, "tensor": t}
             events.append(_slice(f"tensor {t}", tid[a, b], start, end, args))
         if self.load_s is not None:
-            base += len(pairs)
+            base = len(tracks)
             lanes = side_by_side(self.load_s)
             for lane in range(int(lanes.max()) + 1):
-                events.append(_track(0, base + lane, f"loader {lane}" if lane else "loader"))
+                events.append(_track(base + lane, f"loader {lane}" if lane else "loader"))
             for m, (start, end) in enumerate(self.load_s):
                 args = {"micro_batch": m}
                 events.append(_slice(f"load {m}", base + int(lanes[m]), start, end, args))
@@ -303,8 +294,8 @@ def joined(key: ArrayLike, begin: Floats, until: Floats, gap: float = 0.0) -> tu
     return key[first], begin[first], reach[last]
 
 
-def _track(pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _track(tid: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
 
 
 def _slice(name: str, tid: int, start: float, end: float, args: dict[str, int]) -> dict[str, Any]:

@@ -398,9 +398,9 @@ def _conv(weight: int) -> Count:
     return lambda node, x, y: 2 * y[0].size * math.prod(x[weight].shape[1:])
 
 
-def _matmul(first: int) -> Count:
+def _matmul(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
     # Only com.microsoft.FusedMatMul has transA.
-    return lambda node, x, y: 2 * y[0].size * x[first].shape[-2 if _turned(node) else -1]
+    return 2 * y[0].size * x[0].shape[-2 if _turned(node) else -1]
 
 
 def _turned(node: Any) -> bool:
@@ -439,9 +439,9 @@ _OPERATIONS: dict[str, Count] = {
     "ConvInteger": _conv(1),
     "QLinearConv": _conv(3),
     "ConvTranspose": lambda node, x, y: 2 * x[0].size * math.prod(x[1].shape[1:]),
-    "MatMul": _matmul(0),
-    "MatMulInteger": _matmul(0),
-    "QLinearMatMul": _matmul(0),
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "QLinearMatMul": _matmul,
     "Gemm": _gemm,
     "Einsum": _einsum,
     "LSTM": _recurrent,
