@@ -97,8 +97,11 @@ class KnownValues(TorchFunctionMode):
             return value.detach().clone()
 
     def _as_number(self, x: Tensor) -> Tensor | int:
+        if x.dim() > 0 or x.dtype not in (torch.int64, torch.int32):
+            return x
         try:
-            is_one = x.dim() == 0 and x.dtype in (torch.int64, torch.int32)
-            return int(self._value(x)) if is_one else x
+            value = self._value(x)
         except KeyError:
             return x
+        with _disable_current_modes():
+            return int(value)
