@@ -56,15 +56,12 @@ def not_exported(
         called = _called(module, args, kwargs, training or "does not require grad" in text)
     except Exception as own:
         return fails_itself(module, own)
-    before = (
+    values = _depends_on_values(kind, text, where)
+    return (DependsOnValues if values else CaptureError)(
         _special_part(module, args, kwargs, prefix)
         or _made_in_inference_mode(text)
         or _untraced(called, f"{kind}: {text}")
-    )
-    if not before and (values := _depends_on_values(kind, text, where)):
-        return DependsOnValues(values)
-    return CaptureError(
-        before
+        or values
         or _loses_values(called, text, where)
         or _returns(text, where)
         or f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "
