@@ -45,16 +45,22 @@ class KnownValues(TorchFunctionMode):
             for path, x in self._module.named_buffers():
                 self._values[x] = x._version, self._own[path]
             self._own = {}
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._values.pop(args[0], None)  # what is written through it is not counted
         if name in _SIZED:
             sizes = pytree.tree_map_only(Tensor, self._as_number, (args[1:], kwargs))
             args, kwargs = (*args[:1], *sizes[0]), sizes[1]
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         try:
             copies = {id(x): self._value(x) for x in given}
-            known = self._computed(
-                func, *pytree.tree_map_only(Tensor, lambda x: copies[id(x)], (args, kwargs))
-            )
-        except Exception:  # not known, or not to be computed so
+            a, k = pytree.tree_map_only(Tensor, lambda x: copies[id(x)], (args, kwargs))
+            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+                before_chance = torch.get_rng_state()
+                known = func(*a, **k)
+                is_known = torch.equal(before_chance, torch.get_rng_state())
+        except Exception:  # an input decides it, or it is not to be computed so
+            is_known = False
+        if not is_known:
             return func(*args, **kwargs)
         is_mask = name == "__getitem__" and any(x.dtype == torch.bool for x in given[1:])
         if name in _ASKS:
@@ -70,19 +76,6 @@ class KnownValues(TorchFunctionMode):
             if isinstance(x, Tensor):
                 self._values[x] = x._version, value
         return outputs
-
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gives.
-
-        Raises:
-            KeyError: chance decides it.
-        """
-        with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            result = func(*args, **kwargs)
-            if not torch.equal(before, torch.get_rng_state()):
-                raise KeyError(func)
-        return result
 
     def _value(self, x: Tensor) -> Tensor:
         """A copy, which may be written to.

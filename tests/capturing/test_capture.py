@@ -560,6 +560,12 @@ def through_a_view(m, x):
     return m.linear(x) if steps.sum() > 9 else x
 
 
+def through_its_data(m, x):
+    steps = m.times.repeat(3).float()
+    steps.data.copy_(x[0, :3])
+    return m.linear(x) if steps.sum() > 9 else x
+
+
 def of_an_input(m, x):
     return m.linear(x) if (x + m.times).sum() > 0 else x
 
@@ -573,7 +579,8 @@ def counts(m, x):
     ("forward", "refused"),
     [
         (asks, ""),
-        *((f, "depends on the values") for f in (chance, through_a_view, of_an_input)),
+        *((f, "depends on the values") for f in (chance, through_a_view, through_its_data)),
+        (of_an_input, "depends on the values"),
         (counts, "changes its buffer"),
     ],
 )
