@@ -29,6 +29,10 @@ class CaptureError(ValueError):
     """The module cannot be captured; the message names the construct and what to do."""
 
 
+class DependsOnValues(CaptureError):
+    """Values of tensors decide which operators there are, or their shapes."""
+
+
 class InputError(ValueError):
     """The inputs of a call are not those the program was captured for."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from placement.program import CaptureError, leaves_of
+from placement.program import CaptureError, DependsOnValues, leaves_of
 
 Called = list[tuple[Callable[..., Any], str]]  # a function, and the user's line that calls it
 
@@ -52,15 +52,16 @@ def not_exported(
     """What ``torch.export`` raised, in the user's words; the module is called once for that."""
     where = where_in(error, module, prefix)
     text, kind = first_line(error), type(error).__name__
-    try:
-        called = _called(module, args, kwargs, training)
+    try:  # with gradients, if it asks for some
+        called = _called(module, args, kwargs, training or "does not require grad" in text)
     except Exception as own:
         return fails_itself(module, own)
-    return CaptureError(
+    values = _depends_on_values(kind, text, where)
+    return (DependsOnValues if values else CaptureError)(
         _special_part(module, args, kwargs, prefix)
         or _made_in_inference_mode(text)
         or _untraced(called, f"{kind}: {text}")
-        or _depends_on_values(kind, text, where)
+        or values
         or _loses_values(called, text, where)
         or _returns(text, where)
         or f"torch.export cannot trace the module{where}: {kind}: {text}. Rewrite "

@@ -38,7 +38,15 @@ from placement.capturing.errors import (
     not_exported,
     where_in,
 )
-from placement.program import CaptureError, describe, leaves_of, short_dtype, storage_of, view_of
+from placement.program import (
+    CaptureError,
+    DependsOnValues,
+    describe,
+    leaves_of,
+    short_dtype,
+    storage_of,
+    view_of,
+)
 
 # Regions that functionalisation dissolves into plain operators.
 _WRAPPERS = ("wrap_with_autocast", "wrap_with_set_grad_enabled", "autograd_call")
@@ -108,6 +116,11 @@ def export(
                 module, args, kwargs, error, training=training, prefix=prefix
             ) from error
     check_tensors(exported, prefix)
+    stored = exported.state_dict | exported.constants
+    buffers = exported.graph_signature.inputs_to_buffers
+    used = {n.name for n in exported.graph.nodes if n.op == "placeholder" and n.users}
+    read = {id(stored[name]) for node, name in buffers.items() if node in used}
+    lost = [(m, name) for m, name in lost if training or id(m._buffers[name]) in read]
     if lost:
         owner, name = lost[0]
         path = next(path for path, m in module.named_modules() if m is owner)
@@ -121,14 +134,14 @@ def export(
                 "self.training"
             )
         )
-    # What is new, or replaced before it is read, is a left-over: no later call depends on it.
+    # What is new, or replaced before it is read, is a left-over: no later call depends on it, nor
+    # on such a buffer in evaluation mode.
     for message in messages:
         for path in re.findall(r"self\.([\w.]+)(?=[, ])", message):
             parent, _, name = path.rpartition(".")
             replaced.append((path, vars(module.get_submodule(parent)).get(name)))
-    read = {id(x) for x in (*exported.constants.values(), *exported.state_dict.values())}
     for path, value in replaced:
-        if id(value) in read:
+        if any(value is x for x in stored.values()):
             raise CaptureError(
                 f"the module keeps state between calls in its attribute "
                 f"{path.removeprefix(prefix)!r}, so that "
@@ -356,10 +369,10 @@ def check_static(nodes: Sequence[fx.Node]) -> None:
                 )
         values = [x for x in leaves_of(node.meta.get("val")) if x is not None]
         if not all(isinstance(x, Tensor) and all(type(d) is int for d in x.shape) for x in values):
-            raise CaptureError(
+            raise DependsOnValues(
                 f"{target} gives a number or a shape that depends on the values of a tensor"
-                f"{node_line(node)}: use masks or torch.where, or make the value a constant of "
-                "the module"
+                f"{node_line(node)}: use masks or torch.where(condition, a, b), or make the value "
+                "a constant of the module"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -24,10 +25,12 @@ from placement.capturing.exported import (
     parameters_of,
     signature_of,
 )
+from placement.capturing.known import KnownValues
 from placement.capturing.numerics import Watch, check_numbers
 from placement.graph import OpGraph
 from placement.program import (
     CaptureError,
+    DependsOnValues,
     Param,
     Program,
     Ref,
@@ -42,12 +45,11 @@ def capture_inference(module: nn.Module, example_inputs: Any, name: str | None =
     """See ``placement.capture``."""
     args, kwargs = split_inputs(example_inputs)
     spec = input_spec(example_inputs)
-    exported = export(module, args, kwargs)
-    if first_transformed(exported) is not None:
-        exported = functionalise(exported)
-    calls = calls_of(exported)
-    check_static(calls)
-    if first_unsafe(calls) is not None:
+    try:
+        exported = _static(module, args, kwargs, nullcontext())
+    except DependsOnValues:  # perhaps on those of buffers alone
+        exported = _static(module, args, kwargs, KnownValues(module))
+    if first_unsafe(calls_of(exported)) is not None:
         exported = functionalise(exported)
         unsafe = first_unsafe(calls_of(exported))
         if unsafe is not None:
@@ -96,6 +98,15 @@ def capture_inference(module: nn.Module, example_inputs: Any, name: str | None =
 
         check_numbers(module, args, kwargs, run)
     return graph
+
+
+def _static(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: Any) -> Any:
+    with around:
+        exported = export(module, args, kwargs)
+    if first_transformed(exported) is not None:
+        exported = functionalise(exported)
+    check_static(calls_of(exported))
+    return exported
 
 
 def _with_sizes(leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:

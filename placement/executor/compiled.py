@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from placement.executor.streamed import Streamed
 
 # Arguments that PyTorch's own functions take in another form, or read another default of: their
-# parser takes the mean, the default of losses, for 0, no reduction.
+# parser takes the mean, the default of losses, for 0, no reduction; and no None in a list.
 _OPTIONS = ("dtype", "layout", "device", "memory_format", "generator", "reduction")
+_GAPS = "List[Optional[Tensor]]"
 Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
 
 _LATE_BYTES = 2**20  # of gradients and buffers in a run, which are written together: one launch
@@ -207,7 +208,7 @@ def quickest(target: Any) -> Any:
     """
     if type(target) is not OpOverload or target.namespace != "aten":
         return target
-    if any(x.name in _OPTIONS for x in target._schema.arguments):
+    if any(x.name in _OPTIONS or str(x.type) == _GAPS for x in target._schema.arguments):
         return target
     name, own = target._schema.name.removeprefix("aten::"), target._overloadname
     packet = target.overloadpacket

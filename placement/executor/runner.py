@@ -861,7 +861,8 @@ class _Direct:
     def next(self, no_more: bool) -> dict[int, Any]:
         """Outputs of the first micro-batch that is left, complete.
 
-        While they are not, what has come is launched; once they are, no launch delays them.
+        While they are not, what has come is launched; once they are, only what a GPU without work
+        waits for delays them.
         """
         while self._coming and not (self._launched and self._is_due()):
             batch, here, arrived = self._coming.popleft()
@@ -873,8 +874,15 @@ class _Direct:
         return outputs.take()
 
     def _is_due(self) -> bool:
-        """Whether the first that was launched is complete, or nothing can be launched meanwhile."""
-        return self._coming[0][2].empty() or self._launched[0][0].are_there()
+        """Whether the first that was launched is complete, and what comes may wait.
+
+        It may where the GPU has more to do while the caller uses the outputs, or nothing is here.
+        """
+        (first, _), (last, _) = self._launched[0], self._launched[-1]
+        try:
+            return self._coming[0][2].empty() or (first.are_there() and not last.are_there())
+        except RuntimeError:  # the GPU has failed, which ``take`` says
+            return True
 
 
 def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:

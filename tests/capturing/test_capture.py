@@ -536,6 +536,84 @@ def test_tensors_kept_in_a_dict_or_a_buffer_during_the_trace_are_removed(nested)
     assert (type(inner.mask) is torch.Tensor) == nested
 
 
+def asks(m, x):
+    for _ in range(m.times.item()):
+        x = m.linear(x)
+    steps = torch.zeros(3)
+    steps[1] = 2
+    if steps.sum() > 1 and any(t > 2 for t in m.steps):
+        x = nn.functional.pad(x, (m.times, torch.tensor(1)))
+    return (
+        x[:, m.edges[m.edges > 0]]
+        + m.edges.nonzero().sum()
+        + m.edges.repeat_interleave(m.edges).max()
+    )
+
+
+def chance(m, x):
+    return m.linear(x) if torch.rand(1) + m.times > 2.5 else x
+
+
+def through_a_view(m, x):
+    steps = m.times.repeat(3).float()
+    steps[:2].copy_(x[0, :2])
+    return m.linear(x) if steps.sum() > 9 else x
+
+
+def through_its_data(m, x):
+    steps = m.times.repeat(3).float()
+    steps.data.copy_(x[0, :3])
+    return m.linear(x) if steps.sum() > 9 else x
+
+
+def of_an_input(m, x):
+    return m.linear(x) if (x + m.times).sum() > 0 else x
+
+
+def counts(m, x):
+    m.times.add_(1)
+    return m.linear(x) if m.times > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("forward", "refused"),
+    [
+        (asks, ""),
+        *((f, "depends on the values") for f in (chance, through_a_view, through_its_data)),
+        (of_an_input, "depends on the values"),
+        (counts, "changes its buffer"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_buffers_alone_decide_is_known(forward, refused, nested):
+    inner = Module(forward)
+    inner.register_buffer("times", torch.tensor(2))
+    inner.register_buffer("edges", torch.tensor([0, 3, 1, 1]))
+    inner.steps = torch.tensor([1, 4])
+    module = nn.Sequential(inner) if nested else inner
+    if refused:
+        with pytest.raises(CaptureError, match=refused):
+            capture(module, X)
+    else:
+        check(module, X)
+    assert inner.times == 2 and inner.edges.tolist() == [0, 3, 1, 1]
+
+
+def test_a_buffer_that_is_replaced_before_it_is_read_is_no_state():
+    """As ConViT does with the places of its patches."""
+
+    def forward(m, x):
+        if len(m.places) != len(x):
+            m.places = torch.arange(len(x))
+        return m.linear(x) + m.places[:, None]
+
+    inner = Module(forward)
+    inner.register_buffer("places", torch.zeros(1))
+    capture(nn.Sequential(inner), X)
+    assert torch.equal(inner.places, torch.zeros(1))
+    check(nn.Sequential(inner), X)
+
+
 def test_a_capture_that_fails_leaves_what_the_module_keeps_alone():
     def forward(m, x):
         m.cache["x"] = x + 1

@@ -427,6 +427,7 @@ class Several(nn.Module):
         z = nn.functional.pad(nn.functional.avg_pool2d(z, 2), (1, 0))
         loss = nn.functional.cross_entropy(z, z.argmax(1)) + nn.functional.mse_loss(z, z + 1)
         product = torch.einsum("abij,abij->ij", z, z)
+        product[:, torch.arange(2)] = 1.0
         return top, at, product, nn.functional.softmax(z, -1).sum(-1), loss
 
 

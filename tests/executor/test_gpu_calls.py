@@ -331,14 +331,18 @@ def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
         assert gpu.num_replays >= 5
 
 
-@pytest.mark.parametrize(("launch_s", "compute_s", "period_s"), [(3, 2, 3), (3, 4, 4), (4, 5, 5)])
+@pytest.mark.parametrize(
+    ("launch_s", "compute_s", "use_s", "period_s"),
+    [(3, 2, 0, 3), (3, 4, 0, 4), (4, 5, 0, 5), (1, 10, 10, 11), (1, 5, 10, 11), (1, 12, 10, 12)],
+)
 def test_a_period_is_the_longer_of_launching_and_computing(
-    launch_s, compute_s, period_s, monkeypatch
+    launch_s, compute_s, use_s, period_s, monkeypatch
 ):
     """Where the GPU takes longer it falls behind by four at first: of 3 and 4 s, at 12 s.
 
     Micro-batches 0 to 2, complete at 7, 11 and 15 s, are handed out at 9, 12 and 15, where each had
-    waited for a launch at 12, 15 and 18.
+    waited for a launch at 12, 15 and 18. While the caller uses what it gets (``use_s``), the GPU
+    computes.
     """
     item, clock, until = torch.ones(2, 4), [0.0], [0.0]
     graph = capture(nn.Linear(4, 4), item)
@@ -356,12 +360,17 @@ def test_a_period_is_the_longer_of_launching_and_computing(
 
         return Leaving(take, (SimpleNamespace(query=lambda: clock[0] >= done_s),))
 
+    def used(results):
+        for result in results:
+            yield result
+            clock[0] += use_s
+
     with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
         monkeypatch.setattr(runner_module, "time", ticking)
         monkeypatch.setattr(Worker, "launch", slowly)
         for count in (8, 16, 32):
             clock[0] = until[0] = 0.0
-            measured_s = runner.period_of(runner.stream([item] * count))
+            measured_s = runner.period_of(used(runner.stream([item] * count)))
             # Of few, the first and the last that count may have waited for a launch.
             assert abs(measured_s - period_s) <= launch_s / (count // 2 - 2)
 
