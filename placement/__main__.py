@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse gives up on positional arguments that follow an option.
-    if rest and not (hasattr(args, "options") and not any(x.startswith("-") for x in rest)):
+    if rest and (not hasattr(args, "options") or any(x.startswith("-") for x in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.options += rest
