@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -20,6 +21,7 @@ from placement.relaxed import (
     load_s,
     load_solver,
     of_groups,
+    own_bytes,
     period_s,
     pieces_s,
     spread,
@@ -43,7 +45,20 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     the critical path, and what cannot be together on accelerators (``pieces_s``). Energy (where
     power is known): every operator where it adds least, and every device idle for the shortest
     possible run, whose seconds are worth ``second_j``.
+
+    Where parameters do not fit on a device, latency and period know what libraries keep there
+    (``_beside_libraries``).
     """
+    less, without_s = _beside_libraries(problem)
+    bounds = _bounds(problem)
+    if without_s > min(bounds[what] for what in _SIMULATED):
+        of_less = _bounds(less)
+        for what in _SIMULATED:
+            bounds[what] = max(bounds[what], min(of_less[what], without_s))
+    return bounds
+
+
+def _bounds(problem: Problem) -> dict[str, float]:
     prices = balance_prices(problem.group_compute_s)
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices)
     bounds = {
@@ -62,6 +77,11 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     return bounds
 
 
+_SIMULATED = Objective.LATENCY, Objective.PERIOD
+_SUMS = 500_000  # numbers of groups and sums, for what some of the groups hold
+_SAME = 0.999  # of a device's memory: a program that is told of it proves no more
+
+
 def lower_bound(problem: Problem) -> float:
     """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP.
 
@@ -69,8 +89,52 @@ def lower_bound(problem: Problem) -> float:
     """
     bound_s: float | None = problem.__dict__.get("_lower_bound_s")
     if bound_s is None:
-        bound_s = problem.__dict__["_lower_bound_s"] = _own_bound_s(problem)
+        bound_s = _own_bound_s(problem)
+        if problem.objective in _SIMULATED:
+            less, without_s = _beside_libraries(problem)
+            if without_s > bound_s:
+                bound_s = max(bound_s, min(_own_bound_s(less), without_s))
+        problem.__dict__["_lower_bound_s"] = bound_s
     return bound_s
+
+
+def _beside_libraries(problem: Problem) -> tuple[Problem, float]:
+    """The problem with so much memory as is left for parameters, where these do not fit.
+
+    What libraries keep is at least half of the most, or none of the operators that make them do so
+    is there: then the load is at least the second number. What is left is no more than what some
+    of the groups hold.
+    """
+    kept, group, held = problem.profile.library_bytes, problem.graph.group, own_bytes(problem)
+    room, without_s = problem.memory_bytes.copy(), np.inf
+    for d in np.flatnonzero((held.sum() > room) & (problem.worker == np.arange(len(room)))):
+        here = np.flatnonzero(problem.worker == d)
+        if kept is not None and kept[:, here].any():
+            least = kept[:, here][2 * kept[:, here] >= kept[:, here].max()].min()
+            group_s, room[d] = problem.group_compute_s.copy(), max(room[d] - least, 1)
+            for e in here:
+                group_s[group[kept[:, e] >= least], e] = np.inf
+            if np.isfinite(group_s).any(axis=1).all():
+                prices = balance_prices(group_s, _QUICK_LP)
+                without_s = min(without_s, float(priced(group_s, prices).sum()) * EXACT)
+        if len(here) == 1 and (held == np.rint(held)).all():
+            room[d] = _most_held(held.astype(np.int64), int(room[d]))
+    if (room > _SAME * problem.memory_bytes).all():
+        return problem, 0.0
+    devices = problem.cluster.devices
+    less = (replace(x, memory_bytes=int(r)) for x, r in zip(devices, room, strict=True))
+    return replace(problem, cluster=replace(problem.cluster, devices=tuple(less))), without_s
+
+
+def _most_held(held: NDArray[np.int64], room: int) -> int:
+    """The largest sum of some of ``held`` that is no more than ``room``, or ``room`` itself."""
+    sums = np.zeros(1, np.int64)
+    for size, count in zip(*np.unique(held, return_counts=True), strict=True):
+        sums = np.unique(sums[:, None] + size * np.arange(count + 1))
+        sums = sums[sums <= room]
+        if len(sums) * len(held) > _SUMS:
+            return room
+    return max(int(sums[-1]), 1)
 
 
 def _own_bound_s(problem: Problem) -> float:

@@ -377,6 +377,40 @@ def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
     assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("keeps", "latency_s"), [([12] * 4, 20.0), ([12, 0, 0, 0], 9.0)])
+def test_what_libraries_keep_is_no_room_for_parameters(
+    keeps: list[int], latency_s: float
+) -> None:
+    """Of four operators of 10 bytes the GPU holds 39 bytes, and 27 beside a library: two of them.
+
+    The others take the CPU 9 s each. If A alone asks for the library, it may be A that is there.
+    """
+    graph = OpGraph.build(
+        "chain", list("ABCD"), [0, 1, 2], [0] * 3, chain(4),
+        param_bytes=[10] * 4, param_uses=[(i, i) for i in range(4)],
+    )  # fmt: skip
+    kept = {"library_bytes": np.array([[0, x] for x in keeps])}
+    problem = problem_on(graph, [[9, 1]] * 4, memory_bytes=[99, 39], profile=kept)
+    values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
+    assert values.latency_s[values.feasible].min() == (20.0 if keeps[1] else 12.0)
+    assert bounds["latency"] == lower_bound(problem.with_objective("latency"))
+    assert bounds["latency"] == pytest.approx(latency_s)
+    assert bounds["period"] == pytest.approx(18.0 if keeps[1] else 9.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_hold_where_libraries_keep_memory(seed: int) -> None:
+    rng, problem = np.random.default_rng(seed), like_a_gpu(seed)
+    most = int(problem.graph.param_bytes.sum() * rng.uniform(0.05, 0.4))
+    kept = rng.choice([0, most // 2, most], (problem.num_ops, problem.num_devices))
+    kept[:, 0] = 0
+    problem = replace(problem, profile=replace(problem.profile, library_bytes=kept))
+    values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
+    can = values.feasible
+    assert values.latency_s[can].min(initial=np.inf) >= bounds["latency"] * (1 - 1e-9)
+    assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
+
+
 def test_few_micro_batches_in_flight_keep_few_devices_busy() -> None:
     """Six operators in a row, each 1 s on one device and 2 s on three others.
 
