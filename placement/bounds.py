@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
@@ -49,53 +50,62 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     Where parameters do not fit on a device, latency and period know what libraries keep there
     (``_beside_libraries``).
     """
-    less, without_s = _beside_libraries(problem)
-    bounds = _bounds(problem)
-    if without_s > min(bounds[what] for what in _SIMULATED):
-        of_less = _bounds(less)
-        for what in _SIMULATED:
-            bounds[what] = max(bounds[what], min(of_less[what], without_s))
-    return bounds
-
-
-def _bounds(problem: Problem) -> dict[str, float]:
-    prices = balance_prices(problem.group_compute_s)
-    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices)
-    bounds = {
-        "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
-        "period": _period_bound_s(problem, load_s, _LP_SIZE),
-        "max_load": _max_load_bound_s(problem, load_s, prices),
-        "piecewise_latency": max(path_s, pieces_s(problem)),
-    }
-    if problem.power is not None:
-        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
-        added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
-        added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
-        run_s = max(path_s / problem.num_microbatches, load_s)
-        waiting_w = least.sum() + problem.second_j
-        bounds["energy"] = float(added + waiting_w * run_s) * EXACT
-    return bounds
-
-
-_SIMULATED = Objective.LATENCY, Objective.PERIOD
-_SUMS = 500_000  # numbers of groups and sums, for what some of the groups hold
-_SAME = 0.999  # of a device's memory: a program that is told of it proves no more
+    return _bounds(problem, tuple(Objective), _LP_SIZE, _LONG_LP, _LP_SIZE)
 
 
 def lower_bound(problem: Problem) -> float:
-    """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP.
+    """That of ``lower_bounds`` for the problem's own objective, without a long LP.
 
     Searches ask for it, and those that they begin with: it is kept with the problem.
     """
     bound_s: float | None = problem.__dict__.get("_lower_bound_s")
     if bound_s is None:
-        bound_s = _own_bound_s(problem)
-        if problem.objective in _SIMULATED:
-            less, without_s = _beside_libraries(problem)
-            if without_s > bound_s:
-                bound_s = max(bound_s, min(_own_bound_s(less), without_s))
+        own = problem.objective
+        load_lp = {"latency": _QUICK_LP, "piecewise_latency": 0}.get(own, _LP_SIZE)
+        bound_s = _bounds(problem, (own,), load_lp, _QUICK_LP, _LONG_LP)[own]
         problem.__dict__["_lower_bound_s"] = bound_s
     return bound_s
+
+
+def _bounds(problem: Problem, wanted: Sequence[Objective], *lp_sizes: int) -> dict[str, float]:
+    """Of some objectives; ``lp_sizes``: variables of programs of loads, of calls and of periods."""
+    bounds = _apart(problem, wanted, *lp_sizes)
+    simulated = [o for o in wanted if o in (Objective.LATENCY, Objective.PERIOD)]
+    less, without_s = _beside_libraries(problem) if simulated else (problem, 0.0)
+    if without_s > min((bounds[o] for o in simulated), default=np.inf):
+        for own, bound_s in _apart(less, simulated, *lp_sizes).items():
+            bounds[own] = max(bounds[own], min(bound_s, without_s))
+    return bounds
+
+
+def _apart(
+    problem: Problem, wanted: Sequence[Objective], load_lp: int, call_lp: int, item_lp: int
+) -> dict[str, float]:
+    """As ``_bounds``, whatever libraries keep."""
+    prices = balance_prices(problem.group_compute_s, load_lp)
+    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices, load_lp)
+    bounds_s: dict[Objective, Callable[[], float]] = {
+        Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, call_lp),
+        Objective.PERIOD: lambda: _period_bound_s(problem, load_s, item_lp),
+        Objective.MAX_LOAD: lambda: _max_load_bound_s(problem, load_s, prices),
+        Objective.PIECEWISE_LATENCY: lambda: max(path_s, pieces_s(problem)),
+        Objective.ENERGY: lambda: _energy_bound_j(problem, path_s, load_s),
+    }
+    known = problem.power is not None
+    return {o.value: bounds_s[o]() for o in wanted if known or o is not Objective.ENERGY}
+
+
+def _energy_bound_j(problem: Problem, path_s: float, load_s: float) -> float:
+    assert problem.power is not None
+    busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
+    added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
+    added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
+    run_s = max(path_s / problem.num_microbatches, load_s)
+    return float(added + (least.sum() + problem.second_j) * run_s) * EXACT
+
+
+_SUMS = 500_000  # numbers of groups and sums, for what some of the groups hold
+_SAME = 0.999  # of a device's memory: a program that is told of it proves no more
 
 
 def _beside_libraries(problem: Problem) -> tuple[Problem, float]:
@@ -135,23 +145,6 @@ def _most_held(held: NDArray[np.int64], room: int) -> int:
         if len(sums) * len(held) > _SUMS:
             return room
     return max(int(sums[-1]), 1)
-
-
-def _own_bound_s(problem: Problem) -> float:
-    if problem.objective is Objective.ENERGY:
-        return lower_bounds(problem)[problem.objective]
-    if problem.objective.is_throughput:
-        prices = balance_prices(problem.group_compute_s)
-        load_s = _load_bound_s(problem, prices)
-        if problem.objective is Objective.PERIOD:
-            return _period_bound_s(problem, load_s, _LONG_LP)
-        return _max_load_bound_s(problem, load_s, prices)
-    path_s = _path_bound_s(problem)
-    if problem.objective is Objective.LATENCY:
-        prices = balance_prices(problem.group_compute_s, _QUICK_LP)
-        load_s = _load_bound_s(problem, prices, _QUICK_LP)
-        return _latency_bound_s(problem, path_s, load_s, _QUICK_LP)
-    return max(path_s, pieces_s(problem))
 
 
 def _fastest_s(problem: Problem) -> Floats:

@@ -378,9 +378,7 @@ def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("keeps", "latency_s"), [([12] * 4, 20.0), ([12, 0, 0, 0], 9.0)])
-def test_what_libraries_keep_is_no_room_for_parameters(
-    keeps: list[int], latency_s: float
-) -> None:
+def test_what_libraries_keep_is_no_room_for_parameters(keeps: list[int], latency_s: float) -> None:
     """Of four operators of 10 bytes the GPU holds 39 bytes, and 27 beside a library: two of them.
 
     The others take the CPU 9 s each. If A alone asks for the library, it may be A that is there.

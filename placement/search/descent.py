@@ -24,7 +24,8 @@ _BODY = 64  # most groups of a move
 _STEPS = 1000  # of loads, between two looks at the budget
 _FIRST = 8  # moves that the first walk makes
 _WAIT, _WAITS = 0.1, 2.0  # periods that a hand-over waits, at first and at most
-_VAIN = 40  # walks in a row that lead to nothing better end it
+# So many walks in a row that lead to nothing better end it, or so much of the seconds that are left.
+_VAIN, _LOST = 40, 0.05  # a walk takes as long as some ten evaluations
 _FIRST_START = 0.6  # of the budget that is left, where there is a second one
 _LP_SIZE = 20_000  # groups x devices: those of a program take a moment
 # Of loads: moves that are estimated for one that is evaluated, the share of them that starts on
@@ -104,10 +105,13 @@ def _walk_down(
     micro-batches in flight. The estimate is the largest of them, where each hand-over on the path
     waits for what its receiver is doing: ``wait`` periods, fitted to what was evaluated. Walks are
     twice as long after one that was better, and half as long after one that was not. It ends
-    where ``_VAIN`` of them in a row lead to nothing better, or that share of the budget is used.
+    where ``_VAIN`` of them in a row lead to nothing better, or take ``_LOST`` of the seconds that
+    are left, or that share of the budget is used.
     """
-    most, wait, vain, number = _FIRST, _WAIT, 0, 0
+    most, wait, vain, number, since_s = _FIRST, _WAIT, 0, 0, search.seconds
     while search.left and search.used < until and vain < _VAIN:
+        if search.seconds - since_s > _LOST * search.seconds_left:
+            break
         squarings = SQUARINGS[number % len(SQUARINGS)]
         number, vain = number + 1, vain + 1
         choice = pipeline.walk(here, wait * here_s, squarings, most)
@@ -116,7 +120,8 @@ def _walk_down(
             continue
         value_s, most, before_s = search.cost(choice), max(1, most // 2), here_s
         if value_s < here_s:
-            most, vain, here, here_s = min(4 * most, MOST), 0, choice, value_s
+            most, vain, since_s = min(4 * most, MOST), 0, search.seconds
+            here, here_s = choice, value_s
         if value_s < INFEASIBLE:
             estimated_s = pipeline.estimate(choice, wait * before_s)
             if not 0.999 * estimated_s <= value_s <= 1.005 * estimated_s:
