@@ -19,7 +19,6 @@ from placement.relaxed import (
     EXACT,
     alike,
     call_s,
-    load_s,
     load_solver,
     of_groups,
     own_bytes,
@@ -67,32 +66,27 @@ def lower_bound(problem: Problem) -> float:
     return bound_s
 
 
-def _bounds(problem: Problem, wanted: Sequence[Objective], *lp_sizes: int) -> dict[str, float]:
-    """Of some objectives; ``lp_sizes``: variables of programs of loads, of calls and of periods."""
-    bounds = _apart(problem, wanted, *lp_sizes)
-    simulated = [o for o in wanted if o in (Objective.LATENCY, Objective.PERIOD)]
-    less, without_s = _beside_libraries(problem) if simulated else (problem, 0.0)
-    if without_s > min((bounds[o] for o in simulated), default=np.inf):
-        for own, bound_s in _apart(less, simulated, *lp_sizes).items():
-            bounds[own] = max(bounds[own], min(bound_s, without_s))
-    return bounds
-
-
-def _apart(
+def _bounds(
     problem: Problem, wanted: Sequence[Objective], load_lp: int, call_lp: int, item_lp: int
 ) -> dict[str, float]:
-    """As ``_bounds``, whatever libraries keep."""
+    """Of some objectives; variables of programs of loads, of calls and of periods."""
     prices = balance_prices(problem.group_compute_s, load_lp)
     path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices, load_lp)
-    bounds_s: dict[Objective, Callable[[], float]] = {
+    of: dict[Objective, Callable[[], float]] = {
         Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, call_lp),
         Objective.PERIOD: lambda: _period_bound_s(problem, load_s, item_lp),
         Objective.MAX_LOAD: lambda: _max_load_bound_s(problem, load_s, prices),
         Objective.PIECEWISE_LATENCY: lambda: max(path_s, pieces_s(problem)),
-        Objective.ENERGY: lambda: _energy_bound_j(problem, path_s, load_s),
     }
-    known = problem.power is not None
-    return {o.value: bounds_s[o]() for o in wanted if known or o is not Objective.ENERGY}
+    if problem.power is not None:
+        of[Objective.ENERGY] = lambda: _energy_bound_j(problem, path_s, load_s)
+    bounds = {o.value: of[o]() for o in wanted if o in of}
+    simulated = [o for o in wanted if o in (Objective.LATENCY, Objective.PERIOD)]
+    less, without_s = _beside_libraries(problem) if simulated else (problem, 0.0)
+    if without_s > min((bounds[o] for o in simulated), default=np.inf):
+        for own, bound_s in _bounds(less, simulated, load_lp, call_lp, item_lp).items():
+            bounds[own] = max(bounds[own], min(bound_s, without_s))
+    return bounds
 
 
 def _energy_bound_j(problem: Problem, path_s: float, load_s: float) -> float:
@@ -131,9 +125,10 @@ def _beside_libraries(problem: Problem) -> tuple[Problem, float]:
             room[d] = _most_held(held.astype(np.int64), int(room[d]))
     if (room > _SAME * problem.memory_bytes).all():
         return problem, 0.0
-    devices = problem.cluster.devices
-    less = (replace(x, memory_bytes=int(r)) for x, r in zip(devices, room, strict=True))
-    return replace(problem, cluster=replace(problem.cluster, devices=tuple(less))), without_s
+    cluster, profile = problem.cluster, replace(problem.profile, library_bytes=None)
+    both = zip(cluster.devices, room, strict=True)
+    less = tuple(replace(x, memory_bytes=int(r)) for x, r in both)
+    return replace(problem, cluster=replace(cluster, devices=less), profile=profile), without_s
 
 
 def _most_held(held: NDArray[np.int64], room: int) -> int:
@@ -512,7 +507,7 @@ def _load_bound_s(problem: Problem, prices: Floats, lp_size: int = _LP_SIZE) -> 
         least_s = _whole_bound_s(groups, prices, least_s)
     full = problem.graph.param_bytes.sum() > problem.memory_bytes
     if full.any() and not problem.cluster.streaming and groups.size <= lp_size:
-        least_s = max(least_s, load_s(problem))
+        least_s = max(least_s, period_s(problem, sends=False))
     return least_s
 
 

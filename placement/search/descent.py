@@ -24,8 +24,9 @@ _BODY = 64  # most groups of a move
 _STEPS = 1000  # of loads, between two looks at the budget
 _FIRST = 8  # moves that the first walk makes
 _WAIT, _WAITS = 0.1, 2.0  # periods that a hand-over waits, at first and at most
-# So many walks in a row that lead to nothing better end it, or so much of the seconds that are left.
-_VAIN, _LOST = 40, 0.05  # a walk takes as long as some ten evaluations
+# Walks in a row that lead to nothing better end it: so many, or so much of the seconds left, as a
+# walk takes as long as ten evaluations.
+_VAIN, _LOST = 40, 0.1
 _FIRST_START = 0.6  # of the budget that is left, where there is a second one
 _LP_SIZE = 20_000  # groups x devices: those of a program take a moment
 # Of loads: moves that are estimated for one that is evaluated, the share of them that starts on
