@@ -80,7 +80,7 @@ def _bounds(
     }
     if problem.power is not None:
         of[Objective.ENERGY] = lambda: _energy_bound_j(problem, path_s, load_s)
-    bounds = {o.value: of[o]() for o in wanted if o in of}
+    bounds = {own.value: bound() for own, bound in of.items() if own in wanted}
     simulated = [o for o in wanted if o in (Objective.LATENCY, Objective.PERIOD)]
     less, without_s = _beside_libraries(problem) if simulated else (problem, 0.0)
     if without_s > min((bounds[o] for o in simulated), default=np.inf):
