@@ -71,7 +71,7 @@ def _bounds(
 ) -> dict[str, float]:
     """Of some objectives; variables of programs of loads, of calls and of periods."""
     prices = balance_prices(problem.group_compute_s, load_lp)
-    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices, load_lp)
+    path_s, load_s = float(fastest_end_s(problem).max()), _load_bound_s(problem, prices, load_lp)
     of: dict[Objective, Callable[[], float]] = {
         Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, call_lp),
         Objective.PERIOD: lambda: _period_bound_s(problem, load_s, item_lp),
@@ -151,10 +151,6 @@ def fastest_end_s(problem: Problem) -> Floats:
     """float64 ``[N]``: when each operator could end if transfers were free."""
     own_s = _fastest_s(problem)
     return _heads_s(own_s, problem.graph.edges) + own_s
-
-
-def _path_bound_s(problem: Problem) -> float:
-    return float(fastest_end_s(problem).max())
 
 
 def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
@@ -452,7 +448,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     periods = longest_flight(problem.num_microbatches, problem.max_in_flight)
     if problem.max_phases > 1 or not np.isfinite(periods):
         return load_s
-    path_s = _path_bound_s(problem)
+    path_s = float(fastest_end_s(problem).max())
     if periods == 1.0:  # a call, each time
         return _latency_bound_s(problem, path_s, load_s, min(lp_size, _QUICK_LP))
     bound_s = max(load_s, path_s / periods * EXACT)

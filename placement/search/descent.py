@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from placement.objective import Objective
-from placement.problem import Problem
 from placement.relaxed import balanced
 from placement.search import macro
 from placement.search.evaluation import (
@@ -87,14 +86,16 @@ def _descend_period(search: Search, seed: int) -> None:
     he looked. The linear program of the loads (``relaxed.balanced``) looks at all of them.
     """
     assert search.best is not None
-    pipeline, balanced = Pipeline(search.problem, seed), _balanced(search.problem)
-    until = 1.0 if balanced is None else search.used + _FIRST_START * (1.0 - search.used)
+    pipeline, seconds = Pipeline(search.problem, seed), search.problem.group_compute_s
+    unlike = seconds.size <= _LP_SIZE and bool((seconds != seconds[:, :1]).any())
+    until = search.used + _FIRST_START * (1.0 - search.used) if unlike else 1.0
     if search.best_s < np.inf:
         _walk_down(search, pipeline, search.best, search.best_s, until)
-    if balanced is not None and search.left and search.best_s < np.inf:
-        value_s = search.cost(balanced)
+    if unlike and search.left and search.best_s < np.inf:
+        even = balanced(seconds).astype(np.int32)
+        value_s = search.cost(even)
         if value_s < INFEASIBLE:
-            _walk_down(search, pipeline, balanced, value_s, 1.0)
+            _walk_down(search, pipeline, even, value_s, 1.0)
 
 
 def _walk_down(
@@ -128,10 +129,3 @@ def _walk_down(
             if not 0.999 * estimated_s <= value_s <= 1.005 * estimated_s:
                 fitted = pipeline.wait_of(choice, value_s, _WAITS * before_s) / before_s
                 wait = min(fitted, 4.0 * wait + 0.05)
-
-
-def _balanced(problem: Problem) -> Choice | None:
-    """int32 ``[G]``; None where devices are alike, or that takes long."""
-    seconds = problem.group_compute_s
-    alike = bool((seconds == seconds[:, :1]).all())
-    return None if alike or seconds.size > _LP_SIZE else balanced(seconds).astype(np.int32)
