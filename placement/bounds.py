@@ -69,9 +69,10 @@ def lower_bound(problem: Problem) -> float:
 def _bounds(
     problem: Problem, wanted: Sequence[Objective], load_lp: int, call_lp: int, item_lp: int
 ) -> dict[str, float]:
-    """Of some objectives; variables of programs of loads, of calls and of periods."""
+    """Of some objectives; ``lp``: variables of programs of loads (0: none asks), calls, periods."""
     prices = balance_prices(problem.group_compute_s, load_lp)
-    path_s, load_s = float(fastest_end_s(problem).max()), _load_bound_s(problem, prices, load_lp)
+    path_s = float(fastest_end_s(problem).max())
+    load_s = _load_bound_s(problem, prices, load_lp) if load_lp else 0.0
     of: dict[Objective, Callable[[], float]] = {
         Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, call_lp),
         Objective.PERIOD: lambda: _period_bound_s(problem, load_s, item_lp),
