@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -17,8 +19,8 @@ from placement.relaxed import (
     EXACT,
     alike,
     call_s,
-    load_s,
     load_solver,
+    own_bytes,
     period_s,
     pieces_s,
     spread,
@@ -42,51 +44,102 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     the critical path, and what cannot be together on accelerators (``pieces_s``). Energy (where
     power is known): every operator where it adds least, and every device idle for the shortest
     possible run, whose seconds are worth ``second_j``.
+
+    Where parameters do not fit on a device, latency and period know what libraries keep there
+    (``_beside_libraries``).
     """
-    prices = balance_prices(problem.group_compute_s)
-    path_s, load_s = _path_bound_s(problem), _load_bound_s(problem, prices)
-    bounds = {
-        "latency": _latency_bound_s(problem, path_s, load_s, _LONG_LP),
-        "period": _period_bound_s(problem, load_s, _LP_SIZE),
-        "max_load": _max_load_bound_s(problem, load_s, prices),
-        "piecewise_latency": max(path_s, pieces_s(problem)),
-    }
-    if problem.power is not None:
-        busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
-        added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
-        added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
-        run_s = max(path_s / problem.num_microbatches, load_s)
-        waiting_w = least.sum() + problem.second_j
-        bounds["energy"] = float(added + waiting_w * run_s) * EXACT
-    return bounds
+    return _bounds(problem, tuple(Objective), _LP_SIZE, _LONG_LP, _LP_SIZE)
 
 
 def lower_bound(problem: Problem) -> float:
-    """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP.
+    """That of ``lower_bounds`` for the problem's own objective, without a long LP.
 
     Searches ask for it, and those that they begin with: it is kept with the problem.
     """
     bound_s: float | None = problem.__dict__.get("_lower_bound_s")
     if bound_s is None:
-        bound_s = problem.__dict__["_lower_bound_s"] = _own_bound_s(problem)
+        own = problem.objective
+        load_lp = {"latency": _QUICK_LP, "piecewise_latency": 0}.get(own, _LP_SIZE)
+        bound_s = _bounds(problem, (own,), load_lp, _QUICK_LP, _LONG_LP)[own]
+        problem.__dict__["_lower_bound_s"] = bound_s
     return bound_s
 
 
-def _own_bound_s(problem: Problem) -> float:
-    if problem.objective is Objective.ENERGY:
-        return lower_bounds(problem)[problem.objective]
-    if problem.objective.is_throughput:
-        prices = balance_prices(problem.group_compute_s)
-        load_s = _load_bound_s(problem, prices)
-        if problem.objective is Objective.PERIOD:
-            return _period_bound_s(problem, load_s, _LONG_LP)
-        return _max_load_bound_s(problem, load_s, prices)
-    path_s = _path_bound_s(problem)
-    if problem.objective is Objective.LATENCY:
-        prices = balance_prices(problem.group_compute_s, _QUICK_LP)
-        load_s = _load_bound_s(problem, prices, _QUICK_LP)
-        return _latency_bound_s(problem, path_s, load_s, _QUICK_LP)
-    return max(path_s, pieces_s(problem))
+def _bounds(
+    problem: Problem, wanted: Sequence[Objective], load_lp: int, call_lp: int, item_lp: int
+) -> dict[str, float]:
+    """Of some objectives; ``lp``: variables of programs of loads (0: none asks), calls, periods."""
+    prices = balance_prices(problem.group_compute_s, load_lp)
+    path_s = float(fastest_end_s(problem).max())
+    load_s = _load_bound_s(problem, prices, load_lp) if load_lp else 0.0
+    of: dict[Objective, Callable[[], float]] = {
+        Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, call_lp),
+        Objective.PERIOD: lambda: _period_bound_s(problem, load_s, item_lp),
+        Objective.MAX_LOAD: lambda: _max_load_bound_s(problem, load_s, prices),
+        Objective.PIECEWISE_LATENCY: lambda: max(path_s, pieces_s(problem)),
+    }
+    if problem.power is not None:
+        of[Objective.ENERGY] = lambda: _energy_bound_j(problem, path_s, load_s)
+    bounds = {own.value: bound() for own, bound in of.items() if own in wanted}
+    simulated = [o for o in wanted if o in (Objective.LATENCY, Objective.PERIOD)]
+    less, without_s = _beside_libraries(problem) if simulated else (problem, 0.0)
+    if without_s > min((bounds[o] for o in simulated), default=np.inf):
+        for own, bound_s in _bounds(less, simulated, load_lp, call_lp, item_lp).items():
+            bounds[own] = max(bounds[own], min(bound_s, without_s))
+    return bounds
+
+
+def _energy_bound_j(problem: Problem, path_s: float, load_s: float) -> float:
+    assert problem.power is not None
+    busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
+    added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
+    added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
+    run_s = max(path_s / problem.num_microbatches, load_s)
+    return float(added + (least.sum() + problem.second_j) * run_s) * EXACT
+
+
+_SUMS = 500_000  # numbers of groups and sums, for what some of the groups hold
+_SAME = 0.999  # of a device's memory: a program that is told of it proves no more
+
+
+def _beside_libraries(problem: Problem) -> tuple[Problem, float]:
+    """The problem with so much memory as is left for parameters, where these do not fit.
+
+    What libraries keep is at least half of the most, or none of the operators that make them do so
+    is there: then the load is at least the second number. What is left is no more than what some
+    of the groups hold.
+    """
+    kept, group, held = problem.profile.library_bytes, problem.graph.group, own_bytes(problem)
+    room, without_s = problem.memory_bytes.copy(), np.inf
+    for d in np.flatnonzero((held.sum() > room) & (problem.worker == np.arange(len(room)))):
+        here = np.flatnonzero(problem.worker == d)
+        if kept is not None and kept[:, here].any():
+            least = kept[:, here][2 * kept[:, here] >= kept[:, here].max()].min()
+            group_s, room[d] = problem.group_compute_s.copy(), max(room[d] - least, 1)
+            for e in here:
+                group_s[group[kept[:, e] >= least], e] = np.inf
+            if np.isfinite(group_s).any(axis=1).all():
+                prices = balance_prices(group_s, _QUICK_LP)
+                without_s = min(without_s, float(priced(group_s, prices).sum()) * EXACT)
+        if len(here) == 1 and (held == np.rint(held)).all():
+            room[d] = _most_held(held.astype(np.int64), int(room[d]))
+    if (room > _SAME * problem.memory_bytes).all():
+        return problem, 0.0
+    cluster, profile = problem.cluster, replace(problem.profile, library_bytes=None)
+    both = zip(cluster.devices, room, strict=True)
+    less = tuple(replace(x, memory_bytes=int(r)) for x, r in both)
+    return replace(problem, cluster=replace(cluster, devices=less), profile=profile), without_s
+
+
+def _most_held(held: NDArray[np.int64], room: int) -> int:
+    """The largest sum of some of ``held`` that is no more than ``room``, or ``room`` itself."""
+    sums = np.zeros(1, np.int64)
+    for size, count in zip(*np.unique(held, return_counts=True), strict=True):
+        sums = np.unique(sums[:, None] + size * np.arange(count + 1))
+        sums = sums[sums <= room]
+        if len(sums) * len(held) > _SUMS:
+            return room
+    return max(int(sums[-1]), 1)
 
 
 def _fastest_s(problem: Problem) -> Floats:
@@ -98,10 +151,6 @@ def fastest_end_s(problem: Problem) -> Floats:
     """float64 ``[N]``: when each operator could end if transfers were free."""
     own_s = _fastest_s(problem)
     return _heads_s(own_s, problem.graph.edges) + own_s
-
-
-def _path_bound_s(problem: Problem) -> float:
-    return float(fastest_end_s(problem).max())
 
 
 def _heads_s(own_s: Floats, edges: NDArray[np.integer]) -> Floats:
@@ -399,7 +448,7 @@ def _flight_bound_s(problem: Problem, load_s: float, lp_size: int) -> float:
     periods = longest_flight(problem.num_microbatches, problem.max_in_flight)
     if problem.max_phases > 1 or not np.isfinite(periods):
         return load_s
-    path_s = _path_bound_s(problem)
+    path_s = float(fastest_end_s(problem).max())
     if periods == 1.0:  # a call, each time
         return _latency_bound_s(problem, path_s, load_s, min(lp_size, _QUICK_LP))
     bound_s = max(load_s, path_s / periods * EXACT)
@@ -453,7 +502,7 @@ def _load_bound_s(problem: Problem, prices: Floats, lp_size: int = _LP_SIZE) -> 
         least_s = _whole_bound_s(groups, prices, least_s)
     full = problem.graph.param_bytes.sum() > problem.memory_bytes
     if full.any() and not problem.cluster.streaming and groups.size <= lp_size:
-        least_s = max(least_s, load_s(problem))
+        least_s = max(least_s, period_s(problem, sends=False))
     return least_s
 
 

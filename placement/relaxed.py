@@ -410,15 +410,6 @@ def balanced(seconds: Floats) -> NDArray[np.intp]:
     return device
 
 
-def load_s(problem: Problem) -> float:
-    """The largest load, at least, of devices that hold no more parameters than their memory."""
-    placed = _Placed(problem, False)
-    seconds = problem.graph.per_group(placed.alone_s)
-    for here in placed.sides:
-        placed.program.row(0.0, (placed.on[:, here], seconds[:, here]), placed.time)
-    return placed.program.solve()[0] * placed.unit_s * EXACT
-
-
 class Pieces:
     """A program of a piecewise latency: which groups share an accelerator.
 
@@ -723,8 +714,11 @@ def call_s(problem: Problem, known_s: float = 0.0) -> float:
     return least * call.unit_s * EXACT
 
 
-def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0) -> float:
-    """An item of a stream, at least: loads and memory; between two devices also all that is sent.
+def period_s(
+    problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0, sends: bool = True
+) -> float:
+    """An item of a stream, at least: loads and memory; if it ``sends``, between two devices also
+    all that is sent.
 
     All but the busiest device do from ``low`` to ``high`` of its seconds on average, so that
     operators take at least ``low`` of what ``loaded_s`` is more than ``compute_s``; the busiest
@@ -733,7 +727,7 @@ def period_s(problem: Problem, low: float = 0.0, high: float = 1.0, more_s: floa
     Of the items that a period is measured by (``least_window``) those that were in flight before
     may have been sent by then. What the others send, and do besides, counts.
     """
-    window = least_window(problem.num_microbatches) if problem.max_phases == 1 else 0
+    window = least_window(problem.num_microbatches) if sends and problem.max_phases == 1 else 0
     counted = max(0.0, window - problem.max_in_flight + 1) / max(window, 1)
     placed = _Placed(problem, counted > 0 and problem.num_workers == 2, more_s)
     program, on, (time, minus_s) = placed.program, placed.on, placed.time

@@ -312,7 +312,7 @@ def test_bounds_hold_for_every_placement_of_small_problems(seed: int) -> None:
 def test_a_problem_is_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make(CHAIN, [[3, 1], [2, 4]])
     bound_s = lower_bound(problem)
-    monkeypatch.setattr("placement.bounds._own_bound_s", lambda other: -1.0)
+    monkeypatch.setattr("placement.bounds._bounds", lambda other, *_: {other.objective: -1.0})
     assert lower_bound(problem.with_objective(problem.objective)) == bound_s > 0
     assert lower_bound(replace(problem)) == -1
 
@@ -368,13 +368,38 @@ def like_a_gpu(seed: int) -> Problem:
 CLOSE = (32, 37, 62, 96, 117, 149, 157, 180, 193, 210, 221, 240, 242, 244)  # to the least
 
 
-@pytest.mark.parametrize("seed", [*range(16), *CLOSE])
+@pytest.mark.parametrize("seed", [*range(16), *CLOSE, *range(-1, -9, -1)])
 def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
-    problem = like_a_gpu(seed)
+    """Below 0: libraries keep memory of the GPU."""
+    problem, rng = like_a_gpu(abs(seed)), np.random.default_rng(abs(seed))
+    if seed < 0:
+        most = int(problem.graph.param_bytes.sum() * rng.uniform(0.05, 0.4))
+        kept = rng.choice([0, most // 2, most], (problem.num_ops, problem.num_devices))
+        kept[:, 0] = 0
+        problem = replace(problem, profile=replace(problem.profile, library_bytes=kept))
     values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
     can = values.feasible
     assert values.latency_s[can].min(initial=np.inf) >= bounds["latency"] * (1 - 1e-9)
     assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("keeps", "latency_s"), [([12] * 4, 20.0), ([12, 0, 0, 0], 9.0)])
+def test_what_libraries_keep_is_no_room_for_parameters(keeps: list[int], latency_s: float) -> None:
+    """Of four operators of 10 bytes the GPU holds 39 bytes, and 27 beside a library: two of them.
+
+    The others take the CPU 9 s each. If A alone asks for the library, it may be A that is there.
+    """
+    graph = OpGraph.build(
+        "chain", list("ABCD"), [0, 1, 2], [0] * 3, chain(4),
+        param_bytes=[10] * 4, param_uses=[(i, i) for i in range(4)],
+    )  # fmt: skip
+    kept = {"library_bytes": np.array([[0, x] for x in keeps])}
+    problem = problem_on(graph, [[9, 1]] * 4, memory_bytes=[99, 39], profile=kept)
+    values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
+    assert values.latency_s[values.feasible].min() == (20.0 if keeps[1] else 12.0)
+    assert bounds["latency"] == lower_bound(problem.with_objective("latency"))
+    assert bounds["latency"] == pytest.approx(latency_s)
+    assert bounds["period"] == pytest.approx(18.0 if keeps[1] else 9.0)
 
 
 def test_few_micro_batches_in_flight_keep_few_devices_busy() -> None:

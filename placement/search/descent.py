@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from placement.objective import Objective
-from placement.problem import Problem
 from placement.relaxed import balanced
 from placement.search import macro
 from placement.search.evaluation import (
@@ -24,7 +23,9 @@ _BODY = 64  # most groups of a move
 _STEPS = 1000  # of loads, between two looks at the budget
 _FIRST = 8  # moves that the first walk makes
 _WAIT, _WAITS = 0.1, 2.0  # periods that a hand-over waits, at first and at most
-_VAIN = 40  # walks in a row that lead to nothing better end it
+# Walks in a row that lead to nothing better end it: so many, or so much of the seconds left, as a
+# walk takes as long as ten evaluations.
+_VAIN, _LOST = 40, 0.1
 _FIRST_START = 0.6  # of the budget that is left, where there is a second one
 _LP_SIZE = 20_000  # groups x devices: those of a program take a moment
 # Of loads: moves that are estimated for one that is evaluated, the share of them that starts on
@@ -85,14 +86,16 @@ def _descend_period(search: Search, seed: int) -> None:
     he looked. The linear program of the loads (``relaxed.balanced``) looks at all of them.
     """
     assert search.best is not None
-    pipeline, balanced = Pipeline(search.problem, seed), _balanced(search.problem)
-    until = 1.0 if balanced is None else search.used + _FIRST_START * (1.0 - search.used)
+    pipeline, seconds = Pipeline(search.problem, seed), search.problem.group_compute_s
+    unlike = seconds.size <= _LP_SIZE and bool((seconds != seconds[:, :1]).any())
+    until = search.used + _FIRST_START * (1.0 - search.used) if unlike else 1.0
     if search.best_s < np.inf:
         _walk_down(search, pipeline, search.best, search.best_s, until)
-    if balanced is not None and search.left and search.best_s < np.inf:
-        value_s = search.cost(balanced)
+    if unlike and search.left and search.best_s < np.inf:
+        even = balanced(seconds).astype(np.int32)
+        value_s = search.cost(even)
         if value_s < INFEASIBLE:
-            _walk_down(search, pipeline, balanced, value_s, 1.0)
+            _walk_down(search, pipeline, even, value_s, 1.0)
 
 
 def _walk_down(
@@ -104,10 +107,13 @@ def _walk_down(
     micro-batches in flight. The estimate is the largest of them, where each hand-over on the path
     waits for what its receiver is doing: ``wait`` periods, fitted to what was evaluated. Walks are
     twice as long after one that was better, and half as long after one that was not. It ends
-    where ``_VAIN`` of them in a row lead to nothing better, or that share of the budget is used.
+    where ``_VAIN`` of them in a row lead to nothing better, or take ``_LOST`` of the seconds that
+    are left, or that share of the budget is used.
     """
-    most, wait, vain, number = _FIRST, _WAIT, 0, 0
+    most, wait, vain, number, since_s = _FIRST, _WAIT, 0, 0, search.seconds
     while search.left and search.used < until and vain < _VAIN:
+        if search.seconds - since_s > _LOST * search.seconds_left:
+            break
         squarings = SQUARINGS[number % len(SQUARINGS)]
         number, vain = number + 1, vain + 1
         choice = pipeline.walk(here, wait * here_s, squarings, most)
@@ -116,16 +122,10 @@ def _walk_down(
             continue
         value_s, most, before_s = search.cost(choice), max(1, most // 2), here_s
         if value_s < here_s:
-            most, vain, here, here_s = min(4 * most, MOST), 0, choice, value_s
+            most, vain, since_s = min(4 * most, MOST), 0, search.seconds
+            here, here_s = choice, value_s
         if value_s < INFEASIBLE:
             estimated_s = pipeline.estimate(choice, wait * before_s)
             if not 0.999 * estimated_s <= value_s <= 1.005 * estimated_s:
                 fitted = pipeline.wait_of(choice, value_s, _WAITS * before_s) / before_s
                 wait = min(fitted, 4.0 * wait + 0.05)
-
-
-def _balanced(problem: Problem) -> Choice | None:
-    """int32 ``[G]``; None where devices are alike, or that takes long."""
-    seconds = problem.group_compute_s
-    alike = bool((seconds == seconds[:, :1]).all())
-    return None if alike or seconds.size > _LP_SIZE else balanced(seconds).astype(np.int32)

@@ -143,6 +143,25 @@ def test_latency_and_unlimited_loads_are_left_alone() -> None:
         assert search.num_evaluations == used
 
 
+@pytest.mark.parametrize(("limit", "walks"), [({"evaluations": 99}, 40), ({"seconds": 98.0}, 9)])
+def test_walks_in_vain_end_and_take_few_of_limited_seconds(
+    limit: dict[str, float], walks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a second here: of 98 s nine in a row take more than a tenth of what is left."""
+    ended: list[float] = []
+
+    def in_vain(self: Pipeline, choice: np.ndarray, *how: float) -> np.ndarray:
+        ended.append(1.0)
+        return choice
+
+    monkeypatch.setattr(Pipeline, "walk", in_vain)
+    monkeypatch.setattr("placement.search.evaluation.clock", lambda: sum(ended))
+    search = Search(period("layered"), **limit)
+    search.cost(np.zeros(search.problem.graph.num_groups, np.int32))
+    descend(search, 0)
+    assert len(ended) == walks
+
+
 @pytest.mark.parametrize("planner", ["policy", "macro_search"])
 @pytest.mark.parametrize("objective", ["period", "max_load"])
 def test_planners_with_few_evaluations_keep_to_them(planner: str, objective: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import importers, planners, simulator
-from placement.bounds import _path_bound_s, balance_prices, lower_bounds, priced
+from placement.bounds import balance_prices, fastest_end_s, lower_bounds, priced
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
@@ -246,7 +246,7 @@ def test_values_of_the_original_programs(truth: list[dict[str, object]]) -> None
         device = 0 if row["method"] == "one_accelerator" else problem.num_devices - 1
         everything = np.full(problem.num_ops, device)
         if row["method"] == "critical_path_bound":
-            bound_s = _path_bound_s(problem)
+            bound_s = float(fastest_end_s(problem).max())
         elif row["method"] == "balance_bound":
             seconds = problem.group_compute_s
             bound_s = priced(seconds, balance_prices(seconds)).sum()
