@@ -37,7 +37,7 @@ from envs.source import Source
 from envs.vec import PlacementVecEnv
 from envs.workers import Workers
 from placement.problem import Placement, Problem
-from placement.runs.compare import placement_id, problem_fingerprint
+from placement.runs.compare import describe, placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
 from placement.runs.ways import torch_threads
 from placement.tools.files import short
@@ -320,8 +320,11 @@ def _origin(
 
     held = [] if held_out is None else held_out.problems.problems
     reference_s = start.reference_s
+    seams = (config.reward, config.generator, config.algorithm, config.formulation)
+    described = map(describe, (*seams, config.network.encoder))
     facts = {
         "configuration": asdict(config),
+        "your code": {x["name"]: x["code"][:12] for x in described if isinstance(x, dict)},
         "problems": [problem_fingerprint(p) for p in tasks.problems.problems],
         "warm starts": ids(tasks.warm_starts),
         # Those that follow from the problems may be measured: they differ each time.
