@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import numpy as np
 
 from placement.report.table import markdown
+from placement.runs.compare import ends
 from placement.runs.row import groups as groups
 from placement.tools.files import csv_text
 
@@ -143,22 +144,24 @@ def geometric(
     rng = np.random.default_rng(0)
     # Means of resampled seeds for every problem, then of resampled problems.
     means = np.stack([x[rng.integers(len(x), size=(resamples, len(x)))].mean(1) for x in logs], 1)
+    count = len(logs) if len(logs) > 1 else len(logs[0])
     if family is None:
         chosen = rng.integers(len(logs), size=means.shape)
         drawn = np.take_along_axis(means, chosen, axis=1).mean(axis=1)
     else:
         of = [family(name) for name in by_problem]
         members = [np.flatnonzero([f == name for f in of]) for name in dict.fromkeys(of)]
-        total, count = np.zeros(resamples), np.zeros(resamples)
+        count = len(members)
+        total, drawn_of = np.zeros(resamples), np.zeros(resamples)
         for _ in members:  # so many families are drawn
             picked = rng.integers(len(members), size=resamples)
             for k, mine in enumerate(members):
                 chosen = mine[rng.integers(len(mine), size=(resamples, len(mine)))]
                 sums = np.take_along_axis(means, chosen, axis=1).sum(axis=1)
                 total += np.where(picked == k, sums, 0.0)
-                count += np.where(picked == k, len(mine), 0)
-        drawn = total / count
-    low, high = np.exp(np.percentile(drawn, [2.5, 97.5]))
+                drawn_of += np.where(picked == k, len(mine), 0)
+        drawn = total / drawn_of
+    low, high = np.exp(ends(drawn, count))
     return Mean(
         float(np.exp(np.mean([x.mean() for x in logs]))), float(low), float(high), len(logs)
     )

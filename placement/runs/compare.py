@@ -545,7 +545,7 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
 def geometric_interval(
     values: Sequence[float | Sequence[float]], num_resamples: int = 10_000
 ) -> tuple[float, float]:
-    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles).
+    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (``ends``).
 
     Or of ``K`` lists of values that belong together: lists are drawn, then values of each.
     """
@@ -560,8 +560,23 @@ def geometric_interval(
     for which in np.array_split(chosen, 20):  # in parts, for memory
         drawn = rng.random((*which.shape, table.shape[1])) * count[which][:, :, None]
         means.append(table[which[:, :, None], drawn.astype(np.int64)].mean(axis=(1, 2)))
-    low, high = np.exp(np.percentile(np.concatenate(means), [2.5, 97.5]))
+    several = len(lists) if len(lists) > 1 else int(count.max())
+    low, high = np.exp(ends(np.concatenate(means), several))
     return float(low), float(high)
+
+
+def ends(means: Floats, count: int) -> Floats:
+    """float64 ``[2]``: the 95 % interval of a mean of ``count``, from its resampled ``means``.
+
+    Percentiles further out than 2.5, for few (Hesterberg, The American Statistician 2015: expanded
+    percentiles): resampling knows neither that a deviation is estimated nor that it is too small,
+    and of six values 2.5 and 97.5 hold the mean in 86 % of all cases.
+    """
+    from scipy.special import ndtr, stdtrit  # not scipy.stats, which takes a second
+
+    few = max(count - 1, 1)
+    tail = 100 * ndtr(np.sqrt(1 + 1 / few) * stdtrit(few, 0.025))
+    return np.percentile(means, [tail, 100 - tail])
 
 
 def placement_id(placement: Placement) -> str:
