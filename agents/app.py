@@ -147,8 +147,10 @@ def _unknown(message: str, config: str) -> str:
         with initialize_config_module("conf", version_base="1.3"):
             every: Any = compose(config, return_hydra_config=True)
         groups = every.hydra.runtime.choices
-        keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
-        near = meant(name, map(str, keys or ()))
+        tops = [parent] if not parent or OmegaConf.select(every, parent) else list(every)
+        inside: Any = {top: OmegaConf.select(every, top) for top in tops if top}
+        keys = [f"{k}.{x}" for k, v in inside.items() if isinstance(v, DictConfig) for x in v]
+        near = meant(setting[1], keys if parent else map(str, [*every, *groups]))
         if not parent and name in every.get("training", {}):
             near = f"; did you mean 'training.{name}'?"
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"

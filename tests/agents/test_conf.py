@@ -607,6 +607,8 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("workload=tiny_mlp", "leave out workload; say 'workload=[]'"),
         ("held_out=many", "'many' of type 'str' could not be converted to Float"),
         ("total_steps=9", "no setting 'total_steps'; did you mean 'training.total_steps'?"),
+        ("training.totl_steps=9", "no setting 'training.totl_steps'; did you mean 'training.total"),
+        ("trainng.total_steps=9", "no setting 'trainng.total_steps'; did you mean 'training.total"),
         ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
         ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
         ("training.gamma=2", "gamma = 2.0 must be 0 to 1"),
