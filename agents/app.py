@@ -340,7 +340,6 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     is_sweep = hydra.mode == RunMode.MULTIRUN
-    write_atomic(folder / "versions.json", _versions())
     if "resume" in cfg:
         from agents.callbacks import CHECKPOINT
 
@@ -363,7 +362,9 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             cli.progress() as report,
             cli.says_when_compiling(),
         ):
-            run = partial(tracker.run, folder, config, job_type, group)
+            versions = _versions()
+            write_atomic(folder / "versions.json", json.dumps(versions, indent=1))
+            run = partial(tracker.run, folder, config | {"versions": versions}, job_type, group)
             yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
         key, place = ("sweep", str(hydra.sweep.dir)) if is_sweep else ("run", str(folder))
@@ -405,10 +406,9 @@ def _tracker(cfg: DictConfig) -> Tracker:
     return WandbTracker() if from_shell and not chosen and tracker == LocalTracker() else tracker
 
 
-def _versions() -> str:
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    versions |= {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
-    return json.dumps(versions, indent=1)
+    return versions | {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
 
 
 def make_problems(job: Job) -> dict[str, Problem]:

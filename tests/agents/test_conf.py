@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from placement.planners import PlannerError
 from placement.problem import Problem, Solution
 from placement.report.gantt import PlotError
 from placement.report.html import write_report
+from placement.runs.tracking import Tracker
 from placement.testing import small_problems
 
 pytestmark = pytest.mark.usefixtures("quick_profiles")
@@ -584,13 +586,19 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
 
 
 def test_of_a_generator_the_table_is_written_and_no_plans(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun: list[Any] = []
+    begin = Tracker.run
+    monkeypatch.setattr(Tracker, "run", lambda *a: begun.append(a) or begin(*a))
     words = ["experiment=released_dispatch", "debug=tiny", "training.samples=9"]
     words += ["training.total_steps=100", "training.steps_per_env=100", "hydra.run.dir=out"]
     assert run("train", *words) == 0
     stdout = capsys.readouterr().out
     assert "tables of each of the 9 workloads: compare.md" in stdout and "sample-0" not in stdout
+    assert begun[0][2]["versions"]["torch"] == metadata.version(
+        "torch"
+    )  # a tracker has all to repeat it
     samples = {r["workload"] for r in rows_of(tmp_path / "out")}
     assert samples == {f"sample-{i}" for i in range(9)}
     folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
