@@ -149,7 +149,7 @@ def _unknown(message: str, config: str) -> str:
         groups = every.hydra.runtime.choices
         tops = [parent] if not parent or OmegaConf.select(every, parent) else list(every)
         inside: Any = {top: OmegaConf.select(every, top) for top in tops if top}
-        keys = [f"{k}.{x}" for k, v in inside.items() if isinstance(v, DictConfig) for x in v]
+        keys = [f"{k}.{x!s}" for k, v in inside.items() if isinstance(v, DictConfig) for x in v]
         near = meant(setting[1], keys if parent else map(str, [*every, *groups]))
         if not parent and name in every.get("training", {}):
             near = f"; did you mean 'training.{name}'?"

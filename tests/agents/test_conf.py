@@ -568,14 +568,18 @@ def test_described_devices_cannot_run(
 def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
     words += ["training.total_steps=60", "training.num_envs=2", "training.network.hidden=8"]
-    assert run("train", *words) == 0
+    still = ["training.learning_rate=0", "training.last_learning_rate=0"]
+    assert run("train", *words, *still) == 0
     value = {r["planner"]: float(r["value_s"]) for r in rows_of(tmp_path / "out")}
-    assert value["policy"] <= value["baseline"]
+    assert value["policy"] <= value["baseline"] and value["policy"] == value["untrained"]
+    before, after = (TrainedPolicy.load(f"out/{x}.safetensors") for x in ("untrained", "policy"))
+    assert str(before.net.state_dict()) == str(after.net.state_dict())  # of a network that stays
     assert (tmp_path / "out" / "metrics.csv").exists()
     # The policy goes on from its file, and is a planner of a comparison like any other.
     more = [*words, "policy=out/policy.safetensors", "hydra.run.dir=more", "parallel=processes"]
     assert run("train", *more, "training.workers=3") == 2
     assert run("train", *more, "training.workers=2") == 0  # a program is not sent to them
+    assert {"given", "policy"} < {r["planner"] for r in rows_of(tmp_path / "more")}
     again = [
         "planner=policy",
         "planner.policy.policy=more/policy.safetensors",
