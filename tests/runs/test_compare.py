@@ -510,7 +510,7 @@ def test_the_interval_covers_as_often_as_it_says(rng: np.random.Generator, count
 def test_more_seeds_of_the_same_workloads_are_not_more_workloads(rng: np.random.Generator) -> None:
     each = np.exp(rng.normal(0.3, 0.2, 12))
     once = geometric_interval(list(each), 2000)
-    assert geometric_interval([[x] * 5 for x in each], 2000) == pytest.approx(once)
+    assert geometric_interval([[x] * 5 for x in each], 2000) == pytest.approx(once, rel=0.02)
     seeds = [1.0, 1.2, 1.1]
     assert geometric_interval([seeds], 2000) == pytest.approx(
         geometric_interval(seeds, 2000), rel=0.02
