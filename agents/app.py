@@ -723,10 +723,8 @@ def metric_s(comparison: Comparison) -> float:
     Geometric mean over workloads; inf where nothing fits. The placements on one device that are
     rows of every comparison do not count.
     """
-    from placement.runs.row import SINGLE
+    from placement.runs.row import SINGLE, groups
 
-    best: dict[str, float] = {}
-    for row in comparison.rows:
-        if not row.planner.startswith(SINGLE):
-            best[row.workload] = min(row.value_s, best.get(row.workload, np.inf))
-    return float(np.exp(np.mean(np.log(list(best.values())))))
+    answers = [row for row in comparison.rows if not row.planner.startswith(SINGLE)]
+    best = [min(r.value_s for r in rows) for rows in groups(answers, "workload").values()]
+    return float(np.exp(np.mean(np.log(best))))

@@ -27,7 +27,7 @@ from agents.config import TrainConfig
 from agents.encoder import PolicyError
 from agents.expert import imitate
 from agents.policy import PlacementPolicy
-from agents.tasks import Start, Tasks, make_rules, moving_options
+from agents.tasks import Start, Tasks, make_rules, rule_options
 from agents.trained import Net, TrainedPolicy, make_net
 from envs.episodes import Episodes, FreshEpisodes, FreshRules
 from envs.generators import Generator, draw, generator_of
@@ -193,14 +193,13 @@ def make_env(
             f"use fewer workers, or a larger num_envs"
         )
     if generator is not None:
-        options = {} if config.kind.builds else moving_options(config)
         source = Source.of(
             config.kind.rules_of,
             generator,
             evaluator=tasks.problems.evaluator,
             reward=tasks.problems.reward,
             observe="graph",
-            **{**config.kind.options_of(config.network), **options},
+            **rule_options(config),
         )
         fresh = FreshRules(source, num_envs, config.repeats, tasks.problems)
         return PlacementVecEnv(FreshEpisodes(fresh, config.seed))
