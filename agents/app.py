@@ -147,8 +147,10 @@ def _unknown(message: str, config: str) -> str:
         with initialize_config_module("conf", version_base="1.3"):
             every: Any = compose(config, return_hydra_config=True)
         groups = every.hydra.runtime.choices
-        keys: Any = OmegaConf.select(every, parent) if parent else [*every, *groups]
-        near = meant(name, map(str, keys or ()))
+        tops = [parent] if not parent or OmegaConf.select(every, parent) else list(every)
+        inside: Any = {top: OmegaConf.select(every, top) for top in tops if top}
+        keys = [f"{k}.{x!s}" for k, v in inside.items() if isinstance(v, DictConfig) for x in v]
+        near = meant(setting[1], keys if parent else map(str, [*every, *groups]))
         if not parent and name in every.get("training", {}):
             near = f"; did you mean 'training.{name}'?"
         return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
@@ -338,7 +340,6 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     is_sweep = hydra.mode == RunMode.MULTIRUN
-    write_atomic(folder / "versions.json", _versions())
     if "resume" in cfg:
         from agents.callbacks import CHECKPOINT
 
@@ -361,7 +362,9 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             cli.progress() as report,
             cli.says_when_compiling(),
         ):
-            run = partial(tracker.run, folder, config, job_type, group)
+            versions = _versions()
+            write_atomic(folder / "versions.json", json.dumps(versions, indent=1))
+            run = partial(tracker.run, folder, config | {"versions": versions}, job_type, group)
             yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
         key, place = ("sweep", str(hydra.sweep.dir)) if is_sweep else ("run", str(folder))
@@ -403,10 +406,9 @@ def _tracker(cfg: DictConfig) -> Tracker:
     return WandbTracker() if from_shell and not chosen and tracker == LocalTracker() else tracker
 
 
-def _versions() -> str:
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    versions |= {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
-    return json.dumps(versions, indent=1)
+    return versions | {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
 
 
 def make_problems(job: Job) -> dict[str, Problem]:
@@ -720,10 +722,8 @@ def metric_s(comparison: Comparison) -> float:
     Geometric mean over workloads; inf where nothing fits. The placements on one device that are
     rows of every comparison do not count.
     """
-    from placement.runs.row import SINGLE
+    from placement.runs.row import SINGLE, groups
 
-    best: dict[str, float] = {}
-    for row in comparison.rows:
-        if not row.planner.startswith(SINGLE):
-            best[row.workload] = min(row.value_s, best.get(row.workload, np.inf))
-    return float(np.exp(np.mean(np.log(list(best.values())))))
+    answers = [row for row in comparison.rows if not row.planner.startswith(SINGLE)]
+    best = [min(r.value_s for r in rows) for rows in groups(answers, "workload").values()]
+    return float(np.exp(np.mean(np.log(best))))

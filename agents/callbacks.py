@@ -427,12 +427,14 @@ def _completed(begun: dict[str, str]) -> dict[str, str]:
 
 
 def _differences(begun: dict[str, str], now: dict[str, str]) -> str:
-    """Which fields of the configuration differ, as text: of a checkpoint, and now."""
+    """Which fields of the configuration, and files of yours, differ: of a checkpoint, and now."""
 
     def fields_of(origin: dict[str, str]) -> dict[str, Any]:
         config = json.loads(origin.get("configuration", "{}"))
         inner = config.pop("network", {})
-        return config | {f"network.{what}": value for what, value in inner.items()}
+        code = json.loads(origin.get("your code", "{}"))
+        files = {f"code of {name}": digest for name, digest in code.items()}
+        return config | {f"network.{what}": value for what, value in inner.items()} | files
 
     was = fields_of(begun)
     other = [f"{k} = {was.get(k)}, now {v}" for k, v in fields_of(now).items() if was.get(k) != v]

@@ -31,7 +31,7 @@ from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished")
-_NOT_OF_THE_RESULT = ("tracker",)
+_NOT_OF_THE_RESULT = ("tracker", "launcher", "resume", "parallel", "json")
 _OWN_COLUMNS = ("planner", "workload", "files", "seed")
 _NUM_NAMED = 20
 
@@ -316,10 +316,11 @@ class _Sample(NamedTuple):
 
 
 def _varied(jobs: Sequence[SweepJob]) -> list[str]:
-    """Keys that not all jobs have alike, but for those with a column of their own."""
+    """Keys that not all jobs have alike, but for columns and what does not change a result."""
     begun = [job.overrides for job in jobs if job.overrides]
     keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
-    return [k for k in keys if len({overrides.get(k) for overrides in begun}) > 1]
+    counted = [k for k in keys if k.split(".")[0] not in _NOT_OF_THE_RESULT]
+    return [k for k in counted if len({overrides.get(k) for overrides in begun}) > 1]
 
 
 def _middle(samples: Sequence[_Sample]) -> _Sample:

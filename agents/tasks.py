@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from agents.config import TrainConfig
 from agents.dispatch import answer
 from agents.encoder import PolicyError
 from agents.store import GraphStore
-from agents.trained import Net, building_rules, decode, walk
+from agents.trained import Net, decode, walk
 from envs.problems import (
     Evaluator,
     ProblemSet,
@@ -147,24 +147,24 @@ def make_rules(
     config: TrainConfig, tasks: Tasks, num_envs: int, again: float | None = None
 ) -> Rules:
     """The rules that ``config`` plays by on these tasks; searches begin at their starts."""
-    if config.kind.builds:
-        return building_rules(config.network, config.formulation, tasks.problems, num_envs)
-    starts = [
-        load("single_device")(p).placement if s is None else s
-        for p, s in zip(tasks.problems.problems, tasks.starts, strict=True)
-    ]
-    options = moving_options(config)
+    options = rule_options(config)
+    if not config.kind.builds:
+        options["starts"] = [
+            load("single_device")(p).placement if s is None else s
+            for p, s in zip(tasks.problems.problems, tasks.starts, strict=True)
+        ]
     if again is not None and "again" in options:
         options["again"] = again
-    return config.kind.rules(tasks.problems, num_envs, starts=starts, **options)
+    return config.kind.rules(tasks.problems, num_envs, **options)
 
 
-def moving_options(config: TrainConfig) -> dict[str, Any]:
-    """What the rules of a formulation that improves placements are given besides their starts."""
+def rule_options(config: TrainConfig) -> dict[str, Any]:
+    """What the rules of a formulation are given besides starts."""
+    names: tuple[str, ...] = () if config.kind.builds else ("width", "again")
     if config.kind.mode == "refine":
-        options: dict[str, Any] = {"moves": config.moves or None}
-        return options | {k: asdict(config)[k] for k in ("best_so_far", "random_start")}
-    return {"moves": config.moves or 256, "width": config.width, "again": config.again}
+        names = ("best_so_far", "random_start")
+    names += ("moves",) * bool(names and config.moves)
+    return config.kind.options_of(config.network) | {k: getattr(config, k) for k in names}
 
 
 def _warm_starts(

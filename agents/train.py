@@ -1,4 +1,5 @@
-"""``placement-train``: train one policy on all the workloads, then compare it with its baseline."""
+"""``placement-train``: train one policy on all the workloads, then compare it with its baseline,
+and with what it was before."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may co
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +55,7 @@ def app(cfg: DictConfig) -> float:
 
 def _train(cfg: DictConfig) -> float:
     from agents.planner import PolicyPlanner
-    from agents.trained import TrainedPolicy
+    from agents.trained import TrainedPolicy, untrained_net
     from envs.perturbation import Perturbation
     from placement.runs.compare import compare
     from placement.search.budget import Budget
@@ -89,10 +91,17 @@ def _train(cfg: DictConfig) -> float:
         write_atomic(card, json.dumps(trained.card, indent=1))
         run.mirror.table("eval/problems", ("problem", "best_s"), _best(machines, trained))
         kind, allow = trained.kind.mode, (trained.formulation, trained.net.config.encoder)
-        planners = {
-            "baseline": baseline,
-            "policy": PolicyPlanner(file, kind, allow=allow, seed=cfg.seed, baseline=baseline),
-        }
+        before = "untrained" if policy is None else "given"
+        if policy is None:
+            new = untrained_net(trained.net.config, trained.formulation, cfg.seed)
+            policy = TrainedPolicy(new, {"config": trained.card["config"]})
+        policy.save(run.folder / f"{before}.safetensors")
+        planners = {"baseline": baseline}
+        for name in (before, "policy"):
+            weights = run.folder / f"{name}.safetensors"
+            planners[name] = PolicyPlanner(
+                weights, kind, allow=allow, seed=cfg.seed, baseline=baseline
+            )
         comparison = compare(
             problems,
             planners,
@@ -111,7 +120,7 @@ def _train(cfg: DictConfig) -> float:
             save_report(run)
             contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
     show(run, comparison, contents)
-    return metric_s(comparison)
+    return metric_s(replace(comparison, rows=tuple(mine)))
 
 
 def _trained(

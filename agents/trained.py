@@ -18,7 +18,7 @@ from agents.store import GraphStore
 from envs.formulations import FORMULATIONS, Formulation, formulation_of
 from envs.lookup import find
 from envs.problems import EnvError, Floats, ProblemSet, canonical
-from envs.rules import BuildingRules, Rules
+from envs.rules import Rules
 from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
 from placement.runs.ways import torch_threads
@@ -266,7 +266,8 @@ def decode(
     """
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
-    rules = building_rules(net.config, net.formulation, problems, len(ids))
+    kind = formulation_of(net.formulation)
+    rules: Any = kind.rules(problems, len(ids), **kind.options_of(net.config))
     rules.start(np.arange(len(ids)), ids)
     if (
         type(rules) is SequentialRules  # of a subclass what is legal may differ
@@ -290,16 +291,6 @@ def _scores_as_ours(net: PlacementNet) -> bool:
     kind = type(net)
     same = kind.evaluate is PlacementNet.evaluate
     return same and kind.step_logits is PlacementNet.step_logits
-
-
-def building_rules(
-    config: NetworkConfig, formulation: str, problems: ProblemSet, num_envs: int
-) -> BuildingRules:
-    """The rules of a formulation that builds placements."""
-    kind = formulation_of(formulation)
-    rules: Any = kind.rules(problems, num_envs, **kind.options_of(config))
-    building: BuildingRules = rules
-    return building
 
 
 def walk(

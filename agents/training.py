@@ -27,7 +27,7 @@ from agents.config import TrainConfig
 from agents.encoder import PolicyError
 from agents.expert import imitate
 from agents.policy import PlacementPolicy
-from agents.tasks import Start, Tasks, make_rules, moving_options
+from agents.tasks import Start, Tasks, make_rules, rule_options
 from agents.trained import Net, TrainedPolicy, make_net
 from envs.episodes import Episodes, FreshEpisodes, FreshRules
 from envs.generators import Generator, draw, generator_of
@@ -37,7 +37,7 @@ from envs.source import Source
 from envs.vec import PlacementVecEnv
 from envs.workers import Workers
 from placement.problem import Placement, Problem
-from placement.runs.compare import placement_id, problem_fingerprint
+from placement.runs.compare import describe, placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
 from placement.runs.ways import torch_threads
 from placement.tools.files import short
@@ -193,14 +193,13 @@ def make_env(
             f"use fewer workers, or a larger num_envs"
         )
     if generator is not None:
-        options = {} if config.kind.builds else moving_options(config)
         source = Source.of(
             config.kind.rules_of,
             generator,
             evaluator=tasks.problems.evaluator,
             reward=tasks.problems.reward,
             observe="graph",
-            **{**config.kind.options_of(config.network), **options},
+            **rule_options(config),
         )
         fresh = FreshRules(source, num_envs, config.repeats, tasks.problems)
         return PlacementVecEnv(FreshEpisodes(fresh, config.seed))
@@ -320,8 +319,11 @@ def _origin(
 
     held = [] if held_out is None else held_out.problems.problems
     reference_s = start.reference_s
+    seams = (config.reward, config.generator, config.algorithm, config.formulation)
+    described = map(describe, (*seams, config.network.encoder))
     facts = {
         "configuration": asdict(config),
+        "your code": {x["name"]: x["code"][:12] for x in described if isinstance(x, dict)},
         "problems": [problem_fingerprint(p) for p in tasks.problems.problems],
         "warm starts": ids(tasks.warm_starts),
         # Those that follow from the problems may be measured: they differ each time.

@@ -29,15 +29,6 @@ from placement.problem import Problem
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-KEYS = (
-    "nodes",
-    "edges",
-    "edge_features",
-    "device_features",
-    "pair_features",
-    "supported",
-    "sizes",
-)
 _BOUND = 1e6  # features are logarithms and shares; spaces have bounds
 _EDGE_FEATURES = 2
 
@@ -98,6 +89,9 @@ def _spaces(groups: int, devices: int, edges: int) -> dict[str, spaces.Box]:
         "supported": spaces.Box(0, 1, (groups, devices), np.int8),
         "sizes": spaces.Box(0, MAX_ID, (3,), np.int64),
     }
+
+
+KEYS = tuple(_spaces(1, 1, 1))
 
 
 def graph_space() -> spaces.Graph:

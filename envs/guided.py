@@ -184,7 +184,7 @@ class OfferingRules(Rules):
                 "moves": spaces.Box(-3 * BOUND, 3 * BOUND, (rows, of_move), np.float32),
                 "search": spaces.Box(-BOUND, BOUND, (of_search,), np.float32),
                 "group": spaces.Box(0, MAX_ID, (rows,), np.int64),
-                "device": spaces.Box(0, MAX_ID, (rows,), np.int64),
+                "to_device": spaces.Box(0, MAX_ID, (rows,), np.int64),
                 "mask": spaces.Box(0, 1, (rows,), np.int8),
             }
         )
@@ -268,7 +268,7 @@ class OfferingRules(Rules):
             "moves": np.empty((count, rows, self.num_features[0]), np.float32),
             "search": np.empty((count, self.num_features[1]), np.float32),
             "group": np.empty((count, rows), np.int64),
-            "device": np.empty((count, rows), np.int64),
+            "to_device": np.empty((count, rows), np.int64),
             "mask": self.masks().astype(np.int8),
         }
         for b in range(count):
@@ -277,7 +277,7 @@ class OfferingRules(Rules):
             seen["search"][b] = state.search
             moves, group, device = self._offered(b)
             seen["group"][b] = np.where(moves, group, 0)  # others hold what an earlier offer left
-            seen["device"][b] = np.where(moves, device, 0)
+            seen["to_device"][b] = np.where(moves, device, 0)
         return seen
 
     def _state(self, b: int) -> Any:
@@ -347,7 +347,7 @@ class GuidedSearchEnv(PlacementEnv):
     * ``problem`` int64 ``[1]``: which of ``problems`` this is.
     * ``moves`` float32 ``[C + 1, 26]`` in -30..30: ``MOVE_FEATURES``, logarithms and shares.
     * ``search`` float32 ``[12]`` in -10..10: ``SEARCH_FEATURES``.
-    * ``group``, ``device`` int64 ``[C + 1]``: the first group that moves, and where to (0, 0 for
+    * ``group``, ``to_device`` int64 ``[C + 1]``: the first group that moves, and where to (0, 0 for
       the choice to stay, and where the mask is 0).
     * ``mask`` int8 ``[C + 1]``: 1 = legal.
 
@@ -358,7 +358,8 @@ class GuidedSearchEnv(PlacementEnv):
     illegal action stays.
 
     **Reward** float: the improvement ``log(best before / best after)`` of the best value of the
-    episode, at most 1, never negative: the return is ``log(first / best)``.
+    episode, at most 1, never negative: the return is ``log(first / best)``, unless a step improved
+    it by more than ``e``, or to the first that fits: that earns 1.
 
     **Termination**: after ``moves`` steps. Never truncated.
 

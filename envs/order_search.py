@@ -122,7 +122,7 @@ class OrderSearchEnv(PlacementEnv):
     * ``problem`` int64 ``[1]``: which of ``problems`` this is.
     * ``moves`` float32 ``[C + 1, 20]`` in -30..30: ``MOVE_FEATURES``, logarithms and shares.
     * ``search`` float32 ``[10]`` in -10..10: ``SEARCH_FEATURES``.
-    * ``group``, ``device`` int64 ``[C + 1]``: the first group that moves, and where to (0, 0 for
+    * ``group``, ``to_device`` int64 ``[C + 1]``: the first group that moves, and where to (0, 0 for
       the choice to stay, and where the mask is 0).
     * ``mask`` int8 ``[C + 1]``: 1 = legal.
 
@@ -131,7 +131,8 @@ class OrderSearchEnv(PlacementEnv):
     Staying is legal only where nothing can move. An illegal action stays.
 
     **Reward** float: the improvement ``log(best before / best after)`` of the best latency of the
-    episode, at most 1, never negative: the return is ``log(first / best)``.
+    episode, at most 1, never negative: the return is ``log(first / best)``, unless a step improved
+    it by more than ``e``: that earns 1.
 
     **Termination**: after ``moves`` steps. Never truncated.
 

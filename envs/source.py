@@ -32,6 +32,10 @@ _CALLED = {
 }
 
 
+class ArgumentError(EnvError, TypeError):
+    """There is no such argument; as Python's own error, after which TorchRL tries without."""
+
+
 def check_called(arguments: object) -> None:
     """Raises: EnvError, one of these fields cannot be called."""
     for what, words in _CALLED.items():
@@ -87,14 +91,16 @@ class Source:
             raise EnvError("reference_s and perturbation are for given problems, not a generator")
 
     def _check_options(self) -> None:
-        """Raises: EnvError, an argument that neither this class nor the rules have."""
+        """Raises: ArgumentError, one that neither this class nor the rules have."""
         own = list(signature(self.rules_of).parameters.values())[2:]  # not: problems, num_envs
         shared = [f.name for f in fields(self)[1:] if f.name != "options"]
         known = [*shared, *(p.name for p in own)]
         for name in self.options:
             if name not in known and all(p.kind is not Parameter.VAR_KEYWORD for p in own):
                 near = meant(name, known) or ";"
-                raise EnvError(f"no argument {name!r}{near} arguments are {', '.join(known)}")
+                raise ArgumentError(
+                    f"unexpected keyword argument {name!r}{near} arguments are {', '.join(known)}"
+                )
 
     @classmethod
     def of(cls, rules_of: Callable[..., Rules], problems: Problems, **arguments: Any) -> Source:

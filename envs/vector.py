@@ -42,7 +42,8 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         EnvError: see ``PlacementEnv``.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # type: ignore[misc]
+    autoreset_mode = AutoresetMode.SAME_STEP  # where SyncVectorEnv has it, and TorchRL asks
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": autoreset_mode}  # type: ignore[misc]
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         super().reset(seed=seed if isinstance(seed, int) else None)
         if seed is not None:
             self.episodes.seed(seed)
+            self.episodes.rules.best_s.fill(np.inf)  # searches may begin at the best met
         return self.episodes.reset(), self._info()
 
     def step(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import numpy as np
 
 from placement.report.table import markdown
+from placement.runs.compare import geometric_interval
 from placement.runs.row import groups as groups
 from placement.tools.files import csv_text
 
@@ -137,31 +138,14 @@ def geometric(
     With ``family``, of a problem, it resamples families, then problems of each: what it says holds
     for families that were not looked at.
     """
-    logs = [np.log(np.asarray(v, float)) for v in by_problem.values()]
-    if not logs:
+    if not by_problem:
         return Mean(np.nan, np.nan, np.nan, 0)
-    rng = np.random.default_rng(0)
-    # Means of resampled seeds for every problem, then of resampled problems.
-    means = np.stack([x[rng.integers(len(x), size=(resamples, len(x)))].mean(1) for x in logs], 1)
-    if family is None:
-        chosen = rng.integers(len(logs), size=means.shape)
-        drawn = np.take_along_axis(means, chosen, axis=1).mean(axis=1)
-    else:
-        of = [family(name) for name in by_problem]
-        members = [np.flatnonzero([f == name for f in of]) for name in dict.fromkeys(of)]
-        total, count = np.zeros(resamples), np.zeros(resamples)
-        for _ in members:  # so many families are drawn
-            picked = rng.integers(len(members), size=resamples)
-            for k, mine in enumerate(members):
-                chosen = mine[rng.integers(len(mine), size=(resamples, len(mine)))]
-                sums = np.take_along_axis(means, chosen, axis=1).sum(axis=1)
-                total += np.where(picked == k, sums, 0.0)
-                count += np.where(picked == k, len(mine), 0)
-        drawn = total / count
-    low, high = np.exp(np.percentile(drawn, [2.5, 97.5]))
-    return Mean(
-        float(np.exp(np.mean([x.mean() for x in logs]))), float(low), float(high), len(logs)
-    )
+    values: Any = list(by_problem.values())
+    mean = geometric_mean(geometric_mean(seeds) for seeds in values)
+    if family is not None:
+        names = dict.fromkeys(map(family, by_problem))
+        values = [[v for k, v in by_problem.items() if family(k) == name] for name in names]
+    return Mean(mean, *geometric_interval(values, resamples), len(by_problem))
 
 
 def geometric_mean(values: Iterable[float]) -> float:

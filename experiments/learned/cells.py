@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.runs import GIB, limited, warm
 from experiments.study import Finished, Options, StudyError, say
-from experiments.tables import groups
+from experiments.tables import geometric_mean, groups
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
 from placement.search.budget import Budget, prepared
@@ -255,7 +255,7 @@ def least(cells: Sequence[Cell], planners: Sequence[str]) -> Reference:
     def best(problem: str, seed: int | None) -> float | None:
         if seed is None and seeds:  # who does not draw meets all seeds of those who do
             each = [b for s in sorted(seeds) if (b := best(problem, s)) is not None]
-            return float(np.exp(np.mean(np.log(each)))) if each else None
+            return geometric_mean(each) if each else None
         keys = {(problem, seed), (problem, None)}
         return min((values[k] for k in keys if k in values), default=None)
 

@@ -542,25 +542,31 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def geometric_interval(
-    values: Sequence[float | Sequence[float]], num_resamples: int = 10_000
-) -> tuple[float, float]:
-    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]`` (percentiles).
+def geometric_interval(values: Any, num_resamples: int = 10_000) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the geometric mean of positive values ``[K]``.
 
-    Or of ``K`` lists of values that belong together: lists are drawn, then values of each.
+    Or of ``K`` lists of values that belong together, or of such lists: of every list as many are
+    drawn as it has. Its ends lie further out than the percentiles 2.5 and 97.5 of what is drawn
+    (expanded percentiles: Hesterberg, The American Statistician 2015): those know neither that a
+    deviation is estimated nor that it is too small, and hold the mean of six in 86 % of all cases.
     """
-    lists = [np.log(np.atleast_1d(v)) for v in values]
-    count = np.array([len(logs) for logs in lists])
-    table = np.zeros((len(lists), count.max()))
-    for row, logs in zip(table, lists, strict=True):
-        row[: len(logs)] = logs
+    from scipy.special import ndtr, stdtrit  # not scipy.stats, which takes a second
+
     rng = np.random.default_rng(0)
-    chosen = rng.integers(len(lists), size=(num_resamples, len(lists)))
-    means = []
-    for which in np.array_split(chosen, 20):  # in parts, for memory
-        drawn = rng.random((*which.shape, table.shape[1])) * count[which][:, :, None]
-        means.append(table[which[:, :, None], drawn.astype(np.int64)].mean(axis=(1, 2)))
-    low, high = np.exp(np.percentile(np.concatenate(means), [2.5, 97.5]))
+
+    def drawn(several: Any) -> Floats:
+        """float64 ``[num_resamples]``: means of logarithms."""
+        each = [drawn(x) if np.iterable(x) else np.full(num_resamples, np.log(x)) for x in several]
+        means = np.stack(each, axis=1)
+        chosen = rng.integers(len(each), size=means.shape)
+        return np.take_along_axis(means, chosen, axis=1).mean(axis=1)
+
+    few = values
+    while len(few) == 1 and np.iterable(few[0]):
+        few = few[0]
+    freedom = max(len(few) - 1, 1)
+    tail = 100 * ndtr(np.sqrt(1 + 1 / freedom) * stdtrit(freedom, 0.025))
+    low, high = np.exp(np.percentile(drawn(values), [tail, 100 - tail]))
     return float(low), float(high)
 
 

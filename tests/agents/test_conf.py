@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from placement.planners import PlannerError
 from placement.problem import Problem, Solution
 from placement.report.gantt import PlotError
 from placement.report.html import write_report
+from placement.runs.tracking import Tracker
 from placement.testing import small_problems
 
 pytestmark = pytest.mark.usefixtures("quick_profiles")
@@ -566,14 +568,18 @@ def test_described_devices_cannot_run(
 def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
     words += ["training.total_steps=60", "training.num_envs=2", "training.network.hidden=8"]
-    assert run("train", *words) == 0
+    still = ["training.learning_rate=0", "training.last_learning_rate=0"]
+    assert run("train", *words, *still) == 0
     value = {r["planner"]: float(r["value_s"]) for r in rows_of(tmp_path / "out")}
-    assert value["policy"] <= value["baseline"]
+    assert value["policy"] <= value["baseline"] and value["policy"] == value["untrained"]
+    before, after = (TrainedPolicy.load(f"out/{x}.safetensors") for x in ("untrained", "policy"))
+    assert str(before.net.state_dict()) == str(after.net.state_dict())  # of a network that stays
     assert (tmp_path / "out" / "metrics.csv").exists()
     # The policy goes on from its file, and is a planner of a comparison like any other.
     more = [*words, "policy=out/policy.safetensors", "hydra.run.dir=more", "parallel=processes"]
     assert run("train", *more, "training.workers=3") == 2
     assert run("train", *more, "training.workers=2") == 0  # a program is not sent to them
+    assert {"given", "policy"} < {r["planner"] for r in rows_of(tmp_path / "more")}
     again = [
         "planner=policy",
         "planner.policy.policy=more/policy.safetensors",
@@ -584,13 +590,19 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
 
 
 def test_of_a_generator_the_table_is_written_and_no_plans(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun: list[Any] = []
+    begin = Tracker.run
+    monkeypatch.setattr(Tracker, "run", lambda *a: begun.append(a) or begin(*a))
     words = ["experiment=released_dispatch", "debug=tiny", "training.samples=9"]
     words += ["training.total_steps=100", "training.steps_per_env=100", "hydra.run.dir=out"]
     assert run("train", *words) == 0
     stdout = capsys.readouterr().out
     assert "tables of each of the 9 workloads: compare.md" in stdout and "sample-0" not in stdout
+    assert begun[0][2]["versions"]["torch"] == metadata.version(
+        "torch"
+    )  # a tracker has all to repeat it
     samples = {r["workload"] for r in rows_of(tmp_path / "out")}
     assert samples == {f"sample-{i}" for i in range(9)}
     folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
@@ -607,6 +619,8 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("workload=tiny_mlp", "leave out workload; say 'workload=[]'"),
         ("held_out=many", "'many' of type 'str' could not be converted to Float"),
         ("total_steps=9", "no setting 'total_steps'; did you mean 'training.total_steps'?"),
+        ("training.totl_steps=9", "no setting 'training.totl_steps'; did you mean 'training.total"),
+        ("trainng.total_steps=9", "no setting 'trainng.total_steps'; did you mean 'training.total"),
         ("training.learning_rate=fast", "learning_rate = 'fast' is not of type float | None"),
         ("training.total_steps=2.5", "total_steps = 2.5 is not of type int"),
         ("training.gamma=2", "gamma = 2.0 must be 0 to 1"),

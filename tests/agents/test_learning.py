@@ -33,7 +33,7 @@ from placement.planners import load
 from placement.problem import Problem, ProblemError
 from placement.simulator import score, simulate
 from tests.envs.test_envs import chain
-from tests.problems import small_problem
+from tests.problems import small_problem, written
 
 FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
@@ -302,6 +302,24 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
         train([problem], config=config, out_dir=tmp_path, resume=True)
     # Where there is no checkpoint training simply begins.
     train([problem], config=config, out_dir=tmp_path / "new", resume=True)
+
+
+def test_code_of_ones_own_that_was_edited_is_another_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is another planner in a comparison; what it was is in the checkpoint."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from envs.rewards import log_speedup\npaid = lambda x: {} * log_speedup(x)\n"
+    file = written(tmp_path / "paying.py", code.format(1))
+    config = TrainConfig(total_steps=64, network=SMALL, reward="paying:paid")
+
+    def again() -> None:
+        train([layered(0, 3, 3, 2)], config=config, out_dir=tmp_path / "run", resume=True)
+
+    again(), again()
+    written(file, code.format(2))
+    with pytest.raises(PolicyError, match=r"your code: code of paying:paid = \w{12}, now \w{12}\)"):
+        again()
 
 
 def test_advantages_are_normalised_per_graph() -> None:

@@ -168,6 +168,21 @@ def test_an_interrupted_sweep_continues_with_the_same_command(
     assert "holds the result of another configuration" in capsys.readouterr().err
 
 
+def test_how_jobs_are_run_is_no_other_configuration(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a setting: who is interrupted is told to add ``resume=true``."""
+    ran: list[int] = []
+    monkeypatch.setattr(agents.train, "_train", lambda cfg: ran.append(cfg.seed) or 1.0)
+    words, how = ("-m", "hydra.sweep.dir=s"), ("resume=true", "--json", "parallel=processes")
+    assert run(*words, "seed=0", module=agents.train) == 0
+    assert run(*words, "seed=0,1", *how, module=agents.train) == 0
+    assert ran == [0, 1]
+    more = {"resume": "true", "launcher": "joblib", "tracker.tags": "[x]"}
+    jobs = finished("0", row("walk", 0, 0.5), seed="0"), finished("1", row("walk", 1, 0.5), **more)
+    assert [(a.label, a.num_seeds) for a in aggregate(jobs).aggregates] == [("walk", 2)]
+
+
 @pytest.mark.parametrize("file", ["p.json", "p.py"])
 def test_a_changed_file_is_another_configuration(
     run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str

@@ -76,6 +76,22 @@ def test_reset_is_seeded_and_takes_a_problem() -> None:
         env.reset(options={"problm": 7})
 
 
+@pytest.mark.parametrize("name", ["GuidedSearch-v0", "OrderSearch-v0"])
+def test_a_seed_forgets_the_best_that_was_met(name: str) -> None:
+    options: dict[str, Any] = {"problems": [chain([[3, 2]] * 6)], "starts": [np.zeros(6, np.int32)]}
+    options |= {"again": 1.0, "moves": 8, "width": 4}
+    one, many = gym.make(f"envs/{name}", **options), gym.make_vec(f"envs/{name}", 2, **options)
+    for env in (one, many):
+        first, info = env.reset(seed=0)
+        for _ in range(16):
+            _, _, over, _, info = env.step(info["action_mask"].argmax(axis=-1))
+            if env is one and over:
+                _, info = env.reset()
+        assert np.isfinite(getattr(env.unwrapped, "rules", many.episodes.rules).best_s).all()
+        again = env.reset(seed=0)[0]
+        assert all(np.array_equal(again[key], first[key]) for key in first)
+
+
 def test_rewards_by_hand() -> None:
     # device 0: 2 + 2 = 4 s; device 1: 1 + 4 = 5 s. Best single device: 4 s.
     problem = chain([[2, 1], [2, 4]])
@@ -383,8 +399,9 @@ def test_what_users_get_wrong() -> None:
     for action in (1, [0, 1, 0], [0.0, 1.0], [None, None]):
         with pytest.raises(EnvError, match=r"expected integers \[2\]"):
             env.step(action)
-    with pytest.raises(EnvError, match=r"no argument 'window'.*arguments are problems"):
+    with pytest.raises(EnvError, match=r"argument 'window'.*arguments are problems") as unknown:
         DevicePlacementEnv(window=3)
+    assert isinstance(unknown.value, TypeError)  # or TorchRL's GymEnv, which tries one, gives up
     SelectPlaceDevicePlacementEnv(window=3)
     for name, wrong, why in (
         ("SelectPlaceDevicePlacement", {"window": 0}, "window = 0 must be at least 1"),

@@ -59,6 +59,8 @@ def test_every_spelling_works_without_arguments(name: str) -> None:
     spelled = [gym.make(x) for x in (f"envs:envs/{name}", f"envs:{name}")]
     assert len({type(env.unwrapped) for env in spelled}) == 1
     assert gym.spec(f"envs/{name}").to_json()
+    shown = spelled[0].observation_space.spaces
+    assert not shown.keys() & {"device", "dtype", "shape", "space"}  # TorchRL takes these names
     first, second = (env.reset(seed=3)[0] for env in spelled)
     assert all(np.array_equal(first[key], second[key]) for key in first)
 
@@ -247,7 +249,8 @@ def test_gymnasiums_own_vector_environment_has_problems_of_different_sizes() -> 
 def test_the_vector_environment(name: str, problems: Any) -> None:
     env = gym.make_vec(f"envs/{name}", 3, problems=problems, observe="graph")
     assert isinstance(env, gym.vector.VectorEnv)
-    assert env.metadata["autoreset_mode"] is gym.vector.AutoresetMode.SAME_STEP
+    assert env.autoreset_mode is env.metadata["autoreset_mode"]  # TorchRL asks for the first
+    assert env.autoreset_mode is gym.vector.AutoresetMode.SAME_STEP
     obs, info = env.reset(seed=4)
     finished = []
     for _ in range(40):

@@ -500,18 +500,17 @@ def test_the_interval_holds_the_mean(values: list[float]) -> None:
     assert low <= mean * (1 + 1e-9) and mean <= high * (1 + 1e-9)
 
 
-def test_the_interval_covers_as_often_as_it_says(rng: np.random.Generator) -> None:
-    hits = 0
-    for _ in range(200):
-        low, high = geometric_interval(np.exp(rng.normal(0.3, 0.2, 40)), 500)
-        hits += low <= np.exp(0.3) <= high
-    assert 0.88 <= hits / 200 <= 0.99
+@pytest.mark.parametrize("count", [6, 40])  # of six, plain percentiles cover 86 %
+def test_the_interval_covers_as_often_as_it_says(rng: np.random.Generator, count: int) -> None:
+    drawn = rng.normal(0.3, 0.2, (600, count))
+    ends = np.array([geometric_interval(np.exp(logs), 500) for logs in drawn])
+    assert 0.90 <= np.mean((ends[:, 0] <= np.exp(0.3)) & (np.exp(0.3) <= ends[:, 1])) <= 0.98
 
 
 def test_more_seeds_of_the_same_workloads_are_not_more_workloads(rng: np.random.Generator) -> None:
     each = np.exp(rng.normal(0.3, 0.2, 12))
     once = geometric_interval(list(each), 2000)
-    assert geometric_interval([[x] * 5 for x in each], 2000) == pytest.approx(once)
+    assert geometric_interval([[x] * 5 for x in each], 2000) == pytest.approx(once, rel=0.02)
     seeds = [1.0, 1.2, 1.1]
     assert geometric_interval([seeds], 2000) == pytest.approx(
         geometric_interval(seeds, 2000), rel=0.02
