@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def is_yours(file: str) -> bool:
     return not file.startswith(("<", *libraries))
 
 
+@cache
 def check_packages() -> None:
     """Raise unless the four packages come from this distribution alone, and from one folder.
 
