@@ -29,6 +29,7 @@ from placement.search.evaluation import small_problems
 
 Floats = NDArray[np.float64]
 GIB = 2**30
+WARM_S = 0.2  # enough for a planner to call all its kernels
 
 # --- runs under a limit --------------------------------------------------------------------------
 
@@ -246,6 +247,6 @@ def warm(names: Sequence[str], objectives: Sequence[Objective] = tuple(Objective
     for problem in small_problems(objectives):
         for name in names:
             try:
-                budgeted(name, 0.2)(problem)
+                budgeted(name, WARM_S)(problem)
             except Exception as error:  # will come up again where it is reported
                 say(f"{name} cannot do {problem.objective}: {error}")

@@ -54,6 +54,12 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.fixture(autouse=True)
+def _warm_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on whether all kernels were loaded before."""
+    monkeypatch.setattr("experiments.runs.WARM_S", 1e-3)
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> list[str]:
     folders = {"--out": tmp_path / "out", "--work": tmp_path / "work"}
