@@ -34,7 +34,7 @@ from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.ways import torch_threads
 from placement.search.chooser import TABU
 from placement.search.descent import descend
-from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, small_problems
+from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.search.pipeline import can_foresee, constructed
 from placement.simulator import score
 from placement.tools.clock import loads
@@ -506,7 +506,7 @@ def _load_mode(mode: Mode, formulation: str) -> None:
     policy = TrainedPolicy(untrained_net(None, formulation))
     few = 32 if mode == "guided_search" else None
     planner = PolicyPlanner(policy, mode, k=1, steps=1, baseline="single_device", evaluations=few)
-    planner._plan(next(small_problems((Objective.LATENCY,))), policy, "given")
+    planner._plan(two_operators(), policy, "given")
 
 
 def kind_of(problem: Problem) -> Kind:

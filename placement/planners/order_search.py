@@ -19,7 +19,7 @@ from placement.profile import Profile
 from placement.schedule import Schedule
 from placement.search import order, order_moves, windows
 from placement.search.chooser import HAND, TABU, no_network
-from placement.search.evaluation import Search, small_problems
+from placement.search.evaluation import Search, two_operators
 from placement.search.justification import justify
 from placement.search.order_state import State, Tables
 from placement.simulator import kernels, simulate
@@ -248,7 +248,7 @@ def state_of(problem: Problem, width: int) -> State:
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
     sizes["L"] = min(_LONGEST, problem.graph.num_groups) + 1
     sizes |= {"F": order_moves.NUM_MOVE_FEATURES, "S": order_moves.NUM_SEARCH_FEATURES}
-    run = problem if why_simulated(problem) else next(small_problems((Objective.LATENCY,)))
+    run = problem if why_simulated(problem) else two_operators()
     orders = np.zeros((run.num_ops, 2), np.int32), np.zeros(run.num_devices + 1, np.int32)
     sent = len(run.graph.use_dst)
     return State.fresh(sizes, run=kernels.state_of(run, 1, 1, False, orders, sent))

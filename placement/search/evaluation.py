@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -349,19 +348,13 @@ def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
     return search, rng
 
 
-def small_problems(objectives: Iterable[Objective]) -> Iterator[Problem]:
-    """Of each objective two, so that a planner needs all its kernels.
-
-    Memory may be too small in some, and never is in others: orders are searched only there.
-    """
-    ops, links = np.arange(6), tuple(Link(a, b, 1e-3, 1e3) for a, b in ("ab", "ba"))
-    edges = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
-    graph = OpGraph.build("warm", [f"op{n}" for n in ops], ops, 1 + ops, edges)
-    seconds = np.repeat(1.0 + ops[:, None], 2, axis=1)
-    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
-    for memory, objective in itertools.product((40, 2**40), objectives):
-        devices = tuple(Device(x, "acc", memory_bytes=memory, busy_w=2.0, idle_w=1.0) for x in "ab")
-        yield Problem(graph, Cluster("warm", devices, links), profile, objective)
+def two_operators() -> Problem:
+    """The smallest problem that has moves."""
+    graph = OpGraph.build("two", ["a", "b"], [0], [1], [(0, 1)])
+    cluster = Cluster("two", tuple(Device(name, busy_w=1.0, idle_w=0.0) for name in "ab"))
+    zeros = np.zeros((2, 2))
+    links = (Link("a", "b", 0.0, 1.0), Link("b", "a", 0.0, 1.0))
+    return Problem(graph, cluster, Profile(("a", "b"), zeros + 1, zeros, links), Objective.LATENCY)
 
 
 def why_infinite(problem: Problem, placement: Placement) -> str:

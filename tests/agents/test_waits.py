@@ -18,7 +18,6 @@ from placement.problem import Problem
 from placement.search.pipeline import NUM_FEATURES, WAITED, WAITS, Pipeline, constructed
 from placement.simulator import score
 from placement.workloads import synthetic
-from tests.problems import small_problem
 
 
 def period(name: str, seed: int = 5) -> Problem:
@@ -51,7 +50,9 @@ def test_the_kernel_foresees_what_the_network_does(name: str) -> None:
 
 def test_features_of_a_pipeline_of_two_stages() -> None:
     """Two operators of 1 s on two devices, a tensor of 0 s between them, two in flight."""
-    problem = small_problem([(1, 1), (1, 1)], [(0, 1)], tensor_bytes=1, link=(0.0, 1.0))
+    from placement.search.evaluation import two_operators
+
+    problem = two_operators().with_objective("period")
     pipeline = Pipeline(problem, 0, WaitsNet().net())
     bound_s, features = pipeline.describe(np.array([0, 1], np.int32))
     sent_s = float(problem.link_s_per_byte[0, 1])  # of a byte
