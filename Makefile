@@ -22,7 +22,9 @@ demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two
 	$(BIN)/placement run runs/demo/resnet50/plan.json
 
 # pytest-xdist 3.8 may wait for ever once it has replaced a worker that crashed (its issue 1378): the run ends instead.
+# A hundred processes of the tests import our files, which Python may be told to compile anew each time.
 test: $(INSTALLED)  ## the whole test suite, on two processes
+	@$(BIN)/python -m compileall -q agents conf envs experiments placement
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 fuzz: $(INSTALLED)  ## thousands of mutated files for everything that reads one
@@ -64,6 +66,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing the tested versions into .venv (a few minutes, about 2 GB) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[cp,plots,models,dev]'
 	@rm .venv/.installing
-	@echo "Compiling the kernels, once (a minute) ..."
+	@echo "Compiling the kernels, once (a minute of two cores) ..."
 	$(BIN)/placement doctor --warm
 	@touch $@

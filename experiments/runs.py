@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 
 from experiments.study import StudyError, say
 from placement import planners
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Planner, Problem
-from placement.profile import Profile
 from placement.search import budget
+from placement.testing import small_problems
 
 Floats = NDArray[np.float64]
 GIB = 2**30
+WARM = ("unlike", "tight")  # memory is never too small; it may be: orders are searched in the first
+WARM_S = 0.2  # enough for a planner to call all its kernels
 
 # --- runs under a limit --------------------------------------------------------------------------
 
@@ -244,19 +246,9 @@ def is_search(name: str) -> bool:
 
 def warm(names: Sequence[str], objectives: Sequence[Objective] = tuple(Objective)) -> None:
     """Compile, or load, every kernel now: processes that are forked later inherit them."""
-    ops = np.arange(6)
-    graph = OpGraph.build(
-        "warm", [f"op{n}" for n in ops], ops, 1 + ops, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
-    )
-    links = tuple(Link(a, b, 1e-3, 1e3) for a in "ab" for b in "ab" if a != b)
-    seconds = np.repeat(1.0 + ops[:, None], 2, axis=1)
-    profile = Profile(("a", "b"), seconds, 0 * seconds, links)
-    # Where memory may be too small, and where it never is: orders are searched only there.
-    for memory, objective in itertools.product((40, 2**40), objectives):
-        devices = tuple(Device(x, "acc", memory_bytes=memory, busy_w=2.0, idle_w=1.0) for x in "ab")
-        cluster = Cluster("warm", devices, links)
-        for name in names:
-            try:
-                budgeted(name, 0.2)(Problem(graph, cluster, profile, objective))
-            except Exception as error:  # will come up again where it is reported
-                say(f"{name} cannot do {objective}: {error}")
+    problems = [p for p in small_problems()[::2] if p.graph.name in WARM]
+    for problem, objective, name in itertools.product(problems, objectives, names):
+        try:
+            budgeted(name, WARM_S)(problem.with_objective(objective))
+        except Exception as error:  # will come up again where it is reported
+            say(f"{name} cannot do {objective}: {error}")

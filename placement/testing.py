@@ -334,7 +334,7 @@ def small_problems() -> list[Problem]:
             group=group,
             output_tensor=[n - 1],
         )
-        devices = tuple(Device(f"cpu:{i}", memory_bytes=memory_bytes) for i in range(d))
+        devices = tuple(Device(f"cpu:{i}", "cpu", (), 1, memory_bytes, 2.0, 1.0) for i in range(d))
         cluster = Cluster(name, devices)
         names = cluster.device_names
         links = tuple(Link(a, b, 0.1, 100.0) for a in names for b in names if a != b)

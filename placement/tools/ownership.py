@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +21,7 @@ PACKAGES = ("placement", "envs", "agents", "conf")
 
 _ADVICE = f"""Install {DISTRIBUTION} into a virtual environment of its own; from its checkout:
   python3 -m venv .venv && .venv/bin/python -m pip install -c constraints.txt -e ."""
+_LIBRARIES = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
 _RECORDED = re.compile(rf'^"?({"|".join(PACKAGES)})/', re.MULTILINE)
 
 
@@ -37,10 +39,10 @@ class OwnershipError(ValueError):
 
 def is_yours(file: str) -> bool:
     """Whether a file of code belongs to no installed library, and is a file."""
-    libraries = {sysconfig.get_path(x) for x in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not file.startswith(("<", *libraries))
+    return not file.startswith(("<", *_LIBRARIES))
 
 
+@cache
 def check_packages() -> None:
     """Raise unless the four packages come from this distribution alone, and from one folder.
 

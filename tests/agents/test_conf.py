@@ -219,6 +219,8 @@ def run(
 
     for plot in ("gantt.plot_gantt", "curves.plot_curves", "pareto.plot_pareto"):
         monkeypatch.setattr(f"placement.report.{plot}", not_drawn)
+    # Hydra composes every configuration twice, to look for ``hydra.mode``.
+    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: None)
     home = tmp_path_factory.getbasetemp() / "profiles"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACEMENT_HOME", str(home))

@@ -112,8 +112,10 @@ def test_a_loader_that_writes_its_buffer_again_is_told_so(items, workers):
             torch.testing.assert_close(y, module(torch.full((1, 16), float(i))).detach())
 
 
-def test_the_process_of_a_data_loader_ends_with_the_stream():
+def test_the_process_of_a_data_loader_ends_with_the_stream(monkeypatch):
     """After the last item, where the stream is left, and after an error here or there."""
+    # So long PyTorch waits for a process whose error is still looked at: 5 s, then it ends it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     module, _ = tiny.tiny_mlp(batch=1)
     data = TensorDataset(torch.randn(20, 1, 16))
     graph = capture(module, data[0][0])

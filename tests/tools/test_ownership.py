@@ -17,6 +17,11 @@ from placement.tools.ownership import PACKAGES, OwnershipError, check_packages
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _asked_anew() -> None:
+    check_packages.cache_clear()
+
+
 def install(site: Path, distribution: str, *packages: str, egg: bool = False) -> None:
     """Write the dist-info that pip leaves behind, or an egg-info as setuptools did."""
     info = site / f"{distribution.replace('-', '_')}-1.0.{'egg' if egg else 'dist'}-info"
@@ -114,4 +119,6 @@ def test_reads_metadata_only(site: Path) -> None:
 
         return min(once() for _ in range(5))
 
-    assert best_of_5(check_packages) < best_of_5(importlib.metadata.packages_distributions)
+    assert best_of_5(check_packages.__wrapped__) < best_of_5(
+        importlib.metadata.packages_distributions
+    )
