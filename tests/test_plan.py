@@ -226,6 +226,10 @@ def test_values_are_of_the_order_of_the_plan(objective: str, second_j: float) ->
     for schedule in (None, slow):
         plan = plan_of(p, [0, 0, 1, 1], schedule=schedule)
         assert plan.inconsistencies() == []
+    # Of a single sample: no time is lost beside others, which bounds of a pipeline count.
+    single, costs = Schedule(([(0, 0), (1, 0)], [(2, 0), (3, 0)]), 1), {"batch_s": 100.0}  # type: ignore
+    busy = replace(p, profile=replace(p.profile, **costs))
+    assert plan_of(busy, [0, 0, 1, 1], schedule=single).inconsistencies() == []
     cheap = {"value_s": plan.predicted.value_s / 2}
     wrong = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=cheap)})
     # Of max_load and of weighted energy the file says nothing twice: only bounds are checked.
