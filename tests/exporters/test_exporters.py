@@ -463,6 +463,20 @@ def test_split_points() -> None:
         points([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # no module begins at the addition
 
 
+def test_torch_is_not_asked_for_1f1b_of_fewer_micro_batches_than_it_takes() -> None:
+    for turns, counts in ([0, 1], {1: "GPipe", 2: "1F1B"}), ([0, 1, 0, 1], {4: "Int", 5: "Loop"}):
+        names = [f"op{i}" for i in range(len(turns))]
+        names += [f"{x}_backward" for x in names[::-1]]
+        layers = [f"layers.{i}" for i in range(len(turns))]
+        p = problem(layers + layers[::-1], names=names, num_backward=len(turns))
+        plan = plan_of(turns + turns[::-1], p)
+        for count, schedule in counts.items():
+            exported = export(
+                "torch_pipelining", plan.model_copy(update={"num_microbatches": count})
+            )
+            assert json.loads(exported.files[".json"])["schedule"].startswith(schedule)
+
+
 @pytest.mark.parametrize("name", consumers.FAMILIES)
 def test_torch_pipelining_splits_any_cut(name: str) -> None:
     """A sample of all contiguous cuts: torch finds the stages; they compute what the model does."""
