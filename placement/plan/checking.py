@@ -153,9 +153,15 @@ def _of_order(plan: Plan, cluster: Cluster) -> Iterator[str]:
         return
     uses = {(src, i) for i, read in enumerate(plan.graph.sources) for src in read if src >= 0}
     graph = OpGraph.build(plan.graph.name, names, range(len(names)), [0] * len(names), [*uses])
-    placed = [[cluster.index(on[op]) for op in names] for on in plan.assignments]
+    yield from order_failures(plan, graph, cluster)
+
+
+def order_failures(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[str]:
+    """What is wrong with the order of a plan of ``graph``, if it has one."""
+    placed = [[cluster.index(on[op]) for op in graph.op_name] for on in plan.assignments]
     try:
         if (schedule := plan.schedule(graph)) is not None:
             schedule.check_order(graph, cluster.num_devices, cluster.worker[placed])
     except ScheduleError as error:
-        yield f"order: {error}"
+        return [f"order: {error}"]
+    return []

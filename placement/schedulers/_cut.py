@@ -66,19 +66,12 @@ class Cut:
 
         Operators of a block run in the order of their numbers.
         """
-        keys = np.asarray(key, dtype=np.float64)
-        num, n = keys.shape
-        batch, block = np.divmod(np.arange(num * n), n)
-        order = np.lexsort((block, batch, -self.level[block], keys.reshape(-1)))
-        ops = [np.flatnonzero(self.label == b) for b in range(n)]
-        rows: list[list[NDArray[np.int64]]] = [[] for _ in range(self.num_devices)]
-        for at in order:
-            mine = ops[block[at]]
-            rows[self.device[block[at]]].append(
-                np.stack([mine, np.full(len(mine), batch[at])], axis=1)
-            )
-        empty = np.zeros((0, 2), np.int64)
-        return Schedule(tuple(np.concatenate([empty, *r]) for r in rows), num)
+        keys, count = np.asarray(key, dtype=np.float64), len(self.label)
+        batch, op = np.divmod(np.arange(len(keys) * count), count)
+        block = self.label[op]
+        order = np.lexsort((op, block, batch, -self.level[block], keys[batch, block]))
+        rows, on = np.stack([op, batch], axis=1)[order], self.device[block[order]]
+        return Schedule(tuple(rows[on == d] for d in range(self.num_devices)), len(keys))
 
 
 def cut(
