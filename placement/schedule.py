@@ -58,27 +58,21 @@ class Schedule:
             raise ScheduleError(
                 f"schedule has {entries} entries, expected {n} operators x {m} micro-batches"
             )
-        seen = np.zeros((m, n), np.int64)
-        for d, rows in enumerate(self.order):
-            if len(rows) == 0:
-                continue
-            ops, batches = rows[:, 0], rows[:, 1]
-            if ops.min() < 0 or ops.max() >= n or batches.min() < 0 or batches.max() >= m:
-                raise ScheduleError(f"device {d}: an entry is outside {n} operators x {m} batches")
-            on = phases[batches % len(phases), ops]
-            wrong = np.flatnonzero(on != d)
-            if len(wrong):
-                op = int(ops[wrong[0]])
-                raise ScheduleError(
-                    f"device {d} is told to run operator {op} ({graph.op_name[op]!r}), "
-                    f"which is placed on device {on[wrong[0]]}"
-                )
-            np.add.at(seen, (batches, ops), 1)
-        if (seen != 1).any():
-            b, op = map(int, np.argwhere(seen != 1)[0])
+        op, batch = np.concatenate(self.order).astype(np.int64).T
+        device = np.repeat(np.arange(num_devices), [len(rows) for rows in self.order])
+        for d in device[(np.minimum(op, batch) < 0) | (op >= n) | (batch >= m)][:1]:
+            raise ScheduleError(f"device {d}: an entry is outside {n} operators x {m} batches")
+        on = phases[batch % len(phases), op]
+        for i in np.flatnonzero(on != device)[:1]:
             raise ScheduleError(
-                f"operator {op} ({graph.op_name[op]!r}) of micro-batch {b} is scheduled "
-                f"{seen[b, op]} times, expected once"
+                f"device {device[i]} is told to run operator {op[i]} ({graph.op_name[op[i]]!r}), "
+                f"which is placed on device {on[i]}"
+            )
+        times = np.bincount(batch * n + op, minlength=m * n)
+        for b, i in zip(*np.divmod(np.flatnonzero(times != 1)[:1], n), strict=True):
+            raise ScheduleError(
+                f"operator {i} ({graph.op_name[i]!r}) of micro-batch {b} is scheduled "
+                f"{times[b * n + i]} times, expected once"
             )
         self._check_no_deadlock(graph)
 
@@ -132,5 +126,5 @@ def _pairs(rows: ArrayLike) -> NDArray[np.int32]:
 def in_sequence(problem: Problem, placement: Placement, sequence: NDArray[np.int32]) -> Schedule:
     """One micro-batch whose operators run in ``sequence`` int32 ``[N]``, each on its device."""
     on = placement[sequence]
-    rows = np.stack([sequence, np.zeros_like(sequence)], axis=1).astype(np.int32)
+    rows = np.stack([sequence, np.zeros_like(sequence)], axis=1)
     return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), 1)

@@ -180,8 +180,7 @@ def _in_order(problem: Problem, schedule: Schedule | None) -> Problem:
     if schedule is None:
         return problem
     count = schedule.num_microbatches
-    in_flight = max(problem.max_in_flight, count)
-    return replace(problem, num_microbatches=count, max_in_flight=in_flight)
+    return replace(problem, num_microbatches=count, max_in_flight=count)
 
 
 def memory_excess(problem: Problem, peak_bytes: Any) -> list[str]:

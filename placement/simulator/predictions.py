@@ -315,8 +315,7 @@ def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int)
     batch, op = np.divmod(
         np.lexsort((timeline.end_s.ravel(), timeline.start_s.ravel())), problem.num_ops
     )
-    rows = np.stack([op, batch], axis=1).astype(np.int32)
-    on = timeline.device_of[batch, op]
+    rows, on = np.stack([op, batch], axis=1), timeline.device_of[batch, op]
     return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), num_microbatches)
 
 
