@@ -281,10 +281,19 @@ class OpGraph:
         return np.flatnonzero(is_gradient).astype(np.int32)
 
     @cached_property
+    def carried(self) -> dict[int, tuple[int, ...]]:
+        """Operator that writes a buffer -> operators that read it in the next micro-batch."""
+        carried: dict[int, tuple[int, ...]] = {}
+        for param, tensor in () if self.program is None else self.program.new_buffers:
+            writer = int(self.tensor_src[tensor])
+            readers = self.param_use_op[self.param_use == param].tolist()
+            carried[writer] = tuple(dict.fromkeys((*carried.get(writer, ()), *readers)))
+        return carried
+
+    @cached_property
     def carried_op(self) -> Ints:
         """int32 ``[C]``: operators whose group changes a buffer that the next micro-batch reads."""
-        buffers = () if self.program is None else self.program.new_buffers
-        return np.unique(self.tensor_src[[t for _, t in buffers]])
+        return np.array(sorted(self.carried), np.int32)
 
     @cached_property
     def edges(self) -> Ints:

@@ -223,6 +223,20 @@ def random_problem(
     )
 
 
+def with_twins(seed: int, *size: int) -> Problem:
+    """A random problem, in which one or two devices with own memory have one that streams."""
+    problem, rng = random_problem(seed, *size), np.random.default_rng(seed)
+    devices = [
+        replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
+    ]
+    cards = [d for d in devices[1:] if rng.random() < 0.7]
+    twins = [Device(f"s/{d.name}", d.kind, streams=d.name, busy_w=0.0, idle_w=0.0) for d in cards]
+    links = [Link(devices[0].name, t.name, 0.5, 7.0) for t in twins if rng.random() < 0.5]
+    cluster = Cluster("twins", (*devices, *twins), (*problem.cluster.links, *links))
+    profile = problem.profile.for_cluster(cluster)
+    return replace(problem, cluster=cluster, profile=profile, objective=Objective.PERIOD)
+
+
 def plain(problem: Problem) -> Problem:
     """The problem without what makes times depend on what else happens."""
     cluster = Cluster("plain", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))

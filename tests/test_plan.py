@@ -197,14 +197,22 @@ def test_order_is_kept_and_checked() -> None:
     for a, b in zip(back.order, schedule.order, strict=True):
         np.testing.assert_array_equal(a, b)
     lost = plan.model_copy(update={"order": {**plan.order, "cpu:1": plan.order["cpu:1"][1:]}})
-    assert lost.inconsistencies() == ["order runs 'op2', micro-batch 0, 0 times"]
+    assert lost.inconsistencies() == [
+        "order: operator 2 ('op2') of micro-batch 0 is scheduled 0 times, expected once"
+    ]
     swapped = {"cpu:0": plan.order["cpu:1"], "cpu:1": plan.order["cpu:0"]}
     (first, *_) = plan.model_copy(update={"order": swapped}).inconsistencies()
-    assert first == "order['cpu:0'] runs 'op2', micro-batch 0: not its work"
+    assert first.startswith("order: device 0 is told to run operator 2 ('op2'), which is placed on")
+    late = {**plan.order, "cpu:1": plan.order["cpu:1"][::-1]}  # what op3 reads comes behind it
+    (first,) = plan.model_copy(update={"order": late}).inconsistencies()
+    assert first.startswith("order: schedule deadlocks: device 1 waits at operator 3 ('op3')")
+    other = {**plan.order, "cpu:1": (("op9", 0),)}
+    (first,) = plan.model_copy(update={"order": other}).inconsistencies()
+    assert first == "order: no operator op9 in assignment"
     # Found without a look at each: a file of some bytes must not keep the reader busy for ever.
     many = plan.model_copy(update={"num_microbatches": 2**31 - 1})
     assert many.inconsistencies() == [
-        "order has 8 entries, 4 operators x 2147483647 micro-batches are 8589934588"
+        "order: schedule has 8 entries, expected 4 operators x 2147483647 micro-batches"
     ]
 
 
@@ -226,6 +234,10 @@ def test_values_are_of_the_order_of_the_plan(objective: str, second_j: float) ->
     for schedule in (None, slow):
         plan = plan_of(p, [0, 0, 1, 1], schedule=schedule)
         assert plan.inconsistencies() == []
+    # Of a single sample: no time is lost beside others, which bounds of a pipeline count.
+    single, costs = Schedule(([(0, 0), (1, 0)], [(2, 0), (3, 0)]), 1), {"batch_s": 100.0}  # type: ignore
+    busy = replace(p, profile=replace(p.profile, **costs))
+    assert plan_of(busy, [0, 0, 1, 1], schedule=single).inconsistencies() == []
     cheap = {"value_s": plan.predicted.value_s / 2}
     wrong = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=cheap)})
     # Of max_load and of weighted energy the file says nothing twice: only bounds are checked.

@@ -69,6 +69,7 @@ def _recompute(joint: Joint, pieces: list[Piece], paths: Sequence[str], block: s
             "once; recompute blocks before it"
         )
     start, trigger = min(entering, key=lambda x: x[0])
+    backward = [n for n in backward if n > start]  # the forward may have gradients inside
     changed = {i for i, _ in joint.new_buffers}
     buffers = {n for n, x in joint.source.items() if isinstance(x, Param) and x.index in changed}
     writers = {at[made_by(root_of(node))] for _, node in joint.new_buffers}

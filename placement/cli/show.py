@@ -142,6 +142,7 @@ def _wheres(plan: Plan) -> dict[str, str]:
 
 def run_validate(args: argparse.Namespace) -> int:
     from placement.plan import read_plan
+    from placement.plan.checking import order_failures
 
     plan = read_plan(args.plan)
     failures, notes = plan.inconsistencies(), []
@@ -152,7 +153,8 @@ def run_validate(args: argparse.Namespace) -> int:
         else:
             with cli.progress() as report:
                 graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
-            failures += plan.graph_differences(graph) or _order_failures(plan, graph)
+            cluster = plan.cluster.build()
+            failures += plan.graph_differences(graph) or order_failures(plan, graph, cluster)
         if args.cluster:
             failures += plan.cluster_differences(cli.cluster_of(args.cluster))
         missing = plan.missing_devices()
@@ -187,20 +189,6 @@ def unnamed(plan: Plan, remedy: str = "there is no model, unless you name the fu
         f"the plan was made from a problem file, or from a workload with options: {remedy} that "
         "makes the model with --model package.module:function"
     )
-
-
-def _order_failures(plan: Plan, graph: OpGraph) -> list[str]:
-    schedule = plan.schedule(graph)
-    if schedule is None:
-        return []
-    cluster = plan.cluster.build()
-    try:
-        schedule.check_order(
-            graph, cluster.num_devices, cluster.worker[plan.placement(graph, cluster)]
-        )
-    except ValueError as error:
-        return [f"order: {error}"]
-    return []
 
 
 def costless_problem(graph: OpGraph, cluster: Cluster) -> Problem:

@@ -19,6 +19,7 @@ from placement.executor.memory import Storages, peak_bytes
 from placement.executor.runner import Runner
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
+from placement.simulator.predictions import checked
 from placement.timeline import Timeline
 
 # Before what is measured: CPython has specialised what it interprets after eight runs (it is 1 to
@@ -68,11 +69,7 @@ class Executor:
             LoaderError: the loader is empty.
         """
         problem = self.problem
-        p = problem.check_placement(placement)
-        if schedule is not None:
-            schedule.check(problem, p)
-            num_microbatches = schedule.num_microbatches
-        m = num_microbatches or problem.num_microbatches
+        p, m = checked(problem, placement, schedule, num_microbatches)
         window = m if schedule is not None else max_in_flight or problem.max_in_flight
         inputs = problem.graph.program.timing_inputs()
         if schedule is not None:

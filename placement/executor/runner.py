@@ -37,7 +37,7 @@ from placement.executor.compiled import Compiled, compile_runs
 from placement.executor.constants import constants
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
-from placement.executor.share import Share, carried_operators, fused, runs_of, shares
+from placement.executor.share import Share, fused, runs_of, shares
 from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
@@ -913,7 +913,7 @@ def _check_carried(graph: OpGraph, phases: NDArray[np.int32]) -> None:
     Raises:
         RunnerError: naming the operator that is elsewhere in another phase.
     """
-    for writer, readers in carried_operators(graph).items() if len(phases) > 1 else ():
+    for writer, readers in graph.carried.items() if len(phases) > 1 else ():
         for op in (writer, *readers):
             k = int(np.argmax(phases[:, op] != phases[0, writer]))
             if phases[k, op] != phases[0, writer]:

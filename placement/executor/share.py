@@ -54,7 +54,6 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
     outputs = _rows(graph.out_tensor, graph.out_ptr)
     consumers = _rows(graph.use_dst, graph.use_ptr)
     leaves = set(graph.output_tensor.tolist())
-    carried = carried_operators(graph)
     passed = [0] * graph.num_ops  # a bit for each device of an operator and those before it
     for op, read in enumerate(inputs):
         passed[op] = 1 << place[op]
@@ -84,7 +83,7 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
                 ),
                 model_inputs=tuple(t for t, src in enumerate(made_at) if src == -1 and users[t]),
                 results=[t in leaves and made_at[t] == d for t in range(graph.num_tensors)],
-                carried={op: readers for op, readers in carried.items() if place[op] == d},
+                carried={op: readers for op, readers in graph.carried.items() if place[op] == d},
                 returning=frozenset(
                     t
                     for t, readers in enumerate(users)
@@ -93,16 +92,6 @@ def shares(graph: OpGraph, placement: np.ndarray[Any, Any], num_devices: int) ->
             )
         )
     return by_device
-
-
-def carried_operators(graph: OpGraph) -> dict[int, tuple[int, ...]]:
-    """Operator that writes a buffer -> operators that read it in the next micro-batch."""
-    carried: dict[int, tuple[int, ...]] = {}
-    for param, tensor in graph.program.new_buffers if graph.program is not None else ():
-        writer = int(graph.tensor_src[tensor])
-        readers = graph.param_use_op[graph.param_use == param].tolist()
-        carried[writer] = tuple(dict.fromkeys((*carried.get(writer, ()), *readers)))
-    return carried
 
 
 def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:

@@ -23,12 +23,11 @@ from placement.capturing.training import flatten_example, looks_at_all, optimize
 from placement.cluster import Cluster
 from placement.executor.loader import Dataset, InputPipeline
 from placement.executor.runner import Runner, RunnerError
-from placement.executor.share import carried_operators
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.profile import Profile
 from placement.program import check_captured
-from placement.schedule import Schedule, ScheduleError
+from placement.schedule import Schedule
 
 
 @contextmanager
@@ -123,8 +122,6 @@ class Trainer:
             record=record,
             own_buffers=True,
         )
-        if schedule is not None:
-            _check_buffers(graph, schedule)
         self._program = graph.program
         first = np.atleast_2d(p)[0]
         self._home = {q: int(first[graph.tensor_src[t]]) for q, t in graph.program.gradients}
@@ -497,26 +494,6 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
     """Wait for the GPUs that hold them: devices have streams that do not wait for this one."""
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.synchronize(device)
-
-
-def _check_buffers(graph: OpGraph, schedule: Schedule) -> None:
-    """Micro-batches must change a buffer in their order, or a device would wait for ever.
-
-    Raises:
-        ScheduleError: naming the operators.
-    """
-    for rows in schedule.order:
-        at = {(op, batch): i for i, (op, batch) in enumerate(rows.tolist())}
-        for writer, readers in carried_operators(graph).items():
-            for op in readers:
-                for batch in range(1, schedule.num_microbatches):
-                    if (op, batch) in at and at[op, batch] < at[writer, batch - 1]:
-                        raise ScheduleError(
-                            f"operator {graph.op_name[op]!r} of micro-batch {batch} is scheduled "
-                            f"before {graph.op_name[writer]!r} of micro-batch {batch - 1}, but "
-                            "reads a buffer that the latter changes: keep the micro-batches of "
-                            "these operators in order"
-                        )
 
 
 def _update(

@@ -227,7 +227,7 @@ def actions(forward: Forward, unit: Sequence[int], parts: Sequence[Part]) -> lis
     """The plan's order as actions of ``torch.distributed.pipelining``: a row per rank.
 
     ``2F0`` is the forward of stage 2 for micro-batch 0; ``B`` its backward, or ``I`` and ``W``
-    for gradients of inputs and of weights where the plan has them apart.
+    for gradients of inputs and of weights where the plan runs them apart.
 
     Raises:
         Inexpressible: an action is left half-way; ``nearest`` is the assignment without order.
@@ -242,8 +242,14 @@ def actions(forward: Forward, unit: Sequence[int], parts: Sequence[Part]) -> lis
         kind[names[i]] = "B" if not split else "W" if "_weight_" in names[i] else "I"
     rows = []
     for device in dict.fromkeys(part.device for part in parts):
-        done = [f"{stage[op]}{kind[op]}{batch}" for op, batch in (plan.order or {})[device]]
-        row = [action for action, _ in groupby(done)]
+        done = [(stage[op], kind[op], batch) for op, batch in (plan.order or {})[device]]
+        at: dict[tuple[int, int], list[int]] = {}
+        for i, (s, what, batch) in enumerate(done):
+            if what != "F":
+                at.setdefault((s, batch), []).append(i)
+        whole = {x for x, where in at.items() if where[-1] - where[0] < len(where)}
+        named = [(s, "B" if x != "F" and (s, m) in whole else x, m) for s, x, m in done]
+        row = [f"{s}{what}{batch}" for (s, what, batch), _ in groupby(named)]
         twice = [action for action, times in Counter(row).items() if times > 1]
         if twice:
             raise Inexpressible(

@@ -25,7 +25,8 @@ class TorchPipelining:
 
     Attributes:
         schedule: a class of ``torch.distributed.pipelining`` without ``Schedule``; None: GPipe
-            (LoopedBFS if devices take several turns), in training 1F1B (Interleaved1F1B).
+            (LoopedBFS if devices take several turns), in training 1F1B (Interleaved1F1B) where
+            torch runs so many micro-batches that way.
         once: every device has one stage. Torch's schedules of several turns send to the next stage
             only, which excludes connections past a stage.
     """
@@ -47,8 +48,11 @@ class TorchPipelining:
             unit, labels, "torch.distributed.pipelining", 1 if self.once else None
         )
         ranks = list(dict.fromkeys(part.device for part in parts))
-        training, many = plan.graph.mode == "training", len(parts) > len(ranks)
-        chosen = ("1F1B", "Interleaved1F1B") if training else ("GPipe", "LoopedBFS")
+        many, count = len(parts) > len(ranks), plan.num_microbatches
+        # Fewer than stages, or unequal rounds of one per rank, are refused by torch's 1F1B.
+        enough = count % max(1, count // len(ranks)) == 0 if many else count >= len(parts)
+        alternates = plan.graph.mode == "training" and enough
+        chosen = ("1F1B", "Interleaved1F1B") if alternates else ("GPipe", "LoopedBFS")
         cluster = {d.name: d for d in plan.cluster.devices}
         data = {
             "split_points": [begins[starts[part.first]] for part in parts[1:]],
@@ -57,7 +61,7 @@ class TorchPipelining:
                 for name in ranks
             ],
             "schedule": self.schedule or chosen[many],
-            "num_microbatches": plan.num_microbatches,
+            "num_microbatches": count,
             "mode": plan.graph.mode,
             "workload": plan.graph.workload,
         }

@@ -6,13 +6,16 @@ another program, may say anything that the schema lets pass.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from math import isclose
 from typing import TYPE_CHECKING
 
+from placement.cluster import Cluster
+from placement.graph import OpGraph
 from placement.plan.parts import stages_of, whole_modules
 from placement.problem import ROUNDING
+from placement.schedule import ScheduleError
 from placement.tools.files import some
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ def inconsistencies(plan: Plan) -> list[str]:
     incomplete = next(_of_tables(plan), None)
     if incomplete is not None:
         return [*lines, incomplete]  # what is below reads these tables device by device
-    return [*lines, *_of_memory(plan), *_of_values(plan), *_of_order(plan)]
+    lines += [*_of_memory(plan), *_of_values(plan)]
+    return lines or [*_of_order(plan, cluster)]
 
 
 def _of_names(plan: Plan) -> Iterator[str]:
@@ -140,27 +144,24 @@ def _of_values(plan: Plan) -> Iterator[str]:
                 yield f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}"
 
 
-def _of_order(plan: Plan) -> Iterator[str]:
-    """An order runs every operator of every micro-batch once, where its phase has it."""
-    if plan.order is None:
+def _of_order(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """An order runs every operator of every micro-batch once, where its phase has it, and ends."""
+    names, entries = list(plan.assignment), chain.from_iterable((plan.order or {}).values())
+    unknown = {op for op, _ in entries}.difference(names)
+    if unknown:
+        yield f"order: no operator {some(sorted(unknown))} in assignment"
         return
-    num_entries = sum(map(len, plan.order.values()))
-    expected = len(plan.assignment) * plan.num_microbatches
-    if expected > 2 * num_entries:  # too many to name each
-        yield (
-            f"order has {num_entries} entries, {len(plan.assignment)} operators x "
-            f"{plan.num_microbatches} micro-batches are {expected}"
-        )
-        return
-    phases = plan.assignments
-    times: Counter[tuple[str, int]] = Counter()
-    for device, entries in plan.order.items():
-        times.update(entries)
-        for op, batch in entries:
-            planned = phases[batch % len(phases)].get(op)
-            if planned != device or batch >= plan.num_microbatches:
-                yield f"order[{device!r}] runs {op!r}, micro-batch {batch}: not its work"
-    for op in plan.assignment:
-        for batch in range(plan.num_microbatches):
-            if times[op, batch] != 1:
-                yield f"order runs {op!r}, micro-batch {batch}, {times[op, batch]} times"
+    uses = {(src, i) for i, read in enumerate(plan.graph.sources) for src in read if src >= 0}
+    graph = OpGraph.build(plan.graph.name, names, range(len(names)), [0] * len(names), [*uses])
+    yield from order_failures(plan, graph, cluster)
+
+
+def order_failures(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[str]:
+    """What is wrong with the order of a plan of ``graph``, if it has one."""
+    placed = [[cluster.index(on[op]) for op in graph.op_name] for on in plan.assignments]
+    try:
+        if (schedule := plan.schedule(graph)) is not None:
+            schedule.check_order(graph, cluster.num_devices, cluster.worker[placed])
+    except ScheduleError as error:
+        return [f"order: {error}"]
+    return []

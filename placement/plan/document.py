@@ -296,7 +296,7 @@ class Plan(parts.Strict):
             [(number[op], batch) for op, batch in self.order.get(d.name, ())]
             for d in self.cluster.devices
         ]
-        rows = tuple(np.array(row, np.int32).reshape(-1, 2) for row in entries)
+        rows = tuple(np.array(row).reshape(-1, 2) for row in entries)
         return Schedule(rows, self.num_microbatches)
 
     def timeline(self, problem: Problem, num_microbatches: int | None = None) -> Timeline:

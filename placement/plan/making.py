@@ -176,9 +176,11 @@ def proved_bound_s(problem: Problem, solution: Solution) -> float:
 
 
 def _in_order(problem: Problem, schedule: Schedule | None) -> Problem:
-    """With as many micro-batches in flight as a schedule admits: all of them."""
-    admitted = 1 if schedule is None else schedule.num_microbatches
-    return replace(problem, max_in_flight=max(problem.max_in_flight, admitted))
+    """With the micro-batches of a schedule, of which all are in flight."""
+    if schedule is None:
+        return problem
+    count = schedule.num_microbatches
+    return replace(problem, num_microbatches=count, max_in_flight=count)
 
 
 def memory_excess(problem: Problem, peak_bytes: Any) -> list[str]:

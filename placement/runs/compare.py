@@ -653,8 +653,8 @@ def solution_of(saved: Mapping[str, Any]) -> Solution:
     """
     order, state = saved.get("schedule"), dict(saved)
     if order is not None:
-        rows = tuple(_whole(r).reshape(-1, 2) for r in order["order"])
-        state["schedule"] = Schedule(rows, int(_whole(order["num_microbatches"])))
+        rows = tuple(map(np.array, order["order"]))
+        state["schedule"] = Schedule(rows, order["num_microbatches"])
     for what in ("value_s", "lower_bound_s"):
         value: Any = state.get(what)
         if value is None and what == "lower_bound_s":

@@ -66,19 +66,12 @@ class Cut:
 
         Operators of a block run in the order of their numbers.
         """
-        keys = np.asarray(key, dtype=np.float64)
-        num, n = keys.shape
-        batch, block = np.divmod(np.arange(num * n), n)
-        order = np.lexsort((block, batch, -self.level[block], keys.reshape(-1)))
-        ops = [np.flatnonzero(self.label == b) for b in range(n)]
-        rows: list[list[NDArray[np.int64]]] = [[] for _ in range(self.num_devices)]
-        for at in order:
-            mine = ops[block[at]]
-            rows[self.device[block[at]]].append(
-                np.stack([mine, np.full(len(mine), batch[at])], axis=1)
-            )
-        empty = np.zeros((0, 2), np.int32)
-        return Schedule(tuple(np.concatenate([empty, *r]).astype(np.int32) for r in rows), num)
+        keys, count = np.asarray(key, dtype=np.float64), len(self.label)
+        batch, op = np.divmod(np.arange(len(keys) * count), count)
+        block = self.label[op]
+        order = np.lexsort((op, block, batch, -self.level[block], keys[batch, block]))
+        rows, on = np.stack([op, batch], axis=1)[order], self.device[block[order]]
+        return Schedule(tuple(rows[on == d] for d in range(self.num_devices)), len(keys))
 
 
 def cut(
@@ -101,9 +94,9 @@ def cut(
         SchedulerError: the placement has several phases.
     """
     check_one_phase(placement)
-    g = problem.graph
+    g, worker = problem.graph, problem.worker[placement]
     sort = np.asarray(g.is_backward if kind is None else kind, dtype=np.int64)
-    place = placement * (1 + int(sort.max())) + sort
+    place = worker * (1 + int(sort.max())) + sort
     level = np.zeros(g.num_ops, np.int32)
     for u, v in g.edges[np.argsort(g.edges[:, 1], kind="stable")]:
         level[v] = max(level[v], level[u] + (place[u] != place[v]))
@@ -123,7 +116,7 @@ def cut(
     renumbered = np.unique(number[edges], axis=0).astype(np.int32).reshape(-1, 2)
     return Cut(
         number[label],
-        placement[first][order].astype(np.int32),
+        worker[first][order],
         levels(renumbered, len(order)),
         g.is_backward[first][order],
         renumbered,
@@ -202,24 +195,24 @@ def work_of(
     them, or part of the first block where the link is blocking.
     """
     g = problem.graph
-    seconds = durations(problem, placement, num_microbatches)
+    seconds, on = durations(problem, placement, num_microbatches), problem.worker[placement]
     busy = np.bincount(pieces.label, weights=seconds, minlength=pieces.num_blocks)
     delay: dict[tuple[int, int], float] = {(int(u), int(v)): 0.0 for u, v in pieces.edges}
     sent: set[tuple[int, int]] = set()  # (tensor, device)
     arrived: set[tuple[int, int]] = set()  # (tensor, block): several operators of it may wait
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         src = int(g.tensor_src[tensor])
-        if src < 0 or placement[src] == placement[op]:
+        if src < 0 or on[src] == on[op]:
             continue
         u, v = int(pieces.label[src]), int(pieces.label[op])
-        takes = problem.transfer_s(tensor, int(placement[src]), int(placement[op]))
-        if not problem.link_blocking[placement[src], placement[op]]:
+        takes = problem.transfer_s(tensor, int(on[src]), int(on[op]))
+        if not problem.link_blocking[on[src], on[op]]:
             if (tensor, v) not in arrived:
                 delay[u, v] += takes
             arrived.add((tensor, v))
-        elif (tensor, int(placement[op])) not in sent:
+        elif (tensor, int(on[op])) not in sent:
             busy[u] += takes
-        sent.add((tensor, int(placement[op])))
+        sent.add((tensor, int(on[op])))
     load = np.bincount(pieces.device, weights=busy)
     unit_s = max(float(load.max()) / _UNITS, 1e-12)
     preds: list[list[tuple[int, int]]] = [[] for _ in range(pieces.num_blocks)]
@@ -232,7 +225,7 @@ def work_of(
     return Work(blocks, problem.num_devices), unit_s
 
 
-def held_bytes(problem: Problem, placement: Placement, pieces: Cut) -> list[tuple[int, int, int]]:
+def held_bytes(problem: Problem, pieces: Cut) -> list[tuple[int, int, int]]:
     """(block, later block of the same device, bytes): what is produced and last used there.
 
     Tensors that share memory count once. What a block sends away or receives is held only
@@ -243,9 +236,11 @@ def held_bytes(problem: Problem, placement: Placement, pieces: Cut) -> list[tupl
     for tensor, op in zip(g.use_tensor.tolist(), g.use_dst.tolist(), strict=True):
         root = int(g.tensor_root[tensor])
         src = int(g.tensor_src[root])
-        if src < 0 or placement[src] != placement[op]:
+        if src < 0:
             continue
         u, v = int(pieces.label[src]), int(pieces.label[op])
+        if pieces.device[u] != pieces.device[v]:
+            continue
         span[root] = u, max(v, span.get(root, (u, u))[1])
     total: dict[tuple[int, int], int] = {}
     for root, (u, v) in span.items():

@@ -58,7 +58,7 @@ class Searched:
                 f"remain, more than {_MOST_BLOCKS}; use one_f_one_b, or another placement"
             )
         free, unit_s = work_of(problem, p, pieces, num_microbatches)
-        held = held_bytes(problem, p, pieces)
+        held = held_bytes(problem, pieces)
         room = problem.memory_bytes - problem.resident_bytes_on(p)
         over = np.zeros(problem.num_devices, np.int64)
         for _ in range(_RETRIES):

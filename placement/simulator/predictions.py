@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.objective import Objective
 from placement.problem import ROUNDING, Placement, Problem, Solution
-from placement.schedule import Schedule
+from placement.schedule import Schedule, ScheduleError
 from placement.timeline import Timeline, steady_period
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def simulate(
 
     Raises:
         ProblemError: the placement is not one (shape, device, support, colocation).
-        ScheduleError: the schedule does not fit, or deadlocks.
+        ScheduleError: the schedule does not fit, is of another number of micro-batches, or
+            deadlocks.
     """
     from placement.simulator import kernels
 
@@ -314,17 +315,22 @@ def list_schedule(problem: Problem, placement: ArrayLike, num_microbatches: int)
     batch, op = np.divmod(
         np.lexsort((timeline.end_s.ravel(), timeline.start_s.ravel())), problem.num_ops
     )
-    rows = np.stack([op, batch], axis=1).astype(np.int32)
-    on = timeline.device_of[batch, op]
+    rows, on = np.stack([op, batch], axis=1), timeline.device_of[batch, op]
     return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), num_microbatches)
 
 
 def checked(
     problem: Problem, placement: ArrayLike, schedule: Schedule | None, num_microbatches: int | None
 ) -> tuple[Placement, int]:
+    """The placement, and the number of micro-batches; raises as ``simulate``."""
     p = problem.check_placement(placement)
     if schedule is not None:
         schedule.check(problem, p)
+        if num_microbatches not in (None, schedule.num_microbatches):
+            raise ScheduleError(
+                f"num_microbatches = {num_microbatches}, but the schedule is for "
+                f"{schedule.num_microbatches}"
+            )
         return p, schedule.num_microbatches
     if num_microbatches is not None and num_microbatches != problem.num_microbatches:
         problem = replace(problem, num_microbatches=num_microbatches)
@@ -334,5 +340,4 @@ def checked(
 def _flat_order(schedule: Schedule) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``."""
     sizes = [len(rows) for rows in schedule.order]
-    flat = np.concatenate([np.reshape(r, (-1, 2)) for r in schedule.order]).astype(np.int32)
-    return flat, np.cumsum([0, *sizes]).astype(np.int32)
+    return np.concatenate(schedule.order), np.cumsum([0, *sizes]).astype(np.int32)

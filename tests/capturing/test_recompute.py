@@ -16,6 +16,7 @@ from placement.graph import OpGraph
 from placement.program import CaptureError
 from placement.simulator import simulate
 from tests.machine import TWO, problem_of
+from tests.module_grammar import Part, batches, build
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -101,6 +102,19 @@ def test_losses_and_parameters_are_those_of_plain_pytorch(norm: bool, across: bo
             torch.testing.assert_close(losses, expected)
     for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, msg=name)
+
+
+def test_a_gradient_inside_of_the_forward_is_not_what_the_copies_are_for() -> None:
+    sentence = (Part("gradient_inside"),)
+    ours, theirs = build(sentence), build(sentence)
+    sgd, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs))
+    loss, steps = nn.functional.mse_loss, batches(2)
+    graph = capture(ours, steps[0], mode="training", loss=loss, optimizer=sgd, recompute=["1"])
+    assert "tanh_again" in graph.op_name
+    with Trainer(graph, TWO, np.zeros(graph.num_ops, np.int32), sgd) as trainer:
+        torch.testing.assert_close(trainer.step(steps), plain_step(theirs, plain, steps, loss))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_batch_normalisation_is_run_again_and_changes_its_buffers_once() -> None:

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from placement.capturing import capture
 from placement.capturing.training import plain_step as plain_pytorch_step
 from placement.costs.measure import measure
-from placement.executor import Executor, RunnerError, Trainer
+from placement.executor import Executor, Runner, RunnerError, Trainer
 from placement.plan import PlanMismatch, load_plan, make_plan
 from placement.problem import Problem, Solution
+from placement.profile import Profile
 from placement.program import CaptureError, InputError
 from placement.runs.ways import torch_threads
 from placement.schedule import Schedule, ScheduleError
@@ -430,8 +431,15 @@ def test_a_schedule_that_changes_buffers_out_of_order_is_refused():
     rows = np.array([(n, b) for b in (1, 0) for n in range(graph.num_ops)], np.int32)
     schedule = Schedule((rows, rows[:0]), 2)
     optimizer = torch.optim.SGD(module.parameters())
-    with pytest.raises(ScheduleError, match=r"micro-batch 1 is scheduled before .* changes"):
-        Trainer(graph, TWO, placement, optimizer, schedule=schedule)
+    seconds = np.ones((graph.num_ops, 2))
+    problem = Problem(graph, TWO, Profile(TWO.device_names, seconds, seconds))
+    for run in (
+        lambda: Trainer(graph, TWO, placement, optimizer, schedule=schedule),
+        lambda: Runner(graph, TWO, placement, schedule=schedule),  # or its devices wait for ever
+        lambda: simulate(problem, placement, schedule),
+    ):
+        with pytest.raises(ScheduleError, match=r"micro-batch 1 .* buffer that micro-batch 0 chan"):
+            run()
 
 
 def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped():

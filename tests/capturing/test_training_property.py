@@ -17,7 +17,6 @@ from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.cluster import Cluster, Device
 from placement.executor import Trainer
-from placement.executor.share import carried_operators
 from placement.program import CaptureError
 from placement.runs.ways import torch_threads
 from tests.module_grammar import Part, batches, build, draws, kinds_of, parts
@@ -109,7 +108,7 @@ def check(
         "tests", tuple(Device(f"cpu:{i}", "cpu", (CORE,)) for i in range(num_devices))
     )
     groups = np.random.default_rng(seed).integers(0, num_devices, (1 + seed % 3, graph.num_groups))
-    for writer, readers in carried_operators(graph).items() if len(groups) > 1 else ():
+    for writer, readers in graph.carried.items() if len(groups) > 1 else ():
         groups[:, graph.group[[writer, *readers]]] = 0  # where the next micro-batch reads it
     placement = groups[:, graph.group].astype(np.int32)
     gradients = {t for _, t in graph.program.gradients}

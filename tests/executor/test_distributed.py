@@ -46,7 +46,6 @@ from placement.executor.distributed import (
 )
 from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
-from placement.executor.share import carried_operators
 from placement.plan import make_plan
 from placement.problem import Solution
 from placement.schedule import Schedule
@@ -367,7 +366,7 @@ def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
     assert len({int(d) // 2 for d in place[graph.param_use_op[graph.param_use == 0]]}) == 2
     if died_after is None:
         place = np.stack([place, scattered(graph, 1, 4), scattered(graph, 2, 4)])
-        for writer, readers in carried_operators(graph).items():  # running statistics stay
+        for writer, readers in graph.carried.items():  # running statistics stay
             place[:, np.isin(graph.group, graph.group[[writer, *readers]])] = 3
     data = batches(18)
     with World.join(120) as world:

@@ -41,7 +41,7 @@ from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import Event
 from tests.executor.test_gpu import others_like
-from tests.problems import random_problem
+from tests.problems import with_twins
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 STREAMED = Device("streamed/cuda:0", "cuda", streams="cuda:0")
@@ -55,20 +55,6 @@ def chosen(graph, seed, devices=(0, 1, 2)):
 
 
 # --- the simulator -------------------------------------------------------------------------------
-
-
-def with_twins(seed: int, *size: int) -> Problem:
-    """A random problem, in which one or two devices with own memory have one that streams."""
-    problem, rng = random_problem(seed, *size), np.random.default_rng(seed)
-    devices = [
-        replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
-    ]
-    cards = [d for d in devices[1:] if rng.random() < 0.7]
-    twins = [Device(f"s/{d.name}", d.kind, streams=d.name, busy_w=0.0, idle_w=0.0) for d in cards]
-    links = [Link(devices[0].name, t.name, 0.5, 7.0) for t in twins if rng.random() < 0.5]
-    cluster = Cluster("twins", (*devices, *twins), (*problem.cluster.links, *links))
-    profile = problem.profile.for_cluster(cluster)
-    return replace(problem, cluster=cluster, profile=profile, objective=Objective.PERIOD)
 
 
 @settings(max_examples=60)

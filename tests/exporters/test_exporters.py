@@ -418,6 +418,26 @@ def test_torch_accepts_the_schedule(scheduler: str) -> None:
     assert schedules._validate_schedule(actions, 2, 2, plan.num_microbatches) == {0: 0, 1: 1}
 
 
+def test_gradients_that_run_together_are_one_backward() -> None:
+    """Torch wants weights' behind inputs', which the first stage may not have."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    names = ("a", "b", "b_backward", "b_weight_backward", "a_weight_backward")
+    p = problem([f"layers.{x.startswith('b'):d}" for x in names], names=names, num_backward=3)
+    late = [("b", 0), (names[2], 0), ("b", 1), (names[3], 0), (names[2], 1), (names[3], 1)]
+    order = {
+        "cuda:0": tuple((op, m) for m in range(4) for op in (names[0], names[4])),
+        "cuda:1": (*late, *((op, m) for m in (2, 3) for op in names[1:4])),
+    }
+    plan = plan_of([0, 1, 1, 1, 0], p).model_copy(update={"order": order})
+    rows = str(export("torchtitan", plan).files[".csv"]).splitlines()
+    assert rows == [
+        "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3",
+        "1F0,1I0,1F1,1W0,1B1,1F2,1B2,1F3,1B3",
+    ]
+    actions = {i: [*map(schedules._Action.from_str, row.split(","))] for i, row in enumerate(rows)}
+    assert schedules._validate_schedule(actions, 2, 2, 4) == {0: 0, 1: 1}
+
+
 def test_an_order_that_leaves_a_stage_half_way_is_refused() -> None:
     p = problem(("layers.0", "layers.0", "layers.1", ""), num_backward=1)
     plan = plan_of([0, 0, 1, 1], p)
@@ -441,6 +461,20 @@ def test_split_points() -> None:
     assert points(TURNS) == (["layers.0.attn", "layers.1.attn", "norm"], "LoopedBFS")
     with pytest.raises(Inexpressible, match=r"it keeps what runs from 'layers\.0\.attn' to the"):
         points([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # no module begins at the addition
+
+
+def test_torch_is_not_asked_for_1f1b_of_fewer_micro_batches_than_it_takes() -> None:
+    for turns, counts in ([0, 1], {1: "GPipe", 2: "1F1B"}), ([0, 1, 0, 1], {4: "Int", 5: "Loop"}):
+        names = [f"op{i}" for i in range(len(turns))]
+        names += [f"{x}_backward" for x in names[::-1]]
+        layers = [f"layers.{i}" for i in range(len(turns))]
+        p = problem(layers + layers[::-1], names=names, num_backward=len(turns))
+        plan = plan_of(turns + turns[::-1], p)
+        for count, schedule in counts.items():
+            exported = export(
+                "torch_pipelining", plan.model_copy(update={"num_microbatches": count})
+            )
+            assert json.loads(exported.files[".json"])["schedule"].startswith(schedule)
 
 
 @pytest.mark.parametrize("name", consumers.FAMILIES)

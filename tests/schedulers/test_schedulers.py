@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 
 from placement.__main__ import main
 from placement.importers import save
-from placement.plan import load_plan
-from placement.problem import Placement, Problem
+from placement.plan import load_plan, make_plan
+from placement.problem import Placement, Problem, Solution
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError, load, names
 from placement.schedulers._cut import _joined, cut, work_of
 from placement.schedulers.interleaved import virtual_order
-from placement.simulator import simulate
-from tests.problems import random_problem, small_problem
+from placement.simulator import simulate, value_of
+from tests.problems import random_placement, random_problem, small_problem, with_twins
 
 # Of a search, which ends as soon as everything is proved.
 SECONDS = 10.0
@@ -257,6 +258,22 @@ def test_generators_order_any_graph(seed: int, name: str) -> None:
     problem = random_problem(seed, num_devices=2)
     place = np.random.default_rng(seed).integers(0, 2, problem.num_ops).astype(np.int32)
     load(name)(problem, place, 5).check(problem, place)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25)
+def test_a_device_that_streams_shares_the_order_of_the_one_that_runs_it(seed: int) -> None:
+    problem = with_twins(seed)
+    place = random_placement(problem, seed)
+    roomy = tuple(replace(d, memory_bytes=2**40) for d in problem.cluster.devices)
+    problem = replace(problem, cluster=replace(problem.cluster, devices=roomy))
+    for name in ("gpipe", "one_f_one_b", "list_order"):
+        answer = Solution(place, 0.0, schedule=load(name)(problem, place, 3))
+        answer = replace(answer, value_s=value_of(problem, answer))
+        assert make_plan(problem, answer, planner="by_hand").inconsistencies() == []
+    blocks = cut(problem, place)
+    assert (blocks.device[blocks.label] == problem.worker[place]).all()
+    work_of(problem, place, blocks, 3)
 
 
 def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None:

@@ -274,10 +274,25 @@ def test_a_schedule_that_does_not_fit_is_refused(d0: list[list[int]], message: s
         simulate(problem, [0, 1, 0], schedule)
 
 
-def test_a_schedule_for_other_devices_is_refused() -> None:
+def test_a_schedule_for_other_devices_or_micro_batches_is_refused() -> None:
     problem = make([[1, 1]], [])
     with pytest.raises(ScheduleError, match="for 1 devices, problem has 2"):
         simulate(problem, [0], Schedule((np.zeros((1, 2), np.int32),), 1))
+    with pytest.raises(ScheduleError, match="num_microbatches = 3, but the schedule is for 1"):
+        simulate(problem, [0], Schedule(([(0, 0)], []), 1), num_microbatches=3)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    "rows", [[0, 0], [[0.0, 0.0]], [[0, 0, 0]], [[0, 2**32]], [[0], [0, 0]], 0]
+)
+def test_what_is_no_order_is_refused(rows: Any) -> None:
+    with pytest.raises(
+        ScheduleError, match=r"has rows \(operator, micro-batch\) of whole numbers, n"
+    ):
+        Schedule((rows,), 1)
+    for count in (0, -1, 1.0, "1"):
+        with pytest.raises(ScheduleError, match=f"num_microbatches = {count!r} must be a whole"):
+            Schedule((np.zeros((1, 2), np.int32),), count)  # type: ignore[arg-type]
 
 
 @SIMULATORS
