@@ -37,6 +37,7 @@ from placement.plan import Plan, load_plan
 from placement.profile import Profile
 from placement.tools import progress
 from placement.tools.files import FileError
+from placement.tools.ownership import check_packages
 from placement.workloads import synthetic
 from tests.machine import CORES
 from tests.problems import chain, small_problem
@@ -819,6 +820,7 @@ def test_another_distribution_owns_agents(plan_path: Path, capsys: Any, monkeypa
     monkeypatch.setattr(
         "placement.tools.ownership._claims", lambda: iter([("openai-agents", "agents")])
     )
+    check_packages.cache_clear()
     assert main(["show", str(plan_path)]) == 2
     assert "'openai-agents' also installs a package 'agents'" in capsys.readouterr().err
 

@@ -354,7 +354,7 @@ def test_what_cannot_move_has_no_group_and_no_device() -> None:
     obs, stale = env.reset(seed=0)[0], 0
     for step in range(29):
         off = obs["mask"] == 0
-        assert not obs["group"][off].any() and not obs["device"][off].any()
+        assert not obs["group"][off].any() and not obs["to_device"][off].any()
         stale += np.count_nonzero(off)
         obs = env.step(int(RNG(step).choice(np.flatnonzero(obs["mask"]))))[0]
     assert stale > 0
