@@ -296,7 +296,7 @@ def aggregate(jobs: Sequence[SweepJob], num_jobs: int = 0) -> Report:
                 means.append(_mean((setting, planner, None), over))
     order = {w: i for i, w in enumerate((*workloads, None))}
     means.sort(key=lambda a: (order[a.workload], -np.nan_to_num(a.speedup), a.value_s, a.label))
-    units = {"J" if row.objective == Objective.ENERGY else "s" for _, row in rows}
+    units = {Objective(row.objective).unit for _, row in rows}
     return Report(
         tuple(jobs),
         tuple(means),

@@ -160,11 +160,14 @@ def make_rules(
 
 def rule_options(config: TrainConfig) -> dict[str, Any]:
     """What the rules of a formulation are given besides starts."""
-    names: tuple[str, ...] = () if config.kind.builds else ("width", "again")
-    if config.kind.mode == "refine":
-        names = ("best_so_far", "random_start")
-    names += ("moves",) * bool(names and config.moves)
-    return config.kind.options_of(config.network) | {k: getattr(config, k) for k in names}
+    options: dict[str, Any] = config.kind.options_of(config.network)
+    if config.kind.builds:
+        return options
+    refines = config.kind.mode == "refine"
+    names = ["best_so_far", "random_start"] if refines else ["width", "again"]
+    if config.moves:  # else as many as the rules make
+        names.append("moves")
+    return options | {name: getattr(config, name) for name in names}
 
 
 def _warm_starts(

@@ -31,13 +31,13 @@ from experiments.gpu_goals import kind_of
 from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
 from experiments.tables import Column, groups, table
 from placement import importers, workloads
+from placement.importers import SUFFIX
 from placement.problem import Problem
 from placement.runs.row import SINGLE
 from placement.tools.files import write_atomic
 from placement.workloads import dataset
 
 DATASET = ROOT / "experiments" / "dataset"
-SUFFIX = importers.SUFFIX
 FIELD = (  # rules, dynamic programs, searches, exact methods
     "heft,peft,m_etf,critical_path_greedy,llama_cpp_split,contiguous_dp,layer_dp,ideal_dp,local_search,"
     "macro_search,simulated_annealing,best_of,policy,cp_sat,mip"

@@ -30,7 +30,8 @@ from placement.testing import small_problems
 
 Floats = NDArray[np.float64]
 GIB = 2**30
-WARM = ("unlike", "tight")  # memory is never too small; it may be: orders are searched in the first
+# Small problems: memory is never too small, so that orders are searched; and it may be.
+WARM = ("unlike", "tight")
 WARM_S = 0.2  # enough for a planner to call all its kernels
 
 # --- runs under a limit --------------------------------------------------------------------------

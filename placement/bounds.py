@@ -52,7 +52,7 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
 
 
 def lower_bound(problem: Problem) -> float:
-    """That of ``lower_bounds`` for the problem's own objective, without a long LP.
+    """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP.
 
     Searches ask for it, and those that they begin with: it is kept with the problem.
     """

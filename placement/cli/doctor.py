@@ -94,7 +94,8 @@ def _compile(name: str) -> None:
     from placement.testing import small_problems
 
     planner = planners.load(name, **WARM[name])
-    for problem, objective in itertools.product(small_problems()[::2], Objective):
+    each = small_problems()[::2]  # they come for two objectives, one after the other
+    for problem, objective in itertools.product(each, Objective):
         with suppress(ValueError):  # it is for some objectives, and into one memory nothing fits
             planner(problem.with_objective(objective))
 

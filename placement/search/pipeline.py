@@ -389,15 +389,13 @@ class Pipeline:
         self._share = _HAND_WAITS if net is None else WAITS
         self.tables: Tables = kernels.tables(problem)
         self.moves, self.state = load_moves(problem, compute_s.argmin(axis=1)[g.group])
-        group_s = np.zeros(compute_s.shape)
-        np.add.at(group_s, g.group, problem.loaded_s)
         body = min(_BODY, g.num_groups)
         self.draws: Draws = draws_of(compute_s, neighbours(problem), seed, SHARE, 0.0, body)
         sizes = {"N": g.num_ops, "D": problem.num_devices, "channels": problem.num_channels}
         self.room = Room.fresh(
             sizes | {"F": NUM_FEATURES},
             window=float(min(problem.num_run, problem.max_in_flight)),
-            group_s=group_s,
+            group_s=g.per_group(problem.loaded_s),
             memory_binds=problem.memory_may_bind,
             ptr=g.group_ptr,
             op=g.group_op,
