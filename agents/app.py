@@ -722,8 +722,9 @@ def metric_s(comparison: Comparison) -> float:
     Geometric mean over workloads; inf where nothing fits. The placements on one device that are
     rows of every comparison do not count.
     """
+    from placement.runs.compare import geometric_mean
     from placement.runs.row import SINGLE, groups
 
     answers = [row for row in comparison.rows if not row.planner.startswith(SINGLE)]
-    best = [min(r.value_s for r in rows) for rows in groups(answers, "workload").values()]
-    return float(np.exp(np.mean(np.log(best))))
+    by_workload = groups(answers, "workload").values()
+    return geometric_mean(min(r.value_s for r in rows) for rows in by_workload)

@@ -15,6 +15,7 @@ import numpy as np
 
 from placement.report.table import markdown
 from placement.runs.compare import geometric_interval
+from placement.runs.compare import geometric_mean as geometric_mean
 from placement.runs.row import groups as groups
 from placement.tools.files import csv_text
 
@@ -146,11 +147,6 @@ def geometric(
         names = dict.fromkeys(map(family, by_problem))
         values = [[v for k, v in by_problem.items() if family(k) == name] for name in names]
     return Mean(mean, *geometric_interval(values, resamples), len(by_problem))
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Of values that are all above 0."""
-    return float(np.exp(np.mean(np.log(list(values)))))
 
 
 def share(flags: Sequence[bool]) -> tuple[float, float, float]:

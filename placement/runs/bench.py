@@ -18,7 +18,7 @@ from placement.bounds import lower_bounds
 from placement.objective import Objective
 from placement.planners import solve
 from placement.problem import Planner, Problem, Solution
-from placement.runs.compare import geometric_interval
+from placement.runs.compare import geometric_interval, geometric_mean
 from placement.simulator import simulate, value_of
 from placement.workloads.suites import Case
 
@@ -180,8 +180,7 @@ def mean_of(rows: Sequence[BenchRow]) -> BenchMean:
         return BenchMean(None, None, None, 0, optimal, unsolved)
     ratios = [1 + row.gap for row in solved if row.gap is not None]
     low, high = geometric_interval(ratios)
-    mean = float(np.exp(np.mean(np.log(ratios))))
-    return BenchMean(mean - 1, low - 1, high - 1, len(solved), optimal, unsolved)
+    return BenchMean(geometric_mean(ratios) - 1, low - 1, high - 1, len(solved), optimal, unsolved)
 
 
 def answer(suite: str, planner: str, rows: Sequence[BenchRow], **facts: Any) -> dict[str, Any]:

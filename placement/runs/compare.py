@@ -138,8 +138,8 @@ class Comparison:
                 of_workload = groups(mine, "workload").values()
                 cells = [[getattr(r, what) or 1.0 for r in seeds] for seeds in of_workload]
                 flat = np.concatenate(cells)
-                mean = float(np.exp(np.mean(np.log(flat))))
-                gains.append(Gain(name, len(flat), mean, *geometric_interval(cells)))
+                interval = geometric_interval(cells)
+                gains.append(Gain(name, len(flat), geometric_mean(flat), *interval))
         return tuple(sorted(gains, key=lambda g: -g.mean))
 
     def without_single(self) -> list[str]:
@@ -540,6 +540,11 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of values that are all above 0."""
+    return float(np.exp(np.mean(np.log(list(values)))))
 
 
 def geometric_interval(values: Any, num_resamples: int = 10_000) -> tuple[float, float]:
