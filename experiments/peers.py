@@ -13,19 +13,22 @@ Writes ``experiments/results/peers.json`` and ``.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.ranks import Ranks
 from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Study, run
 from experiments.tables import Column
@@ -33,7 +36,6 @@ from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
-from placement.executor.distributed import pin
 from placement.graph import OpGraph
 from placement.runs.ways import timed, torch_threads
 
@@ -102,60 +104,84 @@ STACKS = (
 TINY = (Stack("tiny", 2, (2, 8, 16), heads=2),)
 
 
-def stage(job: dict[str, Any], rank: int) -> Iterator[Any]:
-    """A rank: one stage, which runs all micro-batches whenever it is told to.
+def stage(
+    rank: int,
+    port: int,
+    cores: Sequence[int],
+    stack: Stack,
+    num_microbatches: int,
+    pipe: Connection,
+) -> None:
+    """A process: one stage, which runs all micro-batches whenever it is told to.
 
-    Answers with the time of its begin (first stage) or end (last stage), on the clock that all
-    processes of a machine share.
+    Answers with the time of its begin (first stage), or of its end and the outputs (last stage), on
+    the clock that all processes of a machine share.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    num_microbatches, stack = job["micro_batches"], Stack(**job["stack"])
-    pin(job["cluster"])
-    dist.init_process_group("gloo")
-    try:
-        blocks = list(stack.build())
-        half = len(blocks) // 2
-        mine = nn.Sequential(*(blocks[half:] if rank else blocks[:half]))
-        inputs = stack.inputs(num_microbatches)
-        example = inputs[: stack.item[0]]
-        part = PipelineStage(mine, rank, 2, torch.device("cpu"), input_args=(example,))
-        schedule = ScheduleGPipe(part, num_microbatches)
-        yield "ready"
-        while True:
-            dist.barrier()
-            began = perf_counter()
-            with torch.inference_mode():
-                outputs = schedule.eval(inputs) if rank == 0 else schedule.eval()
-            ended = perf_counter()
-            if rank:
-                np.save(job["folder"] / "outputs.npy", outputs.numpy())
-            yield ended if rank else began
-    finally:
-        dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    blocks = list(stack.build())
+    half = len(blocks) // 2
+    mine = nn.Sequential(*(blocks[half:] if rank else blocks[:half]))
+    inputs = stack.inputs(num_microbatches)
+    example = inputs[: stack.item[0]]
+    part = PipelineStage(mine, rank, 2, torch.device("cpu"), input_args=(example,))
+    schedule = ScheduleGPipe(part, num_microbatches)
+    pipe.send("ready")
+    while pipe.recv():
+        dist.barrier()
+        began = perf_counter()
+        with torch.inference_mode():
+            outputs = schedule.eval(inputs) if rank == 0 else schedule.eval()
+        ended = perf_counter()
+        pipe.send((ended, outputs.numpy()) if rank else began)
+    dist.destroy_process_group()
 
 
-class Peer(Ranks):
+class Peer:
     """``torch.distributed.pipelining`` in two processes that wait while others run."""
 
     def __init__(self, stack: Stack, num_microbatches: int, cluster: Cluster) -> None:
-        job = {"stack": asdict(stack), "micro_batches": num_microbatches}
-        super().__init__("experiments.peers:stage", cluster, job)
-        for rank in range(2):
-            self.answer(rank)
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank, device in enumerate(cluster.devices):
+            here, there = context.Pipe()
+            work = (rank, port, device.cores, stack, num_microbatches, there)
+            process = context.Process(target=stage, args=work, daemon=True)
+            process.start()
+            there.close()  # so that the end of the process is the end of the pipe
+            self.pipes.append(here)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            pipe.recv()
 
     def run(self) -> float:
-        """Seconds for all micro-batches."""
-        self.tell("run", 0, 1)
-        began, ended = self.answer(0), self.answer(1)
+        """Seconds for all micro-batches.
+
+        Raises:
+            EOFError: a process has ended; it said why on standard error.
+        """
+        for pipe in self.pipes:
+            pipe.send(True)
+        began, (ended, self.outputs) = (pipe.recv() for pipe in self.pipes)
         return float(ended - began)
 
-    @property
-    def outputs(self) -> np.ndarray[Any, Any]:
-        """Of the last run."""
-        outputs: np.ndarray[Any, Any] = np.load(self.folder / "outputs.npy")
-        return outputs
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            with suppress(OSError):
+                pipe.send(False)
+            process.join(20)
+            process.kill()
 
 
 def same_cut(graph: OpGraph, num_blocks: int) -> np.ndarray[Any, Any]:

@@ -3,10 +3,10 @@
     python -m experiments.pipelining [CASE ...] [--rounds 7]
 
 A case is a workload at batch 1, for throughput; ``WORKLOAD:0.6`` lets each device hold that share
-of what the model takes on one device, ``WORKLOAD:latency`` is of one item alone, and
-``WORKLOAD:unlike`` of a processor and an old one (``experiments.unlike``). Two replicas take turns,
-the best cut runs all items alike, and the best found may do both; beside them one device, and plain
-PyTorch with one and two threads. All of a case are interleaved; medians of the rounds. Writes
+of what the model takes on one device, ``WORKLOAD:latency`` is of one item alone. Two replicas take
+turns, the best cut runs all items alike, and the best found may do both; beside them one device,
+and plain PyTorch with one and two threads. All of a case are interleaved; medians of the rounds.
+Writes
 ``experiments/results/pipelining.md``, ``.json`` and ``.png``: the cut of the first case, predicted
 and measured.
 """
@@ -25,7 +25,6 @@ import torch
 from experiments.runs import ended, in_turns, measured_problem, seconds_per_item
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column
-from experiments.unlike import streamed, unlike_problem
 from placement import planners
 from placement.capturing import capture
 from placement.executor import Executor, Runner
@@ -43,7 +42,6 @@ PLANNED |= {"best found": "phase_search"}
 PLAIN = ("plain, 1 thread", "plain, 2 threads")
 CASES = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm")
 CASES += ("resnet50:0.6", "bert_base:0.6", "inception:latency")
-CASES += ("resnet50:unlike", "bert_base:unlike")
 ROUND_S = 0.1  # of a round: of items of less than a millisecond a few are only the beginning
 
 
@@ -59,14 +57,10 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 def measured(options: Options, case: str) -> dict[str, Any]:
     """Its row, measured now."""
     workload, _, limit = case.partition(":")
-    rounds, count = options.rounds, options.count
-    if limit == "unlike":
-        unlike = unlike_problem(workload)
-        plans = planned(unlike)
-        return line(case, unlike, plans, streamed(workload, unlike, plans, rounds, count))
     module, inputs, problem = profiled(workload)
     picture = options.out / "pipelining.png" if case == options.cases[0] else None
-    return row(case, module, inputs, under(problem, limit), rounds, count, picture)
+    problem = under(problem, limit)
+    return row(case, module, inputs, problem, options.rounds, options.count, picture)
 
 
 @cache
@@ -86,7 +80,7 @@ def under(problem: Problem, limit: str) -> Problem:
     try:
         share = float(limit)
     except ValueError:
-        raise StudyError(f"{limit!r}: give a share of memory (0.6), latency or unlike") from None
+        raise StudyError(f"{limit!r}: give a share of memory (0.6) or latency") from None
     whole = simulate(problem, np.zeros(problem.num_ops, np.int32)).peak_bytes
     assert whole is not None, "a prediction tracks memory"
     memory = int(share * whole.max())
@@ -147,13 +141,6 @@ def row(
         measured = Executor(few).run(plans["best cut"])
         predicted = simulate(few, plans["best cut"])
         gantt.plot_gantt(predicted, measured, picture, f"{case}, cut by best_of")
-    return line(case, problem, plans, seconds)
-
-
-def line(
-    case: str, problem: Problem, plans: dict[str, Placement], seconds: dict[str, Any]
-) -> dict[str, Any]:
-    """A row of the table; ``seconds`` float64 ``[rounds]`` of each way that ran."""
     ways = (*PLANNED, *PLAIN)
     took = {way: float(np.median(seconds[way])) if way in seconds else None for way in ways}
     values = {way: evaluate(problem, plan[None]) for way, plan in plans.items()}

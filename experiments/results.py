@@ -1,4 +1,4 @@
-"""``docs/results.md``, its picture, ``docs/bench.md`` and ``experiments/goals.md``, from results;
+"""``docs/results.md``, its picture and ``docs/bench.md``, from results;
 and tables of other pages, between ``<!-- figures: ... -->`` and ``<!-- end of figures -->``.
 
     python -m experiments.results            # writes them
@@ -20,23 +20,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import baselines, fidelity, gpu_results, leaderboard, pipelining, public
-from experiments.learned import dispatch, doppler, giph, goals, guided, zero_shot
-from experiments.learned.cells import best_known, gain, policy_digests, ratios, released_folder
-from experiments.study import RESULTS, ROOT, Study, filled, origin, say
-from experiments.tables import Column, Mean, geometric, groups, table
+from experiments.learned import dispatch, zero_shot
+from experiments.learned.cells import (
+    Cell,
+    best_known,
+    gain,
+    policy_digests,
+    ratios,
+    released_folder,
+)
+from experiments.study import RESULTS, ROOT, filled, origin, say
+from experiments.tables import Column, Mean, geometric, groups, read_csv, table
 from placement.report import gantt
 from placement.runs.row import SINGLE
 from placement.tools.files import write_atomic
 
-DOCS, GOALS = ROOT / "docs", ROOT / "experiments" / "goals.md"
+DOCS = ROOT / "docs"
 MOST_ROWS = 5
 
 
 class Trained(NamedTuple):
-    """A row of the first table: who decided in the rows of a study that were filed as ``group``."""
+    """A row of the first table: who decided in rows of a study that were filed as ``group``."""
 
     where: str
-    study: Study
+    study: str
     group: str
     trained: str
     hand: str
@@ -45,26 +52,24 @@ class Trained(NamedTuple):
 
 
 # Of a decode without a search the best rule stands for the hand-written score.
-CHOOSERS = (guided.POLICY, guided.HAND, guided.FROZEN)
+CHOOSERS = ("policy", "hand", "frozen")
 LEARNING = (
     Trained(
         "latency of 42 graphs of seven families that no training saw, one decode",
-        dispatch.STUDY, "families, 1", "trained", "heft", "untrained", True,
+        dispatch.NAME, "families, 1", "trained", "heft", "untrained", True,
     ),
     Trained(
         "latency of six unseen graphs of 1,600 operators and more, 2,000 evaluations",
-        guided.STUDY, "latency few evaluations", *CHOOSERS,
+        "learned_guided", "latency few evaluations", *CHOOSERS,
     ),
     Trained(
-        "DOPPLER's four graphs, 4,000 evaluations", doppler.STUDY, "4000 evaluations", *CHOOSERS
+        "DOPPLER's four graphs, 4,000 evaluations",
+        "learned_doppler", "4000 evaluations", *CHOOSERS,
     ),
-    Trained(
-        "GiPH's problems, 2 evaluations per operator",
-        giph.STUDY, "giph", giph.POLICY, giph.HAND, giph.FROZEN,
-    ),
+    Trained("GiPH's problems, 2 evaluations per operator", "learned_giph", "giph", *CHOOSERS),
     Trained(
         "period of 42 pipelines of seven families that no training saw, one evaluation",
-        zero_shot.STUDY, zero_shot.PIPELINES, zero_shot.TRAINED, zero_shot.HAND,
+        zero_shot.STUDY.name, zero_shot.PIPELINES, zero_shot.TRAINED, zero_shot.HAND,
         zero_shot.UNTRAINED, True,
     ),
 )  # fmt: skip
@@ -94,8 +99,7 @@ def learning(results: Path) -> str:
     """Trained, hand-written and untrained choosers on the same problems, over the best known."""
 
     def over(row: Trained, planner: str) -> Mean:
-        every = row.study.read(results)
-        best = best_known(every)
+        best = best_known(rows_of(row.study, results))
         return geometric(ratios(of_group(row, results), planner, lambda name, _: best.get(name)))
 
     def against(row: Trained) -> str:
@@ -106,7 +110,7 @@ def learning(results: Path) -> str:
 
     return table(
         LEARNING,
-        Column("where", lambda r: f"[{r.where}]({link(r.study)})"),
+        Column("where", lambda r: f"[{r.where}](../experiments/results/{r.study}.md)"),
         Column("trained network", lambda r: over(r, r.trained).ratio()),
         Column("hand-written", lambda r: over(r, r.hand).ratio()),
         Column("untrained network", lambda r: over(r, r.untrained).ratio()),
@@ -116,12 +120,13 @@ def learning(results: Path) -> str:
 
 def of_group(row: Trained, results: Path) -> list[Any]:
     """The study's rows that belong to a row of the first table."""
-    return [c for c in row.study.read(results) if c.group == row.group]
+    return [c for c in rows_of(row.study, results) if c.group == row.group]
 
 
-def link(study: Study) -> str:
-    """From a page of the documentation to the page of a study."""
-    return f"../experiments/results/{study.name}.md"
+def rows_of(study: str, results: Path) -> list[Any]:
+    """Committed rows of a study of the learned planner, which need not be in the tree any more."""
+    kind = dispatch.Row if study == dispatch.NAME else Cell
+    return list[Any](read_csv(kind, results / f"{study}.csv"))
 
 
 def chooser(planner: str, objective: str, released: str) -> str:
@@ -141,9 +146,9 @@ def chooser(planner: str, objective: str, released: str) -> str:
     return words[0] if words[0] in ("hand", "uniform") else "hand" if chosen == "hand" else "rule"
 
 
-def released_for(study: Study, results: Path) -> str:
+def released_for(study: str, results: Path) -> str:
     """Names of the policies that shipped when a study ran, from its page; else of today's."""
-    _, noted = origin((results / f"{study.name}.md").read_text("utf-8"))
+    _, noted = origin((results / f"{study}.md").read_text("utf-8"))
     return noted.get("policies") or " ".join(policy_digests(released_folder()))
 
 
@@ -229,8 +234,9 @@ MODELS = {
     "lstm": "LSTM",
     "dlrm": "DLRM",
 }
-PIPELINING = "python -m experiments.pipelining"
-REPLICAS = "python -m experiments.public replicas"
+PIPELINING = "`python -m experiments.pipelining`"
+UNLIKE = "`git checkout 1c04a529`, `python -m experiments.pipelining bert_base:unlike`"
+REPLICAS = "`python -m experiments.public replicas`"
 
 
 def of_models(results: Path) -> dict[str, Any]:
@@ -296,12 +302,16 @@ def when_to_do_what(results: Path) -> str:
         ("an item takes a fraction of a millisecond", "one device, or plain PyTorch", "dlrm"),
     )  # fmt: skip
     figures = {x[2]: loads(x[2]) if "/" in x[2] else took(x[2]) for x in lines}
+
+    def command(case: str) -> str:
+        return REPLICAS if "/" in case else UNLIKE if "unlike" in case else PIPELINING
+
     return table(
         lines,
         Column("when", lambda x: x[0]),
         Column("do", lambda x: x[1]),
         Column("figures", lambda x: figures[x[2]]),
-        Column("command", lambda x: f"`{REPLICAS if '/' in x[2] else PIPELINING}`"),
+        Column("command", lambda x: command(x[2])),
     )
 
 
@@ -340,12 +350,12 @@ def reproduction(page: str, results: Path) -> str:
         links, answers, command, minutes, _ = (x.strip() for x in row.strip("|").split("|"))
         name = links.partition("results/")[2].partition(".")[0]
         links, needs_data = ", ".join(files.pop(name)), " (1)" * command.endswith(" (1)")
-        command, facts = made_by(name, results)
+        command, commit, facts = made_by(name, results)
         machine = f"{short(facts['cpu'])}, {facts['cores']} cores"
         if machine not in machines:
             machines.append(machine)
         made = f"{facts['when'][:10]} {'ABCDEFGH'[machines.index(machine)]}"
-        cells = (links, answers, f"`{command}`{needs_data}", minutes, made)
+        cells = (links, answers, f"`{command}`{commit}{needs_data}", minutes, made)
         lines += f"| {' | '.join(cells)} |\n"
     if files:
         raise KeyError(f"{sorted(files)}: add a row to docs/reproduce.md, with what it answers")
@@ -353,16 +363,22 @@ def reproduction(page: str, results: Path) -> str:
     return f"{head}{lines}\n{''.join(where)}"
 
 
-def made_by(name: str, results: Path) -> tuple[str, dict[str, str]]:
-    """The words after ``python -m`` that made a result, and the facts it noted: when, cpu, ..."""
+def made_by(name: str, results: Path) -> tuple[str, str, dict[str, str]]:
+    """The words after ``python -m`` that made a result, and the facts it noted: when, cpu, ...
+
+    Between them at which commit, if the study has left the tree.
+    """
     page = results / f"{name}.md"
     if page.is_file():
         text = page.read_text("utf-8")
         command = re.search(r"^`python -m ([^`]+)`$", text, re.MULTILINE)
         assert command is not None, f"{page} does not say which command made it"
-        return command[1], origin(text)[1]
+        commit = re.search(
+            r"^The study has left the tree.*`git checkout (\w+)`", text, re.MULTILINE
+        )
+        return command[1], f" at `{commit[1]}`" if commit else "", origin(text)[1]
     facts = json.loads((results / f"{name}.json").read_text("utf-8"))["provenance"]
-    return f"experiments.{name}", {k: str(v) for k, v in facts.items()}
+    return f"experiments.{name}", "", {k: str(v) for k, v in facts.items()}
 
 
 def short(cpu: str) -> str:
@@ -413,7 +429,7 @@ def page(results: Path = RESULTS) -> str:
     """``docs/results.md``."""
     placements = fidelity.STUDY.read(results)
     optimal, problems = proved(results)
-    released = released_for(baselines.STUDY, results)
+    released = released_for(baselines.STUDY.name, results)
     objectives = {r.problem: r.objective for r in baselines.STUDY.read(results)}
     chose = [chooser(baselines.LEARNED, o, released) for o in objectives.values()]
     cuts = {k: 100 * row["error of cut"] for k, row in of_models(results).items()}
@@ -445,22 +461,15 @@ def optima_page(results: Path = RESULTS) -> str:
     return filled("optima", {"suites": leaderboard.suites(), "tables": leaderboard.tables(rows)})
 
 
-def goals_page(results: Path = RESULTS) -> str:
-    """``experiments/goals.md``."""
-    return filled("goals", {"goals": goals.page(results)})
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=DOCS)
-    parser.add_argument("--goals", type=Path, default=GOALS)
     options = parser.parse_args(argv)
     pages = {
         options.docs / "results.md": page(options.results),
         options.docs / "bench.md": optima_page(options.results),
-        options.goals: goals_page(options.results),
     }
     for name, figures in TABLES.items():
         if (path := options.docs / name).is_file():

@@ -17,6 +17,7 @@ import io
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -235,9 +236,16 @@ def test_no_result_is_forgotten() -> None:
     with pytest.raises(KeyError, match=r"'scale'.*add a row"):
         results.reproduction(without, results.RESULTS)
     for stem in committed():
-        command, facts = results.made_by(stem, results.RESULTS)
-        module = command.split()[0].replace(".", "/")
-        assert (ROOT / f"{module}.py").exists() or (ROOT / module).is_dir(), command
+        command, at, facts = results.made_by(stem, results.RESULTS)
+        words = command.split()
+        study = words[1] if words[0] == "experiments.learned" else ""
+        file = f"{words[0].replace('.', '/')}{study and '/'}{study}.py"
+        if not at:
+            assert (ROOT / file).exists() or (ROOT / file).with_suffix("").is_dir(), command
+        elif (ROOT / ".git").exists():  # it has left the tree, and was there then
+            assert not (ROOT / file).exists(), command
+            there = f"{at.removeprefix(' at `').rstrip('`')}:{file}"
+            subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", there], check=True)
         assert {"when", "cpu", "cores"} <= set(facts), stem
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from experiments import results
 from experiments.learned.cells import best_known
-from experiments.study import RESULTS, Study
+from experiments.study import RESULTS
 from experiments.tables import groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(RESULTS.glob("*.md"))]
-STUDIES = {row.study.name: row.study for row in results.LEARNING}
+STUDIES = {row.study for row in results.LEARNING}
 # What a heading claims, and who must have decided: whole words, so "untrained" claims no training.
 CLAIMS = {
     r"\b(learned|trained|network)\b(?!.*against)(?<!untrained network)": {"network"},
@@ -47,9 +47,8 @@ def claims(what: str, cell: str) -> bool:
 @cache
 def figures(name: str) -> dict[str, set[str]]:
     """Of a study: geometric means over the best known of all planners, and who decided there."""
-    study: Study = STUDIES[name]
-    released, by_text = results.released_for(study, RESULTS), {}
-    rows = study.read(RESULTS)
+    released, by_text = results.released_for(name, RESULTS), {}
+    rows = results.rows_of(name, RESULTS)
     best_of_all = best_known(rows)
     best_in = {group: best_known(mine) for group, mine in groups(rows, "group").items()}
     for (group, planner), mine in groups(rows, "group", "planner").items():

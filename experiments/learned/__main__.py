@@ -1,12 +1,6 @@
-"""Studies of the learned planner, each at the budget that ``experiments.budgets`` writes down.
+"""Studies of the learned planner; their budgets were written down before the runs.
 
-    python -m experiments.learned against                    # all constructive methods and DPs
-    python -m experiments.learned executed                   # placements run for real, quiet
-    python -m experiments.learned guided [--also NAME=PATH]  # ablations, searches, equal budgets
     python -m experiments.learned zero_shot [--also NAME=PATH]  # one evaluation, and four
-    python -m experiments.learned few                        # 10 + G / 4 evaluations
-    python -m experiments.learned giph                       # 10-15 operators, 2 N evaluations
-    python -m experiments.learned doppler                    # DOPPLER's graphs, equal budgets
     python -m experiments.learned published                  # seven published learners, trained
     python -m experiments.learned dispatch                   # one decode, and the best of many
     python -m experiments.learned resched --checkout FOLDER  # beside a published network
@@ -24,22 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.learned import (
-    against,
-    dispatch,
-    doppler,
-    executed,
-    few,
-    giph,
-    guided,
-    published,
-    resched,
-    zero_shot,
-)
+from experiments.learned import dispatch, published, resched, zero_shot
 from experiments.study import run
 
-MODULES = (against, executed, guided, zero_shot, few, giph, doppler, published, dispatch, resched)
-STUDIES = tuple(module.STUDY for module in MODULES)
+STUDIES = (zero_shot.STUDY, published.STUDY, dispatch.STUDY, resched.STUDY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -169,18 +169,6 @@ def _outcome(
 # --- policies ------------------------------------------------------------------------------------
 
 
-def policy_file(path: str | None, problem: Problem) -> str | None:
-    """The policy that searches a problem; of a folder the file that is named as the released one.
-
-    None is the released policy, which the planner itself finds.
-    """
-    from agents.planner import kind_of, released
-
-    if path is None or not Path(path).is_dir():
-        return path
-    return str(Path(path) / released(kind_of(problem), problem.objective).name)
-
-
 def released_folder() -> Path:
     """Where the policies are that ship with the package."""
     import agents

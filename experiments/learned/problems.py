@@ -1,4 +1,4 @@
-"""The problems of the studies: six families, large graphs, twice the devices."""
+"""The problems of the studies: six families, graphs that no training saw, twice the devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from experiments import baselines, study
-from experiments.budgets import CAPTURED, HELD_OUT
 from experiments.runs import two_cores
 from experiments.study import say
 from placement import importers
@@ -19,6 +18,8 @@ from placement.problem import Problem
 from placement.workloads import synthetic
 
 Problems = dict[str, Problem]
+HELD_OUT = 900  # first seed of synthetic graphs that nothing is trained on
+CAPTURED = ("resnet50", "inception", "bert_base", "lstm", "vit", "gpt2", "convnext", "dlrm", "t5")
 MICROBATCHES, IN_FLIGHT = 32, 4  # of captured models in a pipeline
 DRAWN, REAL = "drawn", "real"
 MACHINE = "intel-r-xeon-r-processor-b65e2a3b"  # of the data set
@@ -45,12 +46,6 @@ def family(name: str, data: Path, graphs: int = 1, repeats: int = 10) -> Problem
     if name == "moirai":
         return _files(data, "moirai/*.json", "latency") | _files(data, "moirai/*.json", "period")
     return pipedream(data)
-
-
-def public(data: Path) -> Problems:
-    """Every public file: the families that come from files."""
-    names = ("operator graphs", "layer graphs", "pipedream", "moirai")
-    return {n: p for name in names for n, p in family(name, data).items()}
 
 
 def _files(data: Path, pattern: str, objective: Objective) -> Problems:
@@ -105,24 +100,6 @@ def synthetic_problems(graphs: int) -> Problems:
         for seed in range(HELD_OUT, HELD_OUT + graphs):
             problems |= _both(f"synthetic/{name}-{seed}", draw(seed))
     return problems
-
-
-def large(graphs: int) -> Problems:
-    """Latency graphs of 1,500 operators and more, seeds ``HELD_OUT``.."""
-    unlike = (1.0, 2.0, 4.0)
-    shapes = {
-        "layered": synthetic.Family(synthetic.layered(40, 40, 0.05), heterogeneity=1.0),
-        "series_parallel": synthetic.Family(synthetic.series_parallel(1600), 8, speeds=unlike),
-        "lstm_grid": synthetic.Family(synthetic.grid(8, 200), 8, ccr=0.1, heterogeneity=0.5),
-        "random": synthetic.Family(synthetic.random_graph(1600, 60, 3), heterogeneity=0.5),
-        "transformer": synthetic.Family(synthetic.transformer(46, 5), 4, ccr=0.3),
-        "fork_join": synthetic.Family(synthetic.fork_join(32, 10, 5), 8, ccr=1.0),
-    }
-    return {
-        f"large/{name}-{seed}": draw(seed).with_objective("latency")
-        for name, draw in shapes.items()
-        for seed in range(HELD_OUT, HELD_OUT + graphs)
-    }
 
 
 def unseen(data: Path) -> dict[str, Problems]:

@@ -16,11 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.budgets import HELD_OUT, PUBLISHED
-from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, best_known, enforced, ratios, run_tasks
+from experiments.learned.problems import HELD_OUT, Problems
 from experiments.learned.study import learned_study, trained
-from experiments.study import Options
+from experiments.study import Option, Options
 from experiments.tables import Column, geometric, groups, table
 from placement.objective import Objective
 from placement.planners import load
@@ -49,7 +48,7 @@ FILES = (
 DRAWN = ("lstm_grid", "chain_with_skips", "towers", "butterfly", "u_net", "transformer")
 
 
-def problems(options: Options) -> families.Problems:
+def problems(options: Options) -> Problems:
     """Twenty: of suites, of families that nothing was trained on, and of GiPH's distribution."""
     chosen = {name: case.load() for name, case in _cases(options).items()}
     drawn = {f"drawn {name}": synthetic.families()[name](HELD_OUT) for name in DRAWN}
@@ -102,7 +101,7 @@ def configured(experiment: str, *words: str) -> Any:
         )
 
 
-def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
+def rows(options: Options, chosen: Problems) -> Iterator[Cell]:
     """What each training cost, then every run."""
     for method in METHODS:
         for seed in range(options.seeds):
@@ -201,4 +200,16 @@ def _mean_s(cells: Sequence[Cell]) -> float:
     return sum(c.used_s for c in cells) / len(cells)
 
 
-STUDY = learned_study("published", PUBLISHED, problems, rows, row=Cell, parts=parts)
+STUDY = learned_study(
+    "published",
+    {
+        "steps": Option(20_000, "of each training"),
+        "evaluations": Option(100, "of every run"),
+        "seconds": Option(2.0, "processor seconds of every run, where these are limited instead"),
+        "seeds": Option(3, "trainings of each method, and of every planner that draws"),
+    },
+    problems,
+    rows,
+    row=Cell,
+    parts=parts,
+)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments import budgets
 from experiments.learned.cells import policy_digests, released_folder, warm_up
 from experiments.learned.problems import Problems
 from experiments.study import Option, Options, Study, StudyError, digest, say, slug
@@ -135,8 +134,9 @@ def _rows(
     units = list(dict.fromkeys(map(unit, chosen)))[part::parts]
     mine = {n: p for n, p in chosen.items() if unit(n) in units}
     say(f"{len(mine)} problems; what is finished in {options.work} is not run again")
-    names = (*budgets.BASELINES, *budgets.SEARCHES, "macro_search", "best_of")
-    warm_up(sorted({p.objective for p in mine.values()}), names)
+    warm_up(
+        sorted({p.objective for p in mine.values()}), ("local_search", "macro_search", "best_of")
+    )
     if parts == 1:
         return rows(options, mine)
     for _ in rows(options, mine):  # each is kept

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budgets import HELD_OUT, HEURISTICS, ZERO_SHOT
 from experiments.learned import problems as families
 from experiments.learned.cells import Cell, Task, best_cells, gain, made_again, run_tasks, to_known
 from experiments.learned.study import (
@@ -19,7 +18,7 @@ from experiments.learned.study import (
     untrained_dispatcher,
     wants,
 )
-from experiments.study import RESULTS, Again, Options
+from experiments.study import RESULTS, Again, Option, Options
 from experiments.tables import (
     DASH,
     Column,
@@ -41,6 +40,8 @@ ONE, PIPELINES, FOUR = "one evaluation", "pipelines, one evaluation", "pipelines
 LATENCIES = "latencies, one evaluation"
 EVALUATIONS = {PIPELINES: 1, FOUR: 4}
 TRAINED, UNTRAINED, HAND = "trained", "untrained", "by hand"
+# One rule each, no search and no budget: what one forward pass is compared with.
+HEURISTICS = ("single_device", "heft", "peft", "m_etf", "m_sct", "m_topo", "contiguous_dp")
 SINGLE, ORDERS, LIST = "contiguous_dp", "contiguous_dp, 24 orders", "heft"
 DECODE = ", one decode"
 EVERY = "all seven"
@@ -83,7 +84,7 @@ def with_never_drawn(options: Options) -> families.Problems:
 
 def drawn_pipelines(options: Options) -> families.Problems:
     """Of the families ``NEVER_DRAWN``."""
-    seeds = range(HELD_OUT, HELD_OUT + options.pipelines)
+    seeds = range(families.HELD_OUT, families.HELD_OUT + options.pipelines)
     drawn = synthetic.families()
     return {f"{NEVER}: {n}-{seed}": drawn[n](seed) for n in NEVER_DRAWN for seed in seeds}
 
@@ -290,7 +291,11 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
 RELEASED = "latencies of public files and drawn graphs, and seconds of pipelines, again as released"
 STUDY = learned_study(
     "zero_shot",
-    ZERO_SHOT,
+    {
+        "graphs": Option(1, "seeds HELD_OUT.. of each synthetic family"),
+        "pipelines": Option(6, "of each family that was never drawn"),
+        "repeats": Option(10, "of the profiles that have to be measured"),
+    },
     with_never_drawn,
     rows,
     unit,

@@ -1,9 +1,9 @@
 """What share of peak rates operators reach, by their kind, and the peak rates of a device.
 
 The shares are fitted to the operators of BERT and GPT-2 that the authors of NeuSight (Lee et al.,
-ASPLOS 2025) measured on eleven GPUs; ``python -m experiments.neusight`` fits them again, and says
-how far they are off on a GPU that was left out. The measurements are fp32; the shares are used for
-all types.
+ASPLOS 2025) measured on eleven GPUs. ``git checkout 4e82402e``, ``python -m experiments.neusight``
+fit them again, and say how far they are off on a GPU that was left out. The measurements are fp32;
+the shares are used for all types.
 """
 
 from __future__ import annotations

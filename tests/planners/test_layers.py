@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.homes import home
 from placement.cluster import Cluster, Device, Link
-from placement.costs.serving import Serving, memory, serving_problem
+from placement.costs.serving import Phase, Serving, memory, serving_problem
+from placement.devices import library
 from placement.graph import OpGraph
 from placement.importers.hf_config import read
 from placement.planners import load
@@ -21,7 +22,7 @@ from placement.problem import Problem
 from placement.search.evaluation import Search
 from placement.simulator import score
 from tests.problems import problem_on, small_problem
-from tests.served import MIXTRAL
+from tests.served import LLAMA, MIXTRAL
 
 BASELINES = ("even_layers", "by_memory", "llama_cpp_split")
 
@@ -111,10 +112,41 @@ def test_other_problems_get_the_best_single_device() -> None:
     )
 
 
+def home(seed: int, config: Mapping[str, object]) -> Problem:
+    """A token on two to six devices of the library, of whose memory the model needs 60 to 95 %."""
+    rng = np.random.default_rng(seed)
+    likes = rng.choice(sorted(library()), int(rng.integers(2, 7)), replace=False).tolist()
+    hosts = rng.integers(0, 3, len(likes)).tolist()
+    share = rng.uniform(0.3, 1.0, len(likes))
+    network = ((1e-4, 1.2e8), (1e-4, 3e8), (5e-5, 1.2e9))[int(rng.integers(3))]
+    needed = rng.uniform(0.6, 0.95)
+    names = [f"{like}/{i}" for i, like in enumerate(likes)]
+    links = tuple(
+        Link(names[i], names[j], *((15e-6, 2e10) if hosts[i] == hosts[j] else network))
+        for i, j in permutations(range(len(likes)), 2)
+    )
+
+    def problem(factor: float) -> Problem:
+        devices = [
+            Device(
+                name, library()[like].kind, like=like, model=like,
+                memory_bytes=int(factor * part * library()[like].memory_bytes),
+            )
+            for name, like, part in zip(names, likes, share, strict=True)
+        ]  # fmt: skip
+        serving = Serving(Phase.DECODE, 8192, whole_layers=config is not MIXTRAL)
+        return serving_problem(
+            read(config, "config.json", "model"), Cluster("home", tuple(devices), links), serving
+        )
+
+    roomy = problem(1.0)
+    return problem(float(roomy.graph.param_bytes.sum()) / needed / float(roomy.memory_bytes.sum()))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_home_clusters(seed: int) -> None:
     """Never over memory; never slower than what is done today, nor than the contiguous split."""
-    problem = home(seed, "Llama 3.1 8B" if seed % 3 else "Mixtral 8x7B")
+    problem = home(seed, LLAMA if seed % 3 else MIXTRAL)
     solution = load("layer_dp")(problem)
     held = memory(problem, solution.placement)
     assert solution.value_s == np.inf or all(
