@@ -62,9 +62,7 @@ def _store() -> None:
     # 90 times, a second. The store is the process's only one, and gives out copies of its nodes.
     vars(store)["__deepcopy__"] = lambda memo: store
     for name in planners.names():
-        module = f"{planners.__name__}.{name}"
-        keep("planner", name, _dataclass(module, name.title().replace("_", "")))
-    keep("planner", "policy", _dataclass("agents.planner", "PolicyPlanner"))
+        keep("planner", name, _dataclass(*planners.where(name).split(":")))
     store.store(name="default", node=_training(), group="training", package="training")
     for name, family in workloads.family_of().items():
         keep("workload", name, _workload(name, family))

@@ -138,7 +138,7 @@ def guarded(name: str, seconds: float, limit_s: float) -> Planner:
 
 def comparison(options: Options, chosen: Mapping[str, Problem]) -> Comparison:
     """``compare`` in processes, each on its own core and with every n-th problem."""
-    names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART] + [LEARNED]
+    names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART]
     if options.planners:
         names = options.planners.split(",")
     field = {name: guarded(name, options.seconds, options.limit) for name in names}

@@ -230,7 +230,7 @@ def planner_rows(is_chosen: Chosen) -> Iterator[Task]:
         extra = file.startswith(("profile", "synthetic")) and kind not in ("period", "latency")
         if extra and problem.num_ops > 150:
             continue  # what the other kinds add shows on smaller problems
-        for method in (*planners.names(), "policy", "default start"):
+        for method in (*planners.names(), "default start"):
             most = next((n for who, n in MOST if method in who), 10**6)
             if problem.num_ops <= most:
                 yield name, method, partial(planned, method, problem)

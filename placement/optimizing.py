@@ -183,7 +183,7 @@ def fastest(
     """
     report(f"planning with {PLANNER}", None)
     planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
-    planned = _plan(problem, workload, planner(problem), planner)
+    planned = _plan(problem, workload, planners.solve(planner, problem), planner)
 
     def run(plan: Plan, problem: Problem) -> _Ran:
         runner = _runner(problem, plan)
@@ -203,7 +203,7 @@ def fastest(
         on_error.callback(ran.runner.close)
         if corrects := _with_costs_of(problem, planned, ran.ways):
             report(f"planning again with {PLANNER}", None)
-            again = _plan(corrects, workload, planner(corrects), planner)
+            again = _plan(corrects, workload, planners.solve(planner, corrects), planner)
             if len(devices_of(again)) > 1 and again.assignments != planned.assignments:
                 with suppress(torch.OutOfMemoryError):  # the plan that ran stays
                     ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)

@@ -142,13 +142,13 @@ def _values(action: argparse.Action) -> Iterator[tuple[str, str]]:
 
 
 def _names(dest: str) -> list[str]:
-    from placement import exporters, schedulers, workloads
+    from placement import exporters, planners, schedulers, workloads
     from placement.objective import Objective
 
     names_of: dict[str, Callable[[], list[str]]] = {
         "workload": lambda: list(workloads.names()),
         "model": lambda: list(workloads.names()),
-        "planner": _planners,
+        "planner": planners.names,
         "scheduler": schedulers.names,
         "to": exporters.names,
         "objective": lambda: list(Objective),
@@ -158,18 +158,12 @@ def _names(dest: str) -> list[str]:
     return names_of[dest]() if dest in names_of else []
 
 
-def _planners() -> list[str]:
-    from placement import planners
-
-    return [*planners.names(), "policy"]
-
-
 def _planner_options(before: list[str]) -> Iterator[tuple[str, str]]:
     """``option=`` of the planner that was named."""
     from placement import planners
 
     for flag, name in pairwise(before):
-        if flag == "--planner" and name in _planners():
+        if flag == "--planner" and name in planners.names():
             kind = planners.find(name)
             for field in fields(kind) if is_dataclass(kind) else ():
                 yield f"{field.name}=", str(field.type)

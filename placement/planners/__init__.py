@@ -15,27 +15,35 @@ from placement.tools.named import Named
 
 
 class PlannerError(ValueError):
-    """No such planner, or an option it does not have; the message lists those it has."""
+    """No such planner, no such option (the message lists those it has), or too much to plan."""
 
 
 _PLANNERS: Named[Planner] = Named(
     __name__, "planner", PlannerError, elsewhere={"policy": "agents.planner:PolicyPlanner"}
 )
-#: Those of this package by name; the one of a name, with options; and its class.
-names, load, find = _PLANNERS.names, _PLANNERS.load, _PLANNERS.find
+#: All by name; the one of a name, with options; its class; and where that is.
+names, load, find, where = _PLANNERS.names, _PLANNERS.load, _PLANNERS.find, _PLANNERS.where
 
 
 def solve(planner: Planner, problem: Problem) -> Solution:
     """What the planner answers.
 
     Raises:
-        PlannerError: it is no ``Solution``.
+        PlannerError: it is no ``Solution``, or there is not enough memory for the planner.
     """
-    solution: Any = planner(problem)
+    name = getattr(planner, "__name__", None) or _name(planner)
+    try:
+        solution: Any = planner(problem)
+    except MemoryError as error:
+        raise PlannerError(
+            f"planner {name}: not enough memory for {problem.num_ops} operators in "
+            f"{problem.graph.num_groups} groups on {problem.num_devices} devices "
+            f"({error}): use another planner, as heft, or a machine with more memory"
+        ) from error
     if not isinstance(solution, Solution):
         raise PlannerError(
-            f"planner {getattr(planner, '__name__', type(planner).__name__)} returned a "
-            f"{type(solution).__name__}, not a placement.Solution(placement, value_s)"
+            f"planner {name} returned a {type(solution).__name__}, not a "
+            "placement.Solution(placement, value_s)"
         )
     return solution
 

@@ -69,7 +69,7 @@ class BestOf:
     take turns, ``data_parallel`` and ``replicated`` take part for pipelines.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
-    of devices than a program takes, no time), and ``lower_bound_s`` is
+    of devices than a program takes, not enough memory, no time), and ``lower_bound_s`` is
     ``placement.problem.lower_bound``.
 
     Of limited seconds these planners get a quarter. With the rest, and with evaluations that they
@@ -157,7 +157,7 @@ class BestOf:
                     warnings.simplefilter("ignore", RuntimeWarning)
                     values[name] = search.run(planner, share, _SHARES.get(name, 1.0)).value_s
             except PlannerError as error:
-                skipped[name] = str(error)
+                skipped[name] = _why_skipped(error)
                 continue
             took_s = search.seconds - began
             if "seconds" not in own:
@@ -168,7 +168,7 @@ class BestOf:
         if not values:
             raise PlannerError("; ".join(skipped.values()) or "best_of: no planners were named")
         if search.best_s == np.inf and may_search:
-            winner = _search_on(search, values) or winner
+            winner = _search_on(search, values, skipped) or winner
         bound = lower_bound(problem)
         return search.solution(bound, winner=winner, values_s=values, skipped=skipped)
 
@@ -196,8 +196,8 @@ class BestOf:
         search = Search(problem, self.seconds, self.evaluations)
         stats = search.run(replace(self, search_on=False), 1.0 - _SEARCH_SHARE).stats
         search.bound_s = lower_bound(problem)
-        winner = _search_on(search, stats["values_s"]) or stats["winner"]
         others = {k: stats[k] for k in ("values_s", "skipped")}
+        winner = _search_on(search, **others) or stats["winner"]
         return search.solution(search.bound_s, winner=winner, **others)
 
     def _order(self, problem: Problem) -> list[str]:
@@ -216,7 +216,14 @@ class BestOf:
         return order
 
 
-def _search_on(search: Search, values: dict[str, float]) -> str:
+def _why_skipped(error: PlannerError) -> str:
+    """The message; of a planner that lacked memory also as a warning, as more memory may help."""
+    if isinstance(error.__cause__, MemoryError):
+        warnings.warn(f"best_of goes on without one: {error}", RuntimeWarning, stacklevel=3)
+    return str(error)
+
+
+def _search_on(search: Search, values_s: dict[str, float], skipped: dict[str, str]) -> str:
     """Search from the best, or closest, placement; the name of who found a better one that fits."""
     search.limit(DEFAULT_EVALUATIONS)
     winner = ""
@@ -227,6 +234,9 @@ def _search_on(search: Search, values: dict[str, float]) -> str:
             most = _ENOUGH * moves if np.isfinite(search.best_s) else None
             start = {"start": lambda _, p=placement: Solution(p, np.inf)}
             searcher = load(name, **start, evaluations=most)
-            values[name] = search.run(searcher, share, share).value_s
+            try:
+                values_s[name] = search.run(searcher, share, share).value_s
+            except PlannerError as error:
+                skipped[name] = _why_skipped(error)
             winner = name if search.best_cost < min(before, INFEASIBLE) else winner
     return winner

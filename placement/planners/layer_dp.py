@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.planners import check_least
-from placement.planners.contiguous_dp import held_bytes
+from placement.planners import PlannerError, check_least
+from placement.planners.contiguous_dp import held_bytes, merge_blocks
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution, host_of
 from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, single_devices
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
+
+_MOST_STEPS = 2**31  # of a program with a helper: some 20 s
 
 
 @dataclass(frozen=True)
@@ -28,25 +31,29 @@ class LayerDp:
     of the two, and a stage must fit into its device's memory: its parameters, and where the
     simulator finds that activations do not, all that it makes or uses. Devices that may be
     swapped count as one; with more than ``max_states`` sets of devices they are used in one order,
-    fastest first (``stats["all_orders"]`` is False then). A group is placed whole.
+    fastest first (``stats["all_orders"]`` is False then). A group is placed whole, and of more
+    than ``max_blocks`` several together.
 
     Where layers may be apart (experts beside attention), a second program follows for each
     device as a helper: a stage may leave the last group of some of its layers to it, and what is
     before them, as few as make the stage fit (the first ones), as long as the helper has room,
-    and pays its time and the way there and back. The best of all is the answer.
+    and pays its time and the way there and back. The best of all is the answer. Where the second
+    program would take too long (``_MOST_STEPS``) ``stats["no_helpers"]`` says so.
 
     Attributes:
         max_states: sets of devices.
+        max_blocks: groups are merged into this many blocks of about equal seconds first.
         helpers: whether to run the second program.
         evaluations: budget; None is no limit.
     """
 
     max_states: int = 4096
+    max_blocks: int = 1000
     helpers: bool = True
     evaluations: int | None = None
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "max_states")
+        check_least(self, 1, "max_states", "max_blocks")
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, evaluations=self.evaluations)
@@ -55,17 +62,47 @@ class LayerDp:
         if why:
             return search.solution(no_chain=why)
         _, all_orders = _states(problem, device_classes(problem), self.max_states, None)
-        groups, unit = np.arange(problem.graph.num_groups, dtype=np.int32), layer_units(problem)
-        tries: list[tuple[Ints, int | None]] = [(groups, None)]
+        unit = layer_units(problem)
+        tries: list[tuple[Ints, int | None]] = [(merge_blocks(problem, self.max_blocks), None)]
+        facts: dict[str, Any] = {"all_orders": all_orders}
         if self.helpers and int(unit.max()) + 1 < len(unit):
-            parted = unit + (problem.graph.group[0] != groups)  # what is before the layers apart
+            # What is before the layers is apart.
+            parted = unit + (problem.graph.group[0] != np.arange(len(unit), dtype=np.int32))
             tries += [(parted, helper) for helper in range(problem.num_devices)]
         for block, helper in tries:
             for activations in (False, True):
-                choice = _solve(problem, block, helper, activations, self.max_states)
+                try:
+                    choice = self._solve(problem, block, helper, activations)
+                except PlannerError as error:
+                    facts["no_helpers"] = str(error)
+                    break
                 if choice is None or search.cost(choice) < INFEASIBLE:
                     break  # the best without them, and it fits with them too
-        return search.solution(all_orders=all_orders)
+        return search.solution(**facts)
+
+    def _solve(
+        self, problem: Problem, block: Ints, helper: int | None, activations: bool
+    ) -> Choice | None:
+        """int32 ``[G]``: the best devices, blocks whole but for the helper's; None: nothing fits.
+
+        Raises:
+            PlannerError: there are more blocks than ``max_blocks``, or too many to count.
+        """
+        if (most := int(block.max()) + 1) > self.max_blocks:
+            raise PlannerError(
+                f"layer_dp: {most} layers are more than max_blocks = {self.max_blocks}"
+            )
+        kind = device_classes(problem).copy()
+        if helper is not None:
+            kind[helper] = kind.max() + 1  # of a class of its own, last
+            kind = np.unique(kind, return_inverse=True)[1].astype(np.int32)
+        nodes, _ = _states(problem, kind, self.max_states, helper)
+        program = _Program(problem, block, kind, helper, activations, nodes)
+        if helper is not None and not program.left.any():
+            return None  # as without one
+        for n in range(len(nodes)):
+            program.fill(n)
+        return program.choice()
 
 
 def _no_chain(problem: Problem) -> str:
@@ -160,23 +197,6 @@ def _states(
     return nodes, True
 
 
-def _solve(
-    problem: Problem, block: Ints, helper: int | None, activations: bool, max_states: int
-) -> Choice | None:
-    """int32 ``[G]``: the best devices, blocks whole but for the helper's; None: nothing fits."""
-    kind = device_classes(problem).copy()
-    if helper is not None:
-        kind[helper] = kind.max() + 1  # of a class of its own, last
-        kind = np.unique(kind, return_inverse=True)[1].astype(np.int32)
-    nodes, _ = _states(problem, kind, max_states, helper)
-    program = _Program(problem, block, kind, helper, activations, nodes)
-    if helper is not None and not program.left.any():
-        return None  # as without one
-    for n in range(len(nodes)):
-        program.fill(n)
-    return program.choice()
-
-
 class _Program:
     """The dynamic program of one device that may help, or of none.
 
@@ -185,7 +205,8 @@ class _Program:
         routed: bool ``[G]``: groups that a stage may leave to the helper; at most one of a block.
         seconds: float64 ``[K, C + 1, C + 1]`` of a stage on a device of each class; inf where it
             does not fit.
-        left: int ``[K, C + 1, C + 1]``: how many blocks leave their routed group to the helper.
+        left: int32 ``[K, C + 1, C + 1]``: how many blocks leave their routed group to the helper.
+        spent: as ``left``, of the helper's room; 0 where it has room for all.
         ways: float64 ``[C + 1, K, K]``: seconds from one device to the next before block ``i``.
         enter: float64 ``[K]``: seconds until the model's input is there.
         best: float64 ``[nodes, U, C + 1]`` the least seconds of every node, with so many groups
@@ -223,10 +244,16 @@ class _Program:
         shared = 0.0
         if helper is not None:
             own, shared = _own(problem, block, routed)
-        room = 0  # of the helper, in groups
+        room, most = 0, int(routed.sum())  # of the helper, in groups
         if helper is not None and own.any():
             fit = (problem.memory_bytes[helper] - shared) // own.max()
-            room = int(min(max(0.0, fit), routed.sum()))
+            room = int(min(max(0.0, fit), most))
+        counts = room + 1 if room < most else 1
+        if counts > 1 and (steps := len(nodes) * counts * size**2) > _MOST_STEPS:
+            raise PlannerError(
+                f"layer_dp: {size - 1} layers, of which {room} fit on the helper, and "
+                f"{len(nodes)} sets of devices take {steps:.1e} steps, more than {_MOST_STEPS:.1e}"
+            )
         seconds, left = [], []
         for d in firsts:
             whole = np.append(0.0, np.cumsum(np.bincount(block, group_s[:, d], size - 1)))
@@ -240,15 +267,14 @@ class _Program:
             never = np.append(0, np.cumsum(np.bincount(block[~able[:, d]], minlength=size - 1)))
             cost[never[None, :] > never[:, None]] = np.inf
             seconds.append(cost)
-            left.append(count)
+            left.append(count.astype(np.int32))
         cuts = np.flatnonzero(np.append(True, block[1:] != block[:-1]))
         self.block, self.routed, self.helper, self.kind = block, routed, helper, kind
         self.nodes, self.size = nodes, size
         self.seconds, self.left = np.stack(seconds), np.stack(left)
         self.ways = _between(way[np.append(cuts, len(block))], kind)
-        used = np.arange(room + 1)
-        self.best = np.full((len(nodes), len(used), size), np.inf)
-        self.number = used[:, None, None] - self.left[:, None]  # [K, U, C + 1, C + 1] before it
+        self.spent = self.left if counts > 1 else np.zeros_like(self.left)
+        self.best = np.full((len(nodes), counts, size), np.inf)
 
     def entered(self, n: int) -> tuple[Floats, NDArray[np.intp]]:
         """``[U, C + 1]`` seconds until the last device of ``n`` begins, and the node before."""
@@ -264,15 +290,17 @@ class _Program:
         at = np.argmin(costs, axis=0)
         return np.min(costs, axis=0), np.array(before)[at]
 
-    def ending(self, n: int, enter: Floats) -> Floats:
-        """``[U, C + 1, C + 1]`` seconds where the last stage is of blocks ``[j, i)``."""
-        number = self.number[self.nodes[n][0]]
-        begun = enter[np.maximum(number, 0), np.arange(self.size)[:, None]]
-        return np.where(number < 0, np.inf, begun + self.seconds[self.nodes[n][0]])
+    def ending(self, n: int, enter: Floats, u: int) -> Floats:
+        """``[C + 1, C + 1]`` seconds where the last stage is of blocks ``[j, i)``, ``u`` left."""
+        before = u - self.spent[self.nodes[n][0]]
+        begun = enter[np.maximum(before, 0), np.arange(self.size)[:, None]]
+        return np.where(before < 0, np.inf, begun + self.seconds[self.nodes[n][0]])
 
     def fill(self, n: int) -> None:
         """``best[n]``, when those of the nodes before are there."""
-        self.best[n] = self.ending(n, self.entered(n)[0]).min(axis=1)
+        enter = self.entered(n)[0]
+        for u in range(self.best.shape[1]):
+            self.best[n, u] = self.ending(n, enter, u).min(axis=0)
 
     def choice(self) -> Choice | None:
         """int32 ``[G]``: the way back from the best end."""
@@ -286,11 +314,11 @@ class _Program:
         while end > 0:
             k = self.nodes[n][0]
             enter, came = self.entered(n)
-            begin = int(self.ending(n, enter)[u, :, end].argmin())
+            begin = int(self.ending(n, enter, u)[:, end].argmin())
             inside = (self.block >= begin) & (self.block < end)
             device[inside] = free[k].pop(0)
             count = int(self.left[k, begin, end])
-            u -= count
+            u -= int(self.spent[k, begin, end])
             if count:
                 assert self.helper is not None
                 device[np.flatnonzero(inside & self.routed)[:count]] = self.helper

@@ -556,7 +556,7 @@ def _plan_command(plan: Plan, workload: str) -> str | None:
     planner, parameters = plan.planner.name, plan.planner.parameters
     if planner.startswith(SINGLE):
         planner, parameters = "single_device", {}
-    if planner not in (*planners.names(), "policy") and ":" not in planner:
+    if planner not in planners.names() and ":" not in planner:
         return None
     words = ["placement", "plan", workload, "--planner", planner, "--objective", plan.objective]
     words += ["--microbatches", str(plan.num_microbatches)]

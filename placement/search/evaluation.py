@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective
-from placement.planners import PlannerError, load
+from placement.planners import PlannerError, load, solve
 from placement.problem import Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
@@ -147,6 +147,9 @@ class Search:
         Of the seconds that are left it gets a ``share``, where it has such a budget, and of the
         evaluations alike. ``one_phase``: it is to answer with that. A periodic answer that does
         not fit is not kept: a search goes on from the closest placement.
+
+        Raises:
+            PlannerError: the planner refuses the problem, or has not enough memory for it.
         """
         seconds = evaluations = None
         if np.isfinite(self._max_seconds):
@@ -155,7 +158,7 @@ class Search:
             evaluations = max(1, int(share_of_evaluations * self.num_left))
         limits = Budget(seconds, evaluations)
         callee = prepared(load(planner) if isinstance(planner, str) else planner, budget=limits)
-        answer: Solution = callee(self.problem.one_phase if one_phase else self.problem)
+        answer = solve(callee, self.problem.one_phase if one_phase else self.problem)
         self.num_evaluations += int(answer.stats.get("evaluations", 1))
         choice = self.choice(answer.placement)
         # What ours say is the simulator's: a large problem is not simulated twice.

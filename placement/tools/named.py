@@ -38,9 +38,14 @@ class Named(Generic[T]):
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """Those of the package by name (none is imported)."""
-        path = sys.modules[self.package].__path__
-        return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+        """Those of the package, and of ``elsewhere``, by name (none is imported)."""
+        files = (m.name for m in pkgutil.iter_modules(sys.modules[self.package].__path__))
+        return sorted([*(name for name in files if not name.startswith("_")), *self.elsewhere])
+
+    def where(self, name: str) -> str:
+        """``package.module:Class`` of one of ``names()``."""
+        own = f"{self.package}.{name}:{name.title().replace('_', '')}"
+        return self.elsewhere.get(name, own)
 
     def load(self, name: str, /, **options: Any) -> T:
         """The one called ``name`` (``heft``, or ``package.module:Class``) with these options.
@@ -85,17 +90,15 @@ class Named(Generic[T]):
         Raises:
             ValueError: (``error``) there is none.
         """
-        module, _, attribute = self.elsewhere.get(name, name).partition(":")
-        if not attribute:
+        if ":" not in name:
             if name not in self.names():
-                names = sorted([*self.names(), *self.elsewhere])
-                near = meant(name, names) or ";"
+                near = meant(name, self.names()) or ";"
                 raise self.error(
-                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(names)}, "
+                    f"no {self.what} {name!r}{near} {self.what}s are {', '.join(self.names())}, "
                     f"or your own as package.module:Class"
                 )
-            module, attribute = f"{self.package}.{name}", name.title().replace("_", "")
-        target = imported(f"{module}:{attribute}", self.what, self.error)
+            name = self.where(name)
+        target = imported(name, self.what, self.error)
         if not callable(target):
             kind = type(target).__name__
             raise self.error(f"{self.what} {name!r} is of type {kind}, not a {self.what}")

@@ -34,7 +34,7 @@ from tests.problems import chain, every_placement, random_problem, small_problem
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
 # objective; each has contract tests of its own.
-ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened", "order_search")
+ELSEWHERE = ("expert", "metis", "cp_sat", "mip", "coarsened", "order_search", "policy")
 ELSEWHERE += ("data_parallel", "phase_search")  # they need more than one phase
 PLANNERS = [name for name in names() if name not in ELSEWHERE]
 SEARCHES = (

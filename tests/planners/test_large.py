@@ -1,0 +1,150 @@
+"""Long and wide graphs: no planner takes all memory, and one that would is named."""
+
+from __future__ import annotations
+
+import ast
+import resource
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement import bounds, planners
+from placement.graph import OpGraph
+from placement.objective import Objective
+from placement.planners import PlannerError, load
+from placement.planners.heft import Heft
+from placement.problem import Problem, Solution
+from tests.problems import chain, problem_on, random_problem
+
+LIMIT = 4 << 30
+SECONDS = 0.5
+# Other reasons to refuse: a file is wanted, a package may lack, a planner is for one objective.
+REFUSE = ("needs a file", "needs the package", "latency is of one alone", "order_search:")
+
+
+def layers(num: int, share_of_memory: float, devices: int = 2) -> Problem:
+    """A chain of layers with two groups each, of which one device holds a share."""
+    n = 2 * num
+    graph = OpGraph.build(
+        "layers",
+        [f"op{i}" for i in range(n)],
+        range(n),
+        [4096] * n,
+        chain(n),
+        param_bytes=[1 << 20] * n,
+        param_uses=[(i, i) for i in range(n)],
+        op_module=[f"layers.{i // 2}" for i in range(n)],
+    )
+    return on_devices(graph, Objective.LATENCY, devices, int(share_of_memory * (n << 20)))
+
+
+def experts(num: int) -> Problem:
+    """One operator, ``num`` beside each other, and one that reads them all."""
+    inner = range(1, num + 1)
+    graph = OpGraph.build(
+        "experts",
+        [f"op{i}" for i in range(num + 2)],
+        range(num + 2),
+        [4096] * (num + 2),
+        [(0, i) for i in inner] + [(i, num + 1) for i in inner],
+        param_bytes=[1 << 20] * num,
+        param_uses=[(i, i - 1) for i in inner],
+    )
+    return on_devices(graph, Objective.PERIOD, 2, int(0.6 * (num << 20)), max_phases=4)
+
+
+def tables(num: int) -> Problem:
+    """``num`` tables and what sums up the rows of each, then two operators for all of them."""
+    graph = OpGraph.build(
+        "tables",
+        [f"op{i}" for i in range(2 * num + 2)],
+        range(2 * num + 2),
+        [4096] * (2 * num + 2),
+        [x for i in range(num) for x in ((i, num + i), (num + i, 2 * num))]
+        + [(2 * num, 2 * num + 1)],
+        param_bytes=[1 << 20] * num,
+        param_uses=[(i, i) for i in range(num)],
+    )
+    return on_devices(graph, Objective.PERIOD, 4, int(0.3 * (num << 20)), max_phases=4)
+
+
+def on_devices(
+    graph: OpGraph, objective: Objective, devices: int, memory: int, **settings: Any
+) -> Problem:
+    """On unlike devices."""
+    rng = np.random.default_rng(0)
+    seconds = rng.uniform(1e-5, 1e-3, (graph.num_ops, 1)) * np.linspace(1, 1.5, devices)
+    facts = {"memory_bytes": memory, "link": (3e-5, 8e9), "objective": objective}
+    return problem_on(graph, seconds, **facts, **settings)
+
+
+PROBLEMS = {
+    "2,000 blocks": lambda: layers(2000, 0.6),
+    "4,000 experts": lambda: experts(4000),
+    "300 tables": lambda: tables(300),
+}
+
+
+def answers(which: str) -> dict[str, str]:
+    """What each planner says of a problem, with ``LIMIT`` bytes: nothing, or why it refuses."""
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+    problem, said = PROBLEMS[which](), {}
+    for name in planners.names():
+        own = {f.name for f in fields(planners.find(name))}
+        options = {"seconds": SECONDS} if "seconds" in own else {}
+        if name in ("order_search", "policy", "phase_search"):
+            options |= {"evaluations": 4}
+        try:
+            solution = planners.solve(load(name, **options), problem)
+            said[name] = "; ".join(
+                why for why in solution.stats.get("skipped", {}).values() if "memory for" in why
+            )
+        except PlannerError as error:
+            said[name] = str(error)
+    assert bounds.lower_bound(problem) > 0.0
+    return said
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_no_planner_takes_all_memory(which: str) -> None:
+    code = f"from tests.planners.test_large import answers; print(answers({which!r}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+    said = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert set(said) == set(planners.names())
+    assert not {n: why for n, why in said.items() if why and not any(x in why for x in REFUSE)}
+
+
+def test_layers_with_a_helper_that_has_room_for_all_need_no_table_of_counts() -> None:
+    """[U, C + 1, C + 1] of int64 would take 301 * 302**2 * 8 bytes, 220 MB, and of 2,000, 64 GB."""
+    problem = layers(300, 0.55)
+    half = load("layer_dp", helpers=False)(problem)
+    solution = load("layer_dp")(problem)
+    assert "no_helpers" not in solution.stats
+    assert solution.value_s <= half.value_s < np.inf
+    solution = load("layer_dp", max_blocks=100)(problem)
+    assert "301 layers are more than max_blocks = 100" in solution.stats["no_helpers"]
+    assert half.value_s <= solution.value_s < np.inf
+
+
+def no_memory(problem: Problem) -> Solution:
+    raise MemoryError("Unable to allocate 50.5 GiB")
+
+
+def test_a_planner_without_memory_is_named() -> None:
+    with pytest.raises(PlannerError, match=r"no_memory: not enough memory for 5 operators in 5"):
+        planners.solve(no_memory, random_problem(0, num_ops=5))
+
+
+def test_best_of_goes_on_without_a_planner_that_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Heft, "__call__", lambda self, problem: no_memory(problem))
+    with pytest.warns(RuntimeWarning, match=r"goes on without one: planner heft: not enough"):
+        solution = load("best_of", planners=("single_device", "heft"))(random_problem(0))
+    assert solution.stats["winner"] == "single_device"
+    assert "Unable to allocate 50.5 GiB" in solution.stats["skipped"]["heft"]
