@@ -33,11 +33,12 @@ an order, value_s is of that order, and order has, for every device, its operato
 with the number of its micro-batch. Where micro-batches take turns (--max-phases) assignment is that
 of the first phase, and phases has what each later one has elsewhere. With --measurements planner is
 measured_search, and there also are measured_s, measured_single_s (of the best single device) and
-measurements; with the planner replicated also stages, each with its devices; with the planner
-policy also network, the files of the networks that were asked, or none. For a language model there
-also is memory: of every device weights_bytes, kv_cache_bytes, buffers_bytes, needed_bytes and
-there_bytes; and prefill_s, decode_s, weights (how often these count in value_s) and spread (by
-which share they may err), or largest_context where nothing fits.
+measurements; where one device is the plan although several are predicted better, by less than
+predictions err, split_value_s of these and margin; with the planner replicated also stages, each
+with its devices; with the planner policy also network, the files of the networks that were asked,
+or none. For a language model there also is memory: of every device weights_bytes, kv_cache_bytes,
+buffers_bytes, needed_bytes and there_bytes; and prefill_s, decode_s, weights (how often these count
+in value_s) and spread (by which share they may err), or largest_context where nothing fits.
 """
 
 
@@ -61,6 +62,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
     parser.add_argument("--seed", type=int, help="of the planner's random numbers")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        metavar="SHARE",
+        help="one device is the plan unless several are predicted better by more (by default by "
+        "what predictions of the profile err); 0: whatever the planner answers",
+    )
     parser.add_argument(
         "--measurements",
         type=int,
@@ -147,6 +155,7 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from placement import planners, schedulers
+    from placement.search.margin import unless_one_device
     from placement.tools.clock import clock
 
     cli.check_outputs(args.out, args.trace, args.trials)
@@ -164,6 +173,9 @@ def run(args: argparse.Namespace) -> int:
         took = clock() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)
+            if args.measurements is None:
+                margin = getattr(planner, "margin", None) if args.margin is None else args.margin
+                solution = unless_one_device(problem, solution, margin)
         measured = None
         if args.measurements is not None and isfinite(solution.value_s):
             solution, measured = _measured(args, problem, solution, report)
@@ -186,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measurements is not None:
         _say_measured(solution)
     else:
-        _say_kept(planned)
+        _say_kept(args, planned)
         _say_longer(problem, planned)
     _say_network(args, problem, planned)
     if plan is not None:
@@ -301,16 +313,21 @@ def _say_measured(solution: Solution) -> None:
     cli.say(text)
 
 
-def _say_kept(solution: Solution) -> None:
-    """Where a search found better, but not by more than predictions err."""
-    best_s = solution.stats.get("best_value_s", solution.value_s)
-    if best_s < solution.value_s:
-        better = 1 - best_s / solution.value_s
-        cli.say(
-            f"kept the baseline's placement: the search's is predicted {better:.1%} better, and "
-            f"predictions err by {solution.stats['margin']:.1%}; margin=0 takes it, "
-            "--measurements 40 decides by running"
-        )
+def _say_kept(args: argparse.Namespace, solution: Solution) -> None:
+    """Where a planner's answer is better, but not by more than predictions err."""
+    split_s = solution.stats.get("split_value_s")
+    best_s = solution.stats.get("best_value_s", solution.value_s) if split_s is None else split_s
+    if split_s is None and best_s >= solution.value_s:
+        return
+    kept = "the baseline's placement: the search's"
+    if split_s is not None:
+        kept = f"one device: what {args.planner} answers, on several,"
+    better = 1 - best_s / solution.value_s
+    cli.say(
+        f"kept {kept} is predicted {abs(better):.1%} {'better' if better > 0 else 'worse'}, and "
+        f"predictions err by {solution.stats['margin']:.1%}; --margin 0 takes it, "
+        "--measurements 40 decides by running"
+    )
 
 
 def _say_longer(problem: Problem, solution: Solution) -> None:
@@ -398,13 +415,13 @@ def load_planner(args: argparse.Namespace) -> Planner:
     options = dict(option(text) for text in args.options)
     kind = planners.find(args.planner)
     known = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
-    for key in ("seconds", "evaluations", "seed"):
-        value = getattr(args, key)
+    for key in ("seconds", "evaluations", "seed", "margin"):
+        value = getattr(args, key, None)
         if value is None:
             continue
         if key in known:
             options[key] = value
-        else:
+        elif key != "margin":  # which the command knows
             cli.say(f"planner {args.planner!r} has no {key}: --{key} {value} is not used")
     return planners.load(args.planner, **options)
 
@@ -419,6 +436,9 @@ def check_budget(args: argparse.Namespace) -> None:
             )
     if args.seed is not None and args.seed < 0:
         raise cli.UsageError(f"--seed {args.seed} must be at least 0")
+    margin = getattr(args, "margin", None)
+    if margin is not None and not 0 <= margin < 1:
+        raise cli.UsageError(f"--margin {margin} must be a share, 0 <= margin < 1")
 
 
 def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
@@ -561,7 +581,7 @@ def _answer(
     took_s = float(solution.stats.get("seconds", took))
     order, devices = solution.schedule, problem.cluster.device_names
     names = ["measured_s", "measured_single_s", "measurements", "network"]
-    names += ["replicated_period_s", "stages", "turns"]
+    names += ["replicated_period_s", "stages", "turns", "split_value_s", "margin"]
     measured = {key: solution.stats[key] for key in names if key in solution.stats}
     if not isfinite(measured.get("measured_single_s", 0.0)):
         measured["measured_single_s"] = None

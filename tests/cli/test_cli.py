@@ -294,14 +294,29 @@ def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, caps
     problem = synthetic.families()["towers"](1)
     profile = replace(problem.profile, provenance={"error": 0.95})
     save(replace(problem, profile=profile), tmp_path / "p.json")
-    plan = ["plan", str(tmp_path / "p.json"), "--planner", "policy", "--evaluations", "200"]
-    assert main([*plan, "baseline=heft"]) == OK
-    stderr = capsys.readouterr().err
-    assert "kept the baseline's placement: the search's is predicted" in stderr
-    assert "predictions err by 95.0%; margin=0 takes it" in stderr
-    assert "of 512 items each takes 6% longer than in one of 32" in stderr
-    assert main([*plan, "baseline=heft", "margin=0"]) == OK
-    assert "kept" not in capsys.readouterr().err
+    plan = ["plan", str(tmp_path / "p.json"), "--json", "--planner"]
+    for words in (["policy", "baseline=heft", "--evaluations", "50"], ["heft"]):
+        assert main([*plan, *words]) == OK
+        out, err = capsys.readouterr()
+        assert re.search(
+            f"kept one device: what {words[0]} answers, on several, is predicted .* better, and "
+            "predictions err by 95.0%; --margin 0 takes it",
+            err,
+        )
+        single = json.loads(out)
+        assert len(set(single["assignment"].values())) == 1
+        # The option keeps the split, which the plan then has a warning of.
+        assert main([*plan, *words, "--margin", "0"]) == OK
+        out, err = capsys.readouterr()
+        assert "kept" not in err
+        # The policy alone would have kept its baseline's.
+        assert json.loads(out)["value_s"] <= single["split_value_s"] < single["value_s"]
+    # A gain above the margin is taken.
+    gain = 1 - single["split_value_s"] / single["value_s"]
+    assert main([*plan, *words, "--margin", f"{gain - 0.01}"]) == OK
+    assert json.loads(capsys.readouterr().out)["value_s"] < single["value_s"]
+    assert main([*plan, *words, "--margin", "1"]) == BAD_INPUT
+    assert "--margin 1.0 must be a share, 0 <= margin < 1" in capsys.readouterr().err
 
 
 def test_plan_does_not_repeat_what_a_planner_claims(
