@@ -61,9 +61,14 @@ def launch(
 ) -> int:
     """The exit code of a Hydra command: ``task`` of ``conf/<config>.yaml`` and these words.
 
-    The environment variable ``HYDRA_FULL_ERROR=1`` shows where an error comes from.
+    The environment variable ``HYDRA_FULL_ERROR=1`` shows where an error comes from. Without any
+    word the help is shown as an error: the defaults would measure a model for minutes.
     """
     typed = sys.argv[1:] if words is None else words
+    if not typed:
+        with cli.says_nothing_in_answers():
+            launch(task, config, ["--help"])
+        return cli.BAD_INPUT
     debug = bool(os.environ.get("HYDRA_FULL_ERROR"))
     failed: list[Exception] = []
 

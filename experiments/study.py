@@ -184,7 +184,7 @@ class Study:
             self.plot(rows, options.out / f"{self.name}.png", options)
         for name, content in files.items():
             write_atomic(options.out / name, content)
-        cli.put(page)
+        print(page)
         say(f"written to {options.out}: {', '.join(files)}")
 
 

@@ -140,17 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.options += rest
     trials = f", as are runs in {args.trials}" if getattr(args, "trials", None) else ""
     return cli.guarded(
-        lambda: _run(args),
+        lambda: VERBS[args.verb].run(args),
         cli.explain,
         debug=args.debug,
         interrupted=f"interrupted; {cli.AFTER_INTERRUPT}{trials}",
     )
-
-
-def _run(args: argparse.Namespace) -> int:
-    code = VERBS[args.verb].run(args)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # the answer was not read to its end, and is what it is
-        cli.close_output()
-    return code

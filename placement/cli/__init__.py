@@ -7,9 +7,6 @@ Data goes to standard output, everything else to standard error. A verb's file h
 from __future__ import annotations
 
 import argparse
-import codecs
-import errno
-import io
 import json
 import os
 import re
@@ -32,15 +29,17 @@ from placement.tools.progress import progress as progress
 from placement.tools.progress import say as say
 from placement.tools.progress import says_when_compiling as says_when_compiling
 from placement.tools.shown import WIDTH as WIDTH
-from placement.tools.shown import close_output as close_output
 from placement.tools.shown import count as count
 from placement.tools.shown import mebibytes as mebibytes
 from placement.tools.shown import print_table as print_table
 from placement.tools.shown import seconds as seconds
+from placement.tools.streams import any_output as any_output
+from placement.tools.streams import full_output
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
     from placement.graph import OpGraph
+    from placement.plan import Plan
     from placement.problem import Problem
 
 OPTIMIZER = "AdamW"
@@ -58,6 +57,7 @@ BUSY = 0.25  # other programs' share of the cores above which timings are doubtf
 IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
 MAX_BATCHES = 1_000_000  # more would only fill the memory
+TRACE_WRITTEN = "trace written to {}; open it at https://ui.perfetto.dev"
 MAX_MESSAGE = 1000  # characters of an error
 
 
@@ -90,13 +90,12 @@ def guarded(
         with interruptible(), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
             check_packages()
-            return work()
+            code = work()
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         say(interrupted)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        close_output()
-        return OK
     except Exception as error:
         return told(error, explain, debug=debug)
 
@@ -181,50 +180,9 @@ def interruptible() -> Iterator[None]:
             timer.cancel()
 
 
-def any_output() -> None:
-    """Output and errors take any text: what cannot be printed is ``?``, or the nearest that can.
-
-    Closed ones go nowhere.
-    """
-    codecs.register_error("nearest", _nearest)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # to the end of the process
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="nearest")
-
-
-def _nearest(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end]
-    return "".join({"µ": "u", "±": "+-", "–": "-"}.get(x, "?") for x in text), error.end
-
-
-def full_output(error: Exception) -> str | None:
-    """What to say if standard output could not be written; None: it is another error.
-
-    Files say their names in their errors.
-    """
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if not isinstance(error, OSError) or error.filename is not None or error.errno not in full:
-        return None
-    close_output()  # or what it still holds would fail again at the end
-    return f"cannot write standard output: {error.strerror}; send it elsewhere"
-
-
-def put(text: str) -> None:
-    """A line on standard output; if nobody reads it any more the command ends as it would have."""
-    try:
-        print(text)
-    except BrokenPipeError:
-        close_output()
-
-
 def print_json(value: Any) -> None:
-    """One JSON object on standard output; files are still to be written if nobody reads it."""
-    put(json.dumps(value, indent=1, allow_nan=False))
+    """One JSON object on standard output."""
+    print(json.dumps(value, indent=1, allow_nan=False))
 
 
 def others_s() -> float | None:
@@ -384,12 +342,19 @@ def cluster_of(path: str | None) -> Cluster:
     return Cluster.detect() if path is None else Cluster.from_yaml(path)
 
 
-def write_trace(path: str, trace: dict[str, Any]) -> None:
-    """A Chrome/Perfetto trace, whole or not at all."""
-    from placement.tools.files import write_atomic
+def save_plan(plan: Plan, path: str) -> None:
+    """Write a plan that took long to make; where that fails it is printed.
 
-    write_atomic(path, json.dumps(trace))
-    say(f"trace written to {path}; open it at https://ui.perfetto.dev")
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    from placement.tools.files import FileError
+
+    try:
+        plan.save(path)
+    except FileError as error:
+        print(plan.model_dump_json(indent=1))
+        raise UsageError(f"{error}; the plan is on standard output instead") from error
 
 
 def is_file(spec: str) -> bool:

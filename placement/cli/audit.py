@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             title = f"{len(elsewhere)} operators are elsewhere"
             cli.print_table(title, ["operator", "planned", "log"], rows, figures=False)
         for name, sizes in memory.items():
-            cli.put(f"{name}: " + ", ".join(f"{k} {v:,.1f} MiB" for k, v in sizes.items()))
+            print(f"{name}: " + ", ".join(f"{k} {v:,.1f} MiB" for k, v in sizes.items()))
     if not known:
         cli.say(
             f"{args.log} does not say where any operator of the plan is: llama.cpp says it with "

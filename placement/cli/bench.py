@@ -187,7 +187,7 @@ def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:
     cli.print_table(f"{args.suite}: {args.planner}{budget}", header, cells)
     mean = mean_of(rows)
     if mean.gap is not None:
-        cli.put(
+        print(
             f"gap {mean.gap:.2%} (95 % interval {mean.low:.2%} to {mean.high:.2%}), geometric mean "
             f"of {cli.count(mean.count, 'problem')}; * proved optimal: {mean.optimal:.1%}"
         )

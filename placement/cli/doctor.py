@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         cli.print_table("what this machine offers", ["", "found"], rows(machine), figures=False)
         for line in problems:
-            cli.put(f"! {line}")
+            print(f"! {line}")
         for line in hints:
-            cli.put(f"- {line}")
+            print(f"- {line}")
         if not problems:
-            cli.put("next: placement profile tiny_mlp    (or your own package.module:function)")
+            print("next: placement profile tiny_mlp    (or your own package.module:function)")
     return cli.NO if problems else cli.OK
 
 

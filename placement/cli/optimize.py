@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         )
     runner.close()
     plan = runner.plan
+    if args.out:
+        cli.save_plan(plan, args.out)
     if args.json:
         cli.print_json(
             {
@@ -68,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         cli.say("the plan is not kept: --out plan.json keeps it")
         return cli.OK
-    plan.save(args.out)
     cli.say(
         f"plan written to {args.out}; next: {cli.run_command(args.out, args.workload)}, "
         f"or in Python: placement.load_plan({args.out!r}).bind(module)"

@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
         if rest and any(self._unknown()):
             self.error("")
         if getattr(parsed, "verb", "none is meant") is None:
-            self.error(f"the verb is missing; verbs are {', '.join(self._verbs())}")
+            self.print_help(sys.stderr)
+            sys.exit(cli.BAD_INPUT)
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:

@@ -185,8 +185,9 @@ def run(args: argparse.Namespace) -> int:
             solution = _ordered(args, scheduler, problem, solution)
             measured = None  # what ran was not in this order
     plan = None
-    if isfinite(solution.value_s) and (args.out or not args.json):
+    if isfinite(solution.value_s) and (args.out or args.trace or not args.json):
         plan = _plan(args, planner, problem, solution, measured)
+        _save(args, plan, problem, solution)
     if args.json:
         cli.print_json(_answer(args, problem, solution, plan, took))
     if not isfinite(solution.value_s) and serving.is_served(args):
@@ -202,12 +203,7 @@ def run(args: argparse.Namespace) -> int:
         _say_longer(problem, planned)
     _say_network(args, problem, planned)
     if plan is not None:
-        _show_and_save(args, plan, problem, solution)
-    if args.trace:
-        from placement.simulator import simulate
-
-        timeline = simulate(problem, solution.placement, solution.schedule)
-        cli.write_trace(args.trace, timeline.to_trace(problem.graph.op_name))
+        _show(args, plan, problem, solution)
     return cli.OK
 
 
@@ -382,9 +378,19 @@ def _plan(
     )
 
 
-def _show_and_save(
-    args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution
-) -> None:
+def _save(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution) -> None:
+    """Files come before talk: whoever reads that may have gone."""
+    if args.out:
+        cli.save_plan(plan, args.out)
+    if args.trace:
+        from placement.report.trace import write_trace
+        from placement.simulator import simulate
+
+        timeline = simulate(problem, solution.placement, solution.schedule)
+        write_trace(args.trace, {"predicted": timeline}, problem.graph.op_name)
+
+
+def _show(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution) -> None:
     from placement.cli.show import show_plan
 
     if not args.json:
@@ -392,13 +398,14 @@ def _show_and_save(
         if serving.is_served(args):
             serving.table(args, problem, solution)
     if args.out:
-        plan.save(args.out)
         here = problem.graph.program is not None and not plan.missing_devices()
         then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
         if serving.is_served(args):  # there is nothing that could run here
             plan_path = shlex.quote(args.out)
             then = f"; next: placement export {plan_path} --to vllm --out vllm.env (--list: others)"
         cli.say(f"plan written to {args.out}{then}")
+    if args.trace:
+        cli.say(cli.TRACE_WRITTEN.format(args.trace))
 
 
 def _decided(args: argparse.Namespace) -> str:

@@ -81,21 +81,22 @@ def run(args: argparse.Namespace) -> int:
             profile = measure(graph, cluster, repeats=args.repeats, progress=report)
         else:
             profile = measure_within(graph, cluster, args.seconds, progress=report)
-    profiled.show(graph, cluster, profile, as_json=args.json)
     path = args.out or cached_path(graph, cluster)
+    if args.seconds is not None and not args.out:
+        path = path.with_suffix(".partly.npz")  # whole profiles are taken without asking
+    try:
+        profile.save(path)
+    except (OSError, ValueError) as error:
+        profiled.show(graph, cluster, profile, as_json=args.json)
+        raise cli.UsageError(f"the profile above was not saved: {error}{_or(args.out)}") from error
+    remember(graph, cluster, profile)
+    profiled.show(graph, cluster, profile, as_json=args.json)
     if args.seconds is not None:
         assert profile.predicted is not None
         num_predicted = int(profile.predicted.any(axis=1).sum())
         cli.say(
             f"{graph.num_ops - num_predicted} operators are measured, {num_predicted} are predicted"
         )
-        # Apart from whole profiles, which are taken without asking.
-        path = args.out or path.with_suffix(".partly.npz")
-    remember(graph, cluster, profile)
-    try:
-        profile.save(path)
-    except (OSError, ValueError) as error:
-        raise cli.UsageError(f"the profile above was not saved: {error}{_or(args.out)}") from error
     words = ["placement", "plan", args.workload]
     words += ["--mode", mode] if mode == "training" else []
     words += ["--optimizer", args.optimizer] if args.optimizer else []

@@ -151,6 +151,12 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
             profile = _profile(args, graph, cluster, of_devices, hosts, rank, report)
     if not first:
         return cli.OK
+    if graph is not None and profile is not None:
+        from placement.costs.measure import cached_path
+
+        path = args.out or cached_path(graph, cluster)
+        profile.save(path)
+        cli.say(f"profile saved to {path}")
     placed = zip(cluster.devices, ranks, strict=True)
     infinite = {"bandwidth_bytes_per_s": None}
     answer: dict[str, Any] = {
@@ -165,12 +171,8 @@ def _measure(args: argparse.Namespace, rank: int, size: int) -> int:
     }
     if graph is not None and profile is not None:
         from placement.cli.profiled import summary
-        from placement.costs.measure import cached_path
 
-        path = args.out or cached_path(graph, cluster)
-        profile.save(path)
         answer["profile"] = summary(graph, cluster, profile)
-        cli.say(f"profile saved to {path}")
     if args.json:
         cli.print_json(answer)
     else:

@@ -58,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(f"--memory {args.memory} must not be negative, and below 2**60")
     try:
         work, ids = read_work(_case(args.file, args.case), args.memory)
-        answer = search_schedule(work, args.micro_batches, unroll=args.unroll, seconds=args.seconds)
+        with cli.progress() as report:
+            report("searching the order of blocks", None)
+            answer = search_schedule(
+                work, args.micro_batches, unroll=args.unroll, seconds=args.seconds
+            )
     except BlocksError as error:
         raise cli.UsageError(f"{args.file}, case {args.case[:60]!r}: {error}") from error
     except ImportError as error:

@@ -172,7 +172,7 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
     decoder, serving = asked(args)
     seconds = terms(decoder, problem.cluster, serving, solution.placement)
-    cli.put(
+    print(
         f"decode: {serving.batch / seconds['decode_s']:.1f} tokens/s at a context of "
         f"{serving.context}; prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
         f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"

@@ -165,11 +165,11 @@ def run_validate(args: argparse.Namespace) -> int:
         cli.print_json({"valid": not failures, "failures": failures, "notes": notes})
     else:
         for line in failures:
-            cli.put(f"- {line}")
+            print(f"- {line}")
         for line in notes:
             cli.say(line)
         verdict = f"not valid, {cli.count(len(failures), 'failure')}" if failures else "valid"
-        cli.put(f"{args.plan}: {verdict}")
+        print(f"{args.plan}: {verdict}")
     return cli.NO if failures else cli.OK
 
 

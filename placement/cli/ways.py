@@ -16,6 +16,7 @@ from placement.runs.ways import Way, alone, calls, difference, measure, one_by_o
 
 if TYPE_CHECKING:
     from placement.plan import Measured, Plan, Spread
+    from placement.timeline import Timeline
 
 
 class Differs(ValueError):
@@ -61,13 +62,17 @@ def carry_out(
     """
     single = plan.fallback.device if args.against_single_device and plan.fallback else None
     measured: dict[str, Measured] = {}
-    trace, compared = None, False
+    trace, op_name, compared = None, (), False
     for in_order, record in turns(args, plan):
         with ExitStack() as runners:
             runner = runners.enter_context(work.make(in_order=in_order, record=record))
             if record:
                 report("recording a trace", None)
-                trace = trace_of(getattr(runner, "runner", runner), partial(work.run, runner))
+                recorded = getattr(runner, "runner", runner)
+                trace, op_name = (
+                    trace_of(recorded, partial(work.run, runner)),
+                    recorded.graph.op_name,
+                )
                 continue
             if not measured and work.difference and not runner.graph.program.is_random:
                 compared = True
@@ -90,15 +95,20 @@ def carry_out(
             new = {name: {what: getattr(one, what)} for name, one in latest.items()}
             latest = {name: one.model_copy(update=new[name]) for name, one in measured.items()}
         measured = latest
-    show(plan, measured, as_json=args.json, compared=compared)
+    from placement.report.trace import write_trace
+
     plan = plan.model_copy(update={"measured": measured["plan"]})
+    if args.out:  # files come before talk: whoever reads that may have gone
+        cli.save_plan(plan, args.out)
+    if trace is not None:
+        write_trace(args.trace, {"measured": trace}, op_name)
+    show(plan, measured, as_json=args.json, compared=compared)
     if args.out:
-        plan.save(args.out)
         cli.say(f"plan written to {args.out}")
+    if trace is not None:
+        cli.say(cli.TRACE_WRITTEN.format(args.trace))
     if args.wandb:
         mirror(args.wandb, Path(args.plan).parent, plan)
-    if trace is not None:
-        cli.write_trace(args.trace, trace)
     return cli.OK
 
 
@@ -142,7 +152,7 @@ def model_of(plan: Plan, model: str | None) -> str:
     return spec
 
 
-def trace_of(runner: Any, run: Callable[[], Any]) -> dict[str, Any]:
+def trace_of(runner: Any, run: Callable[[], Any]) -> Timeline:
     """The timeline that a runner recorded of the second of two runs of all micro-batches."""
     from placement.cli.show import costless_problem
     from placement.executor.executor import measured_timeline
@@ -155,7 +165,7 @@ def trace_of(runner: Any, run: Callable[[], Any]) -> dict[str, Any]:
         cli.say(f"clocks of the ranks agree to {cli.seconds(runner.clock_error_s)} or better")
     problem = costless_problem(runner.graph, runner.cluster)
     count = runner.next_batch - first
-    return measured_timeline(problem, runner, first, count).to_trace(runner.graph.op_name)
+    return measured_timeline(problem, runner, first, count)
 
 
 def show(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**31  # of a file that is read whole: as much as protobuf, and so ONNX, allows
+LEAST_BYTES = 2**16  # of room on a disk that is to be written: about one plan
 MAX_DEPTH = 100  # of lists and objects in each other: far below what Python's own recursion allows
 _MAX_DIGITS = 308  # of a number that float64 holds
 MAX_UNPACKED = 2**30  # of a compressed file's content, and no more than text compresses to
@@ -147,16 +148,16 @@ def check_writable(path: str | Path) -> None:
     """Find out before long work whether ``write_atomic`` could write there now; leaves no trace.
 
     Raises:
-        FileError: as ``write_atomic``, but for a disk that is full.
+        FileError: as ``write_atomic``; a disk is full if it has no room for ``LEAST_BYTES``.
     """
     path = _followed(Path(path))
     temporary = _beside(path)
     if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
         temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
     try:
-        temporary.touch()
+        temporary.write_bytes(bytes(LEAST_BYTES))
     except OSError as error:
-        raise FileError(f"cannot write {path}: {_reason(error, path, 0)}") from error
+        raise FileError(f"cannot write {path}: {_reason(error, path, LEAST_BYTES)}") from error
     finally:
         _discard(temporary)
 

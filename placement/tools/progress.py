@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LIFE_SIGN_S = 60.0  # in a log
+FIRST_SIGN_S, LIFE_SIGN_S = 3.0, 15.0  # in a log: when the first line comes, and how often
 COMPILING_S = 1.0  # of compiling, after which it is said
 
 _UNPRINTABLE = dict.fromkeys(
@@ -64,7 +64,8 @@ def says_when_compiling(quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
-    """What reports progress: a bar on a terminal, elsewhere (in a log) a line every minute."""
+    """What reports progress: a bar on a terminal; elsewhere (in a log) a line after
+    ``FIRST_SIGN_S``, then one every ``LIFE_SIGN_S``."""
     if quiet:
         yield lambda what, share: None
         return
@@ -93,16 +94,22 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
             yield show
         return
     began, ended = time.monotonic(), threading.Event()
-    doing = ""
+    doing = "working"
 
     def note(what: str, share: float | None) -> None:
         nonlocal doing
         doing = what + ("" if share is None else f" ({share:.0%})")
 
     def tell() -> None:  # of its own: who works long may report nothing for long
-        while not ended.wait(LIFE_SIGN_S):
-            if doing:
-                say(f"{doing}, after {round((time.monotonic() - began) / 60)} min")
+        wait_s = FIRST_SIGN_S
+        while not ended.wait(wait_s):
+            wait_s = LIFE_SIGN_S
+            took_s = round(time.monotonic() - began)
+            say(
+                f"{doing}, after {took_s} s"
+                if took_s < 120
+                else f"{doing}, after {took_s // 60} min"
+            )
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()

@@ -6,9 +6,7 @@ around it, so that dark and light ones both work; nothing is loaded and no scrip
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -45,11 +43,6 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def close_output() -> None:
-    """Nobody reads standard output any more: what is still to come goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def print_table(
     title: str,
     header: Sequence[str],
@@ -66,12 +59,8 @@ def print_table(
     from rich.console import Console
     from rich.table import Table
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:  # rich would exit, and files are still to be written
-            close_output()
-
     # Names come from files: no markup, no emoji.
-    out = Output(markup=False, emoji=False, highlight=False)
+    out = Console(markup=False, emoji=False, highlight=False)
     out.width = min(max(out.width, NARROWEST), WIDTH)
     wide = out.width == WIDTH
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

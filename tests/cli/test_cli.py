@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import re
@@ -81,6 +82,7 @@ def plan_path(home: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placement.tools.progress.FIRST_SIGN_S", 600)  # however slow the machine
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))
 
 
@@ -347,6 +349,7 @@ def liar(problem):
 def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(progress, "FIRST_SIGN_S", 0.02)
     monkeypatch.setattr(progress, "LIFE_SIGN_S", 0.02)
     threads = set(threading.enumerate())
     with cli.progress() as report:
@@ -355,8 +358,8 @@ def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
         report("measuring", 0.5)
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "placement: planning with slow, after 0 min" and len(lines) >= 3
-    assert lines[-1] == "placement: measuring (50%), after 0 min"
+    assert lines[0] == "placement: planning with slow, after 0 s" and len(lines) >= 3
+    assert lines[-1] == "placement: measuring (50%), after 0 s"
     assert set(threading.enumerate()) <= threads
 
 
@@ -787,7 +790,6 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "the verb is missing; verbs are optimize, profile, "),
         ("fly", "no verb 'fly'; verbs are optimize, "),
         ("pln x", "no verb 'pln'; did you mean 'plan'? verbs are optimize, "),
         ("--verson", "no option '--verson'; did you mean '--version'? see: placement --help"),
@@ -810,6 +812,14 @@ def test_usage_errors(words: str, message: str, capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert caught.value.code == 2 and out == "" and message in err
     assert err.startswith("placement: error: ") and err.count("\n") == 1
+
+
+def test_a_command_alone_shows_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == ""
+    assert err.startswith("usage: placement ") and "placement optimize resnet50" in err
 
 
 def test_what_may_have_been_meant(
@@ -952,6 +962,68 @@ def test_files_are_written_whatever_becomes_of_the_output(how: str, tmp_path: Pa
     assert result.returncode == OK and "Traceback" not in result.stderr
     assert load_plan(out).planner.name == "heft"
     assert how != "| cat" or ("20 us" in result.stdout and "?" not in result.stdout)
+
+
+UNREAD = {
+    "plan": ["problem.json", "--planner", "heft", "--out", "a", "--trace", "b"],
+    "import": ["problem.json", "--out", "a"],
+    "export": ["plan.json", "--to", "csv", "--out", "a"],
+    "report": ["plan.json", "--out", "a"],
+    "run": ["plan.json", "--out", "a", "--trace", "b"],
+    "bench": ["synthetic", "--planner", "heft", "--only", "layered", "--out", "a"],
+}
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["talk", "json"])
+@pytest.mark.parametrize("verb", UNREAD)
+def test_files_are_written_though_nobody_reads_output_and_errors(
+    verb: str, as_json: bool, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``2>&1 | head -n 0``: the first message already meets a closed pipe."""
+    save(small_problem(np.full((3, 2), 1e-5), chain(3)), tmp_path / "problem.json")
+    (tmp_path / "plan.json").write_text(plan_path.read_text())
+    monkeypatch.chdir(tmp_path)
+    read, write = os.pipe()
+    os.close(read)
+    kept = [os.dup(1), os.dup(2)]
+    streams = sys.stdout, sys.stderr
+    try:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(write, number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+        code = main([verb, *UNREAD[verb], *["--json"] * as_json])
+    finally:
+        sys.stdout, sys.stderr = streams
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(write)
+    assert code == OK
+    expected = {name for name in UNREAD[verb] if name in ("a", "b")}
+    assert all((tmp_path / name).stat().st_size > 100 for name in expected)
+
+
+def test_a_pipe_that_breaks_in_the_work_is_no_success(
+    plan_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Plan) -> Any:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # e.g. of another process
+
+    monkeypatch.setattr(Plan, "inconsistencies", broken)
+    assert "Broken pipe" in error(capsys, "show", plan_path)
+
+
+def test_a_plan_that_cannot_be_saved_is_printed(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def full(self: Plan, path: str) -> None:
+        raise FileError(f"cannot write {path}: no space left")
+
+    monkeypatch.setattr(Plan, "save", full)
+    assert main(plan_args(home, "heft", "--out", str(tmp_path / "p.json"))) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert json.loads(out)["planner"]["name"] == "heft"
+    assert "no space left; the plan is on standard output instead" in err
 
 
 def test_a_plan_is_no_problem_and_names_of_devices_are_needed(

@@ -60,6 +60,12 @@ WITHOUT_A_FILE = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _errors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sign of life, however slow the machine: what is refused is one line."""
+    monkeypatch.setattr("placement.tools.progress.FIRST_SIGN_S", 600)
+
+
 def problem(names: list[str] | None = None, num_ops: int = 6) -> Problem:
     """A chain on two devices that can only be simulated."""
     names = names or [f"op{i}" for i in range(num_ops)]
@@ -215,7 +221,7 @@ def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: An
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(Path, "touch", denied)
+    monkeypatch.setattr(Path, "write_bytes", denied)
     argv = ["plan", "problem.json", "--planner", "heft", "--out", "x.json"]
     assert "no permission to write in ." in refused(capsys, argv)
 
