@@ -13,26 +13,24 @@ the same command continues. Writes ``experiments/results/baselines.csv``, ``.md`
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from experiments import study
-from experiments.runs import GIB, Guarded, GuardedSearch, budgeted, is_search, options_of, warm
+from experiments.grid import PROCESSES, Cell, Task, compare, every
+from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, run, say
-from experiments.tables import DASH, Column, finite, geometric_mean, groups, number, table
+from experiments.tables import DASH, Column, geometric_mean, groups, number, table
 from placement import importers, planners
 from placement.bounds import lower_bound
-from placement.problem import Planner, Problem
+from placement.problem import Problem, Solution
 from placement.report import gantt
-from placement.runs.compare import Comparison, compare, geometric_interval
+from placement.runs.compare import geometric_interval
 from placement.runs.row import SINGLE
 from placement.simulator import score
 from placement.workloads.synthetic import families
@@ -52,31 +50,6 @@ LEAST = 0.05  # per cent above the best found that the picture tells from none
 MEMORY_BYTES = 2**40  # of a PipeDream device: never binds
 BANDWIDTH = 12e9  # bytes per second between them
 IN_FLIGHT = 8  # micro-batches, two per device: with fewer, forward and backward wait in turns
-
-
-@dataclass(frozen=True)
-class Row:
-    """One planner with one seed on one problem; seconds throughout, None where not known.
-
-    ``ratio``: value over the best that any planner found; ``bound_s``: best proved lower bound,
-    and ``gap``, ``value_s / bound_s - 1``; ``peak_bytes``: resident memory of the process.
-    """
-
-    problem: str
-    objective: str
-    operators: int
-    devices: int
-    planner: str
-    seed: int | None
-    feasible: bool
-    value_s: float | None
-    ratio: float | None
-    seconds: float
-    evaluations: int | None
-    bound_s: float | None
-    gap: float | None
-    peak_bytes: int | None
-    note: str
 
 
 def problems(data: Path, patterns: Sequence[str]) -> dict[str, Problem]:
@@ -119,83 +92,41 @@ def pipedream(file: Path) -> Problem:
     return replace(problem, max_in_flight=IN_FLIGHT)
 
 
-def estimate_s(names: Sequence[str], seconds: float, num_seeds: int, num_problems: int) -> float:
-    """About how long it takes: most planners with a budget that do not draw end before it."""
-    each = 0.0
-    for name in names:
-        if is_search(name):
-            each += seconds * num_seeds
-        else:
-            each += 0.5 * seconds if "seconds" in options_of(name) else 0.2
-    return each * num_problems
+@dataclass(frozen=True)
+class OnOne:
+    """The placement on one device."""
+
+    device: int
+
+    def __call__(self, problem: Problem) -> Solution:
+        placement = np.full(problem.num_ops, self.device, np.int32)
+        problem.check_placement(placement)
+        return Solution(placement, float(score(problem, placement)[0]))
 
 
-def guarded(name: str, seconds: float, limit_s: float) -> Planner:
-    """A planner in a process of its own; if it draws, with a seed that ``compare`` sets."""
-    kind = GuardedSearch if is_search(name) else Guarded
-    return kind(budgeted(name, seconds), limit_s, 8 * GIB)
-
-
-def comparison(options: Options, chosen: Mapping[str, Problem]) -> Comparison:
-    """``compare`` in processes, each on its own core and with every n-th problem."""
+def rows(
+    options: Options, of: Callable[[Path, Sequence[str]], dict[str, Problem]] = problems
+) -> Iterator[Cell]:
+    """Every planner, and every device alone, on the problems ``of(data, patterns)``."""
+    chosen = of(options.data, options.patterns)
     names = [n for n in planners.names() if n not in NEEDS_A_FILE + APART]
     if options.planners:
         names = options.planners.split(",")
-    field = {name: guarded(name, options.seconds, options.limit) for name in names}
-    seeds, count = range(options.seeds), options.processes
-    took_s = estimate_s(names, options.seconds, options.seeds, len(chosen)) / count
-    say(
-        f"{len(chosen)} problems, {len(names)} planners: about {took_s / 60:.0f} minutes "
-        f"(what is finished in {options.work} is not run again)"
-    )
+    limits = {"seconds": options.seconds, "enforced": False, "bounded": True}
+    field = {name: planners.load(name) for name in names}
+    if "m_sct" in field:  # what takes its time is a linear program
+        field["m_sct"] = planners.load("m_sct", lp_seconds=options.seconds)
+
+    def tasks(_: str, problem: Problem) -> list[Task]:
+        alone = {SINGLE + d: OnOne(i) for i, d in enumerate(problem.cluster.device_names)}
+        return every(alone | field, range(options.seeds), **limits)
+
+    say(f"{len(chosen)} problems, {len(names)} planners")
     warm(names, sorted({p.objective for p in chosen.values()}))
-    if count > 1:
-        large_first = sorted(chosen, key=lambda n: -chosen[n].num_ops)
-        with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
-            parts = [{n: chosen[n] for n in large_first[k::count]} for k in range(count)]
-            work = [pool.submit(_part, k, part, field, seeds, options.work)
-                    for k, part in enumerate(parts)]  # fmt: skip
-            for part in work:
-                part.result()
-    # What the parts have finished lies in cells of their own, and is read from there.
-    return compare(chosen, field, seeds, out_dir=options.work, progress=say)
+    return compare(chosen, tasks, options.finished, options.processes)
 
 
-def _part(
-    number: int,
-    chosen: Mapping[str, Problem],
-    field: Mapping[str, Planner],
-    seeds: Sequence[int],
-    work: Path,
-) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[number % len(cores)]})
-    compare(chosen, field, seeds, out_dir=work, progress=say)
-
-
-def rows(options: Options, of: Callable[..., dict[str, Problem]] = problems) -> list[Row]:
-    """The comparison of the problems ``of(data, patterns)``, those of one device included."""
-    answers = comparison(options, of(options.data, options.patterns))
-    table_rows = []
-    for cell in answers.rows:
-        best, _ = answers.reference(cell.workload)
-        solution = answers.solutions.get((cell.workload, cell.planner, cell.seed))
-        stats = solution.stats if solution else {}
-        note, solved = cell.note, str(stats.get("solved", cell.objective))
-        if not solved.startswith(cell.objective):
-            note = "; ".join(x for x in (note, f"solved for {solved}") if x)
-        about = cell.workload, cell.objective, cell.num_ops, cell.num_devices, cell.planner
-        value_s = finite(cell.value_s)
-        ratio = finite(cell.value_s / best) if best > 0 else None
-        answer = cell.feasible and value_s is not None, value_s, ratio, cell.plan_s
-        peak_bytes = stats.get("peak_bytes")
-        proved = cell.evaluations, cell.bound_s, cell.gap
-        table_rows.append(Row(*about, cell.seed, *answer, *proved, peak_bytes, note))
-    return table_rows
-
-
-def with_bounds(rows: Sequence[Row], options: Options) -> list[Row]:
+def with_bounds(rows: Sequence[Cell], options: Options) -> list[Cell]:
     """The rows with the bounds of today, where these are higher than what was proved then.
 
     Raises:
@@ -217,14 +148,14 @@ def with_bounds(rows: Sequence[Row], options: Options) -> list[Row]:
                     )
         bounds[name] = study.higher(mine[0].bound_s, lower_bound(problem))
         say(f"{name}: bound of {bounds[name]} s, {mine[0].bound_s} s before")
-    return [
-        replace(r, bound_s=bounds[r.problem], gap=r.value_s and r.value_s / bounds[r.problem] - 1)
-        for r in rows
-    ]
+    return [replace(r, bound_s=bounds[r.problem]) for r in rows]
 
 
-def below_its_bound(rows: Sequence[Row], options: Options) -> list[Row]:
-    wrong = [r for r in rows if r.gap is not None and r.gap < 1 - TIES]
+def below_its_bound(rows: Sequence[Cell], options: Options) -> list[Cell]:
+    wrong = []
+    for mine in groups(rows, "problem").values():
+        bound_s = proved_s(mine)
+        wrong += [r for r in mine if r.value_s is not None and r.value_s < (2 - TIES) * bound_s]
     for row in wrong:
         say(f"{row.problem}: {row.planner} has {row.value_s} s, below the bound {row.bound_s} s")
     return wrong
@@ -235,7 +166,17 @@ def below_its_bound(rows: Sequence[Row], options: Options) -> list[Row]:
 Ratios = dict[str, dict[str, float]]  # by planner and problem
 
 
-def ratios(rows: Sequence[Row]) -> Ratios:
+def proved_s(rows: Sequence[Cell]) -> float:
+    """The best bound of a problem."""
+    return max(r.bound_s or 0.0 for r in rows)
+
+
+def best_s(rows: Sequence[Cell]) -> float:
+    """The best value of a problem; inf without any."""
+    return min((r.value_s for r in rows if r.value_s is not None), default=np.inf)
+
+
+def ratios(rows: Sequence[Cell]) -> Ratios:
     """Geometric mean over seeds of the values over the best found, the best planner first.
 
     A run without an answer counts as the best single device, or as the worst answer.
@@ -255,13 +196,14 @@ def ratios(rows: Sequence[Row]) -> Ratios:
     return {planner: by_planner[planner] for planner in order}
 
 
-def won(row: Row) -> bool:
-    """It is as good as the best that was found."""
-    return row.ratio is not None and row.ratio <= TIES
+def winners(rows: Sequence[Cell]) -> list[Cell]:
+    """Those of a problem that are as good as the best that was found."""
+    return [r for r in rows if r.value_s is not None and r.value_s <= TIES * best_s(rows)]
 
 
-def summary(rows: Sequence[Row], by_planner: Ratios) -> str:
+def summary(rows: Sequence[Cell], by_planner: Ratios) -> str:
     runs = groups(rows, "planner")
+    won = [(r.planner, n) for n, mine in groups(rows, "problem").items() for r in winners(mine)]
     kinds = sorted({_group(r.problem) for r in rows})
 
     def interval(planner: str) -> str:
@@ -273,11 +215,11 @@ def summary(rows: Sequence[Row], by_planner: Ratios) -> str:
         return geometric_mean(some) if some else None
 
     def evaluations(planner: str) -> float | None:
-        counted = [r.evaluations for r in runs[planner] if r.evaluations is not None]
+        counted = [r.used_evaluations for r in runs[planner] if r.used_evaluations is not None]
         return float(np.median(counted)) if counted else None
 
     def failed(planner: str) -> str:
-        return f"{sum(not r.feasible for r in runs[planner])} of {len(runs[planner])}"
+        return f"{sum(r.status != 'ok' for r in runs[planner])} of {len(runs[planner])}"
 
     return table(
         by_planner,
@@ -285,11 +227,11 @@ def summary(rows: Sequence[Row], by_planner: Ratios) -> str:
         Column("ratio", lambda p: geometric_mean(by_planner[p].values())),
         Column("95 %", interval),
         *(Column(kind, partial(of_kind, kind)) for kind in kinds),
-        Column("best on", lambda p: len({r.problem for r in runs[p] if won(r)})),
+        Column("best on", lambda p: len({n for planner, n in won if planner == p})),
         Column("no answer", failed),
-        Column("fell back", lambda p: sum(bool(r.note) and r.feasible for r in runs[p])),
-        Column("median s", lambda p: float(np.median([r.seconds for r in runs[p]])), 2),
-        Column("longest s", lambda p: max(r.seconds for r in runs[p]), 1),
+        Column("fell back", lambda p: sum(bool(r.note) and r.status == "ok" for r in runs[p])),
+        Column("median s", lambda p: float(np.median([r.used_s for r in runs[p]])), 2),
+        Column("longest s", lambda p: max(r.used_s for r in runs[p]), 1),
         Column("evaluations", evaluations, 0),
     )
 
@@ -299,21 +241,18 @@ def _group(problem: str) -> str:
     return problem.removeprefix("dnn_partitioning/").partition("/")[0]
 
 
-def per_problem(rows: Sequence[Row], by_planner: Ratios) -> str:
+def per_problem(rows: Sequence[Cell], by_planner: Ratios) -> str:
     """A line per problem: the best found, who found it, the proved gap, every planner's ratio."""
     runs = groups(rows, "problem")
-    answered = {(r.problem, r.planner) for r in rows if r.feasible}
+    answered = {(r.problem, r.planner) for r in rows if r.status == "ok"}
 
-    def best_s(problem: str) -> float:
-        return min(r.value_s for r in runs[problem] if r.value_s is not None)
-
-    def winners(problem: str) -> str:
-        names = dict.fromkeys(r.planner for r in runs[problem] if won(r))
+    def found_by(problem: str) -> str:
+        names = dict.fromkeys(r.planner for r in winners(runs[problem]))
         return ", ".join(names) if len(names) <= 3 else f"{len(names)} planners"
 
     def gap(problem: str) -> float | None:
-        bound_s = runs[problem][0].bound_s
-        return best_s(problem) / bound_s - 1 if bound_s else None
+        bound_s = proved_s(runs[problem])
+        return best_s(runs[problem]) / bound_s - 1 if bound_s else None
 
     def ratio(planner: str, problem: str) -> str:
         if (problem, planner) not in answered:
@@ -326,20 +265,21 @@ def per_problem(rows: Sequence[Row], by_planner: Ratios) -> str:
         Column("objective", lambda n: runs[n][0].objective),
         Column("operators", lambda n: runs[n][0].operators),
         Column("devices", lambda n: runs[n][0].devices),
-        Column("best ms", best_s, 4, 1e3),
-        Column("bound ms", lambda n: runs[n][0].bound_s or 0.0, 4, 1e3),
+        Column("best ms", lambda n: best_s(runs[n]), 4, 1e3),
+        Column("bound ms", lambda n: proved_s(runs[n]), 4, 1e3),
         Column("gap %", gap, 1, 100),
-        Column("found by", winners),
+        Column("found by", found_by),
         *(Column(planner, partial(ratio, planner)) for planner in by_planner),
     )
 
 
-def notes(rows: Sequence[Row]) -> str:
+def notes(rows: Sequence[Cell]) -> str:
     """What planners said where they have no answer, or fell back; equal texts once."""
     problems_of: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.note and not row.planner.startswith(SINGLE):
-            text = re.sub(r"\d[\d.e+]*", "N", row.note)  # the CSV file has the numbers
+            ended = "" if row.status in ("ok", "infeasible") else f"{row.status}: "
+            text = re.sub(r"\d[\d.e+]*", "N", ended + row.note)  # the CSV file has the numbers
             problems_of.setdefault((row.planner, text), []).append(row.problem)
     lines = []
     for (planner, text), where in sorted(problems_of.items()):
@@ -349,7 +289,7 @@ def notes(rows: Sequence[Row]) -> str:
     return "".join(lines)
 
 
-def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
+def parts(rows: Sequence[Cell], options: Options) -> dict[str, str]:
     by_planner = ratios(rows)
     return {
         "table": summary(rows, by_planner),
@@ -358,13 +298,13 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, str]:
     }
 
 
-def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
+def plot(rows: Sequence[Cell], path: Path, options: Options) -> None:
     """PNG: a line per planner, how far it ends above the best found and after how many seconds."""
     by_planner, runs = ratios(rows), groups(rows, "planner")
     figure = gantt.figure_class()(figsize=(9, 0.8 + 0.2 * len(by_planner)), dpi=130)
     far, long = axes = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     for line, (planner, each) in enumerate(by_planner.items()):
-        seconds = [r.seconds for r in runs[planner]]
+        seconds = [r.used_s for r in runs[planner]]
         ends = geometric_interval(list(each.values()))
         above = [max(LEAST, 100 * (x - 1)) for x in (*ends, geometric_mean(each.values()))]
         spent = [min(seconds), max(seconds), float(np.median(seconds))]
@@ -390,20 +330,18 @@ OPTIONS = {
     "patterns": Option((), "names of problems", word=True, metavar="PATTERN"),
     "seconds": Option(2.0, "budget of every planner"),
     "seeds": Option(3, "of planners that draw"),
-    "limit": Option(60.0, "seconds of one run, at most"),
-    "processes": 1,
     "planners": Option(None, "names, with commas; default: all"),
-}
+} | PROCESSES
 
 
 def facts(options: Options) -> dict[str, float]:
-    return {"seconds": options.seconds, "seeds": options.seeds, "limit_s": options.limit}
+    return {"seconds": options.seconds, "seeds": options.seeds}
 
 
 STUDY = Study(
     name="baselines",
     rows=rows,
-    row=Row,
+    row=Cell,
     parts=parts,
     plot=plot,
     options=OPTIONS,

@@ -28,6 +28,7 @@ from experiments import baselines, gpu_goals
 from experiments.gpu.models import PROFILED
 from experiments.gpu.predictions import commonest
 from experiments.gpu_goals import kind_of
+from experiments.grid import Cell
 from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
 from experiments.tables import Column, groups, table
 from placement import importers, workloads
@@ -287,23 +288,23 @@ def problems(patterns: Sequence[str] = ()) -> dict[str, Problem]:
     return chosen
 
 
-def least_s(runs: Sequence[baselines.Row], planner: str = "") -> float:
+def least_s(runs: Sequence[Cell], planner: str = "") -> float:
     """The best value of planners whose names begin so."""
-    values = (r.value_s for r in runs if r.feasible and r.planner.startswith(planner))
+    values = (r.value_s for r in runs if r.planner.startswith(planner))
     return min((v for v in values if v is not None), default=np.nan)
 
 
-def change(runs: Sequence[baselines.Row]) -> float:
+def change(runs: Sequence[Cell]) -> float:
     """How much longer the best plan takes than the better device: below 0 it is shorter."""
     return least_s(runs) / least_s(runs, SINGLE) - 1
 
 
-def gains(rows: Sequence[baselines.Row]) -> str:
+def gains(rows: Sequence[Cell]) -> str:
     """The best plan beside the best device, with its sign."""
     runs = groups(rows, "problem")
 
     def finders(problem: str) -> str:
-        names = [r.planner for r in runs[problem] if baselines.won(r)]
+        names = [r.planner for r in baselines.winners(runs[problem])]
         return ", ".join(names) if len(names) <= 3 else f"{len(names)} planners"
 
     return table(
@@ -320,7 +321,7 @@ def gains(rows: Sequence[baselines.Row]) -> str:
         Column("best plan", lambda p: least_s(runs[p]), 3, 1e3, " ms"),
         Column("found by", finders),
         Column("against the best device", lambda p: f"{100 * change(runs[p]):+.1f} %"),
-        Column("at least (proved)", lambda p: runs[p][0].bound_s or np.nan, 3, 1e3, " ms"),
+        Column("at least (proved)", lambda p: baselines.proved_s(runs[p]) or np.nan, 3, 1e3, " ms"),
     )
 
 
@@ -357,7 +358,7 @@ def where(measured: Mapping[str, Problem]) -> str:
     )
 
 
-def plan_parts(rows: Sequence[baselines.Row], options: Options) -> dict[str, str]:
+def plan_parts(rows: Sequence[Cell], options: Options) -> dict[str, str]:
     measured = {
         name: p
         for name, p in problems(("latency/*",)).items()
@@ -375,7 +376,7 @@ PLANS = Study(
     module="experiments.gpu_results",
     word="plans",
     rows=partial(baselines.rows, of=lambda _, patterns: problems(patterns)),
-    row=baselines.Row,
+    row=Cell,
     parts=plan_parts,
     options=baselines.OPTIONS
     | {

@@ -21,108 +21,32 @@ from typing import Any
 import numpy as np
 
 from experiments import study
-from experiments.runs import GIB, limited, warm
-from experiments.study import Option, Options, Study, StudyError, run, say
+from experiments.grid import PROCESSES, Cell, Task, compare, every
+from experiments.runs import warm
+from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column, finite, groups, table
 from placement import importers, planners
 from placement.bounds import lower_bound
-from placement.plan import proved_bound_s
-from placement.problem import Problem
-from placement.simulator import score, value_of
+from placement.problem import Planner, Problem
 from placement.workloads.suites import bounds_of
 
-MEMORY_BYTES = 8 * GIB  # address space of a planner
 TOLERANCE = 1e-5  # of the bounds in truth.json
-LIMIT_S = 600.0  # of one run, over its budget: none is expected to need it
 Truth = list[dict[str, Any]]  # records of truth.json
 DNN_FILES = ("dnn_partitioning/throughput/*/*.json", "dnn_partitioning/latency/*/*.json")
-
-
-# --- one planner on one problem ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run of a planner; seconds throughout, None where there is none.
-
-    ``value_s``: in the simulator, or in the analytic model. ``bound_s``: proved, for every
-    placement; ``restricted_bound_s``: for one piece per accelerator only. ``status``: ``ok``, or
-    what stopped it, see ``note``.
-    """
-
-    file: str
-    objective: str
-    operators: int
-    devices: int
-    planner: str
-    seed: int | None
-    budget_s: float | None
-    value_s: float | None
-    bound_s: float | None
-    restricted_bound_s: float | None
-    seconds: float
-    evaluations: int | None
-    peak_bytes: int | None
-    status: str
-    note: str
-
-
-def answer(
-    options: Options,
-    file: str,
-    problem: Problem,
-    planner: str,
-    budget_s: float | None = None,
-    seed: int | None = None,
-) -> Row:
-    """The row of a run: one that is finished, or made now."""
-    about = {"file": file, "objective": problem.objective, "operators": problem.num_ops,
-             "devices": problem.num_devices, "planner": planner, "seed": seed,
-             "budget_s": budget_s}  # fmt: skip
-    make = partial(_answer, problem, about)
-    return options.finished.row(Row, list(about.values()), make, f"{file}-{planner}")
-
-
-def _answer(problem: Problem, about: Mapping[str, Any]) -> Row:
-    say("; ".join(f"{name} {value}" for name, value in about.items() if value is not None))
-    settings = {"seconds": about["budget_s"], "seed": about["seed"]}
-    ready = planners.load(about["planner"], **{k: v for k, v in settings.items() if v is not None})
-    score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from a problem, once
-    done = limited(lambda: ready(problem), (about["budget_s"] or 0.0) + LIMIT_S, MEMORY_BYTES)
-    stats: Mapping[str, Any] = done.value.stats if done.value else {}
-    value_s, bound_s = np.inf, lower_bound(problem)
-    if done.value is not None:
-        problem.check_placement(done.value.placement)
-        value_s = value_of(problem, done.value)
-        bound_s = proved_bound_s(problem, done.value)
-    stages = [f"{x['num_ops']} on {len(x['devices'])}" for x in stats.get("stages", ())]
-    notes = [done.note, ", ".join(stages)]
-    notes += [str(stats.get(key, "")) for key in ("message", "infeasible")]
-    return Row(
-        **about,
-        value_s=finite(value_s),
-        bound_s=bound_s,
-        restricted_bound_s=stats.get("one_piece_bound_s"),
-        seconds=done.seconds,
-        evaluations=stats.get("evaluations"),
-        peak_bytes=done.peak_bytes,
-        status=done.status,
-        note="; ".join(x for x in notes if x),
-    )
 
 
 @dataclass(frozen=True)
 class Case:
     """All runs on one problem: what the tables have a line for."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Cell]
 
     @property
     def file(self) -> str:
         """Its path, without what all have in common."""
-        return short(self.rows[0].file)
+        return short(self.rows[0].problem)
 
-    def of(self, planner: str) -> Row | None:
+    def of(self, planner: str) -> Cell | None:
         return next((r for r in self.rows if r.planner == planner), None)
 
     def value_s(self, *names: str) -> float:
@@ -147,8 +71,8 @@ class Case:
         return low, best
 
 
-def cases(rows: Sequence[Row]) -> list[Case]:
-    return [Case(mine) for mine in groups(rows, "file", "objective").values()]
+def cases(rows: Sequence[Cell]) -> list[Case]:
+    return [Case(mine) for mine in groups(rows, "problem", "objective").values()]
 
 
 def chosen(options: Options, *patterns: str) -> dict[str, Path]:
@@ -171,27 +95,34 @@ def mistake(files: Sequence[str]) -> str:
 # --- search --------------------------------------------------------------------------------------
 
 
-def search(options: Options) -> Iterator[Row]:
-    files = chosen(options, *DNN_FILES)
-    num_loads = sum("/throughput/" in f for f in files)
-    took_s = len(files) * (options.seeds * options.seconds + options.exact_seconds)
-    took_s += num_loads * options.exact_seconds
-    say(f"{len(files)} files: about {took_s / 60:.0f} minutes")
+# A value counts whenever it comes: what is asked is how good it can be.
+LIMITS = {"enforced": False, "bounded": True}
+
+
+def loaded(*names: str) -> dict[str, Planner]:
+    return {name: planners.load(name) for name in names}
+
+
+def search(options: Options) -> Iterator[Cell]:
+    problems = {f: split_problem(f, path) for f, path in chosen(options, *DNN_FILES).items()}
     warm(["macro_search", "ideal_dp", "cp_sat", "mip"], ["max_load", "piecewise_latency"])
-    for file, path in files.items():
-        problem, is_load = split_problem(file, path), "/throughput/" in file
-        for seed in range(options.seeds):
-            yield answer(options, file, problem, "macro_search", options.seconds, seed)
-        for name in ("cp_sat", "mip") if is_load else ("cp_sat",):  # mip: for loads alone
-            yield answer(options, file, problem, name, options.exact_seconds)
-        yield answer(options, file, problem, "ideal_dp")
+
+    def tasks(file: str, problem: Problem) -> list[Task]:
+        exact = ("cp_sat", "mip") if problem.objective == "max_load" else ("cp_sat",)
+        return [
+            *every(loaded("macro_search"), range(options.seeds), seconds=options.seconds, **LIMITS),
+            *every(loaded(*exact), (0,), seconds=options.exact_seconds, **LIMITS),
+            *every(loaded("ideal_dp"), (0,), **LIMITS),
+        ]
+
+    return compare(problems, tasks, options.finished, options.processes)
 
 
 def split_problem(file: str, path: Path) -> Problem:
     return importers.load(path, objective="max_load" if "/throughput/" in file else "latency")
 
 
-def with_bounds(rows: Sequence[Row], options: Options) -> list[Row]:
+def with_bounds(rows: Sequence[Cell], options: Options) -> list[Cell]:
     """The rows with the bounds of today, where these are higher than what was proved then."""
     files = chosen(options, *DNN_FILES)
     now = {file: lower_bound(split_problem(file, path)) for file, path in files.items()}
@@ -199,9 +130,9 @@ def with_bounds(rows: Sequence[Row], options: Options) -> list[Row]:
     return [
         replace(
             r,
-            bound_s=study.higher(r.bound_s, now[r.file]),
+            bound_s=study.higher(r.bound_s, now[r.problem]),
             restricted_bound_s=r.restricted_bound_s
-            and study.higher(r.restricted_bound_s, now[r.file]),
+            and study.higher(r.restricted_bound_s, now[r.problem]),
         )
         for r in rows
     ]
@@ -213,7 +144,7 @@ def known(data: Path) -> Truth:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
+def below_a_bound(rows: Sequence[Cell], options: Options) -> list[str]:
     """Files on which a value is less than what is proved for every split: a mistake."""
     truth = known(options.data)
 
@@ -221,10 +152,10 @@ def below_a_bound(rows: Sequence[Row], options: Options) -> list[str]:
         low, _ = case.known(truth)
         return max(case.bound_s * (1 - 1e-9), (low or 0.0) * (1 - TOLERANCE))
 
-    return [c.rows[0].file for c in cases(rows) if c.value_s() < proved_s(c)]
+    return [c.rows[0].problem for c in cases(rows) if c.value_s() < proved_s(c)]
 
 
-def search_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+def search_parts(rows: Sequence[Cell], options: Options) -> dict[str, Any]:
     truth = known(options.data)
 
     def searched(reduce: Callable[[Any], Any], case: Case) -> float:
@@ -286,27 +217,32 @@ TURNS = ("data_parallel", "replicated", "phase_search")
 LOADS = ("dnn_partitioning/throughput/*/*.json", "pipedream/vgg16.txt", "pipedream/alexnet.txt")
 
 
-def replicas(options: Options) -> Iterator[Row]:
-    files = chosen(options, *LOADS)
-    say(f"{len(files)} files: about {len(files) * (2 * options.seconds + 2) / 60:.0f} minutes")
+def replicas(options: Options) -> Iterator[Cell]:
+    problems = {
+        file: importers.load(path, objective="max_load")
+        for file, path in chosen(options, *LOADS).items()
+    }
     warm(["macro_search", "single_device"], ["max_load"])
-    for file, path in files.items():
-        problem = importers.load(path, objective="max_load")
-        yield answer(options, file, problem, "single_device")
-        yield answer(options, file, problem, "macro_search", options.seconds, 0)
+
+    def tasks(file: str, problem: Problem) -> list[Task]:
+        ready = loaded("single_device", "macro_search")
+        if problem.max_phases > 1:
+            ready = loaded(*TURNS)
+        return every(ready, (0,), seconds=options.seconds, **LIMITS)
+
+    for file, problem in problems.items():
         free = replace(problem, max_phases=options.phases)
-        for name in TURNS:
-            budget = (options.seconds, 0) if name == "phase_search" else ()
-            yield answer(options, file, free, name, *budget)
+        for some in ({file: problem}, {file: free}):
+            yield from compare(some, tasks, options.finished)
 
 
-def below_its_bound(rows: Sequence[Row], options: Options) -> list[str]:
+def below_its_bound(rows: Sequence[Cell], options: Options) -> list[str]:
     """Runs whose value is less than what is proved for as many phases: a mistake."""
     wrong = [r for r in rows if (r.value_s or np.inf) < (r.bound_s or 0.0) * (1 - 1e-9)]
-    return [f"{r.file} by {r.planner}" for r in wrong]
+    return [f"{r.problem} by {r.planner}" for r in wrong]
 
 
-def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
+def replicas_parts(rows: Sequence[Cell], options: Options) -> dict[str, Any]:
     def value(*names: str) -> Callable[[Case], float | None]:
         return lambda case: finite(case.value_s(*names))
 
@@ -334,17 +270,17 @@ def replicas_parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     return {"table": rows_of_files, "helped": helped, "most": max(gains), "wrong": wrong}
 
 
-def _study(word: str, row: type, options: Mapping[str, Any], **more: Any) -> Study:
+def _study(word: str, options: Mapping[str, Any], **more: Any) -> Study:
     words = Option((), "only files with it in the path", word=True, metavar="WORD")
     about = {"name": f"public_{word}", "word": word, "module": "experiments.public"}
-    return Study(**about, row=row, options={"words": words, **options}, **more)
+    return Study(**about, row=Cell, options={"words": words, **options}, **more)
 
 
 SEARCH = {
     "seconds": Option(10.0, "of a search"),
     "seeds": 5,
     "exact_seconds": Option(60.0, "of cp_sat and mip"),
-}
+} | PROCESSES
 REPLICAS = {
     "seconds": Option(10.0, "of a search"),
     "phases": Option(12, "most that replicas take turns in"),
@@ -352,14 +288,13 @@ REPLICAS = {
 STUDIES = (
     _study(
         "search",
-        Row,
         SEARCH,
         rows=search,
         parts=search_parts,
         wrong=below_a_bound,
         again=study.Again("bounds", study.ONLY_BOUNDS, with_bounds),
     ),
-    _study("replicas", Row, REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
+    _study("replicas", REPLICAS, rows=replicas, parts=replicas_parts, wrong=below_its_bound),
 )
 
 if __name__ == "__main__":

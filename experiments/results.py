@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import baselines, fidelity, gpu_results, leaderboard, pipelining, public
-from experiments.learned import dispatch, zero_shot
-from experiments.learned.cells import (
+from experiments.grid import (
     Cell,
     best_known,
     gain,
@@ -29,6 +28,7 @@ from experiments.learned.cells import (
     ratios,
     released_folder,
 )
+from experiments.learned import dispatch, zero_shot
 from experiments.study import RESULTS, ROOT, filled, origin, say
 from experiments.tables import Column, Mean, geometric, groups, read_csv, table
 from placement.report import gantt
@@ -162,26 +162,28 @@ def answers(results: Path) -> str:
         Column("planner", lambda p: f"`{p}`"),
         Column("over the best found (95 %)", lambda p: geometric(field[p]).ratio()),
         Column("best on", lambda p: sum(min(v) <= baselines.TIES for v in field[p].values())),
-        Column("median s", lambda p: float(np.median([r.seconds for r in runs[p]])), 2),
+        Column("median s", lambda p: float(np.median([r.used_s for r in runs[p]])), 2),
     )
 
 
 def proved(results: Path) -> tuple[int, int]:
     """On how many problems the best value that was found is proved to be optimal; of how many."""
-    problems = groups(baselines.STUDY.read(results), "problem")
-    least = [
-        min((r.gap for r in rows if r.gap is not None), default=1) for rows in problems.values()
-    ]
-    return sum(gap < baselines.TIES - 1 for gap in least), len(problems)
+    problems = groups(baselines.STUDY.read(results), "problem").values()
+    ties = baselines.TIES
+    optimal = [baselines.best_s(rows) < ties * baselines.proved_s(rows) for rows in problems]
+    return sum(optimal), len(problems)
 
 
-def by_planner(rows: Sequence[baselines.Row]) -> dict[str, dict[str, list[float]]]:
+def by_planner(rows: Sequence[Cell]) -> dict[str, dict[str, list[float]]]:
     """Ratios to the best found, by planner and problem, best first; the worst for no answer."""
-    worst = {n: max(r.ratio or 0.0 for r in mine) for n, mine in groups(rows, "problem").items()}
     ratios_of: dict[str, dict[str, list[float]]] = {}
-    for (planner, problem), mine in groups(rows, "planner", "problem").items():
-        if not planner.startswith(SINGLE):
-            ratios_of.setdefault(planner, {})[problem] = [r.ratio or worst[problem] for r in mine]
+    for problem, runs in groups(rows, "problem").items():
+        values = [r.value_s for r in runs if r.value_s is not None]
+        for planner, mine in groups(runs, "planner").items():
+            if not planner.startswith(SINGLE):
+                ratios_of.setdefault(planner, {})[problem] = [
+                    (r.value_s or max(values)) / min(values) for r in mine
+                ]
     return dict(sorted(ratios_of.items(), key=lambda item: geometric(item[1], 1).value))
 
 
@@ -269,7 +271,7 @@ def when_to_do_what(results: Path) -> str:
     """In ``docs/replicas.md``: when to replicate, to cut, and to leave one device alone."""
     measured = of_models(results)
     (study,) = (s for s in public.STUDIES if s.word == "replicas")
-    analytic = groups(study.read(results), "file")
+    analytic = groups(study.read(results), "problem")
 
     def took(case: str) -> str:
         ways = ("one device", "two replicas", "best cut", "plain, 2 threads")

@@ -24,7 +24,7 @@ from placement import planners
 from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.objective import Objective
-from placement.problem import Planner, Problem
+from placement.problem import Problem
 from placement.search import budget
 from placement.testing import small_problems
 
@@ -140,35 +140,6 @@ def resident_bytes() -> int:
     return int(peak) if sys.platform == "darwin" else 1024 * int(peak)
 
 
-@dataclass(frozen=True)
-class Guarded:
-    """A planner in a process of its own; what stops it is a ``StudyError`` with the reason."""
-
-    planner: Planner
-    limit_s: float
-    memory_bytes: int
-
-    def __call__(self, problem: Problem) -> Any:
-        """The planner's solution, with the ``peak_bytes`` of ``Run`` among its ``stats``."""
-        return self._run(self.planner, problem)
-
-    def _run(self, planner: Planner, problem: Problem) -> Any:
-        run = limited(lambda: planner(problem), self.limit_s, self.memory_bytes)
-        if run.status != "ok":
-            raise StudyError(f"{run.status}: {run.note}")
-        return replace(run.value, stats=run.value.stats | {"peak_bytes": run.peak_bytes})
-
-
-@dataclass(frozen=True)
-class GuardedSearch(Guarded):
-    """The same with a seed, which is the planner's."""
-
-    seed: int = 0
-
-    def __call__(self, problem: Problem) -> Any:
-        return self._run(replace(self.planner, seed=self.seed), problem)  # type: ignore[type-var]
-
-
 # --- runs in turns -------------------------------------------------------------------------------
 
 
@@ -230,26 +201,14 @@ def measured_problem(graph: OpGraph, repeats: int = 10, **options: Any) -> Probl
 # --- planners ------------------------------------------------------------------------------------
 
 
-def budgeted(name: str, seconds: float) -> Planner:
-    """The planner with this budget, where it takes one."""
-    options = {"seconds", "lp_seconds"} & options_of(name)
-    return planners.load(name, **dict.fromkeys(options, seconds))
-
-
-def options_of(name: str) -> set[str]:
-    return budget.options_of(planners.find(name))
-
-
-def is_search(name: str) -> bool:
-    """It draws, and uses up any budget: seconds as well as evaluations."""
-    return {"seed", "seconds", "evaluations"} <= options_of(name)
-
-
 def warm(names: Sequence[str], objectives: Sequence[Objective] = tuple(Objective)) -> None:
     """Compile, or load, every kernel now: processes that are forked later inherit them."""
     problems = [p for p in small_problems()[::2] if p.graph.name in WARM]
     for problem, objective, name in itertools.product(problems, objectives, names):
         try:
-            budgeted(name, WARM_S)(problem.with_objective(objective))
+            planner = planners.load(name)
+            options = {"seconds", "lp_seconds"} & budget.options_of(planner)
+            short = replace(planner, **dict.fromkeys(options, WARM_S)) if options else planner
+            short(problem.with_objective(objective))
         except Exception as error:  # will come up again where it is reported
             say(f"{name} cannot do {objective}: {error}")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from experiments import results
-from experiments.learned.cells import best_known
+from experiments.grid import best_known
 from experiments.study import RESULTS
 from experiments.tables import groups
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.learned.cells import digest_of, least
+from experiments.grid import digest_of, least
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.published import configured
 from experiments.learned.study import trained, untrained_dispatcher

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from experiments.learned.cells import Cell, Task, best_known, enforced, ratios, run_tasks
+from experiments.grid import Cell, Task, best_known, compare, enforced, ratios
 from experiments.learned.problems import HELD_OUT, Problems
 from experiments.learned.study import learned_study, trained
 from experiments.study import Option, Options
@@ -123,7 +123,7 @@ def rows(options: Options, chosen: Problems) -> Iterator[Cell]:
                 status="ok",
                 note="",
             )
-    yield from run_tasks(tasks, options, chosen)
+    yield from compare(chosen, partial(tasks, options), options.finished, options.processes)
 
 
 def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
@@ -210,6 +210,5 @@ STUDY = learned_study(
     },
     problems,
     rows,
-    row=Cell,
     parts=parts,
 )

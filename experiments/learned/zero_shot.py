@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.grid import Cell, Task, best_cells, compare, gain, made_again, to_known
 from experiments.learned import problems as families
-from experiments.learned.cells import Cell, Task, best_cells, gain, made_again, run_tasks, to_known
 from experiments.learned.study import (
+    further,
     learned_study,
-    policies,
     untrained_dispatcher,
     wants,
 )
@@ -53,11 +53,6 @@ NEVER_DRAWN = ("layered", "layered_wide", "towers", "lstm_grid", "butterfly", "m
                "u_net")  # fmt: skip
 TIMED = 300  # operators
 RELEASED_SEED = 2  # of the trainings of the network of waits
-
-
-def unit(name: str) -> str:
-    """What is shared out between processes: a family."""
-    return name.partition(": ")[0]
 
 
 def problems(options: Options) -> families.Problems:
@@ -100,9 +95,8 @@ def untrained(options: Options) -> str:
 
 
 def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
-    files = policies(options)  # the first is the released one
-    trained: list[dict[str, Any]] = [{"waits": x} for n, x in files.items() if n != "policy"]
-    pipeline, decides = problem.objective is Objective.PERIOD, unit(name) == NEVER
+    trained: list[dict[str, Any]] = [{"waits": path} for path in further(options).values()]
+    pipeline, decides = problem.objective is Objective.PERIOD, name.startswith(f"{NEVER}: ")
     one = (PIPELINES if pipeline else LATENCIES) if decides else ONE
     for rule in HEURISTICS:
         yield Task(one, rule, load(rule))
@@ -127,7 +121,7 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
 
 
 def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
-    yield from run_tasks(tasks, options, chosen)
+    yield from compare(chosen, partial(tasks, options), options.finished, options.processes)
     best = best_of_few()
     yield from (best[name] for name in chosen if name in best)
 
@@ -298,8 +292,6 @@ STUDY = learned_study(
     },
     with_never_drawn,
     rows,
-    unit,
-    row=Cell,
     parts=parts,
     again=Again("released", RELEASED, released_again),
 )

@@ -12,7 +12,7 @@ import pytest
 
 from agents.train import main as learn
 from experiments import gpu_results, study
-from experiments.baselines import Row
+from experiments.grid import Cell
 from placement import importers
 from placement.__main__ import main
 from placement.cluster import Cluster, Device, Link
@@ -125,9 +125,9 @@ def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path: Path, lacks: str, c
 
 
 def test_the_best_plan_is_beside_the_better_device() -> None:
-    def row(planner: str, value_s: float | None) -> Row:
-        return Row("latency/m", "latency", 2, 2, planner, None, value_s is not None, value_s,
-                   1.0, 0.1, 1, 0.5, 0.0, None, "")  # fmt: skip
+    def row(planner: str, value_s: float | None) -> Cell:
+        ended = (None, 0.1, 1, "ok", "", 0.5)
+        return Cell("", "latency/m", "latency", 2, 2, planner, None, None, None, value_s, *ended)
 
     some = [row("single:cpu:0", 9.0), row("single:cuda:0", 2.0), row("heft", 1.5)]
     assert "| -25.0 % | 500.000 ms |" in gpu_results.gains(some)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from agents import training
+from experiments import grid as cells
 from experiments import results, study
-from experiments.learned import cells, dispatch, resched, zero_shot
+from experiments.grid import Cell, Task, least, ratios
+from experiments.learned import dispatch, resched, zero_shot
 from experiments.learned import problems as made
-from experiments.learned.__main__ import main
-from experiments.learned.cells import Cell, Task, least, ratios
 from experiments.study import Finished, StudyError
 from experiments.tables import geometric, share, to_csv
 from placement import importers, planners
@@ -107,14 +107,6 @@ def test_finished_cells_are_not_run_again_and_mistakes_are(tmp_path: Path) -> No
     assert (failed.status, failed.value_s) == ("failed", None)
     assert "ZeroDivisionError: oh" in failed.note
     assert len(list(tmp_path.iterdir())) == 3
-
-
-@pytest.mark.parametrize("part", ["2/2", "1/0", "-1/2", "half", "1"])
-def test_a_part_that_is_none_is_refused(part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["zero_shot", f"--part={part}"])
-    assert stopped.value.code == 2
-    assert f"{part}: two halves are --part 0/2 and --part 1/2" in capsys.readouterr().err
 
 
 def test_seconds_are_processor_seconds(tmp_path: Path) -> None:

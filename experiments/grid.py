@@ -1,28 +1,37 @@
-"""One planner, one seed, one problem: run under its budget in a process of its own, and kept."""
+"""One grid for all studies of planners: deciders on problems, with seeds, at equal budgets.
+
+Every run has a process of its own on one core, whose clock is its processor time, and its cell is
+kept: ``compare`` makes only those that are missing. A planner that fails is a cell with the reason.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.runs import GIB, limited, warm
-from experiments.study import Finished, Options, StudyError, say
-from experiments.tables import geometric_mean, groups
+from experiments.runs import GIB, limited
+from experiments.study import Finished, Option, StudyError, say
+from experiments.tables import finite, geometric_mean, groups
+from placement.bounds import lower_bound
+from placement.plan import proved_bound_s
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
-from placement.search.budget import Budget, prepared
+from placement.search.budget import Budget, options_of, prepared
 from placement.simulator import score, value_of
 
 SLACK = 1.02  # of a budget of seconds: the clock is looked at between slices of work
 MEMORY_BYTES = 16 * GIB
-MARGIN_S = 120.0  # beyond the budget before a run is ended: kernels and policies are loaded
+MARGIN_S = 120.0  # beyond ten times the budget, as kernels and policies are loaded
 NO_ANSWER = 10.0  # times the reference: what a run without an answer counts as
+PROCESSES = {"processes": Option(1, "so many, each on a core and with every n-th problem")}
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,10 @@ class Cell:
 
     ``group``: what the study files it under. ``value_s``: the best placement that was found
     within the budget, scored by the simulator. ``found_s``: when. ``used_s``,
-    ``used_evaluations``: by the end. ``curve``: (seconds, evaluations, best value so far).
+    ``used_evaluations``: by the end. ``status``: ``ok``, ``infeasible``, ``over budget``, or as a
+    ``Run`` ended. ``bound_s``: proved for every placement, ``restricted_bound_s``: for one piece
+    per accelerator only. ``peak_bytes``: resident memory of the process. ``curve``: (seconds,
+    evaluations, best value so far).
     """
 
     group: str
@@ -49,6 +61,9 @@ class Cell:
     used_evaluations: int | None
     status: str
     note: str
+    bound_s: float | None = None
+    restricted_bound_s: float | None = None
+    peak_bytes: int | None = None
     curve: tuple[tuple[float, int, float], ...] = field(default=(), metadata={"csv": False})
 
 
@@ -56,8 +71,9 @@ class Cell:
 class Task:
     """What is to be run on a problem.
 
-    ``seed``, ``seconds`` and ``evaluations`` go to the planner where it has such a field; the
-    budgets hold for its answer in any case: what it found later does not count.
+    ``seed``, ``seconds`` and ``evaluations`` go to the planner where it has such a field; if they
+    are ``enforced`` they hold for its answer in any case: what it found later does not count.
+    ``bounded``: what is proved of the problem is part of the cell.
     """
 
     group: str
@@ -66,6 +82,8 @@ class Task:
     seed: int | None = None
     seconds: float | None = None
     evaluations: int | None = None
+    enforced: bool = True
+    bounded: bool = False
 
     def run(self, finished: Finished, name: str, problem: Problem) -> Cell:
         """The cell, from its file if there is one for this planner, problem, seed and budget."""
@@ -81,7 +99,7 @@ class Task:
 
     def _cell(self, name: str, problem: Problem, planner: Planner) -> Cell:
         drawn = "" if self.seed is None else f", seed {self.seed}"
-        say(f"{self.group}: {name}: {self.label}{drawn}")
+        say(f"{self.group or 'run'}: {name}: {self.label}{drawn}")
         return Cell(
             group=self.group,
             problem=name,
@@ -92,22 +110,106 @@ class Task:
             seed=self.seed,
             budget_s=self.seconds,
             budget_evaluations=self.evaluations,
-            **_outcome(problem, planner, self.seconds, self.evaluations),
+            **self._outcome(problem, planner),
         )
+
+    def _outcome(self, problem: Problem, planner: Planner) -> dict[str, Any]:
+        score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from it, once
+        limit_s = 10.0 * (self.seconds or 60.0) + MARGIN_S
+        run = limited(lambda: planner(problem), limit_s, MEMORY_BYTES, processor_time=True)
+        outcome: dict[str, Any] = {"value_s": None, "found_s": None, "used_s": run.seconds}
+        outcome |= {"used_evaluations": None, "peak_bytes": run.peak_bytes}
+        if self.bounded:
+            outcome["bound_s"] = lower_bound(problem)
+        if run.value is None:
+            return outcome | {"status": run.status, "note": run.note}
+        solution: Solution = run.value
+        stats = solution.stats
+        try:
+            problem.check_placement(solution.placement)
+        except ValueError as error:
+            return outcome | {"status": "failed", "note": str(error)}
+        value_s = value_of(problem, solution)
+        counted = stats.get("evaluations")
+        used_s = float(stats.get("seconds", run.seconds))
+        curve = stats.get("curve") or [(used_s, counted or 1, value_s)]
+        curve = [(float(s), int(e), max(float(v), value_s)) for s, e, v in curve if np.isfinite(v)]
+        budgets = (self.seconds, self.evaluations) if self.enforced else (None, None)
+        in_time = [
+            point
+            for point in curve
+            if point[0] <= SLACK * (budgets[0] or np.inf) and point[1] <= (budgets[1] or np.inf)
+        ]
+        best = min((point[2] for point in in_time), default=None)
+        if self.bounded:
+            outcome["bound_s"] = proved_bound_s(problem, solution)
+            outcome["restricted_bound_s"] = stats.get("one_piece_bound_s")
+        return outcome | {
+            "value_s": best if self.enforced else finite(value_s),
+            "found_s": next((s for s, _, v in in_time if v == best), None),
+            "used_s": used_s,
+            "used_evaluations": counted,
+            "status": "ok" if best is not None else "infeasible" if not curve else "over budget",
+            "note": _said(problem, stats),
+            "curve": tuple(curve),
+        }
+
+
+def _said(problem: Problem, stats: Mapping[str, Any]) -> str:
+    """What a planner says of its answer: that it fell back, why it does not fit, its stages."""
+    solved = str(stats.get("solved", problem.objective))
+    texts = [str(stats.get("message") or stats.get("infeasible") or "")]
+    texts += [", ".join(f"{x['num_ops']} on {len(x['devices'])}" for x in stats.get("stages", ()))]
+    texts += [f"solved for {solved}"] * (not solved.startswith(problem.objective))
+    return "; ".join(x for x in texts if x)
 
 
 def _from_json(curve: Iterable[Sequence[Any]], **saved: Any) -> Cell:
     return Cell(**saved, curve=tuple((s, e, v) for s, e, v in curve))
 
 
-def run_tasks(
-    tasks: Callable[[Options, str, Problem], Iterable[Task]],
-    options: Options,
-    problems: Mapping[str, Problem],
+def every(planners: Mapping[str, Planner], seeds: Sequence[int], **limits: Any) -> list[Task]:
+    """A task for each planner, and for each of the seeds where it searches; the same ``limits``."""
+    return [
+        Task(label=label, planner=planner, seed=seed, **{"group": ""} | limits)
+        for label, planner in planners.items()
+        for seed in (seeds if {"seed", "evaluations"} <= options_of(planner) else (None,))
+    ]
+
+
+Tasks = Callable[[str, Problem], Iterable[Task]]  # of a problem and its name
+
+
+def compare(
+    problems: Mapping[str, Problem], tasks: Tasks, finished: Finished, processes: int = 1
 ) -> Iterator[Cell]:
+    """The cells of all problems; those that are finished are not run again."""
+    if processes > 1:
+        large_first = sorted(problems, key=lambda name: -problems[name].num_ops)
+        parts = [{n: problems[n] for n in large_first[k::processes]} for k in range(processes)]
+        context = get_context("fork")
+        workers = [
+            context.Process(target=_part, args=(number, part, tasks, finished))
+            for number, part in enumerate(parts)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise StudyError("a process ended early, see above; the same command continues")
     for name, problem in problems.items():
-        for task in tasks(options, name, problem):
-            yield task.run(options.finished, name, problem)
+        for task in tasks(name, problem):
+            yield task.run(finished, name, problem)
+
+
+def _part(number: int, problems: Mapping[str, Problem], tasks: Tasks, finished: Finished) -> None:
+    """One of several processes, on a core of its own."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
+    for _ in compare(problems, tasks, finished):
+        pass
 
 
 def made_again(
@@ -134,38 +236,6 @@ def made_again(
     return now
 
 
-def _outcome(
-    problem: Problem, planner: Planner, seconds: float | None, evaluations: int | None
-) -> dict[str, Any]:
-    score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from a problem, once
-    limit_s = 10.0 * (seconds or 60.0) + MARGIN_S
-    run = limited(lambda: planner(problem), limit_s, MEMORY_BYTES, processor_time=True)
-    outcome = {"value_s": None, "found_s": None, "used_s": run.seconds, "used_evaluations": None}
-    if run.value is None:
-        return outcome | {"status": run.status, "note": run.note}
-    solution: Solution = run.value
-    value_s = value_of(problem, solution)
-    counted = solution.stats.get("evaluations")
-    used_s = float(solution.stats.get("seconds", run.seconds))
-    curve = solution.stats.get("curve") or [(used_s, counted or 1, value_s)]
-    curve = [(float(s), int(e), max(float(v), value_s)) for s, e, v in curve if np.isfinite(v)]
-    in_time = [
-        point
-        for point in curve
-        if point[0] <= SLACK * (seconds or np.inf) and point[1] <= (evaluations or np.inf)
-    ]
-    best = min((point[2] for point in in_time), default=None)
-    return {
-        "value_s": best,
-        "found_s": next((s for s, _, v in in_time if v == best), None),
-        "used_s": used_s,
-        "used_evaluations": counted,
-        "status": "ok" if best is not None else "infeasible" if not curve else "over budget",
-        "note": str(solution.stats.get("message") or solution.stats.get("infeasible") or ""),
-        "curve": tuple(curve),
-    }
-
-
 # --- policies ------------------------------------------------------------------------------------
 
 
@@ -186,14 +256,6 @@ def policy_digests(path: Path) -> dict[str, str]:
     """``digest_of`` a policy, or of every one in a folder, by the file's name."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return {f.name: digest_of(f) for f in files}
-
-
-def warm_up(objectives: Sequence[Any], names: Sequence[str]) -> None:
-    """Compile or load all kernels, and touch torch, before processes are forked."""
-    import torch
-
-    torch.set_num_threads(1)
-    warm((*names, "policy"), objectives)
 
 
 # --- statistics ----------------------------------------------------------------------------------
