@@ -163,12 +163,14 @@ class Problem:
         Args:
             where: the device's name by what is pinned to it: an operator, or a module with all
                 that is below it; as shell patterns, ``{"encoder.layer.*": "cpu:0"}``. Operators
-                that must share a device with these go along.
+                that must share a device with these go along. A view follows the operator that made
+                its memory where views of that memory are pinned to several devices.
 
         Raises:
             ProblemError: no such device, nothing of that name, or no device is left for something.
         """
         g, compute_s = self.graph, self.profile.compute_s.copy()
+        pins: dict[int, tuple[str, str]] = {}  # operator -> device, and who says so
         for pattern, name in where.items():
             if name not in self.cluster.device_names:
                 devices = list(self.cluster.device_names)
@@ -185,10 +187,12 @@ class Problem:
                     f"{pattern}={name}: no operator and no module has that name; some that are "
                     f"there: {', '.join(some)}"
                 )
-            others = np.arange(self.num_devices) != self.cluster.device_names.index(name)
-            compute_s[np.ix_(ops, others)] = np.inf
-            if not np.isfinite(compute_s[ops]).any(axis=1).all():
+            able = np.isfinite(compute_s[ops, self.cluster.device_names.index(name)]).all()
+            if not able or any(pins.get(i, (name,))[0] != name for i in ops):
                 raise ProblemError(f"{pattern}={name}: cannot run there, or is pinned to another")
+            pins |= dict.fromkeys(ops, (name, f"--on {pattern}={name}"))
+        for i, (name, _) in _one_device_a_group(g, pins).items():
+            compute_s[i, np.arange(self.num_devices) != self.cluster.index(name)] = np.inf
         return replace(self, profile=replace(self.profile, compute_s=compute_s))
 
     @property
@@ -652,6 +656,37 @@ def whole_numbers(placements: ArrayLike) -> NDArray[np.int32]:
             f"a placement holds the numbers of devices, 0, 1, ...: {values[wrong][0]} is none"
         )
     return p
+
+
+def _one_device_a_group(
+    g: OpGraph, pins: Mapping[int, tuple[str, str]]
+) -> dict[int, tuple[str, str]]:
+    """``pins`` without views whose memory is pinned to several devices, which follow its maker.
+
+    Raises:
+        ProblemError: operators that make or change the same memory are pinned to several.
+    """
+    maker = g.tensor_src[g.tensor_root]
+    views = {i for i in g.tensor_src[maker != g.tensor_src].tolist() if not _in_place(g.op_kind[i])}
+    devices: dict[int, set[str]] = {}
+    for i, (name, _) in pins.items():
+        devices.setdefault(int(g.group[i]), set()).add(name)
+    pins = {i: x for i, x in pins.items() if len(devices[int(g.group[i])]) == 1 or i not in views}
+    first: dict[int, int] = {}
+    for i, (name, said) in pins.items():
+        other = first.setdefault(int(g.group[i]), i)
+        if pins[other][0] != name:
+            raise ProblemError(
+                f"{pins[other][1]} and {said}: operators {g.op_name[other]!r} of module "
+                f"{g.op_module[other]!r} and {g.op_name[i]!r} of {g.op_module[i]!r} work on the "
+                "same memory, which is on one device; pin both modules to one"
+            )
+    return dict(pins)
+
+
+def _in_place(kind: str) -> bool:
+    """Whether a kind of operator, e.g. ``aten.relu_.default``, writes to what it is given."""
+    return kind.rpartition(".")[0].endswith("_")
 
 
 def _latency_s(link: Link) -> float:

@@ -114,10 +114,38 @@ def test_what_is_pinned_can_run_there_only() -> None:
         ({"A": "gpu"}, r"A=gpu: no such device; use one of \['"),
         ({"encode": first}, f"encode={first}: no operator and no module .* there: head, encoder"),
         ({"encoder": first, "A": second}, f"A={second}: cannot run there, or is pinned to another"),
-        ({"B": first, "C": second}, r"no device can run every operator of .* \['B', 'C'\]"),
+        (
+            {"B": first, "C": second},
+            f"--on B={first} and --on C={second}: operators 'B' of module 'encoder.layer.10' and "
+            "'C' of 'head' work on the same memory",
+        ),
     ):
         with pytest.raises(ProblemError, match=message):
             problem.pinned(pins)
+
+
+def test_views_follow_the_memory_that_they_are_pinned_away_from() -> None:
+    """As cosines of rotary embeddings, of which every layer takes a view."""
+    modules = ["rotary", "layers.0", "layers.0", "layers.1", "layers.1"]
+
+    def pinned(kind: str, **pins: str) -> list[list[bool]]:
+        graph = OpGraph.build(
+            "net", ["cos", "view", "mul", "view_1", "mul_1"], range(5), [8] * 5,
+            [(0, 1), (0, 3), (1, 2), (3, 4)], op_module=modules, tensor_root=[0, 0, 2, 0, 4],
+            op_kind=["aten.cos.default", kind, "aten.mul.Tensor", kind, "aten.mul.Tensor"],
+            group=[0, 0, 1, 0, 2],
+        )  # fmt: skip
+        return make(graph, [[1, 1]] * 5).pinned(pins).supported.tolist()
+
+    view, first, second = "aten.unsqueeze.default", *make(CHAIN, [[1, 1]] * 2).cluster.device_names
+    free, on = [True, True], [[True, False], [False, True]]
+    apart = {"layers.0": first, "layers.1": second}
+    assert pinned(view, **apart) == [free, free, on[0], free, on[1]]
+    assert pinned(view, rotary=first, **apart) == [on[0], on[0], on[0], on[0], on[1]]
+    # On one device everything goes along, as before.
+    assert pinned(view, **{"layers.0": first}) == [on[0], on[0], on[0], on[0], free]
+    with pytest.raises(ProblemError, match=r"'view' of module 'layers\.0' and 'view_1'"):
+        pinned("aten.relu_.default", **apart)  # which work on that memory
 
 
 @pytest.mark.parametrize("number", [0.7, np.nan, np.inf, -0.5, 2**40])

@@ -58,6 +58,14 @@ _DROPOUTS = (
     torch.ops.aten.feature_alpha_dropout.default,
 )
 
+# Of their first argument they read nothing but shape and dtype.
+_OVERWRITES = (
+    torch.ops.aten.copy.default,
+    torch.ops.aten.fill.Scalar,
+    torch.ops.aten.fill.Tensor,
+    torch.ops.aten.zero.default,
+)
+
 # With statistics of the batch, they write to the running ones: arguments 3 and 4.
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
@@ -482,7 +490,7 @@ def functionalise(exported: Any) -> Any:
             else f"the module {what} torch cannot remove: {first_line(error)}"
         ) from error
     signature = exported.graph_signature
-    for buffer in signature.buffers_to_mutate.values():
+    for buffer in _changed_buffers(exported):
         raise CaptureError(
             f"the module changes its buffer {buffer!r} in evaluation mode too, so that its calls "
             "are not independent: make the update depend on self.training"
@@ -498,6 +506,28 @@ def functionalise(exported: Any) -> Any:
             f"({name} = {name}.clone())"
         )
     return exported
+
+
+def _changed_buffers(exported: Any) -> list[str]:
+    """Buffers that a call changes for the next one; others are no longer among the outputs.
+
+    A call that writes a whole buffer before anything reads it (the frequencies of RoPE ``longrope``
+    of transformers) leaves nothing behind that a later call sees.
+    """
+    signature, output = exported.graph_signature, exported.graph.output_node()
+    holder = {name: node for node, name in signature.inputs_to_buffers.items()}
+    unread = {
+        node.name
+        for node in exported.graph.find_nodes(op="placeholder")
+        if all(
+            user.target in _OVERWRITES and user.args[0] is node and node not in user.args[1:]
+            for user in node.users
+        )
+    }
+    changed = signature.buffers_to_mutate.items()
+    whole = {result for result, buffer in changed if holder[buffer] in unread}
+    output.args = (tuple(x for x in output.args[0] if getattr(x, "name", None) not in whole),)
+    return [buffer for result, buffer in changed if result not in whole]
 
 
 def _keep_names(program: fx.GraphModule) -> None:

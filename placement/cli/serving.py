@@ -164,12 +164,21 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     """Show what the devices hold, how fast that is, and how sure."""
     from placement.costs import efficiency
     from placement.costs.serving import memory, terms
+    from placement.tools.files import some
 
     rows = [
         [name, *(cli.mebibytes(float(x)) for x in held.values())]
         for name, held in memory(problem, solution.placement).items()
     ]
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
+    used = {problem.cluster.device_names[d] for d in solution.placement}
+    if idle := [name for name in problem.cluster.device_names if name not in used]:
+        cli.put(
+            f"{len(idle)} of {problem.num_devices} devices are idle ({some(idle)}): a batch is on "
+            "one device at a time, so that one more device adds transfers and no speed where the "
+            "others hold everything. To use them: a second copy of the model, planned for a "
+            "cluster of these alone, or a larger --batch or --context"
+        )
     decoder, serving = asked(args)
     seconds = terms(decoder, problem.cluster, serving, solution.placement)
     print(

@@ -614,6 +614,47 @@ def test_a_buffer_that_is_replaced_before_it_is_read_is_no_state():
     check(nn.Sequential(inner), X)
 
 
+def overwrite(m, x):
+    m.count.copy_(torch.where(x.max() > 0, x.sum(0), m.plain))
+    return m.linear(x) + m.count
+
+
+def clear_and_add(m, x):
+    m.count.zero_().add_(x.sum(0))
+    return m.linear(x) + m.count
+
+
+def overwrite_with_a_number(m, x):
+    m.count.fill_(2.0)
+    return m.linear(x) + m.count
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("forward", [overwrite, clear_and_add, overwrite_with_a_number])
+def test_a_buffer_that_is_written_whole_before_it_is_read_is_no_state(forward, nested):
+    """As the frequencies of RoPE ``longrope`` of transformers (Phi-3.5, Phi-4-mini) are."""
+    module = Module(forward)
+    check(nn.Sequential(module) if nested else module, X)
+
+
+def test_longrope_is_captured_with_the_factors_of_its_length():
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        use_cache=False,
+        rope_parameters=rope | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    for length in (6, 12):  # below and above 8
+        check(model, torch.randint(32, (1, length)))
+
+
 def test_a_capture_that_fails_leaves_what_the_module_keeps_alone():
     def forward(m, x):
         m.cache["x"] = x + 1
@@ -871,6 +912,17 @@ def keep_state(m, x):
     return x + m.plain
 
 
+def write_a_part(m, x):
+    m.count[:2].copy_(x[0, :2])
+    return m.linear(x) + m.count
+
+
+def write_behind_the_reader(m, x):
+    y = m.linear(x) + m.count
+    m.count.copy_(x[0])
+    return y
+
+
 def statistics_of_every_batch(m, x):
     return nn.functional.batch_norm(x, m.count, m.count + 1, training=True)
 
@@ -906,6 +958,8 @@ def change_parameter(m, x):
         ),
         (count_calls, "changes its buffer 'count' .*self.training"),
         (replace_buffer, "changes its buffer 'count' .*self.training"),
+        (write_a_part, "changes its buffer 'count' .*self.training"),
+        (write_behind_the_reader, "changes its buffer 'count' .*self.training"),
         (statistics_of_every_batch, "changes its buffer 'count' .*self.training"),
         (statistics_of_every_instance, r"aten\.instance_norm\.default cannot be made one plain"),
         (keep_state, "keeps state between calls in its attribute 'plain'"),

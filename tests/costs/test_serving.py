@@ -287,6 +287,22 @@ def test_a_language_model_needs_no_planner(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["planner"] == "layer_dp"
 
 
+def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, capsys: Any) -> None:
+    """Layers run one after the other, so that four of eight equal GPUs hold a model as fast."""
+    gpus = [f'- {{name: "cuda:{i}", like: nvidia/a100}}\n' for i in range(8)]
+    big = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    big |= {"num_attention_heads": 64, "vocab_size": 128256}
+
+    def said(count: int) -> str:
+        model, devices = written(tmp_path, LLAMA | big, f"devices:\n{''.join(gpus[:count])}")
+        argv = ["plan", model, "--cluster", devices, "--context", "4096", "--batch", "8"]
+        assert main(argv) == OK
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "4 of 8 devices are idle (cuda:4, cuda:5, cuda:6, cuda:7): a batch is on one" in said(8)
+    assert "are idle" not in said(4)
+
+
 def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     _, devices = written(tmp_path, LLAMA)
     path = tmp_path / "model.gguf"
