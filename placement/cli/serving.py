@@ -173,7 +173,7 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
     used = {problem.cluster.device_names[d] for d in solution.placement}
     if idle := [name for name in problem.cluster.device_names if name not in used]:
-        cli.put(
+        print(
             f"{len(idle)} of {problem.num_devices} devices are idle ({some(idle)}): a batch is on "
             "one device at a time, so that one more device adds transfers and no speed where the "
             "others hold everything. To use them: a second copy of the model, planned for a "
