@@ -37,6 +37,10 @@ NOT_KEPT = (
     "compiled kernels cannot be kept, every command compiles them anew (a minute): "
     "export NUMBA_CACHE_DIR=/a/folder/of/yours"
 )
+NO_COMPILER = (
+    "there is no C++ compiler {name!r}: nothing is compiled (run --compiled, torch.compile), and "
+    "runs as it is; apt install g++, or name another one: export CXX=clang++"
+)
 EXTRAS = {  # what there is not without them
     "cp": "no planner cp_sat and no search of schedules",
     "metis": "no planner metis",
@@ -102,6 +106,7 @@ def _compile(name: str) -> None:
 
 def facts() -> dict[str, Any]:
     """Everything that the machine was asked, as JSON; what cannot be found out is None."""
+    from placement.tools.compiler import missing_compiler
     from placement.tools.files import FileError, cache_folder, check_writable
 
     others_s, begun = cli.others_s(), time.monotonic()
@@ -120,6 +125,7 @@ def facts() -> dict[str, Any]:
         "memory": _memory(),
         **_torch(),
         "kernels_cached": kept_in() is not None,
+        "missing_compiler": missing_compiler() or None,
         "cache": {
             "folder": str(folder),
             "writable": writable,
@@ -158,6 +164,8 @@ def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
         )
     if not machine["kernels_cached"]:
         hints.append(NOT_KEPT)
+    if machine["missing_compiler"]:
+        hints.append(NO_COMPILER.format(name=machine["missing_compiler"]))
     if not machine["platform"].startswith("Linux"):
         hints.append(f"{machine['platform']} is not supported, Linux is: some commands fail here")
     cpu, noisy = machine["cpu"], machine["noise"]

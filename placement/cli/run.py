@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from placement import cli
 from placement.cli import train
 from placement.cli.ways import Differs, Work, carry_out, inference, model_of
-from placement.runs.ways import difference, first_difference
+from placement.runs.ways import compiled_in_words, difference, first_difference
 
 if TYPE_CHECKING:
     from placement.plan import Plan
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLE = """examples:
   placement run plan.json --against-single-device
   placement run plan.json --model my_package.my_module:my_function --trace trace.json
+  placement run plan.json --compiled         the first time it compiles: seconds to minutes
   placement run plan.json --wandb my-project     online if you are logged in
   placement run plan.json --distributed --processes 2 --trace trace.json
 
@@ -38,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write the measured timeline")
     parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
     parser.add_argument("--wandb", metavar="PROJECT", help="mirror what was measured to W&B")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile what a CPU runs at a stretch (inference)"
+    )
     parser.add_argument(
         "--distributed", action="store_true", help="spread the devices over processes"
     )
@@ -70,6 +74,13 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < float("inf"):
         raise cli.UsageError(f"--timeout {args.timeout:g}: must be positive seconds")
     cli.check_outputs(args.out, args.trace)
+    for what, why in (
+        (args.distributed, "--distributed"),
+        (plan.graph.mode == "training", "a plan for training"),
+        (plan.order is not None, "a plan with an order, which speaks of single operators"),
+    ):
+        if args.compiled and what:
+            raise cli.UsageError(f"--compiled is not for {why}: leave it out")
     if args.distributed:
         from placement.cli import distributed
 
@@ -83,10 +94,29 @@ def run(args: argparse.Namespace) -> int:
                 work = train.here(args, plan, batches)
             else:
                 work = _here(args, plan, batches)
+            if args.compiled:
+                work = _compiled(work, report)
+                plan = plan.model_copy(update={"compiled": True})
             return carry_out(args, plan, batches, work, report)
         except Differs as error:
             cli.say(str(error))
             return cli.NO
+
+
+def _compiled(work: Work, report: cli.Progress) -> Work:
+    """The same, its runs of operators compiled before anything else; what that came to is said."""
+
+    def make(**options: Any) -> Any:
+        runner = work.make(**options)
+        try:
+            runner.compile(report)
+        except BaseException:
+            runner.close()
+            raise
+        cli.say(compiled_in_words(runner))
+        return runner
+
+    return work._replace(make=make)
 
 
 def _here(args: argparse.Namespace, plan: Plan, batches: int) -> Work:

@@ -1,227 +1,720 @@
-"""Runs of operators as Python functions, which are generated as source."""
+"""Compiled runs: consecutive operators of a CPU device as one artefact of PyTorch's Inductor.
+
+An artefact is the extension module that Inductor builds with ``cpp_wrapper`` (Ansel et al., PyTorch
+2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation,
+ASPLOS 2024): a function of handles of tensors, which lets go of the interpreter's lock while it
+computes, so that devices do not wait for each other. It is kept in the cache folder; another
+process loads it in less than a millisecond and imports no Inductor. There are two kinds of it. A
+*plain* one reads parameters where they are. A *frozen* one has them folded and packed for the
+libraries of this processor; it is of these values only, and its constants need memory of their own.
+Which is faster, or whether neither is, is measured once for a run and kept too.
+
+To others a run is what it was (see ``share.runs_of``). A run that cannot be compiled, or computes
+something else, is interpreted as before, by itself, and ``Artefacts.eager`` says why.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import logging
+import operator
+import os
+import platform
+import tempfile
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from types import BuiltinFunctionType, MethodDescriptorType
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from importlib import machinery, util
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
-from torch._ops import OpOverload
+from torch import Tensor, fx, nn
 
+from placement.cluster import Cluster, Device, cpu_model
+from placement.executor import equality
+from placement.executor.backend import set_own_num_threads
 from placement.executor.constants import is_known, with_constants
+from placement.executor.generated import Call, Generated
+from placement.executor.graphs import launches
 from placement.executor.share import Share
-from placement.program import Param, Program, Ref, Step, leaves_of
+from placement.program import Param, Program, Ref, leaves_of, run_program, view_of
+from placement.tools.compiler import missing_compiler
+from placement.tools.files import FileError, cache_folder, write_atomic
+from placement.tools.progress import Progress, say
 
-if TYPE_CHECKING:
-    from placement.executor.streamed import Streamed
-
-# Arguments that PyTorch's own functions take in another form, or read another default of: their
-# parser takes the mean, the default of losses, for 0, no reduction; and no None in a list.
-_OPTIONS = ("dtype", "layout", "device", "memory_format", "generator", "reduction")
-_GAPS = "List[Optional[Tensor]]"
-Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
-
-_LATE_BYTES = 2**20  # of gradients and buffers in a run, which are written together: one launch
+PLAIN, FROZEN, EAGER = "plain", "frozen", "eager"
+_FORMAT = 1  # of the files; to be raised with what artefacts of this module look like
+_ENTRY = "inductor_entry_cpp"  # the function of the extension module, and its name
+_ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where the extension looks for PyTorch's
+_LEAST = 3  # operators that compute something: a call of an artefact costs as much as two
+_ROUNDS, _LONG_S = 5, 0.5  # in which kinds take turns, and after which a kind is not timed again
+_ALIGN = 64  # bytes: libraries read packed weights in lines of the cache
+_PACK: Any = getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None)
+_MKLDNN = 3  # PyTorch's number of this layout
+_FROZEN_KEPT = 3  # artefacts of a run for other values of its parameters
+_COMPILING = threading.Lock()  # Inductor compiles for one thread at a time
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """Runs of operators as Python functions.
+class Recipe:
+    """A run as a graph of Inductor, and what it reads and makes.
 
     Attributes:
-        calls: by the first operator of a run; reads and writes a list of tensors ``[T]``. What a
-            run of several returns is iterated to its end: it stops before an operator, and gives
-            its number, where its second argument (whether nothing has arrived) says no.
-        op_at: which operator a line of the generated source belongs to.
-        num_ops: of each run, by its first.
+        ops: the operators.
+        reads: tensors of the program that it reads, as the graph's inputs come first.
+        params: parameters of the program that it reads.
+        known: tensors that are the same in every call, and that it reads.
+        makes: tensors that it hands on.
+        text: equal for runs that compute the same, whatever their operators are called.
     """
 
-    calls: dict[int, Call]
-    op_at: list[int]
-    num_ops: dict[int, int]
-
-    def failed_op(self, error: BaseException, op: int) -> int:
-        """Which operator of the run that begins with ``op`` raised ``error``."""
-        at = error.__traceback__
-        while at is not None:
-            if at.tb_frame.f_code is self.calls[op].__code__:
-                return self.op_at[at.tb_lineno - 1]
-            at = at.tb_next
-        return op
+    ops: tuple[int, ...]
+    reads: tuple[int, ...]
+    params: tuple[int, ...]
+    known: tuple[int, ...]
+    makes: tuple[int, ...]
+    text: str
 
 
-def compile_runs(
+def recipe(
+    program: Program, run: Sequence[int], makes: Sequence[int], known: Mapping[int, Tensor]
+) -> Recipe:
+    """That of a run which hands on the tensors ``makes``."""
+    steps = {op: with_constants(program.steps[op], known) for op in run}
+    steps = {op: step for op, step in steps.items() if not is_known(step, known)}
+    own = {t for step in steps.values() for t in step.outputs}
+    leaves = [x for step in steps.values() for x in leaves_of((step.args, step.kwargs))]
+    refs = dict.fromkeys(x.tensor for x in leaves if isinstance(x, Ref) and x.tensor not in own)
+    names: dict[Any, str] = {}
+
+    def named(x: Any) -> Any:
+        if isinstance(x, Ref | Param):
+            return names.setdefault(x, f"${len(names)}")
+        if isinstance(x, list | tuple):
+            return [type(x).__name__, *map(named, x)]
+        if isinstance(x, dict):
+            return {k: named(v) for k, v in x.items()}
+        return repr(x)
+
+    rows = [
+        [str(s.target), *map(named, (s.args, s.kwargs, [*map(Ref, s.outputs)])), s.output_index]
+        for s in steps.values()
+    ]
+    made = tuple(t for t in makes if t not in known)
+    return Recipe(
+        ops=tuple(steps),
+        reads=tuple(t for t in refs if t not in known),
+        params=tuple(dict.fromkeys(x.index for x in leaves if isinstance(x, Param))),
+        known=tuple(t for t in refs if t in known),
+        makes=made,
+        text=json.dumps([rows, named([*map(Ref, made)])]),
+    )
+
+
+def graph_of(
     program: Program,
-    runs: Sequence[tuple[int, ...]],
-    share: Share | None,
-    params: dict[int, Tensor],
-    gradients: dict[int, Tensor],
-    device: torch.device,
-    marks: tuple[list[Any], Callable[[], Any]] | None = None,
-    streamed: Mapping[int, Streamed] | None = None,
-    known: Mapping[int, Tensor] | None = None,
-) -> Compiled:
-    """A Python function per run of operators.
+    run: Recipe,
+    params: Mapping[int, Tensor],
+    known: Mapping[int, Tensor],
+    frozen: bool,
+) -> fx.GraphModule:
+    """The graph of a run, of which the inputs are its ``reads``, and unless ``frozen`` the rest.
 
-    Generated source costs one call and one list access per tensor; filling argument templates
-    at run time costs several microseconds per operator, and so does a look around between two: a
-    run only asks whether something has arrived. With the ``share`` of the device, what only one
-    run reads stays in its local variables, and is dropped after its last reader; without, every
-    tensor is left in the list. ``params`` are the parameters on this device;
-    ``device`` takes the place of every ``torch.device`` constant. What operators make that is the
-    gradient of a parameter is added to ``gradients``; new values of buffers are written back.
-    With ``marks``, a list and a clock, each operator adds its number and the time of its end.
-    Operators of ``streamed`` get their parameters from there. Tensors that are ``known`` are not
-    computed (see ``constants``).
+    Nodes have the number of their operator in ``meta["custom"]``, which Inductor keeps.
     """
-    writer = _Writer(program, params, device, streamed or {}, known or {})
-    if marks is not None:
-        writer.names["marks"], writer.names["mark"] = marks
-    written: dict[int, list[tuple[Tensor, Callable[..., Any]]]] = {}
-    for p, t in program.gradients:
-        if p in gradients:
-            written.setdefault(t, []).append((gradients[p], torch._foreach_add_))
-    for p, t in program.new_buffers:
-        if p in params:
-            written.setdefault(t, []).append((params[p], torch._foreach_copy_))
-    lines: list[str] = []
-    op_at: list[int] = []
-    for run in runs:
-        dropped = {} if share is None else writer.keep_local(run, share)
-        lines.append(f"def op{run[0]}(e, nothing_arrived):")
-        op_at.append(run[0])
-        late: dict[Any, list[tuple[Tensor, int]]] = {}  # what is to be written
-        drops: list[int] = []
-        for op in run:
-            body = [] if op == run[0] else [f"if not nothing_arrived(): yield {op}"]
-            body += writer.operator(op)
-            for tensor in program.steps[op].outputs:
-                for destination, how in written.get(tensor, ()):
-                    late.setdefault((how, destination.dtype), []).append((destination, tensor))
-            if op == run[-1] or sum(x.nbytes for v in late.values() for x, _ in v) > _LATE_BYTES:
-                body += [writer.written(how, pairs) for (how, _), pairs in late.items()]
-                late.clear()
-            stay = {t for pairs in late.values() for _, t in pairs}
-            drops += dropped.get(op, ())
-            body += [f"{writer.name(t)} = None" for t in drops if t not in stay]
-            drops = [t for t in drops if t in stay]
-            if marks is not None:  # a flat list: tuples would keep the garbage collector busy
-                body += [f"marks.append({op})", "marks.append(mark())"]
-            lines += [f"    {line}" for line in body]
-            op_at += [op] * len(body)
-    names = writer.names
-    exec(compile("\n".join(lines), "<operators>", "exec"), names)
-    # A function that its own globals name would keep the parameters until cycles are collected.
-    calls = {run[0]: names.pop(f"op{run[0]}") for run in runs}
-    return Compiled(calls, op_at, {run[0]: len(run) for run in runs})
+    graph, root = fx.Graph(), nn.Module()
+    nodes: dict[Any, Any] = {Ref(t): graph.placeholder(f"t{t}") for t in run.reads}
+    others: list[Param | Ref] = [*map(Param, run.params), *map(Ref, run.known)]
+    for x in others:
+        name = f"p{x.index}" if isinstance(x, Param) else f"k{x.tensor}"
+        if frozen:
+            held = params[x.index] if isinstance(x, Param) else known[x.tensor]
+            root.register_parameter(name, nn.Parameter(held, requires_grad=False))
+            nodes[x] = graph.get_attr(name)
+        else:
+            nodes[x] = graph.placeholder(name)
+
+    def filled(x: Any) -> Any:
+        if isinstance(x, Ref | Param):
+            return nodes[x]
+        if isinstance(x, list | tuple):
+            return type(x)(map(filled, x))
+        if isinstance(x, dict):
+            return {k: filled(v) for k, v in x.items()}
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    for op in run.ops:
+        step = with_constants(program.steps[op], known)
+        value = graph.call_function(step.target, filled(step.args), filled(step.kwargs))
+        value.meta["custom"] = {"op": op}
+        for t, i in zip(step.outputs, step.output_index, strict=True):
+            nodes[Ref(t)] = (
+                graph.call_function(operator.getitem, (value, i)) if step.multi else value
+            )
+    graph.output(tuple(nodes[Ref(t)] for t in run.makes))
+    return fx.GraphModule(root, graph)
 
 
 @dataclass
-class _Writer:
-    """Operators as source, of which ``names`` are the globals; arguments as ``compile_runs``'.
+class Built:
+    """What Inductor has built of a graph.
 
-    Tensors are in the list ``e``, those of ``local`` in variables of the function.
+    Attributes:
+        path: the extension module.
+        operands: what its function was called with: inputs of the graph, and constants.
+        packed: by address, those that MKL has packed: of which weights, for how many rows.
+        outputs: what it gave.
+        seconds: how long it took.
     """
 
-    program: Program
-    params: Mapping[int, Tensor]
-    device: torch.device
-    streamed: Mapping[int, Streamed]
-    known: Mapping[int, Tensor]
+    path: Path
+    operands: list[Tensor]
+    packed: dict[int, tuple[Tensor, int]]
+    outputs: list[Tensor]
+    seconds: float
 
-    def __post_init__(self) -> None:
-        self.names: dict[str, Any] = {}
-        self.local: set[int] = set()
 
-    def keep_local(self, run: tuple[int, ...], share: Share) -> dict[int, list[int]]:
-        """What no other run reads is local where this one makes it; what is dropped after whom."""
-        own = {t for op in run for t in self.program.steps[op].outputs}
-        last = {t: op for op in run for t in (*share.inputs[op], *share.outputs[op])}
-        self.local, dropped = set(), dict[int, list[int]]()
-        for t, op in last.items():
-            if share.peers[t] or share.results[t] or not set(share.users[t]).issubset(run):
-                continue
-            if t in own:
-                self.local.add(t)
-            dropped.setdefault(op, []).append(t)
-        return dropped
+def build(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], threads: int, frozen: bool, **patches: Any
+) -> Built:
+    """Compile a graph for ``threads`` threads and call it once.
 
-    def operator(self, op: int) -> list[str]:
-        """The statements that run it."""
-        step, source = with_constants(self.program.steps[op], self.known), self.streamed.get(op)
-        if is_known(step, self.known):
-            return [f"{self.name(t)} = {self._bind(self.known[t])}" for t in step.outputs]
-        come = () if source is None else source.reads[op]
-        arguments = [self._argument(x, come) for x in step.args]
-        arguments += [f"{k}={self._argument(x, come)}" for k, x in step.kwargs.items()]
-        call = f"{self._bind(quickest(step.target))}({', '.join(arguments)})"
-        if source is None:
-            return self._assigned(step, call)
-        take, own, back = map(self._bind, (source.take, source.own, source.give_back))
-        return [f"p = {take}({op})", *self._assigned(step, f"{own}({call})"), f"{back}({op})"]
+    Args:
+        patches: more of Inductor's options, e.g. ``**{"cpp.enable_kernel_profile": True}``.
 
-    def _assigned(self, step: Step, call: str) -> list[str]:
-        if not step.outputs:
-            return [call]
-        if not step.multi:
-            return [f"{self.name(step.outputs[0])} = {call}"]
-        each = zip(step.outputs, step.output_index, strict=True)
-        return [f"v = {call}", *(f"{self.name(t)} = v[{i}]" for t, i in each), "del v"]
+    Raises:
+        RuntimeError: Inductor refuses the graph, its outputs share memory with its inputs, or there
+            is no compiler that works.
+    """
+    from torch._inductor import codecache, standalone_compile
+    from torch._inductor.constant_folding import ConstantFolder
 
-    def written(self, how: Callable[..., Any], pairs: Sequence[tuple[Tensor, int]]) -> str:
-        """The statement that adds or copies values to tensors of one dtype."""
-        values = ", ".join(self.name(t) for _, t in pairs)
-        return f"{self._bind(how)}({self._bind([x for x, _ in pairs])}, [{values}])"
+    entries: list[Any] = []
+    operands: list[Tensor] = []
+    results: list[list[Tensor]] = []
+    handles, tensors = (
+        torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
+        torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
+    )
+    load = codecache.CppWrapperCodeCache.load_pybinding
 
-    def name(self, tensor: int) -> str:
-        return f"t{tensor}" if tensor in self.local else f"e[{tensor}]"
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        entries.append(load(*args, **kwargs))
+        return entries[-1]
 
-    def _bind(self, value: Any) -> str:
-        self.names[name := f"k{len(self.names)}"] = value
-        return name
+    packed: dict[int, tuple[Tensor, int]] = {}
+    fold = ConstantFolder._deduce_value
 
-    def _argument(self, template: Any, come: Sequence[int]) -> str:
-        """``come``: parameters of the operator that are streamed, by their place in ``p``."""
-        if isinstance(template, list | tuple) and any(
-            isinstance(x, Ref | Param | torch.device) for x in leaves_of(template)
-        ):
-            items = "".join(self._argument(x, come) + "," for x in template)
-            return f"[{items}]" if isinstance(template, list) else f"({items})"
-        if isinstance(template, Ref):
-            return self.name(template.tensor)
-        if isinstance(template, Param) and template.index in come:
-            return f"p[{come.index(template.index)}]"
-        if isinstance(template, Param):
-            return self._bind(self.params[template.index])
-        return self._bind(self.device if isinstance(template, torch.device) else template)
+    def folded(folder: Any, node: fx.Node) -> Any:
+        value = fold(folder, node)
+        if node.target is _PACK and isinstance(value, Tensor):
+            weights, rows = folder.fetch_args_kwargs_from_env(node)[0]
+            packed[torch.ops.mkldnn.data_ptr(value)] = weights, rows
+        return value
+
+    def given(values: list[Tensor]) -> Any:
+        operands[:] = values
+        return handles(values)
+
+    def made(values: Any) -> Any:
+        results.append(tensors(values))
+        return results[-1]
+
+    options = {
+        "cpp_wrapper": True,
+        "cpp.threads": threads,
+        "freezing": frozen,
+        "fx_graph_cache": False,  # what is kept is kept here; and a hit would load nothing
+        "fallback_random": True,
+        **patches,
+    }
+    began = time.perf_counter()
+    with _COMPILING, ExitStack() as stack:
+        for context in (torch.no_grad(), torch.fx.traceback.preserve_node_meta(), _silent()):
+            stack.enter_context(context)
+        patch = mock.patch.object
+        stack.enter_context(patch(codecache.CppWrapperCodeCache, "load_pybinding", loaded))
+        stack.enter_context(patch(ConstantFolder, "_deduce_value", folded))
+        artefact = standalone_compile(
+            graph,
+            list(inputs),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": options},
+            donate_graph_module=True,  # or its parameters would be copied
+        )
+        seconds = time.perf_counter() - began
+        aoti: Any = torch._C._aoti
+        stack.enter_context(patch(aoti, "unsafe_alloc_void_ptrs_from_tensors", given))
+        stack.enter_context(patch(aoti, "alloc_tensors_by_stealing_from_void_ptrs", made))
+        outputs = artefact(*inputs)
+    if len(entries) != 1 or len(results) != 1:
+        raise RuntimeError(f"Inductor made {len(entries)} parts of it")
+    if not isinstance(outputs, list | tuple):
+        outputs = (outputs,)
+    (raw,) = results
+    if [*map(view_of, raw)] != [*map(view_of, outputs)]:
+        raise RuntimeError("what it makes shares memory with what it reads")
+    return Built(Path(entries[0].__self__.__file__), operands, packed, raw, seconds)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What Inductor logs of its own cache, which is not used here, is not said."""
+    log = logging.getLogger("torch._inductor.standalone_compile")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """An artefact that is loaded.
+
+    Attributes:
+        entry: its function.
+        fixed: operands in order; None: one of the run's ``reads``.
+        slots: (place among the operands, place among the run's ``reads``).
+        bytes: of the constants that it has beside the module's parameters.
+    """
+
+    entry: Any
+    fixed: list[Tensor | None]
+    slots: list[tuple[int, int]]
+    bytes: int
+
+    def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
+        operands: list[Any] = self.fixed.copy()
+        for i, read in self.slots:
+            operands[i] = values[read]
+        return called(self.entry, operands)
+
+
+def called(entry: Any, operands: list[Tensor]) -> list[Tensor]:
+    """What the function of an extension makes of its operands."""
+    handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(operands)
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(entry(handles))  # type: ignore[no-any-return]
+
+
+def write(built: Built, places: Mapping[Any, Any], path: Path) -> None:
+    """Write the files of an artefact: its constants, what its operands are, the extension last.
+
+    ``places``: by view, what an operand is that is no constant.
+
+    Raises:
+        FileError: they cannot be written there.
+    """
+    data = bytearray()
+
+    def described(x: Tensor) -> Any:
+        if x.is_mkldnn and (of := built.packed.get(torch.ops.mkldnn.data_ptr(x))):
+            return ["packed", described(of[0].detach()), of[1]]
+        return (None if x.is_mkldnn else places.get(view_of(x))) or _written(x, data)
+
+    operands = [*map(described, built.operands)]
+    if data:
+        write_atomic(path.with_suffix(".bin"), bytes(data))
+    write_atomic(path.with_suffix(".json"), json.dumps({"operands": operands, "bytes": len(data)}))
+    write_atomic(path, built.path.read_bytes())
+
+
+def remove(path: Path) -> None:
+    """Delete the files of an artefact."""
+    for suffix in (".so", ".json", ".bin"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _written(x: Tensor, data: bytearray) -> list[Any]:
+    """Append the memory of a constant to ``data``; what is needed to make it again."""
+    shape, strides, opaque = [*x.shape], [*x.stride()], []
+    if x.is_mkldnn:
+        size, address = torch.ops.mkldnn._nbytes(x), torch.ops.mkldnn.data_ptr(x)
+        opaque = torch.ops.mkldnn._get_mkldnn_serialized_md(x).tolist()
+    else:
+        if not x.is_contiguous():
+            x = torch.empty_strided(shape, strides, dtype=x.dtype).copy_(x)
+        size, address = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize, x.data_ptr()
+    begin = len(data)
+    data += ctypes.string_at(address, size)
+    data += bytes(-len(data) % _ALIGN)
+    dtype = str(x.dtype).removeprefix("torch.")
+    return ["constant", begin, size, dtype, shape, strides, opaque]
+
+
+def load(
+    path: Path, run: Recipe, params: Mapping[int, Tensor], known: Mapping[int, Tensor]
+) -> Artefact:
+    """An artefact from its files, with the parameters ``params``.
+
+    Raises:
+        OSError, ValueError, ImportError: they are not there, damaged, or of another PyTorch.
+    """
+    described = json.loads(path.with_suffix(".json").read_text())
+    data = None
+    if described["bytes"]:
+        # Mapped, not read: processes share the memory.
+        name = str(path.with_suffix(".bin"))
+        data = torch.from_file(name, shared=False, size=described["bytes"], dtype=torch.uint8)
+    values = {"param": [params[p] for p in run.params], "known": [known[t] for t in run.known]}
+    slots: list[tuple[int, int]] = []
+    own_bytes = described["bytes"]
+
+    def operand(what: str, place: Any, *rest: Any) -> Tensor:
+        nonlocal own_bytes
+        if what in values:
+            return values[what][place]
+        if what == "packed":
+            packed: Tensor = _PACK(operand(*place), *rest)
+            own_bytes += torch.ops.mkldnn._nbytes(packed)
+            return packed
+        assert data is not None, "it has constants"
+        return _read(data, place, *rest)
+
+    fixed: list[Tensor | None] = []
+    for i, (what, *rest) in enumerate(described["operands"]):
+        if what == "read":
+            slots.append((i, rest[0]))
+        fixed.append(None if what == "read" else operand(what, *rest))
+    guards: Any = torch._C._dynamo.guards
+    os.environ.setdefault(_ADDRESS, str(guards._torchinductor_pyobject_tensor_data_ptr))
+    name = f"{path.stem}.{_ENTRY}"
+    spec = util.spec_from_file_location(
+        name, path, loader=machinery.ExtensionFileLoader(name, str(path))
+    )
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Artefact(getattr(module, _ENTRY), fixed, slots, own_bytes)
+
+
+def _read(
+    data: Tensor,
+    begin: int,
+    size: int,
+    dtype: str,
+    shape: list[int],
+    strides: list[int],
+    opaque: list[int],
+) -> Tensor:
+    """A constant in ``data``, which is to live as long."""
+    part = data[begin : begin + size]
+    if not opaque:
+        return part.view(getattr(torch, dtype)).as_strided(shape, strides)
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    handle = ctypes.c_void_p()
+    numbers = ctypes.c_int64 * len(shape)
+    failed = library.aoti_torch_create_tensor_from_blob_v2(
+        ctypes.c_void_p(part.data_ptr()),
+        ctypes.c_int64(len(shape)),
+        numbers(*shape),
+        numbers(*strides),
+        ctypes.c_int64(0),
+        ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{dtype}")()),
+        ctypes.c_int32(library.aoti_torch_device_type_cpu()),
+        ctypes.c_int32(0),
+        ctypes.byref(handle),
+        ctypes.c_int32(_MKLDNN),
+        (ctypes.c_uint8 * len(opaque))(*opaque),
+        ctypes.c_int64(len(opaque)),
+    )
+    if failed:
+        raise ValueError("a packed constant cannot be read")
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+    (tensor,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([make(handle, None, None)])
+    tensor._memory = part  # type: ignore[attr-defined]
+    return tensor  # type: ignore[no-any-return]
+
+
+class CompiledRun:
+    """What a worker calls for a run: the artefact reads and writes its list of tensors.
+
+    With a ``clock`` all of the time is the first operator's, and the others end with it.
+    """
+
+    def __init__(
+        self,
+        ops: tuple[int, ...],
+        run: Recipe,
+        artefact: Artefact,
+        fixed: Mapping[int, Tensor],
+        clock: tuple[list[Any], Callable[[], Any]] | None,
+    ) -> None:
+        self._ops, self._artefact, self._fixed, self._clock = ops, artefact, fixed, clock
+        self._slots = [(i, run.reads[read]) for i, read in artefact.slots]
+        self._makes = run.makes
+
+    def __call__(self, env: list[Any], nothing_arrived: Callable[[], bool]) -> None:
+        operands: list[Any] = self._artefact.fixed.copy()
+        for i, t in self._slots:
+            operands[i] = env[t]
+        for t, value in zip(self._makes, called(self._artefact.entry, operands), strict=True):
+            env[t] = value
+        for t, value in self._fixed.items():
+            env[t] = value
+        if self._clock is not None:
+            marks, mark = self._clock
+            now = mark()
+            for op in self._ops:
+                marks += (op, now)
 
 
 @cache
-def quickest(target: Any) -> Any:
-    """The operator as PyTorch's own function of that name, where there is one that takes the same.
+def here() -> str:
+    """Versions and processor that an artefact is for."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    facts = torch.__version__, torch.version.git_version, capability, cpu_model()
+    return repr((_FORMAT, platform.python_version(), platform.machine(), *facts))
 
-    It finds its operator without asking schemas: a microsecond less, as long as some kernels.
+
+def folder() -> Path:
+    """Where artefacts are kept."""
+    return cache_folder() / "compiled"
+
+
+def digest(*parts: str | bytes) -> str:
+    """A name for what is made of these."""
+    h = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        h.update(part.encode() if isinstance(part, str) else part)
+        h.update(b"\0")
+    return h.hexdigest()
+
+
+def _form(x: Tensor) -> str:
+    return f"{x.dtype}{tuple(x.shape)}{x.stride()}"
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    values = x.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(values).digest()  # type: ignore[arg-type]
+
+
+def _said(error: BaseException) -> str:
+    """What is wrong, in one line."""
+    line = next((x.strip()[:200] for x in str(error).splitlines() if x.strip()), "")
+    return line if isinstance(error, Refused | NoCompiler) else f"{type(error).__name__}: {line}"
+
+
+def _timed(ways: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of the fastest of some calls of each; they take turns.
+
+    Of this thread alone, which others cannot lengthen, where it is the only one.
     """
-    if type(target) is not OpOverload or target.namespace != "aten":
-        return target
-    if any(x.name in _OPTIONS or str(x.type) == _GAPS for x in target._schema.arguments):
-        return target
-    name, own = target._schema.name.removeprefix("aten::"), target._overloadname
-    packet = target.overloadpacket
-    others = [getattr(packet, other) for other in packet.overloads() if other != own]
-    if own != "default" and _needed(target) in map(_needed, others):
-        return target  # only arguments that may be left out tell which of them is meant
-    for home in (torch._C._VariableFunctions, torch._C._nn, Tensor):
-        function = getattr(home, name, None)
-        if isinstance(function, BuiltinFunctionType | MethodDescriptorType):
-            return function
-    return target
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    took_s, began = dict.fromkeys(ways, float("inf")), time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(_ROUNDS):
+            for name, call in ways.items():
+                start = clock()
+                call()
+                took_s[name] = min(took_s[name], clock() - start)
+            if time.perf_counter() - began > _LONG_S:
+                break
+    return took_s
 
 
-def _needed(target: OpOverload) -> list[str]:
-    """Types of the arguments that an operator cannot do without."""
-    return [str(x.type) for x in target._schema.arguments if not x.has_default_value()]
+class Refused(RuntimeError):
+    """A run is no artefact, and will be none the next time; the message says why."""
+
+
+class NoCompiler(RuntimeError):
+    """There is none that Inductor could call."""
+
+
+class Artefacts:
+    """Those of one device.
+
+    Args:
+        params: the parameters on this device, by number.
+        known: tensors that are the same in every call (see ``constants``).
+        report: called as the work proceeds.
+
+    Attributes:
+        eager: the first operator of each run that is none, and why not.
+        frozen: parameters whose values are part of artefacts.
+        bytes: of constants beside the module's parameters.
+        compiled: how many runs are artefacts.
+        seconds: spent on compiling; 0 where all of them were kept.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        params: Mapping[int, Tensor],
+        known: Mapping[int, Tensor],
+        report: Progress,
+    ) -> None:
+        self.eager: dict[int, str] = {}
+        self.frozen: set[int] = set()
+        self.bytes, self.compiled, self.seconds = 0, 0, 0.0
+        self._program, self._device, self._report = program, device, report
+        self._params, self._known = params, known
+        self._recipes: dict[int, Recipe] = {}
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def of(
+        self,
+        runs: Sequence[tuple[int, ...]],
+        share: Share,
+        generated: Generated,
+        clock: tuple[list[Any], Callable[[], Any]] | None = None,
+    ) -> Generated:
+        """The runs of a ``fused`` share, each as the kind that is the fastest."""
+        calls, wholes, known = dict(generated.calls), dict[int, tuple[int, ...]](), self._known
+        for run in runs:
+            num_kernels = sum(launches(self._program.steps[op], known) for op in run)
+            if num_kernels >= _LEAST:
+                self._recipes[run[0]] = recipe(self._program, run, share.outputs[run[0]], known)
+                wholes[run[0]] = run
+            elif num_kernels:
+                self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
+        before = torch.get_num_threads()
+        set_own_num_threads(self._device.threads)
+        try:
+            for i, (first, run) in enumerate(wholes.items()):
+                self._report(f"compiling for {self._device.name}", i / len(wholes))
+                if artefact := self._fastest(first, generated.calls[first]):
+                    fixed = {t: known[t] for t in share.outputs[first] if t in known}
+                    made = self._recipes[first], artefact, fixed
+                    calls[first] = CompiledRun(run, *made, clock)
+                    self.compiled += 1
+                    self.bytes += artefact.bytes
+        finally:
+            torch.set_num_threads(before)
+            self.__dict__.pop("_values", None)
+            if clock is not None:
+                clock[0].clear()
+        return replace(generated, calls=calls)
+
+    def _fastest(self, first: int, call: Call) -> Artefact | None:
+        """The run that begins with ``first``, as the fastest kind; None: as it is."""
+        run = self._recipes[first]
+        forms = [_form(self._params[p]) for p in run.params]
+        forms += [_form(self._known[t]) for t in run.known]
+        name = digest(here(), run.text, str(forms), str(self._device.threads))
+        noted = folder() / f"{name}.kind"
+        kind, why = json.loads(noted.read_text()) if noted.exists() else (None, "")
+        try:
+            if kind is None:
+                kind, why = self._chosen(run, name, call)
+                self._write(noted, json.dumps([kind, why]))
+            if kind != EAGER:
+                self.frozen |= set(run.params) if kind == FROZEN else set()
+                return self._artefact(run, kind, name, call)
+        except Exception as error:  # e.g. Inductor's own, of an operator or of the compiler
+            kind, why = EAGER, _said(error)
+            if isinstance(error, Refused):
+                self._write(noted, json.dumps([kind, why]))
+        self.eager[first] = why
+        return None
+
+    def _chosen(self, run: Recipe, name: str, call: Call) -> tuple[str, str]:
+        """The fastest kind of a run, and why if it is none."""
+        reads = [self._values[t] for t in run.reads]
+        ways: dict[str, Callable[[], Any]] = {EAGER: lambda: self._interpreted(run, call)}
+        for kind in (PLAIN, FROZEN) if run.params else (PLAIN,):
+            ways[kind] = partial(self._artefact(run, kind, name, call), reads)
+        took_s = _timed(ways)
+        kind = min(took_s, key=took_s.__getitem__)
+        times = ", ".join(f"{s * 1e6:.0f} us {way}" for way, s in took_s.items())
+        return kind, f"it takes {times}" if kind == EAGER else ""
+
+    def _artefact(self, run: Recipe, kind: str, name: str, call: Call) -> Artefact:
+        """One kind of a run, from the cache or built now.
+
+        Raises:
+            Refused: it computes something else.
+            Exception: what Inductor raised.
+        """
+        values = [self._params[p] for p in run.params] + [self._known[t] for t in run.known]
+        if kind == FROZEN:
+            name = f"{name}-{digest(*map(_bytes_of, values))}"
+        path = folder() / f"{name}.so"
+        if path.exists():
+            with suppress(OSError, ValueError, KeyError, ImportError):  # damaged: made again
+                return load(path, run, self._params, self._known)
+        if compiler := missing_compiler():
+            raise NoCompiler(f"there is no C++ compiler {compiler!r} here: placement doctor")
+        reads = [self._values[t] for t in run.reads]
+        inputs = reads if kind == FROZEN else [*reads, *values]
+        began = time.perf_counter()
+        graph = graph_of(self._program, run, self._params, self._known, kind == FROZEN)
+        built = build(graph, inputs, self._device.threads, kind == FROZEN)
+        self.seconds += time.perf_counter() - began
+        path = self._kept(built, run, reads, path)
+        artefact = load(path, run, self._params, self._known)
+        with torch.inference_mode():
+            outputs, expected = artefact(reads), self._interpreted(run, call)
+        tolerance = equality.Tolerance.of([*inputs, *expected], Cluster("one", (self._device,)))
+        wrong = equality.difference(outputs, expected, tolerance)
+        if not wrong and [*map(_form, outputs)] != [*map(_form, expected)]:
+            wrong = "what it makes is laid out in another way"
+        if wrong:
+            remove(path)
+            raise Refused(f"it computes something else: {wrong}")
+        return artefact
+
+    def _kept(self, built: Built, run: Recipe, reads: Sequence[Tensor], path: Path) -> Path:
+        """Where the files of an artefact are: in the cache, or where they end with this process."""
+        values = {"known": [self._known[t] for t in run.known], "read": reads}
+        values["param"] = [self._params[p] for p in run.params]
+        places = {view_of(x): (what, i) for what, xs in values.items() for i, x in enumerate(xs)}
+        if self._temporary is None:
+            try:
+                write(built, places, path)
+                if "-" in path.stem:  # of other values, which may never come again
+                    others = path.parent.glob(f"{path.stem.partition('-')[0]}-*.so")
+                    for old in sorted(others, key=lambda x: x.stat().st_mtime)[:-_FROZEN_KEPT]:
+                        remove(old)
+                return path
+            except FileError as error:
+                say(f"compiled runs are not kept, and made again next time: {error}")
+                self._temporary = tempfile.TemporaryDirectory(prefix="placement-")
+        path = Path(self._temporary.name) / path.name
+        write(built, places, path)
+        return path
+
+    def _write(self, path: Path, text: str) -> None:
+        if self._temporary is None:
+            with suppress(FileError):  # which ``_kept`` has said
+                write_atomic(path, text)
+
+    @cached_property
+    def _values(self) -> dict[int, Tensor]:
+        """What runs read where the inputs are the example's."""
+        program = self._program
+        needed = {t for run in self._recipes.values() for t in run.reads}
+        inputs = program.timing_inputs()
+        values = dict(zip(program.input_tensors, inputs, strict=True))
+
+        def watch(tensor: int, value: Tensor) -> None:
+            if tensor in needed:
+                values[tensor] = value
+
+        here = replace(program, params=tuple(x.detach().cpu() for x in program.params))
+        run_program(here, [x.cpu() for x in inputs], watch, torch.device("cpu"))
+        return values
+
+    def _interpreted(self, run: Recipe, call: Call) -> list[Tensor]:
+        """What the run makes of the example inputs, operator by operator."""
+        env: list[Any] = [None] * (1 + max(t for s in self._program.steps for t in s.outputs))
+        for t in run.reads:
+            env[t] = self._values[t]
+        with torch.inference_mode():
+            for _ in call(env, lambda: True) or ():
+                pass
+        return [env[t] for t in run.makes]

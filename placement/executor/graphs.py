@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from placement.executor.backend import TURN
-from placement.executor.compiled import Call, Compiled
 from placement.executor.constants import is_known
+from placement.executor.generated import Call, Generated
 from placement.executor.share import Share
 from placement.program import Param, Program, Ref, Step, leaves_of
 from placement.tools.clock import nothing_collected
@@ -57,27 +57,27 @@ class Graphs:
         program: Program,
         runs: Sequence[tuple[int, ...]],
         share: Share,
-        compiled: Compiled,
+        generated: Generated,
         streamed: frozenset[int],
         known: Container[int] = (),
-    ) -> Compiled:
-        """The compiled runs of a ``fused`` share, replayed where that can be.
+    ) -> Generated:
+        """The runs of a ``fused`` share, replayed where that can be.
 
         Operators that are ``streamed`` read their parameters where they are this time. Those whose
         outputs are ``known`` launch nothing.
         """
-        calls = dict(compiled.calls)
+        calls = dict(generated.calls)
         for run in runs:
             if not streamed.isdisjoint(run):
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
             elif why := _obstacle(program, run[0], set(), known):
                 self.eager[run[0]] = why
-            elif sum(_launches(program.steps[op], known) for op in run) < _LEAST:
+            elif sum(launches(program.steps[op], known) for op in run) < _LEAST:
                 self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
                 calls[run[0]] = Replayed(self, run[0], calls[run[0]], reads, makes)
-        return replace(compiled, calls=calls)
+        return replace(generated, calls=calls)
 
 
 def pieces_of(
@@ -117,7 +117,7 @@ def _may_alias(target: Any) -> bool:
     return tagged or any(x.alias_info is not None for x in target._schema.returns)
 
 
-def _launches(step: Step, known: Container[int]) -> bool:
+def launches(step: Step, known: Container[int]) -> bool:
     """Whether an operator launches a kernel whatever it reads: no view, and nothing ``known``."""
     target = step.target
     if not isinstance(target, OpOverload):

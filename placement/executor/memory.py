@@ -13,7 +13,7 @@ from torch import Tensor
 
 from placement.cluster import Device
 from placement.executor import weights
-from placement.executor.compiled import compile_runs
+from placement.executor.generated import generate
 from placement.graph import OpGraph
 from placement.problem import Problem
 from placement.program import Program, Ref, run_program, storage_of
@@ -67,7 +67,7 @@ def needed_bytes(graph: OpGraph, on: Device) -> Ints:
     params = {p: weights.on(device, program, p)[1] for p in used}
     runs = [(op,) for op in range(graph.num_ops)]
     silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
-    calls = compile_runs(silent, runs, None, params, {}, device).calls
+    calls = generate(silent, runs, None, params, {}, device).calls
     held: list[Any] = [None] * graph.num_tensors
     for t, value in zip(program.input_tensors, program.timing_inputs(), strict=True):
         held[t] = value.to(device)

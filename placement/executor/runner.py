@@ -33,8 +33,9 @@ from placement.executor.backend import (
     callers_stream,
     used_on,
 )
-from placement.executor.compiled import Compiled, compile_runs
+from placement.executor.compiled import Artefacts
 from placement.executor.constants import constants
+from placement.executor.generated import Generated, generate
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
 from placement.executor.share import Share, fused, runs_of, shares
@@ -45,6 +46,7 @@ from placement.problem import whole_numbers
 from placement.program import CaptureError, InputError, check_captured, fill, split_inputs
 from placement.schedule import Schedule
 from placement.timeline import steady_period
+from placement.tools.progress import Progress
 
 _CLOSED_IN_USE = "the runner was closed while it was in use; bind the plan again"
 
@@ -80,6 +82,9 @@ class Runner:
         cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
             CUDA graphs, where they can be (``not_graphed`` says where not). Off, as a GPU has shown
             it for some models only.
+        compiled: to be set before the first call, which then compiles (see ``compile``): runs of
+            operators on a CPU are artefacts of PyTorch's Inductor, where they can be and are faster
+            (``not_compiled`` says where not). Inference only.
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
@@ -140,8 +145,12 @@ class Runner:
         self._record = record
         self._own_buffers = own_buffers
         self._outputs_stay = outputs == "device"
-        self.cuda_graphs = False
+        self.cuda_graphs = self.compiled = False
         self._graphs: list[Graphs] = []
+        self._artefacts: list[Artefacts] = []
+        self._frozen: list[Tensor] = []  # parameters whose values are part of artefacts
+        self._frozen_as: list[weights.State] = []
+        self._report: Progress = lambda *_: None
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
         # Of the module's, those that are read where they are.
@@ -514,13 +523,20 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            if [*map(Tensor.data_ptr, self._shared.values())] == self._places:
+            is_same = [*map(Tensor.data_ptr, self._shared.values())] == self._places
+            if is_same and weights.states_of(self._frozen) == self._frozen_as:
                 return
             self.stop()  # they would read the memory that their parameters had
             for key in self._shared:
                 del self.loaded[key]
+        if self.compiled and (self._program.gradients or self._program.new_buffers):
+            raise RunnerError(
+                "compiled runs are for inference: a training step, or a module in training mode, "
+                "is not compiled; leave compiled=True out, or call module.eval() first"
+            )
         self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
+        self._artefacts.clear()
         self._streamed.clear()
         self._results = self._mailbox()
         self.next_batch += -self.next_batch % self.num_phases  # they begin with phase 0
@@ -541,6 +557,9 @@ class Runner:
             if x.data_ptr() == params[key[1]].data_ptr()
         }
         self._places = [*map(Tensor.data_ptr, self._shared.values())]
+        frozen = set[int]().union(*(x.frozen for x in self._artefacts))
+        self._frozen = [params[p] for p in sorted(frozen)]
+        self._frozen_as = weights.states_of(self._frozen)
         for d in self._used:
             workers[d].start()
         self._copies.keep(self._program)
@@ -572,26 +591,31 @@ class Runner:
         marks: list[Any] | None = [] if self._record else None
         clock = None if marks is None else (marks, backend.mark)
         known = constants(self._program, ops, backend.torch_device)
-        by_share: dict[int, tuple[Share, Compiled]] = {}
+        by_share: dict[int, tuple[Share, Generated]] = {}
         for share, some in zip(phases, away, strict=True):
             if id(share) not in by_share:
                 streamed = {op: come[op] for op in some if op in come}
                 target = backend.torch_device
                 # Operators of a graph end together: nothing tells when each of them did.
                 replay = fuse and clock is None and self.cuda_graphs and target.type == "cuda"
+                compiles = fuse and self.compiled and bool(ops) and target.type == "cpu"
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
-                runs = pieces_of(self._program, runs, known) if replay else runs
+                runs = pieces_of(self._program, runs, known) if replay or compiles else runs
                 own = share if fuse else None
-                compiled = compile_runs(
+                generated = generate(
                     self._program, runs, own, params, gradients, target, clock, streamed, known
                 )
                 whole = fused(share, runs) if fuse else share
                 if replay:
                     self._graphs.append(Graphs(target))
-                    compiled = self._graphs[-1].of(
-                        self._program, runs, whole, compiled, frozenset(streamed), known
+                    generated = self._graphs[-1].of(
+                        self._program, runs, whole, generated, frozenset(streamed), known
                     )
-                by_share[id(share)] = whole, compiled
+                elif compiles:
+                    artefacts = Artefacts(self._program, device, params, known, self._report)
+                    self._artefacts.append(artefacts)
+                    generated = artefacts.of(runs, whole, generated, clock)
+                by_share[id(share)] = whole, generated
         worker = Worker(
             device.name,
             [by_share[id(share)][0] for share in phases],
@@ -656,6 +680,43 @@ class Runner:
     def num_graphs(self) -> int:
         """How many runs of operators are CUDA graphs by now."""
         return sum(graphs.captured for graphs in self._graphs)
+
+    def compile(self, report: Progress | None = None) -> None:
+        """Compile runs of operators now, as the first call does where ``compiled`` is set.
+
+        What is compiled is kept in the cache folder, for other processes too. A parameter that is
+        written later is seen: what was compiled for its values is made again in the next call.
+
+        Args:
+            report: called as the work proceeds.
+
+        Raises:
+            RunnerError: a training step, or running statistics, which are not compiled.
+        """
+        self.compiled = True
+        self._report = report or self._report
+        self._start()
+
+    @property
+    def not_compiled(self) -> dict[str, str]:
+        """The first operator of each run on a CPU that is interpreted, and why."""
+        names = self.graph.op_name
+        return {names[n]: why for x in self._artefacts for n, why in x.eager.items()}
+
+    @property
+    def num_compiled(self) -> int:
+        """How many runs of operators are compiled."""
+        return sum(x.compiled for x in self._artefacts)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that compiling took; 0 where all was kept from before."""
+        return sum(x.seconds for x in self._artefacts)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of packed weights, which compiled runs have beside the module's own."""
+        return sum(x.bytes for x in self._artefacts)
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""

@@ -51,7 +51,7 @@ class Copies:
 
     def refresh(self) -> bool:
         """Copy what was written since again, on the calling thread's stream; whether any was."""
-        now = _states(self._values)
+        now = states_of(self._values)
         if now == self._states:
             return False
         each = zip(self.made.values(), self._values, now, self._states, strict=True)
@@ -146,10 +146,11 @@ def _remember(device: torch.device, program: Program, copies: Kept) -> None:
 
 def state_of(value: Tensor) -> State:
     """Where a parameter is, and how often it was written."""
-    return _states([value])[0]
+    return states_of([value])[0]
 
 
-def _states(values: Sequence[Tensor]) -> list[State]:
+def states_of(values: Sequence[Tensor]) -> list[State]:
+    """``state_of`` each."""
     try:  # without a loop in Python
         return list(zip(map(Tensor.data_ptr, values), map(_version, values), strict=True))
     except RuntimeError:  # nobody counts how often an inference tensor is written

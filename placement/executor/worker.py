@@ -28,7 +28,7 @@ from torch import Tensor
 
 from placement.executor.awake import wait_exactly
 from placement.executor.backend import Backend, CudaBackend, Leaving, is_long
-from placement.executor.compiled import Call, Compiled
+from placement.executor.generated import Call, Generated
 from placement.executor.graphs import Replayed
 from placement.executor.share import Share
 
@@ -69,11 +69,11 @@ class _Whole:
         readers: by input of the model, the graph that alone reads it.
     """
 
-    def __init__(self, share: Share, compiled: Compiled, priority: list[int]) -> None:
+    def __init__(self, share: Share, generated: Generated, priority: list[int]) -> None:
         uses, graphs = share.num_uses.copy(), dict[int, Replayed]()
         self.steps: list[tuple[int, Call, list[int], list[int]]] = []
         for op in sorted(share.ops, key=priority.__getitem__):
-            call, makes = compiled.calls[op], share.outputs[op]
+            call, makes = generated.calls[op], share.outputs[op]
             if isinstance(call, Replayed):
                 graphs[op] = call
             results = [t for t in makes if share.results[t]]
@@ -225,7 +225,7 @@ class Worker(threading.Thread):
 
     Attributes:
         slices: batch, operator, start mark, end mark, and so on, if there are ``marks``: the list
-            in which compiled operators leave their numbers and when they ended.
+            in which operators leave their numbers and when they ended.
         arrivals: batch, tensor, source device, sent and received mark, and so on, likewise.
         waits: batch, nanoseconds that it waited for its turn, and so on, likewise.
         idle_ns: how long the thread has waited for messages so far.
@@ -238,7 +238,7 @@ class Worker(threading.Thread):
         name: str,
         shares: Sequence[Share],
         backend: Backend,
-        compiled: Sequence[Compiled],
+        generated: Sequence[Generated],
         priority: list[int],
         results: queue.SimpleQueue[Any],
         marks: list[Any] | None,
@@ -258,9 +258,9 @@ class Worker(threading.Thread):
         self.idle_ns = 0
         self.idle_since_ns = 0
         self._results = results
-        self._compiled = compiled
+        self._generated = generated
         self._priority = priority
-        self._whole = [_Whole(x, c, priority) for x, c in zip(shares, compiled, strict=True)]
+        self._whole = [_Whole(x, c, priority) for x, c in zip(shares, generated, strict=True)]
         self._marks = marks
         self._order = None if order is None else iter(order)
         self._first_batch = first_batch
@@ -325,7 +325,7 @@ class Worker(threading.Thread):
         """``error``, and the operator that was being launched."""
         op = self._running
         if op is not None:
-            op = self._compiled[self._batch % len(self.shares)].failed_op(error, op)
+            op = self._generated[self._batch % len(self.shares)].failed_op(error, op)
         return Failure(error, self.device, op)
 
     def _work(self) -> None:
@@ -340,8 +340,8 @@ class Worker(threading.Thread):
 
     def _loop(self) -> None:
         backend, inbox = self.backend, self.inbox
-        calls = [compiled.calls for compiled in self._compiled]
-        turns = [_Turns(compiled.num_ops) for compiled in self._compiled]
+        calls = [generated.calls for generated in self._generated]
+        turns = [_Turns(generated.num_ops) for generated in self._generated]
         take_turns = backend.torch_device.type == "cpu"
         self._ready = ready = _Ready(self._priority, self._order)
         self._flights = flights = _Flights(self.shares, ready, self._first_batch)

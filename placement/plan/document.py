@@ -34,6 +34,8 @@ class Plan(parts.Strict):
             micro-batches run alike. A file with phases has ``schema_version`` 2.
         cuda_graphs: runs of operators on a GPU are replayed as CUDA graphs, as they were when this
             plan was measured.
+        compiled: runs of operators on a CPU are compiled, as they were when this plan was measured
+            and, where ``provenance.profile`` says so, when its costs were.
         second_j: joules that a second was worth to the objective ``energy``.
         priority: ``[N]`` rank of each operator where several are ready (smallest first).
         order: for every device the (operator, micro-batch) in the order they run, or null: then
@@ -53,6 +55,7 @@ class Plan(parts.Strict):
     num_microbatches: Annotated[int, Field(ge=1, le=2**31 - 1)]
     max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
     cuda_graphs: bool = False
+    compiled: bool = False
     second_j: Seconds = 0.0
     assignment: dict[Name, Name]
     phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
@@ -75,7 +78,7 @@ class Plan(parts.Strict):
     @model_serializer(mode="wrap")
     def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
-        for name in ("phases", "cuda_graphs"):  # which older versions do not know
+        for name in ("phases", "cuda_graphs", "compiled"):  # which older versions do not know
             if not getattr(self, name):
                 data.pop(name, None)
         return data
@@ -173,6 +176,7 @@ class Plan(parts.Strict):
         outputs: str = "host",
         in_order: bool = False,
         record: bool = False,
+        compiled: bool | None = None,
     ) -> Runner:
         """``module`` on the devices of the plan: call the runner, or stream through it.
 
@@ -181,7 +185,8 @@ class Plan(parts.Strict):
         have the same names; what the plan predicts is not about them. ``outputs`` and ``record``
         are those of ``Runner``. ``in_order``: the runner follows the order of the plan, if it has
         one, and takes exactly its micro-batches at a time; otherwise it uses the list rule, and
-        takes any number.
+        takes any number. ``compiled``: the first call compiles runs of operators (see
+        ``Runner.compile``); None: as the plan says.
 
         Raises:
             PlanMismatch: another module than the plan's, or this machine lacks a device.
@@ -200,6 +205,7 @@ class Plan(parts.Strict):
         options = self.run_options(graph, in_order=in_order)
         runner = Runner(graph, cluster, placement, record=record, outputs=outputs, **options)
         runner.cuda_graphs = self.cuda_graphs
+        runner.compiled = self.compiled if compiled is None else compiled
         return runner
 
     def bind_training(

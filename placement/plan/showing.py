@@ -47,7 +47,8 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
         (
             "devices"
             + f"; micro-batches take turns in {len(on)} phases" * (len(on) > 1)
-            + "; GPUs replay CUDA graphs" * plan.cuda_graphs,
+            + "; GPUs replay CUDA graphs" * plan.cuda_graphs
+            + "; runs are compiled" * plan.compiled,
             ["device", "operators", "stages", "busy", "peak memory", "of"],
             devices,
         ),

@@ -94,8 +94,23 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
     options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
     single = Runner(runner.graph, runner.cluster, placement, **options)
-    single.cuda_graphs = plan.cuda_graphs
+    single.cuda_graphs, single.compiled = plan.cuda_graphs, runner.compiled
     return single
+
+
+def compiled_in_words(runner: Runner) -> str:
+    """How many runs of operators are compiled, what that took, and which are not."""
+    from placement.tools.files import some
+    from placement.tools.shown import count, mebibytes, seconds
+
+    said = f"{count(runner.num_compiled, 'run')} of operators compiled"
+    if runner.compile_s:
+        said += f" in {seconds(runner.compile_s)}"
+    if runner.packed_bytes:
+        said += f", {mebibytes(runner.packed_bytes)} of packed weights"
+    if others := [f"from {name!r} on: {why}" for name, why in runner.not_compiled.items()]:
+        said += f"; as they are, {some(others, '; ', 3)}"
+    return said
 
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:

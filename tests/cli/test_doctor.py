@@ -32,6 +32,7 @@ GOOD: dict[str, Any] = {
     "cuda_build": None,
     "torch_error": None,
     "kernels_cached": True,
+    "missing_compiler": None,
     "cache": {"folder": "/c", "writable": True, "free_bytes": 2**40, "num_profiles": 3},
     "required": {"numpy": "2.4"},
     "extras": {"cp": {"ortools": "9.15"}, "dev": {"pytest": None}},
@@ -68,6 +69,7 @@ def test_problems(facts: dict[str, Any], problem: str) -> None:
     ("facts", "hint"),
     [
         (changed(kernels_cached=False), "NUMBA_CACHE_DIR"),
+        (changed(missing_compiler="g++-99"), "there is no C++ compiler 'g++-99'"),
         (changed(cpu={"quota_cores": 1.5}), "a limit of 1.5 cores is shared by 4"),
         (changed(cpu={"usable": 1, "load": 0.0}), "a pipeline needs two cores"),
         (changed(cpu={"load": 3.0}), "keep 3.0 of 4 cores busy"),

@@ -23,8 +23,8 @@ from placement.capturing.training import mean_of_outputs
 from placement.cluster import Cluster, Device
 from placement.executor import worker as worker_module
 from placement.executor.alone import last_seconds, on_one_device, run_seconds
-from placement.executor.compiled import compile_runs, quickest
 from placement.executor.executor import batched
+from placement.executor.generated import generate, quickest
 from placement.executor.runner import Runner
 from placement.executor.share import fused, runs_of, shares
 from placement.executor.worker import _Turns as Turns
@@ -152,7 +152,7 @@ def test_a_training_step_on_one_device_is_one_run() -> None:
     sums = {p: torch.zeros_like(params[p]) for p, _ in program.gradients}
     env: list[Any] = [None] * graph.num_tensors
     env[program.input_tensors[0]] = torch.randn(5, 3)
-    (call,) = compile_runs(program, runs, share, params, sums, torch.device("cpu")).calls.values()
+    (call,) = generate(program, runs, share, params, sums, torch.device("cpu")).calls.values()
     with seen, torch.no_grad():
         assert list(call(env, lambda: True) or ()) == []
     written = "aten._foreach_add_.List", "aten._foreach_copy_.default"
@@ -238,10 +238,10 @@ def test_a_run_lets_tensors_go_after_their_last_reader() -> None:
 
     for step in graph.program.steps:
         object.__setattr__(step, "target", watched(step.target))
-    compiled = compile_runs(graph.program, runs, share, {}, {}, torch.device("cpu"))
+    generated = generate(graph.program, runs, share, {}, {}, torch.device("cpu"))
     env: list[Any] = [None] * graph.num_tensors
     env[graph.program.input_tensors[0]] = torch.randn(8)
-    assert list(compiled.calls[0](env, lambda: True) or ()) == []
+    assert list(generated.calls[0](env, lambda: True) or ()) == []
     assert most == [1, 2, 2, 2, 2]
     assert [i for i, x in enumerate(env) if x is not None] == [graph.program.steps[4].outputs[0]]
 
@@ -251,7 +251,7 @@ def test_each_operator_of_a_run_leaves_its_number_and_when_it_ended() -> None:
     (share, _) = shares(graph, np.zeros(3, np.int32), 2)
     marks: list[Any] = []
     times = iter((10, 20, 30))
-    run = compile_runs(
+    run = generate(
         graph.program, [(0, 1, 2)], share, {}, {}, torch.device("cpu"), (marks, times.__next__)
     ).calls[0]
     env: list[Any] = [None] * graph.num_tensors

@@ -1,0 +1,256 @@
+"""Compiled runs: equal results, kinds, what is kept, and what gets in the way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from placement import capture
+from placement.cluster import Cluster, Device
+from placement.executor import Runner, RunnerError, compiled
+from placement.tools.compiler import missing_compiler
+from placement.tools.files import FileError
+
+CPU = Cluster("here", (Device("cpu:0", cores=(0,)),))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))).softmax(-1)
+
+
+def runner_of(module: nn.Module, x: torch.Tensor, **options) -> Runner:
+    graph = capture(module.eval(), x)
+    return Runner(graph, CPU, np.zeros(graph.num_ops, int), **options)
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    """``compiled.build``, which builds a kind of a graph once for all tests here; and its calls."""
+    known, calls, build = {}, [], compiled.build
+
+    def once(graph, inputs, threads, frozen, **patches):
+        values = [p.sum().item() for p in graph.parameters()]
+        key = graph.code, frozen, *values
+        calls.append(frozen)
+        if key not in known:
+            known[key] = build(graph, inputs, threads, frozen, **patches)
+        return known[key]
+
+    return once, calls
+
+
+@pytest.fixture
+def prefers(builds, tmp_path, monkeypatch):
+    """An empty cache, a compiler, and a function that says which kind is the fastest."""
+    once, calls = builds
+    calls.clear()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "build", once)
+    if missing_compiler():
+        pytest.skip("there is no C++ compiler here")
+
+    def prefer(kind: str) -> list[bool]:
+        def timed(ways):
+            return {name: float(name != kind) for name in ways}
+
+        monkeypatch.setattr(compiled, "_timed", timed)
+        return calls
+
+    return prefer
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen"])
+def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(prefers, kind) -> None:
+    calls = prefers(kind)
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(8, 16)
+    with runner_of(module, x) as runner:
+        runner.compile()
+        assert (runner.num_compiled, runner.not_compiled) == (1, {})
+        assert calls == [False, True]  # both kinds are built, and take turns
+        assert (runner.packed_bytes > 0) == (kind == "frozen")
+        if kind == "plain":  # where both are built from this module
+            # Weights are packed again when they are loaded: only what is small is written.
+            assert sum(x.stat().st_size for x in compiled.folder().glob("*.bin")) < 1000
+        torch.testing.assert_close(runner(x), module(x))
+        for outputs in runner.stream([x, x + 1]):
+            assert outputs.shape == (8, 4)
+        before = runner(x)
+        with torch.no_grad():
+            module.first.weight.mul_(-1)
+        torch.testing.assert_close(runner(x), module(x))
+        assert not torch.allclose(runner(x), before)
+        # A plain one reads parameters where they are; a frozen one is made again.
+        assert calls == [False, True] + [True] * (kind == "frozen")
+        with torch.no_grad():
+            module.first.weight.mul_(-1)
+    calls.clear()
+    with runner_of(module, x, record=True) as again:  # loads what is kept
+        again.compile()
+        torch.testing.assert_close(again(x), module(x))
+        assert (again.num_compiled, again.compile_s, calls) == (1, 0, [])
+
+
+def test_a_kind_that_is_no_faster_is_not_used(prefers) -> None:
+    prefers("eager")
+    module, x = Net(), torch.randn(8, 16)
+    with runner_of(module, x) as runner:
+        runner.compiled = True
+        torch.testing.assert_close(runner(x), module(x))
+        (why,) = runner.not_compiled.values()
+        assert runner.num_compiled == 0
+        assert why.startswith("it takes 0 us eager, 1000000 us plain")
+
+
+def test_other_threads_run_while_a_kernel_does(prefers, monkeypatch) -> None:
+    """Devices are threads: a kernel that held the interpreter's lock would stop the others."""
+    prefers("plain")
+
+    class Long(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().exp().tanh().cos()
+
+    x = torch.rand(2**24)  # some 50 ms
+    with runner_of(Long(), x) as runner:
+        runner.compile()
+        assert runner.num_compiled == 1
+        (call,) = runner.workers[0]._generated[0].calls.values()
+        env, state, seen = [x] * runner.graph.num_tensors, [], 0
+
+        def work() -> None:
+            with torch.inference_mode():
+                state.append("began")
+                call(env, lambda: True)
+                state.append("ended")
+
+        thread = threading.Thread(target=work)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(60)  # nobody takes the lock from who does not let go of it
+        try:
+            thread.start()
+            while len(state) < 2:
+                time.sleep(0.001)
+                seen += state == ["began"]
+        finally:
+            sys.setswitchinterval(before)
+            thread.join()
+    assert seen >= 3  # 0 where the lock is held
+
+
+def test_what_cannot_be_compiled_is_interpreted_by_name(prefers, monkeypatch, capsys) -> None:
+    prefers("plain")
+    module, x = Net(), torch.randn(8, 16)
+
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("LoweringException: no such operator\nand a page of more")
+
+    monkeypatch.setattr(compiled, "build", refuses)
+    with runner_of(module, x) as runner:
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+        said = {"linear": "RuntimeError: LoweringException: no such operator"}
+        assert runner.not_compiled == said
+
+
+def test_without_a_compiler_runs_are_interpreted(prefers, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    module, x = Net(), torch.randn(8, 16)
+    with runner_of(module, x) as runner:
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+        (why,) = runner.not_compiled.values()
+        assert why == "there is no C++ compiler 'no-such-compiler' here: placement doctor"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(prefers, monkeypatch, capsys) -> None:
+    prefers("frozen")
+
+    def full(path: object, _: object) -> None:
+        raise FileError(f"cannot write {path}: no space left")
+
+    real = compiled.write_atomic
+
+    def write(path, content):
+        return full(path, content) if "compiled" in str(path) else real(path, content)
+
+    monkeypatch.setattr(compiled, "write_atomic", write)
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(8, 16)
+    with runner_of(module, x) as runner:
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+        assert runner.num_compiled == 1
+    said = capsys.readouterr().err
+    assert said.count("compiled runs are not kept") == 1
+    assert "no space left" in said
+
+
+def test_files_that_are_damaged_are_made_again(prefers) -> None:
+    calls = prefers("frozen")
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(8, 16)
+    for damage in (".so", ".json"):
+        with runner_of(module, x) as runner:
+            runner.compile()
+            torch.testing.assert_close(runner(x), module(x))
+        for path in compiled.folder().glob(f"*-*{damage}"):
+            path.unlink()  # what is loaded stays as it was
+            path.write_bytes(b"")
+        for path in compiled.folder().glob("*.kind"):
+            assert path.read_text() == '["frozen", ""]'
+        calls.clear()
+    with runner_of(module, x) as runner:
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+        assert calls == [True]
+
+
+def test_ctrl_c_in_a_compile_leaves_nothing(prefers, monkeypatch) -> None:
+    prefers("plain")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    module, x = Net(), torch.randn(8, 16)
+    with runner_of(module, x) as runner:
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, "build", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                runner.compile()
+        assert not compiled.folder().exists()
+        torch.testing.assert_close(runner(x), module(x))
+        assert runner.num_compiled == 1
+
+
+def test_operators_that_draw_are_interpreted_and_training_is_refused(prefers) -> None:
+    calls = prefers("plain")
+
+    class Draws(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().cos().tanh() + torch.rand_like(x)
+
+    with runner_of(Draws(), torch.zeros(8)) as runner:
+        runner.compile()
+        assert (runner.num_compiled, calls) == (1, [False])
+        assert "aten.rand_like" in str(runner.not_compiled) or runner.not_compiled
+        torch.manual_seed(3)
+        first = runner(torch.zeros(8))
+        assert not torch.equal(first, runner(torch.zeros(8)))
+    module = Net().train()
+    loss = (torch.randn(8, 16), torch.randn(8, 4))
+    graph = capture(module, loss, mode="training", loss=nn.functional.mse_loss)
+    runner = Runner(graph, CPU, np.zeros(graph.num_ops, int))
+    with runner, pytest.raises(RunnerError, match="compiled runs are for inference"):
+        runner.compile()
