@@ -59,6 +59,7 @@ _ROUNDS, _LONG_S = 5, 0.5  # in which kinds take turns, and after which a kind i
 _ALIGN = 64  # bytes: libraries read packed weights in lines of the cache
 _PACK: Any = getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None)
 _MKLDNN = 3  # PyTorch's number of this layout
+_WORTH = 0.97  # of the time of a kind that needs less
 _FROZEN_KEPT = 3  # artefacts of a run for other values of its parameters
 _COMPILING = threading.Lock()  # Inductor compiles for one thread at a time
 
@@ -629,7 +630,9 @@ class Artefacts:
         for kind in (PLAIN, FROZEN) if run.params else (PLAIN,):
             ways[kind] = partial(self._artefact(run, kind, name, call), reads)
         took_s = _timed(ways)
-        kind = min(took_s, key=took_s.__getitem__)
+        kind = EAGER
+        for other, took in took_s.items():  # each needs more than those before: memory too
+            kind = other if took < _WORTH * took_s[kind] else kind
         times = ", ".join(f"{s * 1e6:.0f} us {way}" for way, s in took_s.items())
         return kind, f"it takes {times}" if kind == EAGER else ""
 
