@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from placement.bounds import balance_prices, lower_bound, lower_bounds, priced
+from placement.bounds import lower_bound, lower_bounds
+from placement.bounds.calls import Call, tighten
+from placement.bounds.loads import balance_prices, priced
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile, ProfileError
-from placement.relaxed import Call, tighten
 from placement.simulator import evaluate, score, simulate
 from tests.problems import (
     chain,
@@ -411,59 +412,23 @@ def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
     assert values.period_s[can].min(initial=np.inf) >= bounds["period"] * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("keeps", "latency_s"), [([12] * 4, 20.0), ([12, 0, 0, 0], 9.0)])
-def test_what_libraries_keep_is_no_room_for_parameters(keeps: list[int], latency_s: float) -> None:
-    """Of four operators of 10 bytes the GPU holds 39 bytes, and 27 beside a library: two of them.
+def test_a_micro_batch_ends_before_too_many_others_begin() -> None:
+    """Six operators in a row, each 1 s on one device and 2 s on three others: loads could be 2.4 s.
 
-    The others take the CPU 9 s each. If A alone asks for the library, it may be A that is there.
-    """
-    graph = OpGraph.build(
-        "chain", list("ABCD"), [0, 1, 2], [0] * 3, chain(4),
-        param_bytes=[10] * 4, param_uses=[(i, i) for i in range(4)],
-    )  # fmt: skip
-    kept = {"library_bytes": np.array([[0, x] for x in keeps])}
-    problem = problem_on(graph, [[9, 1]] * 4, memory_bytes=[99, 39], profile=kept)
-    values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
-    assert values.latency_s[values.feasible].min() == (20.0 if keeps[1] else 12.0)
-    assert bounds["latency"] == lower_bound(problem.with_objective("latency"))
-    assert bounds["latency"] == pytest.approx(latency_s)
-    assert bounds["period"] == pytest.approx(18.0 if keeps[1] else 9.0)
-
-
-def test_few_micro_batches_in_flight_keep_few_devices_busy() -> None:
-    """Six operators in a row, each 1 s on one device and 2 s on three others.
-
-    With two micro-batches in flight two devices run something at most. The fast one runs four of
-    the six, and one other the rest, 4 s each; loads alone could be 3 s. With one in flight an item
-    is a call, and has the fast one to itself.
+    No path takes less than 6 s: with one micro-batch in flight that is a period, with two half.
     """
     seconds = [[1.0, 2.0, 2.0, 2.0]] * 6
     two = small_problem(seconds, chain(6), max_in_flight=2)
     assert evaluate(two, [0, 0, 0, 0, 1, 1]).period_s[0] == pytest.approx(4.0)
-    assert lower_bounds(two)["period"] == pytest.approx(4.0)
-    assert lower_bounds(two)["max_load"] == pytest.approx(3.0)
-    assert lower_bounds(replace(two, num_microbatches=2))["period"] == pytest.approx(3.0)
+    assert lower_bounds(two)["period"] == pytest.approx(3.0)
+    assert lower_bounds(two)["max_load"] == pytest.approx(6 / (1 + 3 / 2))
     for alone in (replace(two, max_in_flight=1), replace(two, num_microbatches=1)):
         assert lower_bounds(alone)["period"] == pytest.approx(6.0)
 
 
-def test_of_many_alike_some_device_runs_one_more() -> None:
-    # 10 of 3 s and many small ones: of three devices one runs 4 of the 10, on average all 11 s. A
-    # device that is five times as slow runs none of them in that time.
-    seconds = [[3.0] * 3] * 10 + [[0.1] * 3] * 30
-    assert lower_bounds(small_problem(seconds))["max_load"] == pytest.approx(12.0)
-    slow = [[*row, 5 * row[0]] for row in seconds]
-    assert lower_bounds(small_problem(slow))["max_load"] == pytest.approx(12.0)
-
-
-def test_few_heavy_groups_do_not_divide_evenly() -> None:
-    # Best are 7 + 4 and 5 + 4, of 10 on average; five times as slow devices help with the small.
-    seconds = [[s, s] for s in (7.0, 5.0, 4.0, 4.0)]
-    assert lower_bounds(small_problem(seconds))["max_load"] == pytest.approx(11.0)
-    slow = [[*row, 5 * row[0]] for row in [*seconds, [0.5, 0.5], [0.5, 0.5]]]
-    problem = small_problem(slow, objective="max_load")
-    assert score(problem, every_placement(problem)).min() == pytest.approx(11.0)
-    assert lower_bounds(problem)["max_load"] == pytest.approx(11.0)
+def test_the_heaviest_group_is_a_load() -> None:
+    # 7 s beside 1 s: 4 s each on average, but no device has less than 7.
+    assert lower_bounds(small_problem([[7.0, 7.0], [1.0, 1.0]]))["max_load"] == pytest.approx(7.0)
 
 
 def test_a_call_pays_for_its_input_and_runs_branches_one_after_another() -> None:
@@ -553,22 +518,6 @@ def test_a_stream_of_items_is_as_slow_as_busy_devices_make_each_other() -> None:
     alone = problem_on(graph, [[1, 9]] * 2, profile=slow | {"batch_s": 1.0})
     assert evaluate(alone, [[0, 0]]).period_s[0] == pytest.approx(3.0)
     assert lower_bounds(alone)["period"] == pytest.approx(3.0, rel=0.1)
-
-
-def test_what_only_one_device_can_run_takes_turns_there() -> None:
-    # seconds  0 1 2 3 4 5 6 7 8     p alone can run A, B and C; C follows X on another device.
-    # p        A A B B C C           Each is followed by an operator on a device of its own.
-    # others   X   Y Y Y Y Y         Path 7 (A, Y), load 6 (p); W ends at 8, and no order is better.
-    #                  Z Z Z W W
-    graph = OpGraph.build(
-        "turns", list("XABCYZW"), [0, 1, 2, 3], [0] * 4, [(0, 3), (1, 4), (2, 5), (3, 6)]
-    )
-    seconds = np.full((7, 5), np.inf)
-    device = [1, 0, 0, 0, 2, 3, 4]
-    seconds[range(7), device] = [1, 2, 2, 2, 5, 3, 2]
-    problem = problem_on(graph, seconds)
-    assert lower_bounds(problem)["latency"] == pytest.approx(8)
-    assert evaluate(problem, device).latency_s[0] == pytest.approx(8)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,4 +1,4 @@
-"""The best split by constraint programming, with a proved bound."""
+"""Devices and orders by constraint programming, with a proved bound."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from placement.bounds import grain_s, lower_bound
+from placement.bounds import lower_bound
 from placement.objective import Objective
-from placement.planners import PlannerError, check_least
+from placement.planners import PlannerError, check_least, load
+from placement.planners.mip import UNWRITTEN, Mip
 from placement.planners.order_search import (
     sequence_of,
     start,
@@ -20,7 +21,7 @@ from placement.planners.order_search import (
     why_simulated,
 )
 from placement.problem import Planner, Problem, Solution
-from placement.search import exact, windows
+from placement.search import windows
 from placement.search.evaluation import Search
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools import cpsat
@@ -28,116 +29,96 @@ from placement.tools import cpsat
 # The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
 # coefficients near 10**9 infeasible in presolve that it solves without.
 _UNITS = 10**7
-_READING = 0.5  # CP-SAT looks at its clock after this times the seconds of writing it a program
 
 
 @dataclass(frozen=True)
 class CpSat:
-    """Least ``max_load`` over all splits, or over all contiguous ones, by OR-Tools CP-SAT.
+    """Devices and orders together, by OR-Tools CP-SAT: ``latency`` and ``piecewise_latency``.
 
-    A bool for each group and device; a tensor is paid by a device where its producer and one
-    of its users differ in being there. For contiguous splits the stages are ordered, a block
-    is never before one it depends on, and the kind of device of each stage is open, so that
-    the splits are those of ``ideal_dp`` (Tarnawski et al., NeurIPS 2020, restrict each device
-    to be convex, which allows more). Seconds are rounded down to integers, 1e-7 of the
-    start's value: bounds hold exactly, optima up to that for each operator and tensor.
+    A ``latency`` is solved wherever ``order_search`` has exact times without the simulator, which
+    it starts from; transfers take their time there but no channel, so the bound holds, and the
+    answer is best where channels do not wait. ``piecewise_latency`` is solved with one piece per
+    accelerator (the latency program of Tarnawski et al., NeurIPS 2020); the bound of that goes to
+    ``stats["one_piece_bound_s"]``, as a placement with more pieces may be better. Seconds are
+    rounded down to integers, 1e-7 of the start's value: bounds hold exactly.
 
-    ``piecewise_latency`` is solved with one piece per accelerator (their latency program);
-    the bound of that goes to ``stats["one_piece_bound_s"]``, as a placement with more pieces
-    may be better. For ``latency`` it decides devices and order together wherever ``order_search``
-    has exact times without the simulator, which it starts from; transfers take their time there
-    but no channel, so the bound holds, and the answer is best where channels do not wait. For
-    other objectives of the timeline there is no program: the split of least ``max_load`` is scored
-    by them, ``stats["solved"]`` says so.
-
-    ``lower_bound_s`` holds for every split with one phase; what is proved for contiguous ones only
-    goes to ``stats["contiguous_bound_s"]``.
+    Whatever has no such program is answered by ``mip``: its split of least ``max_load``.
 
     Attributes:
-        contiguous: only splits along the pipeline.
-        start: planner of the first placement, which is improved on; None: ``macro_search``,
-            for orders ``order_search``, or, if contiguous, ``ideal_dp``, for a tenth of the
-            seconds, at most 5. Before it, where the objective has no program, ``macro_search``
-            has half of them for that.
+        start: planner of the first placement, which is improved on; None: ``order_search``, or
+            ``macro_search`` for pieces, for ``start_share`` of the seconds.
         seconds: budget. The problem is read and the start is made in any case; where too little
             is left for the program, the start is the answer (``stats["status"]``).
         threads: of the solver.
         seed: of the solver.
+        start_share, most_start_s: of the seconds, for the start, and its seconds at most.
+        reading: CP-SAT looks at its clock after this times the seconds of writing it a program.
     """
 
-    contiguous: bool = False
     start: str | Planner | None = None
     seconds: float = 60.0
     threads: int = 1
     seed: int = 0
+    start_share: float = 0.1
+    most_start_s: float = 5.0
+    reading: float = 0.5
 
     def __post_init__(self) -> None:
         check_least(self, 0, "threads", "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        """Raises: PlannerError, OR-Tools is not installed, or a latency that is contiguous."""
+        """The best devices and order within the time.
+
+        Raises:
+            PlannerError: OR-Tools is not installed.
+        """
         try:
-            from ortools.sat.python import cp_model
+            from ortools.sat.python import cp_model  # noqa: F401
         except ImportError as error:
             raise PlannerError(
                 "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
             ) from error
         search = Search(problem, self.seconds)
-        if not (self.contiguous or why_not(problem) or why_simulated(problem)):
-            return _orders(self, search)
-        split = exact.begin(search, self.start, self.contiguous, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:
-            try:
-                return _latency(self, cp_model, search, exact.writing(search, _READING))
-            except exact.OutOfTime:
-                bound_s = lower_bound(problem)
-                return search.solution(bound_s, status=exact.UNWRITTEN, branches=0)
-        stages = exact.stages(problem, self.contiguous, search, split)
-        unit_s = (
-            stages.upper_s / _UNITS
-            if stages.start is not None and stages.upper_s > 0
-            else exact.largest_s(stages) / _UNITS
-        )
-        model = cp_model.CpModel()
-        load = model.new_int_var(0, 2**40, "load")
-        try:
-            check = exact.writing(search, _READING)
-            x, kind = _stages(model, load, problem, stages, unit_s, check)
-            check()
-        except exact.OutOfTime:
-            return exact.finish(search, self.contiguous, 0.0, status=exact.UNWRITTEN, branches=0)
-        model.minimize(load)
-        if stages.start is not None:
-            model.add(load <= _UNITS)
-            _hint(model, x, stages.start)
-            for stage, row in enumerate(kind):
-                assert stages.start_kind is not None
-                for k, chosen in enumerate(row):
-                    model.add_hint(chosen, int(stages.start_kind[stage] == k))
-        solver, status = _solve(self, cp_model, model, search)
-        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            at = [next(c for c, v in row.items() if solver.value(v)) for row in x]
-            chosen_kind = [next(k for k, v in enumerate(r) if solver.value(v)) for r in kind]
-            search.consider(stages.choice(problem, np.array(at), chosen_kind), 1)
-        bound_s = max(0.0, solver.best_objective_bound) * unit_s * (1 - 1e-12)
-        return exact.finish(
-            search,
-            self.contiguous,
-            bound_s,
-            status=solver.status_name(status),
-            branches=solver.num_branches,
-        )
+            return _latency(self, search)
+        if why_not(problem) or why_simulated(problem):
+            return Mip(start=self.start, seconds=self.seconds)(problem)
+        return _orders(self, search)
+
+
+class _OutOfTime(Exception):
+    """The seconds are too few to write the program down and solve it."""
+
+
+def _begin(planner: CpSat, search: Search, default: str | Planner) -> None:
+    share = min(planner.most_start_s, planner.start_share * planner.seconds) / planner.seconds
+    search.run(planner.start or default, share, share)
+
+
+def _writing(planner: CpSat, search: Search) -> Callable[[], None]:
+    """A check for whoever writes a program down, to be called now and then.
+
+    It raises ``_OutOfTime`` when the solver would end too late, as it looks at its clock only when
+    it has read the program.
+    """
+    begun = search.seconds
+    allowed = search.seconds_left / (1.0 + planner.reading)
+
+    def check() -> None:
+        if search.seconds - begun > allowed:
+            raise _OutOfTime
+
+    return check
 
 
 def _orders(planner: CpSat, search: Search) -> Solution:
     """Least latency over devices and orders: one window over everything (``search.windows``)."""
     problem = search.problem
-    share = min(exact.MOST_START_S, exact.START_SHARE * planner.seconds) / planner.seconds
-    search.run(planner.start or "order_search", share, share)
+    _begin(planner, search, "order_search")
     assert search.best is not None
     place = search.best[problem.graph.group]
     tables, state = tables_of(problem), state_of(problem, 1)
-    rng, grain = np.random.default_rng(planner.seed), grain_s(problem)
+    rng, grain = np.random.default_rng(planner.seed), windows.grain_s(problem)
     start(tables, state, place, sequence_of(problem, place, search.schedule), rng)
     bound_s = lower_bound(problem)
     try:
@@ -150,95 +131,16 @@ def _orders(planner: CpSat, search: Search) -> Solution:
             evaluations=np.inf,
             seconds=search.seconds_left,
             threads=planner.threads,
-            check=exact.writing(search, _READING),
+            check=_writing(planner, search),
         )
-    except exact.OutOfTime:
-        return search.solution(bound_s, status=exact.UNWRITTEN)
+    except _OutOfTime:
+        return search.solution(bound_s, status=UNWRITTEN)
     if answer.place is not None and answer.sequence is not None:
         start(tables, state, answer.place, answer.sequence, rng)
         search.num_evaluations += 1
         best_s = state.best_s
         search.consider_order(state.best_place, state.best_sequence, best_s)
     return search.solution(max(bound_s, answer.bound_s), solved="latency", closed=answer.closed)
-
-
-def _solve(planner: CpSat, cp_model: Any, model: Any, search: Search) -> tuple[Any, Any]:
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.05, planner.seconds - search.seconds)
-    solver.parameters.num_workers = planner.threads
-    solver.parameters.random_seed = planner.seed % 2**31  # an int32
-    return solver, cpsat.solve(solver, model)
-
-
-def _hint(model: Any, x: list[dict[int, Any]], start: Any) -> None:
-    for g, row in enumerate(x):
-        for c, variable in row.items():
-            model.add_hint(variable, int(start[g] == c))
-
-
-def _stages(
-    model: Any,
-    load: Any,
-    problem: Problem,
-    stages: exact.Stages,
-    unit_s: float,
-    check: Callable[[], None],
-) -> tuple[list[dict[int, Any]], list[list[Any]]]:
-    """Variables: is block ``i`` on stage ``c`` (``x[i][c]``), is stage ``c`` of kind ``k``."""
-    blocks, num_stages = stages.costs, problem.num_devices
-    rank = np.argsort(exact.by_weight(blocks))
-    x: list[dict[int, Any]] = []
-    for i in range(blocks.num_blocks):
-        check()
-        x.append(
-            {
-                c: model.new_bool_var("")
-                for c in range(num_stages)
-                if stages.may_run(i, int(rank[i]), c)
-            }
-        )
-        model.add_exactly_one(x[i].values())
-    kind: list[list[Any]] = []
-    if stages.kind is None:
-        kind = [[model.new_bool_var("") for _ in stages.kinds] for _ in range(num_stages)]
-        for kinds in kind:
-            model.add_exactly_one(kinds)
-        for k, members in enumerate(stages.kinds):
-            model.add(sum(kinds[k] for kinds in kind) == len(members))
-        # up[i][c]: block i is on stage c or before.
-        up = [[model.new_bool_var("") for _ in range(num_stages)] for _ in range(blocks.num_blocks)]
-        for i, row in enumerate(up):
-            check()
-            model.add(row[-1] == 1)
-            for c in range(num_stages):
-                model.add(row[c] - (row[c - 1] if c else 0) == x[i][c])
-        for first, then in stages.edges:
-            check()
-            for c in range(num_stages):
-                model.add_implication(up[then][c], up[first][c])
-    total_bytes = int(blocks.own_bytes.sum() + blocks.tied_bytes.sum())
-    for c in range(num_stages):
-        paid = []
-        for t in stages.paid_on(c):
-            check()
-            here = x[blocks.src[t]].get(c, 0) if blocks.src[t] >= 0 else 0
-            users = blocks.use_dst[blocks.use_ptr[t] : blocks.use_ptr[t + 1]]
-            paid.append((t, _crosses(model, here, [x[u].get(c, 0) for u in users])))
-        on = [row.get(c) for row in x]
-        for k in range(len(stages.kinds)) if stages.kind is None else [int(stages.kind[c])]:
-            d = stages.kinds[k][0]
-            runs = np.isfinite(blocks.compute_s[:, d])
-            used = [(i, v) for i, v in enumerate(on) if v is not None]
-            total = sum(_units(blocks.compute_s[i, d], unit_s) * v for i, v in used if runs[i])
-            total += sum(_units(blocks.io_s[t, d], unit_s) * v for t, v in paid)
-            rows = [model.add(total <= load)]
-            if total_bytes > problem.memory_bytes[d]:
-                rows.append(model.add(_held(model, blocks, on) <= int(problem.memory_bytes[d])))
-            rows += [model.add(v == 0) for i, v in used if not runs[i]]
-            if stages.kind is None:
-                for row in rows:
-                    row.only_enforce_if(kind[c][k])
-    return x, kind
 
 
 def _crosses(model: Any, here: Any, users: Iterable[Any]) -> Any:
@@ -262,32 +164,38 @@ def _held(model: Any, b: Blocks, on: list[Any]) -> Any:
     return held
 
 
-def _latency(planner: CpSat, cp_model: Any, search: Search, check: Callable[[], None]) -> Solution:
+def _latency(planner: CpSat, search: Search) -> Solution:
     """Least piecewise latency with at most one piece per accelerator; CPUs are one pool."""
+    from ortools.sat.python import cp_model
+
     problem = search.problem
-    if planner.contiguous:
-        raise PlannerError(
-            "cp_sat: contiguous = True is about max_load; for piecewise_latency every "
-            "accelerator has one piece anyway, leave it out"
-        )
+    moves = problem.graph.num_groups * problem.num_devices
+    _begin(planner, search, load("macro_search", evaluations=1000 * moves))
     assert search.best is not None
-    fits = search.best_s < np.inf
+    path_s, fits = lower_bound(problem), search.best_s < np.inf
     possible = problem.group_compute_s[np.isfinite(problem.group_compute_s)]
     scale_s = max(search.best_cost if fits else float(possible.max()), 1e-9)
     program = _Pieces(problem, cp_model.CpModel(), _UNITS if fits else 2**40, scale_s / _UNITS)
-    x, latest = program.write(check)
+    try:
+        x, latest = program.write(_writing(planner, search))
+    except _OutOfTime:
+        return search.solution(path_s, status=UNWRITTEN, branches=0)
     program.model.minimize(latest)
-    _hint(program.model, x, search.best)
-    solver, status = _solve(planner, cp_model, program.model, search)
+    for row, device in zip(x, search.best.tolist(), strict=True):
+        for d, variable in row.items():
+            program.model.add_hint(variable, int(device == d))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = max(0.05, search.seconds_left)
+    solver.parameters.num_workers = planner.threads
+    solver.parameters.random_seed = planner.seed % 2**31  # an int32
+    status = cpsat.solve(solver, program.model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         choice = [next(d for d, v in row.items() if solver.value(v)) for row in x]
         search.consider(np.array(choice, np.int32), 1)
-    path_s = lower_bound(problem)
-    bound_s = max(path_s, solver.best_objective_bound * program.unit_s)
     return search.solution(
         path_s,
         solved="piecewise_latency, one piece per accelerator",
-        one_piece_bound_s=bound_s,
+        one_piece_bound_s=max(path_s, solver.best_objective_bound * program.unit_s),
         status=solver.status_name(status),
         branches=solver.num_branches,
     )

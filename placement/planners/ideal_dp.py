@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.bounds import balance_prices, lower_bound, priced
+from placement.bounds import lower_bound
+from placement.bounds.loads import alike, balance_prices, priced
 from placement.graph import components, topological_order
 from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
-from placement.relaxed import alike, load_solver
 from placement.search import ideal_kernels
 from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.simulator.analytic_kernels import Blocks, blocks, move_tables
 from placement.tools.clock import clock
+from placement.tools.lp import load_solver
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

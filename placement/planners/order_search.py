@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.bounds import grain_s, lower_bound
+from placement.bounds import lower_bound
 from placement.graph import MOST_BYTES, OpGraph
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
@@ -404,7 +404,7 @@ def _solve_windows(
     if not windows.available():
         stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
-    grain, size, in_vain = grain_s(problem), float(min(_WINDOW, n)), 0
+    grain, size, in_vain = windows.grain_s(problem), float(min(_WINDOW, n)), 0
     for name in ("better_windows", "closed_windows"):
         stats.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)

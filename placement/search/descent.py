@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from placement.bounds.loads import balanced
 from placement.objective import Objective
-from placement.relaxed import balanced
 from placement.search import macro
 from placement.search.evaluation import (
     INFEASIBLE,
@@ -83,7 +83,7 @@ def _descend_period(search: Search, seed: int) -> None:
     """Walks from the best so far; after them, where devices are unlike, from balanced loads.
 
     Whoever found the best so far gave each operator to a device that it is fast on only as far as
-    he looked. The linear program of the loads (``relaxed.balanced``) looks at all of them.
+    he looked. The linear program of the loads (``bounds.loads.balanced``) looks at all of them.
     """
     assert search.best is not None
     pipeline, seconds = Pipeline(search.problem, seed), search.problem.group_compute_s

@@ -596,11 +596,11 @@ def test_search_against_what_is_known(data: Path, tmp_path: Path, places: list[s
     assert study.run(public.STUDIES, search_words(data, places)) == 0
     rows = rows_of(tmp_path / "out" / "public_search.csv")
     values = {(r["objective"], r["planner"], r["seed"]): float(r["value_s"]) for r in rows}
-    assert values["max_load", "cp_sat", ""] == pytest.approx(4.75e-3)
+    assert values["max_load", "mip", ""] == pytest.approx(4.75e-3)
     assert values["max_load", "macro_search", "1"] <= 5.25e-3 * (1 + 1e-9)
     assert values["max_load", "ideal_dp", ""] == pytest.approx(5.25e-3)
     assert values["piecewise_latency", "macro_search", "0"] == pytest.approx(8e-3)
-    proved = [float(r["bound_s"]) for r in rows if r["planner"] == "cp_sat"]
+    proved = [float(r["bound_s"]) for r in rows if r["planner"] == "mip"]
     assert proved[0] == pytest.approx(4.75e-3, rel=1e-5)
     lines = (tmp_path / "out" / "public_search.md").read_text().splitlines()
     loads, latency = (x for x in lines if x.startswith("| throughput") or x.startswith("| latency"))

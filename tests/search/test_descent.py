@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.bounds import balance_prices, lower_bound, priced
+from placement.bounds import lower_bound
+from placement.bounds.loads import balance_prices, balanced, priced
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
-from placement.relaxed import balanced
 from placement.search.descent import descend
 from placement.search.evaluation import Search
 from placement.search.pipeline import Pipeline

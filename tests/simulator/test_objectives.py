@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import importers, planners, simulator
-from placement.bounds import balance_prices, fastest_end_s, lower_bounds, priced
+from placement.bounds import fastest_end_s, lower_bounds
+from placement.bounds.loads import balance_prices, priced
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError

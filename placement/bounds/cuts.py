@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.bounds.loads import alike
 from placement.problem import Floats, Problem
-from placement.relaxed import EXACT, alike
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools.jit import Struct, array, kernel
+from placement.tools.lp import EXACT
 
 Array = NDArray[Any]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.bounds import lower_bound, lower_bounds
+from placement.bounds import cuts, lower_bound, lower_bounds
 from placement.planners import load
 from placement.problem import Problem
-from placement.simulator import cuts, score
+from placement.simulator import score
 from tests.problems import chain, every_placement, random_problem, small_problem
 
 

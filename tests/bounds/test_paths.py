@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from placement.bounds import lower_bound, lower_bounds
+from placement.bounds.paths import earliest_end_s
 from placement.planners import load
 from placement.problem import Problem
 from placement.simulator import score
-from placement.simulator.between import earliest_end_s
 from tests.problems import chain, every_placement, random_problem, small_problem
 
 

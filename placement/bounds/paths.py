@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.problem import Floats, Problem, host_of
-from placement.relaxed import EXACT, taken_in
+from placement.bounds.memory_lp import taken_in
+from placement.problem import Problem, host_of
 from placement.tools.jit import Struct, array, kernel
+from placement.tools.lp import EXACT
 
 Array = NDArray[Any]
 
@@ -265,20 +266,19 @@ def _end(net):
     return net.start[last, 0]
 
 
-def earliest_end_s(problem: Problem, work: int, seconds: Floats | None = None) -> float:
+def earliest_end_s(problem: Problem, work: int) -> float:
     """A latency that is no more than that of any placement, with all transfers.
 
     Operators begin when what they read can be there, from wherever it is made. What is between a
     fork and a join has time on each device from when it can be there to when it must be sent: for
     each device of the fork and of the join less than it takes is too little. Where every way leads
     over the fork, nothing before it is looked at. ``work``: numbers that are looked at at most; the
-    more, the larger it may be (0: paths). ``seconds [N, D]``: of operators, if not the problem's.
+    more, the larger it may be (0: paths).
     """
     g, n = problem.graph, problem.num_ops
     own = np.flatnonzero(problem.worker == np.arange(problem.num_devices))
     own_s = np.zeros((n + 1, len(own)))
-    if seconds is None:
-        seconds = np.where(problem.supported, problem.compute_s, np.inf)
+    seconds = np.where(problem.supported, problem.compute_s, np.inf)
     for k, d in enumerate(own):
         own_s[:n, k] = seconds[:, problem.worker == d].min(axis=1)
     (host, shares_host), measured_s = host_of(problem), problem.profile.transfer_s
