@@ -50,6 +50,8 @@ _WELL: dict[str, Any] = _QUICK | {"calibration.ROUNDS": 2, "calibration.LIKELY_E
 # And on the emulated GPU, whose times mean nothing.
 _BRIEF: dict[str, Any] = {
     "measure.PATIENCE": 1,
+    "measure.ORDER_ROUNDS": 1,
+    "measure.TOGETHER_S": 0.0,
     "transfers.LINK_BYTES": (2**12, 2**16),
     "transfers.LONG_BYTES": 2**18,
     "transfers.STREAMED": 4,

@@ -17,6 +17,7 @@ from experiments.gpu.bench import Bench
 from experiments.gpu.memory import memory_of
 from experiments.gpu.models import all_on, tf32
 from experiments.gpu_baselines import moved, ratio, tensors_of, timed
+from experiments.training import resnet18
 from placement import planners
 from placement.capturing import capture
 from placement.capturing.training import mean_of_outputs
@@ -34,10 +35,18 @@ def training(bench: Bench) -> None:
     How far gradients are from float64's is compared with how far plain PyTorch's are: rounding
     alone makes 2 % of those of an untrained ResNet-50.
     """
-    module, inputs, _ = bench.model("resnet_tiny" if bench.emulated else "resnet50")
-    module = copy.deepcopy(module).train()
-    batch = 2 if bench.emulated else 8
-    inputs = pytree.tree_map(lambda x: torch.randn(batch, *x.shape[1:]), inputs)
+    if bench.emulated:
+        small = {
+            "depths": [1],
+            "hidden_sizes": [8],
+            "embedding_size": 4,
+            "layer_type": "bottleneck",
+        }
+        module, inputs = resnet18(2, 16, **small).module.train(), torch.randn(2, 3, 16, 16)
+    else:
+        module, inputs, _ = bench.model("resnet50")
+        module = copy.deepcopy(module).train()
+        inputs = pytree.tree_map(lambda x: torch.randn(8, *x.shape[1:]), inputs)
     # Autograd does not know the emulated GPU's tensors.
     gpu = torch.device("cpu") if bench.emulated else bench.gpu
     with tf32(False):
