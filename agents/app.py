@@ -38,7 +38,7 @@ from placement.tools.ownership import DISTRIBUTION, PACKAGES, version
 
 if TYPE_CHECKING:
     from placement.problem import Planner, Problem
-    from placement.runs.compare import Comparison
+    from placement.report.table import Comparison
     from placement.runs.row import Row
     from placement.runs.tracking import Mirror, Tracker
 
@@ -595,7 +595,7 @@ def save_best(
     from placement.executor import Executor
     from placement.plan import make_plan
     from placement.report import gantt, trace
-    from placement.runs.compare import CompareError
+    from placement.report.table import CompareError
     from placement.simulator import simulate
 
     for name, problem in problems.items():
@@ -727,7 +727,7 @@ def metric_s(comparison: Comparison) -> float:
     Geometric mean over workloads; inf where nothing fits. The placements on one device that are
     rows of every comparison do not count.
     """
-    from placement.runs.compare import geometric_mean
+    from placement.report.table import geometric_mean
     from placement.runs.row import SINGLE, groups
 
     answers = [row for row in comparison.rows if not row.planner.startswith(SINGLE)]

@@ -30,7 +30,7 @@ from placement import importers, planners
 from placement.bounds import lower_bound
 from placement.problem import Problem, Solution
 from placement.report import gantt
-from placement.runs.compare import geometric_interval
+from placement.report.table import geometric_interval
 from placement.runs.row import SINGLE
 from placement.simulator import score
 from placement.workloads.synthetic import families

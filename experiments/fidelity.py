@@ -39,7 +39,7 @@ from placement.costs.measure import measure
 from placement.executor import Executor
 from placement.problem import Placement, Problem
 from placement.profile import Profile
-from placement.runs.compare import mape, spearman
+from placement.report.table import mape, spearman
 from placement.simulator import simulate
 from placement.workloads import load
 

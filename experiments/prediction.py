@@ -38,7 +38,7 @@ from placement.costs.predictors import Sample
 from placement.executor import Executor
 from placement.problem import Placement, Problem
 from placement.profile import Profile
-from placement.runs.compare import spearman
+from placement.report.table import spearman
 from placement.search.evaluation import random_placements
 from placement.simulator import evaluate
 from placement.tools.files import write_atomic

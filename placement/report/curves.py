@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from placement.problem import Solution
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
+from placement.report.table import Comparison
 from placement.runs.row import SINGLE, Row, groups
 from placement.tools.shown import count
-
-if TYPE_CHECKING:
-    from placement.runs.compare import Comparison
 
 Floats = NDArray[np.float64]
 _SHORTEST_S = 1e-3

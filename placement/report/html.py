@@ -27,7 +27,8 @@ from placement.problem import Placement, Problem, Solution
 from placement.profile import error_in
 from placement.report import curves, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
-from placement.runs.compare import Comparison, placement_id
+from placement.report.table import Comparison
+from placement.runs.compare import placement_id
 from placement.runs.row import SINGLE, Row, groups
 from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
+from placement.report.table import Comparison, pareto_front
 from placement.runs.row import Row, groups
-
-if TYPE_CHECKING:
-    from placement.runs.compare import Comparison
 
 _COLUMNS = {
     "latency_s": ("latency", "ms"),
@@ -54,8 +52,6 @@ def plot_pareto(comparison: Comparison, path: str | Path) -> Path:
 
 
 def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
-    from placement.runs.compare import pareto_front
-
     points = [(1e3 * getattr(row, x), 1e3 * getattr(row, y)) for row in rows]
     here = pareto_front(points)
     front = sorted({p for p, is_front in zip(points, here, strict=True) if is_front})

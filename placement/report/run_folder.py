@@ -13,7 +13,8 @@ import numpy as np
 
 from placement.problem import Problem, Solution
 from placement.report import table, trace
-from placement.runs.compare import Comparison, placement_id, solution_of
+from placement.report.table import Comparison
+from placement.runs.compare import placement_id, solution_of
 from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, read_text

@@ -18,7 +18,7 @@ from placement.bounds import lower_bounds
 from placement.objective import Objective
 from placement.planners import solve
 from placement.problem import Planner, Problem, Solution
-from placement.runs.compare import geometric_interval, geometric_mean
+from placement.report.table import geometric_interval, geometric_mean
 from placement.simulator import simulate, value_of
 from placement.workloads.suites import Case
 

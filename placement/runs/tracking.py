@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from placement.runs.compare import Comparison
+from placement.report.table import Comparison
 from placement.runs.row import Row
 from placement.tools.files import write_atomic
 

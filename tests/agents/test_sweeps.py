@@ -31,7 +31,7 @@ from agents.sweeps import (
     to_table,
 )
 from placement.report import table
-from placement.runs.compare import Comparison
+from placement.report.table import Comparison
 from placement.runs.row import Row
 from placement.tools.files import write_atomic
 

@@ -25,7 +25,8 @@ from placement.planners import load as planner
 from placement.problem import Problem, ProblemError
 from placement.report import html, table
 from placement.report.pareto import plot_pareto
-from placement.runs.compare import compare, pareto_front
+from placement.report.table import pareto_front
+from placement.runs.compare import compare
 from placement.simulator import evaluate, score, simulate
 from tests.problems import random_problem, small_problem
 

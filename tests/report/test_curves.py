@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from placement.problem import Solution
 from placement.report.curves import best_so_far, plot_curves
-from placement.runs.compare import Comparison
+from placement.report.table import Comparison
 from placement.runs.row import Row
 
 Curve = list[tuple[float, int, float]]

@@ -28,7 +28,8 @@ from placement.problem import Problem
 from placement.report import table, trace, usage
 from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
-from placement.runs.compare import Comparison, compare, placement_id
+from placement.report.table import Comparison
+from placement.runs.compare import compare, placement_id
 from placement.simulator import simulate
 from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline, TimelineError

@@ -23,17 +23,9 @@ from hypothesis import strategies as st
 from placement.cluster import Link
 from placement.planners import PlannerError
 from placement.problem import Problem, Solution
+from placement.report.table import CompareError, Comparison, geometric_interval, mape, spearman
 from placement.runs import compare as module
-from placement.runs.compare import (
-    CompareError,
-    Comparison,
-    compare,
-    describe,
-    geometric_interval,
-    mape,
-    problem_fingerprint,
-    spearman,
-)
+from placement.runs.compare import compare, describe, problem_fingerprint
 from placement.search.budget import Budget
 from placement.simulator import simulate
 from placement.timeline import Timeline

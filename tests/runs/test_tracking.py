@@ -16,7 +16,7 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 import agents.compare
-from placement.runs.compare import Comparison
+from placement.report.table import Comparison
 from placement.runs.row import Row
 from placement.runs.tracking import NUM_POINTS, SECONDS, LocalTracker, Mirror, Tracker, WandbTracker
 
