@@ -464,6 +464,23 @@ class Problem:
             held_bytes[d] = 0
         return held_bytes
 
+    def overhead_s(self, placement: Placement | None = None) -> float:
+        """Seconds that a call takes besides its first operator to its last, which is simulated.
+
+        Those of the device in use that has most; without a placement no call takes less.
+        """
+        each = self.profile.overhead_s
+        if each is None:
+            return 0.0
+        return float(each.min() if placement is None else each[np.unique(placement)].max())
+
+    def called_s(self, placement: Placement | None = None) -> float:
+        """What of the objective is not simulated: ``overhead_s`` of a call, 0 of other objectives.
+
+        ``simulate`` and ``score`` leave it out, plans have it.
+        """
+        return self.overhead_s(placement) if self.objective is Objective.LATENCY else 0.0
+
     def resident_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
         """int64 ``[D]`` bytes each device holds all the time: parameters, and what libraries keep.
 

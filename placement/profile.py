@@ -26,6 +26,7 @@ ARRAYS: dict[str, tuple[type, str]] = {  # their types, and their axes: as in ``
     "io_s": (np.float64, "TD"),
     "workspace_bytes": (np.int64, "N"),
     "library_bytes": (np.int64, "ND"),
+    "overhead_s": (np.float64, "D"),
     "predicted": (np.bool_, "ND"),
 }
 
@@ -74,6 +75,9 @@ class Profile:
         workspace_bytes: int64 ``[N]`` memory an operator needs only while it runs.
         library_bytes: int64 ``[N, D]`` memory that libraries keep once an operator has run on a
             device, one and the same for all (see ``Problem.resident_bytes_on``).
+        overhead_s: float64 ``[D]`` seconds that a call takes besides its first operator to its
+            last where all is on that device: to wake it and to hand inputs and results over (see
+            ``Problem.overhead_s``).
         predicted: bool ``[N, D]`` entries that were predicted, not measured.
         graph_fingerprint: of the measured graph.
         provenance: when, where, versions, repeats, ``order``.
@@ -89,6 +93,7 @@ class Profile:
     io_s: Floats | None = None
     workspace_bytes: NDArray[np.int64] | None = None
     library_bytes: NDArray[np.int64] | None = None
+    overhead_s: Floats | None = None
     predicted: NDArray[np.bool_] | None = None
     graph_fingerprint: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)

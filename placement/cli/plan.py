@@ -199,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measurements is not None:
         _say_measured(solution)
     else:
-        _say_kept(args, planned)
+        _say_kept(args, problem, planned)
         _say_longer(problem, planned)
     _say_network(args, problem, planned)
     if plan is not None:
@@ -309,7 +309,7 @@ def _say_measured(solution: Solution) -> None:
     cli.say(text)
 
 
-def _say_kept(args: argparse.Namespace, solution: Solution) -> None:
+def _say_kept(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
     """Where a planner's answer is better, but not by more than predictions err."""
     split_s = solution.stats.get("split_value_s")
     best_s = solution.stats.get("best_value_s", solution.value_s) if split_s is None else split_s
@@ -318,7 +318,7 @@ def _say_kept(args: argparse.Namespace, solution: Solution) -> None:
     kept = "the baseline's placement: the search's"
     if split_s is not None:
         kept = f"one device: what {args.planner} answers, on several,"
-    better = 1 - best_s / solution.value_s
+    better = 1 - best_s / (solution.value_s + problem.called_s(solution.placement))
     cli.say(
         f"kept {kept} is predicted {abs(better):.1%} {'better' if better > 0 else 'worse'}, and "
         f"predictions err by {solution.stats['margin']:.1%}; --margin 0 takes it, "
@@ -608,7 +608,7 @@ def decision(problem: Problem, solution: Solution, **facts: float) -> dict[str, 
     phases = np.atleast_2d(solution.placement)
     feasible = isfinite(solution.value_s)
     answer = {
-        "value_s": float(solution.value_s) if feasible else None,
+        "value_s": float(solution.value_s) + problem.called_s(phases) if feasible else None,
         **facts,
         "evaluations": solution.stats.get("evaluations"),
         "feasible": feasible,

@@ -77,6 +77,11 @@ def show_plan(plan: Plan) -> None:
     cli.print_table(*values)
     if plan.doubt:
         cli.say(plan.doubt)
+    if plan.predicted.period_s > plan.predicted.latency_s:
+        cli.say(
+            "an item of a stream takes longer than a call: threads let items in and hand results "
+            "out beside the operators, and devices slow each other down; larger batches take less"
+        )
     if plan.predicted.energy_j is not None and plan.cluster.build().power_source == "declared":
         print("energy: from declared watts, not from measured ones")
     cli.print_table(*devices)

@@ -88,10 +88,28 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         "calibration": {"neighbours": costs.neighbours.tolist(), "waking": costs.waking},
         "ways": [[*sorted(way)[0], *own] for way, own in costs.ways.items()],
         "alone": costs.times.tolist(),
-        "call_s": costs.call_s,
         "error": float(np.abs(apart).mean()),
     }
-    return replace(with_costs(costs), provenance=profile.provenance | facts)
+    profile = replace(with_costs(costs), provenance=profile.provenance | facts)
+    calls = [p for p in ran if p.ndim == 1]
+    alone_s = evaluate(replace(problem, profile=profile), np.stack(calls)).latency_s
+    own_s = _overhead_s(problem, calls, alone_s, measured[: len(calls), 0])
+    return replace(profile, overhead_s=own_s)
+
+
+def _overhead_s(
+    problem: Problem, placements: list[NDArray[np.int32]], simulated_s: Floats, measured_s: Floats
+) -> Floats:
+    """float64 ``[D]``: by how much calls ``[P]`` of single devices took longer than is simulated.
+
+    Where none ran it is what the profile says.
+    """
+    known = problem.profile.overhead_s
+    overhead_s = np.zeros(problem.num_devices) if known is None else known.copy()
+    for p, least_s, took_s in zip(placements, simulated_s, measured_s, strict=True):
+        if p.ndim == 1 and (p == p[0]).all() and np.isfinite(took_s):
+            overhead_s[p[0]] = max(0.0, took_s - least_s)
+    return overhead_s
 
 
 def _repeated(whole_s: float) -> int:
@@ -128,9 +146,8 @@ def _ran(
 ) -> tuple[list[NDArray[np.int32]], Floats]:
     """Those of the placements that fit, and what they took: the faster of the rounds.
 
-    Returns float64 ``[P, 2]`` latency and period. Single devices, and replicas, whose turns are
-    unlike, have no latency (nan): what a call of one device costs besides its operators is not what
-    one of several does.
+    Returns float64 ``[P, 2]`` latency and period. Replicas, whose turns are unlike, have no latency
+    (nan).
     """
     rows = np.arange(problem.num_ops)
     rounds = np.full((ROUNDS, len(placements), 2), np.nan)
@@ -138,15 +155,14 @@ def _ran(
         for i, p in enumerate(placements):
             whole_s = problem.compute_s[rows, p].sum(axis=-1).mean()
             times = _repeated(whole_s)
-            one = p.ndim > 1 or bool((p == p[0]).all())
             alone, many = (runs * times for runs in RUNS)
             warm = WARM * times
             try:
-                rounds[r, i] = run_placement(problem, p, 1 if one else alone, many, warm)
+                rounds[r, i] = run_placement(problem, p, alone if p.ndim == 1 else 1, many, warm)
             except RuntimeError as error:
                 if not is_short(error):
                     raise
-            if one:
+            if p.ndim > 1:
                 rounds[r, i, 0] = np.nan
     fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
     return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
@@ -196,6 +212,7 @@ def _most_probable(
     placements come last.
     """
     by_ndim = [[p for p in placements if p.ndim == ndim] for ndim in (1, 2)]
+    used = [np.unique(p) for p in placements]
     batches = [np.stack(alike) for alike in by_ndim if alike]
     known, (scale, least) = np.isfinite(measured), _scale(problem.cluster)
     gpus = [{d} for d, device in enumerate(problem.cluster.devices) if device.kind == "cuda"]
@@ -205,7 +222,9 @@ def _most_probable(
         costs = _costs(problem.cluster, numbers * scale)
         guess = replace(problem, profile=scaled(problem.profile, costs))
         each = [evaluate(guess, batch) for batch in batches]
-        latency_s = np.concatenate([v.latency_s for v in each]) + costs.call_s
+        latency_s = np.concatenate([v.latency_s for v in each])
+        overhead_s = _overhead_s(guess, placements, latency_s, measured[:, 0])
+        latency_s += [overhead_s[devices].max() for devices in used]
         period_s = np.concatenate([v.period_s for v in each])
         return np.log(np.stack([latency_s, period_s], axis=1) / measured)
 
@@ -248,35 +267,34 @@ class Costs:
         waking: how many times as long waking takes.
         ways: of pairs of devices, by name: how many times as long transfers take, seconds more of
             each, and seconds more that a tensor keeps the sender, and the receiver.
-        call_s: of a call of several devices, besides its first operator to its last.
+        batch: how many times as long letting a micro-batch in and out takes.
     """
 
     times: Floats
     neighbours: Floats
     waking: float
     ways: Mapping[Way, tuple[float, ...]]
-    call_s: float = 0.0
+    batch: float = 1.0
 
 
 def _costs(cluster: Cluster, numbers: Floats) -> Costs:
     """Of numbers ``[C]`` in the order of ``Costs``: logarithms of factors, and seconds."""
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
-    times, by_kind, (waking,), of_ways, (call_s,) = np.split(
-        numbers, np.cumsum([len(kinds), len(set(kinds)), 1, 4 * len(ways)])
-    )
+    times, by_kind, common, of_ways = np.split(numbers, np.cumsum([len(kinds), len(set(kinds)), 2]))
     neighbours = by_kind[np.unique(kinds, return_inverse=True)[1]]
     each = [(float(np.exp(f)), *more) for f, *more in of_ways.reshape(-1, 4).tolist()]
     own = dict(zip(ways, each, strict=True))
-    return Costs(np.exp(times), np.exp(neighbours), float(np.exp(waking)), own, float(call_s))
+    waking, batch = np.exp(common).tolist()
+    return Costs(np.exp(times), np.exp(neighbours), waking, own, batch)
 
 
 def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
     """Float64 ``[C]`` how far each of these numbers is likely to be from 0, and the least of it."""
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
     seconds = LIKELY_S if len(set(kinds)) == 1 else LIKELY_UNLIKE_S
-    factors = [LIKELY_TIMES[kind] for kind in kinds] + [LIKELY_FACTOR] * (len(set(kinds)) + 1)
-    scale = [*factors, *[LIKELY_FACTOR, *[seconds] * 3] * len(ways), seconds]
-    least = [-np.inf] * len(factors) + [-np.inf, *[0.0] * 3] * len(ways) + [0.0]
+    factors = [LIKELY_TIMES[kind] for kind in kinds] + [LIKELY_FACTOR] * (len(set(kinds)) + 2)
+    scale = [*factors, *[LIKELY_FACTOR, *[seconds] * 3] * len(ways)]
+    least = [-np.inf] * len(factors) + [-np.inf, *[0.0] * 3] * len(ways)
     return np.array(scale), np.array(least)
 
 
@@ -332,7 +350,9 @@ def scaled(profile: Profile, costs: Costs) -> Profile:
                 receive_s=x.receive_s + receiving_s,
             )
         )
-    other = replace(at_speed(profile, costs.times), links=tuple(links))
+    other = replace(
+        at_speed(profile, costs.times), links=tuple(links), batch_s=profile.batch_s * costs.batch
+    )
     if other.loaded_s is None:
         return other
     able = np.isfinite(other.compute_s)

@@ -321,6 +321,12 @@ def merged(profiles: Sequence[Profile], cluster: Cluster) -> Profile:
         batch_s=max(p.batch_s for p in profiles),
         workspace_bytes=np.max(needed, axis=0) if needed else None,
         library_bytes=side_by_side("library_bytes"),
+        overhead_s=np.concatenate(
+            [
+                np.zeros(len(p.device_names)) if p.overhead_s is None else p.overhead_s
+                for p in profiles
+            ]
+        ),
         graph_fingerprint=first.graph_fingerprint,
         provenance=first.provenance | {"hosts": [p.provenance.get("host") for p in profiles]},
     )

@@ -56,7 +56,7 @@ Floats = NDArray[np.float64]
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, PATIENCE = 0.15, 3
-_RULES = 13  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
+_RULES = 14  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # until a GPU's clock has risen, and runs meanwhile at most
 _LEAST_SHARE = 0.5  # of an operator's seconds stays when those of recording it are taken off
 TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other

@@ -136,7 +136,7 @@ class ProblemRecord(_Strict):
         links: as measured; null: those that the cluster declares.
         fingerprint: of the graph; if given, it must be the one that the file's graph has.
         measured_graph: fingerprint of the graph that was measured, or "".
-        batch_s: as in ``placement.profile.Profile``.
+        batch_s, overhead_s: as in ``placement.profile.Profile``.
         provenance: where the seconds come from.
     """
 
@@ -152,6 +152,7 @@ class ProblemRecord(_Strict):
     fingerprint: str | None = None
     measured_graph: str = ""
     batch_s: Seconds = Profile.batch_s
+    overhead_s: PerDevice | None = None
     provenance: dict[str, JsonValue] = {}
     cluster: ClusterRecord
     links: tuple[_record(Link), ...] | None = None  # type: ignore[valid-type]
@@ -262,7 +263,11 @@ def _document(problem: Problem) -> dict[str, Any]:
         **_changed(ProblemRecord, **{name: getattr(problem, name) for name in _SETTINGS}),
         "fingerprint": g.fingerprint,
         "measured_graph": profile.graph_fingerprint,
-        **_changed(ProblemRecord, batch_s=profile.batch_s),
+        **_changed(
+            ProblemRecord,
+            batch_s=profile.batch_s,
+            overhead_s=None if profile.overhead_s is None else profile.overhead_s.tolist(),
+        ),
         "provenance": profile.provenance,
         "cluster": {
             "name": cluster.name,
@@ -404,6 +409,7 @@ def _profile(record: ProblemRecord, cluster: Cluster, links: tuple[Link, ...]) -
         links=links,
         loaded_s=table("loaded_s", compute_s),
         batch_s=record.batch_s,
+        overhead_s=None if record.overhead_s is None else np.array(record.overhead_s),
         transfer_s=_per_tensor(record, "transfer_s", (num_devices, num_devices)),
         io_s=_per_tensor(record, "io_s", (num_devices,)),
         workspace_bytes=(

@@ -81,6 +81,8 @@ class Plan(parts.Strict):
         for name in ("phases", "cuda_graphs", "compiled"):  # which older versions do not know
             if not getattr(self, name):
                 data.pop(name, None)
+        if not self.predicted.overhead_s:
+            data["predicted"].pop("overhead_s", None)
         return data
 
     @property

@@ -143,11 +143,13 @@ def _predicted(
         value_s = value_of(problem, solution)
     else:
         value_s = value_in(problem, single if problem.objective is Objective.LATENCY else stream)
+    overhead_s = problem.overhead_s(solution.placement)
     many = stream.num_microbatches
     return Predicted(
-        value_s=value_s,
-        latency_s=single.latency_s,
+        value_s=value_s + problem.called_s(solution.placement),
+        latency_s=single.latency_s + overhead_s,
         period_s=stream.period_s,
+        overhead_s=overhead_s,
         energy_j=None if stream.energy_j is None else stream.energy_j / many,
         busy_s=_per_device(problem, stream.busy_s / many),
         peak_bytes=_per_device(problem, peak),
@@ -160,6 +162,8 @@ def _proved_bounds(problem: Problem, solution: Solution) -> dict[str, float]:
     if problem.max_phases == 1:
         own_s = solution.lower_bound_s or 0.0
         bounds[problem.objective] = max(bounds[problem.objective], own_s)
+    if Objective.LATENCY in bounds:
+        bounds[Objective.LATENCY] += problem.overhead_s()
     return bounds
 
 
@@ -171,8 +175,8 @@ def proved_bound_s(problem: Problem, solution: Solution) -> float:
     problem = _in_order(problem, solution.schedule)
     phases = max(problem.max_phases, len(np.atleast_2d(solution.placement)))
     if phases > 1:
-        return lower_bound(replace(problem, max_phases=phases))
-    return max(lower_bound(problem), solution.lower_bound_s or 0.0)
+        return lower_bound(replace(problem, max_phases=phases)) + problem.called_s()
+    return max(lower_bound(problem), solution.lower_bound_s or 0.0) + problem.called_s()
 
 
 def _in_order(problem: Problem, schedule: Schedule | None) -> Problem:
@@ -217,8 +221,8 @@ def _fallback(problem: Problem) -> Fallback | None:
         return None
     return Fallback(
         device=problem.cluster.device_names[able[best]],
-        value_s=float(value[best]),
-        latency_s=float(values.latency_s[best]),
+        value_s=float(value[best]) + problem.called_s(able[best]),
+        latency_s=float(values.latency_s[best]) + problem.overhead_s(able[best]),
         period_s=float(values.period_s[best]),
     )
 

@@ -182,6 +182,7 @@ class Stage(Strict):
 class Predicted(Strict):
     """What the simulator says; ``value_s`` is of the objective (joules if that is ``energy``).
 
+    Of ``latency_s`` the call itself takes ``overhead_s``, besides its first operator to its last.
     ``busy_s`` and ``energy_j`` are per micro-batch; ``energy_j`` is null where the power of a
     device is unknown.
     """
@@ -190,6 +191,7 @@ class Predicted(Strict):
     latency_s: Seconds
     period_s: Seconds
     energy_j: Seconds | None = None
+    overhead_s: Seconds = 0.0
     busy_s: dict[Name, Seconds]
     peak_bytes: dict[Name, Count]
 

@@ -15,7 +15,8 @@ def unless_one_device(
 
     Predictions of several devices err, by a share that is measured (``Profile.error``); those of
     one device hardly do. ``stats`` then has ``margin``, and ``split_value_s`` of the answer. An
-    answer stays where no single device can hold and run everything.
+    answer stays where no single device can hold and run everything. What a call takes besides its
+    operators counts (``Problem.called_s``).
 
     Args:
         margin: a share of the single device's value, below 1; None: ``Profile.error``; 0: the
@@ -29,8 +30,10 @@ def unless_one_device(
     singles = np.repeat(able[:, None], problem.num_ops, axis=1)
     value_s = score(problem, singles)
     best = int(value_s.argmin())
-    if not np.isfinite(value_s[best]) or solution.value_s < (1 - margin) * value_s[best]:
+    several_s = solution.value_s + problem.called_s(solution.placement)
+    one_s = value_s[best] + problem.called_s(able[best])
+    if not np.isfinite(value_s[best]) or several_s < (1 - margin) * one_s:
         return solution
     stats = {k: v for k, v in solution.stats.items() if k != "list_order_value_s"}
-    stats |= {"margin": margin, "split_value_s": solution.value_s}
+    stats |= {"margin": margin, "split_value_s": several_s}
     return Solution(singles[best], float(value_s[best]), solution.lower_bound_s, stats)

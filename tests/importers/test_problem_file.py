@@ -112,7 +112,8 @@ def test_no_field_is_forgotten() -> None:
     }  # fmt: skip
     assert names[Profile] == {
         "device_names", "compute_s", "spread_s", "links", "loaded_s", "batch_s", "transfer_s",
-        "io_s", "workspace_bytes", "library_bytes", "predicted", "graph_fingerprint", "provenance",
+        "io_s", "workspace_bytes", "library_bytes", "overhead_s", "predicted", "graph_fingerprint",
+        "provenance",
     }  # fmt: skip
     assert names[Cluster] == {"name", "devices", "links"}
 
@@ -163,6 +164,7 @@ def test_what_is_saved_is_loaded(
             problem.profile,
             predicted=marks,
             batch_s=0.25,
+            overhead_s=np.arange(problem.num_devices) * 1e-5,
             spread_s=np.where(np.isfinite(problem.compute_s), problem.compute_s / 7, np.inf),
             graph_fingerprint=problem.graph.fingerprint,
             provenance={"when": "now", "repeats": 3, "more": {"x": [0.1, None]}},
