@@ -464,7 +464,7 @@ class Problem:
             held_bytes[d] = 0
         return held_bytes
 
-    def overhead_s(self, placement: Placement | None = None) -> float:
+    def overhead_s(self, placement: ArrayLike | None = None) -> float:
         """Seconds that a call takes besides its first operator to its last, which is simulated.
 
         Those of the device in use that has most; without a placement no call takes less.
@@ -474,7 +474,7 @@ class Problem:
             return 0.0
         return float(each.min() if placement is None else each[np.unique(placement)].max())
 
-    def called_s(self, placement: Placement | None = None) -> float:
+    def called_s(self, placement: ArrayLike | None = None) -> float:
         """What of the objective is not simulated: ``overhead_s`` of a call, 0 of other objectives.
 
         ``simulate`` and ``score`` leave it out, plans have it.

@@ -216,12 +216,13 @@ def _fallback(problem: Problem) -> Fallback | None:
         return None
     placements = np.repeat(able[:, None], problem.num_ops, axis=1)
     value, values = score(problem, placements), evaluate(problem, placements)
+    value += [problem.called_s(d) for d in able]
     best = int(value.argmin())
     if not np.isfinite(value[best]):
         return None
     return Fallback(
         device=problem.cluster.device_names[able[best]],
-        value_s=float(value[best]) + problem.called_s(able[best]),
+        value_s=float(value[best]),
         latency_s=float(values.latency_s[best]) + problem.overhead_s(able[best]),
         period_s=float(values.period_s[best]),
     )

@@ -28,11 +28,12 @@ def unless_one_device(
     if not margin or one or not len(able):
         return solution
     singles = np.repeat(able[:, None], problem.num_ops, axis=1)
+    called_s = np.array([problem.called_s(d) for d in able])
     value_s = score(problem, singles)
-    best = int(value_s.argmin())
+    best = int((value_s + called_s).argmin())
+    one_s = value_s[best] + called_s[best]
     several_s = solution.value_s + problem.called_s(solution.placement)
-    one_s = value_s[best] + problem.called_s(able[best])
-    if not np.isfinite(value_s[best]) or several_s < (1 - margin) * one_s:
+    if not np.isfinite(one_s) or several_s < (1 - margin) * one_s:
         return solution
     stats = {k: v for k, v in solution.stats.items() if k != "list_order_value_s"}
     stats |= {"margin": margin, "split_value_s": several_s}

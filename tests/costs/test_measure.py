@@ -23,7 +23,7 @@ from placement.costs.transfers import LINK_BYTES, fit_link, measure_links
 from placement.executor.runner import Runner
 from placement.graph import OpGraph
 from placement.plan import make_plan
-from placement.problem import Problem
+from placement.problem import Problem, Solution
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, score
 from placement.tools.files import FileError
@@ -491,12 +491,12 @@ def test_what_calls_and_items_cost_besides_operators_is_in_the_profile(monkeypat
     assert problem.called_s(both) == problem.called_s(0 * both + 1) == corrected.overhead_s[1]
     assert replace(problem, objective="period").called_s(both) == 0.0
     # A plan has it: 10 us of operators and 40 us; no call takes less.
-    solution = planners.load("single_device")(problem)
+    solution = Solution(0 * both, float(score(problem, 0 * both[None])[0]))
     plan = make_plan(problem, solution, planner="single_device")
     assert plan.predicted.latency_s == plan.predicted.value_s == pytest.approx(5e-5, rel=0.05)
     assert plan.predicted.overhead_s == corrected.overhead_s[0]
     assert corrected.overhead_s[0] < plan.lower_bound_s["latency"] <= plan.predicted.latency_s
-    assert solution.value_s == score(problem, solution.placement[None])[0] < 2e-5
+    assert plan.fallback.device == "cpu:0" and plan.fallback.value_s == plan.predicted.value_s
     assert not list(plan.inconsistencies())
 
 
