@@ -22,10 +22,10 @@ import numpy as np
 
 from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, table
-from placement.modulo.blocks import Work, read_work
-from placement.modulo.repetend import search
-from placement.modulo.retime import earliest
-from placement.modulo.search import default_seconds, search_schedule
+from placement.schedulers.searched.blocks import Work, read_work
+from placement.schedulers.searched.repetend import search
+from placement.schedulers.searched.retime import earliest
+from placement.schedulers.searched.search import default_seconds, search_schedule
 
 COUNTS = (8, 16, 32)
 

@@ -551,8 +551,8 @@ def _plans(problem: Any) -> Target:
 
 def _schedules(_: Any) -> Target:
     from placement.cli.schedule import _case, gantt
-    from placement.modulo.blocks import read_work
-    from placement.modulo.search import search_schedule
+    from placement.schedulers.searched.blocks import read_work
+    from placement.schedulers.searched.search import search_schedule
 
     ends = [("f0", 0, 1, 1, []), ("f1", 1, 1, 1, [0]), ("b1", 1, 2, -1, [1]), ("b0", 0, 2, -1, [2])]
     keys = ("name", "devices", "time", "memory", "deps")

@@ -9,8 +9,8 @@ from placement import cli
 from placement.tools.files import read_json
 
 if TYPE_CHECKING:
-    from placement.modulo.blocks import Work
-    from placement.modulo.search import Answer
+    from placement.schedulers.searched.blocks import Work
+    from placement.schedulers.searched.search import Answer
 
 EXAMPLE = """example:
   placement schedule cases.json --case vshape/4/train --memory 4 --micro-batches 8
@@ -45,8 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from placement.modulo.blocks import BlocksError, read_work
-    from placement.modulo.search import search_schedule
+    from placement.schedulers.searched.blocks import BlocksError, read_work
+    from placement.schedulers.searched.search import search_schedule
 
     for name, most in (("micro_batches", 10_000), ("unroll", 64), ("seconds", 1e6)):
         value = getattr(args, name)

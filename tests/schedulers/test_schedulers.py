@@ -15,8 +15,9 @@ from placement.plan import load_plan, make_plan
 from placement.problem import Placement, Problem, Solution
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError, load, names
-from placement.schedulers._cut import _joined, cut, work_of
+from placement.schedulers._cut import _joined, cut
 from placement.schedulers.interleaved import virtual_order
+from placement.schedulers.searched.work import work_of
 from placement.simulator import simulate, value_of
 from tests.problems import random_placement, random_problem, small_problem, with_twins
 

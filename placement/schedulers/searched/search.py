@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from placement.modulo import retime
-from placement.modulo.blocks import MOST_RUNS, BlocksError, Ints, Work
-from placement.modulo.repetend import Outcome, search, solve
+from placement.schedulers.searched import retime
+from placement.schedulers.searched.blocks import MOST_RUNS, BlocksError, Ints, Work
+from placement.schedulers.searched.repetend import Outcome, search, solve
 
 # Up to so many devices patterns are found and proved in well under a second.
 _FEW_DEVICES = 4

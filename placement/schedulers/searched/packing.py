@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from placement.modulo.blocks import Ints, Work
+from placement.schedulers.searched.blocks import Ints, Work
 
 
 def shortest(work: Work, least: int, most: int, end: float) -> tuple[Ints, int] | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.modulo.blocks import Work
+from placement.schedulers.searched.blocks import Work
 from placement.tools.jit import allocating, copy
 
 _NO_LIMIT = 1 << 60

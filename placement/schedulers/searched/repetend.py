@@ -39,8 +39,8 @@ from typing import Any
 import numpy as np
 
 from placement.graph import components
-from placement.modulo import packing
-from placement.modulo.blocks import NEVER, BlocksError, Ints, Work
+from placement.schedulers.searched import packing
+from placement.schedulers.searched.blocks import NEVER, BlocksError, Ints, Work
 from placement.tools import cpsat
 
 MAX_UNROLL = 4

@@ -1,4 +1,10 @@
-"""The shortest repeating pattern by modulo scheduling, with warm-up and cool-down."""
+"""The shortest repeating pattern by modulo scheduling, with warm-up and cool-down.
+
+``blocks``: one micro-batch as blocks on devices; ``work``: those of a placed graph; ``repetend``:
+the pattern that repeats, by CP-SAT (Lin et al., "Tessel", TPDS 2024); ``packing``: patterns where
+there are too many blocks for CP-SAT, and where it begins; ``retime``: from a pattern to a schedule
+of N micro-batches; ``order_kernels``: its inner loops; ``search``: all of it within a budget.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.modulo.blocks import BlocksError
-from placement.modulo.search import Answer, search_schedule
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
 from placement.schedulers import SchedulerError
-from placement.schedulers._cut import cut, held_bytes, limited, work_of
+from placement.schedulers._cut import cut
+from placement.schedulers.searched.blocks import BlocksError
+from placement.schedulers.searched.search import Answer, search_schedule
+from placement.schedulers.searched.work import held_bytes, limited, work_of
 from placement.simulator import simulate
 
 # How often a search is repeated with less memory where the simulator finds too much.
@@ -28,7 +35,7 @@ class Searched:
     The placed graph is cut into at most 64 blocks (more only where none may be joined, as in a
     chain that changes devices at every step), the pattern of one micro-batch (or several)
     with the shortest period is searched and proved, and all micro-batches follow it as early as
-    its order allows; see ``placement.modulo``. Other than in the published search,
+    its order allows; see ``search``. Other than in the published search,
     devices may be unlike, transfers take time (as delays), and patterns may hold several
     micro-batches. Where memory binds, what blocks store for later ones is limited; the simulator
     has the last word, and if it finds more than there is, the search is repeated with less room.

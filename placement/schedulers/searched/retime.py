@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.modulo import order_kernels
-from placement.modulo.blocks import Block, BlocksError, Ints, Work
-from placement.modulo.repetend import Pattern
+from placement.schedulers.searched import order_kernels
+from placement.schedulers.searched.blocks import Block, BlocksError, Ints, Work
+from placement.schedulers.searched.repetend import Pattern
 
 Keys = NDArray[Any]  # [N, n]: whatever has the smallest comes first
 

@@ -12,11 +12,11 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from placement.__main__ import main
-from placement.modulo import order_kernels, packing, repetend, retime
-from placement.modulo.blocks import Block, BlocksError, Work, read_work
-from placement.modulo.repetend import Pattern, search, solve
-from placement.modulo.retime import earliest
-from placement.modulo.search import search_schedule
+from placement.schedulers.searched import order_kernels, packing, repetend, retime
+from placement.schedulers.searched.blocks import Block, BlocksError, Work, read_work
+from placement.schedulers.searched.repetend import Pattern, search, solve
+from placement.schedulers.searched.retime import earliest
+from placement.schedulers.searched.search import search_schedule
 
 pytest.importorskip("ortools", reason="the search needs OR-Tools")
 
