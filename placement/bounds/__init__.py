@@ -8,6 +8,7 @@
 | `cuts` | the largest load with all that is written and read (minimum cuts) | `max_load` |
 | `memory_lp` | a period: memory, busy devices slowed, two devices' traffic (LP) | memory is short |
 | `calls` | a call of two devices: all of these at once (LP) | a CPU beside a GPU |
+| `grain` | latencies are multiples of it: bounds are rounded up | task graphs, shops |
 | `pieces` | which groups can share an accelerator (LP) | `piecewise_latency` |
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.bounds.calls import call_s
+from placement.bounds.grain import grain_s
 from placement.bounds.loads import LP_SIZE, balance_prices, priced
 from placement.bounds.memory_lp import busy_s, columns_of, period_s
 from placement.bounds.pieces import pieces_s
@@ -59,7 +61,8 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     Period and largest load: the load balance, the heaviest group where it is fastest (unless
     replicas may take turns), parameters within memory. The period also: devices that slow each
     other, and how long a micro-batch may be under way. The largest load, where it is the problem's
-    objective, also: what devices write and read. Latency: loads, paths, the earliest end of all.
+    objective, also: what devices write and read. Latency: loads, paths, the earliest end of all,
+    rounded up where all seconds are multiples of one number and nothing takes time to send.
     Piecewise latency: paths, and what cannot be together on accelerators. Energy (where power is
     known): every operator where it adds least, and every device idle for the shortest possible
     run, whose seconds are worth ``second_j``.
@@ -121,7 +124,8 @@ def _latency_bound_s(problem: Problem, path_s: float, load_s: float, effort: Eff
         bound_s = max(bound_s, _earliest_end_s(problem, effort.end_work))
     if problem.num_workers == 2 and columns_of(problem) <= effort.call_lp:
         bound_s = max(bound_s, call_s(problem, bound_s))
-    return bound_s
+    grain = grain_s(problem)
+    return float(np.ceil(bound_s / grain - 1e-6)) * grain if grain else bound_s
 
 
 def _period_bound_s(problem: Problem, path_s: float, load_s: float, effort: Effort) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from placement.bounds import lower_bound
+from placement.bounds.grain import grain_s
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least, load
 from placement.planners.mip import UNWRITTEN, Mip
@@ -118,7 +119,7 @@ def _orders(planner: CpSat, search: Search) -> Solution:
     assert search.best is not None
     place = search.best[problem.graph.group]
     tables, state = tables_of(problem), state_of(problem, 1)
-    rng, grain = np.random.default_rng(planner.seed), windows.grain_s(problem)
+    rng, grain = np.random.default_rng(planner.seed), grain_s(problem)
     start(tables, state, place, sequence_of(problem, place, search.schedule), rng)
     bound_s = lower_bound(problem)
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.bounds import lower_bound
+from placement.bounds.grain import grain_s
 from placement.graph import MOST_BYTES, OpGraph
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
@@ -404,7 +405,7 @@ def _solve_windows(
     if not windows.available():
         stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
-    grain, size, in_vain = windows.grain_s(problem), float(min(_WINDOW, n)), 0
+    grain, size, in_vain = grain_s(problem), float(min(_WINDOW, n)), 0
     for name in ("better_windows", "closed_windows"):
         stats.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)

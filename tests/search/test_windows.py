@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bound, lower_bounds
+from placement.bounds.grain import grain_s
 from placement.planners import load
 from placement.planners.order_search import start, state_of, tables_of
 from placement.problem import Problem
@@ -120,13 +121,14 @@ def test_without_a_solver_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) ->
     assert answer.stats["evaluations"] > 100_000
 
 
-def test_the_grain_is_what_all_seconds_are_multiples_of() -> None:
-    """Three operators of 3 of any unit; none where sending takes time."""
+def test_bounds_of_equal_machines_are_rounded_up() -> None:
+    """Three operators of 3 on two machines: 6, not 4.5; of any unit, unless something is sent."""
     for unit in (1.0, 1e-3, 0.1):
         problem = small_problem(np.full((3, 2), 3.0 * unit), link=(0.0, 1e30), objective="latency")
-        assert windows.grain_s(problem) == pytest.approx(3 * unit)
+        assert grain_s(problem) == pytest.approx(3 * unit)
+        assert lower_bound(problem) == pytest.approx(6 * unit)
         links = tuple(replace(x, latency_s=unit) for x in problem.profile.links)
-        assert windows.grain_s(replace(problem, profile=replace(problem.profile, links=links))) == 0
+        assert grain_s(replace(problem, profile=replace(problem.profile, links=links))) == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -140,7 +142,5 @@ def test_no_schedule_is_below_the_bound(seed: int, unit: float) -> None:
     bound = lower_bound(problem)
     assert bound <= value * (1 + 1e-9)
     assert bound <= lower_bounds(problem)["latency"] * (1 + 1e-9)
-    assert windows.grain_s(problem) / unit == pytest.approx(round(windows.grain_s(problem) / unit))
-    assert value / windows.grain_s(problem) == pytest.approx(
-        round(value / windows.grain_s(problem))
-    )
+    assert grain_s(problem) / unit == pytest.approx(round(grain_s(problem) / unit))
+    assert value / grain_s(problem) == pytest.approx(round(value / grain_s(problem)))
