@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,7 +186,8 @@ def test_what_takes_longer_than_predicted_is_planned_again(
             raise torch.OutOfMemoryError
         return {name: measured(next(took_s) if name == "plan" else 4e-3) for name in ways}
 
-    monkeypatch.setattr(optimizing, "planners", SimpleNamespace(load=lambda *_, **__: planner))
+    mine = SimpleNamespace(load=lambda *_, **__: planner, solve=planners.solve)
+    monkeypatch.setattr(optimizing, "planners", mine)
     monkeypatch.setattr(optimizing, "measure", fake)
     threads = set(threading.enumerate())
     with optimize(module(), INPUT, quiet=True) as runner:
@@ -253,7 +255,35 @@ def test_a_busy_machine_is_named(in_turns: Callable[..., None]) -> None:
             fallback = fallback.model_copy(update={"period_s": 9e-3})
             runner.plan = runner.plan.model_copy(update={"fallback": fallback})
             runner.measured = {**runner.measured, "single": measured(one_s)}
-            assert ("; one device was to take 9 ms by its profile" in verdict(runner)) == busy
+            text = f"; one device took {one_s * 1e3:g} ms, by its profile 9 ms"
+            assert (text in verdict(runner)) == busy
+            if busy:
+                assert "placement optimize package.module:function --obj" in verdict(runner)
+
+
+@needs_two
+def test_a_profile_of_a_busy_hour_is_measured_again(
+    in_turns: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the first profile an operator takes 20 ms; one device then takes 2 ms, later 200."""
+    asked, real = list[bool](), optimizing.load_or_measure
+
+    def profile(*where: Any, again: bool = False, **options: Any) -> Any:
+        asked.append(again)
+        right = real(*where, **options)
+        return right if again else replace(right, compute_s=0 * right.compute_s + 20e-3)
+
+    monkeypatch.setattr(optimizing, "load_or_measure", profile)
+    in_turns(plan=3e-3, single=2e-3, plain=9e-3)
+    with optimize(module(), INPUT) as runner:
+        assert asked == [False, True] and runner.plan.fallback.period_s < 20e-3
+    err = capsys.readouterr().err
+    assert re.search("one device took 2 ms, by its profile 8[0-9] ms: measuring the operators", err)
+    in_turns(plan=90e-3, single=80e-3, plain=99e-3)  # as the profile says
+    with optimize(module(), INPUT):
+        assert asked == [False, True, False]
 
 
 @needs_two

@@ -242,13 +242,14 @@ def load_or_measure(
     cluster: Cluster,
     *,
     repeats: int | None = None,
+    again: bool = False,
     progress: Progress | None = None,
     folder: str | Path | None = None,
 ) -> Profile:
     """The saved profile of this graph on this cluster's devices, or a new one, then saved.
 
     ``repeats`` asks for a profile of at least so many rounds: one of fewer is measured again. None
-    is content with any, and measures 10 where there is none.
+    is content with any, and measures 10 where there is none. ``again``: it is measured in any case.
 
     A cluster may hold devices that are described in terms of a measured one (``like``); those
     that are measured must be on this machine. A profile that cannot be saved (no space, no
@@ -259,9 +260,9 @@ def load_or_measure(
     if is_like or cluster.streaming:
         options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}
         here = Cluster.detect() if is_like else cluster.workers
-        return load_or_measure(graph, here, **options).for_cluster(cluster)
+        return load_or_measure(graph, here, again=again, **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
-    if path.exists():
+    if path.exists() and not again:
         profile = Profile.load(path)
         profile.check(graph)
         if repeats is None or profile.provenance.get("repeats", 0) >= repeats:
