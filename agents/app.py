@@ -595,6 +595,7 @@ def save_best(
     from placement.executor import Executor
     from placement.plan import make_plan
     from placement.report import gantt, trace
+    from placement.report.run_folder import measured_timelines
     from placement.report.table import CompareError
     from placement.simulator import simulate
 
@@ -623,13 +624,15 @@ def save_best(
             aliases = aliases[1:]
         job.mirror.artifact(f"plan-{name}", "plan", folder / "plan.json", aliases=aliases)
         placement, order, picture = solution.placement, solution.schedule, folder / "gantt.png"
-        timelines = {"predicted": simulate(problem, placement, order)}
-        if best.num_rounds:
-            timelines["measured"] = Executor(problem).run(placement, schedule=order)
-        trace.write_trace(folder / "trace.json", timelines, problem.graph.op_name)
-        both = timelines["predicted"], timelines.get("measured")
+        predicted, measured = simulate(problem, placement, order), None
+        if best.num_rounds:  # the run that the report shows; an order, rounds do not follow
+            measured = measured_timelines(job.folder, name).get(str(best.placement_id))
+            if measured is None or order is not None:
+                measured = Executor(problem).run(placement, schedule=order)
+        both = [predicted] + [measured] * (measured is not None)
+        trace.write_trace(folder / "trace.json", both, problem.graph.op_name)
         try:
-            gantt.plot_gantt(*both, picture, f"{name}, {best.planner}")
+            gantt.plot_gantt(predicted, measured, picture, f"{name}, {best.planner}")
         except gantt.PlotError as error:
             cli.say(f"no picture: {error}")
         else:

@@ -201,8 +201,14 @@ class Timeline:
             return None
         return float(self.power.energy_j(self.makespan_s, self.busy_s))
 
+    @property
+    def kind(self) -> str:
+        """``"measured"`` or ``"predicted"``."""
+        return "measured" if self.measured else "predicted"
+
     def to_trace(self, op_name: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """Chrome/Perfetto trace: a track per device, per pair of devices that talk, per loader.
+        """Chrome/Perfetto trace: a process named after the timeline's ``kind``, with a track per
+        device, per pair of devices that talk, per loader.
 
         Times are microseconds. Load it at https://ui.perfetto.dev or chrome://tracing.
         """
@@ -212,7 +218,8 @@ class Timeline:
         pairs = sorted({(int(a), int(b)) for _, _, a, b in self.transfers})
         tid = {pair: len(devices) + i for i, pair in enumerate(pairs)}
         tracks = [*devices, *(f"{devices[a]} -> {devices[b]}" for a, b in pairs)]
-        events = [_track(i, name) for i, name in enumerate(tracks)]
+        events = [_named("process_name", 0, self.kind)]
+        events += [_named("thread_name", i, name) for i, name in enumerate(tracks)]
         for m in range(self.num_microbatches):
             for n, name in enumerate(names):
                 args = {"micro_batch": m, "operator": n}
@@ -227,7 +234,8 @@ class Timeline:
             base = len(tracks)
             lanes = side_by_side(self.load_s)
             for lane in range(int(lanes.max()) + 1):
-                events.append(_track(base + lane, f"loader {lane}" if lane else "loader"))
+                name = f"loader {lane}" if lane else "loader"
+                events.append(_named("thread_name", base + lane, name))
             for m, (start, end) in enumerate(self.load_s):
                 args = {"micro_batch": m}
                 events.append(_slice(f"load {m}", base + int(lanes[m]), start, end, args))
@@ -294,8 +302,8 @@ def joined(key: ArrayLike, begin: Floats, until: Floats, gap: float = 0.0) -> tu
     return key[first], begin[first], reach[last]
 
 
-def _track(tid: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+def _named(what: str, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
 
 
 def _slice(name: str, tid: int, start: float, end: float, args: dict[str, int]) -> dict[str, Any]:

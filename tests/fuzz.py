@@ -647,7 +647,7 @@ def _reports(_: Any) -> Target:
         make_plan(problem, solution, planner="heft").save(home / "first" / "plan.json")
         importers.save(problem, home / "first" / "problem.json")
         line = simulate(problem, solution.placement)
-        trace.write_trace(home / "first" / "trace.json", {"predicted": line, "measured": line})
+        trace.write_trace(home / "first" / "trace.json", [line, replace(line, measured=True)])
         (home / ".hydra").mkdir()
         (home / ".hydra" / "overrides.yaml").write_text('["planner=[heft]", "seed=1"]')
         (home / ".hydra" / "hydra.yaml").write_text('{"hydra": {"job": {"name": "compare"}}}')

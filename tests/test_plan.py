@@ -120,7 +120,7 @@ def test_doubt() -> None:
         return plan_of(p, placement, **changes).doubt
 
     assert doubt([0, 1, 1, 1], 0.24) == doubt([1, 1, 1, 1], 0.9) == ""
-    assert "25.0% better than cpu:1 alone, and predictions err by 26.0%" in doubt(
+    assert "25.0% better than cpu:1 alone, and the calibration error is 26.0%" in doubt(
         [0, 1, 1, 1], 0.26
     )
     assert doubt([0, 0, 1, 1]).startswith("cpu:1 alone is predicted to do no worse")

@@ -64,7 +64,9 @@ def test_the_transfer_of_a_model_input_belongs_to_the_latency() -> None:
 
 def test_trace_has_a_track_per_device_and_per_link() -> None:
     trace = json.loads(json.dumps(DRAWN.to_trace(("A", "B"))))
-    tracks = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    process, *named = [e for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert (process["name"], process["args"]) == ("process_name", {"name": "predicted"})
+    tracks = {e["tid"]: e["args"]["name"] for e in named}
     assert tracks == {0: "cpu:0", 1: "cuda:0", 2: "cpu:0 -> cuda:0"}
     slices = [
         (e["name"], tracks[e["tid"]], e["ts"], e["dur"])
@@ -76,7 +78,7 @@ def test_trace_has_a_track_per_device_and_per_link() -> None:
         ("B", "cuda:0", 5e6, 3e6),
         ("tensor 7", "cpu:0 -> cuda:0", 2e6, 3e6),
     ]
-    assert trace["traceEvents"][3]["args"] == {"micro_batch": 0, "operator": 0}
+    assert trace["traceEvents"][4]["args"] == {"micro_batch": 0, "operator": 0}
 
 
 def test_a_loader_is_a_track_and_nothing_else_changes() -> None:
@@ -97,7 +99,7 @@ def test_a_loader_is_a_track_and_nothing_else_changes() -> None:
     )
     assert timeline.begin_s == 2 and timeline.makespan_s == 5 and timeline.latency_s == 1
     trace = json.loads(json.dumps(timeline.to_trace()))["traceEvents"]
-    tracks = {e["tid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
+    tracks = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert tracks == {0: "cpu:0", 1: "loader", 2: "loader 1"}
     loads = [(e["name"], tracks[e["tid"]], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"][3:]
     assert loads == [

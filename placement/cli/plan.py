@@ -321,7 +321,7 @@ def _say_kept(args: argparse.Namespace, problem: Problem, solution: Solution) ->
     better = 1 - best_s / (solution.value_s + problem.called_s(solution.placement))
     cli.say(
         f"kept {kept} is predicted {abs(better):.1%} {'better' if better > 0 else 'worse'}, and "
-        f"predictions err by {solution.stats['margin']:.1%}; --margin 0 takes it, "
+        f"the calibration error is {solution.stats['margin']:.1%}; --margin 0 takes it, "
         "--measurements 40 decides by running"
     )
 
@@ -387,7 +387,7 @@ def _save(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solu
         from placement.simulator import simulate
 
         timeline = simulate(problem, solution.placement, solution.schedule)
-        write_trace(args.trace, {"predicted": timeline}, problem.graph.op_name)
+        write_trace(args.trace, [timeline], problem.graph.op_name)
 
 
 def _show(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution) -> None:

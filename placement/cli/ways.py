@@ -101,7 +101,7 @@ def carry_out(
     if args.out:  # files come before talk: whoever reads that may have gone
         cli.save_plan(plan, args.out)
     if trace is not None:
-        write_trace(args.trace, {"measured": trace}, op_name)
+        write_trace(args.trace, [trace], op_name)
     show(plan, measured, as_json=args.json, compared=compared)
     if args.out:
         cli.say(f"plan written to {args.out}")

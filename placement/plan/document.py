@@ -124,7 +124,7 @@ class Plan(parts.Strict):
         if gain <= 0:
             return f"{one} is predicted to do no worse: --planner best_of tries it too"
         return (
-            f"predicted {gain:.1%} better than {one}, and predictions err by {error:.1%}: "
+            f"predicted {gain:.1%} better than {one}, and the calibration error is {error:.1%}: "
             "placement run --against-single-device tells which is faster"
         )
 

@@ -44,6 +44,8 @@ def plot_gantt(
 ) -> Path:
     """PNG: predicted over measured on one time axis, a lane per device, a colour per micro-batch.
 
+    What is measured is one run: its period is that run's, and no median of several.
+
     Operators of one micro-batch that follow each other closely are drawn as one bar; the thin
     line under a lane is what arrives from other devices. A loader has the lowest lane.
 
@@ -53,7 +55,7 @@ def plot_gantt(
     """
     panels = [("predicted", predicted)]
     if measured is not None:
-        panels.append(("measured", measured))
+        panels.append(("measured, one run", measured))
     return save_figure(_figure(panels, title), path)
 
 

@@ -15,6 +15,7 @@ import shlex
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from placement.problem import Placement, Problem, Solution
 from placement.profile import error_in
-from placement.report import curves, table, usage
+from placement.report import curves, still, table, usage
 from placement.report.run_folder import RunFolder, Workload, read_run
 from placement.report.table import Comparison
 from placement.runs.compare import placement_id
@@ -91,9 +92,16 @@ def page(data: dict[str, Any]) -> str:
     files = resources.files("placement.report") / "page"
     style = (files / "page.css").read_text(encoding="utf-8")
     script = "".join((files / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    stills = "".join(map(still.page, data["workloads"]))
+    shown = [{k: v for k, v in w.items() if k != "picture"} for w in data["workloads"]]
     policy = f"default-src 'none'; script-src {_sha256(script)}; style-src {_sha256(style)}"
     return Template((files / "page.html").read_text(encoding="utf-8")).substitute(
-        policy=policy, style=style, script=script, data=_inert(data)
+        policy=policy,
+        style=style,
+        script=script,
+        title=escape(data["title"]),
+        stills=stills,
+        data=_inert(data | {"workloads": shown}),
     )
 
 
@@ -183,13 +191,7 @@ def _decisions(workload: Workload, comparison: Comparison | None) -> list[_Decis
         if problem is not None:
             predicted = plan.timeline(problem)
             window = plan.num_microbatches if plan.order else window
-        others = [t for k, t in workload.traces.items() if k not in ("predicted", "measured")]
         measured = workload.traces.get("measured")
-        for other in others:
-            if predicted is None and not other.measured:
-                predicted = other
-            elif measured is None and other.measured:
-                measured = other
         decisions[plan_id] = _Decision([plan.planner.name], on, predicted, measured, window)
     return list(decisions.values())
 
@@ -225,7 +227,7 @@ def _workload(
     if not rows and plan is not None:
         rows = (_planned(plan, workload.name),)
     index = {name: i for i, d in enumerate(decisions) for name in d.planners}
-    about = ("objective", "num_ops", "num_devices", "bound_s", "prediction_error")
+    about = ("objective", "num_ops", "num_devices", "bound_s", "calibration_error")
     return {
         "name": workload.name,
         **{name: getattr(rows[0], name) if rows else None for name in about},
@@ -235,9 +237,20 @@ def _workload(
         "best": _best(comparison, workload.name),
         "planners": [_planner(name, mine, index) for name, mine in groups(rows, "planner").items()],
         "decisions": [_decision(problem, d, batches) for d in decisions],
+        "picture": _picture(decisions, _best(comparison, workload.name)),
         "graph": _graph(workload),
         "curves": [] if comparison is None else _curves(rows, comparison),
     }
+
+
+def _picture(decisions: Sequence[_Decision], best: str | None) -> str | None:
+    """The timelines of the best decision, or of the first, for those without scripts."""
+    drawn = [d for d in decisions if d.predicted or d.measured]
+    drawn.sort(key=lambda d: best not in d.planners)
+    for decision in drawn[:1]:
+        both = [t for t in (decision.predicted, decision.measured) if t is not None]
+        return still.picture(both, _plain(decision.planners[0] if best is None else best))
+    return None
 
 
 def _either(problem: Problem | None, plan: Any, name: str) -> Any:
@@ -267,6 +280,7 @@ def _planner(name: str, rows: Sequence[Row], index: dict[str, int]) -> dict[str,
         "single": name.startswith(SINGLE),
         "seeds": len(rows),
         "note": next((row.note for row in rows if row.note), ""),
+        "rounds": max(row.num_rounds for row in rows),
         "pareto": any(row.pareto for row in rows),
         "decision": index.get(name),
         **{column: table.median(rows, column) for column in _MEDIANS},
@@ -303,7 +317,8 @@ def _planned(plan: Plan, workload: str) -> Row:
         bound_s=bound,
         gap=predicted.value_s / bound - 1 if bound else None,
         plan_s=np.nan,  # not in the file
-        prediction_error=error_in(plan.provenance.profile) or None,
+        calibration_error=error_in(plan.provenance.profile) or None,
+        num_rounds=0 if plan.measured is None else plan.measured.n,
         **facts,
     )
 
@@ -331,7 +346,7 @@ def _decision(problem: Problem | None, decision: _Decision, batches: int) -> dic
     predicted, measured = decision.predicted, decision.measured
     return {
         "planners": decision.planners,
-        "placement": _packed(decision.placement.astype("<u2")),
+        "placement": _encoded(decision.placement.astype("<u2").tobytes()),
         "predicted": _timeline(problem, predicted, decision.window, batches) if predicted else None,
         "measured": _timeline(problem, measured, decision.window, batches) if measured else None,
     }
@@ -389,7 +404,11 @@ def _timeline(
 
 def _packed(*arrays: NDArray[Any]) -> str:
     raw = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
-    return base64.b64encode(zlib.compress(raw, 9)).decode()
+    return _encoded(zlib.compress(raw, 9))
+
+
+def _encoded(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
 
 
 def _graph(workload: Workload) -> dict[str, Any] | None:

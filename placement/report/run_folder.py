@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placement.problem import Problem, Solution
 from placement.report import table, trace
@@ -38,7 +39,7 @@ class Workload:
         problem: what was decided, None where the run did not save it.
         plan: the best plan, or the folder's only one.
         measured: the recorded ``Timeline`` of placements, by placement id.
-        traces: ``predicted`` and ``measured`` of the plan, or the names of trace files.
+        traces: ``predicted`` and ``measured`` of the plan, from trace files.
     """
 
     name: str
@@ -77,9 +78,9 @@ def read_run(folder: str | Path) -> RunFolder:
     Raises:
         RunFolderError: no such folder, or none of ``compare.csv``, ``metrics.csv`` and plans.
     """
-    path, plans = Path(folder), None
+    path, given = Path(folder), None
     if path.is_file():
-        path, plans = path.parent, [path]
+        path, given = path.parent, path
     if not path.is_dir():
         raise RunFolderError(f"{path}: no such folder; give the folder that a command wrote")
     unread: list[str] = []
@@ -94,19 +95,20 @@ def read_run(folder: str | Path) -> RunFolder:
 
     rows = (
         ()
-        if plans
+        if given
         else attempt(lambda file: table.from_csv(read_text(file)), path / "compare.csv") or ()
     )
     answers, used = _answers(path, rows, attempt)
-    metrics = {} if plans else attempt(_columns, path / "metrics.csv") or {}
+    metrics = {} if given else attempt(_columns, path / "metrics.csv") or {}
     names = list(dict.fromkeys(row.workload for row in rows))
     workloads = [_compared(path, name, used.get(name), attempt) for name in names]
     if not names:
-        workloads = list(_planned(path, plans, attempt))
+        homes = [path, *(p for p in sorted(path.glob("[!.]*")) if p.is_dir() and not given)]
+        workloads = [w for home in homes for w in _planned(home, path, given, attempt)]
     if not (rows or metrics or workloads):
         because = f"; {'; '.join(unread[:3])}" if unread else ""
         raise RunFolderError(
-            f"{path}: nothing to report on: there is no compare.csv, metrics.csv or plan.json"
+            f"{path}: nothing to report on: there is no compare.csv, metrics.csv or plan"
             f"{because}. Make one, e.g.: placement plan resnet50 --planner best_of "
             f"--out {path / 'plan.json'}"
         )
@@ -180,56 +182,90 @@ def _compared(path: Path, name: str, fingerprint: str | None, attempt: Attempt) 
     problem = None
     if fingerprint is not None:
         problem = attempt(_problem, path / "problems" / f"{fingerprint[:12]}.json")
-    measured: dict[str, Timeline] = {}
-    for file in sorted((path / "measured").glob("*.json"), key=lambda f: f.stat().st_mtime):
-        about, ids = attempt(_measured_ids, file) or (None, [])
-        if about == name:
-            for placement in ids:
-                timeline = attempt(Timeline.load, file.with_name(f"{file.stem}-{placement}.npz"))
-                measured |= {} if timeline is None else {placement: timeline}
+    measured = measured_timelines(path, name, attempt)
     own = path / name
     if not own.resolve().is_relative_to(path.resolve()):  # a name must not lead elsewhere
         return Workload(name, problem, None, None, measured, {})
     if not own.is_dir() and (path / "plan.json").is_file():
         own = path
-    return _with_plan(name, own, problem, measured, attempt)
+    plans = {"": own / "plan.json"} if (own / "plan.json").is_file() else {}
+    with_plan = [w for file in plans.values() for w in _planned(own, path, file, attempt)]
+    if not with_plan:
+        return Workload(name, problem, None, None, measured, {})
+    problem = problem or with_plan[0].problem
+    return replace(with_plan[0], name=name, problem=problem, measured=measured)
 
 
-def _planned(path: Path, plans: list[Path] | None, attempt: Attempt) -> Iterator[Workload]:
-    """A workload for every plan in the folder, or in a folder in it."""
-    files = plans or [
-        f for f in (path / "plan.json", *sorted(path.glob("*/plan.json"))) if f.is_file()
-    ]
-    for file in files:
-        workload = _with_plan(file.stem, file.parent, None, {}, attempt, file)
-        if workload.plan is not None:
-            name = file.parent.name if file.parent != path else workload.plan.graph.name
-            yield replace(workload, name=name if len(files) > 1 else workload.plan.graph.name)
+def measured_timelines(
+    path: Path, workload: str, attempt: Attempt = lambda read, file: read(file)
+) -> dict[str, Timeline]:
+    """What a comparison in ``path`` recorded of a workload in its last round, by placement id."""
+    measured: dict[str, Timeline] = {}
+    for file in sorted((path / "measured").glob("*.json"), key=lambda f: f.stat().st_mtime):
+        about, ids = attempt(_measured_ids, file) or (None, [])
+        if about == workload:
+            for placement in ids:
+                timeline = attempt(Timeline.load, file.with_name(f"{file.stem}-{placement}.npz"))
+                measured |= {} if timeline is None else {placement: timeline}
+    return measured
 
 
-def _with_plan(
-    name: str,
-    folder: Path,
-    problem: Problem | None,
-    measured: dict[str, Timeline],
-    attempt: Attempt,
-    file: Path | None = None,
-) -> Workload:
+def _planned(home: Path, path: Path, given: Path | None, attempt: Attempt) -> Iterator[Workload]:
+    """A workload for every plan among the JSON files of ``home``; of ``given`` alone, if given.
+
+    What a plan was measured as (``run --out``) is the same plan with more in it. Which plan a
+    trace is of is told by its devices and its placement.
+    """
     from placement.plan import load_plan
 
-    file = file or folder / "plan.json"
-    plan = attempt(load_plan, file)
-    if plan is not None and problem is None:
-        saved = attempt(_problem, folder / "problem.json")
-        names = tuple(d.name for d in plan.cluster.devices)
-        about = plan.graph.fingerprint, names
-        if saved is not None and about == (saved.graph.fingerprint, saved.cluster.device_names):
-            problem = saved
-    traces: dict[str, Timeline] = {}
-    for each in sorted(folder.glob("*trace*.json")):
-        read = attempt(trace.read_traces, each) or {}
-        traces |= {what or each.stem: timeline for what, timeline in read.items()}
-    return Workload(name, problem, plan, None if plan is None else file, measured, traces)
+    plans: dict[str, tuple[Path, Plan]] = {}
+    traces: list[tuple[Path, Timeline]] = []
+    files = [f for f in home.glob("*.json") if f.is_file() and f != given]
+    files.sort(key=lambda f: f.stat().st_mtime)
+    files += [] if given is None else [given]
+    for file in files:
+        text = attempt(read_text, file) or ""
+        if re.search(r'"traceEvents"\s*:', text):
+            traces += [(file, t) for t in attempt(trace.read_traces, file) or ()]
+        elif file != given and not re.search(r'"schema_version"\s*:', text):
+            continue
+        elif plan := attempt(load_plan, file):
+            key = plan.model_copy(update={"measured": None}).model_dump_json()
+            before = plans.get(key)
+            if plan.measured is None and before is not None:
+                plan = before[1]
+            plans[key] = file, plan
+    if given is not None:
+        plans = {key: one for key, one in plans.items() if one[0] == given}
+    others = traces
+    for file, plan in plans.values():
+        names = [d.name for d in plan.cluster.devices]
+        problem = attempt(_problem, home / "problem.json")
+        if problem is not None and (
+            plan.graph.fingerprint != problem.graph.fingerprint
+            or names != list(problem.cluster.device_names)
+        ):
+            problem = None
+        on = np.array([[names.index(d) for d in phase.values()] for phase in plan.assignments])
+        mine = {t.kind: t for _, t in traces if _is_of(t, names, on)}  # the latest of each kind
+        others = [one for one in others if not _is_of(one[1], names, on)]
+        name = plan.graph.name if len(plans) == 1 and home == path else home.name
+        if len(plans) > 1:
+            name = file.stem if home == path else f"{home.name}/{file.stem}"
+        yield Workload(name, problem, plan, file, {}, mine)
+    if given is None and plans:
+        for file, _ in others:
+            attempt(_of_no_plan, file)
+
+
+def _of_no_plan(file: Path) -> None:
+    raise RunFolderError("a timeline of no plan that is here")
+
+
+def _is_of(timeline: Timeline, device_names: list[str], on: NDArray[np.int64]) -> bool:
+    """Whether a timeline is of the placement int ``[K, N]`` on these devices."""
+    turns = on[np.arange(timeline.num_microbatches) % len(on)]
+    return list(timeline.device_names) == device_names and np.array_equal(timeline.device_of, turns)
 
 
 def _problem(file: Path) -> Problem:

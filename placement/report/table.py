@@ -218,11 +218,12 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     notes = [f"best trade-offs of {_traded(first)}: {', '.join(front)}"] if front else []
     if first.energy_source == "declared":
         notes.append("energy is computed from declared watts, not from measured ones")
-    error = first.prediction_error
+    error = first.calibration_error
     ran = any(r.num_rounds for rows in by_planner.values() for r in rows)
     if error and not ran:  # what ran has errors of its own, in the next table
         notes.append(
-            f"predictions err by {error:.1%}: of rows that differ by less, either may be better"
+            f"the profile's calibration error is {error:.1%}: of rows that differ by less, either "
+            "may be better"
         )
     notes += [f"{name}: {rows[0].note}" for name, rows in by_planner.items() if rows[0].note]
     return Table(
@@ -244,7 +245,7 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
         (
             name,
             _ms(median(rows, "measured_period_s")),
-            _ms(median(rows, "measured_period_iqr_s")),
+            _half(median(rows, "measured_period_iqr_s")),
             _figure(median(rows, "period_error"), 1, 100, "+"),
             _ms(median(rows, "measured_latency_s")),
             _figure(median(rows, "latency_error"), 1, 100, "+"),
@@ -254,8 +255,9 @@ def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     ]
     rounds = max(r.num_rounds for rows in by_planner.values() for r in rows)
     return Table(
-        f"{workload}, measured: medians of {rounds} interleaved rounds",
-        ("planner", "period ms", "± iqr", "error %", "latency ms", "error %", "speed-up"),
+        f"{workload}, measured: medians of {rounds} interleaved rounds, ± half their "
+        "interquartile range",
+        ("planner", "period ms", "±", "error %", "latency ms", "error %", "speed-up"),
         tuple(lines),
     )
 
@@ -366,6 +368,11 @@ def median(rows: Sequence[Row], column: str) -> float | None:
     """Over the seeds; None where a seed has no answer, so that failures are not averaged away."""
     values: list[Any] = [getattr(r, column) for r in rows]
     return None if any(v is None for v in values) else float(np.median(values))
+
+
+def _half(iqr_s: float | None) -> str:
+    """Milliseconds behind ±: half the interquartile range, as everywhere."""
+    return "–" if iqr_s is None else f"{1e3 * iqr_s / 2:.2g}"
 
 
 def _ms(seconds: float | None) -> str:

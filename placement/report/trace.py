@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from placement.tools.files import parse_json, read_text, write_atomic
 
 
 def write_trace(
-    path: str | Path, timelines: Mapping[str, Timeline], op_name: tuple[str, ...] | None = None
+    path: str | Path, timelines: Iterable[Timeline], op_name: tuple[str, ...] | None = None
 ) -> Path:
-    """Named timelines, e.g. ``{"predicted": ..., "measured": ...}``, as one trace.
+    """Timelines as one trace, each a process that says whether it was predicted or measured.
 
     It opens at https://ui.perfetto.dev and chrome://tracing.
 
@@ -24,34 +24,33 @@ def write_trace(
         FileError: it cannot be written there.
     """
     events: list[dict[str, Any]] = []
-    for pid, (name, timeline) in enumerate(timelines.items()):
-        args = {"name": name}
-        events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": args})
+    for pid, timeline in enumerate(timelines):
         events += [e | {"pid": pid} for e in timeline.to_trace(op_name)["traceEvents"]]
     return write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def read_traces(path: str | Path) -> dict[str, Timeline]:
+def read_traces(path: str | Path) -> list[Timeline]:
     """The timelines of a file that ``write_trace`` wrote, or ``Timeline.to_trace`` gave.
 
-    By the name of their process; ``""`` where it has none. Peak memory and loaders are not in a
+    Peak memory and loaders are not in a
     trace, and times are rounded to what microseconds in floating point hold.
 
     Raises:
-        TimelineError: it cannot be read, or is not such a trace.
+        TimelineError: it cannot be read, is not such a trace, or does not say whether it was
+            predicted or measured.
     """
     try:
         events = parse_json(read_text(path))["traceEvents"]
         by_pid: dict[int, list[dict[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        return dict(map(_timeline, by_pid.values()))
+        return [_timeline(events) for events in by_pid.values()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise TimelineError(f"{path}: not a trace of ours ({error!r})") from error
 
 
-def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
-    """One process: its name, and what its tracks say."""
+def _timeline(events: list[dict[str, Any]]) -> Timeline:
+    """What the tracks of one process say."""
     named = {e["name"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [e for e in events if e["ph"] == "X"]
@@ -72,7 +71,9 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
     on[batch, op] = [e["tid"] for e in ran]
     if np.isnan(end).any():
         raise ValueError("an operator is missing in a micro-batch")
-    name, m = named.get("process_name", ""), np.arange(len(on))
+    kind, m = named.get("process_name"), np.arange(len(on))
+    if kind not in ("predicted", "measured"):
+        raise ValueError("it does not say whether it was predicted or measured: write it again")
     num_phases = next(k for k in range(1, len(on) + 1) if np.array_equal(on, on[m % k]))
     transfers = [
         (e["args"]["tensor"], e["args"]["micro_batch"], *pairs[tracks[e["tid"]]]) for e in sent
@@ -85,7 +86,7 @@ def _timeline(events: list[dict[str, Any]]) -> tuple[str, Timeline]:
         np.array(transfers, np.int32).reshape(-1, 4),
         np.array([e["ts"] for e in sent]) * 1e-6,
         np.array([e["ts"] + e["dur"] for e in sent]) * 1e-6,
-        measured=name == "measured",
+        measured=kind == "measured",
     )  # fmt: skip
     line.check()
-    return name, line
+    return line

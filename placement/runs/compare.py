@@ -306,7 +306,7 @@ def _row(
         bound_s=bound_s,
         plan_s=cell.plan_s,
         note=cell.note,
-        prediction_error=problem.profile.error or None,
+        calibration_error=problem.profile.error or None,
     )
     if cell.solution is None:
         return row

@@ -32,7 +32,7 @@ class Row:
         bound_s: best proved lower bound of the objective over all planners, and its ``gap``,
             ``value_s / bound_s - 1``.
         plan_s, evaluations: what planning cost.
-        prediction_error: by which share predictions of placements miss what runs
+        calibration_error: by which share predictions of placements miss what runs
             (``Profile.error``); None where none ran for the profile.
         energy_source: whether the watts behind ``energy_j`` are ``measured`` or ``declared``.
         pareto: no other feasible row of the workload has a predicted latency, period and energy
@@ -68,7 +68,7 @@ class Row:
     note: str = ""
     energy_source: str | None = None
     pareto: bool = False
-    prediction_error: float | None = None
+    calibration_error: float | None = None
 
     @property
     def measured_s(self) -> float | None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 FIRST_SIGN_S, LIFE_SIGN_S = 3.0, 15.0  # in a log: when the first line comes, and how often
 COMPILING_S = 1.0  # of compiling, after which it is said
@@ -19,9 +20,9 @@ _UNPRINTABLE = dict.fromkeys(
 Progress = Callable[[str, float | None], None]  # (what is being done, share done or None)
 
 
-def say(text: str) -> None:
+def say(text: str, stream: TextIO | None = None) -> None:
     """One message on standard error."""
-    print(f"placement: {printable(text)}", file=sys.stderr)
+    print(f"placement: {printable(text)}", file=stream or sys.stderr)
 
 
 def printable(text: str) -> str:
@@ -94,6 +95,7 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
             yield show
         return
     began, ended = time.monotonic(), threading.Event()
+    stream = sys.stderr  # what captures a model keeps others' words off it meanwhile
     doing = "working"
 
     def note(what: str, share: float | None) -> None:
@@ -105,11 +107,8 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         while not ended.wait(wait_s):
             wait_s = LIFE_SIGN_S
             took_s = round(time.monotonic() - began)
-            say(
-                f"{doing}, after {took_s} s"
-                if took_s < 120
-                else f"{doing}, after {took_s // 60} min"
-            )
+            took = f"{took_s} s" if took_s < 120 else f"{took_s // 60} min"
+            say(f"{doing}, after {took}", stream)
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()

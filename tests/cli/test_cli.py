@@ -302,7 +302,7 @@ def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, caps
         out, err = capsys.readouterr()
         assert re.search(
             f"kept one device: what {words[0]} answers, on several, is predicted .* better, and "
-            "predictions err by 95.0%; --margin 0 takes it",
+            "the calibration error is 95.0%; --margin 0 takes it",
             err,
         )
         single = json.loads(out)

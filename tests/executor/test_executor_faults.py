@@ -244,7 +244,8 @@ def test_a_loader_is_a_track_of_the_measured_timeline():
     begin, end = timeline.load_s.T
     assert begin[0] == 0 and (end - begin >= PAUSE_S).all()
     assert (end <= timeline.start_s.min(axis=1)).all(), "loaded before it runs"
-    tracks = [e["args"]["name"] for e in timeline.to_trace()["traceEvents"] if e["ph"] == "M"]
+    events = timeline.to_trace()["traceEvents"]
+    tracks = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
     assert "loader" in tracks
     assert Executor(problem).run(SPLIT, num_microbatches=2).load_s is None
     with pytest.raises(LoaderError, match="gave no items"):

@@ -212,10 +212,10 @@ def test_light_and_dark(shown: Page) -> None:
 
 
 def test_a_phone(browser: Page, report: Path) -> None:
-    browser.open(report, 390, 844)
+    browser.open(report, 360, 780)
     browser.until("document.querySelector('#gantt-0').dataset.to")
     browser.until("!!document.querySelector('#search svg path')")
-    assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert browser.run("document.documentElement.scrollWidth") <= 360
     assert browser.errors == []
 
 
@@ -263,3 +263,51 @@ def test_packed_arrays_are_read_as_they_were_written(shown: Page) -> None:
     assert num == 60 and len(start) == 360
     assert end.max() == pytest.approx(makespan, rel=1e-6)
     assert json.dumps(bars)
+
+
+def test_without_scripts_there_are_a_table_and_a_picture_and_no_controls(
+    browser: Page, report: Path
+) -> None:
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.call("Page.navigate", url=report.resolve().as_uri())
+        browser.until("document.querySelectorAll('#stills svg.gantt').length === 2")
+        said = browser.run("document.body.innerText")
+        seen = "(x) => x.checkVisibility()"
+        controls = browser.run(f"[...document.querySelectorAll('button, select')].some({seen})")
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert "first" in said and "round_robin" in said and "measured period" in said and EVIL in said
+    assert not controls
+    assert browser.run("document.querySelector('svg.gantt').textContent.includes('one run')")
+
+
+def test_paper_has_the_timeline_and_whole_tables(shown: Page) -> None:
+    """As a browser prints: an event, then another width; nothing is cut at a scrollbar."""
+    shown.run("dispatchEvent(new Event('beforeprint'))")
+    features: dict[str, Any] = {"media": "print"}
+    shown.call("Emulation.setEmulatedMedia", **features)
+    try:
+        for selector in ("#compare .scroll", "#timeline .sideways", "#graph-canvas", "#gantt-0"):
+            wide = f"[...document.querySelectorAll('{selector}')].map((x) => x.scrollWidth)"
+            assert max(shown.run(wide)) <= 920, selector
+        pixels = """(() => {
+            const canvas = document.querySelector('#gantt-0');
+            const [w, h] = [canvas.width, canvas.height];
+            const { data } = canvas.getContext('2d').getImageData(0, 0, w, h);
+            const found = new Set();
+            for (let i = 0; i < data.length; i += 4) found.add(data.slice(i, i + 3).join());
+            return found.size;
+        })()"""
+        assert shown.run(pixels) > 8  # one colour a micro-batch at least
+        assert shown.run("getComputedStyle(document.querySelector('.bar')).display") == "none"
+    finally:
+        shown.call("Emulation.setEmulatedMedia", media="")
+        shown.run("dispatchEvent(new Event('afterprint'))")
+
+
+def test_a_page_that_is_photographed_at_once_has_a_timeline(browser: Page, report: Path) -> None:
+    browser.open(report)  # until the scripts have run; what is unpacked may still be awaited
+    drawn = "document.querySelector('#timeline svg.gantt rect, #gantt-0[data-to]') !== null"
+    assert browser.run(drawn)
+    assert browser.run("document.querySelectorAll('#graph-canvas .node').length") > 0

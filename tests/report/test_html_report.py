@@ -24,7 +24,7 @@ from placement.plan import make_plan
 from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
 from placement.planners.round_robin import RoundRobin
-from placement.problem import Problem
+from placement.problem import Problem, Solution
 from placement.report import table, trace, usage
 from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
@@ -126,8 +126,7 @@ def arrays(timeline: dict[str, Any]) -> tuple[np.ndarray, ...]:
 
 
 def placement(decision: dict[str, Any]) -> np.ndarray:
-    raw = zlib.decompress(base64.b64decode(decision["placement"]))
-    return np.frombuffer(raw, "<u2").astype(np.int32)
+    return np.frombuffer(base64.b64decode(decision["placement"]), "<u2").astype(np.int32)
 
 
 def test_the_table_has_the_medians_of_the_csv_file(run_dir: Path, data: dict[str, Any]) -> None:
@@ -243,7 +242,10 @@ def test_hostile_names_are_text(data: dict[str, Any]) -> None:
     parsed = Elements(text)
     tags = [tag for tag, _ in parsed.elements]
     assert tags.count("script") == 2 and "img" not in tags
-    assert json.loads(parsed.texts["data"]) == data
+    for workload in data["workloads"]:  # which is no data, but a picture on the page itself
+        assert workload["picture"] in text
+    shown = [{k: v for k, v in w.items() if k != "picture"} for w in data["workloads"]]
+    assert json.loads(parsed.texts["data"]) == data | {"workloads": shown}
     assert EVIL in data["workloads"][1]["graph"]["ops"][0]
     assert "onerror=" not in re.sub(r'"application/json">.*?</script>', "", text, flags=re.S)
 
@@ -314,7 +316,7 @@ def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace
         "predicted": simulate(problem, solution.placement),
         "measured": Noisy(problem).run(solution.placement, num_microbatches=6),
     }
-    trace.write_trace(tmp_path / "net" / "trace.json", timelines, problem.graph.op_name)
+    trace.write_trace(tmp_path / "net" / "trace.json", timelines.values(), problem.graph.op_name)
     (shown,) = page_data(read_run(tmp_path))["workloads"]
     index = next(p["decision"] for p in shown["planners"] if p["name"] == best.planner)
     for i, decision in enumerate(shown["decisions"]):
@@ -344,6 +346,55 @@ def test_a_plan_alone(tmp_path: Path) -> None:
     (workload,) = page_data(read_run(tmp_path / "plan.json"))["workloads"]
     assert workload["decisions"][0]["predicted"]["period_s"] == plan.predicted.period_s
     assert workload["graph"]["edges"]
+
+
+def test_a_plan_under_any_name_as_measured_and_both_traces(tmp_path: Path) -> None:
+    """The folder of the quickstart: plan --trace, run --trace --out; beside it another plan."""
+    from placement.plan import Measured, Spread
+
+    problem = modular(10)
+    solution = Heft()(problem)
+    plan = make_plan(problem, solution, planner="heft")
+    plan.save(tmp_path / "p.json")
+    spread = Spread(median_s=0.5, iqr_s=0.1)
+    measured = Measured(latency_s=spread, period_s=spread, n=5, when="now", machine="here")
+    plan.model_copy(update={"measured": measured}).save(tmp_path / "measured.json")
+    predicted = simulate(problem, solution.placement)
+    run = Noisy(problem).run(solution.placement, num_microbatches=6)
+    for name, timeline in (("t1", predicted), ("t2", run)):
+        trace.write_trace(tmp_path / f"{name}.json", [timeline], problem.graph.op_name)
+    for source in (tmp_path, tmp_path / "p.json"):
+        (workload,) = page_data(read_run(source))["workloads"]
+        (line,) = workload["planners"]
+        (decision,) = workload["decisions"]
+        assert (line["measured_period_s"], line["rounds"]) == (0.5, 5)
+        assert decision["predicted"]["period_s"] == pytest.approx(predicted.period_s, rel=1e-6)
+        assert decision["measured"]["period_s"] == pytest.approx(run.period_s, rel=1e-6)
+    written = write_report(tmp_path)
+    assert (written.num_workloads, written.num_planners) == (1, 1)
+    assert (written.num_predicted, written.num_measured, written.unread) == (1, 1, ())
+    text = written.path.read_text()
+    assert "heft, predicted: " in text and "heft, measured, one run: " in text
+
+    # Another plan in the folder has neither; a timeline of no plan is left out, and named.
+    on_one = np.zeros(problem.num_ops, np.int32)
+    make_plan(problem, Solution(on_one, 1.0), planner="other").save(tmp_path / "o.json")
+    trace.write_trace(tmp_path / "t3.json", [simulate(problem, 1 - on_one)])
+    both = read_run(tmp_path)
+    assert {w.name: sorted(w.traces) for w in both.workloads} == {
+        "measured": ["measured", "predicted"],
+        "o": [],
+    }
+    assert both.unread == ("t3.json: a timeline of no plan that is here",)
+
+
+def test_a_trace_that_does_not_say_what_it_is_is_left_out(tmp_path: Path) -> None:
+    problem = modular(4)
+    events = simulate(problem, np.zeros(4, np.int32)).to_trace()["traceEvents"]
+    unnamed = [e for e in events if e["name"] != "process_name"]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": unnamed}))
+    with pytest.raises(TimelineError, match="whether it was predicted or measured"):
+        trace.read_traces(tmp_path / "t.json")
 
 
 def test_a_training(tmp_path: Path) -> None:
@@ -431,10 +482,9 @@ def test_busy_share_of_a_drawn_timeline() -> None:
 def test_traces_are_read_back(tmp_path: Path) -> None:
     problem = modular(8, 3)
     timeline = simulate(problem, np.arange(8, dtype=np.int32) % 3)
-    trace.write_trace(tmp_path / "t.json", {"predicted": timeline, "measured": timeline})
-    read = trace.read_traces(tmp_path / "t.json")
-    assert [t.measured for t in read.values()] == [False, True]
-    predicted = read["predicted"]
+    trace.write_trace(tmp_path / "t.json", [timeline, replace(timeline, measured=True)])
+    predicted, measured = trace.read_traces(tmp_path / "t.json")
+    assert [t.kind for t in (predicted, measured)] == ["predicted", "measured"]
     assert predicted.device_names == timeline.device_names
     np.testing.assert_array_equal(predicted.placement, timeline.placement)
     np.testing.assert_array_equal(predicted.transfers, timeline.transfers)

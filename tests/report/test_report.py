@@ -178,7 +178,7 @@ def comparison(*cells: Row) -> Comparison:
 def test_tables_hold_the_figures_in_their_units() -> None:
     predicted, measured, gain, fidelity = table.tables(comparison(*rows()))
     assert predicted.cells[1] == ("split", "5.00", "8.00", "1.60", "25.0", "0.12", "1234")
-    assert measured.cells[1] == ("split", "6.25", "0.100", "-20.0", "10.0", "-20.0", "1.70")
+    assert measured.cells[1] == ("split", "6.25", "0.05", "-20.0", "10.0", "-20.0", "1.70")
     assert measured.cells[0] == ("single:cpu:0", *6 * ("–",))
     assert gain.cells == (("split", "1.70", "1.70", "1.70", "1"),)
     assert "bootstrap" in gain.title and "seeds" in gain.title
@@ -225,9 +225,12 @@ def test_a_narrow_terminal_breaks_headers_and_names_and_cuts_nothing(
 
 
 def test_predictions_that_nothing_ran_for_say_how_far_they_are_off() -> None:
-    note = "predictions err by 12.3%: of rows that differ by less, either may be better"
+    note = (
+        "the profile's calibration error is 12.3%: of rows that differ by less, either may be "
+        "better"
+    )
     for measured in (False, True):
-        known = [replace(r, prediction_error=0.123) for r in rows(measured=measured)]
+        known = [replace(r, calibration_error=0.123) for r in rows(measured=measured)]
         assert (note in table.tables(comparison(*known))[0].notes) is not measured
 
 
@@ -250,9 +253,7 @@ def test_names_with_dollars_are_no_mathematics(tmp_path: Path) -> None:
 def test_trace_has_a_process_per_timeline_and_a_track_per_device(tmp_path: Path) -> None:
     predicted = pipeline()
     measured = replace(predicted, end_s=predicted.end_s + 0.25, measured=True)
-    path = trace.write_trace(
-        tmp_path / "trace.json", {"predicted": predicted, "measured": measured}, ("up", "down")
-    )
+    path = trace.write_trace(tmp_path / "trace.json", [predicted, measured], ("up", "down"))
     events = json.loads(path.read_text())["traceEvents"]
     process = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert process == {0: "predicted", 1: "measured"}

@@ -214,8 +214,8 @@ def test_files_keep_phases(tmp_path: Path) -> None:
     timeline = simulate(problem, p)
     timeline.save(tmp_path / "t.npz")
     np.testing.assert_array_equal(type(timeline).load(tmp_path / "t.npz").placement, p)
-    write_trace(tmp_path / "t.json", {"predicted": timeline})
-    read = read_traces(tmp_path / "t.json")["predicted"]
+    write_trace(tmp_path / "t.json", [timeline])
+    (read,) = read_traces(tmp_path / "t.json")
     np.testing.assert_array_equal(read.device_of, timeline.device_of)
 
 

@@ -106,11 +106,12 @@ const announce = (text) => {
   $("live").textContent = text;
 };
 
-// Arrays that were deflated into base64
+// Arrays in base64; large ones were deflated
 
+const decoded = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+const devicesOf = (placement) => new Uint16Array(decoded(placement).buffer);
 async function inflate(text) {
-  const raw = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const stream = new Blob([decoded(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).arrayBuffer();
 }
 
@@ -154,12 +155,14 @@ function choice(label, options, chosen, act) {
 function responsive(height, make) {
   const holder = el("div", { style: { height: `${height}px` } });
   let drawn = 0;
-  new ResizeObserver(([entry]) => {
-    const width = Math.round(entry.contentRect.width);
+  const draw = () => {
+    const width = holder.clientWidth;
     if (!width || width === drawn) return;
     drawn = width;
     holder.replaceChildren(make(width, height));
-  }).observe(holder);
+  };
+  new ResizeObserver(draw).observe(holder);
+  on("paper", draw);
   return holder;
 }
 function choose(select, value) {

@@ -125,8 +125,8 @@ class GraphView {
     return this.workload.decisions[planner?.decision ?? 0];
   }
 
-  async show() {
-    this.devices = this.decision ? new Uint16Array(await inflate(this.decision.placement)) : null;
+  show() {
+    this.devices = this.decision ? devicesOf(this.decision.placement) : null;
     this.paint();
     if (!this.fitted) this.fit();
   }
@@ -587,6 +587,7 @@ function graphSection(workload, state) {
   const legend = el("div", { class: "legend" }, workload.devices.map((d, i) => el("span", {}, swatch(deviceColour(i)), d.name)),
     workload.graph.edges ? el("span", {}, swatch("var(--cut)"), "between devices") : null);
   queueMicrotask(() => picture.show());
+  on("paper", () => picture.fit());
   return card("Operator graph", `${plural(workload.graph.ops.length, "operator")} by module, coloured by device. Click a module, or press Enter, to open it.${workload.graph.edges ? "" : " Only the plan is known, so edges are not."}`,
     el("div", { class: "tools" }, planner, search, el("span", { class: "gap" }),
       button("graph-fold", "Fold all", () => picture.openWhere(() => false)),

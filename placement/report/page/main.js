@@ -19,7 +19,10 @@ function summarySection() {
   } else if (workloads.length === 1 && workloads[0].planners.length === 1) {
     const p = workloads[0].planners[0];
     facts.push(fact(times(p.speedup), `${p.name}: predicted speed-up over the best single device`));
-    facts.push(fact(seconds(p.value_s, unitOf(workloads[0])), `predicted ${workloads[0].objective}`));
+    const { objective } = workloads[0];
+    facts.push(fact(seconds(p.value_s, unitOf(workloads[0])), `predicted ${objective}`));
+    const took = p[`measured_${objective}_s`];
+    if (known(took)) facts.push(fact(seconds(took), `measured ${objective}, median of ${plural(p.rounds, "run")}`));
   }
   const gaps = workloads.flatMap((w) => {
     const known_ = w.planners.map((p) => p.gap).filter(known);
@@ -43,7 +46,7 @@ function columnsOf(workload) {
     workload.planners.some((p) => known(p.energy_j)) && [workload.devices.some((d) => d.power_source === "declared") ? "energy (declared W)" : "energy", said("energy_j"), (v) => seconds(v, "J"), "predicted"],
     ["speed-up", said("speedup"), times, "predicted"],
     workload.planners.some((p) => known(p.gap)) && ["gap", said("gap"), (v) => percent(v), "predicted"],
-    isMeasured && ["period", said("measured_period_s"), (v, p) => [seconds(v), known(v) ? el("small", {}, ` ± ${percent(p.measured_period_iqr_s / 2 / v)}`) : null], "measured"],
+    isMeasured && ["period", said("measured_period_s"), (v, p) => [seconds(v), known(v) ? el("small", {}, ` ± ${seconds(p.measured_period_iqr_s / 2)}`) : null], "measured"],
     isMeasured && ["error", said("period_error"), signed, "measured"],
     isMeasured && ["latency", said("measured_latency_s"), (v) => seconds(v), "measured"],
     isMeasured && ["error", said("latency_error"), signed, "measured"],
@@ -105,7 +108,8 @@ function compareSection(workload) {
   const about = [`${plural(workload.num_ops, "operator")} on ${plural(workload.num_devices, "device")}, objective ${workload.objective}`,
     workload.num_microbatches && !isServed(workload) && `${plural(workload.num_microbatches, "micro-batch", "micro-batches")}, ${workload.max_in_flight} in flight`,
     workload.bound_s > 0 && `proved lower bound ${seconds(workload.bound_s, unitOf(workload))}`,
-    workload.prediction_error > 0 && `predictions err by ${percent(workload.prediction_error)}`,
+    workload.calibration_error > 0 && `the profile's calibration error is ${percent(workload.calibration_error)}`,
+    workload.planners.some((p) => p.rounds) && `measured: medians of ${Math.max(...workload.planners.map((p) => p.rounds))} rounds, ± half their interquartile range`,
     workload.planners.some((p) => p.seeds > 1) && "medians over the seeds"].filter(Boolean).join("; ");
   return card(workload.planners.length > 1 ? "Compare" : "Plan", `${about}. Speed-ups are over the best single device (the mark).`, holder);
 }
@@ -225,8 +229,24 @@ function theme() {
   system.addEventListener("change", () => changed("theme"));
 }
 
+// On paper there is one width, and no dark side: what is drawn is drawn anew for it.
+function paper() {
+  for (const [what, isPaper] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(what, () => {
+      document.documentElement.classList.toggle("paper", isPaper);
+      changed("paper");
+    });
+  }
+}
+
 function begin() {
   theme();
+  paper();
+  document.querySelectorAll("#stills > section").forEach((s, i) => {
+    data.workloads[i].still = s.querySelector("svg");
+  });
+  $("stills").remove();
+  for (const id of ["theme", "bar"]) $(id).hidden = false;
   document.title = `${data.title} · placement report`;
   $("title").textContent = data.title;
   const made = data.made.replace("T", " ").replace(/:\d\d\+00:00$/, " UTC");

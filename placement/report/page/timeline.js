@@ -8,7 +8,7 @@ const TITLE = 26;
 // The bars of a timeline in ticks, and for every device its bars by start.
 const bars = remembered(async ({ timeline, placement }) => {
   const buffer = await inflate(timeline.bars);
-  const devices = new Uint16Array(await inflate(placement));
+  const devices = devicesOf(placement);
   const [m, n, x] = [timeline.num_shown, timeline.num_ops, timeline.num_transfers];
   const cut = (from, length) => new Uint32Array(buffer, 4 * from, length);
   const start = cut(0, m * n);
@@ -76,13 +76,17 @@ class Panel {
     });
     const facts = ["predicted", "measured"].filter((kind) => this.decision[kind]).map((kind) => {
       const t = this.decision[kind];
-      return el("span", { class: "hint" }, `${kind}: ${plural(t.num_microbatches, "micro-batch", "micro-batches")} in ${seconds(t.makespan_s)}, period ${seconds(t.period_s)}`);
+      return el("span", { class: "hint" }, `${kind === "measured" ? "measured, one run" : kind}: ${plural(t.num_microbatches, "micro-batch", "micro-batches")} in ${seconds(t.makespan_s)}, period ${seconds(t.period_s)}`);
     });
+    const row = workload.planners.find((p) => p.name === planner);
+    if (this.decision.measured && known(row.measured_period_s)) {
+      facts.push(el("span", { class: "hint" }, `median period of ${plural(row.rounds, "run")}: ${seconds(row.measured_period_s)}`));
+    }
     const others = this.decision.planners.filter((name) => name !== planner);
     this.node = el("div", { class: "panel" },
       el("div", { class: "who" },
         el("h3", {}, planner, others.length ? el("span", { class: "hint" }, ` same placement as ${others.join(", ")}`) : null), facts),
-      this.canvas, this.summary());
+      this.canvas, workload.still, this.summary());
     this.listen();
     this.ready = this.load();
   }
@@ -95,6 +99,8 @@ class Panel {
     }
     this.tracks = this.layout();
     this.draw();
+    this.workload.still?.remove();
+    this.workload.still = null;
   }
 
   keys(kind) {
@@ -117,7 +123,7 @@ class Panel {
     for (const source of Object.keys(this.parts)) {
       const t = this.decision[source];
       const cut = t.num_shown < t.num_microbatches ? `, the first ${t.num_shown} of ${t.num_microbatches} micro-batches` : "";
-      add({ kind: "title", height: TITLE, text: `${source}${cut}` });
+      add({ kind: "title", height: TITLE, text: `${source === "measured" ? "measured, one run" : source}${cut}` });
       devices.forEach((_, device) => add({ kind: "lane", height: high, source, device }));
     }
     const both = Object.keys(this.parts).length > 1 ? "area predicted, line measured" : "";
@@ -606,7 +612,7 @@ function timelineSection(workload, state) {
     });
   };
   const act = {
-    view: redraw, theme: redraw,
+    view: redraw, theme: redraw, paper: () => panels.forEach((panel) => panel.draw()),
     planner: () => {
       choose(first, valid(state.left));
       choose(second, state.right || "");
