@@ -629,7 +629,7 @@ def save_best(
             measured = measured_timelines(job.folder, name).get(str(best.placement_id))
             if measured is None or order is not None:
                 measured = Executor(problem).run(placement, schedule=order)
-        both = [predicted] + [measured] * (measured is not None)
+        both = [t for t in (predicted, measured) if t is not None]
         trace.write_trace(folder / "trace.json", both, problem.graph.op_name)
         try:
             gantt.plot_gantt(predicted, measured, picture, f"{name}, {best.planner}")
