@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from placement.importers.decoder import Decoder
+from placement.importers.hf_config import read
 
 LLAMA = {
     "model_type": "llama",
@@ -32,6 +36,16 @@ devices:
 - {name: "cuda:1", like: nvidia/rtx-3060}
 - {name: "cpu:0", like: amd/ryzen-7950x}
 """
+
+
+def decoder(config: Mapping[str, Any] = LLAMA, **changes: Any) -> Decoder:
+    """The decoder of a config with these changes, read once."""
+    return _read(json.dumps({**config, **changes}))
+
+
+@cache
+def _read(text: str) -> Decoder:
+    return read(json.loads(text), "c.json", "c")
 
 
 def written(folder: Path, config: Mapping[str, Any], cluster: str = HOME) -> tuple[str, str]:

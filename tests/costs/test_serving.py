@@ -28,15 +28,9 @@ from placement.costs.serving import (
 )
 from placement.devices import library, nearest
 from placement.importers import load_decoder
-from placement.importers.decoder import Decoder
-from placement.importers.hf_config import read
 from placement.planners import load
 from placement.simulator import simulate
-from tests.served import HOME, LLAMA, MIXTRAL, gguf_llama, written
-
-
-def decoder(config: dict[str, Any] = LLAMA, **changes: Any) -> Decoder:
-    return read({**config, **changes}, "c.json", "c")
+from tests.served import HOME, LLAMA, MIXTRAL, decoder, gguf_llama, written
 
 
 def cluster(text: str, folder: Path) -> Cluster:

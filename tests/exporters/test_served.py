@@ -18,11 +18,11 @@ from placement.costs.serving import Serving, serving_problem
 from placement.exporters import ExportError, Inexpressible, load
 from placement.graph import OpGraph
 from placement.importers import load_decoder
-from placement.importers.hf_config import read
 from placement.plan import Plan, make_plan
 from placement.problem import Solution
 from tests.consumers import first_match, placed, problem_of
 from tests.served import LLAMA, MIXTRAL, gguf_llama
+from tests.served import decoder as read_config
 
 FOUR = {"num_hidden_layers": 4, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -34,7 +34,7 @@ def plan_of(
     config: dict[str, Any] | str, on: list[int], names: tuple[str, ...] = GPUS, whole: bool = False
 ) -> Plan:
     """A plan with the parts of a model on these devices."""
-    decoder = load_decoder(config) if isinstance(config, str) else read(config, "c.json", "c")
+    decoder = load_decoder(config) if isinstance(config, str) else read_config(config)
     likes = {"cpu": "amd/epyc-7763", "cuda": "nvidia/rtx-4090", "rocm": "amd/mi210"}
     kinds = [n.rpartition("/")[2].partition(":")[0] for n in names]
     devices = tuple(

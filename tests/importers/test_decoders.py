@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from placement.importers import FormatError, is_decoder, load, load_decoder
 from placement.importers.decoder import Decoder
-from placement.importers.hf_config import FAMILIES, read
-from tests.served import LLAMA, MIXTRAL, gguf, gguf_llama
+from placement.importers.hf_config import read
+from tests.served import LLAMA, MIXTRAL, decoder, gguf, gguf_llama
 
 # Of each kind of architecture one; small, with numbers that tell the fields apart.
 SMALL = {
@@ -83,6 +83,22 @@ SMALL = {
         "moe_intermediate_size": 48,
         "use_qk_norm": True,
     },
+    "mamba": {"num_hidden_layers": 3, "state_size": 8},
+    "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2, "full_attention_interval": 2},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "num_local_experts": 4,
+        "mamba_d_head": 16,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "hybrid_layer_ids": [1, 2],
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "num_mem_blocks": 1,
+    },
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -94,6 +110,10 @@ SMALL = {
         "num_key_value_heads": 4,
     },
 }
+FALCON_H1 = {"model_type": "falcon_h1", "hidden_size": 64, "num_hidden_layers": 3,
+             "vocab_size": 130, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 96, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4,
+             "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}  # fmt: skip
 # What else models of a type may have.
 MORE = {
     "phi": {"qk_layernorm": True},
@@ -133,7 +153,7 @@ def test_bytes_are_those_of_the_model(kind: str) -> None:
 
 
 def decoder_of(config: dict[str, Any], **changes: Any) -> Decoder:
-    return read({**config, **changes}, "c.json", "c")
+    return decoder(config, **changes)
 
 
 def test_numbers_of_a_layer() -> None:
@@ -161,7 +181,7 @@ def test_windows() -> None:
     assert windows(model_type="mistral") == [4096] * 6
     kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
     assert windows(sliding_window=9, layer_types=kinds) == [9, None, None] * 2
-    with pytest.raises(FormatError, match=r"layer_types\[0\] = 'linear_attention'"):
+    with pytest.raises(FormatError, match="LinearAttention"):  # which a Llama has none of
         windows(layer_types=["linear_attention"] * 6)
 
 
@@ -187,18 +207,23 @@ def test_quantised_matrices_have_their_bits() -> None:
     ("change", "message"),
     [
         ({"model_type": "lama"}, "the architecture 'lama' is not known; did you mean llama"),
-        ({"hidden_size": None}, "field 'hidden_size' or 'n_embed' or 'n_embd' or 'd_model' is mis"),
-        ({"model_type": "phimoe", "num_key_value_heads": None}, "'num_local_experts' or 'num_exp"),
+        ({"model_type": "minicpm"}, "'minicpm' is not known.* code that comes with a model is not"),
+        ({"model_type": "t5"}, "no t5 can be run"),
+        ({"model_type": "bert"}, "what its layers keep of a token is not known"),
+        ({"hidden_size": None}, "'hidden_size' expected int"),
+        ({"hidden_size": 2**40}, "overflow"),
+        ({"vocab_size": 2**48}, "larger than any memory"),
+        ({"hidden_size": "4096"}, "'hidden_size' expected int, got str"),
         (
-            {"model_type": "mixtral", "num_experts": 4},
-            "'num_experts_per_tok' or 'moe_k' is missing",
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
+            "out of|not in",
         ),
-        ({"hidden_size": "4096"}, "hidden_size = '4096' is not a number"),
-        ({"num_hidden_layers": 10**9}, "must|too large"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"tie_word_embeddings": 1}, "must be true or false"),
+        ({"hidden_act": "none"}, "no llama can be run with these numbers: 'none'"),
+        ({"num_hidden_layers": 10**9}, "too large: at most 4096"),
+        ({"num_hidden_layers": 0}, "no list of its layers"),
+        ({"tie_word_embeddings": 1}, "'tie_word_embeddings' expected bool"),
         ({"torch_dtype": "int3"}, "dtype = 'int3' is none of"),
-        ({"num_key_value_heads": -1}, "num_key_value_heads"),
+        ({"num_key_value_heads": -1}, "negative dimension"),
     ],
 )
 def test_configs_that_are_wrong(change: dict[str, Any], message: str) -> None:
@@ -222,10 +247,6 @@ def test_the_text_model_of_a_larger_one() -> None:
     ("kind", "hidden", "inner", "layers", "heads", "kv_heads", "vocabulary", "published"),
     [
         ("qwen2_5_vl", 3584, 18944, 28, 28, 4, 152064, 7_615_616_512),
-        ("internlm2", 4096, 14336, 32, 32, 8, 92544, 7_737_708_544),
-        ("exaone", 4096, 14336, 32, 32, 8, 102400, 7_818_448_896),
-        ("baichuan", 4096, 11008, 32, 32, 32, 125696, 7_505_973_248),
-        ("minicpm", 2304, 5760, 40, 36, 36, 122753, 2_724_880_896),
         ("qwen3_vl_text", 4096, 12288, 36, 32, 8, 151936, 8_190_735_360),
     ],
 )
@@ -243,17 +264,35 @@ def test_weights_as_published(
     assert read(outer, "c.json", "c").format == "text_config"
 
 
-def test_what_is_left_out_is_not_guessed() -> None:
-    """A number that another type would have is none of this one."""
+def test_what_is_left_out_is_what_transformers_takes() -> None:
     no_kv = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     assert read(no_kv, "c.json", "c").parts[1].kv_bytes == 2 * 2 * 4096
     assert read(no_kv | {"model_type": "mistral"}, "c.json", "c").parts[1].kv_bytes == 2 * 2 * 1024
-    with pytest.raises(FormatError, match=r"'num_key_value_heads' is missing \(exaone4\)"):
-        read(no_kv | {"model_type": "exaone4"}, "c.json", "c")
     no_inner = {k: v for k, v in LLAMA.items() if k != "intermediate_size"}
     assert read(no_inner, "c.json", "c").parts[2].numel == 3 * 4096 * 11008
-    with pytest.raises(FormatError, match="'intermediate_size' or 'n_inner'"):
-        read(no_inner | {"model_type": "olmo"}, "c.json", "c")
+
+
+def test_recurrent_layers_keep_a_state_once() -> None:
+    """Qwen3-Next: every fourth layer keeps keys, the others 3 numbers and a matrix a head.
+
+    2 x 16 heads of keys and 32 of values, 128 wide, in fp16 over a convolution of 4; and for each
+    of 32 heads 128 x 128 numbers in fp32.
+    """
+    config = {"model_type": "qwen3_next", "num_hidden_layers": 4, "hidden_size": 64,
+              "vocab_size": 1000, "num_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    parts = [p for p in read(config, "c.json", "c").parts if p.kind == "attention"]
+    state = 2 * (2 * 16 + 32) * 128 * 4 + 4 * 32 * 128 * 128
+    assert [p.kv_bytes for p in parts] == [state] * 3 + [2 * 2 * 2 * 256]
+    assert [p.window for p in parts] == [1, 1, 1, None]
+
+
+def test_a_layer_with_keys_and_a_state_is_two_parts() -> None:
+    """Falcon-H1 adds attention and Mamba; Zamba2 has one block of attention in several layers."""
+    h1 = read(FALCON_H1 | {"torch_dtype": "float32"}, "c.json", "c").parts[1:4]
+    assert [p.name.rpartition(".")[2] for p in h1] == ["attention", "recurrent", "feed_forward"]
+    # 2 heads of 16 of keys and values; of 4 heads of 16 a matrix of 8 beside each number.
+    assert h1[0].kv_bytes == 4 * 2 * 2 * 16 and h1[0].window is None
+    assert h1[1].kv_bytes == 4 * ((64 + 2 * 8) * 4 + 64 * 8) and h1[1].window == 1
 
 
 def test_sizes_as_published() -> None:
@@ -430,8 +469,8 @@ def test_a_damaged_header_is_refused_or_read(data: st.DataObject, tmp_path_facto
         assert decoder.num_layers >= 1
 
 
-@settings(max_examples=60)
-@given(kind=st.sampled_from(sorted(FAMILIES)), data=st.data())
+@settings(max_examples=40)
+@given(kind=st.sampled_from(sorted(SMALL)), data=st.data())
 def test_any_numbers_of_a_config_are_refused_or_read(kind: str, data: st.DataObject) -> None:
     config: dict[str, Any] = copy.deepcopy(MIXTRAL) | {"model_type": kind, "n_positions": 10}
     values = st.one_of(

@@ -15,7 +15,6 @@ from placement.cluster import Cluster, Device, Link
 from placement.costs.serving import Phase, Serving, memory, serving_problem
 from placement.devices import library
 from placement.graph import OpGraph
-from placement.importers.hf_config import read
 from placement.planners import load
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem
@@ -23,6 +22,7 @@ from placement.search.evaluation import Search
 from placement.simulator import score
 from tests.problems import problem_on, small_problem
 from tests.served import LLAMA, MIXTRAL
+from tests.served import decoder as decoder_of
 
 BASELINES = ("even_layers", "by_memory", "llama_cpp_split")
 
@@ -135,9 +135,7 @@ def home(seed: int, config: Mapping[str, object]) -> Problem:
             for name, like, part in zip(names, likes, share, strict=True)
         ]  # fmt: skip
         serving = Serving(Phase.DECODE, 8192, whole_layers=config is not MIXTRAL)
-        return serving_problem(
-            read(config, "config.json", "model"), Cluster("home", tuple(devices), links), serving
-        )
+        return serving_problem(decoder_of(config), Cluster("home", tuple(devices), links), serving)
 
     roomy = problem(1.0)
     return problem(float(roomy.graph.param_bytes.sum()) / needed / float(roomy.memory_bytes.sum()))
@@ -159,7 +157,7 @@ def test_home_clusters(seed: int) -> None:
 
 def test_experts_beside_attention() -> None:
     """Attention of all layers fits on the fast device, experts of a few: the others are left."""
-    decoder = read({**MIXTRAL, "num_hidden_layers": 8}, "c.json", "c")
+    decoder = decoder_of(MIXTRAL, num_hidden_layers=8)
     gpu = Device("gpu", "cuda", like="nvidia/rtx-4090", memory_bytes=14 * 10**9)
     host = Device("host", "cpu", like="amd/epyc-9654")
     links = (Link("gpu", "host", 1e-5, 2e10), Link("host", "gpu", 1e-5, 2e10))
