@@ -106,6 +106,7 @@ class Program:
             back before the next micro-batch reads the buffer.
         optimizer: class of the optimizer whose state the graph counts as memory.
         is_random: whether operators draw random numbers (e.g. dropout in training mode).
+        pieces: which operators of the module were cut, and how (``placement.pieces``); None: none.
     """
 
     steps: tuple[Step, ...]
@@ -125,6 +126,7 @@ class Program:
     optimizer: str | None = None
     is_random: bool = False
     state_names: tuple[str, ...] = ()
+    pieces: Any = None
 
     @property
     def example_tensors(self) -> tuple[Tensor, ...]:

@@ -1,0 +1,329 @@
+"""How an operator can be cut: found by running it on parts of its inputs and looking at what comes out.
+
+Evidence, not proof: floats are random, indices and masks are those of the example. A graph that was cut is run against
+the whole one, too (``split``). More operators have a rule so than PyTorch's own sharding strategies know.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+WHOLE, SUM = "whole", "sum"
+Cut = int | str  # of a tensor: along this dimension, not at all (each piece has it), or in summands
+Shares = tuple[float, ...]
+
+_aten = torch.ops.aten
+# A piece may lie in memory as no view can be taken of it.
+_COPYING = {
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
+}
+_MOST_INPUTS = 6  # tensors, a list counting as one, that can be cut independently
+_MOST_TRIES = 20_000  # ways to cut the inputs of an operator
+_ROUNDING = 1e-3  # of the largest value: sums in another order; a wrong piece is off by far more
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One way to cut an operator.
+
+    Attributes:
+        inputs: how each tensor among its arguments is cut, in the order of their leaves.
+        numbers: which leaves of the arguments are sizes that shrink with the piece.
+        outputs: how each of its graph tensors is cut then.
+    """
+
+    inputs: tuple[Cut, ...]
+    numbers: tuple[int, ...]
+    outputs: tuple[Cut, ...]
+
+
+def bounds(size: int, shares: Shares) -> tuple[int, ...]:
+    """``[k + 1]`` where the pieces of a dimension begin and end."""
+    return tuple(int(x) for x in np.rint(np.cumsum((0.0, *shares)) * size))
+
+
+def sizes(size: int, shares: Shares) -> tuple[int, ...]:
+    """``[k]`` elements of each piece of a dimension."""
+    at = bounds(size, shares)
+    return tuple(b - a for a, b in itertools.pairwise(at))
+
+
+def target_of(target: Any) -> Any:
+    """What a piece calls; None: the operator cannot be cut, as it writes where it is told to."""
+    if target in _COPYING:
+        return _COPYING[target]
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if not target._schema.is_mutable:
+        return target
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(_aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    plain = getattr(packet, target._overloadname, None)
+    if plain is None or plain._schema.is_mutable:
+        return None
+    return plain
+
+
+def cut_tensor(x: Tensor, cut: Cut, shares: Shares) -> list[Tensor]:
+    """The pieces of a tensor; views, but for summands: the first has all, the others are zeros."""
+    if cut == WHOLE:
+        return [x] * len(shares)
+    if cut == SUM:
+        return [x, *(torch.zeros_like(x) for _ in shares[1:])]
+    assert isinstance(cut, int)
+    return list(x.split(sizes(x.shape[cut], shares), cut))
+
+
+def piece_leaves(
+    leaves: Sequence[Any], rule: Rule, shares: Shares, tensors: Sequence[Any]
+) -> list[Any]:
+    """The leaves of the arguments of each piece; ``tensors [k][num tensors]`` are the tensors'."""
+    pieces = []
+    for i, own in enumerate(tensors):
+        rest = iter(own)
+        pieces.append(
+            [
+                next(rest)
+                if is_tensor(x)
+                else sizes(x, shares)[i]
+                if j in rule.numbers
+                else x
+                for j, x in enumerate(leaves)
+            ]
+        )
+    return pieces
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Of a template too."""
+    return isinstance(leaf, Tensor) or type(leaf).__name__ in ("Ref", "Param")
+
+
+def rules_of(
+    target: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    is_param: Sequence[bool],
+    outputs: Sequence[int] | None,
+    shares: Shares,
+) -> list[Rule]:
+    """All ways to cut a call of ``target`` into pieces of these ``shares``.
+
+    Args:
+        arguments: ``(args, kwargs)`` with tensors of the real shapes and dtypes; integers and
+            booleans with the real values.
+        is_param: of each tensor among the leaves; only a parameter with one dimension, a bias, is cut
+            into summands.
+        outputs: which elements of what it returns are tensors of the graph; None: it returns one.
+    """
+    call = target_of(target)
+    leaves, tree = pytree.tree_flatten(arguments)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    if call is None or not at:
+        return []
+    exact = [_random(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
+    whole = _call(call, exact, tree, outputs)
+    if whole is None or any(x.is_floating_point() and x.isnan().any() for x in whole):
+        exact = [x.abs() + 0.1 if _is_float(x) else x for x in exact]
+        whole = _call(call, exact, tree, outputs)
+        if whole is None:
+            return []
+    again = _call(call, exact, tree, outputs)
+    if again is None or not all(map(_equal, again, whole)):
+        return []  # it draws random numbers
+    shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in exact]
+    found: dict[Any, Rule] = {}
+    tries = itertools.islice(
+        _tries(leaves, at, is_param, arguments, shares), _MOST_TRIES
+    )
+    for inputs, numbers in tries:
+        rule = Rule(inputs, numbers, ())
+        cuts = _output_cuts(call, shapes, at, tree, outputs, rule, whole, shares)
+        if cuts is None or all(c == {WHOLE} for c in cuts):
+            continue
+        parts = _run(call, exact, at, tree, outputs, rule, shares, summands=True)
+        if parts is None:
+            continue
+        made = tuple(
+            _which(whole[o], [p[o] for p in parts], options) for o, options in enumerate(cuts)
+        )
+        if None not in made and any(m != WHOLE for m in made):
+            found.setdefault((inputs, made), Rule(inputs, numbers, made))  # type: ignore[arg-type]
+    return list(found.values())
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _random(x: Tensor, seed: int) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(x.shape, generator=g)
+
+
+def _tries(
+    leaves: Sequence[Any],
+    at: Sequence[int],
+    is_param: Sequence[bool],
+    arguments: Any,
+    shares: Shares,
+) -> Iterator[tuple[tuple[Cut, ...], tuple[int, ...]]]:
+    """Ways to cut the inputs: fewer numbers first; tensors of one list all alike."""
+    k = len(shares)
+    together = _lists(arguments)
+    ways: list[list[Cut]] = []
+    for i, param in zip(at, is_param, strict=True):
+        x = leaves[i]
+        own: list[Cut] = [WHOLE]
+        own += [d for d in range(x.ndim) if x.shape[d] >= k and min(sizes(x.shape[d], shares)) > 0]
+        if x.is_floating_point() and not (param and x.ndim != 1):
+            own.append(SUM)
+        ways.append(own)
+    free = [members[0] for members in together]
+    if len(free) > _MOST_INPUTS:
+        return
+    numbers = [
+        i
+        for i, x in enumerate(leaves)
+        if type(x) is int and x >= k and min(sizes(x, shares)) > 0
+    ]
+    chosen = [c for n in range(3) for c in itertools.combinations(numbers, n)]
+    for own in itertools.product(*(ways[i] for i in free)):
+        cuts: list[Cut] = [WHOLE] * len(at)
+        for members, w in zip(together, own, strict=True):
+            for m in members:
+                cuts[m] = w
+        if any(w not in ways[m] for m, w in enumerate(cuts)):
+            continue
+        if all(w == WHOLE or is_param[m] and w == SUM for m, w in enumerate(cuts)):
+            continue  # every piece would do all the work
+        for some in chosen:
+            yield tuple(cuts), some
+
+
+def _lists(arguments: Any) -> list[list[int]]:
+    """Numbers of the tensors among the leaves, those of one list together."""
+    count = itertools.count()
+    groups: list[list[int]] = []
+
+    def walk(x: Any, into: list[int] | None) -> None:
+        if isinstance(x, dict):
+            for v in x.values():
+                walk(v, None)
+        elif isinstance(x, list | tuple):
+            own: list[int] = []
+            for v in x:
+                walk(v, own)
+            if own:
+                groups.append(own)
+        elif isinstance(x, Tensor):
+            (into.append if into is not None else lambda i: groups.append([i]))(next(count))
+
+    args, kwargs = arguments
+    for x in (*args, *kwargs.values()):
+        walk(x, None)
+    return groups
+
+
+def _call(call: Any, leaves: list[Any], tree: Any, outputs: Any) -> list[Tensor] | None:
+    args, kwargs = pytree.tree_unflatten(leaves, tree)
+    try:
+        with torch.no_grad():
+            value = call(*args, **kwargs)
+        values = [value] if outputs is None else [value[i] for i in outputs]
+    except Exception:  # whatever an operator says of such inputs: it cannot be cut so
+        return None
+    return values if all(isinstance(x, Tensor) for x in values) else None
+
+
+def _run(
+    call: Any,
+    leaves: list[Any],
+    at: Sequence[int],
+    tree: Any,
+    outputs: Any,
+    rule: Rule,
+    shares: Shares,
+    summands: bool = False,
+    most: int | None = None,
+) -> list[list[Tensor]] | None:
+    """What each piece gives; None: one fails."""
+    tensors = []
+    for j, i in enumerate(at):
+        x = leaves[i]
+        if rule.inputs[j] == SUM and summands:
+            parts = [_random(x, 1000 + 10 * j + p) for p in range(len(shares) - 1)]
+            tensors.append([*parts, x - sum(parts)])
+        else:
+            tensors.append(cut_tensor(x, rule.inputs[j], shares))
+    given = piece_leaves(leaves, rule, shares, list(zip(*tensors, strict=True)))
+    made = []
+    for own in given[:most]:
+        values = _call(call, own, tree, outputs)
+        if values is None:
+            return None
+        made.append(values)
+    return made
+
+
+def _output_cuts(
+    call: Any,
+    shapes: list[Any],
+    at: Sequence[int],
+    tree: Any,
+    outputs: Any,
+    rule: Rule,
+    whole: list[Tensor],
+    shares: Shares,
+) -> list[set[Cut]] | None:
+    """How outputs may be cut, by the shapes of the first and the last piece; None: in no way."""
+    made = _run(call, shapes, at, tree, outputs, rule, shares)
+    if made is None:
+        return None
+    cuts: list[set[Cut]] = []
+    for o, x in enumerate(whole):
+        shape = tuple(x.shape)
+        options: set[Cut] = set()
+        if all(tuple(p[o].shape) == shape for p in made):
+            options = {WHOLE, SUM} if x.is_floating_point() else {WHOLE}
+        else:
+            for d in range(len(shape)):
+                expected = [(*shape[:d], s, *shape[d + 1 :]) for s in sizes(shape[d], shares)]
+                if [tuple(p[o].shape) for p in made] == expected:
+                    options.add(d)
+        if not options:
+            return None
+        cuts.append(options)
+    return cuts
+
+
+def _which(whole: Tensor, parts: list[Tensor], options: set[Cut]) -> Cut | None:
+    for d in options - {WHOLE, SUM}:
+        assert isinstance(d, int)
+        if _equal(torch.cat(parts, d), whole):
+            return d
+    if WHOLE in options and all(_equal(p, whole) for p in parts):
+        return WHOLE
+    if SUM in options and _equal(sum(parts[1:], parts[0]), whole):
+        return SUM
+    return None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    if not a.numel():
+        return True
+    return bool(((a - b).abs().max() <= _ROUNDING * b.abs().max()).item())

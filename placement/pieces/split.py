@@ -1,0 +1,323 @@
+"""A graph in which chosen operators are cut into pieces: an ordinary graph, with its program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from placement.graph import OpGraph
+from placement.pieces.rules import SUM, WHOLE, Cut, Rule, Shares, bounds, cut_tensor, target_of
+from placement.pieces.rules import is_tensor, piece_leaves
+from placement.program import Param, Program, Ref, Step, describe, fill, leaves_of, short_dtype
+from placement.program import storage_of
+
+ONE = "one"  # how an operator that is not cut reads a tensor, and makes one
+_aten = torch.ops.aten
+
+
+class PiecesError(ValueError):
+    """The graph cannot be cut as asked; the message has the operator and the numbers."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is cut: ``rules`` by the operator's name, all into pieces of the same ``shares`` ``[k]``."""
+
+    shares: Shares
+    rules: Mapping[str, Rule]
+
+
+def cut_graph(graph: OpGraph, pieces: Pieces) -> OpGraph:
+    """The graph with each of these operators as ``k``, and what moves between unlike cuts.
+
+    A piece has a view of its part of a parameter. Tensors are put together, cut again or added up
+    only where somebody reads them another way than they are made.
+
+    Raises:
+        PiecesError: no inference graph, an operator that is not there, or one that cannot be cut so.
+    """
+    program = graph.program
+    if not isinstance(program, Program):
+        raise PiecesError(f"graph {graph.name!r} has no program to cut: capture the module")
+    if graph.is_backward.any() or program.gradients or program.new_buffers:
+        raise PiecesError(
+            f"graph {graph.name!r} is a training step, which is not cut into pieces: leave out --pieces"
+        )
+    unknown = sorted(set(pieces.rules) - set(graph.op_name))
+    if unknown:
+        raise PiecesError(f"graph {graph.name!r} has no operator {unknown[0]!r} to cut")
+    return _Cutter(graph, pieces).graph()
+
+
+def piece_of(graph: OpGraph) -> NDArray[np.int32]:
+    """int32 ``[N]``: which piece each operator is, or works for; 0 for those that are not cut."""
+    ends = (name.partition("#")[2] for name in graph.op_name)
+    return np.array([int(end or 0) for end in ends], np.int32)
+
+
+class _Cutter:
+    def __init__(self, graph: OpGraph, pieces: Pieces) -> None:
+        self.old, self.program, self.pieces = graph, graph.program, pieces
+        self.k = len(pieces.shares)
+        self.steps: list[Step] = []
+        self.name: list[str] = []
+        self.module: list[str] = []
+        self.label: list[Any] = []  # of its colocation group, before views join
+        self.source: list[int] = []  # of each tensor
+        self.value: list[Any] = []  # its shape and dtype, on the device meta
+        self.params: list[Tensor] = list(self.program.params)
+        self.param_names: list[str] = list(self.program.param_names)
+        self.param_at: dict[Any, int] = {}
+        self.meta: list[Tensor] = [_meta(x) for x in self.params]
+        # How each tensor of the old graph is there: made first, then as whom it was asked for.
+        self.there: list[dict[Cut, list[int]]] = [{} for _ in range(graph.num_tensors)]
+        self.made: list[Cut] = [ONE] * graph.num_tensors
+
+    def graph(self) -> OpGraph:
+        old, program = self.old, self.program
+        for t, example in zip(program.input_tensors, program.example_tensors, strict=True):
+            self.there[t][ONE] = [self._tensor(-1, _meta(example))]
+        for n in range(old.num_ops):
+            rule = self.pieces.rules.get(old.op_name[n])
+            (self._whole if rule is None else self._cut)(n, rule)
+        leaves = tuple(
+            Ref(self._get(x.tensor, ONE)[0]) if isinstance(x, Ref) else x
+            for x in program.output_leaves
+        )
+        uses, param_uses = [], []
+        for n, step in enumerate(self.steps):
+            for leaf in leaves_of((step.args, step.kwargs)):
+                if isinstance(leaf, Ref):
+                    uses.append((leaf.tensor, n))
+                elif isinstance(leaf, Param):
+                    param_uses.append((n, leaf.index))
+        root = self._roots()
+        read = sorted({p for _, p in param_uses} | {x.index for x in leaves if isinstance(x, Param)})
+        number = {p: i for i, p in enumerate(read)}
+        cut = replace(
+            program,
+            steps=tuple(_renumbered(step, number) for step in self.steps),
+            params=tuple(self.params[p] for p in read),
+            param_names=tuple(self.param_names[p] for p in read),
+            input_tensors=tuple(self.there[t][ONE][0] for t in program.input_tensors),
+            output_leaves=tuple(Param(number[x.index]) if isinstance(x, Param) else x for x in leaves),
+            pieces=self.pieces,
+        )
+        return OpGraph.build(
+            old.name,
+            self.name,
+            self.source,
+            [x.numel() * x.element_size() for x in self.value],
+            uses,
+            op_kind=[str(step.target) for step in self.steps],
+            op_module=self.module,
+            op_signature=[self._signature(step) for step in self.steps],
+            tensor_root=root,
+            param_bytes=[x.numel() * x.element_size() for x in cut.params],
+            param_uses=[(n, number[p]) for n, p in param_uses],
+            group=self._groups(root),
+            output_tensor=sorted({x.tensor for x in cut.output_leaves if isinstance(x, Ref)}),
+            program=cut,
+        )
+
+    def _whole(self, n: int, _: None) -> None:
+        step = self.program.steps[n]
+        args, kwargs = self._filled(
+            (step.args, step.kwargs), lambda t: Ref(self._get(t, ONE)[0])
+        )
+        made = self._add(step.target, args, kwargs, n, self.old.op_name[n], step)
+        for t, new in zip(step.outputs, made, strict=True):
+            self.there[t][ONE] = [new]
+
+    def _cut(self, n: int, rule: Rule) -> None:
+        step, name = self.program.steps[n], self.old.op_name[n]
+        target = target_of(step.target)
+        leaves, tree = pytree.tree_flatten((step.args, step.kwargs), is_leaf=_is_place)
+        places = [x for x in leaves if is_tensor(x)]
+        if target is None or len(places) != len(rule.inputs) or len(step.outputs) != len(rule.outputs):
+            raise PiecesError(
+                f"operator {name!r} ({step.target}) cannot be cut as {rule}: it reads {len(places)} "
+                f"tensors and makes {len(step.outputs)}"
+            )
+        reads = [
+            [Ref(t) for t in self._get(x.tensor, c)]
+            if isinstance(x, Ref)
+            else self._param(x.index, c, name)
+            for x, c in zip(places, rule.inputs, strict=True)
+        ]
+        shares = self.pieces.shares
+        each = piece_leaves(leaves, rule, shares, list(zip(*reads, strict=True)))
+        made = []
+        for i, own in enumerate(each):
+            args, kwargs = pytree.tree_unflatten(own, tree)
+            made.append(self._add(target, args, kwargs, n, f"{name}#{i}", step, i))
+        for o, (t, c) in enumerate(zip(step.outputs, rule.outputs, strict=True)):
+            self.made[t] = c
+            self.there[t][c] = [row[o] for row in made]
+
+    def _get(self, t: int, cut: Cut) -> list[int]:
+        """The tensors that are ``t`` cut so: one, or one for each piece."""
+        there = self.there[t]
+        if cut not in there:
+            there[cut] = self._moved(t, self.made[t], cut)
+        return there[cut]
+
+    def _moved(self, t: int, made: Cut, cut: Cut) -> list[int]:
+        own, shares = self.there[t][made], self.pieces.shares
+        src = int(self.old.tensor_src[t])
+        name = self.old.op_name[src] if src >= 0 else f"input{t}"
+        module = self.old.op_module[src] if src >= 0 else ""
+        if cut == SUM and made != SUM:
+            raise PiecesError(f"a tensor of {name!r} is no sum, but is to be read as summands")
+        if made in (ONE, WHOLE):
+            if cut in (ONE, WHOLE):
+                return own[:1] if cut == ONE else [own[0]] * self.k
+            return self._slices(own[0], cut, f"{name}.{t}", module)
+        if cut not in (ONE, WHOLE):  # made in other pieces
+            rows = [self._slices(x, cut, f"{name}.{t}.{i}", module) for i, x in enumerate(own)]
+            parts = list(zip(*rows, strict=True))
+        else:
+            parts = [tuple(own)] * (1 if cut == ONE else self.k)
+        what = "" if cut in (ONE, WHOLE) else str(cut)
+        return [
+            self._joined(p, made, (f"{name}.{t}", f"{what}#{i}" if cut != ONE else ""), module)
+            for i, p in enumerate(parts)
+        ]
+
+    def _slices(self, t: int, cut: Cut, name: str, module: str) -> list[int]:
+        assert isinstance(cut, int)
+        at = bounds(self.value[t].shape[cut], self.pieces.shares)
+        return [
+            self._move(_aten.slice.Tensor, (Ref(t), cut, at[i], at[i + 1]), f"{name}.cut{cut}#{i}", module)
+            for i in range(self.k)
+        ]
+
+    def _joined(
+        self, parts: Sequence[int], made: Cut, name: tuple[str, str], module: str
+    ) -> int:
+        begin, end = name
+        if made != SUM:
+            args = ([Ref(t) for t in parts], made)
+            return self._move(_aten.cat.default, args, f"{begin}.cat{end}", module)
+        total = parts[0]
+        for i, t in enumerate(parts[1:]):
+            total = self._move(_aten.add.Tensor, (Ref(total), Ref(t)), f"{begin}.add{i}{end}", module)
+        return total
+
+    def _move(self, target: Any, args: tuple[Any, ...], name: str, module: str) -> int:
+        value = target(*fill(args, self.value, self.meta))
+        self.steps.append(Step(target, args, {}, (len(self.source),), False, (0,)))
+        self.name.append(name)
+        self.module.append(module)
+        self.label.append(name)
+        return self._tensor(len(self.steps) - 1, value)
+
+    def _add(
+        self, target: Any, args: Any, kwargs: Any, n: int, name: str, step: Step, piece: int = -1
+    ) -> list[int]:
+        with torch.no_grad():
+            own_args, own_kwargs = fill((args, kwargs), self.value, self.meta, torch.device("meta"))
+            value = target(*own_args, **own_kwargs)
+        values = [value[i] for i in step.output_index] if step.multi else [value]
+        src = len(self.steps)
+        made = [self._tensor(src, x) for x in values[: len(step.outputs)]]
+        self.steps.append(Step(target, args, kwargs, tuple(made), step.multi, step.output_index))
+        self.name.append(name)
+        self.module.append(self.old.op_module[n])
+        self.label.append((int(self.old.group[n]), piece))
+        return made
+
+    def _tensor(self, src: int, value: Tensor) -> int:
+        self.source.append(src)
+        self.value.append(value)
+        return len(self.source) - 1
+
+    def _param(self, p: int, cut: Cut, op: str) -> list[Param]:
+        """Views of a parameter; of a bias that is added to summands, zeros for all but the first."""
+        if cut == WHOLE:
+            return [Param(p)] * self.k
+        found = []
+        for i in range(self.k):
+            if cut == SUM and i == 0:
+                found.append(Param(p))
+                continue
+            key = (p, cut, i)
+            if key not in self.param_at:
+                self.param_at[key] = len(self.params)
+                with torch.no_grad():
+                    value = cut_tensor(self.params[p], cut, self.pieces.shares)[i]
+                self.params.append(value)
+                self.meta.append(_meta(value))
+                self.param_names.append(f"{self.param_names[p]}[{cut}:{i}]")
+            found.append(Param(self.param_at[key]))
+        return found
+
+    def _filled(self, template: Any, of: Any) -> Any:
+        if isinstance(template, Ref):
+            return of(template.tensor)
+        if isinstance(template, list | tuple):
+            return type(template)(self._filled(x, of) for x in template)
+        if isinstance(template, dict):
+            return {k: self._filled(x, of) for k, x in template.items()}
+        return template
+
+    def _roots(self) -> list[int]:
+        first: dict[int, int] = {}
+        return [first.setdefault(storage_of(x), t) for t, x in enumerate(self.value)]
+
+    def _groups(self, root: Sequence[int]) -> list[int]:
+        """Labels of colocation groups: as in the old graph, piece by piece, and views beside memory."""
+        number: dict[Any, int] = {}
+        group = [number.setdefault(x, len(number)) for x in self.label]
+        for t, r in enumerate(root):
+            a, b = self.source[t], self.source[r]
+            if a >= 0 and b >= 0 and group[a] != group[b]:
+                old, new = group[a], group[b]
+                group = [new if g == old else g for g in group]
+        return group
+
+    def _signature(self, step: Step) -> str:
+        parts = [self._shown(x) for x in step.args]
+        parts += [
+            f"{k}={self._shown(x)}"
+            for k, x in step.kwargs.items()
+            if k not in ("device", "pin_memory")
+        ]
+        return f"{step.target}({', '.join(parts)})"
+
+    def _shown(self, x: Any) -> str:
+        if isinstance(x, Ref):
+            return describe(self.value[x.tensor])
+        if isinstance(x, Param):
+            return describe(self.meta[x.index])
+        if isinstance(x, list | tuple):
+            return f"[{', '.join(self._shown(y) for y in x)}]"
+        if isinstance(x, torch.device):
+            return "device"
+        return short_dtype(x) if isinstance(x, torch.dtype) else repr(x)
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, Ref | Param)
+
+
+def _meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _renumbered(step: Step, number: Mapping[int, int]) -> Step:
+    def walk(x: Any) -> Any:
+        if isinstance(x, Param):
+            return Param(number[x.index])
+        if isinstance(x, list | tuple):
+            return type(x)(walk(y) for y in x)
+        return {k: walk(y) for k, y in x.items()} if isinstance(x, dict) else x
+
+    return replace(step, args=walk(step.args), kwargs=walk(step.kwargs))
