@@ -63,7 +63,7 @@ def moved(plan: Plan, assignment: Mapping[str, str]) -> Plan:
     update: dict[str, Any] = {"assignment": dict(assignment), "order": None, "measured": None}
     update["stages"] = stages_of([*assignment], [*assignment.values()])
     if plan.phases:
-        update |= {"phases": (), "schema_version": 1}
+        update |= {"phases": (), "schema_version": 3 if plan.pieces else 1}
     return plan.model_copy(update=update)
 
 

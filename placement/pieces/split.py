@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,18 @@ class PiecesError(ValueError):
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is cut: ``rules`` by the operator's name, all into pieces of the same ``shares`` ``[k]``."""
+    """What is cut.
+
+    Attributes:
+        shares: ``[k]`` of each piece, the same for all operators; they add up to 1.
+        rules: by the operator's name.
+        bounds: by the operator's name, ``[k + 1]`` where its pieces begin and end along what is cut.
+            Where they are known, they are checked.
+    """
 
     shares: Shares
     rules: Mapping[str, Rule]
+    bounds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def cut_graph(graph: OpGraph, pieces: Pieces) -> OpGraph:
@@ -79,6 +88,7 @@ class _Cutter:
         # How each tensor of the old graph is there: made first, then as whom it was asked for.
         self.there: list[dict[Cut, list[int]]] = [{} for _ in range(graph.num_tensors)]
         self.made: list[Cut] = [ONE] * graph.num_tensors
+        self.bounds: dict[str, tuple[int, ...]] = {}
 
     def graph(self) -> OpGraph:
         old, program = self.old, self.program
@@ -86,7 +96,10 @@ class _Cutter:
             self.there[t][ONE] = [self._tensor(-1, _meta(example))]
         for n in range(old.num_ops):
             rule = self.pieces.rules.get(old.op_name[n])
-            (self._whole if rule is None else self._cut)(n, rule)
+            if rule is None:
+                self._whole(n)
+            else:
+                self._cut(n, rule)
         leaves = tuple(
             Ref(self._get(x.tensor, ONE)[0]) if isinstance(x, Ref) else x
             for x in program.output_leaves
@@ -108,7 +121,7 @@ class _Cutter:
             param_names=tuple(self.param_names[p] for p in read),
             input_tensors=tuple(self.there[t][ONE][0] for t in program.input_tensors),
             output_leaves=tuple(Param(number[x.index]) if isinstance(x, Param) else x for x in leaves),
-            pieces=self.pieces,
+            pieces=replace(self.pieces, bounds=self.bounds),
         )
         return OpGraph.build(
             old.name,
@@ -127,7 +140,7 @@ class _Cutter:
             program=cut,
         )
 
-    def _whole(self, n: int, _: None) -> None:
+    def _whole(self, n: int) -> None:
         step = self.program.steps[n]
         args, kwargs = self._filled(
             (step.args, step.kwargs), lambda t: Ref(self._get(t, ONE)[0])
@@ -157,10 +170,44 @@ class _Cutter:
         made = []
         for i, own in enumerate(each):
             args, kwargs = pytree.tree_unflatten(own, tree)
-            made.append(self._add(target, args, kwargs, n, f"{name}#{i}", step, i))
+            try:
+                made.append(self._add(target, args, kwargs, n, f"{name}#{i}", step, i))
+            except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                raise PiecesError(
+                    f"piece {i} of operator {name!r} ({step.target}) cannot run: {error}"
+                ) from error
         for o, (t, c) in enumerate(zip(step.outputs, rule.outputs, strict=True)):
             self.made[t] = c
             self.there[t][c] = [row[o] for row in made]
+            self._check_cover(t, c, name)
+        self._note_bounds(name, step, rule, reads)
+
+    def _check_cover(self, t: int, cut: Cut, name: str) -> None:
+        values = [self.value[x] for x in self.there[t][cut]]
+        size = sum(x.nbytes for x in values) if isinstance(cut, int) else values[0].nbytes
+        if size != self.old.tensor_bytes[t]:
+            raise PiecesError(
+                f"the pieces of operator {name!r} have {size:,} bytes of a result of "
+                f"{int(self.old.tensor_bytes[t]):,}: they do not cover it"
+            )
+
+    def _note_bounds(self, name: str, step: Step, rule: Rule, reads: Sequence[Any]) -> None:
+        """Where its pieces begin and end: along a result, or along an input where those are sums."""
+        made = [[Ref(x) for x in self.there[t][c]] for t, c in zip(step.outputs, rule.outputs)]
+        each = zip([*made, *reads], (*rule.outputs, *rule.inputs), strict=True)
+        row, cut = next((row, c) for row, c in each if isinstance(c, int))
+        sizes = [self._value(x).shape[cut] for x in row]
+        bounds = (0, *itertools.accumulate(sizes))
+        told = self.pieces.bounds.get(name, bounds)
+        if told != bounds:
+            raise PiecesError(
+                f"operator {name!r} has {bounds[-1]} elements along what is cut, in pieces at "
+                f"{list(bounds)}, not at {list(told)}"
+            )
+        self.bounds[name] = bounds
+
+    def _value(self, x: Any) -> Tensor:
+        return self.value[x.tensor] if isinstance(x, Ref) else self.meta[x.index]
 
     def _get(self, t: int, cut: Cut) -> list[int]:
         """The tensors that are ``t`` cut so: one, or one for each piece."""
@@ -293,10 +340,8 @@ class _Cutter:
         return f"{step.target}({', '.join(parts)})"
 
     def _shown(self, x: Any) -> str:
-        if isinstance(x, Ref):
-            return describe(self.value[x.tensor])
-        if isinstance(x, Param):
-            return describe(self.meta[x.index])
+        if isinstance(x, Ref | Param):
+            return describe(self._value(x))
         if isinstance(x, list | tuple):
             return f"[{', '.join(self._shown(y) for y in x)}]"
         if isinstance(x, torch.device):

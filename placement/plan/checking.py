@@ -7,13 +7,13 @@ another program, may say anything that the schema lets pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from math import isclose
 from typing import TYPE_CHECKING
 
 from placement.cluster import Cluster
 from placement.graph import OpGraph
-from placement.plan.parts import stages_of, whole_modules
+from placement.plan.parts import PiecesInfo, stages_of, whole_modules
 from placement.problem import ROUNDING
 from placement.schedule import ScheduleError
 from placement.tools.files import some
@@ -53,11 +53,14 @@ def _of_names(plan: Plan) -> Iterator[str]:
         unknown = [op for op in phase if op not in plan.assignment]
         if unknown:
             yield f"{key}: no operator {some(unknown)} in assignment"
-    if (plan.schema_version == 2) != bool(plan.phases):
+    expected = 3 if plan.pieces else 2 if plan.phases else 1
+    if plan.schema_version != expected:
         yield (
-            f"schema_version = {plan.schema_version}, but there are {len(plan.phases)} phases: "
-            "a plan with phases has version 2, one without has 1"
+            f"schema_version = {plan.schema_version}, but with {len(plan.phases)} phases and "
+            f"{'' if plan.pieces else 'no '}pieces it is {expected}"
         )
+    if plan.pieces is not None:
+        yield from _of_pieces(plan.pieces)
     for key, named in (
         ("device_map", plan.device_map.values()),
         ("order", plan.order or ()),
@@ -65,6 +68,20 @@ def _of_names(plan: Plan) -> Iterator[str]:
     ):
         for device in set(named) - {*devices}:
             yield f"{key}: no device {device!r}, there are {devices}"
+
+
+def _of_pieces(pieces: PiecesInfo) -> Iterator[str]:
+    """Shares that are no whole, pieces that overlap or leave something out."""
+    if not isclose(sum(pieces.shares), 1.0, rel_tol=ROUNDING):
+        yield f"pieces.shares add up to {sum(pieces.shares):g} instead of 1"
+    for op, cut in pieces.operators.items():
+        rises = all(a < b for a, b in pairwise(cut.bounds))
+        if len(cut.bounds) != len(pieces.shares) + 1 or cut.bounds[0] != 0 or not rises:
+            yield (
+                f"pieces.operators[{op!r}].bounds = {list(cut.bounds)} do not cover the operator: "
+                f"{len(pieces.shares)} pieces have {len(pieces.shares) + 1} bounds, which begin at 0 "
+                "and rise"
+            )
 
 
 def _of_operators(plan: Plan) -> Iterator[str]:

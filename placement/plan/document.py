@@ -40,6 +40,8 @@ class Plan(parts.Strict):
         priority: ``[N]`` rank of each operator where several are ready (smallest first).
         order: for every device the (operator, micro-batch) in the order they run, or null: then
             the list rule of ``priority`` decides.
+        pieces: which operators of the model are cut; the assignment is of their pieces. A file with
+            pieces has ``schema_version`` 3.
         stages: the assignment as maximal runs of operators on one device.
         lower_bound_s: objective -> proved: no placement is better, periodic or not; of a plan
             without phases, none without.
@@ -47,7 +49,7 @@ class Plan(parts.Strict):
             one device.
     """
 
-    schema_version: Literal[1, 2] = 1
+    schema_version: Literal[1, 2, 3] = 1
     planner: parts.PlannerInfo
     graph: parts.GraphInfo
     cluster: parts.ClusterInfo
@@ -61,6 +63,7 @@ class Plan(parts.Strict):
     phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
     priority: tuple[Count, ...]
     order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
+    pieces: parts.PiecesInfo | None = None
     stages: tuple[parts.Stage, ...]
     device_map: dict[Name, Name]
     predicted: parts.Predicted
@@ -78,7 +81,7 @@ class Plan(parts.Strict):
     @model_serializer(mode="wrap")
     def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
-        for name in ("phases", "cuda_graphs", "compiled"):  # which older versions do not know
+        for name in ("phases", "cuda_graphs", "compiled", "pieces"):  # which older versions do not know
             if not getattr(self, name):
                 data.pop(name, None)
         if not self.predicted.overhead_s:
@@ -278,13 +281,27 @@ class Plan(parts.Strict):
         if example is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
         if example is not None:
-            return capture(module, example, **options)
+            return self._cut(capture(module, example, **options))
         try:
-            return capture(module, from_spec(self.graph.input_spec), **options)
+            return self._cut(capture(module, from_spec(self.graph.input_spec), **options))
         except CaptureError as error:
             raise CaptureError(
                 f"{error} (the plan's inputs are given: it is of {self.graph.name!r})"
             ) from error
+
+    def _cut(self, graph: OpGraph) -> OpGraph:
+        """``graph`` in the pieces of the plan."""
+        if self.pieces is None:
+            return graph
+        from placement.pieces import Pieces, PiecesError, Rule, split
+
+        cuts = self.pieces.operators
+        rules = {op: Rule(c.inputs, c.numbers, c.outputs) for op, c in cuts.items()}
+        bounds = {op: c.bounds for op, c in cuts.items()}
+        try:
+            return split(graph, Pieces(self.pieces.shares, rules, bounds))
+        except PiecesError as error:
+            raise PlanMismatch(f"pieces: {error}") from error
 
     def run_options(self, graph: OpGraph, *, in_order: bool) -> dict[str, Any]:
         """Arguments of ``Runner`` and ``Trainer``; ``in_order`` as for ``bind``."""

@@ -59,10 +59,11 @@ def make_plan(
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
     problem = replace(problem, max_phases=max(problem.max_phases, len(np.atleast_2d(placement))))
     phases = [[devices[d] for d in row] for row in np.atleast_2d(placement)]
+    pieces = parts.PiecesInfo.of(graph)
     assignment, *later = (dict(zip(graph.op_name, on, strict=True)) for on in phases)
     try:
         return Plan(
-            schema_version=2 if later else 1,
+            schema_version=3 if pieces else 2 if later else 1,
             planner=parts.PlannerInfo(name=planner, parameters=dict(parameters or {})),
             graph=parts.GraphInfo.of(graph, workload),
             cluster=parts.ClusterInfo.of(problem),
@@ -74,6 +75,7 @@ def make_plan(
             phases=tuple({op: d for op, d in on.items() if d != assignment[op]} for on in later),
             priority=_priority(problem, single, order),
             order=None if order is None else order.named(graph, devices),
+            pieces=pieces,
             stages=stages_of(graph.op_name, phases[0]),
             device_map=whole_modules(graph.op_module, phases[0]),
             predicted=_predicted(problem, solution, single, stream, peak),

@@ -92,6 +92,48 @@ class GraphInfo(Strict):
         )
 
 
+Cut = Literal["whole", "sum"] | Annotated[int, Field(ge=0, le=64)]
+
+
+class CutInfo(Strict):
+    """How an operator is cut into pieces.
+
+    ``inputs`` says it of each tensor that it reads: along a dimension (its number), not at all
+    (``whole``: each piece reads it), or as summands (``sum``); ``outputs`` of each that it makes.
+    ``numbers`` are the places among its arguments of sizes that are those of the piece; ``bounds``
+    says where pieces begin and end along the dimension that is cut.
+    """
+
+    inputs: tuple[Cut, ...]
+    numbers: tuple[Count, ...] = ()
+    outputs: tuple[Cut, ...]
+    bounds: tuple[Count, ...]
+
+
+class PiecesInfo(Strict):
+    """Which operators of the model are cut, by name, all into pieces of these ``shares``."""
+
+    shares: Annotated[tuple[Seconds, ...], Field(min_length=2, max_length=64)]
+    operators: dict[Name, CutInfo]
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> PiecesInfo | None:
+        """Those of a graph, if it has any."""
+        pieces = None if graph.program is None else graph.program.pieces
+        if pieces is None:
+            return None
+        cuts = {
+            op: CutInfo(
+                inputs=rule.inputs,
+                numbers=rule.numbers,
+                outputs=rule.outputs,
+                bounds=pieces.bounds[op],
+            )
+            for op, rule in pieces.rules.items()
+        }
+        return cls(shares=pieces.shares, operators=cuts)
+
+
 class DeviceInfo(Strict):
     """As ``placement.cluster.Device``."""
 

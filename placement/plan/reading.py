@@ -13,7 +13,7 @@ from placement.plan.parts import PlanError, Strict
 from placement.tools.files import check_is_file, model_file, parse_json, read_text, short, some
 from placement.tools.strict import explain
 
-SCHEMA_VERSIONS = (1, 2)  # 2: with phases
+SCHEMA_VERSIONS = (1, 2, 3)  # 2: with phases; 3: with pieces
 MAX_FILE_BYTES = 256 * 2**20
 
 
