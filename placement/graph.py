@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ _ARRAYS = {  # of a graph: their types, in the order in which the fingerprint ha
     "is_backward": np.bool_,
     "output_tensor": np.int32,
 }
+
+
+_PIECE = re.compile(r"#(\d{1,2})$")
 
 
 class GraphError(ValueError):
@@ -279,6 +283,17 @@ class OpGraph:
         is_gradient = np.append(self.is_backward, False)[self.tensor_src]
         is_gradient[self.use_tensor] = is_gradient[self.output_tensor] = False
         return np.flatnonzero(is_gradient).astype(np.int32)
+
+    @cached_property
+    def piece(self) -> Ints | None:
+        """int32 ``[N]``: which piece each operator is, or works for; 0 for those that are whole.
+
+        None: no operator is cut (see ``placement.pieces``, which names them so).
+        """
+        numbers = [_PIECE.search(name) for name in self.op_name]
+        if not any(numbers):
+            return None
+        return np.array([0 if m is None else int(m[1]) for m in numbers], np.int32)
 
     @cached_property
     def carried(self) -> dict[int, tuple[int, ...]]:

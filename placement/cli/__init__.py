@@ -245,9 +245,16 @@ def run_command(plan: str, spec: str) -> str:
 
 
 def capture_workload(
-    spec: str, report: Progress, mode: str = "inference", optimizer: str | None = None
+    spec: str,
+    report: Progress,
+    mode: str = "inference",
+    optimizer: str | None = None,
+    pieces: tuple[float, ...] | None = None,
 ) -> OpGraph:
-    """The graph of a workload, named after it; ``optimizer`` (``torch.optim``) is for training."""
+    """The graph of a workload, named after it; ``optimizer`` (``torch.optim``) is for training.
+
+    With ``pieces``, the share of each, operators are cut where that pays.
+    """
     report(f"loading {spec}", None)
     if mode != "training":
         module, inputs = load_workload(spec)
@@ -259,8 +266,36 @@ def capture_workload(
     report(f"capturing {spec}", None)
     with says_nothing_in_answers():
         if mode != "training":
-            return capture(module, inputs, name=spec)
+            graph = capture(module, inputs, name=spec)
+            return graph if pieces is None else _in_pieces(graph, pieces, report)
         return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
+
+
+def _in_pieces(graph: OpGraph, shares: tuple[float, ...], report: Progress) -> OpGraph:
+    from placement.pieces import split
+
+    report(f"cutting operators of {graph.name}", None)
+    cut = split(graph, shares)
+    if cut is graph:
+        say(f"no operator of {graph.name} is worth cutting in {len(shares)} pieces: all are whole")
+    return cut
+
+
+def pieces_of(text: str | None) -> tuple[float, ...] | None:
+    """The share of each piece, of ``--pieces 2`` or ``--pieces 0.25,0.75``.
+
+    Raises:
+        UsageError: no numbers; PiecesError: out of range.
+    """
+    if text is None:
+        return None
+    from placement.pieces import shares_of
+
+    try:
+        shares = tuple(float(x) for x in text.split(","))
+    except ValueError:
+        raise UsageError(f"--pieces {text}: write a number, or shares as 0.25,0.75") from None
+    return shares_of(int(shares[0]) if len(shares) == 1 and shares[0] % 1 == 0 else shares)
 
 
 def _say_if_training(spec: str, module: Any) -> None:

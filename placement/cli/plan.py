@@ -127,6 +127,11 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
         help="let micro-batches take turns between up to K placements, as replicas do (1)",
     )
     parser.add_argument(
+        "--pieces",
+        metavar="K",
+        help="cut operators of a model into so many pieces where that pays; or shares: 0.25,0.75",
+    )
+    parser.add_argument(
         "--on",
         action="append",
         default=[],
@@ -490,7 +495,7 @@ def _in_file(args: argparse.Namespace, options: dict[str, Any]) -> Problem:
 
     if args.profile is not None:
         raise cli.UsageError("--profile is for workloads; a problem file has its own")
-    for name in ("predict", "optimizer"):
+    for name in ("predict", "optimizer", "pieces"):
         if getattr(args, name) is not None:
             raise cli.UsageError(f"--{name} is for workloads; {args.workload!r} is a file")
     if args.cluster is not None:
@@ -510,13 +515,16 @@ def _of_workload(args: argparse.Namespace, report: cli.Progress) -> Problem:
     if args.profile is not None and args.predict is not None:
         raise cli.UsageError("--predict and --profile: times are either predicted or measured")
     cli.search_here(args.predict)
+    pieces = cli.pieces_of(args.pieces)
     method = None if args.predict is None else predictors.load(args.predict)
     profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)
     objective = Objective(args.objective or Objective.PERIOD)
     if profile is not None:
         profile = profile.for_cluster(cluster)
-    graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
+    if pieces is not None and mode == "training":
+        raise cli.UsageError("--pieces is for inference: leave it out with --mode training")
+    graph = cli.capture_workload(args.workload, report, mode, args.optimizer, pieces)
     if method is not None:
         from placement.costs.measure_within import predict_here
 

@@ -1,7 +1,7 @@
 """Operators cut into pieces, which planners place like any others.
 
-``rules``: how an operator can be cut; ``decide``: which to cut, by measured times; ``choose``: the search for
-the best of all combinations; ``split``: the graph that comes of it.
+``rules``: how an operator can be cut; ``decide``: which to cut, by measured times; ``choose``: the
+search for the best of all combinations; ``split``: the graph that comes of it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 from placement.capturing.numerics import difference
 from placement.graph import OpGraph
 from placement.pieces.decide import Moves, decide, options_of
-from placement.pieces.rules import Rule
-from placement.pieces.split import Pieces, PiecesError, cut_graph, piece_of
+from placement.pieces.rules import Rule, Shares
+from placement.pieces.split import Pieces, PiecesError, check_can_be_cut, cut_graph
 from placement.program import run_program
 
-__all__ = ["Moves", "Pieces", "PiecesError", "Rule", "piece_of", "shares_of", "split"]
+__all__ = ["Moves", "Pieces", "PiecesError", "Rule", "Shares", "shares_of", "split"]
 
 MOST_PIECES = 64
 
@@ -27,15 +27,17 @@ def split(
     sums: bool = True,
     moves: Moves | None = None,
 ) -> OpGraph:
-    """The captured graph with operators cut into pieces where that makes a call on several devices shorter.
+    """The captured graph with operators cut into pieces where that makes a call on several devices
+    shorter.
 
-    An ordinary graph: planners place each piece, and what puts pieces together, like any operator. Pieces
-    of parameters are views of the module's own. How each operator can be cut is found by running it on
-    parts of its inputs, and the result is compared with the whole graph's.
+    An ordinary graph: planners place each piece, and what puts pieces together, like any operator.
+    Pieces of parameters are views of the module's own. How each operator can be cut is found by
+    running it on parts of its inputs, and the result is compared with the whole graph's.
 
     Args:
         graph: of an inference, with its program.
-        ways: how many equal pieces, or the share of each (which add up to 1), or what an earlier split
+        ways: how many equal pieces, or the share of each (which add up to 1), or what an earlier
+        split
             decided (``graph.program.pieces``).
         sums: whether pieces may make summands of a result, which differs then in its last digits.
         moves: what moving tensors between devices costs; ``Moves()`` if not given.
@@ -44,8 +46,10 @@ def split(
         OpGraph: of which ``program.pieces`` says what was cut; ``graph`` itself where nothing pays.
 
     Raises:
-        PiecesError: a training step, ways out of range, nothing that can be cut so, or other results.
+        PiecesError: a training step, ways out of range, nothing that can be cut so, or other
+        results.
     """
+    check_can_be_cut(graph)
     pieces = ways
     if not isinstance(pieces, Pieces):
         shares = shares_of(pieces)
@@ -78,8 +82,8 @@ def shares_of(ways: int | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _check_sizes(graph: OpGraph, shares: tuple[float, ...]) -> None:
-    tensors = [] if graph.program is None else graph.program.params
-    largest = max((max(x.shape, default=0) for x in tensors), default=MOST_PIECES)
+    params = graph.program.params
+    largest = max((max(x.shape, default=0) for x in params), default=MOST_PIECES)
     if len(shares) > largest:
         raise PiecesError(
             f"{len(shares)} pieces of {graph.name!r}: its largest dimension has {largest} elements"

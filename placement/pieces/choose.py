@@ -1,9 +1,8 @@
-"""Which operators are cut, and how: the least time of operators and of what must be moved between them.
+"""The best values of variables that few costs join, as of operators that are cut one way or another.
 
-One variable for each operator: whole, or one of its rules. What a tensor is made as and what each reader needs of it
-decide what must be moved. Variables are eliminated one by one, each into a table over its neighbours (nonserial dynamic
-programming, Bertele and Brioschi 1972; for parallel training Elango, "PaSE", IPDPS 2021): exact, and quick where a
-graph is narrow, as models are.
+Variables are eliminated one by one, each into a table
+over its neighbours (nonserial dynamic programming, Bertele and Brioschi 1972; for parallel training
+Elango, "PaSE", IPDPS 2021): exact, and quick where a graph is narrow, as models are.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _MOST_CELLS = 2**22  # of a table
-_MANY = 4  # readers of a tensor beyond which each is charged its part of a move
 
 
 @dataclass
@@ -66,9 +64,7 @@ def _scope(v: int, of: dict[int, set[int]], live: Sequence[Factor]) -> set[int]:
     return {v}.union(*(live[i].scope for i in of[v]))
 
 
-def _cells(
-    v: int, of: dict[int, set[int]], live: Sequence[Factor], domains: Sequence[int]
-) -> int:
+def _cells(v: int, of: dict[int, set[int]], live: Sequence[Factor], domains: Sequence[int]) -> int:
     cells = 1
     for u in _scope(v, of, live):
         cells *= domains[u]

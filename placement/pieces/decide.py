@@ -1,4 +1,5 @@
-"""Which operators of a graph to cut, by the time of operators, of their pieces, and of what must be moved."""
+"""Which operators of a graph to cut, by the time of operators, of their pieces, and of what must be
+moved."""
 
 from __future__ import annotations
 
@@ -29,17 +30,19 @@ from placement.pieces.rules import (
     target_of,
 )
 from placement.pieces.split import ONE, Pieces
-from placement.program import Param, Program, Ref, fill, leaves_of, run_program
+from placement.program import Param, Program, Ref, fill, leaves_of
 
 Floats = NDArray[np.float64]
 _ROUNDS = 3
 _LEAST_S = 0.01  # of timing a call
+_SUMS = 1.05  # times as long: what is added up differs in its last digits, so it has to pay
 _MANY = 4  # readers of a tensor beyond which each is charged its part of a move
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What moving costs: ``hop_s`` for being handed over, bytes per second on the way and in a copy."""
+    """What moving costs: ``hop_s`` for being handed over, bytes per second on the way and in a
+    copy."""
 
     hop_s: float = 30e-6
     bytes_per_s: float = 8e9
@@ -63,7 +66,8 @@ class Moves:
 
 @dataclass(frozen=True)
 class Options:
-    """Of an operator: its seconds whole, its rules, and the seconds of the longest piece by each."""
+    """Of an operator: its seconds whole, its rules, and the seconds of the longest piece by
+    each."""
 
     whole_s: float
     rules: tuple[Rule, ...]
@@ -122,7 +126,8 @@ def _looked_at(
         pieces = piece_leaves(leaves, rule, shares, list(zip(*cut, strict=True)))
         widest = int(np.argmax(shares))
         own_args, own_kwargs = pytree.tree_unflatten(pieces[widest], tree)
-        times.append(_seconds(lambda: call(*own_args, **own_kwargs)))  # noqa: B023
+        piece_s = _seconds(lambda: call(*own_args, **own_kwargs))  # noqa: B023
+        times.append(piece_s * (_SUMS if SUM in rule.outputs else 1.0))
     return Options(whole_s, tuple(rules), tuple(times))
 
 
@@ -145,9 +150,7 @@ def decide(
     program: Program = graph.program
     k = len(shares)
     domains = [1 + len(o.rules) for o in options]
-    factors = [
-        Factor((n,), np.array([o.whole_s, *o.piece_s])) for n, o in enumerate(options)
-    ]
+    factors = [Factor((n,), np.array([o.whole_s, *o.piece_s])) for n, o in enumerate(options)]
     needs = _needs(graph, options)
     for t in range(graph.num_tensors):
         readers = graph.use_dst[graph.use_ptr[t] : graph.use_ptr[t + 1]].tolist()
@@ -180,9 +183,7 @@ def decide(
                 table[[need in cuts for cuts in needs[n][t]], 0] = np.inf
                 factors.append(Factor((n, v), table))
     chosen = least(domains, factors)
-    rules = {
-        graph.op_name[n]: o.rules[chosen[n] - 1] for n, o in enumerate(options) if chosen[n]
-    }
+    rules = {graph.op_name[n]: o.rules[chosen[n] - 1] for n, o in enumerate(options) if chosen[n]}
     return Pieces(shares, rules)
 
 

@@ -1,7 +1,9 @@
-"""How an operator can be cut: found by running it on parts of its inputs and looking at what comes out.
+"""How an operator can be cut: found by running it on parts of its inputs and looking at what comes
+out.
 
-Evidence, not proof: floats are random, indices and masks are those of the example. A graph that was cut is run against
-the whole one, too (``split``). More operators have a rule so than PyTorch's own sharding strategies know.
+Evidence, not proof: floats are random, indices and masks are those of the example. A graph that was
+cut is run against the whole one, too (``split``). More operators have a rule so than PyTorch's own
+sharding strategies know.
 """
 
 from __future__ import annotations
@@ -92,11 +94,7 @@ def piece_leaves(
         rest = iter(own)
         pieces.append(
             [
-                next(rest)
-                if is_tensor(x)
-                else sizes(x, shares)[i]
-                if j in rule.numbers
-                else x
+                next(rest) if is_tensor(x) else sizes(x, shares)[i] if j in rule.numbers else x
                 for j, x in enumerate(leaves)
             ]
         )
@@ -120,7 +118,8 @@ def rules_of(
     Args:
         arguments: ``(args, kwargs)`` with tensors of the real shapes and dtypes; integers and
             booleans with the real values.
-        is_param: of each tensor among the leaves; only a parameter with one dimension, a bias, is cut
+        is_param: of each tensor among the leaves; only a parameter with one dimension, a bias, is
+        cut
             into summands.
         outputs: which elements of what it returns are tensors of the graph; None: it returns one.
     """
@@ -141,9 +140,7 @@ def rules_of(
         return []  # it draws random numbers
     shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in exact]
     found: dict[Any, Rule] = {}
-    tries = itertools.islice(
-        _tries(leaves, at, is_param, arguments, shares), _MOST_TRIES
-    )
+    tries = itertools.islice(_tries(leaves, at, is_param, arguments, shares), _MOST_TRIES)
     for inputs, numbers in tries:
         rule = Rule(inputs, numbers, ())
         cuts = _output_cuts(call, shapes, at, tree, outputs, rule, whole, shares)
@@ -184,18 +181,16 @@ def _tries(
     ways: list[list[Cut]] = []
     for i, param in zip(at, is_param, strict=True):
         x = leaves[i]
-        own: list[Cut] = [WHOLE]
-        own += [d for d in range(x.ndim) if x.shape[d] >= k and min(sizes(x.shape[d], shares)) > 0]
+        can: list[Cut] = [WHOLE]
+        can += [d for d in range(x.ndim) if x.shape[d] >= k and min(sizes(x.shape[d], shares)) > 0]
         if x.is_floating_point() and not (param and x.ndim != 1):
-            own.append(SUM)
-        ways.append(own)
+            can.append(SUM)
+        ways.append(can)
     free = [members[0] for members in together]
     if len(free) > _MOST_INPUTS:
         return
     numbers = [
-        i
-        for i, x in enumerate(leaves)
-        if type(x) is int and x >= k and min(sizes(x, shares)) > 0
+        i for i, x in enumerate(leaves) if type(x) is int and x >= k and min(sizes(x, shares)) > 0
     ]
     chosen = [c for n in range(3) for c in itertools.combinations(numbers, n)]
     for own in itertools.product(*(ways[i] for i in free)):
@@ -205,7 +200,7 @@ def _tries(
                 cuts[m] = w
         if any(w not in ways[m] for m, w in enumerate(cuts)):
             continue
-        if all(w == WHOLE or is_param[m] and w == SUM for m, w in enumerate(cuts)):
+        if all(w == WHOLE or (is_param[m] and w == SUM) for m, w in enumerate(cuts)):
             continue  # every piece would do all the work
         for some in chosen:
             yield tuple(cuts), some

@@ -7,17 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from placement.graph import OpGraph
-from placement.pieces.rules import SUM, WHOLE, Cut, Rule, Shares, bounds, cut_tensor, target_of
-from placement.pieces.rules import is_tensor, piece_leaves
-from placement.program import Param, Program, Ref, Step, describe, fill, leaves_of, short_dtype
-from placement.program import storage_of
+from placement.pieces.rules import (
+    SUM,
+    WHOLE,
+    Cut,
+    Rule,
+    Shares,
+    bounds,
+    cut_tensor,
+    is_tensor,
+    piece_leaves,
+    target_of,
+)
+from placement.program import (
+    Param,
+    Program,
+    Ref,
+    Step,
+    describe,
+    fill,
+    leaves_of,
+    short_dtype,
+    storage_of,
+)
 
 ONE = "one"  # how an operator that is not cut reads a tensor, and makes one
 _aten = torch.ops.aten
@@ -34,7 +51,8 @@ class Pieces:
     Attributes:
         shares: ``[k]`` of each piece, the same for all operators; they add up to 1.
         rules: by the operator's name.
-        bounds: by the operator's name, ``[k + 1]`` where its pieces begin and end along what is cut.
+        bounds: by the operator's name, ``[k + 1]`` where its pieces begin and end along what is
+        cut.
             Where they are known, they are checked.
     """
 
@@ -50,25 +68,25 @@ def cut_graph(graph: OpGraph, pieces: Pieces) -> OpGraph:
     only where somebody reads them another way than they are made.
 
     Raises:
-        PiecesError: no inference graph, an operator that is not there, or one that cannot be cut so.
+        PiecesError: no inference graph, an operator that is not there, or one that cannot be cut
+        so.
     """
-    program = graph.program
-    if not isinstance(program, Program):
-        raise PiecesError(f"graph {graph.name!r} has no program to cut: capture the module")
-    if graph.is_backward.any() or program.gradients or program.new_buffers:
-        raise PiecesError(
-            f"graph {graph.name!r} is a training step, which is not cut into pieces: leave out --pieces"
-        )
+    check_can_be_cut(graph)
     unknown = sorted(set(pieces.rules) - set(graph.op_name))
     if unknown:
         raise PiecesError(f"graph {graph.name!r} has no operator {unknown[0]!r} to cut")
     return _Cutter(graph, pieces).graph()
 
 
-def piece_of(graph: OpGraph) -> NDArray[np.int32]:
-    """int32 ``[N]``: which piece each operator is, or works for; 0 for those that are not cut."""
-    ends = (name.partition("#")[2] for name in graph.op_name)
-    return np.array([int(end or 0) for end in ends], np.int32)
+def check_can_be_cut(graph: OpGraph) -> None:
+    """Raises: PiecesError, a graph without a program, or a training step."""
+    program = graph.program
+    if not isinstance(program, Program):
+        raise PiecesError(f"graph {graph.name!r} has no program to cut: capture the module")
+    if graph.is_backward.any() or program.gradients or program.new_buffers:
+        raise PiecesError(
+            f"graph {graph.name!r} is a training step, which is not cut: leave --pieces out"
+        )
 
 
 class _Cutter:
@@ -112,7 +130,9 @@ class _Cutter:
                 elif isinstance(leaf, Param):
                     param_uses.append((n, leaf.index))
         root = self._roots()
-        read = sorted({p for _, p in param_uses} | {x.index for x in leaves if isinstance(x, Param)})
+        read = sorted(
+            {p for _, p in param_uses} | {x.index for x in leaves if isinstance(x, Param)}
+        )
         number = {p: i for i, p in enumerate(read)}
         cut = replace(
             program,
@@ -120,7 +140,9 @@ class _Cutter:
             params=tuple(self.params[p] for p in read),
             param_names=tuple(self.param_names[p] for p in read),
             input_tensors=tuple(self.there[t][ONE][0] for t in program.input_tensors),
-            output_leaves=tuple(Param(number[x.index]) if isinstance(x, Param) else x for x in leaves),
+            output_leaves=tuple(
+                Param(number[x.index]) if isinstance(x, Param) else x for x in leaves
+            ),
             pieces=replace(self.pieces, bounds=self.bounds),
         )
         return OpGraph.build(
@@ -142,9 +164,7 @@ class _Cutter:
 
     def _whole(self, n: int) -> None:
         step = self.program.steps[n]
-        args, kwargs = self._filled(
-            (step.args, step.kwargs), lambda t: Ref(self._get(t, ONE)[0])
-        )
+        args, kwargs = self._filled((step.args, step.kwargs), lambda t: Ref(self._get(t, ONE)[0]))
         made = self._add(step.target, args, kwargs, n, self.old.op_name[n], step)
         for t, new in zip(step.outputs, made, strict=True):
             self.there[t][ONE] = [new]
@@ -154,10 +174,14 @@ class _Cutter:
         target = target_of(step.target)
         leaves, tree = pytree.tree_flatten((step.args, step.kwargs), is_leaf=_is_place)
         places = [x for x in leaves if is_tensor(x)]
-        if target is None or len(places) != len(rule.inputs) or len(step.outputs) != len(rule.outputs):
+        if (
+            target is None
+            or len(places) != len(rule.inputs)
+            or len(step.outputs) != len(rule.outputs)
+        ):
             raise PiecesError(
-                f"operator {name!r} ({step.target}) cannot be cut as {rule}: it reads {len(places)} "
-                f"tensors and makes {len(step.outputs)}"
+                f"operator {name!r} ({step.target}) cannot be cut as {rule}: it reads "
+                f"{len(places)} tensors and makes {len(step.outputs)}"
             )
         reads = [
             [Ref(t) for t in self._get(x.tensor, c)]
@@ -192,17 +216,22 @@ class _Cutter:
             )
 
     def _note_bounds(self, name: str, step: Step, rule: Rule, reads: Sequence[Any]) -> None:
-        """Where its pieces begin and end: along a result, or along an input where those are sums."""
-        made = [[Ref(x) for x in self.there[t][c]] for t, c in zip(step.outputs, rule.outputs)]
+        """Where its pieces begin and end: along a result, or along an input where those are
+        sums."""
+        made = [
+            [Ref(x) for x in self.there[t][c]]
+            for t, c in zip(step.outputs, rule.outputs, strict=True)
+        ]
         each = zip([*made, *reads], (*rule.outputs, *rule.inputs), strict=True)
-        row, cut = next((row, c) for row, c in each if isinstance(c, int))
-        sizes = [self._value(x).shape[cut] for x in row]
-        bounds = (0, *itertools.accumulate(sizes))
+        sizes = next(
+            ([self._value(x).shape[c] for x in row] for row, c in each if isinstance(c, int)), []
+        )
+        bounds = (0, *itertools.accumulate(sizes)) if sizes else ()  # summands have none
         told = self.pieces.bounds.get(name, bounds)
         if told != bounds:
             raise PiecesError(
-                f"operator {name!r} has {bounds[-1]} elements along what is cut, in pieces at "
-                f"{list(bounds)}, not at {list(told)}"
+                f"operator {name!r} has {bounds[-1] if bounds else 0} elements along what is cut, "
+                f"in pieces at {list(bounds)}, not at {list(told)}"
             )
         self.bounds[name] = bounds
 
@@ -217,7 +246,7 @@ class _Cutter:
         return there[cut]
 
     def _moved(self, t: int, made: Cut, cut: Cut) -> list[int]:
-        own, shares = self.there[t][made], self.pieces.shares
+        own = self.there[t][made]
         src = int(self.old.tensor_src[t])
         name = self.old.op_name[src] if src >= 0 else f"input{t}"
         module = self.old.op_module[src] if src >= 0 else ""
@@ -226,9 +255,9 @@ class _Cutter:
         if made in (ONE, WHOLE):
             if cut in (ONE, WHOLE):
                 return own[:1] if cut == ONE else [own[0]] * self.k
-            return self._slices(own[0], cut, f"{name}.{t}", module)
+            return self._slices(own[0], cut, f"{name}.{t}", -1 if src >= 0 else None, module)
         if cut not in (ONE, WHOLE):  # made in other pieces
-            rows = [self._slices(x, cut, f"{name}.{t}.{i}", module) for i, x in enumerate(own)]
+            rows = [self._slices(x, cut, f"{name}.{t}", i, module) for i, x in enumerate(own)]
             parts = list(zip(*rows, strict=True))
         else:
             parts = [tuple(own)] * (1 if cut == ONE else self.k)
@@ -238,24 +267,31 @@ class _Cutter:
             for i, p in enumerate(parts)
         ]
 
-    def _slices(self, t: int, cut: Cut, name: str, module: str) -> list[int]:
+    def _slices(self, t: int, cut: Cut, name: str, of: int | None, module: str) -> list[int]:
+        """Views of a tensor: of piece ``of``, -1 of a whole operator; None of an input of the
+        model.
+
+        They are named after the piece whose memory they see; views of an input are free.
+        """
         assert isinstance(cut, int)
         at = bounds(self.value[t].shape[cut], self.pieces.shares)
-        return [
-            self._move(_aten.slice.Tensor, (Ref(t), cut, at[i], at[i + 1]), f"{name}.cut{cut}#{i}", module)
-            for i in range(self.k)
-        ]
+        made = []
+        for i in range(self.k):
+            end = "" if of == -1 else f"#{i if of is None else of}"
+            args = (Ref(t), cut, at[i], at[i + 1])
+            made.append(self._move(_aten.slice.Tensor, args, f"{name}.cut{cut}.{i}{end}", module))
+        return made
 
-    def _joined(
-        self, parts: Sequence[int], made: Cut, name: tuple[str, str], module: str
-    ) -> int:
+    def _joined(self, parts: Sequence[int], made: Cut, name: tuple[str, str], module: str) -> int:
         begin, end = name
         if made != SUM:
             args = ([Ref(t) for t in parts], made)
             return self._move(_aten.cat.default, args, f"{begin}.cat{end}", module)
         total = parts[0]
         for i, t in enumerate(parts[1:]):
-            total = self._move(_aten.add.Tensor, (Ref(total), Ref(t)), f"{begin}.add{i}{end}", module)
+            total = self._move(
+                _aten.add.Tensor, (Ref(total), Ref(t)), f"{begin}.add{i}{end}", module
+            )
         return total
 
     def _move(self, target: Any, args: tuple[Any, ...], name: str, module: str) -> int:
@@ -287,7 +323,8 @@ class _Cutter:
         return len(self.source) - 1
 
     def _param(self, p: int, cut: Cut, op: str) -> list[Param]:
-        """Views of a parameter; of a bias that is added to summands, zeros for all but the first."""
+        """Views of a parameter; of a bias that is added to summands, zeros for all but the
+        first."""
         if cut == WHOLE:
             return [Param(p)] * self.k
         found = []
@@ -320,7 +357,8 @@ class _Cutter:
         return [first.setdefault(storage_of(x), t) for t, x in enumerate(self.value)]
 
     def _groups(self, root: Sequence[int]) -> list[int]:
-        """Labels of colocation groups: as in the old graph, piece by piece, and views beside memory."""
+        """Labels of colocation groups: as in the old graph, piece by piece, and views beside
+        memory."""
         number: dict[Any, int] = {}
         group = [number.setdefault(x, len(number)) for x in self.label]
         for t, r in enumerate(root):

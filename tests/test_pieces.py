@@ -1,0 +1,306 @@
+"""Operators in pieces: rules that are known, the best cuts against brute force, results, plans."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placement
+from placement import pieces, planners
+from placement.cluster import Cluster, Device
+from placement.pieces.choose import Factor, least
+from placement.pieces.decide import Moves, Options, decide, options_of
+from placement.pieces.rules import SUM, WHOLE, Rule, bounds, rules_of, sizes
+from placement.pieces.split import cut_graph
+from placement.plan import PlanMismatch, make_plan
+from placement.problem import Problem, Solution
+from placement.profile import Profile
+from placement.program import run_program
+
+aten = torch.ops.aten
+HALVES = (0.5, 0.5)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        parts = self.qkv(self.norm(x)).split(c, 2)
+        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
+        self.norm.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.a(x)), inplace=True)
+        x = F.max_pool2d(x + self.b(x), 2)
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)).softmax(-1)
+
+
+def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+    return {
+        "mlp": (mlp.eval(), (torch.randn(5, 6),)),
+        "attention": (Attention().eval(), (torch.randn(1, 7, 16),)),  # 7 tokens: uneven
+        "convolutions": (Convolutions().eval(), (torch.randn(2, 3, 8, 8),)),
+    }
+
+
+def devices(count: int = 2) -> Cluster:
+    return Cluster("two", tuple(Device(f"cpu:{i}", cores=(i % 2,)) for i in range(count)))
+
+
+def in_random_pieces(
+    graph: placement.OpGraph, found: list[Options], shares: pieces.Shares, seed: int
+) -> pieces.Pieces:
+    """Cuts that are best for random costs: any combination that can be."""
+    rng = np.random.default_rng(seed)
+    options = [Options(1.0, o.rules, tuple(rng.uniform(0.0, 1.5, len(o.rules)))) for o in found]
+    return decide(graph, shares, options, Moves(hop_s=rng.uniform(0.0, 0.5)))
+
+
+@pytest.mark.parametrize("size, shares, expected", [
+    (8, HALVES, (0, 4, 8)),
+    (7, HALVES, (0, 4, 7)),  # 3.5 rounds to even
+    (12, (0.25, 0.75), (0, 3, 12)),
+    (3, (0.25,) * 4, (0, 1, 2, 2, 3)),  # one piece would be empty: no rule cuts there
+])  # fmt: skip
+def test_where_pieces_begin(
+    size: int, shares: tuple[float, ...], expected: tuple[int, ...]
+) -> None:
+    assert bounds(size, shares) == expected
+    assert sum(sizes(size, shares)) == size
+
+
+def test_rules_of_a_linear_layer() -> None:
+    """By outputs; by rows of the input; by what is added up, where the bias is added once."""
+    x, w, b = torch.randn(4, 6), torch.randn(8, 6), torch.randn(8)
+    rules = rules_of(aten.linear.default, ((x, w, b), {}), [False, True, True], None, HALVES)
+    assert Rule((WHOLE, 0, 0), (), (1,)) in rules
+    assert Rule((0, WHOLE, WHOLE), (), (0,)) in rules
+    assert Rule((1, 1, SUM), (), (SUM,)) in rules
+    assert all(rule.outputs != (WHOLE,) for rule in rules)
+
+
+def test_sizes_among_the_arguments_shrink() -> None:
+    """``view [2, 6] -> [2, 3, 2]`` in halves of its first dimension has a 1 where it had a 2."""
+    rules = rules_of(aten.view.default, ((torch.randn(2, 6), [2, 3, 2]), {}), [False], None, HALVES)
+    assert Rule((0,), (1,), (0,)) in rules
+
+
+@pytest.mark.parametrize("call, why", [
+    ((aten.relu.default, torch.randn(4)), "the sum of two is not that of the parts"),
+    ((aten.softmax.int, torch.randn(1, 4), 1), "each number depends on the whole row"),
+    ((aten.rand_like.default, torch.randn(4)), "random numbers"),
+])  # fmt: skip
+def test_what_cannot_be_cut(call: tuple[object, ...], why: str) -> None:
+    target, *args = call
+    rules = rules_of(target, (tuple(args), {}), [False], None, HALVES)
+    assert not [r for r in rules if SUM in r.inputs or target is not aten.relu.default], why
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_least_sum_is_that_of_brute_force(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    domains = rng.integers(1, 4, size=6).tolist()
+    factors = []
+    for _ in range(8):
+        scope = tuple(rng.choice(6, size=rng.integers(1, 4), replace=False).tolist())
+        table = rng.uniform(size=[domains[v] for v in scope])
+        table[rng.uniform(size=table.shape) < 0.1] = np.inf
+        factors.append(Factor(scope, table))
+
+    def cost(values: tuple[int, ...]) -> float:
+        return sum(float(f.table[tuple(values[v] for v in f.scope)]) for f in factors)
+
+    best = min(map(cost, itertools.product(*map(range, domains))))
+    found = cost(tuple(least(domains, factors)))
+    assert found == best or found == pytest.approx(best)
+
+
+def test_a_pair_of_linear_layers_is_cut_as_megatron_does() -> None:
+    """Columns, then rows, and one sum: nothing is moved in between."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    graph = placement.capture(module, (torch.randn(3, 8),))
+    options = [Options(1.0, o.rules, (0.5,) * len(o.rules)) for o in options_of(graph, HALVES)]
+    free = Moves(hop_s=0.1, bytes_per_s=np.inf, copied_per_s=np.inf)
+    chosen = decide(graph, HALVES, options, free).rules
+    assert chosen.keys() == {"linear", "relu", "linear_1"}
+    cut = cut_graph(graph, pieces.Pieces(HALVES, {
+        "linear": Rule((WHOLE, 0, 0), (), (1,)),
+        "relu": Rule((1,), (), (1,)),
+        "linear_1": Rule((1, 1, SUM), (), (SUM,)),
+    }))  # fmt: skip
+    names = [
+        "linear#0",
+        "linear#1",
+        "relu#0",
+        "relu#1",
+        "linear_1#0",
+        "linear_1#1",
+        "linear_1.3.add0",
+    ]
+    assert list(cut.op_name) == names
+    assert cut.num_groups == 7
+
+
+@pytest.mark.parametrize("shares", [HALVES, (0.25, 0.75), (0.25,) * 4], ids=str)
+@pytest.mark.parametrize("name", models())
+def test_pieces_compute_what_the_module_does(name: str, shares: tuple[float, ...]) -> None:
+    """Whatever is cut and wherever pieces are, also with sizes that no number of pieces divides."""
+    module, inputs = models()[name]
+    graph = placement.capture(module, inputs)
+    expected, found = module(*inputs), options_of(graph, shares)
+    for seed in range(4):
+        chosen = in_random_pieces(graph, found, shares, seed)
+        cut = cut_graph(graph, chosen)
+        (result,) = run_program(cut.program, cut.program.timing_inputs())
+        torch.testing.assert_close(result, expected)
+        where = np.random.default_rng(seed).integers(0, 2, cut.num_groups)[cut.group]
+        with placement.Runner(cut, devices(), where.astype(np.int32)) as runner:
+            torch.testing.assert_close(runner(*inputs), expected)
+
+
+def test_pieces_of_parameters_are_views() -> None:
+    module, inputs = models()["mlp"]
+    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
+        "linear": Rule((WHOLE, 0, 0), (), (1,)),
+    }))  # fmt: skip
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    assert {p.untyped_storage().data_ptr() for p in cut.program.params} == own
+    assert cut.param_bytes.sum() == sum(p.nbytes for p in module.parameters())
+
+
+def test_a_written_parameter_is_seen() -> None:
+    module, inputs = models()["mlp"]
+    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
+        "linear": Rule((WHOLE, 0, 0), (), (1,)),
+    }))  # fmt: skip
+    with torch.no_grad():
+        module[0].weight.mul_(2.0)  # type: ignore[union-attr, operator]
+    with placement.Runner(cut, devices(), cut.piece) as runner:
+        torch.testing.assert_close(runner(*inputs), module(*inputs))
+
+
+def test_round_robin_deals_pieces_out() -> None:
+    module, inputs = models()["mlp"]
+    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
+        "linear": Rule((WHOLE, 0, 0), (), (1,)),
+        "relu": Rule((1,), (), (1,)),
+    }))  # fmt: skip
+    problem = problem_of(cut)
+    answer = planners.load("round_robin")(problem)
+    on = dict(zip(cut.op_name, answer.placement.tolist(), strict=True))
+    assert on == {
+        "linear#0": 0,
+        "linear#1": 1,
+        "relu#0": 0,
+        "relu#1": 1,
+        "relu.2.cat": 0,
+        "linear_1": 0,
+    }
+
+
+def problem_of(graph: placement.OpGraph) -> Problem:
+    cluster = devices()
+    seconds = np.ones((graph.num_ops, 2))
+    profile = Profile(
+        cluster.device_names, seconds, 0 * seconds, graph_fingerprint=graph.fingerprint
+    )
+    return Problem(graph, cluster, profile, objective="latency")  # type: ignore[arg-type]
+
+
+def plan_of(graph: placement.OpGraph) -> placement.Plan:
+    problem = problem_of(graph)
+    answer = Solution(np.asarray(graph.piece, np.int32), 1.0)
+    return make_plan(problem, answer, planner="by hand")
+
+
+def test_a_plan_with_pieces_binds_to_an_unchanged_module(tmp_path) -> None:
+    module, inputs = models()["attention"]
+    graph = placement.capture(module, inputs)
+    cut = pieces.split(graph, in_random_pieces(graph, options_of(graph, HALVES), HALVES, 1))
+    path = tmp_path / "plan.json"
+    plan_of(cut).save(path)
+    plan = placement.load_plan(path)
+    assert plan.schema_version == 3 and not plan.inconsistencies()
+    with plan.bind(module, inputs) as runner:
+        assert runner.graph.fingerprint == cut.fingerprint
+        torch.testing.assert_close(runner(*inputs), module(*inputs))
+
+
+def edited(plan: placement.Plan, op: str, **changes: object) -> placement.Plan:
+    data = json.loads(plan.model_dump_json())
+    data["pieces"]["operators"][op] |= changes
+    return placement.Plan.model_validate_json(json.dumps(data))
+
+
+def test_plans_whose_pieces_do_not_fit_are_refused() -> None:
+    module, inputs = models()["mlp"]
+    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
+        "linear": Rule((WHOLE, 0, 0), (), (1,)),
+    }))  # fmt: skip
+    plan = plan_of(cut)
+    assert plan.pieces is not None and plan.pieces.operators["linear"].bounds == (0, 5, 10)
+    with pytest.raises(PlanMismatch, match=r"10 elements .* \[0, 5, 10\], not at \[0, 4, 10\]"):
+        edited(plan, "linear", bounds=[0, 4, 10]).bind(module, inputs)
+    assert "do not cover" in edited(plan, "linear", bounds=[0, 5]).inconsistencies()[0]
+    with pytest.raises(PlanMismatch, match="linear"):  # a weight cut along what it adds up
+        edited(plan, "linear", inputs=["whole", 1, "whole"]).bind(module, inputs)
+
+
+@pytest.mark.parametrize("ways, message", [
+    (0, "0 pieces: give a number from 2 to 64"),
+    (1, "1 pieces"),
+    (100, "100 pieces"),
+    (20, "20 pieces of 'Sequential': its largest dimension has 10 elements"),
+    ((0.5, 0.6), "add up to 1.1"),
+    ((1.5, -0.5), "must be positive"),
+])  # fmt: skip
+def test_ways_out_of_range(ways: object, message: str) -> None:
+    module, inputs = models()["mlp"]
+    graph = placement.capture(module, inputs)
+    with pytest.raises(pieces.PiecesError, match=message):
+        pieces.split(graph, ways)  # type: ignore[arg-type]
+
+
+def test_training_steps_are_refused() -> None:
+    module, inputs = models()["mlp"]
+    graph = placement.capture(
+        module, (inputs, torch.randn(5, 4)), mode="training", loss=F.mse_loss,
+        optimizer=torch.optim.SGD(module.parameters()),
+    )  # fmt: skip
+    with pytest.raises(pieces.PiecesError, match="training step"):
+        pieces.split(graph, 2)
+
+
+def test_wrong_pieces_are_seen() -> None:
+    """A cut that has the right shapes and the wrong numbers: softmax of halves."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.Softmax(1)).eval()
+    graph = placement.capture(module, (torch.randn(3, 4),))
+    with pytest.raises(pieces.PiecesError, match="other results in pieces"):
+        pieces.split(graph, pieces.Pieces(HALVES, {"softmax": Rule((1,), (), (1,))}))
