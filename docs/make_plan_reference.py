@@ -24,6 +24,8 @@ OBJECTS = {
     "ClusterInfo": "`cluster`: which devices",
     "DeviceInfo": "`cluster.devices[]`",
     "LinkInfo": "`cluster.links[]`",
+    "PiecesInfo": "`pieces`: what is cut",
+    "CutInfo": "`pieces.operators[]`: how an operator is cut",
     "Stage": "`stages[]`",
     "Predicted": "`predicted`: what the simulator says",
     "Measured": "`measured`: what a run gave",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import placement
-from placement import pieces, planners
+from placement import exporters, pieces, planners
 from placement.cluster import Cluster, Device
 from placement.pieces.choose import Factor, least
 from placement.pieces.decide import Moves, Options, decide, options_of
@@ -271,6 +271,16 @@ def test_plans_whose_pieces_do_not_fit_are_refused() -> None:
     assert "do not cover" in edited(plan, "linear", bounds=[0, 5]).inconsistencies()[0]
     with pytest.raises(PlanMismatch, match="linear"):  # a weight cut along what it adds up
         edited(plan, "linear", inputs=["whole", 1, "whole"]).bind(module, inputs)
+
+
+@pytest.mark.parametrize("program", ["torch_pipelining", "huggingface", "onnxruntime"])
+def test_programs_that_place_modules_say_so(program: str) -> None:
+    module, inputs = models()["mlp"]
+    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
+        "linear": Rule((WHOLE, 0, 0), (), (1,)),
+    }))  # fmt: skip
+    with pytest.raises(exporters.ExportError, match="1 operators in pieces, the first is 'linear'"):
+        exporters.load(program)(plan_of(cut))
 
 
 @pytest.mark.parametrize("ways, message", [

@@ -90,6 +90,20 @@ def require_one_phase(plan: Plan) -> None:
         )
 
 
+def require_whole(plan: Plan) -> None:
+    """What programs that place modules cannot express.
+
+    Raises:
+        ExportError: operators of the plan are cut into pieces.
+    """
+    if plan.pieces is not None and plan.pieces.operators:
+        names = [*plan.pieces.operators]
+        raise ExportError(
+            f"the plan has {len(names)} operators in pieces, the first is {names[0]!r}: this format "
+            "places whole ones; plan without --pieces for it"
+        )
+
+
 _EXPORTERS: Named[Exporter] = Named(__name__, "exporter", ExportError)
 #: Those of this package by name; the one of a name, with options; and its class.
 names, load, find = _EXPORTERS.names, _EXPORTERS.load, _EXPORTERS.find

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from placement.exporters import ExportError, Inexpressible, lacks, require_one_phase
+from placement.exporters import ExportError, Inexpressible, lacks, require_one_phase, require_whole
 from placement.plan import Plan
 from placement.problem import Problem
 from placement.tools.files import some
@@ -50,6 +50,7 @@ class Forward:
             ExportError: the plan does not know the modules of its operators, or has phases.
         """
         require_one_phase(plan)
+        require_whole(plan)
         if not any(plan.graph.modules):
             if plan.graph.modules and plan.graph.input_spec is not None:  # of a captured model
                 raise ExportError(

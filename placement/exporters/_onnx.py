@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from placement.exporters import ExportError, Inexpressible, require_one_phase
+from placement.exporters import ExportError, Inexpressible, require_one_phase, require_whole
 from placement.importers.onnx_model import node_names
 from placement.plan import Plan
 
@@ -19,6 +19,7 @@ def read_model(plan: Plan, path: str) -> Any:
         ExportError: no such file, no ONNX, or another model; or the plan has phases.
     """
     require_one_phase(plan)
+    require_whole(plan)
     if not path:
         raise ExportError(
             "name the ONNX file that the plan was made from: model=model.onnx"

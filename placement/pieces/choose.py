@@ -1,4 +1,4 @@
-"""The best values of variables that few costs join, as of operators that are cut one way or another.
+"""The best values of variables that few costs join, as of operators that may be cut.
 
 Variables are eliminated one by one, each into a table
 over its neighbours (nonserial dynamic programming, Bertele and Brioschi 1972; for parallel training

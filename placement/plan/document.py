@@ -81,7 +81,12 @@ class Plan(parts.Strict):
     @model_serializer(mode="wrap")
     def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
-        for name in ("phases", "cuda_graphs", "compiled", "pieces"):  # which older versions do not know
+        for name in (
+            "phases",
+            "cuda_graphs",
+            "compiled",
+            "pieces",
+        ):  # which older versions do not know
             if not getattr(self, name):
                 data.pop(name, None)
         if not self.predicted.overhead_s:
