@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problems import MAX_ID, Floats, ProblemSet
+from envs.problems import MAX_ID, EnvError, Floats, ProblemSet
 from envs.rules import Numbers, Observation, Rng, Rules
 from envs.source import Source
 from placement.problem import Problem
@@ -102,7 +102,18 @@ class Episodes:
         return self.rules.masks()
 
     def seed(self, seed: int | Sequence[int] | None) -> None:
-        """Seed the choice of problems (one generator deals for all episodes)."""
+        """Seed the choice of problems (one generator deals for all episodes).
+
+        A seed for each episode, as ``[7, 8, 9]``, is that of the first: so Gymnasium spreads 7.
+
+        Raises:
+            EnvError: another number of seeds than episodes.
+        """
+        if isinstance(seed, Sequence):
+            if len(seed) != self.num_envs:
+                raise EnvError(f"{len(seed)} seeds for {self.num_envs} episodes: give one for each")
+            first = seed[0]
+            seed = first if [*seed] == [*range(first, first + len(seed))] else seed
         self._rng = np.random.default_rng(seed)
         self._deck = []
 

@@ -9,11 +9,14 @@ trades memory for work, ``training`` puts them together.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from placement.capturing.inference import capture_inference
 from placement.capturing.training import capture_training
@@ -36,9 +39,10 @@ def capture(
     """The operator graph of ``module`` for inputs shaped like ``example_inputs``.
 
     *Inference*: the module is captured as it computes in evaluation mode without gradients; its
-    own mode is left as it was. ``graph.program`` (a ``Program``) runs it with the module's own
-    parameters. Views, and in-place operators, share the colocation group of the operator whose
-    memory they use; tied parameters count once; parameters that no operator reads are left out.
+    own mode is left as it was (a warning says where that computes something else).
+    ``graph.program`` (a ``Program``) runs it with the module's own parameters. Views, and in-place
+    operators, share the colocation group of the operator whose memory they use; tied parameters
+    count once; parameters that no operator reads are left out.
 
     *Training*: what one micro-batch does in a training step: forward, backward, and gradients,
     which are added up where the backward operator runs. The module is captured in training mode
@@ -94,5 +98,13 @@ def capture(
     if loss is not None or optimizer is not None or recompute:
         raise CaptureError(
             "loss, optimizer and recompute are for training: capture(..., mode='training')"
+        )
+    if any(m.training and isinstance(m, _BatchNorm | _DropoutNd) for m in module.modules()):
+        # Modules begin in training mode; only these would compute something else in it.
+        warnings.warn(
+            f"{name or type(module).__name__} is in training mode: its dropout and batch "
+            "normalisation are captured as in evaluation, module.eval(); for training: "
+            "mode='training', on the command line --mode training",
+            stacklevel=2,
         )
     return capture_inference(module, example_inputs, name)

@@ -258,7 +258,6 @@ def capture_workload(
     report(f"loading {spec}", None)
     if mode != "training":
         module, inputs = load_workload(spec)
-        _say_if_training(spec, module)
     else:
         module, inputs, loss, chosen = load_training(spec, optimizer)
     from placement.capturing import capture
@@ -271,6 +270,7 @@ def capture_workload(
         return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
 
 
+<<<<<<< HEAD
 def _in_pieces(graph: OpGraph, shares: tuple[float, ...], report: Progress) -> OpGraph:
     from placement.pieces import split
 
@@ -310,6 +310,8 @@ def _say_if_training(spec: str, module: Any) -> None:
         )
 
 
+=======
+>>>>>>> 5aaef240 (capture warns of a module in training mode; seeds in a row are one seed, as Gymnasium spreads it)
 def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]:
     """``(module, example, loss, optimizer)``; see ``placement.workloads.load_training``.
 

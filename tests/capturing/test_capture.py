@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 import weakref
 from collections import UserDict
 from contextlib import nullcontext
@@ -1154,3 +1155,15 @@ def test_an_operator_of_the_user_that_writes_is_named():
 def test_inputs_that_cannot_be_captured(inputs, message):
     with pytest.raises(CaptureError, match=message):
         capture(nn.Linear(4, 4), inputs)
+
+
+def test_a_module_in_training_mode_that_computes_something_else_then_is_warned_of():
+    """Modules begin in training mode: a Linear computes the same there."""
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), torch.ones(1, 2)
+    with pytest.warns(UserWarning, match=r"Sequential is in training mode: .*eval\(\)"):
+        capture(net, x)
+    assert net.training
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(net.eval(), x)
+        capture(nn.Linear(2, 2).train(), x)

@@ -539,3 +539,21 @@ def test_perturbed_machines() -> None:
     env = DevicePlacementEnv([problem], perturbation=Perturbation(variants=3))
     assert env.reset(options={"problem": 3})[1]["problem"] == 3
     assert env.action_space.nvec.tolist() == [4] * 5
+
+
+def test_seeds_in_a_row_are_one_seed_as_gymnasium_spreads_it() -> None:
+    env = gym.make_vec(
+        "envs:envs/SequentialDevicePlacement-v0", 3, problems="envs.generators:Layered"
+    )
+
+    def met(seed: int | list[int]) -> list[float]:
+        env.reset(seed=seed)
+        values: list[float] = []
+        while len(values) < 6:
+            info = env.step(np.zeros(3, np.int64))[-1]
+            values += info.get("final_info", {}).get("value_s", np.zeros(0)).tolist()
+        return values
+
+    assert met(7) == met([7, 8, 9]) == met(7) != met([7, 9, 8])
+    with pytest.raises(EnvError, match="2 seeds for 3 episodes: give one for each"):
+        env.reset(seed=[1, 2])
