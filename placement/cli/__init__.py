@@ -270,7 +270,6 @@ def capture_workload(
         return capture(module, inputs, name=spec, mode="training", loss=loss, optimizer=chosen)
 
 
-<<<<<<< HEAD
 def _in_pieces(graph: OpGraph, shares: tuple[float, ...], report: Progress) -> OpGraph:
     from placement.pieces import split
 
@@ -298,20 +297,6 @@ def pieces_of(text: str | None) -> tuple[float, ...] | None:
     return shares_of(int(shares[0]) if len(shares) == 1 and shares[0] % 1 == 0 else shares)
 
 
-def _say_if_training(spec: str, module: Any) -> None:
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd
-
-    # Modules begin in training mode; only these would compute something else in it.
-    if any(m.training and isinstance(m, _BatchNorm | _DropoutNd) for m in module.modules()):
-        say(
-            f"{spec} is in training mode: its dropout and batch normalisation are planned as in "
-            "evaluation, module.eval(); for training: --mode training"
-        )
-
-
-=======
->>>>>>> 5aaef240 (capture warns of a module in training mode; seeds in a row are one seed, as Gymnasium spreads it)
 def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]:
     """``(module, example, loss, optimizer)``; see ``placement.workloads.load_training``.
 
