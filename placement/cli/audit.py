@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import re
 from bisect import bisect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from placement import cli
@@ -20,14 +22,29 @@ EXAMPLE = """examples:
   OPENVINO_HETERO_VISUALIZE=1 ./program
   placement audit plan.json --log hetero_affinity_MODEL.dot --devices cuda:0=GPU.0
 
-Exit code 1: an operator is elsewhere than planned, or the log does not say where any is.
+Exit code 1: an operator is elsewhere than planned, or the log does not say where any is, or says it
+in words that are not known.
 """
 MOST_BYTES = 2**28
 _LONGEST = 2**14  # of a line
-_LAYER = re.compile(r"load_tensors: layer +(\d{1,6}) assigned to device (\S+?),? ")
-_OVERRIDE = re.compile(r"tensor (\S+) \(.*\) buffer type overridden to (\S+)")
+_SHOWN = 20
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# Before May 2025 nothing followed the device.
+_LAYER = re.compile(
+    r"load_tensors: layer +(\d{1,6}) assigned to device (\S+?)(?:,.*)?[ \t]*$", re.M
+)
+# As ik_llama.cpp spells it, too.
+_OVERRIDE = re.compile(
+    r"[Tt]ensor (\S+) (?:\(.*\) )?buffer type overridd?en to (\S+)[ \t]*$", re.MULTILINE
+)
 _BUFFER = re.compile(r": +(\S+) +(model|KV|RS|compute|output) buffer size = +([0-9.]+) MiB")
-_PLACED = re.compile(r"(Node\(s\)|All nodes) placed on \[(\w+)\]")
+# What a line about the place of a tensor or layer has, and what others have.
+_ABOUT = re.compile(
+    r"\blayer +(\d{1,6})\b|\bblk\.(\d{1,6})\.|\b(token_embd|output(?:_norm)?)\.weight"
+)
+_PLACES = re.compile(r"\b(?:assigned|placed|overrid\w+|buffer type)\b", re.I)
+_OTHER = re.compile(r"cannot be used with preferred buffer type|Flash Attention tensor")
+_PLACED = re.compile(r"(Node\(s\)|All nodes) placed on \[(\w+)\](?:\. Number of nodes: (\d{1,9}))?")
 _AFFINITY = re.compile(r'label="([^"\\]+)\\n[^"]*\\ndevice=([^"\\]+)"')
 _NODE = re.compile(r"^(?:.*?\W)?(\w+) \(([^()]+)\)\s*$")
 
@@ -55,29 +72,35 @@ def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan)
     try:
         with open(args.log, "rb") as file:
-            lines = file.read(MOST_BYTES).decode("utf-8", "replace").splitlines()
+            lines = text_of(file.read(MOST_BYTES)).splitlines()
         text = "\n".join(line[:_LONGEST] for line in lines)  # what else is in them does not matter
     except OSError as error:
         raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
-    names, nodes, memory = _read(text, plan, args)
-    planned = {op: names[device] for op, device in plan.assignment.items()}
-    known = {op: where for op, where in nodes.items() if op in planned}
+    seen = _read(text, plan, args)
+    planned = {op: seen.names[device] for op, device in plan.assignment.items()}
+    known = {op: where for op, where in seen.where.items() if op in planned}
     elsewhere = {op: [planned[op], where] for op, where in known.items() if where != planned[op]}
     answer = {
         "operators": len(planned),
         "told": len(known),
         "elsewhere": elsewhere,
-        "memory": memory,
+        "memory": seen.memory,
+        "unknown": seen.unknown[:_SHOWN],
     }
     if args.json:
         cli.print_json(answer)
     else:
-        rows = [[op, *pair] for op, pair in list(elsewhere.items())[:20]]
+        rows = [[op, *pair] for op, pair in list(elsewhere.items())[:_SHOWN]]
         if rows:
             title = f"{len(elsewhere)} operators are elsewhere"
             cli.print_table(title, ["operator", "planned", "log"], rows, figures=False)
-        for name, sizes in memory.items():
+        for name, sizes in seen.memory.items():
             print(f"{name}: " + ", ".join(f"{k} {v:,.1f} MiB" for k, v in sizes.items()))
+    if seen.unknown:
+        cli.say(
+            f"{len(seen.unknown)} lines of {args.log} say where something is in words that are not "
+            f"known, and what they are about is not counted; the first: {seen.unknown[0][:160]!r}"
+        )
     if not known:
         cli.say(
             f"{args.log} does not say where any operator of the plan is: llama.cpp says it with "
@@ -85,17 +108,48 @@ def run(args: argparse.Namespace) -> int:
             "hetero_affinity_MODEL.dot with OPENVINO_HETERO_VISUALIZE=1"
         )
         return cli.NO
-    cli.say(f"{len(known) - len(elsewhere)} of {len(known)} operators are where they were planned")
-    return cli.NO if elsewhere else cli.OK
+    agree, untold = len(known) - len(elsewhere), len(planned) - len(known)
+    cli.say(
+        f"{agree} of {len(known)} operators are where they were planned"
+        + (f"; the log does not say where {untold} others are" if untold else "")
+        + seen.note
+    )
+    return cli.NO if elsewhere or seen.unknown else cli.OK
 
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def _read(
-    text: str, plan: Plan, args: argparse.Namespace
-) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, float]]]:
-    """The runtime's name of each device, where operators are, and MiB of each of its devices."""
+def text_of(content: bytes) -> str:
+    """The text of a log in UTF-8, or in UTF-16, which PowerShell writes."""
+    for mark, form in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
+        zeros = content[mark[0] == 0xFF : 2**12 : 2]  # the high bytes of its beginning
+        if content.startswith(mark) or zeros.count(0) > len(zeros) // 2:
+            return _COLOUR.sub("", content.decode(form, "replace").removeprefix("\ufeff"))
+    return _COLOUR.sub("", content.decode("utf-8-sig", "replace"))
+
+
+@dataclass
+class Seen:
+    """What a log says.
+
+    Attributes:
+        names: device of the plan -> what the runtime calls it.
+        where: operator -> the runtime's device.
+        memory: the runtime's device -> what -> MiB.
+        unknown: lines that say where something is, in words that are not known.
+        note: what else the last line of the answer says.
+    """
+
+    names: dict[str, str]
+    where: dict[str, str]
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    note: str = ""
+
+
+def _read(text: str, plan: Plan, args: argparse.Namespace) -> Seen:
+    """What the log of any of the runtimes says."""
     from placement.exporters.llama_cpp import Backends
     from placement.exporters.openvino import Openvino
 
@@ -103,23 +157,22 @@ def _read(
     if _PLACED.search(text):
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         providers = {name: _PROVIDERS.get(kinds[name], name) for name in used}
-        return providers, onnxruntime_nodes(text, plan), {}
+        nodes, unknown = onnxruntime_nodes(text, plan)
+        return Seen(providers, nodes, unknown=unknown)
     if _AFFINITY.search(text):
-        return (
-            Openvino(devices=tuple(args.devices or ())).labels(plan),
-            openvino_nodes(text, plan),
-            {},
-        )
+        labels = Openvino(devices=tuple(args.devices or ())).labels(plan)
+        lines = [x for x in text.splitlines() if "device=" in x and not _AFFINITY.search(x)]
+        return Seen(labels, openvino_nodes(text, plan), unknown=lines)
     backends = Backends(plan, args.rpc or ())
     text = last_load(text)
-    memory = llama_cpp_buffers(text)
+    seen = llama_cpp_seen(text, plan, {name: backends.buffer(name) for name in used})
     if plan.predicted.peak_bytes is not None:
         for name in used & set(plan.predicted.peak_bytes):
-            sizes = memory.get(backends.buffer(name))
+            sizes = seen.memory.get(backends.buffer(name))
             if sizes is not None:
                 peak = plan.predicted.peak_bytes[name]
                 sizes["planned"] = round(sizes.get("planned", 0.0) + peak / 2**20, 2)
-    return {name: backends.buffer(name) for name in used}, llama_cpp_operators(text, plan), memory
+    return seen
 
 
 def openvino_nodes(text: str, plan: Plan) -> dict[str, str]:
@@ -134,22 +187,27 @@ def openvino_nodes(text: str, plan: Plan) -> dict[str, str]:
     return {op: "+".join(sorted(devices)) for op, devices in devices_of.items()}
 
 
-def onnxruntime_nodes(text: str, plan: Plan) -> dict[str, str]:
-    """Node -> execution provider, from the lines below ``Node(s) placed on [...]``."""
+def onnxruntime_nodes(text: str, plan: Plan) -> tuple[dict[str, str], list[str]]:
+    """Node -> execution provider, from the lines below ``Node(s) placed on [...]``.
+
+    Also those lines among them that are no node's; other threads write in between.
+    """
     provider_of: dict[str, str] = {}
-    provider = None
+    unknown: list[str] = []
+    provider, left = "", 0
     for line in text.splitlines():
         begun = _PLACED.search(line)
         node = _NODE.match(line)
         if begun and begun[1] == "All nodes":  # it does not list them then
             provider_of |= dict.fromkeys(plan.assignment, begun[2])
         elif begun:
-            provider = begun[2]
-        elif node and provider is not None:
+            provider, left = begun[2], int(begun[3] or plan.graph.num_ops)
+        elif left and node:
             provider_of[node[2]] = provider
-        else:
-            provider = None
-    return provider_of
+            left -= 1
+        elif "placed on [" in line or (left and "VerifyEachNodeIsAssignedToAnEp" in line):
+            unknown.append(line)
+    return provider_of, unknown
 
 
 def last_load(text: str) -> str:
@@ -168,33 +226,58 @@ def last_load(text: str) -> str:
     return text[starts[k - 1] : starts[k] if k < len(starts) else len(text)]
 
 
-def llama_cpp_operators(text: str, plan: Plan) -> dict[str, str]:
+def llama_cpp_seen(text: str, plan: Plan, names: dict[str, str]) -> Seen:
     """Operator -> buffer type: its tensors', or where all of its layer is.
 
-    Tensors of an operator that are in several buffers have the names of all, joined by ``+``.
+    Tensors of an operator that are in several buffers have the names of all, joined by ``+``. The
+    embedding is on the CPU unless it is moved, and so is a tied head then, which has no tensor of
+    its own: else it is where the output is. What a line that is not known is about is nowhere.
     """
+    from placement.exporters.llama_cpp import layers_of
+
+    unit_of, num_layers, tied = layers_of(plan)
     layers = {int(i): _plain(where) for i, where in _LAYER.findall(text)}
     moved = {name: _plain(where) for name, where in _OVERRIDE.findall(text)}
-    if not layers and not moved:
-        return {}
-    return {op: _where(op, layers, moved) or "CPU" for op in plan.assignment}
+    seen = Seen(names, {}, llama_cpp_buffers(text))
+    doubt: set[int] = set()
+    for line in text.splitlines():
+        about = _ABOUT.search(line)
+        if about is None or not _PLACES.search(line) or _OTHER.search(line):
+            continue
+        if not (_LAYER.search(line) or _OVERRIDE.search(line)):
+            seen.unknown.append(line)
+            of_embedding = {0, num_layers + 1} if tied else {0}
+            number = about[1] or about[2]
+            is_embedding = about[3] == "token_embd"
+            doubt |= {int(number or num_layers) + 1} if not is_embedding else of_embedding
+    head = next(reversed(unit_of))
+    for op, u in unit_of.items():
+        where = None
+        if u == 0:
+            where = moved.get("token_embd.weight", "CPU" if layers else None)
+        elif u <= num_layers:
+            where = _in_layer(op.rpartition(".")[2], u - 1, moved) or layers.get(u - 1)
+        else:
+            own = "token_embd" if tied else "output"
+            name = f"{own if op == head else 'output_norm'}.weight"
+            where = moved.get(name, layers.get(num_layers))
+        if where is not None and u not in doubt:
+            seen.where[op] = where
+    if tied:
+        on = seen.where.get(head, "an unknown device")
+        seen.note = f"; the head, of the tied tensor token_embd.weight, is on {on}"
+    return seen
 
 
-def _where(op: str, layers: Mapping[int, str], moved: Mapping[str, str]) -> str | None:
-    """The device of an operator of a decoder; embeddings are on the processor unless moved."""
-    part = op.rpartition(".")[2]
-    number = re.search(r"\.(\d+)\.\w+$", op)
-    if number is None:
-        is_embedding = "embed" in op or "wte" in op or "embd" in op or "wpe" in op
-        name = "token_embd.weight" if is_embedding else "output.weight"
-        return moved.get(name, None if is_embedding else layers.get(max(layers, default=0)))
-    prefix = f"blk.{number[1]}."
+def _in_layer(part: str, layer: int, moved: Mapping[str, str]) -> str:
+    """Where the overridden tensors of a part of a layer are; empty: none is."""
+    prefix = f"blk.{layer}."
     inside = {name: where for name, where in moved.items() if name.startswith(prefix)}
     routed = {n: w for n, w in inside.items() if "_exps" in n}
     dense = {n: w for n, w in inside.items() if ".ffn_" in n and n not in routed}
     rest = {n: w for n, w in inside.items() if ".ffn_" not in n}
-    own = {"experts": routed, "feed_forward": dense, "router": dense}.get(part, rest)
-    return "+".join(sorted(set(own.values()))) or layers.get(int(number[1]))
+    own = {"experts": routed, "feed_forward": dense, "router": dense, "attention": rest}
+    return "+".join(sorted(set(own.get(part, inside).values())))
 
 
 def _plain(buffer: str) -> str:

@@ -96,11 +96,11 @@ def run_diff(args: argparse.Namespace) -> int:
 
     a, b = load_plan(args.a), load_plan(args.b)
     was_on, is_on = _wheres(a), _wheres(b)
-    moved = {
-        op: [was_on.get(op), is_on.get(op)]
-        for op in dict.fromkeys([*was_on, *is_on])
-        if was_on.get(op) != is_on.get(op)
-    }
+    same = a.graph.fingerprint == b.graph.fingerprint
+    two_models = not same and a.graph.name != b.graph.name
+    both = [] if two_models else [op for op in was_on if op in is_on]
+    moved = {op: [was_on[op], is_on[op]] for op in both if was_on[op] != is_on[op]}
+    alone = len({*was_on} ^ {*is_on})
     names = ("num_microbatches", "max_in_flight", "second_j")
     pairs = {"model": [a.graph.name, b.graph.name], "planner": [a.planner.name, b.planner.name]}
     pairs["objective"] = [a.goal, b.goal]
@@ -108,20 +108,22 @@ def run_diff(args: argparse.Namespace) -> int:
     pairs["graph"] = [p.graph.fingerprint[:12] for p in (a, b)]
     pairs["cluster"] = [p.cluster.fingerprint[:12] for p in (a, b)]
     settings = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    metrics = {
+    metrics: dict[str, list[float | None]] = {
         f"predicted {what}": [getattr(p.predicted, f"{what}_s") for p in (a, b)]
         for what in ("latency", "period")
     }
     for what in ("latency", "period"):
-        was_s, now_s = a.measured_s(what), b.measured_s(what)
-        if was_s is not None and now_s is not None:
-            metrics[f"measured {what}"] = [was_s, now_s]
+        pair = [p.measured_s(what) for p in (a, b)]
+        if any(x is not None for x in pair):
+            metrics[f"measured {what}"] = pair
     if args.json:
-        cli.print_json({"moved": moved, "settings": settings, "metrics_s": metrics})
+        answer = {"moved": moved, "settings": settings, "metrics_s": metrics}
+        cli.print_json(answer | ({"two_models": True} if two_models else {}))
         return cli.OK
     rows = [
-        [what, cli.seconds(was), cli.seconds(now), f"{now / was - 1:+.1%}" if was else "-"]
-        for what, (was, now) in metrics.items()
+        [what, *("-" if x is None else cli.seconds(x) for x in pair), "" if two_models else by]
+        for what, pair in metrics.items()
+        for by in [_change(*pair)]
     ]
     rows += [[key, str(was), str(now), ""] for key, (was, now) in settings.items()]
     cli.print_table("what differs", ["", "a", "b", "change"], rows)
@@ -134,9 +136,21 @@ def run_diff(args: argparse.Namespace) -> int:
             ["operator", "a", "b"],
             shown,
         )
+    elif two_models:
+        print(
+            f"these are plans of two models ({a.graph.name}, {b.graph.name}): their values are not "
+            "of the same work, and their operators are not compared"
+        )
     else:
         print("every operator is on the same device")
+    if alone and not two_models:
+        print(f"{cli.count(alone, 'operator')} of one of the graphs not in the other")
     return cli.OK
+
+
+def _change(was: float | None, now: float | None) -> str:
+    """By how much; of a value that one plan lacks, nothing."""
+    return f"{now / was - 1:+.1%}" if was and now is not None else "-"
 
 
 def _wheres(plan: Plan) -> dict[str, str]:

@@ -85,6 +85,37 @@ class Forward:
         return tuple(tuple(at[s] for s in read[n] if s in at) for n in self.number)
 
     @cached_property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Which of the forward operators read each parameter or buffer; tied ones have one name.
+
+        Of a plan from a ``config.json`` or GGUF every module reads parameters of its own, and a
+        tied head those of the embedding. Empty: the plan does not know.
+        """
+        at = {n: i for i, n in enumerate(self.number)}
+        if served_format(self.plan) is None:
+            known = self.plan.graph.parameters.items()
+            return {name: tuple(at[n] for n in ops if n in at) for name, ops in known}
+        readers: dict[str, list[int]] = {}
+        for i, path in enumerate(self.module):
+            readers.setdefault(f"{path}.weight", []).append(i)
+        if self.plan.provenance.profile.get("tied") is True:
+            readers[f"{self.module[0]}.weight"] += readers.pop(f"{self.module[-1]}.weight")
+        return {name: tuple(ops) for name, ops in readers.items()}
+
+    def shared(self, unit: Sequence[int]) -> dict[str, list[int]]:
+        """Parameters that several of the units ``[F]`` read, with these units, ascending."""
+        units = {name: {unit[i] for i in ops} - {-1} for name, ops in self.parameters.items()}
+        return {
+            name: sorted(some)
+            for name, some in units.items()
+            if len(some) > 1 and not is_constant(name)
+        }
+
+    def tied(self, unit: Sequence[int]) -> bool:
+        """Whether the last of the units ``[F]`` (the head) reads a parameter of unit 0."""
+        return any({0, max(unit)} <= {*units} for units in self.shared(unit).values())
+
+    @cached_property
     def twin(self) -> tuple[int, ...]:
         """``[N]`` the forward operator that each operator of the plan goes with.
 
@@ -310,17 +341,20 @@ def layer_units(forward: Forward, layers: str | None) -> tuple[str, list[int], i
 
 
 def layer_chain(
-    forward: Forward, layers: str | None, consumer: str, max_turns: int | None = None
-) -> tuple[list[Part], range, int]:
-    """``(parts, units, L)``: the chain of what runs before, in and behind the repeated layers.
+    forward: Forward,
+    layers: tuple[str, list[int], int],
+    consumer: str,
+    max_turns: int | None = None,
+) -> tuple[list[Part], range]:
+    """``(parts, units)``: the chain of what runs before, in and behind the repeated layers.
 
     Parts count from the first of ``units``, which are those of ``layer_units`` that the model has:
     it may begin or end with a layer.
 
     Raises:
-        ExportError: as ``layer_units`` and ``Forward.chain``.
+        ExportError: as ``Forward.chain``.
     """
-    path, unit, num_layers = layer_units(forward, layers)
+    path, unit, num_layers = layers
     units = range(min(u for u in unit if u >= 0), max(unit) + 1)
     labels = [
         "what runs before the layers",
@@ -328,7 +362,48 @@ def layer_chain(
         "what runs behind the layers",
     ][units.start : units.stop]
     shifted = [u - units.start if u >= 0 else -1 for u in unit]
-    return forward.chain(shifted, labels, consumer, max_turns), units, num_layers
+    return forward.chain(shifted, labels, consumer, max_turns), units
+
+
+def decoder_units(
+    forward: Forward, layers: str | None, consumer: str
+) -> tuple[str, list[int], int]:
+    """``layer_units`` of a language model, whose layers a program knows as a decoder's.
+
+    A decoder looks tokens up before its first layer, and its layers have attention, or a
+    convolution of one dimension (Mamba). Layers of an encoder are not a decoder's.
+
+    Raises:
+        ExportError: it is none; also as ``layer_units``.
+    """
+    path, unit, num_layers = layer_units(forward, layers)
+    if served_format(forward.plan) is not None:
+        return path, unit, num_layers
+    kind = [re.sub(r"(_\d+)?$", "", name) for name in forward.name]
+    inside = {k for k, u in zip(kind, unit, strict=True) if 1 <= u <= num_layers}
+    reads = {k for k, u in zip(kind, unit, strict=True) if u <= 1}
+    encoders = sorted({w for m in forward.module for w in m.split(".") if w.startswith("encoder")})
+    why = ""
+    if not any(k.endswith("embedding") for k in reads):
+        why = "nothing looks tokens up before them"
+    elif not any("attention" in k or k.endswith(("softmax", "conv1d")) for k in inside):
+        why = "they have no attention"
+    elif inside & {"conv2d", "conv3d"}:
+        why = "they are convolutions"
+    elif encoders:
+        why = f"the model has an encoder ({encoders[0]!r})"
+    if why:
+        raise ExportError(
+            f"{consumer} is for language models with decoder layers, and those of {path!r} in "
+            f"{forward.plan.graph.name!r} are none: {why}. Export with --to torch_pipelining or "
+            "huggingface, which place any modules; of a language model plan the config.json"
+        )
+    return path, unit, num_layers
+
+
+def is_constant(name: str) -> bool:
+    """Whether a name among the parameters is of a constant in the model's code."""
+    return re.search(r"(^|\.)_?lifted_tensor_", name) is not None
 
 
 def served_format(plan: Plan) -> str | None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from placement.exporters import Exported, ExportError, lacks
-from placement.exporters._modules import Forward, require_torch_devices, served_format
+from placement.exporters._modules import (
+    Forward,
+    is_constant,
+    require_torch_devices,
+    served_format,
+)
 from placement.plan import Plan, ancestry, whole_modules
 from placement.problem import Problem
 
@@ -45,10 +49,8 @@ class Huggingface:
         form = served_format(plan)
         if form in _OTHER_NAMES:
             raise ExportError(f"the plan of {plan.graph.name!r} is of {_OTHER_NAMES[form]}")
-        if form is not None:
-            plan = _with_parameters(plan)
         forward = Forward.of(plan, problem)
-        if not plan.graph.parameters:
+        if not forward.parameters:
             raise lacks(plan, "the model's parameters")
         require_torch_devices(plan, forward.device)
         model = Hooked(forward)
@@ -91,20 +93,6 @@ class Huggingface:
         )
 
 
-def _with_parameters(plan: Plan) -> Plan:
-    """A plan from a ``config.json``: every module reads parameters of its own, tied ones once."""
-    readers: dict[str, list[int]] = {}
-    for i, path in enumerate(plan.graph.modules):
-        readers.setdefault(f"{path}.weight", []).append(i)
-    if plan.provenance.profile.get("tied") is True:
-        last = plan.graph.modules[-1]
-        readers[f"{plan.graph.modules[0]}.weight"] += readers.pop(f"{last}.weight")
-    parameters = {name: tuple(ops) for name, ops in readers.items()}
-    return plan.model_copy(
-        update={"graph": plan.graph.model_copy(update={"parameters": parameters})}
-    )
-
-
 def _one_host(forward: Forward) -> list[str]:
     """``[F]`` devices without CPU devices beside others: the device with most operators instead."""
     host = {d.name for d in forward.plan.cluster.devices if d.kind == "cpu"}
@@ -126,14 +114,13 @@ class Hooked:
         for i, path in enumerate(forward.module):
             for above in ancestry(path):
                 self.inside.setdefault(above, []).append(i)
-        at = {n: i for i, n in enumerate(forward.number)}
         self.owned: dict[str, list[int]] = {}  # module -> operators that read its own parameters
         self.owners: list[set[str]] = [set() for _ in forward.number]
-        for name, readers in forward.plan.graph.parameters.items():
-            if re.search(r"(^|\.)_?lifted_tensor_", name):  # a constant of the code
+        for name, readers in forward.parameters.items():
+            if is_constant(name):
                 continue
             owner = name.rpartition(".")[0]
-            self.owned.setdefault(owner, []).extend(at[n] for n in readers if n in at)
+            self.owned.setdefault(owner, []).extend(readers)
             for i in self.owned[owner]:
                 self.owners[i].add(owner)
 
@@ -204,14 +191,12 @@ class Hooked:
     def covering(self, device: list[str]) -> dict[str, str]:
         """``whole_modules``, and an entry for every parameter that is in none of them."""
         entries = whole_modules(self.forward.module, device)
-        at = dict(zip(self.forward.number, device, strict=True))
-        for name, readers in self.forward.plan.graph.parameters.items():
+        for name, readers in self.forward.parameters.items():
             above = ancestry(name)
             if any(path in entries for path in above):
                 continue
-            here = [at[i] for i in readers if i in at]
             unused = [path for path in above if path not in self.inside]  # the last is ``name``
-            entries[unused[0]] = here[0] if here else device[-1]
+            entries[unused[0]] = device[readers[0] if readers else -1]
         return entries
 
     def _split(self, device: Sequence[str]) -> set[str]:

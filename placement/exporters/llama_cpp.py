@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward, layer_units, served_format
+from placement.exporters._modules import Forward, decoder_units, layer_units, served_format
 from placement.plan import Plan
 from placement.problem import Problem
 
 _PREFIX = {"cuda": "CUDA", "rocm": "ROCm", "metal": "MTL", "vulkan": "Vulkan"}
 _ENDPOINT = re.compile(r"[\w.-]{1,200}:[0-9]{1,5}", re.ASCII)
+_WHOLE = "a layer is whole, and llama.cpp has one CPU device"
+_TIED = "the head is the embedding's tensor, and a rule for token_embd.weight moves both"
 _APART = {"experts": r"ffn_.*_exps", "feed_forward": "ffn_"}  # tensors of an operator of its own
 
 
@@ -28,9 +30,14 @@ class LlamaCpp:
     is whole, unless the plan is of a language model without its weights: there experts (or a
     feed-forward) may be apart. What is neither before nor in the layers is ``output``.
 
-    Of such a model the options beside it are written too (``.args``): ``-ngl`` layers on
-    accelerators, ``-dev`` and ``-ts`` their order and how many each has, which also says where
-    keys and values are (``get_layer_buft_list`` in ``src/llama-model.cpp``), and ``--rpc``.
+    The options beside it are written too (``.args``): ``-ngl`` layers on accelerators, ``-dev``
+    and ``-ts`` their order and how many each has, which also says where keys and values are
+    (``get_layer_buft_list`` in ``src/llama-model.cpp``), and ``--rpc``.
+
+    A tied head is made from ``token_embd.weight`` and matched by that name (``create_tensor`` in
+    ``src/llama-model-loader.cpp``, ``TENSOR_DUPLICATED``), so that a rule moves both. Without one
+    the embedding is on the CPU, and the head where the options say: a plan has both on one device,
+    or the embedding on the CPU.
 
     Attributes:
         layers: path of the list of layers; None finds it.
@@ -48,7 +55,8 @@ class LlamaCpp:
         for name in sorted(used):
             backends.buffer(name)
         forward = Forward.of(plan, problem)
-        _, unit, num_layers = layer_units(forward, self.layers)
+        _, unit, num_layers = decoder_units(forward, self.layers, "llama.cpp")
+        tied = forward.tied(unit) and num_layers + 1 in unit
         unit = forward.joined(unit)
         host = sorted(name for name in used if kinds[name] == "cpu")
         apart: list[str | None] = [None] * len(unit)
@@ -62,22 +70,45 @@ class LlamaCpp:
         for k, name in zip(key, forward.device, strict=True):
             count.setdefault(k, Counter())[host[0] if name in host else name] += 1
         on = {k: devices.most_common(1)[0][0] for k, devices in count.items()}
+        why, embedding, head = _WHOLE, (0, None), (num_layers + 1, None)
+        number = {k: i for i, k in enumerate(on)}
+        fixed = {}
+        if tied and on[embedding] in host:
+            fixed = {number[embedding]: on[embedding]}
+        elif tied:
+            why = _TIED if on[embedding] != on[head] else _WHOLE
+            on[embedding], number[embedding] = on[head], number[head]
         whole = [on[k] for k in key]
         if whole != list(forward.device):
-            number = {k: i for i, k in enumerate(on)}
-            placed = dict(enumerate(on.values()))
-            whole = forward.nearest([number[k] for k in key], placed, used - set(host[1:]))
-        forward.require(whole, "-ot", "a layer is whole, and llama.cpp has one CPU device")
-        text = _rules(on, num_layers, backends)
-        files = {"": ",".join(text) + "\n"}
-        note = f'-ngl {num_layers + 1} -ot "$(cat FILE)"'
-        if served_format(plan) is not None:
-            layer = [on[u, None] for u in range(1, num_layers + 1)]
-            others = sorted(set(on.values()) - set(host))
-            head = on[num_layers + 1, None]
-            files[".args"], missing = _arguments(layer, head, host, others, backends)
-            note = 'llama-server -m MODEL $(cat FILE.args) -ot "$(cat FILE)"' + missing
+            placed = {number[k]: device for k, device in on.items()}
+            few = used - set(host[1:])
+            whole = forward.nearest([number[k] for k in key], placed, few, fixed)
+        forward.require(whole, "-ot", why)
+        last = on.get(head, on[num_layers, None])
+        if tied and on[embedding] in host and last not in host:
+            del on[embedding]  # a rule would take the head along
+        files = {"": ",".join(_rules(on, num_layers, backends)) + "\n"}
+        layer = [on[u, None] for u in range(1, num_layers + 1)]
+        others = sorted(set(on.values()) - set(host))
+        files[".args"], missing = _arguments(layer, last, host, others, backends)
+        note = 'llama-server -m MODEL $(cat FILE.args) -ot "$(cat FILE)"' + missing
+        if tied:
+            note += f"; the tied head is on {backends.buffer(last)}"
         return Exported(files, note)
+
+
+def layers_of(plan: Plan) -> tuple[dict[str, int], int, bool]:
+    """``(operator -> 0 of what runs before the layers, layer + 1, or L + 1 behind; L; tied)``.
+
+    ``tied``: the head, which is the last operator, has the embedding's tensor.
+
+    Raises:
+        ExportError: the plan does not know modules, or has no layers.
+    """
+    forward = Forward.of(plan)
+    _, unit, num_layers = layer_units(forward, None)
+    tied = forward.tied(unit)
+    return dict(zip(forward.name, forward.joined(unit), strict=True)), num_layers, tied
 
 
 class Backends:
@@ -166,6 +197,7 @@ def _arguments(
             "; keys and values of some layers are elsewhere than planned: a device comes twice"
         )
         order = [d for d in dict.fromkeys([*layer, head]) if d not in host]
+        order.sort(key=head.__eq__)  # the last one has the output
         on_gpus = [(d, [*layer, head].count(d)) for d in order]
         first = len(layer) + 1 - sum(n for _, n in on_gpus)
     # Whose buffers hold tensors alone gets no layers, but has to be named.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, layer_chain
+from placement.exporters._modules import Forward, decoder_units, layer_chain
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -18,7 +18,9 @@ class Megatron:
     ``megatron/core/transformer/pipeline_parallel_layer_layout.py``: ``E`` embedding, ``t``
     transformer layer, ``L`` final normalisation, head and loss; ``x*n`` repeats; ``|`` ends a
     stage. Stage ``i`` is on pipeline rank ``i`` modulo the number of ranks, so devices may take
-    several turns (virtual stages) if they keep their order.
+    several turns (virtual stages) if they keep their order. Unless told otherwise, the head is tied
+    to the embedding: the last stage has a copy, and the gradients of both are added up
+    (``megatron/core/models/common/language_module/language_module.py``).
 
     Attributes:
         layers: path of the list of layers; None finds it.
@@ -29,16 +31,22 @@ class Megatron:
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
         consumer = "the layout of Megatron-LM"
-        parts, units, num_layers = layer_chain(forward, self.layers, consumer)
+        layers = _, unit, num_layers = decoder_units(forward, self.layers, "Megatron-LM")
+        parts, units = layer_chain(forward, layers, consumer)
         stages = []
         for i, part in enumerate(parts):
             count = sum(1 <= u <= num_layers for u in units[part.first : part.last + 1])
-            layers = "" if count == 0 else "t" if count == 1 else f"t*{count}"
+            middle = "" if count == 0 else "t" if count == 1 else f"t*{count}"
             begins, ends = "E" if i == 0 else "", "L" if i == len(parts) - 1 else ""
-            stages.append(begins + layers + ends)
+            stages.append(begins + middle + ends)
         ranks = list(dict.fromkeys(part.device for part in parts))
+        untied = forward.parameters and not forward.tied(unit)
         return Exported(
             {"": "|".join(stages) + "\n"},
             f"--pipeline-model-parallel-size {len(ranks)} "
-            f'--pipeline-model-parallel-layout "$(cat FILE)"; ranks are {", ".join(ranks)}',
+            f'--pipeline-model-parallel-layout "$(cat FILE)"'
+            f"{' --untie-embeddings-and-output-weights' if untied else ''}; ranks are "
+            f"{', '.join(ranks)}"
+            + "; the last stage has a copy of the tied embedding"
+            * forward.tied(unit),
         )

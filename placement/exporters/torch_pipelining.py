@@ -10,6 +10,7 @@ from placement.exporters import Exported
 from placement.exporters._modules import Forward, require_torch_devices
 from placement.plan import Plan, ancestry
 from placement.problem import Problem
+from placement.tools.files import some
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class TorchPipelining:
     Stage ``i`` is on rank ``i`` modulo the number of ranks. The script takes the module as
     ``package.module:function``, checks that the pipeline computes what the plain module does, and
     prints seconds per micro-batch. It reads the plan's names from the JSON; none is code.
+    A parameter of several stages is replicated, and nobody adds its gradients up
+    (``Pipe.__init__`` in ``torch/distributed/pipelining/_IR.py``): see the note of such a plan.
 
     Attributes:
         schedule: a class of ``torch.distributed.pipelining`` without ``Schedule``; None: GPipe
@@ -66,10 +69,13 @@ class TorchPipelining:
             "workload": plan.graph.workload,
         }
         script = Path(__file__).with_name("_torchrun.py").read_text(encoding="utf-8")
-        return Exported(
-            {"": script, ".json": json.dumps(data, indent=1) + "\n"},
-            f"run: torchrun --nproc-per-node {len(ranks)} FILE package.module:function",
-        )
+        note = f"run: torchrun --nproc-per-node {len(ranks)} FILE package.module:function"
+        stage = [i for i, part in enumerate(parts) for _ in range(part.first, part.last + 1)]
+        if tied := forward.shared([stage[u] for u in unit]):
+            note += f"; each of its stages has a copy of {some(list(tied))}"
+            if plan.graph.mode == "training":
+                note += ": add the gradients of the copies up before an optimizer's step"
+        return Exported({"": script, ".json": json.dumps(data, indent=1) + "\n"}, note)
 
 
 def _ends(forward: Forward) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -24,6 +25,8 @@ class Torchtitan:
     Operators that the model runs itself go with the modules around them. Of a language model
     without its weights modules have the names of torchtitan's own
     (``_generate_llm_fqn_per_model_part``): ``tok_embeddings``, ``layers.N``, ``norm``, ``lm_head``.
+    Modules that share a parameter are in one stage: torchtitan refuses others ("Weight tying is not
+    supported with Pipeline Parallel", ``torchtitan/models/common/decoder.py``).
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
@@ -33,10 +36,15 @@ class Torchtitan:
             names = _own_names(forward)
         labels = [x for x in dict.fromkeys(names) if x]
         unit = [labels.index(x) if x else -1 for x in names]
-        parts = forward.chain(unit, [repr(x) for x in labels], "torchtitan")
+        whole, said = _tied_whole(forward.shared(unit), labels)
+        unit = [whole[u] if u >= 0 else -1 for u in unit]
+        parts = forward.chain(unit, said, "torchtitan")
         ranks = list(dict.fromkeys(part.device for part in parts))
         config: dict[str, object] = {
-            "module_fqns_per_model_part": [labels[p.first : p.last + 1] for p in parts],
+            "module_fqns_per_model_part": [
+                [x for x, u in zip(labels, whole, strict=True) if p.first <= u <= p.last]
+                for p in parts
+            ],
             "pipeline_parallel_degree": len(ranks),
             "pipeline_parallel_schedule": "1F1B" if len(ranks) == len(parts) else "Interleaved1F1B",
         }
@@ -48,6 +56,32 @@ class Torchtitan:
             config["pipeline_parallel_schedule"] = "_PipelineScheduleRuntime"
             note += "; pipeline_parallel_schedule_csv is the path of the .csv"
         return Exported({"": json.dumps(config, indent=1) + "\n", **files}, note)
+
+
+def _tied_whole(
+    shared: Mapping[str, Sequence[int]], labels: Sequence[str]
+) -> tuple[list[int], list[str]]:
+    """Modules, of which those that share a parameter are one unit, with all between them.
+
+    Args:
+        shared: parameter -> numbers of the modules that read it.
+        labels: ``[U]`` the modules.
+
+    Returns:
+        ``[U]`` the unit of each module; what units are called in messages.
+    """
+    unit = list(range(len(labels)))
+    names = {u: repr(label) for u, label in enumerate(labels)}
+    for parameter, readers in shared.items():
+        first, last = unit[readers[0]], unit[readers[-1]]
+        names[first] = (
+            f"{labels[readers[0]]!r} to {labels[readers[-1]]!r} (they share {parameter!r}, and "
+            "torchtitan has no weight tying with pipeline parallelism: untie the model, "
+            "tie_word_embeddings: false, and plan again)"
+        )
+        unit = [first if first <= u <= last else u for u in unit]
+    order = sorted(set(unit))
+    return [order.index(u) for u in unit], [names[u] for u in order]
 
 
 def _own_names(forward: Forward) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, gpu_number, layer_units
+from placement.exporters._modules import Forward, decoder_units, gpu_number
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -17,7 +17,8 @@ class Vllm:
     Format: ``get_pp_indices`` in ``vllm/distributed/utils.py`` (vllm-project/vllm#6920): integers
     joined by commas, as many as ``--pipeline-parallel-size``, whose sum is the number of layers.
     The embedding is on the first rank, the final normalisation and the head on the last. GPUs
-    called ``cuda:N`` are put in the order of the ranks with ``CUDA_VISIBLE_DEVICES``.
+    called ``cuda:N`` are put in the order of the ranks with ``CUDA_VISIBLE_DEVICES``. The last
+    rank makes an embedding of its own for a tied head (``vllm/model_executor/models/llama.py``).
 
     Attributes:
         layers: path of the list of layers; None finds it.
@@ -27,7 +28,8 @@ class Vllm:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
-        path, unit, num_layers = layer_units(forward, self.layers)
+        path, unit, num_layers = decoder_units(forward, self.layers, "vLLM")
+        tied = forward.tied(unit)
         unit = [u if u < 0 else min(max(u, 1), num_layers) - 1 for u in unit]
         labels = [f"layer {i} of {path!r}" for i in range(num_layers)]
         labels[0] += " and what runs before it"
@@ -42,5 +44,6 @@ class Vllm:
         lines.append(f"VLLM_PP_LAYER_PARTITION={layers}")
         return Exported(
             {"": "\n".join(lines) + "\n"},
-            f"env $(grep -v '#' FILE) vllm serve MODEL --pipeline-parallel-size {len(parts)}",
+            f"env $(grep -v '#' FILE) vllm serve MODEL --pipeline-parallel-size {len(parts)}"
+            + "; the last rank has a copy of the tied embedding" * (tied and len(parts) > 1),
         )

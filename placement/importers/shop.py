@@ -9,7 +9,8 @@ re-entrant ones, and Taillard's (1993) times and machines.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import dropwhile, islice
 from typing import Any
@@ -68,6 +69,8 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
     it cannot run (infinite seconds) on a machine that the file does not name for it. Between
     machines nothing takes time. The objective is ``latency`` (the makespan) if not given.
 
+    Warns where all jobs visit the machines in one order, as in a flow shop.
+
     Raises:
         FormatError: naming the file, the operation or line, and what is wrong.
     """
@@ -75,6 +78,13 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
         options, pairs = _text(content, path)
     else:
         options, pairs = _of_json(content, path)
+    if _is_flow(options, pairs):
+        warnings.warn(
+            f"{path}: all jobs visit the machines in the same order, as in a flow shop. It is read "
+            "as a job shop, where each machine has an order of the jobs of its own: the makespan "
+            "may be below that of a permutation flow shop",
+            stacklevel=2,
+        )
     known = {op for op, _, _ in options}
     count, machines = max(known) + 1, max(m for _, m, _ in options) + 1
     if count > len(known):  # before anything as large as a number in the file is made
@@ -88,6 +98,19 @@ def read(content: Any, path: str, *, objective: str | None = None) -> Problem:
     name = str(named.get("instance", named.get("name", "")))
     tasks = Tasks("shop", name or stem(path), [str(op) for op in range(count)], seconds, pairs)
     return task_problem(path, tasks, cluster, objective)
+
+
+def _is_flow(options: Sequence[Option], pairs: Pairs) -> bool:
+    """Whether several jobs visit several machines, all in one order and with one way each."""
+    machine = {op: m for op, m, _ in options}
+    if len(machine) < len(options) or any(after - before != 1 for before, after in pairs):
+        return False
+    later = {after for _, after in pairs}
+    routes: list[list[int]] = []
+    for op in sorted(machine):
+        routes += [[]] if op not in later else []
+        routes[-1].append(machine[op])
+    return len(routes) > 1 and len({*routes[0]}) > 1 and all(r == routes[0] for r in routes)
 
 
 def _of_json(data: Any, path: str) -> Found:

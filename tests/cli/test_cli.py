@@ -35,6 +35,7 @@ from placement.cli import (
 from placement.cluster import Cluster, Device
 from placement.importers import save
 from placement.plan import Plan, load_plan
+from placement.plan.parts import Measured, Spread
 from placement.profile import Profile
 from placement.tools import progress
 from placement.tools.files import FileError
@@ -458,6 +459,32 @@ def test_diff(home: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert got["metrics_s"]["predicted period"] == pytest.approx([3e-3, 6e-3])
     assert main(["diff", str(plan_path), str(other)]) == OK
     assert "3 operators moved" in (text := capsys.readouterr().out) and "+100.0%" in text
+
+
+def test_diff_of_plans_of_two_models_compares_no_operators(
+    home: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads(plan_path.read_text())
+    raw["graph"] |= {"name": "other", "fingerprint": "0" * 64}
+    (other := home / "two.json").write_text(json.dumps(raw))
+    got = answer(capsys, "diff", plan_path, other)
+    assert got["moved"] == {} and got["two_models"] and got["settings"]["model"][1] == "other"
+    assert main(["diff", str(plan_path), str(other)]) == OK
+    text = capsys.readouterr().out
+    assert "plans of two models (" in text and "%" not in text and "same device" not in text
+
+
+def test_diff_of_a_plan_and_a_measured_one_shows_what_was_measured(
+    home: Path, plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latency = Spread(median_s=4e-3, iqr_s=1e-4)
+    measured = Measured(latency_s=latency, n=3, when="2026-11-28T00:00:00+00:00", machine="m")
+    plan = load_plan(plan_path).model_copy(update={"measured": measured})
+    plan.save(other := home / "measured.json")
+    got = answer(capsys, "diff", plan_path, other)["metrics_s"]
+    assert got["measured latency"] == [None, 4e-3] and "measured period" not in got
+    assert main(["diff", str(plan_path), str(other)]) == OK
+    assert re.search(r"measured latency +- +4 ms", capsys.readouterr().out)
 
 
 def test_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ MODULES = (
     "",  # 9: a view
     "head",
 )
+NAMES = [{1: "embedding", 2: "attention", 5: "attention_1"}.get(i, f"op{i}") for i in range(11)]
 PARAMETERS = {f"{m}.weight": (i,) for i, m in enumerate(MODULES) if m and i not in (3, 6)}
 
 
@@ -66,7 +67,8 @@ def problem(
     """
     n = len(modules)
     facts = {"op_module": modules, "is_backward": [i >= n - num_backward for i in range(n)]}
-    facts |= {"op_name": names or [f"op{i}" for i in range(n)], "name": "decoder"}
+    own = NAMES if modules == MODULES else [f"op{i}" for i in range(n)]
+    facts |= {"op_name": names or own, "name": "decoder"}
     facts |= {"param_bytes": [600_000] * len(heavy)}
     facts["param_uses"] = [(op, i) for i, op in enumerate(heavy)]
     return small_problem(
@@ -172,16 +174,14 @@ def test_error_says_which_operator_is_in_the_way() -> None:
         "runs before it on one device; operator 'op4' of module 'layers.0.mlp' is planned on "
         "'cuda:1', it would run on 'cuda:0'. --nearest exports the nearest plan it can express"
     )
-    assert [op for op, d in caught.value.nearest.items() if d == "cuda:0"] == [
-        f"op{i}" for i in range(5)
-    ]
+    assert [op for op, d in caught.value.nearest.items() if d == "cuda:0"] == NAMES[:5]
 
 
 def test_backward_goes_with_its_forward() -> None:
-    names = ("a", "b", "b_backward", "a_backward")
+    names = ("embedding", "softmax", "softmax_backward", "embedding_backward")
     p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
     assert export("vllm", plan_of([0, 1, 1, 0], p)).files[""].endswith("=1,1\n")
-    with pytest.raises(Inexpressible, match=r"'b_backward' of module 'layers\.1'") as caught:
+    with pytest.raises(Inexpressible, match=r"'softmax_backward' of module 'layers\.1'") as caught:
         export("vllm", plan_of([0, 1, 0, 0], p))
     assert list(caught.value.nearest.values()) == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
 
@@ -192,7 +192,7 @@ def test_backward_goes_with_its_forward() -> None:
 def test_csv_is_a_row_per_operator() -> None:
     text = export("csv", plan_of(CUT)).files[""]
     rows = list(csv.DictReader(io.StringIO(str(text))))
-    assert [r["operator"] for r in rows] == [f"op{i}" for i in range(11)]
+    assert [r["operator"] for r in rows] == NAMES
     assert [r["module"] for r in rows] == list(MODULES)
     assert [GPUS.index(r["device"]) for r in rows] == CUT
     assert [int(r["stage"]) for r in rows] == CUT
@@ -326,7 +326,8 @@ def test_devices_that_torch_does_not_have_are_refused(name: str) -> None:
 
 
 def test_a_list_with_other_modules_beside_its_layers() -> None:
-    p = problem(("0", "1", "head"))  # nn.Sequential with add_module("head", ...)
+    names = ("embedding", "softmax", "linear")
+    p = problem(("0", "1", "head"), names=names)  # nn.Sequential with add_module("head", ...)
     assert "VLLM_PP_LAYER_PARTITION=1,1\n" in str(export("vllm", plan_of([0, 1, 1], p)).files[""])
 
 
@@ -356,13 +357,182 @@ def test_megatron() -> None:
 
 def test_llama_cpp() -> None:
     where = consumers.first_match
-    text = str(export("llama_cpp", plan_of(TURNS, problem(devices=("cpu:0", "cuda:1")))).files[""])
+    files = export("llama_cpp", plan_of(TURNS, problem(devices=("cpu:0", "cuda:1")))).files
+    text = str(files[""])
+    # The embedding and layer 1 are on the CPU; keys and values of layer 0 as the nearest can be.
+    assert files[".args"] == "-ngl 2 -dev CUDA1 -ts 2\n"
     assert text == "^blk\\.(1)\\.=CPU,^token_embd=CPU,^blk\\.(0)\\.=CUDA1,^output=CUDA1\n"
     assert where(text, "token_embd.weight") == where(text, "blk.1.attn_q.weight") == "CPU"
     assert where(text, "output_norm.weight") == where(text, "blk.0.ffn_up.weight") == "CUDA1"
     assert where(text, "blk.10.ffn_up.weight") is None
     with pytest.raises(Inexpressible, match="one CPU device"):
         export("llama_cpp", plan_of(CUT, problem(devices=("cpu:0", "cpu:1"))))
+
+
+NETS = {  # not a decoder: operators by module, and what is said
+    "convolutions": (("down.0", "down.1", "up"), ("conv2d", "conv2d_1", "conv2d_2"), "looks tok"),
+    "labelled convolutions": (
+        ("label", "down.0", "down.1"),
+        ("embedding", "conv2d", "softmax"),
+        "they are convolutions",
+    ),
+    "recommender": (("table", "top.0", "top.1"), ("embedding", "linear", "linear_1"), "no attent"),
+    "vision transformer": (
+        ("patch", "layers.0", "layers.1"),
+        ("conv2d", "scaled_dot_product_attention", "scaled_dot_product_attention_1"),
+        "looks tokens up",
+    ),
+    "encoder": (
+        ("embed", "encoder.layer.0", "encoder.layer.1"),
+        ("embedding", "scaled_dot_product_attention", "scaled_dot_product_attention_1"),
+        r"has an encoder \('encoder'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", ["vllm", "llama_cpp", "megatron"])
+def test_programs_for_language_models_refuse_other_models(name: str, net: str) -> None:
+    modules, names, why = NETS[net]
+    with pytest.raises(ExportError, match=f"is for language models with decoder layers.*{why}"):
+        export(name, plan_of([0, 0, 1], problem(modules, names=names)))
+
+
+@pytest.mark.parametrize("name", consumers.FAMILIES)
+def test_real_decoders_are_told_from_others(name: str) -> None:
+    pytest.importorskip("transformers")
+    p = consumers.problem_of(capture(*consumers.family(name)))
+    plan = consumers.placed(p, [0] * p.num_ops)
+    for program in ("vllm", "llama_cpp", "megatron"):
+        if name in ("llama", "gpt2"):
+            assert export(program, plan).files
+        else:
+            with pytest.raises(ExportError, match="is for language models with decoder layers"):
+                export(program, plan)
+
+
+def test_deepspeed_says_what_the_layers_are() -> None:
+    """``PipelineModule`` takes any list of layers; whose is for the reader to make."""
+    modules, names, _ = NETS["convolutions"]
+    exported = export("deepspeed", plan_of([0, 1, 1], problem(modules, names=names)))
+    assert json.loads(exported.files[""]) == {
+        "num_stages": 2,
+        "parts": [0, 1, 3],
+        "layers": ["down.0", "down.1", "behind down.1"],
+    }
+    assert "whose layers are those that the file names" in exported.note
+
+
+# Shared tensors: what each program does with them, as docs/exporters.md says
+
+
+def tied(on: list[int], devices: tuple[str, ...] = GPUS, mode: str = "") -> Plan:
+    """A plan of the decoder, whose head reads the embedding's weight."""
+    plan = plan_of(on, problem(devices=devices))
+    readers = {k: v for k, v in PARAMETERS.items() if k != "head.weight"} | {
+        "embed.weight": (1, 10)
+    }
+    known = plan.graph.model_copy(update={"parameters": readers} | ({"mode": mode} if mode else {}))
+    return plan.model_copy(update={"graph": known})
+
+
+def test_torchtitan_has_no_tied_parameters_in_a_pipeline() -> None:
+    for on in (CUT, TURNS):
+        with pytest.raises(Inexpressible, match=r"'embed' to 'head' \(they share 'embed\.w") as no:
+            export("torchtitan", tied(on))
+        assert len(set(no.value.nearest.values())) == 1
+        config = json.loads(export("torchtitan", moved(tied(on), no.value.nearest)).files[""])
+        modules = ["embed", "layers.0", "layers.1", "norm", "head"]
+        assert config["module_fqns_per_model_part"] == [modules]
+
+
+def test_megatron_ties_unless_told_otherwise() -> None:
+    assert "--untie-embeddings-and-output-weights;" in export("megatron", plan_of(CUT)).note
+    note = export("megatron", tied(CUT)).note
+    assert "--untie" not in note and "the last stage has a copy of the tied embedding" in note
+
+
+def test_vllm_copies_a_tied_embedding_to_the_last_rank() -> None:
+    assert "last rank has a copy of the tied embedding" in export("vllm", tied(CUT)).note
+    assert "copy" not in export("vllm", plan_of(CUT)).note
+    assert "copy" not in export("vllm", tied([0] * 11)).note
+
+
+def test_deepspeed_names_layers_that_must_be_tied() -> None:
+    exported = export("deepspeed", tied(CUT))
+    assert json.loads(exported.files[""])["tied"] == {"embed.weight": [0, 3]}
+    assert "layers that share embed.weight are TiedLayerSpec with one key" in exported.note
+    assert "tied" not in json.loads(export("deepspeed", plan_of(CUT)).files[""])
+
+
+def test_torch_pipelining_copies_a_tied_parameter() -> None:
+    assert "copy" not in export("torch_pipelining", plan_of(CUT)).note
+    assert (
+        "each of its stages has a copy of embed.weight"
+        in export("torch_pipelining", tied(CUT)).note
+    )
+    assert (
+        "add the gradients of the copies up"
+        in export("torch_pipelining", tied(CUT, mode="training")).note
+    )
+
+
+def test_torch_gives_stages_copies_whose_gradients_nobody_adds_up() -> None:
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining import SplitPoint, pipeline
+    from torch.utils import _pytree as pytree
+
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    model[2].weight = model[0].weight
+    pipe = pipeline(model, (torch.arange(6),), split_spec={"1": SplitPoint.BEGINNING})
+    first, last = pipe.get_stage_module(0), pipe.get_stage_module(1)
+    a, b = first.get_parameter("0.weight"), last.get_parameter("2.weight")
+    assert a is not b and torch.equal(a, b)
+    last(*pytree.tree_leaves(first(torch.arange(6))))[0].square().sum().backward()
+    assert a.grad is not None and b.grad is not None and not torch.equal(a.grad, b.grad)
+
+
+def test_llama_cpp_makes_a_tied_head_of_the_embedding() -> None:
+    mixed = ("cpu:0", "cuda:1")
+    on = [0, 0, *[1] * 9]  # the embedding on the CPU, the head on the GPU: no rule for either
+    exported = export("llama_cpp", tied(on, mixed))
+    rules = str(exported.files[""])
+    assert consumers.first_match(rules, "token_embd.weight") is None
+    assert exported.files[".args"] == "-ngl 3 -dev CUDA1 -ts 3\n"
+    assert "the tied head is on CUDA1" in exported.note
+    for both in ([0] * 11, [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]):  # on one device: one rule
+        rules = str(export("llama_cpp", tied(both, mixed)).files[""])
+        assert consumers.first_match(rules, "token_embd.weight") == "CPU"
+    with pytest.raises(Inexpressible, match=r"a rule for token_embd\.weight moves both") as no:
+        export("llama_cpp", tied(CUT))
+    assert [op for op, d in no.value.nearest.items() if d == "cuda:0"] == NAMES[2:5]
+    # In turns, the head's device is the last that the options name.
+    turned = export(
+        "llama_cpp", tied([0, 0, 1, 1, 1, 2, 2, 2, 1, 1, 1], ("cpu:0", "cuda:0", "cuda:1"))
+    )
+    assert turned.files[".args"] == "-ngl 3 -dev CUDA1,CUDA0 -ts 1,2\n"
+
+
+@pytest.mark.parametrize("name", ["vllm", "megatron", "llama_cpp", "torchtitan", "huggingface"])
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=len(MODULES), max_size=len(MODULES)))
+def test_the_nearest_plan_of_a_tied_model_is_expressible(name: str, on: list[int]) -> None:
+    check_exporter(exporters.load(name), [tied(on), tied(on, ("cpu:0", "cuda:0"))])
+
+
+def test_an_onnx_initializer_has_no_device_of_its_own(tmp_path: Path) -> None:
+    """Both readers of ``w`` say where they run; a runtime gives each of their devices a copy."""
+    path, plan = onnx_plan(tmp_path, ("cpu:0", "cuda:1"), [0, 1, 1, 1])
+    import onnx
+
+    model = onnx.load_from_string(export("onnx", plan, model=path).files[""])
+    named = {s.tensor_name for n in model.graph.node for c in n.device_configurations
+             for s in c.sharding_spec}  # fmt: skip
+    assert [x.name for x in model.graph.initializer] == ["w"] and "w" not in named
+    annotated = onnx.load_from_string(export("onnxruntime", plan, model=path).files[""]).graph
+    assert [len(n.metadata_props) for n in annotated.node if "w" in n.input] == [1, 1]
+    assert [x.name for x in annotated.initializer] == ["w"]
 
 
 # torchtitan and torch.distributed.pipelining

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,12 @@ def test_layers_as_pipelines() -> None:
     plan = plan_of(DENSE, HALVES)
     assert "VLLM_PP_LAYER_PARTITION=2,2\n" in str(load("vllm")(plan).files[""])
     assert load("megatron")(plan).files[""] == "Et*2|t*2L\n"
-    assert json.loads(load("deepspeed")(plan).files[""]) == {"num_stages": 2, "parts": [0, 3, 6]}
+    layers = [f"model.layers.{i}" for i in range(4)]
+    assert json.loads(load("deepspeed")(plan).files[""]) == {
+        "num_stages": 2,
+        "parts": [0, 3, 6],
+        "layers": ["before model.layers.0", *layers, "behind model.layers.3"],
+    }
     assert json.loads(load("torchtitan")(plan).files[""])["module_fqns_per_model_part"] == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "layers.3", "norm", "lm_head"],
@@ -279,14 +285,99 @@ def test_logs() -> None:
 {where} Gemm (fc)
 Something else: in brackets"""
     plan = plan_of(DENSE, HALVES)
-    assert onnxruntime_nodes(text, plan) == {
-        "conv1": "CUDAExecutionProvider",
-        "/net/relu": "CUDAExecutionProvider",
-        "fc": "CPUExecutionProvider",
-    }
+    where_of = {"conv1": "CUDAExecutionProvider", "/net/relu": "CUDAExecutionProvider"}
+    where_of["fc"] = "CPUExecutionProvider"
+    assert onnxruntime_nodes(text, plan) == (where_of, [])
+    # Another thread writes in between; a line of nodes in other words is unknown, not the end.
+    lines = text.splitlines()
+    odd = f"{where} Add: sum1"
+    between = [*lines[:2], "[I:other] thread (3)", odd, *lines[2:]]
+    nodes, unknown = onnxruntime_nodes("\n".join(between).replace("nodes: 2", "nodes: 4"), plan)
+    assert {op: nodes[op] for op in where_of} == where_of and unknown == [odd]
     assert llama_cpp_buffers("x:  RPC0[10.0.0.2:50052] model buffer size =  1.50 MiB") == {
         "RPC0[10.0.0.2:50052]": {"model": 1.5}
     }
+
+
+def test_an_audit_reads_what_versions_and_shells_write(tmp_path: Path, capsys: Any) -> None:
+    """Before May 2025 no ``is_swa``; ik_llama.cpp's spelling; PowerShell's UTF-16; colours."""
+    plan = plan_of(DENSE, [2, *HALVES[1:]], MIXED)
+    plan.save(tmp_path / "plan.json")
+    log, argv = tmp_path / "llama.log", ["audit", str(tmp_path / "plan.json"), "--log"]
+    older = log_of(plan).replace(", is_swa = 0", "").replace("\n", "\r\n")
+    spelt = re.sub(
+        r"tensor (\S+) \(.*?\) buffer type overridden", r"Tensor \1 buffer type overriden", older
+    )
+    assert spelt != older
+    coloured = "\x1b[34m" + older.replace("\r\n", "\x1b[0m\n\x1b[34m")
+    for content in (
+        older.encode(), spelt.encode(), coloured.encode(), b"\xef\xbb\xbf" + older.encode(),
+        older.encode("utf-16"), older.encode("utf-16-le"), older.encode("utf-16-be"),
+        b"\xfe\xff" + older.encode("utf-16-be"),
+    ):  # fmt: skip
+        log.write_bytes(content)
+        assert main([*argv, str(log), "--json"]) == OK, content[:40]
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["told"] == answer["operators"] == 11 and answer["unknown"] == []
+
+
+def test_a_line_that_is_not_known_is_no_agreement_and_no_place(tmp_path: Path, capsys: Any) -> None:
+    plan = plan_of(DENSE, [2, *HALVES[1:]], MIXED)
+    plan.save(tmp_path / "plan.json")
+    log, argv = tmp_path / "llama.log", ["audit", str(tmp_path / "plan.json"), "--log"]
+    known = log_of(plan)
+    override = "tensor blk.3.attn_q.weight (12 MiB q4_K) buffer type overridden to CUDA1"
+    for line, strange, lost in (
+        ("load_tensors: layer   1 assigned to device CUDA0, is_swa = 0",
+         "load_tensors: layer   1 is assigned: CUDA1", {"model.layers.1"}),
+        ("load_tensors: layer   4 assigned to device CUDA1, is_swa = 0",
+         "load_tensors: output layer 4 assigned to CUDA1 (default)", {"model.norm", "lm_head"}),
+        (override, "blk.3.attn_q.weight: buffer type CUDA0 instead", {"model.layers.3"}),
+        (override, "token_embd.weight overridden by user -> CUDA0", {"model.embed_tokens"}),
+    ):  # fmt: skip
+        assert line in known
+        log.write_text(known.replace(line, strange))
+        assert main([*argv, str(log), "--json"]) == NO
+        out, stderr = capsys.readouterr()
+        answer = json.loads(out)
+        assert answer["unknown"] == [strange] and answer["elsewhere"] == {}
+        untold = [op for op in plan.assignment if any(op.startswith(x) for x in lost)]
+        assert answer["told"] == 11 - len(untold)
+        assert f"the log does not say where {len(untold)} others are" in stderr
+        assert "in words that are not known" in stderr and strange in stderr
+    # Other lines about layers and tensors, of every log, say nothing of places.
+    more = (
+        "llama_kv_cache: layer   0: dev = CUDA0\n"
+        "load_tensors: tensor 'token_embd.weight' (q4_K) (and 98 others) cannot be used with "
+        "preferred buffer type CUDA_Host, using CPU instead\n"
+        "create_tensor: loading tensor blk.0.attn_norm.weight\n"
+        "load_tensors: offloading output layer to GPU\n"
+    )
+    log.write_text(more + known)
+    assert main([*argv, str(log)]) == OK
+
+
+@pytest.mark.parametrize(
+    ("on", "moved", "head"), [(2, "", "CUDA1"), (1, "CUDA1", "CUDA1"), (2, "CPU", "CPU")]
+)
+def test_an_audit_says_where_a_tied_head_is(
+    tmp_path: Path, capsys: Any, on: int, moved: str, head: str
+) -> None:
+    """The embedding on the CPU needs no rule, and a rule for it takes the head along."""
+    plan = plan_of(DENSE | {"tie_word_embeddings": True}, [on, *HALVES[1:]], MIXED)
+    plan.save(tmp_path / "plan.json")
+    log = [x for x in log_of(plan).splitlines() if "output.weight" not in x]
+    wanted = [x for x in log if "token_embd" in x]
+    assert [x.rpartition(" ")[2] for x in wanted] == ([moved] if on == 1 else [])
+    if moved == "CPU":  # what a rule of one's own does
+        log.append("tensor token_embd.weight (12 MiB q4_K) buffer type overridden to CPU")
+    (tmp_path / "llama.log").write_text("\n".join(log))
+    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(tmp_path / "llama.log"), "--json"]
+    assert main(argv) == (NO if moved == "CPU" else OK)
+    out, stderr = capsys.readouterr()
+    assert f"the head, of the tied tensor token_embd.weight, is on {head}" in stderr
+    elsewhere = {"lm_head": ["CUDA1", "CPU"]} if moved == "CPU" else {}
+    assert json.loads(out)["elsewhere"] == elsewhere
 
 
 # What llama.cpp 2026.10 printed of a model of two layers, shortened: it loads twice.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import importers
+from placement.__main__ import main
 from placement.importers import FormatError, shop, stg
 from placement.workloads.suites import cases
 from tests.problems import written
@@ -232,6 +234,22 @@ def test_several_machines_of_a_matrix_may_run_an_operation(tmp_path: Path) -> No
         importers.load(path)
     written(path, data | {"release_dates_matrix": [[0, 0]]})
     assert importers.load(path).num_ops == 2
+
+
+def test_a_flow_shop_in_pairs_is_said_to_be_read_as_a_job_shop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flow.txt"
+    path.write_text("2 3\n0 5 1 8 2 1\n0 7 1 3 2 4\n")
+    with pytest.warns(UserWarning, match="in the same order, as in a flow shop.*as a job shop"):
+        assert importers.load(path).num_ops == 6
+    assert main(["import", str(path), "--out", str(tmp_path / "p.json")]) == 0
+    assert "placement: warning: " in (said := capsys.readouterr().err) and "flow shop" in said
+    for other in ("2 3\n0 5 1 8 2 1\n0 7 2 3 1 4\n", "1 2\n0 5 1 8\n", "2 1\n0 5\n0 7\n"):
+        path.write_text(other)  # another order; one job; one machine
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            importers.load(path)
 
 
 def test_a_flow_shop_is_refused(tmp_path: Path) -> None:
