@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ Floats = NDArray[np.float64]
 GIB = 2**30
 # Small problems: memory is never too small, so that orders are searched; and it may be.
 WARM = ("unlike", "tight")
+SURE_ROUNDS = 3  # which every way has, whatever the time
 WARM_S = 0.2  # enough for a planner to call all its kernels
 
 # --- runs under a limit --------------------------------------------------------------------------
@@ -144,21 +145,40 @@ def resident_bytes() -> int:
 
 
 def in_turns(
-    ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1, shift: bool = False
+    ways: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warm_up: int = 1,
+    *,
+    guard: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    enough_s: float = np.inf,
+    until: float = np.inf,
 ) -> dict[str, Floats]:
     """What each way returns in every round, float64 ``[rounds, ...]``; all run in every round.
 
     So whatever else the machine does in a round concerns all of them. The first ``warm_up`` rounds
-    do not count. With ``shift`` another way begins every round: nobody always runs after the same.
+    do not count. Every other round is backwards: nobody always runs after the same.
+
+    Args:
+        guard: a context for each run of a way, by its name. Where it swallows an exception, the way
+            has no more turns.
+        enough_s: nor has one that has taken so long in all.
+        until: from then on (``time.perf_counter``) there are ``SURE_ROUNDS`` at most.
     """
     values: dict[str, list[Any]] = {name: [] for name in ways}
-    for r in range(rounds + warm_up):
-        first = r % len(ways) if shift else 0
-        for name in [*ways][first:] + [*ways][:first]:
-            value = ways[name]()
-            if r >= warm_up:
-                values[name].append(value)
-    return {name: np.array(v) for name, v in values.items()}
+    spent_s = dict.fromkeys(ways, 0.0)
+    for r in range(-warm_up, rounds):
+        if r >= SURE_ROUNDS and time.perf_counter() > until:
+            break
+        for name, way in [*ways.items()][:: -1 if (r + warm_up) % 2 else 1]:
+            if spent_s[name] < enough_s:
+                before_s, began = spent_s[name], time.perf_counter()
+                spent_s[name] = np.inf  # and so it stays if it fails
+                with guard(name):
+                    value = way()
+                    spent_s[name] = before_s + time.perf_counter() - began
+                    if r >= 0:
+                        values[name].append(value)
+    return {name: np.array(v) for name, v in values.items() if v}
 
 
 def ended(stream: Iterable[Any]) -> list[float]:

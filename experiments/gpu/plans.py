@@ -21,6 +21,7 @@ from experiments.gpu.memory import peaks
 from experiments.gpu.models import all_on, uses
 from experiments.gpu.predictions import predicted
 from experiments.gpu_baselines import WholeGraph, moved, pinned, ratio, resident
+from experiments.runs import in_turns
 from placement import planners
 from placement.costs import power
 from placement.executor import Runner
@@ -32,7 +33,6 @@ from placement.runs.ways import timed
 
 LONG_S = 0.25  # a call of so many seconds or more is not made more often than it must be
 ENOUGH_S = 2.0  # of a way in all: it has no more turns then
-SURE_TURNS = 3  # which every way has, whatever the time
 Plain = dict[str, Callable[[Any], list[Tensor]]]  # ways that do without this project
 Seconds = Callable[[], Sequence[float]]  # runs a way some times, and says how long each took
 
@@ -141,7 +141,7 @@ def compared(
                 bench.emit(f"{name}, parts of a call, {what}", **parts(run))
         # Threads of CPU cores go on for a while, beside what comes next: they come last.
         ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
-        turns = in_turns(bench, name, ways, 2 if bench.emulated else 15 if latency else 7, until)
+        turns = medians(bench, name, ways, 2 if bench.emulated else 15 if latency else 7, until)
     return turns | {way: turns[same] for way, same in alike.items() if same in turns}
 
 
@@ -207,32 +207,14 @@ def period_of_calls(call: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def in_turns(
-    bench: Bench,
-    name: str,
-    ways: dict[str, Callable[[], Sequence[float]]],
-    turns: int,
-    until: float,
+def medians(
+    bench: Bench, name: str, ways: Mapping[str, Seconds], turns: int, until: float
 ) -> dict[str, list[float]]:
-    """Seconds of each way by turn: the medians of what the ways return when they are called.
-
-    What disturbs the machine for a while disturbs all alike. A way that fails, and one that has
-    taken ``ENOUGH_S``, has no more turns; after ``until`` there are ``SURE_TURNS`` at most.
-    """
-    medians: dict[str, list[float]] = {way: [] for way in ways}
-    spent_s = dict.fromkeys(ways, 0.0)
-    for turn in range(turns):
-        if turn >= SURE_TURNS and time.perf_counter() > until:
-            break
-        # Every other turn backwards: nothing always comes after the same.
-        for way, call in [*ways.items()][:: -1 if turn % 2 else 1]:
-            if spent_s[way] < ENOUGH_S:
-                before_s, began = spent_s[way], time.perf_counter()
-                spent_s[way] = math.inf  # and so it stays if it fails
-                with bench.item(f"{name}, {way}", 15):
-                    medians[way].append(statistics.median(call()))
-                    spent_s[way] = before_s + time.perf_counter() - began
-    return {way: seconds for way, seconds in medians.items() if seconds}
+    """Seconds of each way by turn: the medians of what the ways return when they are called."""
+    runs = {way: lambda call=call: statistics.median(call()) for way, call in ways.items()}
+    limits = {"enough_s": ENOUGH_S, "until": until}
+    taken = in_turns(runs, turns, 0, guard=lambda way: bench.item(f"{name}, {way}", 15), **limits)
+    return {way: seconds.tolist() for way, seconds in taken.items()}
 
 
 def times_as_fast(turns: Mapping[str, Sequence[float]], one: str, other: str) -> float:

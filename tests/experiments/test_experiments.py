@@ -174,10 +174,10 @@ def test_items_of_a_study_are_whole_rounds_of_the_phases(
 def test_ways_take_turns() -> None:
     order: list[str] = []
     ways = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-    values = in_turns(ways, 2, warm_up=1, shift=True)
-    assert "".join(order) == "abcbcacab"
+    values = in_turns(ways, 2, warm_up=1)
+    assert "".join(order) == "abccbaabc"
     assert {name: v.tolist() for name, v in values.items()} == {
-        "a": [6, 8], "b": [4, 9], "c": [5, 7]
+        "a": [6, 7], "b": [5, 8], "c": [4, 9]
     }  # fmt: skip
 
 

@@ -235,7 +235,7 @@ def test_ways_take_turns_and_what_fails_stops_no_other(tmp_path: Path) -> None:
 
     a, b = [3.0, 1.0, 2.0], [5.0, 4.0, 9.0]
     ways = {"a": lambda: way("a", a), "bad": fails, "b": lambda: way("b", b)}
-    took = plans.in_turns(work, "m", ways, 4, until=0.0)
+    took = plans.medians(work, "m", ways, 4, until=0.0)
     assert took == {"a": [3, 1, 2], "b": [5, 4, 9]} and called == ["a", "b", "b", "a", "a", "b"]
     assert plans.times_as_fast(took, "a", "b") == 4.0  # of 5 / 3, 4 / 1, 9 / 2
     assert np.isnan(plans.times_as_fast(took, "bad", "b"))
