@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.planners import check_least
-from placement.planners.contiguous_dp import best_in_order, merge_blocks
 from placement.problem import Problem, Solution
+from placement.search import ideal_kernels
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Choice, Search, device_classes
 from placement.search.list_schedule import first_that_fits, held_bytes
+from placement.search.stages import cut_in_order, merge_blocks
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -139,30 +140,21 @@ def _prefixes(problem: Problem, limit: int) -> Bools:
 
 def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bools | None:
     """bool ``[S, num_items]``: all downward-closed sets by size, None if more than ``limit``."""
-    before = [0] * num_items
-    after: list[list[int]] = [[] for _ in range(num_items)]
-    for a, b in edges.tolist():
-        before[b] |= 1 << a
-        after[a].append(b)
-    # What may be added to each set of one size.
-    layer = {0: [v for v in range(num_items) if not before[v]]}
-    ideals = [0]
-    for _ in range(num_items):
-        grown: dict[int, list[int]] = {}
-        for ideal, free in layer.items():
-            for v in free:
-                larger = ideal | 1 << v
-                if larger not in grown:
-                    freed = [w for w in after[v] if before[w] & ~larger == 0]
-                    grown[larger] = [w for w in free if w != v] + freed
-                    if len(ideals) + len(grown) > limit:
-                        return None
-        layer = grown
-        ideals += sorted(grown)
-    width = (num_items + 7) // 8
-    data = np.frombuffer(b"".join(x.to_bytes(width, "little") for x in ideals), np.uint8)
-    bits = np.unpackbits(data.reshape(-1, width), axis=1, count=num_items, bitorder="little")
-    return bits.astype(bool)
+    pairs = edges[np.lexsort((edges[:, 1], edges[:, 0]))].astype(np.int32)
+    back = edges[np.lexsort((edges[:, 0], edges[:, 1]))].astype(np.int32)
+    every = np.arange(num_items + 1)
+    begins = (np.searchsorted(x, every).astype(np.int32) for x in (back[:, 1], pairs[:, 0]))
+    before_ptr, after_ptr = begins
+    code = np.random.default_rng(0).integers(0, 2**64, num_items, dtype=np.uint64)
+    csr = before_ptr, back[:, 0].copy(), after_ptr, pairs[:, 1].copy()
+    # Memory counts as numbers of sets: links, eight each, are nothing beside 2 ** 40.
+    memory = 2**40, (limit + 1) * 2**40 - 1
+    count, words, *_ = ideal_kernels.enumerate_ideals(*csr, code, *memory)
+    if count == 0:
+        return None
+    data = words[:count].astype("<u8").view(np.uint8)
+    bits = np.unpackbits(data, axis=1, count=num_items, bitorder="little").astype(bool)
+    return bits[np.lexsort((*words[:count].T, bits.sum(axis=1)))]
 
 
 def _inside(ideals: Bools) -> Bools:
@@ -218,7 +210,7 @@ def _solve(
         return np.where(may, stage, np.inf)
 
     choice = np.full(problem.graph.num_groups, -1, np.int32)
-    slowest_s, stages = best_in_order(stage_s, len(ideals), order)
+    slowest_s, stages = cut_in_order(stage_s, len(ideals), order)
     for d, before, state in stages:
         choice[ideals[state] & ~ideals[before]] = d
     return slowest_s, choice

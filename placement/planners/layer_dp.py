@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
-from placement.planners.contiguous_dp import held_bytes, merge_blocks
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution, host_of
 from placement.search.evaluation import INFEASIBLE, Choice, Search, device_classes, single_devices
+from placement.search.stages import held_bytes, merge_blocks
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

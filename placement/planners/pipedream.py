@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners.contiguous_dp import (
-    StageCosts,
-    Stages,
-    best_in_order,
-    made_and_used,
-    merge_blocks,
-)
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, supported_choice
 from placement.search.list_schedule import first_that_fits
+from placement.search.stages import (
+    StageCosts,
+    Stages,
+    cut_in_order,
+    made_and_used,
+    merge_blocks,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -91,7 +91,7 @@ def _stages(costs: StageCosts, transfer: Floats, activations: int | None) -> tup
         return np.maximum(transfer[d][:, None], seconds[costs.kind[d]])
 
     device = np.full(size - 1, -1, np.int32)
-    slowest_s, stages = best_in_order(stage_s, size, range(num_devices))
+    slowest_s, stages = cut_in_order(stage_s, size, range(num_devices))
     for d, begin, end in stages:
         device[begin:end] = d
     return slowest_s, device

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners.contiguous_dp import held_bytes, merge_blocks, uses_of
 from placement.problem import ROUNDING, Problem, Solution
 from placement.search.contiguous_kernels import fill_costs
 from placement.search.evaluation import Search, supported_choice
+from placement.search.stages import held_bytes, merge_blocks, uses_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

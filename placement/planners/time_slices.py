@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.planners import check_least
-from placement.planners.contiguous_dp import score_splits
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search, single_devices
 from placement.search.grid import Grid, NoGrid, recognise
+from placement.search.stages import score_splits
 
 MAX_BLOCKS = 400  # beyond, neighbouring cells are one block of the dynamic program
 

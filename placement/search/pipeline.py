@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.planners.contiguous_dp import (
+from placement.problem import Problem
+from placement.search.chooser import add_rows, output
+from placement.search.evaluation import Choice, can_move, device_classes, neighbours
+from placement.search.list_schedule import memory_counts
+from placement.search.macro import SHARE, Draws, draws_of, overflow, propose, uniform
+from placement.search.stages import (
     Split,
     Stages,
     merge_blocks,
     splits,
     topological_orders,
 )
-from placement.problem import Problem
-from placement.search.chooser import add_rows, output
-from placement.search.evaluation import Choice, can_move, device_classes, neighbours
-from placement.search.list_schedule import memory_counts
-from placement.search.macro import SHARE, Draws, draws_of, overflow, propose, uniform
 from placement.simulator import kernels
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves

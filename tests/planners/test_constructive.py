@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 from placement.cluster import Cluster, Device, Link
 from placement.graph import levels, topological_order
 from placement.objective import Objective
-from placement.planners import PlannerError, contiguous_dp, load
+from placement.planners import PlannerError, load
 from placement.planners.antichain_dp import enumerate_ideals
 from placement.planners.balanced_split import _orders
-from placement.planners.contiguous_dp import topological_orders
 from placement.planners.critical_path_greedy import critical_path, key_operators, parts
 from placement.planners.level_balance import balance
 from placement.planners.m_sct import favourite_children
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
-from placement.search import list_kernels
+from placement.search import list_kernels, stages
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Search
 from placement.search.list_schedule import ListSchedule, produced_bytes, room_bytes
+from placement.search.stages import topological_orders
 from placement.simulator import score
 from placement.testing import check_planner
 from placement.workloads.synthetic import families
@@ -745,8 +745,8 @@ def test_more_orders_are_cut_and_the_best_is_kept(name: str) -> None:
 
 def test_orders_without_a_split_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, inf = [], np.inf
-    split = contiguous_dp.splits
-    monkeypatch.setattr(contiguous_dp, "splits", lambda *args: calls.append(0) or split(*args))
+    split = stages.splits
+    monkeypatch.setattr(stages, "splits", lambda *args: calls.append(0) or split(*args))
     # Each device refuses every second operator: no order of the chain has two stages.
     refused = make([(1, inf), (inf, 1), (1, inf), (inf, 1)], [(0, 1), (1, 2), (2, 3)])
     answer = load("contiguous_dp", orders=8, seconds=1e-9)(refused)

@@ -18,7 +18,6 @@ from placement.cluster import LONGEST_S, Cluster, Device, Link
 from placement.graph import MOST_BYTES
 from placement.objective import Objective
 from placement.planners import PlannerError, load, names
-from placement.planners.contiguous_dp import Stages, merge_blocks
 from placement.problem import Problem, ProblemError, Solution, host_of
 from placement.search.evaluation import (
     Position,
@@ -28,6 +27,7 @@ from placement.search.evaluation import (
     distinct_pairs,
     moves,
 )
+from placement.search.stages import Stages, merge_blocks
 from placement.simulator import score
 from placement.testing import check_planner
 from tests.problems import chain, every_placement, random_problem, small_problem
