@@ -8,6 +8,7 @@ name too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from placement.problem import Planner, Problem, Solution
@@ -16,6 +17,34 @@ from placement.tools.named import Named
 
 class PlannerError(ValueError):
     """No such planner, no such option (the message lists those it has), or too much to plan."""
+
+
+@dataclass(frozen=True)
+class Among:
+    """How a planner behaves among others: what its class says of it as ``among``, for ``best_of``.
+
+    Attributes:
+        loads, calls, pieces: its turn where the load of devices counts, where one micro-batch
+            does, and for ``piecewise_latency`` (else as for calls); None: after those with one.
+        quick: it is linear in the graph: where seconds are limited it comes first.
+        late: it takes long whatever it is given: where seconds are limited it comes last.
+        times: it is begun only where so many times is left what the slowest quick one took.
+        turns: it takes part only where micro-batches may take turns, and that helps.
+        walks: it walks on as long as it may.
+        several: it evaluates several placements: of few evaluations others come first.
+        share: of what is left of limited evaluations.
+    """
+
+    loads: int | None = None
+    calls: int | None = None
+    pieces: int | None = None
+    quick: bool = False
+    late: bool = False
+    times: float = 0.0
+    turns: bool = False
+    walks: bool = False
+    several: bool = False
+    share: float = 1.0
 
 
 _PLANNERS: Named[Planner] = Named(

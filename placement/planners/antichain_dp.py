@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.objective import Objective
-from placement.planners import check_least
+from placement.planners import Among, check_least
 from placement.problem import Problem, Solution
 from placement.search import ideal_kernels
 from placement.search.coarsen import coarsen
@@ -53,6 +53,8 @@ class AntichainDp:
             take it about as long. None is no limit.
         evaluations: budget; None is no limit.
     """
+
+    among = Among(late=True, times=8.0, loads=3, pieces=1)
 
     max_states: int = 2000
     seconds: float | None = None

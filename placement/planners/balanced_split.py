@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, device_classes, supported_choice
 from placement.search.list_schedule import first_that_fits, held_bytes
@@ -34,6 +35,8 @@ class BalancedSplit:
     at its first operator; an operator that breaks a range because no device there can run it
     leaves the split unbalanced: it goes to the first device that can.
     """
+
+    among = Among(quick=True, loads=5)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placement.planners import check_least
+from placement.planners import Among, check_least
 from placement.planners.heft import Heft
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
@@ -20,6 +20,8 @@ class BusyHeft:
     Attributes:
         seconds, evaluations: budget of all together; None is no limit.
     """
+
+    among = Among(quick=True, calls=2, several=True)
 
     seconds: float | None = None
     evaluations: int | None = None

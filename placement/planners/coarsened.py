@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placement.planners import PlannerError, load
+from placement.planners import Among, PlannerError, load
 from placement.problem import Planner, Problem, Solution
 from placement.search.budget import Budget, prepared
 from placement.search.coarsen import coarsen
@@ -25,6 +25,8 @@ class Coarsened:
         seconds, evaluations: budget of the planner if it has such fields; None leaves its own.
             One of the evaluations is that of the whole problem.
     """
+
+    among = Among(late=True, times=15.0)
 
     planner: str | Planner = "contiguous_dp"
     num_ops: int = 100

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from placement.planners import check_least
+from placement.planners import Among, check_least
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 from placement.search.stages import merge_blocks, score_splits, topological_orders
@@ -47,6 +47,8 @@ class ContiguousDp:
         candidates: simulate the splits of at most so many sets of devices, of all orders together.
         seconds, evaluations: budget of the simulations; None is no limit.
     """
+
+    among = Among(loads=8, pieces=2, share=0.5, several=True)
 
     max_blocks: int = 400
     orders: int = 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.graph import topological_order
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 from placement.search.list_schedule import Floats, schedule_that_fits
@@ -25,6 +26,8 @@ class CriticalPathFirst:
     Deviations: those of ``Heft``; of several equal paths one is followed, by smallest number;
     what the path's device cannot run, or has no room for, is treated like the rest.
     """
+
+    among = Among(quick=True, calls=4)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import check_shares
+from placement.planners import Among, check_shares
 from placement.problem import Placement, Problem, Solution
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
@@ -41,6 +41,8 @@ class CriticalPathGreedy:
             not lead below this in the rest, it ends. None: it goes on.
         seconds, evaluations: budget; with neither, 2,000 evaluations.
     """
+
+    among = Among(walks=True, loads=10, calls=9, share=0.25, several=True)
 
     dense: float = 0.8
     beat: float | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import PlannerError
+from placement.planners import Among, PlannerError
 from placement.problem import ROUNDING, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, single_devices
 
@@ -31,6 +31,8 @@ class DataParallel:
     Attributes:
         seconds, evaluations: budget; None is no limit.
     """
+
+    among = Among(loads=2, turns=True)
 
     seconds: float | None = None
     evaluations: int | None = None

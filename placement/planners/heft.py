@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import check_least
+from placement.planners import Among, check_least
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, supported_choice
@@ -37,6 +37,8 @@ class Heft:
             seconds, ``stats["message"]`` says how many operators. None is no limit. Ranks, one
             pass over the graph, and the evaluation of the answer are made in any case.
     """
+
+    among = Among(quick=True, calls=0)
 
     look_ahead: float = 0.0
     busy: bool = False

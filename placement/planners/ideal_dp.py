@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from placement.bounds import lower_bound
 from placement.bounds.loads import alike, balance_prices, priced
 from placement.graph import components, topological_order
-from placement.planners import PlannerError, check_least
+from placement.planners import Among, PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.search import ideal_kernels
 from placement.search.evaluation import NO_PROOF, cannot_fit, why_infinite
@@ -73,6 +73,8 @@ class IdealDp:
             made in any case.
         ideals: False: the answer is the best linearised split.
     """
+
+    among = Among(times=5.0, loads=0, pieces=0)
 
     memory_bytes: int = 1_073_741_824  # 1 GiB; conf/ reads literals
     seconds: float | None = 60.0

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.graph import levels
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 from placement.search.list_schedule import ListSchedule, first_that_fits
@@ -25,6 +26,8 @@ class LevelBalance:
     their own seconds; of devices that are equally good the one with the smaller total load
     wins. Without the paper's pipeline between levels: that is ``level_pipeline``.
     """
+
+    among = Among(quick=True, loads=4, calls=5)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.graph import levels
+from placement.planners import Among
 from placement.planners.level_balance import balance
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
@@ -39,6 +40,8 @@ class LevelPipeline:
     Attributes:
         evaluations: budget; None is no limit.
     """
+
+    among = Among(quick=True, loads=9, calls=6, several=True)
 
     evaluations: int | None = None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 from placement.search.list_schedule import schedule_that_fits
@@ -24,6 +25,8 @@ class MEtf:
     a colocation group is fixed to the device of its first operator; where the simulator finds
     that activations do not fit, they are counted and the schedule is made again.
     """
+
+    among = Among(quick=True, calls=7)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

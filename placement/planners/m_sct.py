@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import check_least, check_shares
+from placement.planners import Among, check_least, check_shares
 from placement.problem import Problem, Solution
 from placement.search.coarsen import edge_seconds
 from placement.search.evaluation import Search
@@ -34,6 +34,8 @@ class MSct:
         lp_seconds: limit of the linear program; past it there are no favourites, which makes
             it m-ETF (``stats["lp_solved"]`` is False then).
     """
+
+    among = Among(late=True, times=15.0, calls=8)
 
     threshold: float = 0.1
     lp_seconds: float = 60.0

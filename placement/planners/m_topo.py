@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search
 from placement.search.list_schedule import ListSchedule, first_that_fits, produced_bytes
@@ -22,6 +23,8 @@ class MTopo:
     Deviations: a colocation group is placed whole, at its first operator; an operator that the
     current device cannot run goes to the next one (cyclically) that can.
     """
+
+    among = Among(quick=True, loads=7)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

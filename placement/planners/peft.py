@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.graph import topological_order
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 from placement.search.list_schedule import schedule_that_fits
@@ -25,6 +26,8 @@ class Peft:
     Deviations: those of ``Heft`` (colocation, support, memory); where the simulator finds
     that activations do not fit, they are counted and the schedule is made again.
     """
+
+    among = Among(quick=True, calls=3)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

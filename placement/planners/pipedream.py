@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import check_least
+from placement.planners import Among, check_least
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, supported_choice
 from placement.search.list_schedule import first_that_fits
@@ -40,6 +40,8 @@ class Pipedream:
     Attributes:
         max_blocks: groups are merged into this many blocks of about equal seconds first.
     """
+
+    among = Among(quick=True, loads=6)
 
     max_blocks: int = 400
 

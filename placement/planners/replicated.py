@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.planners import check_least
+from placement.planners import Among, check_least
 from placement.problem import ROUNDING, Problem, Solution
 from placement.search.contiguous_kernels import fill_costs
 from placement.search.evaluation import Search, supported_choice
@@ -50,6 +50,8 @@ class Replicated:
     Attributes:
         max_blocks: groups are merged into this many blocks of about equal seconds first.
     """
+
+    among = Among(turns=True)
 
     max_blocks: int = 150
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 
@@ -18,6 +19,8 @@ class RoundRobin:
     that are whole go to the first device. Where a device cannot run a group, the next one
     (cyclically) that can does.
     """
+
+    among = Among(quick=True)
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from placement.planners import Among
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search, single_devices
 
@@ -19,6 +20,8 @@ class SingleDevice:
     Attributes:
         seconds, evaluations: budget; None is no limit.
     """
+
+    among = Among(quick=True, loads=1, calls=1, share=0.1)
 
     seconds: float | None = None
     evaluations: int | None = None
