@@ -212,30 +212,6 @@ def _part(number: int, problems: Mapping[str, Problem], tasks: Tasks, finished: 
         pass
 
 
-def made_again(
-    cells: Sequence[Cell],
-    tasks: Iterable[tuple[str, Problem, Task]],
-    finished: Finished,
-    rule: str,
-) -> list[Cell]:
-    """The cells, those of these tasks made again; ``rule`` is a task that shows the problem.
-
-    Raises:
-        StudyError: the rule has another value today, so the problem is another.
-    """
-    cells_now: dict[tuple[str, str, str, int | None], Cell] = {}
-    for name, problem, task in tasks:
-        cells_now[task.group, name, task.label, task.seed] = task.run(finished, name, problem)
-    now = [cells_now.get((c.group, c.problem, c.planner, c.seed), c) for c in cells]
-    for then, cell in zip(cells, now, strict=True):
-        if cell.planner == rule and cell.value_s != then.value_s:
-            raise StudyError(
-                f"{cell.problem}: {rule} makes {cell.value_s} s, and made {then.value_s} s when "
-                "the rows were made: run the whole study"
-            )
-    return now
-
-
 # --- policies ------------------------------------------------------------------------------------
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from experiments.grid import Cell, Task, best_cells, compare, gain, made_again, to_known
+from experiments.grid import Cell, Task, best_cells, compare, gain, to_known
 from experiments.learned import problems as families
 from experiments.learned.study import (
     further,
@@ -18,7 +17,7 @@ from experiments.learned.study import (
     untrained_dispatcher,
     wants,
 )
-from experiments.study import RESULTS, Again, Option, Options
+from experiments.study import RESULTS, Option, Options
 from experiments.tables import (
     DASH,
     Column,
@@ -124,41 +123,6 @@ def rows(options: Options, chosen: families.Problems) -> Iterator[Cell]:
     yield from compare(chosen, partial(tasks, options), options.finished, options.processes)
     best = best_of_few()
     yield from (best[name] for name in chosen if name in best)
-
-
-def from_files_and_draws(options: Options, objective: Objective) -> families.Problems:
-    """Without captured models: they would have to be measured, which makes other problems."""
-    return {
-        f"{family}: {name}": problem
-        for family in families.FAMILIES
-        if family != "captured"
-        for name, problem in families.family(family, options.data, options.graphs).items()
-        if problem.objective is objective
-    }
-
-
-def timed(options: Options) -> Iterator[tuple[str, Problem, Task]]:
-    """One evaluation of the pipelines that are timed, with the released network of waits."""
-    for name, problem in drawn_pipelines(options).items():
-        if is_timed(problem.num_ops):
-            planner = load("policy", margin=0.0)
-            yield name, problem, Task(PIPELINES, TRAINED, planner, RELEASED_SEED, evaluations=1)
-
-
-def released_again(cells: Sequence[Cell], options: Options) -> list[Cell]:
-    """The cells, those of the released networks with one evaluation made again.
-
-    Of latencies, and of the pipelines whose seconds are shown.
-    """
-    options.also = []  # of latencies they decide nothing
-    latencies = from_files_and_draws(options, Objective.LATENCY)
-    again = (
-        (name, problem, task)
-        for name, problem in latencies.items()
-        for task in tasks(options, name, problem)
-        if task.label in (TRAINED, UNTRAINED, LIST)
-    )
-    return made_again(cells, chain(timed(options), again), options.finished, LIST)
 
 
 def best_of_few() -> dict[str, Cell]:
@@ -282,7 +246,6 @@ def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:
     }
 
 
-RELEASED = "latencies of public files and drawn graphs, and seconds of pipelines, again as released"
 STUDY = learned_study(
     "zero_shot",
     {
@@ -293,5 +256,4 @@ STUDY = learned_study(
     with_never_drawn,
     rows,
     parts=parts,
-    again=Again("released", RELEASED, released_again),
 )

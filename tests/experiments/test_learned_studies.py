@@ -15,13 +15,13 @@ from agents import training
 from experiments import grid as cells
 from experiments import results, study
 from experiments.grid import Cell, Task, least, ratios
-from experiments.learned import dispatch, resched, zero_shot
+from experiments.learned import dispatch, resched
 from experiments.learned import problems as made
-from experiments.study import Finished, StudyError
+from experiments.study import Finished
 from experiments.tables import geometric, share, to_csv
-from placement import importers, planners
+from placement import importers
 from placement.problem import Problem, Solution
-from placement.simulator import score, value_of
+from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
 from tests.experiments.test_experiments import needs_data
 
@@ -265,30 +265,6 @@ def test_one_decode_is_compared_with_a_published_network() -> None:
     assert lines[resched.TRAINED].count("| +10.0 % (") == 4
     assert lines[resched.PUBLISHED].count("| +20.0 % (") == 4
     assert parts["beside"].count("| -8.3 % (") == 4  # 1.1 / 1.2
-
-
-def test_only_what_the_released_network_decodes_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = SMALL.with_objective("latency")
-    drawn = {"synthetic": {"s latency": small, "s period": SMALL.with_objective("period")}}
-    monkeypatch.setattr(zero_shot.families, "family", lambda name, *_: drawn.get(name, {}))
-    words = ["zero_shot", "--pipelines", "0", "--work", str(tmp_path)]
-    options = study.parse([zero_shot.STUDY], words)
-    heft_s = value_of(small, planners.load("heft")(small))
-    then = [
-        cell(f"{family}: s {objective}", planner, seed, value_s, group=zero_shot.ONE)
-        for family, objective, planner, seed, value_s in (
-            ("synthetic", "latency", "trained", 0, 99.0),
-            ("synthetic", "latency", "heft", None, heft_s),
-            ("synthetic", "period", "trained", 0, 99.0),
-            ("captured", "latency", "trained", 0, 99.0),
-        )
-    ]
-    now = zero_shot.released_again(then, options)
-    assert (now[0].value_s or 99.0) < 99.0 and now[2:] == then[2:]
-    with pytest.raises(StudyError, match="run the whole study"):
-        zero_shot.released_again([replace(then[1], value_s=0.9 * heft_s)], options)
 
 
 # --- the page ------------------------------------------------------------------------------------
