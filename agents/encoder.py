@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from agents.store import Graphs, Waves
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES
 from envs.rules import check_range
-from envs.sequential_kernels import NUM_DEVICE_FEATURES
+from envs.sequential.kernels import NUM_DEVICE_FEATURES
 from placement.tools.clock import loads
 from placement.tools.named import convert_fields, imported
 
@@ -49,11 +49,9 @@ class NetworkConfig:
         max_change: a share, above 0 and below 1.
         finish_weight: without a warm start, a policy that places one group at a time starts
             close to list scheduling: logits fall with this times the log cost of a device
-            (``envs.sequential_kernels``: of a latency the finish time).
-        scorer: width of the network that scores the moves of a guided search.
-        attention: layers of attention of all groups to each other, behind the message passing;
-            of ``group_place``: of the clusters. Time and memory grow with their square.
-        clusters: of ``group_place``: groups are assigned to so many; 0: they join a neighbour.
+            (``envs.sequential.kernels``: of a latency the finish time).
+        attention: layers of attention of all groups to each other, behind the message passing.
+            Time and memory grow with their square.
     """
 
     encoder: str = "sage"
@@ -62,9 +60,7 @@ class NetworkConfig:
     changes: float = 4.0
     max_change: float = 0.3
     finish_weight: float = 4.0
-    scorer: int = 32
     attention: int = 0
-    clusters: int = 0
 
     def __post_init__(self) -> None:
         convert_fields(self, PolicyError)
@@ -78,7 +74,6 @@ class NetworkConfig:
         for what, least, most in (
             ("layers", 0, 64),  # a file of a few bytes must not ask for millions
             ("attention", 0, 64),
-            ("clusters", 0, 4096),
             ("finish_weight", -1e6, 1e6),
             ("changes", 1e-6, 1e9),  # shares of a float32 that are 0 or 1 have no logarithm
             ("max_change", 1e-6, 1 - 1e-6),
@@ -220,7 +215,7 @@ def load_pyg() -> None:
 class Encoder(nn.Module):
     """Message passing over the groups, then what a graph and its devices are in it."""
 
-    def __init__(self, config: NetworkConfig, attention: int = 0) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         load_pyg()
         h = config.hidden
@@ -229,7 +224,7 @@ class Encoder(nn.Module):
         self.group_in = nn.Linear(len(GROUP_FEATURES), h)
         self.layers = nn.ModuleList(layer(h) for _ in range(config.layers))
         self.group_out = nn.LayerNorm(h)
-        self.attention = nn.ModuleList(Attention(h) for _ in range(attention))
+        self.attention = nn.ModuleList(Attention(h) for _ in range(config.attention))
         self.graph = nn.Sequential(nn.Linear(2 * h, h), nn.ReLU())
         self.device = nn.Sequential(nn.Linear(len(DEVICE_FEATURES) + h, h), nn.ReLU())
 
@@ -290,12 +285,12 @@ def near_zero(weight: Tensor) -> None:
 class PlacementNet(nn.Module):
     """Scores and values of (group, device) pairs: of ``sequential`` one group at a time.
 
-    ``agents.heads`` has those of the other formulations that have such pairs.
+    ``OneShotNet`` scores all groups at once; a network of yours may score something else.
     """
 
+    Config = NetworkConfig
     num_state = NUM_DEVICE_FEATURES  # features of what changes, of each pair
     num_search = 0  # and of the episode
-    groups_attend = True  # attention is between groups, in the encoder
 
     def __init__(
         self, config: NetworkConfig | None = None, formulation: str = "sequential"
@@ -304,7 +299,7 @@ class PlacementNet(nn.Module):
         self.config = config or NetworkConfig()
         self.formulation = formulation
         h, state, search = self.config.hidden, self.num_state, self.num_search
-        self.encoder = Encoder(self.config, self.config.attention if self.groups_attend else 0)
+        self.encoder = Encoder(self.config)
         self.from_group = nn.Linear(h, h)
         self.from_graph = nn.Linear(h, h, bias=False)
         self.from_device = nn.Linear(h, h, bias=False)
@@ -399,7 +394,7 @@ class PlacementNet(nn.Module):
         """Expected return float32 ``[B]``.
 
         ``state`` float32 ``[B, ..., F]`` of what may be chosen, where ``legal`` bool ``[B, ...]``;
-        None: before anything is placed. ``search`` float32 ``[B, S]`` is what ``refine`` knows.
+        None: before anything is placed. ``search`` float32 ``[B, S]`` is of the episode.
         """
         if state is None:
             seen = encoded.graph.new_zeros(len(row), 2 * NUM_DEVICE_FEATURES)
@@ -425,6 +420,29 @@ class PlacementNet(nn.Module):
     def _moving(self, num_groups: Tensor) -> Tensor:
         """Share of the groups that an untrained policy moves away from the warm start."""
         return (self.config.changes / num_groups).clamp(max=self.config.max_change)
+
+
+class OneShotNet(PlacementNet):
+    """Of ``one_shot``: all groups at once."""
+
+    def evaluate(
+        self, store: Graphs, ids: Tensor, encoded: Encoded, row: Tensor, obs: Observations
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See ``PlacementNet.evaluate``."""
+        logits = self.all_logits(store, ids, encoded)[row]
+        return logits, self.values(encoded, row, None, store.legal), store.real[ids][row]
+
+    def all_logits(self, store: Graphs, ids: Tensor, encoded: Encoded) -> Tensor:
+        """Masked logits float32 ``[U, G, D]`` of every group at once."""
+        x = (
+            self.from_group(encoded.groups)[:, :, None]
+            + self.from_graph(encoded.graph)[:, None, None]
+            + self.from_device(encoded.devices)[:, None]
+            + self.from_pair(store.pair[ids])
+        )
+        logits = self.score(x).squeeze(-1)
+        logits = logits + self._bonus(store.legal[ids], store.warm[ids], store.num_groups[ids])
+        return logits.masked_fill(~store.legal[ids], ILLEGAL)
 
 
 def arrays(*parts: Tensor) -> tuple[NDArray[np.float32], ...]:

@@ -19,7 +19,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor
 
-from agents.encoder import NetworkConfig, Observations, PolicyError, greedy, sample
+from agents.encoder import Observations, PolicyError, greedy, sample
 from agents.store import Graphs, GraphStore, ObservedGraphs
 from agents.trained import Net, TrainedPolicy, make_net
 from envs.formulations import formulation_in, formulation_of
@@ -43,7 +43,7 @@ class PlacementPolicy(BasePolicy):
     Args:
         observation_space, action_space, lr_schedule: as stable-baselines3 gives them.
         formulation: its name, or ``package.module:name``; None: the one that observes this space.
-        network: kind and size of a new network: ``NetworkConfig``, or its fields.
+        network: kind and size of a new network: its configuration, or fields of that.
         net: a network instead; it is trained in place.
         store: the graphs that ``problem`` in the observations counts.
         optimizer_class, optimizer_kwargs: as of stable-baselines3's policies.
@@ -64,7 +64,7 @@ class PlacementPolicy(BasePolicy):
         lr_schedule: Schedule,
         *,
         formulation: str | None = None,
-        network: NetworkConfig | dict[str, Any] | None = None,
+        network: Any = None,
         net: Net | None = None,
         store: GraphStore | None = None,
         optimizer_class: Any = torch.optim.Adam,
@@ -92,7 +92,7 @@ class PlacementPolicy(BasePolicy):
             optimizer_kwargs=optimizer_kwargs,
         )
         if net is None:
-            net = make_net(_config(network), formulation or formulation_in(observation_space).name)
+            net = make_net(network, formulation or formulation_in(observation_space).name)
         elif not isinstance(net, torch.nn.Module):
             raise PolicyError(f"net = {short(net)} is no network: TrainedPolicy.load(FILE).net is")
         if not formulation_of(str(net.formulation)).observed_in(observation_space):
@@ -205,17 +205,6 @@ class PlacementPolicy(BasePolicy):
             "optimizer_class": self.optimizer_class,
             "optimizer_kwargs": self.optimizer_kwargs,
         }
-
-
-def _config(network: Any) -> NetworkConfig | None:
-    """Raises: PolicyError, ``network`` is no configuration."""
-    try:
-        known = isinstance(network, NetworkConfig | None)
-        return network if known else NetworkConfig(**network)
-    except TypeError as error:
-        raise PolicyError(
-            f"network = {short(network)} must be fields of NetworkConfig: {error}"
-        ) from None
 
 
 def _check_others(others: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ from torch import Tensor
 from agents.encoder import LAYERS, NetworkConfig, PlacementNet, PolicyError, greedy, sample
 from agents.store import GraphStore
 from envs.formulations import FORMULATIONS, Formulation, formulation_of
-from envs.lookup import find
-from envs.problems import EnvError, Floats, ProblemSet, canonical
+from envs.problem_set import EnvError, Floats, ProblemSet, canonical, find
 from envs.rules import Rules
 from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
 from placement.runs.ways import torch_threads
-from placement.search.coarsen import grouped
-from placement.tools.files import check_is_file, parse_json, write_atomic
+from placement.tools.files import check_is_file, parse_json, short, write_atomic
+from placement.tools.named import meant
 
 FORMAT = 3
 MOST_WEIGHT = 1e4
+# Fields that files of earlier versions have for every network.
+_BEFORE = {f.name for f in fields(NetworkConfig)} | {"scorer", "clusters", "embed"}
 Net = Any  # a torch module with ``encode`` and ``evaluate``, as agents.encoder.PlacementNet
 
 
@@ -56,19 +57,9 @@ class TrainedPolicy:
         return formulation_of(self.formulation)
 
     @property
-    def width(self) -> int | None:
-        """Moves offered at each step while it learned ``guided_search``; None: not known."""
-        return self.card.get("config", {}).get("width")
-
-    @property
     def cold(self) -> bool:
         """Whether it was trained without warm starts."""
         return bool(self.card.get("config", {}).get("cold"))
-
-    @property
-    def groups(self) -> int:
-        """Into how many groups that share a device operators are merged first; 0: they are not."""
-        return int(self.card.get("config", {}).get("groups") or 0)
 
     def place(
         self, problem: Problem, warm: Placement | None = None, num_samples: int = 0, seed: int = 0
@@ -83,8 +74,6 @@ class TrainedPolicy:
             PolicyError: it is a policy that improves placements, and does not make them.
         """
         self.check_makes_placements()
-        if self.groups:
-            problem = grouped(problem, self.groups)
         if self.cold:
             warm = None
         chosen = ProblemSet((problem,), np.ones(1))
@@ -100,7 +89,7 @@ class TrainedPolicy:
         if not self.kind.builds:
             raise PolicyError(
                 f"a {self.formulation} policy improves placements and needs evaluations; "
-                f"use PolicyPlanner(policy, mode={self.kind.mode!r})"
+                f"use PolicyPlanner(policy)"
             )
 
     def save(self, path: str | Path) -> None:
@@ -146,11 +135,13 @@ class TrainedPolicy:
             raise PolicyError(f"{path}: formulation {formulation!r} is unknown")
         try:
             network = dict(head["network"])
-            if network.pop("embed", False):  # of versions before this one
-                raise ValueError("it scores moves with an encoder")
-            config = NetworkConfig(**network)
-            _check_foreign(path, allow, formulation, config.encoder)
-            net = with_weights(lambda: make_net(config, formulation), weights)
+            _check_foreign(path, allow, formulation)
+            kind = find(formulation_of(formulation).network, "network")
+            for name in _BEFORE - {f.name for f in fields(network_config(kind, None))}:
+                network.pop(name, None)
+            config = network_config(kind, network)
+            _check_foreign(path, allow, getattr(config, "encoder", "sage"))
+            net = with_weights(lambda: kind(config, formulation), weights)
             card = dict(head["card"])
             _check_card(card)
             return cls(net, card)
@@ -201,14 +192,9 @@ def _check_foreign(path: str | Path, allow: Collection[str], *names: str) -> Non
 
 
 def _check_card(card: Mapping[str, Any]) -> None:
-    """Raises: ValueError, what is read from it is not what it must be: kernels make room of it."""
-    config = card.get("config", {})
-    if not isinstance(config, dict):
+    """Raises: ValueError, what is read from it is not what it must be."""
+    if not isinstance(card.get("config", {}), dict):
         raise ValueError("the card's config is no object")
-    for what, least, most in (("width", 1, 4096), ("groups", 0, 2**31 - 1)):
-        value = config.get(what, least)
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"the card's {what} = {value!r} must be {least}..{most}")
 
 
 def with_weights(make: Callable[[], Net], weights: Mapping[str, Tensor]) -> Net:
@@ -236,16 +222,46 @@ def with_weights(make: Callable[[], Net], weights: Mapping[str, Tensor]) -> Net:
     return net
 
 
-def make_net(config: NetworkConfig | None, formulation: str) -> Net:
-    """A new network for a formulation."""
+def make_net(config: Any, formulation: str) -> Net:
+    """A new network for a formulation.
+
+    ``config``: its class's ``Config``, or fields of that; None: the defaults.
+
+    Raises:
+        PolicyError: the network cannot be imported, or has no such field.
+    """
     try:
         kind = find(formulation_of(formulation).network, "network")
     except EnvError as error:
         raise PolicyError(str(error)) from error
-    return kind(config, formulation)
+    return kind(network_config(kind, config), formulation)
 
 
-def untrained_net(config: NetworkConfig | None, formulation: str, seed: int = 0) -> Net:
+def network_config(kind: Any, config: Any) -> Any:
+    """``config`` as the ``Config`` of a class of network; None: its defaults.
+
+    Raises:
+        PolicyError: it is the configuration of another network, or has a field that this one lacks.
+    """
+    of_kind: Any = getattr(kind, "Config", NetworkConfig)
+    if isinstance(config, of_kind):
+        return config
+    if config is not None and not isinstance(config, Mapping):
+        raise PolicyError(
+            f"network = {short(config)}: {kind.__name__} is configured by {of_kind.__name__}"
+        )
+    asked = dict(config or {})
+    known = [f.name for f in fields(of_kind)]
+    for name in asked:
+        if name not in known:
+            raise PolicyError(
+                f"network = {short(asked)}: {kind.__name__} has no {name!r}{meant(name, known)}; "
+                f"must be fields of {of_kind.__name__}: {', '.join(known)}"
+            )
+    return of_kind(**asked)
+
+
+def untrained_net(config: Any, formulation: str, seed: int = 0) -> Net:
     """A new network whose weights the seed alone decides."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -267,7 +283,7 @@ def decode(
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
     kind = formulation_of(net.formulation)
-    rules: Any = kind.rules(problems, len(ids), **kind.options_of(net.config))
+    rules: Any = kind.rules(problems, len(ids))
     rules.start(np.arange(len(ids)), ids)
     if (
         type(rules) is SequentialRules  # of a subclass what is legal may differ
@@ -298,7 +314,6 @@ def walk(
     store: GraphStore,
     rules: Rules,
     generator: torch.Generator,
-    rng: np.random.Generator | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[NDArray[np.int32], Floats]:
     """One episode of each problem: the answers int32 ``[P, G]`` and their seconds ``[P]``.
@@ -307,7 +322,7 @@ def walk(
     after every step, says so.
     """
     ids = np.arange(len(rules.problems.problems))
-    rules.start(ids, ids, rng)
+    rules.start(ids, ids)
     choices, value_s = rules.choices.copy(), rules.value_s.copy()
     left = np.ones(len(ids), bool)
     for taken in actions(net, store, rules, torch.tensor(False), generator):

@@ -40,9 +40,12 @@ def _dataclass(module: str, name: str) -> dict[str, Any]:
 
 
 def _training() -> dict[str, Any]:
-    network = _dataclass("agents.encoder", "NetworkConfig")
+    """The fields of a training; those of all networks are None, which is the default of each."""
+    networks = ("agents.encoder", "NetworkConfig"), ("agents.dispatch.network", "DispatchConfig")
+    names = [name for where in networks for name in _dataclass(*where)]
+    network = dict.fromkeys(name for name in names if name != "_target_")
     own = {"seed": "${seed}", "algorithm_options": {}, "network": network}
-    return _dataclass("agents.config", "TrainConfig") | own
+    return _dataclass("agents.training.config", "TrainConfig") | own
 
 
 def _workload(name: str, family: str) -> dict[str, Any]:

@@ -10,14 +10,9 @@ from __future__ import annotations
 from gymnasium.envs.registration import register
 
 IDS = {
-    "DevicePlacement-v0": "envs.placement:DevicePlacementEnv",
-    "SequentialDevicePlacement-v0": "envs.sequential:SequentialDevicePlacementEnv",
-    "Dispatch-v0": "envs.dispatch:DispatchEnv",
-    "GuidedSearch-v0": "envs.guided:GuidedSearchEnv",
-    "OrderSearch-v0": "envs.order_search:OrderSearchEnv",
-    "RefineDevicePlacement-v0": "envs.refine:RefineDevicePlacementEnv",
-    "GroupPlaceDevicePlacement-v0": "envs.group_place:GroupPlaceDevicePlacementEnv",
-    "SelectPlaceDevicePlacement-v0": "envs.select_place:SelectPlaceDevicePlacementEnv",
+    "DevicePlacement-v0": "envs.one_shot:DevicePlacementEnv",
+    "SequentialDevicePlacement-v0": "envs.sequential.env:SequentialDevicePlacementEnv",
+    "Dispatch-v0": "envs.dispatch.env:DispatchEnv",
 }
 
 

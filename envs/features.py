@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problems import group_order
+from envs.problem_set import group_order
 from placement.problem import Placement, Problem
 from placement.search.evaluation import device_classes
 

@@ -7,29 +7,15 @@ yours is a ``Formulation`` in a module, named ``package.module:name``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 from gymnasium import spaces
 
 from envs.graphs import KEYS
-from envs.lookup import find
-from envs.problems import EnvError, ProblemSet
+from envs.problem_set import EnvError, ProblemSet, find
 from envs.rules import Rules
-
-Mode = Literal["best_of_k", "refine", "guided_search"]
-
-# What a move is worth shows soon: discounted, and with less chance than where a placement is built.
-# With gamma = 1 and an entropy of 0.02 nothing was learned.
-_MOVING = {
-    "gamma": 0.97,
-    "gae_lambda": 0.95,
-    "learning_rate": 1e-3,
-    "last_learning_rate": 5e-5,
-    "entropy": 0.002,
-    "last_entropy": 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -42,48 +28,25 @@ class Formulation:
         sees: of each key that it observes besides the graph: dimensions, and features of the last.
         network: ``package.module:Class`` of the network: ``Class(config, name)`` with the methods
             ``encode`` and ``evaluate`` of ``agents.encoder.PlacementNet``.
-        mode: in which a ``PolicyPlanner`` gets most of a policy: ``best_of_k`` where episodes build
-            a placement and evaluate it once, at the end.
+        builds: whether an episode builds a placement, which is evaluated at the end; otherwise it
+            improves the one that it begins with, and evaluates every step.
         steps: of an episode; None: about as many as there are groups.
         options: what the environment's rules are given besides.
-        shared: fields of the network's configuration that they are given, too.
-        training: those of ``agents.config.DEFAULTS`` that are others here.
-
-    Raises:
-        EnvError: an unknown ``mode``.
     """
 
     name: str
     env: str
     sees: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     network: str = "agents.encoder:PlacementNet"
-    mode: Mode = "best_of_k"
+    builds: bool = True
     steps: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    shared: tuple[str, ...] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            modes = ", ".join(get_args(Mode))
-            raise EnvError(
-                f"formulation {self.name!r}: mode = {self.mode!r} must be one of {modes}"
-            )
-
-    @property
-    def builds(self) -> bool:
-        """Whether it makes a placement, and evaluates it once it is made."""
-        return self.mode == "best_of_k"
 
     @cached_property
     def rules_of(self) -> Callable[..., Rules]:
         """The rules: ``rules_of(problems, num_envs, **options)``."""
         rules: Callable[..., Rules] = find(self.env, "environment").rules_of
         return rules
-
-    def options_of(self, network: Any) -> dict[str, Any]:
-        """What rules are given beside a network that is configured so."""
-        return {**self.options, **{name: getattr(network, name) for name in self.shared}}
 
     def rules(self, problems: ProblemSet, num_envs: int, **options: Any) -> Rules:
         """Rules of ``num_envs`` episodes."""
@@ -100,62 +63,22 @@ class Formulation:
         return True
 
 
-_REFINE = Formulation(
-    "refine",
-    "envs.refine:RefineDevicePlacementEnv",
-    {"pairs": (3, None), "search": (1, None), "mask": (2, None)},
-    network="agents.heads:MovingNet",
-    mode="refine",
-    training=_MOVING,
-)
 _ALL = (
     Formulation(
         "sequential",
-        "envs.sequential:SequentialDevicePlacementEnv",
+        "envs.sequential.env:SequentialDevicePlacementEnv",
         {"group": (1, 1), "devices": (2, None), "mask": (1, None)},
     ),
     Formulation(
-        "select_place",
-        "envs.select_place:SelectPlaceDevicePlacementEnv",
-        {"group": (1, None), "devices": (3, None), "mask": (2, None)},
-        network="agents.heads:SelectPlaceNet",
-    ),
-    Formulation(
         "dispatch",
-        "envs.dispatch:DispatchEnv",
+        "envs.dispatch.env:DispatchEnv",
         {"pairs": (2, 42), "score": (1, None), "mask": (1, None)},
-        network="agents.dispatch:DispatchNet",
-    ),
-    Formulation(
-        "group_place",
-        "envs.group_place:GroupPlaceDevicePlacementEnv",
-        {"cluster": (1, None), "producer": (1, None), "mask": (2, None)},
-        network="agents.heads:GroupPlaceNet",
-        steps=2,
-        shared=("clusters",),
-    ),
-    _REFINE,
-    replace(_REFINE, name="sweep", options={"sweep": True}),
-    Formulation(
-        "guided_search",
-        "envs.guided:GuidedSearchEnv",
-        {"moves": (2, 26), "search": (1, 12), "mask": (1, None)},
-        network="agents.guided:GuidedNet",
-        mode="guided_search",
-        training=_MOVING,
-    ),
-    Formulation(
-        "order_search",
-        "envs.order_search:OrderSearchEnv",
-        {"moves": (2, 20), "search": (1, 10), "mask": (1, None)},
-        network="agents.guided:GuidedNet",
-        mode="guided_search",
-        training=_MOVING,
+        network="agents.dispatch.network:DispatchNet",
     ),
     Formulation(
         "one_shot",
-        "envs.placement:DevicePlacementEnv",
-        network="agents.heads:OneShotNet",
+        "envs.one_shot:DevicePlacementEnv",
+        network="agents.encoder:OneShotNet",
         steps=1,
     ),
 )

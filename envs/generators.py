@@ -1,6 +1,6 @@
 """Where fresh problems come from: any ``generator(rng) -> Problem``, drawn from at every episode.
 
-A generator may state its ``sizes`` (``envs.problems.Sizes``): spaces are made for these. Of one
+A generator may state its ``sizes`` (``envs.problem_set.Sizes``): spaces are made for these. Of one
 that does not, some problems are drawn first, and there is room for half as much again.
 """
 
@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from envs.features import features
-from envs.lookup import find, name_of
-from envs.problems import EnvError, Sizes
+from envs.problem_set import EnvError, Sizes, find, name_of
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective
@@ -275,7 +274,8 @@ def draw(generator: Generator, rng: np.random.Generator, room: Sizes | None = No
     if room is not None and any(np.array(sizes_of(problem)) > room):
         raise EnvError(
             f"generator {name_of(generator)} made a problem of {sizes_of(problem)}, and there is "
-            f"room for {room}: give it an attribute sizes = envs.problems.Sizes(...) of its largest"
+            f"room for {room}: give it an attribute sizes = envs.problem_set.Sizes(...) of "
+            f"its largest"
         )
     return problem
 
@@ -288,8 +288,8 @@ def room_of(generator: Generator) -> Sizes:
             return Sizes(*stated)
         except TypeError:
             raise EnvError(
-                f"generator {name_of(generator)}: sizes = {stated!r} must be envs.problems.Sizes("
-                f"groups, devices, edges)"
+                f"generator {name_of(generator)}: sizes = {stated!r} must be "
+                f"envs.problem_set.Sizes(groups, devices, edges)"
             ) from None
     rng = np.random.default_rng(0)
     seen = np.max([sizes_of(draw(generator, rng)) for _ in range(_LOOK)], axis=0)

@@ -23,7 +23,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, Features, features
-from envs.problems import MAX_ID, Sizes
+from envs.problem_set import MAX_ID, Sizes
 from placement.problem import Problem
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.problems import EnvError
+from envs.problem_set import EnvError
 from placement.cluster import Cluster, Link, between
 from placement.problem import Problem
 

@@ -1,7 +1,7 @@
 """The rules of an environment, written once for ``B`` episodes at a time.
 
 ``envs.base.PlacementEnv`` shows one of them as a Gymnasium environment,
-``envs.vector.PlacementVectorEnv`` all of them, and ``envs.vec.PlacementVecEnv`` to
+``envs.vector.PlacementVectorEnv`` all of them, and ``envs.sb3.PlacementVecEnv`` to
 stable-baselines3.
 """
 
@@ -15,7 +15,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.graphs import GraphArrays
-from envs.problems import EnvError, Floats, ProblemSet
+from envs.problem_set import EnvError, Floats, ProblemSet
 from placement.tools.files import short
 
 Observation = dict[str, NDArray[Any]]

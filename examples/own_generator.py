@@ -8,7 +8,7 @@ import numpy as np
 from agents.encoder import NetworkConfig
 from agents.training import TrainConfig, train
 from envs.generators import Layered
-from envs.problems import Sizes
+from envs.problem_set import Sizes
 from placement.problem import Problem
 
 

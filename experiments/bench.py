@@ -208,11 +208,11 @@ def planners() -> Iterator[Row]:
 
 def environments(seconds: float = 2.0) -> Iterator[Row]:
     """Environment steps per second, 64 episodes at once, random legal actions."""
-    from envs.episodes import Episodes
-    from envs.placement import OneShotRules
-    from envs.problems import ProblemSet
+    from envs.one_shot import OneShotRules
+    from envs.problem_set import ProblemSet
+    from envs.sb3 import PlacementVecEnv
     from envs.sequential import SequentialRules
-    from envs.vec import PlacementVecEnv
+    from envs.vector import Episodes
 
     problems = ProblemSet.build([random_problem(60)])
     rng = np.random.default_rng(0)

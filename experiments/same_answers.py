@@ -67,7 +67,7 @@ OPTIONS: dict[str, Row] = {  # without a clock, or with more of it than is ever 
     "ideal_dp": {"seconds": None, "max_steps": 10**6, "memory_bytes": 2**22},
     "m_sct": {"lp_seconds": 600.0},
     "mip": {"seconds": 600.0},
-    "policy": {"chooser": "hand", "baseline": "heft"},
+    "policy": {"baseline": "heft"},
 }
 
 

@@ -29,6 +29,6 @@ def _begin(module: str) -> Callable[[], int]:
 
 
 placement = _begin("placement.__main__")
-compare = _begin("agents.compare")
-train = _begin("agents.train")
-sweep_report = _begin("agents.sweep_report")
+compare = _begin("agents.cli.compare")
+train = _begin("agents.cli.train")
+sweep_report = _begin("agents.cli.sweep_report")

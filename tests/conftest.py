@@ -108,3 +108,9 @@ def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (few | {"calibration.ROUNDS": 1, "calibration.STEPS": 1}).items():
         monkeypatch.setattr(f"placement.costs.{name}", value)
     monkeypatch.setattr("placement.runs.ways.ROUNDS", 2)
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The methods of ``examples/published`` are found by their names, as in their own folder."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "published"))

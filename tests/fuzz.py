@@ -609,24 +609,22 @@ def _trials(_: Any) -> Target:
 
 
 def _policies(problem: Any) -> Target:
+    from agents.dispatch import DispatchConfig
     from agents.encoder import NetworkConfig
     from agents.planner import PolicyPlanner
     from agents.trained import TrainedPolicy, untrained_net
 
-    small = NetworkConfig(hidden=8, layers=1, scorer=8)
-    kinds = ("sequential", "guided_search", "refine", "one_shot")
+    small = NetworkConfig(hidden=8, layers=1)
+    configs = {"sequential": small, "one_shot": small, "dispatch": DispatchConfig(scorer=8)}
 
     def use(path: Path) -> None:
         policy = TrainedPolicy.load(path)
-        mode: Any = {"guided_search": "guided_search", "refine": "refine"}
-        mode = mode.get(policy.formulation, "best_of_k")
-        options: Any = {"mode": mode, "k": 2, "steps": 5, "evaluations": 12}
-        solution = PolicyPlanner(policy, baseline="heft", order=False, **options)(problem)
+        solution = PolicyPlanner(policy, k=2, evaluations=12, baseline="heft")(problem)
         assert not np.isnan(solution.value_s)
         policy.save(path.with_name("again.safetensors"))
 
-    policies = {k: TrainedPolicy(untrained_net(small, k), {"config": {"width": 4}}) for k in kinds}
-    return Target({f"{k}.safetensors": _saved(policies[k].save) for k in kinds}, use)
+    policies = {k: TrainedPolicy(untrained_net(c, k), {"config": {}}) for k, c in configs.items()}
+    return Target({f"{k}.safetensors": _saved(p.save) for k, p in policies.items()}, use)
 
 
 def _reports(_: Any) -> Target:
@@ -692,7 +690,7 @@ def _pulls(problem: Any) -> Target:
         check = _check_plan if path.suffix == ".json" else _check_policy
         check(path.read_bytes(), "a/b/c:d", path.parent)
 
-    return Target({"plan.json": plan, "p.safetensors": policy["refine.safetensors"]}, use)
+    return Target({"plan.json": plan, "p.safetensors": policy["dispatch.safetensors"]}, use)
 
 
 _MAKERS: dict[str, Callable[[Any], Target]] = {

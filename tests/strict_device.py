@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -115,11 +116,15 @@ def main(experiments: list[str]) -> None:
     heft = load("heft")
     problems = [random_problem(0, n, 3, objective="latency") for n in (12, 16)]
     for name in experiments:
-        with initialize_config_module("conf", version_base="1.3"):
-            cfg = compose("train", [f"experiment={name}"])
+        if name.startswith("released"):
+            with initialize_config_module("conf", version_base="1.3"):
+                cfg = compose("train", [f"experiment={name}"])
+            config = instantiate(cfg.training, _convert_="all")
+        else:
+            config = import_module(name).CONFIG
         config = replace(
-            instantiate(cfg.training, _convert_="all"), device="strict", total_steps=32,
-            num_checks=1, num_envs=2, steps_per_env=16, samples=1, imitation_epochs=1,
+            config, device="strict", total_steps=32, num_checks=1, num_envs=2, steps_per_env=16,
+            samples=1, imitation_epochs=1,
         )  # fmt: skip
         solutions = [heft(p).placement for p in problems] if name == "doppler" else None
         with tempfile.TemporaryDirectory() as folder:  # with the checkpoint that a run writes

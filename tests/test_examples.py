@@ -44,7 +44,8 @@ def test_a_first_agent_learns(
     assert rewards[-1] > rewards[0] + 0.1
     if name == "train_ppo.py":  # which then plans, and says that a network chose
         answer = planners.load("policy", policy="policy.safetensors")(small_problems()[0])
-        assert answer.stats["mode"] == "best_of_k" and answer.stats["greedy_evaluations"] == 1
+        assert answer.stats["policy"] == "policy.safetensors"
+        assert answer.stats["greedy_evaluations"] == 1
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -307,7 +307,7 @@ HOSTILE = {  # the command of each file, by how its name begins
     "onnx": ["plan", "FILE", "--planner", "heft"],
     "schedule": ["schedule", "FILE", *SCHEDULED],
     "rundir": ["report", "FILE", "--out", "page.html"],
-    "policyseq": ["plan", "tiny_mlp", "--planner", "policy", "policy=FILE", "mode=best_of_k"],
+    "policyseq": ["plan", "tiny_mlp", "--planner", "policy", "policy=FILE"],
 }
 
 

@@ -203,9 +203,9 @@ def policy(bench: Bench) -> None:
 
 def steps_per_s(device: str, hidden: int, updates: int, num_ops: int = 64) -> float:
     """Of a training with so many updates, on a graph of ``num_ops`` operators and two devices."""
-    from agents.config import TrainConfig
     from agents.encoder import NetworkConfig
     from agents.training import train as learn
+    from agents.training.config import TrainConfig
     from placement.workloads.synthetic import Family, random_graph
 
     problem = Family(random_graph(num_ops, 6, 1.0), 2)(0)

@@ -17,7 +17,6 @@ import torch
 
 from experiments.grid import digest_of, least
 from experiments.learned.problems import DRAWN, REAL, unseen
-from experiments.learned.published import configured
 from experiments.learned.study import trained, untrained_dispatcher
 from experiments.study import RESULTS, Option, Options, Study, digest, say
 from experiments.tables import Column, Mean, geometric, groups, read_csv, table, to_csv
@@ -150,7 +149,12 @@ def seeds(policies: Sequence[str]) -> dict[int, str]:
 
 def trained_short(name: str, seed: int, options: Options) -> str:
     """The file of one of the ``SHORT`` trainings."""
-    config = configured("released_dispatch", *SHORT[name])
+    from hydra import compose, initialize_config_module
+    from hydra.utils import instantiate
+
+    with initialize_config_module("conf", version_base="1.3"):
+        cfg = compose("train", ["experiment=released_dispatch", *SHORT[name]])
+    config = instantiate(cfg.training, _convert_="all")
     config = replace(config, total_steps=options.steps, seed=seed, num_checks=5)
     return str(trained(name, config, options.work, baseline=load("heft"))[0])
 
@@ -226,19 +230,16 @@ def rows(options: Options) -> Iterator[Row]:
 
 def planned(options: Options) -> Iterator[Row]:
     """The planner with every trained constructor, and with the seed of each untrained."""
-    from agents.planner import UNTRAINED as NEW
 
     def plan(problem: Problem, **settings: Any) -> list[float]:
         return [load("policy", evaluations=EVALUATIONS, **settings)(problem).value_s]
 
     new = untrained_dispatcher(options)
-    networks = {PLANNER: {}, FROZEN: {"policy": NEW}}
     for suite, name, problem, known_s in searched(options):
         for seed, path in seeds(options.policies).items():
             for planner, file in ((PLANNER, path), (FROZEN, new)):
-                more = {"seed_policy": file, "seed": seed, **networks[planner]}
                 what = [suite, name, planner, digest_of(file), seed]
-                (value,) = finished(options, what, partial(plan, problem, **more))
+                (value,) = finished(options, what, partial(plan, problem, policy=file, seed=seed))
                 yield Row(suite, name, planner, seed, EVALUATIONS, value, known_s)
 
 
@@ -353,8 +354,7 @@ class Point:
 
 def curve(options: Options) -> list[Point]:
     """Of every checkpoint that was kept, on a few problems of each suite."""
-    from agents.dispatch import DispatchNet, answer
-    from agents.encoder import NetworkConfig
+    from agents.dispatch import DispatchConfig, DispatchNet, answer
     from agents.trained import untrained_net
 
     chosen: dict[str, list[Problem]] = {}
@@ -367,7 +367,7 @@ def curve(options: Options) -> list[Point]:
     points = []
     for file in sorted(Path(options.checkpoints).glob("*.pt")):
         state = torch.load(file, weights_only=True)
-        net = DispatchNet(NetworkConfig(scorer=len(state["net"]["pair.bias"])))
+        net = DispatchNet(DispatchConfig(scorer=len(state["net"]["pair.bias"])))
         net.load_state_dict(state["net"])
         for suite, ps in chosen.items():
             logs = np.log([answer(net, p)[1] for p in ps])

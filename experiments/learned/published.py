@@ -1,6 +1,6 @@
 """The published learners under one runtime, beside rules and searches, with equal budgets.
 
-Each method is its configuration in ``conf/experiment``, trained on the same drawn graphs for the
+Each method is a file of ``examples/published``, trained on the same drawn graphs for the
 same number of environment steps, in the simulator that all are evaluated in; what training costs
 is told apart. Then it has, on problems of which none was trained on, as many evaluations as
 everybody else, or as many seconds: one that builds placements samples them, one that moves
@@ -9,10 +9,12 @@ operators moves them from the best single device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from placement.planners import load
 from placement.problem import Problem
 from placement.workloads import suites, synthetic
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "published"
 METHODS = ("placeto", "gdp", "hdp", "hsdag", "giph", "post", "doppler")
 TRAINED_ON = ("layered", "series_parallel", "random", "inception", "fork_join", "reduction_tree")
 RULES = ("single_device", "m_etf", "peft", "heft", "best_of")
@@ -72,12 +75,21 @@ def _cases(options: Options) -> dict[str, suites.Case]:
 @cache
 def train(method: str, seed: int, steps: int, work: Path) -> tuple[Path, dict[str, Any]]:
     """``learned.study.trained`` for this study."""
-    config = replace(configured(method), total_steps=steps, seed=seed, num_checks=4)
-    drawn, solutions = machines(), None
-    if method == "doppler":  # the only one that imitates
-        solutions = [load("heft")(p).placement for p in drawn]
+    module = method_of(method)
+    config = replace(module.CONFIG, total_steps=steps, seed=seed, num_checks=4)
+    prepared = getattr(module, "prepared", lambda problem: problem)
+    drawn, solutions = [prepared(p) for p in machines()], None
+    if hasattr(module, "taught"):
+        solutions = [module.taught(p) for p in drawn]
     start = {"baseline": load("single_device"), "solutions": solutions}
     return trained(method, config, work, drawn, **start)
+
+
+def method_of(name: str) -> Any:
+    """The module of a method."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return import_module(name)
 
 
 def machines() -> list[Problem]:
@@ -87,18 +99,6 @@ def machines() -> list[Problem]:
         for name in TRAINED_ON
         for seed in (0, 1)
     ]
-
-
-@cache
-def configured(experiment: str, *words: str) -> Any:
-    """Its ``TrainConfig``, with other ``words`` of its command."""
-    from hydra import compose, initialize_config_module
-    from hydra.utils import instantiate
-
-    with initialize_config_module("conf", version_base="1.3"):
-        return instantiate(
-            compose("train", [f"experiment={experiment}", *words]).training, _convert_="all"
-        )
 
 
 def rows(options: Options, chosen: Problems) -> Iterator[Cell]:
@@ -140,15 +140,17 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
                 yield Task(group, label, load(label), seed, **budget)
             for method in METHODS:
                 path, _ = train(method, seed, options.steps, options.work)
-                mode: Any = "refine" if configured(method).formulation in MOVES else "best_of_k"
                 many = count if group == "evaluations" else 10**6
-                planner = PolicyPlanner(
-                    str(path), mode, k=many, steps=many, baseline="single_device"
+                module = method_of(method)
+                kind: Any = getattr(module, "GroupPlanner", PolicyPlanner)
+                planner = kind(
+                    str(path),
+                    many,
+                    search=False,
+                    baseline="single_device",
+                    allow=(module.CONFIG.formulation,),
                 )
                 yield Task(group, method, planner, seed, **budget)
-
-
-MOVES = ("refine", "sweep")
 
 
 def parts(cells: Sequence[Cell], options: Options) -> dict[str, Any]:

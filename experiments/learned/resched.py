@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from agents.dispatch import answer
-from agents.planner import released
+from agents.planner import RELEASED
 from agents.trained import TrainedPolicy, untrained_net
 from experiments.study import Option, Options, Study, StudyError
 from experiments.tables import Column, geometric, groups, table
 from placement import importers
-from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
 from placement.simulator import value_of
@@ -124,7 +123,7 @@ def theirs(checkout: Path, network: str) -> Callable[[Problem], float]:
 def rows(options: Options) -> Iterator[Row]:
     torch.set_num_threads(1)
     checkout = Path(options.checkout).resolve()
-    ours = TrainedPolicy.load(released("zero_shot", Objective.LATENCY)).net
+    ours = TrainedPolicy.load(RELEASED).net
     untrained = untrained_net(None, "dispatch")
     heft = load("heft")
     deciders: dict[str, Callable[[Problem], float]] = {

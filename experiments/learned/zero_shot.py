@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,8 @@ from experiments.tables import (
 )
 from placement.objective import Objective
 from placement.planners import load
-from placement.problem import Problem
+from placement.problem import Problem, Solution
+from placement.search.evaluation import Search
 from placement.workloads import synthetic
 
 ONE, PIPELINES, FOUR = "one evaluation", "pipelines, one evaluation", "pipelines, four evaluations"
@@ -83,9 +84,28 @@ def drawn_pipelines(options: Options) -> families.Problems:
     return {f"{NEVER}: {n}-{seed}": drawn[n](seed) for n in NEVER_DRAWN for seed in seeds}
 
 
+@dataclass(frozen=True)
+class OneDecode:
+    """The greedy decode of a policy that dispatches."""
+
+    policy: str
+    evaluations: int | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        from agents.dispatch import evaluate
+        from agents.trained import TrainedPolicy
+        from envs.dispatch import Dispatcher
+
+        net, search = TrainedPolicy.load(self.policy).net, Search(problem)
+        episode = Dispatcher(problem)
+        episode.construct(net.weights(), net.config.finish_weight)
+        evaluate(search, episode)
+        return search.solution()
+
+
 def untrained(options: Options) -> str:
     """The file of a network that foresees waits, in which nothing was trained."""
-    from agents.waits import WaitsNet
+    from agents.foresee import WaitsNet
 
     path = options.work / "untrained_waits.safetensors"
     if not path.is_file():
@@ -94,20 +114,21 @@ def untrained(options: Options) -> str:
 
 
 def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
-    trained: list[dict[str, Any]] = [{"waits": path} for path in further(options).values()]
+    from agents.planner import RELEASED
+
+    trained: list[dict[str, Any]] = [{"foresight": path} for path in further(options).values()]
     pipeline, decides = problem.objective is Objective.PERIOD, name.startswith(f"{NEVER}: ")
     one = (PIPELINES if pipeline else LATENCIES) if decides else ONE
     for rule in HEURISTICS:
         yield Task(one, rule, load(rule))
     yield Task(one, ORDERS, load("contiguous_dp", orders=24), evaluations=1)
-    new = {"waits": untrained(options)} if pipeline else {}  # of loads no network decides
+    new = {"foresight": untrained(options)} if pipeline else {}  # of loads no network decides
     if problem.objective is Objective.LATENCY:
-        new = {"seed_policy": untrained_dispatcher(options)}
+        new = {"policy": untrained_dispatcher(options)}
     if one == LATENCIES:
         yield Task(one, SEARCH, load("order_search"), 0, evaluations=SEARCHED)
-        for label, policy in ((TRAINED, None), (UNTRAINED, new["seed_policy"])):
-            one_decode = load("policy", mode="zero_shot", policy=policy)
-            yield Task(one, label + DECODE, one_decode, 0, evaluations=1)
+        for label, file in ((TRAINED, RELEASED), (UNTRAINED, new["policy"])):
+            yield Task(one, label + DECODE, OneDecode(str(file)), 0, evaluations=1)
     for group, evaluations in EVALUATIONS.items() if one == PIPELINES else ((one, 1),):
         for seed, networks in enumerate((trained or [{}]) if pipeline else [{}]):
             planner = load("policy", margin=0.0, **networks)
@@ -115,7 +136,7 @@ def tasks(options: Options, name: str, problem: Problem) -> Iterator[Task]:
         planner = load("policy", margin=0.0, **new)
         yield Task(group, UNTRAINED, planner, 0, evaluations=evaluations)
         if pipeline:
-            planner = load("policy", margin=0.0, waits="untrained")
+            planner = load("policy", margin=0.0, foresight="untrained")
             yield Task(group, HAND, planner, 0, evaluations=evaluations)
 
 

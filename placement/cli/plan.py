@@ -351,12 +351,9 @@ def _say_longer(problem: Problem, solution: Solution) -> None:
 def _say_network(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
     """Where the learned planner had nothing that was trained."""
     if solution.stats.get("network") == "none":
-        who = "chance" if solution.stats["chooser"] == "uniform" else "the hand-written score"
-        cli.say(f"no network is involved for {problem.objective}: {who} chose the moves")
-    elif solution.stats.get("policy") == "untrained" and "policy=untrained" not in args.options:
         cli.say(
-            f"no policy is released for {problem.objective} in this mode: the network is "
-            "untrained; policy=FILE takes one that you have trained (placement-train)"
+            f"no network is involved for {problem.objective}: a search by hand-written rules "
+            "decides; policy=FILE takes a policy that you have trained (placement-train)"
         )
 
 

@@ -90,12 +90,16 @@ class MacroSearch:
         if self.start is None and problem.objective.is_analytic and search.left:
             starts += _run_ideal_dp(search, self.seconds)
         if can_move(problem):
-            _anneal(self, search, starts)
+            anneal(self, search, starts)
         return search.solution()
 
 
-def _anneal(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
-    """Anneal until the budget ends, from where a descent ends."""
+def anneal(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
+    """Anneal by the options of ``planner`` until the budget of ``search`` ends.
+
+    It begins where a descent from its best ends; ``starts`` int32 ``[G]`` are more of them for
+    ``piecewise_latency``.
+    """
     descend(search, planner.seed)
     if search.problem.objective is Objective.MAX_LOAD:
         _anneal_loads(planner, search)

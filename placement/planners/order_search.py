@@ -18,8 +18,7 @@ from placement.planners.heft import Heft
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.profile import Profile
 from placement.schedule import Schedule
-from placement.search import order, order_moves, windows
-from placement.search.chooser import HAND, TABU, no_network
+from placement.search import order, windows
 from placement.search.evaluation import Search, two_operators
 from placement.search.justification import justify
 from placement.search.order_state import State, Tables
@@ -61,7 +60,6 @@ _JUSTIFYING, _PASSES, _JUSTIFY_IN_VAIN = 0.3, 30, 2
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 _SLICE_S = 0.01  # between two looks at the clock
-NO_NETWORK = no_network(order_moves.NUM_SEARCH_FEATURES, order_moves.NUM_MOVE_FEATURES)
 
 
 @dataclass(frozen=True)
@@ -126,10 +124,9 @@ class OrderSearch:
             raise PlannerError(f"order_search: {reason}; use macro_search")
         search = Search(problem, self.seconds, self.evaluations, 20_000)
         search.bound_s = lower_bound(problem)
-        chooser = HAND if sends(problem) else TABU
-        quick = chooser == TABU and not too_few(search)
+        quick = not sends(problem) and not too_few(search)
         search.run_start(self.start or ("heft" if quick else "best_of"))
-        stats = anneal(search, NO_NETWORK, chooser, self.width, self.seed)
+        stats = anneal(search, self.width, self.seed)
         return search.solution(search.bound_s, **stats)
 
 
@@ -227,7 +224,7 @@ def tables_of(problem: Problem) -> Tables:
 
 
 def sends(problem: Problem) -> bool:
-    """Whether devices wait for more than each other's ends; else ``TABU`` is the chooser."""
+    """Whether devices wait for more than each other's ends; else the search is a tabu search."""
     return bool(why_simulated(problem) or (_channels(problem) != problem.num_channels).any())
 
 
@@ -248,7 +245,6 @@ def state_of(problem: Problem, width: int) -> State:
     rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
     sizes["L"] = min(_LONGEST, problem.graph.num_groups) + 1
-    sizes |= {"F": order_moves.NUM_MOVE_FEATURES, "S": order_moves.NUM_SEARCH_FEATURES}
     run = problem if why_simulated(problem) else two_operators()
     orders = np.zeros((run.num_ops, 2), np.int32), np.zeros(run.num_devices + 1, np.int32)
     sent = len(run.graph.use_dst)
@@ -281,23 +277,17 @@ def start(
     state.warm, state.cold = WARM, COLD
     state.place[:] = placement
     state.sequence[:] = sequence
-    order.play(tables, state, order.BEGIN, step, NO_NETWORK, used, used)
+    order.begin(tables, state, step, used)
 
 
-def anneal(
-    search: Search,
-    network: tuple[NDArray[np.float32], ...],
-    chooser: int,
-    width: int | None,
-    seed: int,
-) -> dict[str, Any]:
+def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
     """Spend what is left of ``search``'s budget; what was done, for ``Solution.stats``.
 
     Which start leads furthest its own value does not tell: all of ``STARTS``, a list schedule from
     the end and the best so far are tried for a while, the best three for longer, and the best of
     those to the end; of a tabu search the best two for a while, and the better one to the end.
     """
-    problem, few = search.problem, too_few(search)
+    problem, few, tabu = search.problem, too_few(search), not sends(search.problem)
     assert search.best is not None
     # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
@@ -305,7 +295,7 @@ def anneal(
     place = search.best[problem.graph.group]
     starts = [(place, sequence_of(problem, place, search.schedule))]
     others, stages = STARTS, _STAGES
-    if chooser == TABU:
+    if tabu:
         others, stages = _TABU_STARTS, _TABU_STAGES
     for name, share in () if few else others:
         if search.left:
@@ -318,7 +308,7 @@ def anneal(
     if width is None:
         many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
         width = WIDTH if many else WIDE
-        if chooser == TABU:
+        if tabu:
             width = _TABU_WIDTH if np.isfinite(search.seconds_left) else _TABU_WIDE
     runs = []
     for place, sequence in starts:
@@ -337,13 +327,13 @@ def anneal(
             solved = partial(_solve_windows, search, tables, runs[0], rng, stats)
             if solved(search.used + _FIRST_WINDOWS):
                 num_steps += _spend(
-                    search, tables, runs[0], network, chooser, _LAST, (cool, cooled)
+                    search, tables, runs[0], tabu, _LAST, (cool, cooled)
                 )
                 solved(1.0)
                 cool = cooled
         for run in runs:
             until = min(1.0, search.used + share * (1.0 - begun))
-            num_steps += _spend(search, tables, run, network, chooser, until, (cool, cooled))
+            num_steps += _spend(search, tables, run, tabu, until, (cool, cooled))
     return {"steps": num_steps, **stats}
 
 
@@ -471,8 +461,7 @@ def _spend(
     search: Search,
     tables: Tables,
     state: State,
-    network: tuple[NDArray[np.float32], ...],
-    chooser: int,
+    tabu: bool,
     until: float,
     cooling: tuple[float, float],
 ) -> int:
@@ -489,7 +478,7 @@ def _spend(
         before = search.seconds
         steps = int(max(1, min(most, slice_s * rate, search.num_left)))
         then = cool + (cooled - cool) * min(part, 1.0)
-        order.play(tables, state, order.SEARCH + chooser, steps, network, then, then)
+        order.play(tables, state, steps, tabu, then, then)
         rate = steps / max(search.seconds - before, 1e-9)
         num_steps += steps
         search.num_evaluations += steps

@@ -1,7 +1,7 @@
 """The search of ``order_search``: moves are offered, one is chosen and tried, and kept or not.
 
-Numba kernels; ``play`` is the entry. ``order_times`` says what a sequence is, and what it takes,
-``order_estimates`` what a move would bring, ``order_moves`` which there are.
+Numba kernels; ``begin`` and ``play`` are the entries. ``order_times`` says what a sequence is, and
+what it takes, ``order_estimates`` what a move would bring, ``order_moves`` which there are.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from placement.search.chooser import POLICY, TABU, UNIFORM, choose, network
 from placement.search.macro import uniform
 from placement.search.order_moves import offer
 from placement.search.order_times import (
@@ -26,9 +25,9 @@ from placement.search.order_times import (
     put_in_order,
     timetable,
 )
+from placement.search.perceptron import choose
 from placement.tools.jit import copy, kernel, largest
 
-BEGIN, TAKE, SEARCH = range(3)  # jobs of play; SEARCH + who chooses
 _IN_VAIN = 150.0  # steps after which a tabu search goes back to the best, and the next time later
 _SORT_EVERY = 64  # moves kept, until the sequence is put in order of time again
 
@@ -105,8 +104,8 @@ def _least(s, width):
     """The offered move of the least estimate; 0: none is."""
     k, least = 0, np.inf
     for j in range(1, width + 1):
-        if s.which[j] >= 0 and s.drawn[j, 0] < least:
-            k, least = j, s.drawn[j, 0]
+        if s.which[j] >= 0 and s.estimate_s[j] < least:
+            k, least = j, s.estimate_s[j]
     return k
 
 
@@ -122,14 +121,14 @@ def _go_back(t, s):
 
 @kernel
 def _take(t, s, k, always):
-    """Try move ``k`` (0: stay); returns the improvement of log(best), 0 if there is none.
+    """Try move ``k`` (0: stay).
 
     It is kept with probability ``min(1, exp(-log(after / before) / temperature))``, or ``always``.
     """
     s.step += 1
     i = s.which[k]
     if i < 0:
-        return 0.0
+        return
     old, new, at = np.int64(s.place[i]), np.int64(s.to[k]), np.int64(s.at[k])
     limit = np.inf
     if s.cost_s < NEVER and not always:
@@ -144,15 +143,11 @@ def _take(t, s, k, always):
         if at >= 0:
             _shift(s, i, back)
         _put(s, num, old)
-        s.refused[i, new] += 1.0
-        return 0.0
+        return
     s.cost_s = cost
     s.num_kept += 1
     s.moved[i] = s.step
-    s.refused[i] = 0.0
-    gain = 0.0
     if cost < s.best_s * (1.0 - 1e-12):
-        gain = min(np.log(s.best_s / max(cost, 1e-300)), 1.0)
         s.best_s = cost
         s.best_step = s.step
         s.num_back = 0
@@ -168,64 +163,56 @@ def _take(t, s, k, always):
     fill_tails(t, s, moved)
     if s.num_kept % _SORT_EVERY == 0:
         put_in_order(t, s)
-    return gain
 
 
 @kernel
-def play(t, s, job, number, net, used, then):
-    """The one entry.
+def begin(t, s, step, used):
+    """Forget everything but ``s.place`` and ``s.sequence``, evaluate them, and offer moves.
 
-    * BEGIN: forget everything but ``s.place`` and ``s.sequence``, evaluate them, offer moves for
-      step ``number``, where ``used`` of the budget is spent.
-    * TAKE: try move ``number``, then offer the next ones where ``then`` of the budget is spent;
-      returns the improvement of log(best).
-    * SEARCH + chooser: ``number`` steps while ``used`` of the budget becomes ``then``. POLICY
-      chooses by the softmax of its network, HAND by that of the hand-written score alone, for
-      UNIFORM one move is drawn; TABU takes the least estimate of those that are not at rest.
+    They are those of ``step``, where ``used`` 0..1 of the budget is spent.
+    """
+    s.on_chain[:] = False
+    s.num_chain = s.num_kept = s.num_back = 0
+    s.cost_s = evaluate(t, s)
+    put_in_order(t, s)
+    s.step = s.best_step = step
+    s.best_s = s.cost_s
+    s.moved[:] = step
+    copy(s.best_place, s.place)
+    copy(s.best_sequence, s.sequence)
+    _cool(s, used)
+    offer(t, s, len(s.which) - 1, False)
+
+
+@kernel
+def play(t, s, steps, tabu, used, then):
+    """Make ``steps`` steps while ``used`` 0..1 of the budget becomes ``then``.
+
+    A ``tabu`` search takes the move of the least estimate among those that are not at rest;
+    otherwise the softmax of the scores says with which probability each move is tried.
     """
     width = len(s.which) - 1
-    chooser = job - SEARCH if job >= SEARCH else POLICY
-    if job == BEGIN:
-        s.on_chain[:] = False
-        s.num_chain = s.num_kept = s.num_back = 0
-        s.cost_s = evaluate(t, s)
-        put_in_order(t, s)
-        s.step = s.best_step = number
-        s.best_s = s.first_s = s.cost_s
-        s.refused[:] = 0.0
-        s.moved[:] = number
-        copy(s.best_place, s.place)
-        copy(s.best_sequence, s.sequence)
-        _cool(s, used)
-        offer(t, s, width, chooser)
-        return 0.0
-    gain = 0.0
-    steps = 1 if job == TAKE else number
-    logits = s.logits
     for step in range(steps):
-        k = 1
-        if job == TAKE:
-            k = number
-        elif chooser == TABU:
-            k = _least(s, width)
-        elif chooser != UNIFORM:
-            if chooser == POLICY:
-                network(net, s.search, s.offered, s.which, width, logits)
-            else:
-                for j in range(width + 1):
-                    logits[j] = s.offered[j, 0] if s.which[j] >= 0 else -np.inf
-            logits[0] = -np.inf if s.which[largest(s.which, width + 1)] >= 0 else 0.0
-            k = choose(s.random, logits, width)
-        gain += _take(t, s, k, chooser == TABU)
-        if chooser == TABU and s.step - s.best_step > _IN_VAIN * (1.0 + s.num_back) ** 2:
+        k = _least(s, width) if tabu else _drawn(s, width)
+        _take(t, s, k, tabu)
+        if tabu and s.step - s.best_step > _IN_VAIN * (1.0 + s.num_back) ** 2:
             _go_back(t, s)
         _cool(s, used + (then - used) * (step + 1) / steps)
-        offer(t, s, 1 if chooser == UNIFORM else width, chooser)
-    return gain
+        offer(t, s, width, tabu)
+
+
+@kernel
+def _drawn(s, width):
+    """A move with the probabilities of the softmax of the scores; 0: there is none to make."""
+    logits = s.logits
+    for j in range(width + 1):
+        logits[j] = s.score[j] if s.which[j] >= 0 else -np.inf
+    if s.which[largest(logits, width + 1)] < 0:
+        logits[0] = 0.0
+    return choose(s.random, logits, width)
 
 
 @kernel
 def _cool(s, used):
     """The temperature where ``used`` 0..1 of the budget is spent."""
-    s.used = used
     s.temperature = s.warm * (s.cold / s.warm) ** used

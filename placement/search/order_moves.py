@@ -1,4 +1,4 @@
-"""Moves of placement and order, drawn and described: numba kernels of ``order_search``."""
+"""Moves of placement and order, drawn and scored: numba kernels of ``order_search``."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -6,48 +6,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from placement.search.chooser import BOUND, POLICY, TABU, UNIFORM, bounded
 from placement.search.macro import below, uniform
 from placement.search.order_estimates import elsewhere, first_in_lane, inputs_s, reordered, together
 from placement.search.order_times import NEVER
-from placement.tools.jit import average, kernel, largest
+from placement.tools.jit import kernel
 
-MOVE_FEATURES = (
-    "hand: minus the estimated change of the latency (off the chain none below 0), over HAND_SCALE",
-    "none: 1 for the choice to stay",
-    "estimated change of the latency, percent",
-    "the same, per mille",
-    "1 if it changes the order only",
-    "log places earlier (-) or later (+) on its device, if it changes the order only",
-    "1 if it is on the critical chain",
-    "slack: share of the latency that it could wait",
-    "when it begins, over the latency",
-    "log seconds at the target over seconds now",
-    "seconds now over the mean of all",
-    "load of the device left, over the largest",
-    "load of the target, over the largest",
-    "share of its neighbours on the target",
-    "share of its neighbours on the device left",
-    "when its inputs are at the target, after its begin now, percent of the latency",
-    "how long it would wait for the target, percent of the latency",
-    "log times that it was refused this target",
-    "log moves since it last moved, over log steps",
-    "log operators that move",
-)
-SEARCH_FEATURES = (
-    "budget used, 0..1",
-    "log10 temperature over 5",
-    "log current value over the best, times 100",
-    "log best value over the first, times 10",
-    "log moves since the best was found over 10",
-    "mean load over the largest",
-    "mean load over the latency",
-    "operators of the critical chain over all",
-    "log number of operators over 10",
-    "log number of devices over 3",
-)
-NUM_MOVE_FEATURES, NUM_SEARCH_FEATURES = len(MOVE_FEATURES), len(SEARCH_FEATURES)
-HAND_SCALE = 3e-4  # of the latency: what the hand-written score calls much
+_SCALE = 3e-4  # of the latency: an estimate that gains as much has score 1
+_BOUND = 30.0  # of scores
 _SIMULATED = 10.0  # times that where the simulator tells times: estimates know less of them
 _GAIN = -0.02  # estimates below say only that the path through the move is not the longest
 
@@ -183,17 +148,16 @@ def _reach(s, i, here):
 
 
 @kernel
-def propose(t, s, k, chooser):
-    """Draw move ``k``; of ``TABU``, one of the critical chain.
+def propose(t, s, k, tabu):
+    """Draw move ``k``; of a ``tabu`` search, one of the critical chain.
 
     Returns its first operator (-1: none was found), device, before whom in the sequence (-1: all
-    stay where they are there), the estimated latency, when the operator begins, when its inputs
-    are there, places that it moves on its device, and operators that move.
+    stay where they are there), and the estimated latency.
     """
     n = len(s.place)
     for _ in range(_TRIES):
         i = below(s.random, n)
-        if chooser == TABU or uniform(s.random) < _FROM_CHAIN:
+        if tabu or uniform(s.random) < _FROM_CHAIN:
             i = s.chain[below(s.random, s.num_chain)]
         old = s.place[i]
         new = old
@@ -223,13 +187,12 @@ def propose(t, s, k, chooser):
             latency = reordered(t, s, i, ready, place)
             at = s.position[s.lane[place]] + (place > here)
             s.count[k], s.body[k, 0] = 1, t.group[i]
-            return i, old, at, latency, s.start_s[i], ready, place - here, 1
+            return i, old, at, latency
         num = _gather(t, s, k, i, new)
         if num == 0:
             continue
         if num > 1:
-            latency, begin, ready = together(t, s, i, new, num)
-            return i, new, -1, latency, begin, ready, 0, num
+            return i, new, -1, together(t, s, i, new, num)[0]
         low, high = _window(t, s, i)
         ready = inputs_s(t, s, i, new)
         a = first_in_lane(s, new, s.start_s, ready)  # when the inputs are there
@@ -245,115 +208,36 @@ def propose(t, s, k, chooser):
         at = high
         if a < beyond and s.position[s.lane[a]] < high:
             at = s.position[s.lane[a]]
-        latency, begin = elsewhere(t, s, i, new, ready, a)
-        return i, new, at, latency, begin, ready, 0, 1
-    return -1, 0, -1, 0.0, 0.0, 0.0, 0, 0
+        return i, new, at, elsewhere(t, s, i, new, ready, a)[0]
+    return -1, 0, -1, 0.0
 
 
 @kernel
-def offer(t, s, width, chooser):
-    """Draw moves 1..width, as far as ``chooser`` has to know them; choice 0 is to stay.
+def offer(t, s, width, tabu):
+    """Draw and score moves 1..width; choice 0 is to stay.
 
-    Those whose score is ``_HOPELESS`` below the best one's are withdrawn.
+    Those whose score is ``_HOPELESS`` below the best one's are withdrawn; of a ``tabu`` search
+    those that rest.
     """
     s.which[0] = -1
     best = -np.inf
-    scale = _SIMULATED * HAND_SCALE if t.simulated else HAND_SCALE
+    scale = _SIMULATED * _SCALE if t.simulated else _SCALE
     for k in range(1, width + 1):
-        i, new, at, latency, begin, ready, places, num = propose(t, s, k, chooser)
+        i, new, at, latency = propose(t, s, k, tabu)
         s.which[k] = i
         if i < 0:
             continue
-        s.group[k], s.to[k], s.at[k] = t.group[i], new, at
-        if chooser == UNIFORM:
-            continue
-        rests = _REST + _REST_MORE * uniform(s.random) if chooser == TABU else 0.0
+        s.to[k], s.at[k] = new, at
+        rests = _REST + _REST_MORE * uniform(s.random) if tabu else 0.0
         if s.moved[i] > 0 and s.step - s.moved[i] < rests and latency >= s.best_s:
             s.which[k] = -1
             continue
-        drawn = s.drawn[k]
-        drawn[0], drawn[1], drawn[2], drawn[3], drawn[4] = latency, begin, ready, places, num
+        s.estimate_s[k] = latency
         change = min(latency, NEVER) / max(s.cost_s, 1e-300) - 1.0
         # Off the critical chain an operator can only make way for others later.
         gained = max(change, _GAIN if s.on_chain[i] else 0.0)
-        score = max(-3.0 * BOUND, min(3.0 * BOUND, -gained / scale))
-        s.offered[k, 0] = score
-        best = max(best, score)
-    if chooser == UNIFORM:
-        return
-    s.offered[0, 0] = 0.0
+        s.score[k] = max(-_BOUND, min(_BOUND, -gained / scale))
+        best = max(best, s.score[k])
     for k in range(1, width + 1):
-        if s.offered[k, 0] < best - _HOPELESS and chooser != TABU:
+        if s.score[k] < best - _HOPELESS and not tabu:
             s.which[k] = -1
-    if chooser == POLICY:
-        _describe(t, s, width)
-
-
-@kernel
-def _describe(t, s, width):
-    """Fill ``SEARCH_FEATURES``, and ``MOVE_FEATURES`` of the offered moves but the first."""
-    u = s.search
-    n, num_devices = t.compute_s.shape
-    cost = max(s.cost_s, 1e-300)
-    most = max(s.load[largest(s.load, num_devices)], 1e-300)
-    mean = average(s.load)
-    typical = max(mean * num_devices / n, 1e-300)
-    log_steps = np.log(s.step + 2.0)
-    u[0] = s.used
-    u[1] = np.log10(max(s.temperature, 1e-9)) / 5.0
-    u[2] = bounded(100.0 * np.log(cost / max(s.best_s, 1e-300)))
-    u[3] = bounded(10.0 * np.log(max(s.best_s, 1e-300) / max(s.first_s, 1e-300)))
-    u[4] = np.log(s.step - s.best_step + 1.0) / 10.0
-    u[5] = mean / most
-    u[6] = bounded(mean / cost)
-    u[7] = s.num_chain / n
-    u[8] = np.log(n + 1.0) / 10.0
-    u[9] = np.log(num_devices) / 3.0
-    s.offered[0, 1] = 1.0
-    for k in range(1, width + 1):
-        i, new, f = s.which[k], s.to[k], s.offered[k]
-        if i < 0:
-            f[:] = 0.0
-            continue
-        old = s.place[i]
-        latency, begin, ready, places, num = s.drawn[k]
-        change = min(latency, NEVER) / cost - 1.0
-        f[2] = bounded(100.0 * change)
-        f[3] = bounded(1000.0 * change)
-        f[4] = new == old
-        f[5] = np.sign(places) * np.log(1.0 + abs(places))
-        f[6] = s.on_chain[i]
-        f[7] = bounded(1.0 - (s.end_s[i] + s.after_s[i]) / cost)
-        f[8] = bounded(s.start_s[i] / cost)
-        now_s = t.compute_s[i, old]
-        f[9] = bounded(
-            np.log(max(t.compute_s[i, new], 1e-3 * typical) / max(now_s, 1e-3 * typical))
-        )
-        f[10] = bounded(now_s / typical)
-        f[11] = s.load[old] / most
-        f[12] = s.load[new] / most
-        f[13], f[14] = _near(t, s, i, old, new)
-        f[15] = bounded(100.0 * (ready - s.start_s[i]) / cost)
-        f[16] = bounded(100.0 * (begin - ready) / cost)
-        f[17] = np.log(1.0 + s.refused[i, new])
-        f[18] = np.log(s.step - s.moved[i] + 1.0) / log_steps
-        f[19] = np.log(num)
-
-
-@kernel
-def _near(t, s, i, old, new):
-    """Shares of the neighbours of ``i`` on ``new`` and on ``old``."""
-    in_ptr, in_src = t.in_ptr, t.in_src
-    edge_ptr, edge_dst = t.edge_ptr, t.edge_dst
-    n, count, there, here = len(s.place), 0, 0, 0
-    for m in range(in_ptr[i], in_ptr[i + 1]):
-        src = in_src[m]
-        if src < n:
-            count += 1
-            there += s.place[src] == new
-            here += s.place[src] == old
-    for e in range(edge_ptr[i], edge_ptr[i + 1]):
-        count += 1
-        there += s.place[edge_dst[e]] == new
-        here += s.place[edge_dst[e]] == old
-    return there / max(count, 1), here / max(count, 1)

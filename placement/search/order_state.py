@@ -45,10 +45,8 @@ class State(Struct):
     random: Array = array("1", np.uint64, 1)
     cost_s: float  # latency of what was kept last
     best_s: float  # the least
-    first_s: float  # latency that it began with
     step: int
     best_step: int  # in which the best was met
-    used: float  # share of the budget
     temperature: float
     warm: float  # the temperature at first
     cold: float  # and at last
@@ -75,7 +73,6 @@ class State(Struct):
     load: Array = array("D")  # seconds of each device
     chain: Array = array("N", np.int32)  # the critical chain, the first num_chain
     on_chain: Array = array("N", np.bool_)
-    refused: Array = array("N, D", np.float32)
     moved: Array = array("N", np.int64)  # step of the last move
     arrival_s: Array = array("E")  # of what was kept, in the order of ``in_edge``
     row_s: Array = array("2, R, D+channels")  # when each is free, at R positions; the same
@@ -93,14 +90,12 @@ class State(Struct):
     last: Array = array("D", np.int32)  # operator that a device ran last
     sent: Array = array("D", np.int32)  # tensor that was sent to each last
     sent_s: Array = array("D")  # when it arrived
-    drawn: Array = array("C+1, 5")  # what ``propose`` returns of each move from latency on
+    estimate_s: Array = array("C+1")  # the latency that each offered move would bring
     which: Array = array("C+1", np.int32, -1)  # operator that each move begins with; -1: no move
-    group: Array = array("C+1", np.int32)  # its group
     to: Array = array("C+1", np.int32)  # device
     count: Array = array("C+1", np.int32)  # groups that move
     body: Array = array("C+1, L", np.int32)  # those groups
     at: Array = array("C+1", np.int32)  # before whom in the sequence; -1: where it is
-    offered: Array = array("C+1, F", np.float32)
-    search: Array = array("S", np.float32)
+    score: Array = array("C+1", np.float32)  # the larger, the likelier it is tried
     logits: Array = array("C+1")
     run: kernels.State  # in an order that is given; of two operators where nothing is simulated

@@ -3,7 +3,7 @@
 No period is below the load of a device or a channel, nor below the longest path over the
 micro-batches in flight: its *bound*. What it takes beyond that, because micro-batches wait for each
 other, is foreseen: by hand, each hand-over on the path waits a share of the period; or by a network
-that sees ``FEATURES`` (``agents.waits``). All of them come from one pass over the operators.
+that sees ``FEATURES`` (``agents.foresee``). All of them come from one pass over the operators.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from placement.objective import Objective
 from placement.problem import Problem
-from placement.search.chooser import add_rows, output
 from placement.search.evaluation import Choice, can_move, device_classes, neighbours
 from placement.search.list_schedule import memory_counts
 from placement.search.macro import SHARE, Draws, draws_of, overflow, propose, uniform
+from placement.search.perceptron import add_rows, output
 from placement.search.stages import (
     Split,
     Stages,

@@ -195,6 +195,8 @@ def _convert(value: Any, hint: Any) -> Any:
             if value == option or str(option) == value:
                 return option
         raise ValueError(value)
+    if hint is Any:
+        return value
     if origin is dict:
         return _convert(value, dict)
     if origin is tuple:

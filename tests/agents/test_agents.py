@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agents.dispatch import PROMISES
+from agents.dispatch.decodes import PROMISES
 from agents.encoder import (
     ILLEGAL,
     NetworkConfig,
@@ -22,34 +22,29 @@ from agents.encoder import (
     greedy,
     sample,
 )
-from agents.planner import PolicyPlanner, _load_mode, released
+from agents.planner import RELEASED, PolicyPlanner, _warm_up
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore
 from agents.trained import TrainedPolicy, actions, make_net
 from agents.training import TrainConfig, train
 from envs.dispatch import Dispatcher
 from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, features
-from envs.formulations import formulation_of
-from envs.guided import GuidedSearchEnv, GuidedSearchRules
-from envs.placement import OneShotRules
-from envs.problems import ProblemSet, canonical
-from envs.refine import RefineDevicePlacementEnv, RefineRules
-from envs.select_place import SelectPlaceRules
+from envs.one_shot import OneShotRules
+from envs.problem_set import ProblemSet, canonical
 from envs.sequential import SequentialRules
 from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.planners import PlannerError, load
 from placement.problem import Problem
-from placement.search.chooser import network
 from placement.search.evaluation import Search
-from placement.simulator import score
+from placement.simulator import score, value_of
 from placement.testing import check_planner
 from placement.workloads.synthetic import families, giph
 from tests.agents.test_learning import layered
 from tests.envs.test_envs import chain
 from tests.problems import problems, random_placement, random_problem
 
-FORMULATIONS = ("one_shot", "sequential", "select_place")
+FORMULATIONS = ("one_shot", "sequential")
 
 
 def untrained(formulation: Any = "sequential", **config: Any) -> TrainedPolicy:
@@ -339,14 +334,10 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({"network": {"layers": 10**9}}, {}, "layers = 1000000000 must be 0 to 64"),
         ({"network": {"changes": 0.0}}, {}, "changes = 0.0 must be 1e-06 to 1e.09"),
         ({"network": {"hidden": "16"}}, {}, "weights do not fit"),
-        ({"network": {"width": 1}}, {}, "unexpected keyword argument 'width'"),
+        ({"network": {"width": 1}}, {}, "PlacementNet has no 'width'"),
         ({"network": []}, {}, "weights do not fit"),
         ({"card": 3}, {}, "weights do not fit"),
         ({"card": {"config": []}}, {}, "the card's config is no object"),
-        ({"card": {"config": {"width": -1}}}, {}, r"the card's width = -1 must be 1\.\.4096"),
-        ({"card": {"config": {"width": 10**9}}}, {}, "the card's width = 1000000000"),
-        ({"card": {"config": {"width": "16"}}}, {}, "the card's width = '16'"),
-        ({"card": {"config": {"groups": True}}}, {}, "the card's groups = True"),
         ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' is not of type float"),
         ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
         ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
@@ -377,9 +368,9 @@ def test_heads_and_weights_that_do_not_fit(
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "zero_shot"},
-        {"mode": "best_of_k", "k": 40, "evaluations": 30},
-        {"mode": "finetune", "steps": 40, "k": 4, "evaluations": 60},
+        {"k": 0, "search": False},
+        {"k": 40, "search": False, "evaluations": 30},
+        {"k": 4, "evaluations": 60},
     ],
 )
 def test_the_planner_contract(options: dict[str, Any]) -> None:
@@ -389,10 +380,10 @@ def test_the_planner_contract(options: dict[str, Any]) -> None:
 @settings(max_examples=12)
 @given(
     problem=problems(grouped=True, unsupported=True),
-    mode=st.sampled_from(["zero_shot", "best_of_k"]),
+    samples=st.sampled_from([0, 5]),
     formulation=st.sampled_from(FORMULATIONS),
 )
-def test_never_worse_than_the_baseline(problem: Problem, mode: Any, formulation: Any) -> None:
+def test_never_worse_than_the_baseline(problem: Problem, samples: int, formulation: Any) -> None:
     """Even a policy of nonsense weights: the baseline is a candidate, and counted."""
     policy = untrained(formulation)
     with torch.no_grad():
@@ -400,25 +391,25 @@ def test_never_worse_than_the_baseline(problem: Problem, mode: Any, formulation:
             weights.mul_(10.0)
     baseline = load("best_of")(problem)
     assume(baseline.value_s > 0)  # nothing is better than nothing, and nothing is decoded
-    answer = PolicyPlanner(policy, mode, k=5)(problem)
+    answer = PolicyPlanner(policy, samples, search=False)(problem)
     assert answer.value_s <= baseline.value_s
     assert answer.value_s == score(problem, answer.placement)[0]
     stats = answer.stats
     assert stats["baseline_value_s"] == baseline.value_s
     assert stats["best_value_s"] == answer.value_s
-    best = stats["greedy_value_s"] if mode == "zero_shot" else stats["best_of_k_value_s"]
+    best = stats["best_of_k_value_s"] if samples else stats["greedy_value_s"]
     assert answer.value_s == min(best, baseline.value_s)
-    sampled = 1 if mode == "zero_shot" else stats["best_of_k_evaluations"]
+    sampled = stats["best_of_k_evaluations"] if samples else 1
     assert stats["evaluations"] == stats["baseline_evaluations"] + sampled
-    assert sampled == (1 if mode == "zero_shot" else 6)
+    assert sampled == samples + 1
 
 
-@pytest.mark.parametrize("mode", ["guided_search", "best_of_k"])
-def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
+@pytest.mark.parametrize("search", [True, False])
+def test_less_than_predictions_err_is_no_gain(search: bool) -> None:
     problem = random_problem(3, 20, 3)
     options: dict[str, Any] = {
         "policy": "untrained",
-        "mode": mode,
+        "search": search,
         "evaluations": 400,
         "baseline": "round_robin",
     }
@@ -442,11 +433,12 @@ def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
     # Predictions that err by more than everything tell no gain; what fits they tell.
     profile = replace(problem.profile, provenance={"error": 1.5})
     assert PolicyPlanner(**options)(replace(problem, profile=profile)).value_s == start.value_s
-    search, nowhere, stats = PolicyPlanner(**options)._start(problem, "untrained")
-    search.problem = replace(problem, profile=profile)
+    scored = Search(problem)
+    nowhere, stats = PolicyPlanner(**options)._start(scored, "round_robin")
+    scored.problem = replace(problem, profile=profile)
     nowhere = replace(nowhere, value_s=np.inf)
-    assert PolicyPlanner(**options)._answer(search, nowhere, stats).value_s == start.value_s
-    ordered = {"seed_policy": None, "margin": 0.99, "chooser": "hand"}
+    assert PolicyPlanner(**options)._answer(scored, nowhere, stats).value_s == start.value_s
+    ordered = {"policy": None, "margin": 0.99}
     answer = PolicyPlanner(**options | ordered)(layered(133, 3, 3, 2).with_objective("latency"))
     assert "list_order_value_s" not in answer.stats
     for margin in (-0.1, 1.0):
@@ -454,32 +446,13 @@ def test_less_than_predictions_err_is_no_gain(mode: Any) -> None:
             PolicyPlanner(margin=margin)
 
 
-def test_finetune_keeps_the_best_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    rng = np.random.default_rng(0)
-    problem = chain(rng.random((12, 3)), latency_s=0.01)
-    answer = PolicyPlanner("untrained", "finetune", k=4, steps=300, baseline="single_device")(
-        problem
-    )
-    stats = answer.stats
-    assert stats["training_evaluations"] > 0
-    assert answer.value_s == stats["best_value_s"]
-    assert answer.value_s <= min(stats["best_of_k_value_s"], stats["greedy_value_s"])
-    assert answer.value_s < 0.95 * stats["baseline_value_s"]
-    assert not list(tmp_path.glob("SB3*"))  # as its own logger leaves a folder
-
-
 def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
     path = tmp_path / "policy.safetensors"
     untrained().save(path)
-    planner = load("agents.planner:PolicyPlanner", policy=str(path), mode="zero_shot", seconds="30")
-    assert planner(random_problem(3)).stats["mode"] == "zero_shot"
+    planner = load("policy", policy=str(path), search="false", k="2", seconds="30")
+    assert planner(random_problem(3)).stats["best_of_k_evaluations"] == 3
     with pytest.raises(PlannerError, match="mode"):
-        load("agents.planner:PolicyPlanner", mode="magic")
-    with pytest.raises(PolicyError, match="mode 'magic' is unknown; use one of"):
-        PolicyPlanner(mode="magic")  # type: ignore[arg-type]
+        load("policy", mode="zero_shot")
     with pytest.raises(PolicyError, match="not a readable policy"):
         PolicyPlanner(tmp_path / "none.safetensors")(random_problem(3))
 
@@ -563,72 +536,6 @@ def test_cut_costs_by_hand() -> None:
     assert np.exp(f.edge[:, 0]) == pytest.approx([0.5] * 3)
 
 
-def test_select_place_is_a_group_then_its_device() -> None:
-    """The probabilities of all pairs are those of the groups times those of the devices."""
-    chosen = ProblemSet.build([random_problem(s, 8, 3, unsupported=True) for s in range(4)])
-    rules = SelectPlaceRules(chosen, 4, window=5)
-    rules.start(np.arange(4), np.arange(4))
-    net, store = untrained("select_place").net, GraphStore(chosen.problems)
-    obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
-    ids = torch.arange(4)
-    with torch.no_grad():
-        logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0]
-    p = logits.exp().reshape(obs["mask"].shape)
-    assert p.sum(dim=(1, 2)).numpy() == pytest.approx(np.ones(4), abs=1e-5)
-    assert (p[obs["mask"] == 0] == 0).all()
-    # Untrained, of those that are ready the first is the most likely.
-    ready = obs["mask"].bool().any(dim=2)
-    assert (p.sum(dim=2).argmax(dim=1) == 0).all() and ready[:, 0].all()
-
-
-@pytest.mark.parametrize("objective", ["latency", "max_load"])
-def test_the_kernel_scores_moves_as_the_network_does(objective: Any) -> None:
-    problem = random_problem(3, 15, 3, objective=objective)
-    rules = GuidedSearchRules(ProblemSet.build([problem]), 1)
-    rules.start(np.zeros(1, np.int64), np.zeros(1, np.int64))
-    net, store = untrained("guided_search").net, GraphStore([problem])
-    with torch.no_grad():
-        for weights in net.parameters():
-            weights.add_(0.3 * torch.randn(weights.shape))
-    for _ in range(3):
-        obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
-        ids = torch.zeros(1, dtype=torch.long)
-        with torch.no_grad():
-            logits = net.evaluate(store, ids, net.encode(store, ids), ids, obs)[0][0].numpy()
-        scores = np.empty(17)
-        state = rules._state(0)
-        network(net.weights(), state.search, state.offered, state.count - 1, 16, scores)
-        legal = rules.masks()[0]
-        assert scores[legal] == pytest.approx(logits[legal], rel=1e-3, abs=1e-3)
-        rules.act(np.array([int(np.argmax(legal[::-1]))]))
-
-
-@pytest.mark.parametrize("chooser", ["policy", "hand", "uniform"])
-def test_guided_search_keeps_the_planner_contract(chooser: Any) -> None:
-    policy = untrained("guided_search") if chooser == "policy" else None
-    check_planner(PolicyPlanner(policy, "guided_search", chooser=chooser, evaluations=200, k=2))
-
-
-def test_guided_search_spends_its_budget_and_beats_its_start() -> None:
-    problem = chain(np.random.default_rng(0).random((20, 3)), latency_s=0.01)
-    for objective, per_step in (("latency", 1), ("max_load", 4)):
-        case = problem.with_objective(objective)
-        planner = PolicyPlanner("untrained", evaluations=1500, baseline="single_device")
-        answer = planner(case)
-        stats = answer.stats
-        assert answer.value_s == score(case, answer.placement)[0]
-        assert answer.value_s < 0.95 * stats["baseline_value_s"]
-        assert 1500 - 2 * per_step <= stats["evaluations"] <= 1500
-        assert stats["steps"] * per_step <= 1500
-        again = planner(case)
-        assert np.array_equal(answer.placement, again.placement)
-        # The untrained policy is the hand-written score, but for rounding.
-        hand = replace(planner, chooser="hand")(case)
-        assert hand.value_s == answer.value_s
-    seeded = replace(planner, seed_policy=untrained("sequential"), k=3)(case)
-    assert seeded.stats["best_of_k_evaluations"] == 4
-
-
 def test_a_graph_is_constructed_before_it_is_searched() -> None:
     problem = giph(3).with_objective("latency")
     planner = PolicyPlanner(evaluations=120, baseline="heft")
@@ -636,31 +543,46 @@ def test_a_graph_is_constructed_before_it_is_searched() -> None:
     # Of 120 evaluations HEFT has one, the greedy placement and the rule's two, samples a quarter
     # of those left, parts that are drawn anew half of the rest.
     assert (stats["baseline_evaluations"], stats["best_of_k_evaluations"]) == (1, 2 + 29)
-    assert stats["seed_policy"] == "dispatch-latency.safetensors"
-    assert stats["evaluations"] <= 120 and 0 < stats["steps"] <= 120 - 1 - 31 - 45
+    assert stats["policy"] == stats["network"] == "dispatch-latency.safetensors"
+    assert 100 < stats["evaluations"] <= 120 and stats["search"] == "macro_search"
     assert stats["again_value_s"] <= stats["best_of_k_value_s"]
     assert replace(planner, k=5)(problem).stats["best_of_k_evaluations"] == 2 + 5
-    assert "seed_policy" not in replace(planner, k=0)(problem).stats
+    alone = replace(planner, search=False)(problem).stats
+    assert alone["best_of_k_evaluations"] == 2 + 32 and "search" not in alone
     period = random_problem(1, 40, 3)
     foreseen = planner(period).stats  # the two placements that promise the least
-    assert foreseen["seed_policy"] == "waits-period.safetensors"
-    assert foreseen["best_of_k_evaluations"] == 2
-    assert "seed_policy" not in replace(planner, waits="untrained")(period).stats
+    assert foreseen["network"] == "waits-period.safetensors"
+    assert foreseen["best_of_k_evaluations"] == 2 and foreseen["search"] == "macro_search"
+    assert replace(planner, foresight="untrained")(period).stats["network"] == "none"
     five = PolicyPlanner(evaluations=5)(period).stats  # one of them the fastest device's
     assert (five["evaluations"], five["best_of_k_evaluations"]) == (5, 5)
     few = PolicyPlanner(evaluations=6)(problem).stats  # no search comes to anything
-    assert (few["mode"], few["best_of_k_evaluations"]) == ("best_of_k", 6)
-    assert PolicyPlanner(seconds=0.2, k=3)(problem).stats["mode"] == "best_of_k"
-    constructed = replace(planner, seed_policy=untrained("sequential"))(problem).stats
-    assert constructed["seed_policy"] == "given"
-    new = replace(planner, seed_policy="untrained")(problem).stats
-    assert new["seed_policy"] == "untrained" and new["best_of_k_evaluations"] == 1 + 29
+    assert few["best_of_k_evaluations"] == 6 and "search" not in few
+    assert "search" not in PolicyPlanner(seconds=0.2, k=3)(problem).stats
+    new = replace(planner, policy="untrained")(problem).stats
+    assert new["policy"] == "untrained" and new["best_of_k_evaluations"] == 1 + 29
+    assert new["network"] == "none"
     with pytest.raises(PolicyError, match="k = -1 must be at least 0"):
         replace(planner, k=-1)
 
 
+@pytest.mark.parametrize("objective", ["latency", "period", "max_load"])
+def test_the_search_goes_on_from_the_best(objective: Any) -> None:
+    """Within its budget, the same again, and at the value that the simulator says."""
+    problem = chain(np.random.default_rng(0).random((20, 3)), latency_s=0.01)
+    case = problem.with_objective(objective)
+    planner = PolicyPlanner("untrained", evaluations=1500, baseline="single_device")
+    answer = planner(case)
+    assert answer.value_s == pytest.approx(value_of(case, answer))
+    assert answer.value_s < 0.95 * answer.stats["baseline_value_s"]
+    assert answer.value_s <= answer.stats["best_of_k_value_s"]
+    assert answer.stats["evaluations"] <= 1500
+    again = planner(case)
+    assert np.array_equal(answer.placement, again.placement)
+
+
 def test_one_evaluation_is_for_the_decode_that_promises_the_most() -> None:
-    net = TrainedPolicy.load(released("best_of_k", "latency")).net
+    net = TrainedPolicy.load(RELEASED).net
     gains = []
     for name in ("butterfly", "towers", "layered", "lstm_grid"):
         problem = families()[name](3).with_objective("latency")
@@ -681,8 +603,9 @@ def test_one_evaluation_is_for_the_decode_that_promises_the_most() -> None:
     assert len(set(PolicyPlanner(evaluations=1)(dear).placement.tolist())) == 1
 
 
-@pytest.mark.parametrize("mode", ["zero_shot", "best_of_k", "finetune", "refine"])
-def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatch) -> None:
+@pytest.mark.parametrize("formulation", ["sequential", "one_shot", "giph:formulation"])
+@pytest.mark.usefixtures("published")
+def test_what_a_policy_needs_is_loaded_before_the_clock_runs(formulation, monkeypatch) -> None:
     """It does all of its work once on the smallest problem: once per process and formulation."""
     seen: list[str] = []
 
@@ -696,8 +619,9 @@ def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatc
             return super().solution(*args, **stats)
 
     monkeypatch.setattr("agents.planner.Search", Recorded)
-    _load_mode.cache_clear()
-    planner = PolicyPlanner("untrained", mode, k=2, steps=8, seconds=1, baseline="single_device")
+    _warm_up.cache_clear()
+    policy = untrained(formulation)
+    planner = PolicyPlanner(policy, k=2, search=False, seconds=1, baseline="single_device")
     problem = chain([[1, 2]] * 3)
     mine = [f"begin {problem.graph.name}", f"end {problem.graph.name}"]
     planner(problem)
@@ -705,103 +629,21 @@ def test_what_a_mode_needs_is_loaded_before_the_clock_runs(mode: Any, monkeypatc
     assert seen == ["begin two", "end two", *mine, *mine]
 
 
-def test_finetuning_goes_on_as_the_training_began(monkeypatch) -> None:
-    """A policy trained cold has never seen a warm start."""
-    configs: list[TrainConfig] = []
-
-    def record(problems: Any, *, config: TrainConfig, policy: TrainedPolicy, **_: Any) -> Any:
-        configs.append(config)
-        return policy
-
-    monkeypatch.setattr("agents.training.train", record)
-    problem = chain([[1, 2], [2, 1]] * 3)
-    for cold in (True, False):
-        policy = replace(untrained("sequential"), card={"config": {"cold": cold}})
-        PolicyPlanner(policy, "finetune", k=2, baseline="heft")(problem)
-    # What is loaded before takes one step.
-    assert [config.cold for config in configs if config.total_steps > 1] == [True, False]
-
-
-def test_refine_planner() -> None:
+@pytest.mark.usefixtures("published")
+def test_a_policy_that_improves_placements_plays_from_the_baseline() -> None:
     problem = chain(np.random.default_rng(0).random((12, 3)), latency_s=0.01)
-    answer = PolicyPlanner(untrained("refine"), "refine", steps=50, baseline="round_robin")(problem)
+    policy = untrained("giph:formulation")
+    answer = PolicyPlanner(policy, search=False, baseline="round_robin")(problem)
     assert answer.value_s < answer.stats["baseline_value_s"]
-    assert answer.stats["evaluations"] == answer.stats["baseline_evaluations"] + 51
-    few = PolicyPlanner(untrained("refine"), "refine", evaluations=20)(problem)
+    # The start of its episode, and two moves of each group.
+    assert answer.stats["evaluations"] == answer.stats["baseline_evaluations"] + 1 + 2 * 12
+    few = PolicyPlanner(policy, search=False, evaluations=20)(problem)
     assert few.stats["evaluations"] <= 20
+    with pytest.raises(PolicyError, match=r"a giph:formulation policy improves.*PolicyPlanner"):
+        policy.place(problem)
 
 
-class OnlyFirstRules(RefineRules):
-    """Only the first group may move."""
-
-    def masks(self) -> np.ndarray:
-        legal = self.problems.legal[self.ids].copy()
-        legal[:, 1:] = False
-        return legal.reshape(len(self.ids), -1)
-
-
-class OnlyFirstEnv(RefineDevicePlacementEnv):
-    rules_of = OnlyFirstRules
-
-
-only_first = replace(
-    formulation_of("refine"), name="test_agents:only_first", env="test_agents:OnlyFirstEnv"
-)
-
-
-def test_a_formulation_of_ones_own_is_refined_by_its_rules() -> None:
-    problem = chain(np.random.default_rng(0).random((6, 3)), latency_s=0.01)
-    planner = PolicyPlanner(untrained(only_first.name), "refine", steps=60, baseline="round_robin")
-    start = canonical(problem, load("round_robin")(problem).placement)
-    solution = canonical(problem, planner(problem).placement)
-    assert (solution != start).sum() <= 1
-
-
-class CountedRules(GuidedSearchRules):
-    steps = 0
-
-    def act(self, actions: np.ndarray) -> Any:
-        CountedRules.steps += 1
-        return super().act(actions)
-
-
-class CountedEnv(GuidedSearchEnv):
-    rules_of = CountedRules
-
-
-counted = replace(
-    formulation_of("guided_search"), name="test_agents:counted", env="test_agents:CountedEnv"
-)
-
-
-@pytest.mark.parametrize("objective", ["latency", "max_load"])
-def test_a_search_of_ones_own_goes_by_its_rules(objective: Any) -> None:
-    """As it was trained, episode after episode, within the budget."""
-    problem = random_problem(5, 12, 3, objective=objective)
-    policy = train([problem], config=TrainConfig(64, counted.name, moves=8, width=4))
-    CountedRules.steps = 0
-    planner = PolicyPlanner(policy, evaluations=300, baseline="round_robin")
-    answer = planner(problem)
-    assert answer.stats["mode"] == "guided_search"
-    assert answer.value_s < answer.stats["baseline_value_s"]
-    assert 290 < answer.stats["evaluations"] <= 304
-    assert CountedRules.steps > (200 if objective == "latency" else 50)
-    assert np.array_equal(planner(problem).placement, answer.placement)
-    few = PolicyPlanner(policy, evaluations=20, baseline="round_robin")(problem)
-    assert few.stats["evaluations"] <= 24
-
-
-def test_policies_of_the_wrong_formulation() -> None:
-    problem = chain([[1, 2]] * 3)
-    with pytest.raises(PolicyError, match="a sequential policy cannot choose moves"):
-        PolicyPlanner(untrained(), "guided_search")(problem)
-    own = untrained(only_first.name)
-    with pytest.raises(PolicyError, match="a test_agents:only_first policy cannot choose moves"):
-        PolicyPlanner(own, "guided_search")(problem)
-    with pytest.raises(PolicyError, match="a sequential policy cannot refine"):
-        PolicyPlanner(untrained(), "refine")(problem)
-    with pytest.raises(PolicyError, match="mode='guided_search'"):
-        PolicyPlanner(untrained("guided_search"), "zero_shot")(problem)
+def test_networks_that_cannot_be() -> None:
     with pytest.raises(PolicyError, match="encoder 'other' is unknown; use one of"):
         NetworkConfig(encoder="other")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):

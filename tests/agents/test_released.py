@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import agents
-from agents.planner import PolicyPlanner, released
+from agents.dispatch import DispatchConfig
+from agents.planner import RELEASED, PolicyPlanner
 from agents.trained import TrainedPolicy
 from placement.workloads import synthetic
 from placement.workloads.synthetic import giph
@@ -30,19 +31,22 @@ def test_what_ships(path: Path) -> None:
     assert all(word in card for word in ("placement-train", "Held out", "Limits"))
 
 
-def test_latency_is_planned_with_the_released_policies() -> None:
-    assert {released(k, "latency") for k in ("guided_search", "order_search")} < set(FILES)
+def test_latency_is_planned_with_the_released_policy() -> None:
     problem = giph(0).with_objective("latency")
     planner = PolicyPlanner(evaluations=200, baseline="round_robin")
-    assert planner(problem).stats["policy"] == "guided_search-latency.safetensors"
-    # Where orders can be searched there is one for them.
+    stats = planner(problem).stats
+    assert stats["policy"] == stats["network"] == "dispatch-latency.safetensors"
+    assert stats["search"] == "macro_search"  # devices run what arrives first: no order to search
     orders = planner(synthetic.families()["layered"](900).with_objective("latency")).stats
-    assert orders["policy"] == "order_search-latency.safetensors"
-    # So it is with the one that constructs placements.
-    several = PolicyPlanner(mode="best_of_k", k=4, baseline="round_robin")(problem)
+    assert orders["search"] == "order_search"
+    several = PolicyPlanner(k=4, search=False, baseline="round_robin")(problem)
     assert several.stats["policy"] == "dispatch-latency.safetensors"
     assert several.value_s <= several.stats["baseline_value_s"]
-    # Nothing ships for this objective: the hand-written score chooses, and that is said.
+    # Nothing ships for this objective, and that is said.
     stats = planner(problem.with_objective("max_load")).stats
-    assert (stats["policy"], stats["chooser"], stats["network"]) == ("none", "hand", "none")
-    assert orders["network"] == "dispatch-latency.safetensors, order_search-latency.safetensors"
+    assert (stats["policy"], stats["network"], stats["search"]) == ("none", "none", "macro_search")
+
+
+def test_a_network_says_of_itself_what_it_is() -> None:
+    net = TrainedPolicy.load(RELEASED).net
+    assert net.config == DispatchConfig(scorer=64, finish_weight=4.0)

@@ -16,11 +16,11 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 
-import agents.compare
-import agents.sweep_report
-import agents.train
+import agents.cli.compare
+import agents.cli.sweep_report
+import agents.cli.train
 from agents import sweeps
-from agents.sweeps import (
+from agents.cli.sweeps import (
     SweepError,
     SweepJob,
     aggregate,
@@ -103,7 +103,7 @@ def run(
     monkeypatch.setenv("PLACEMENT_HOME", str(home))
     monkeypatch.setenv("PYTHONPATH", str(CONF.parent))  # for processes of launchers
 
-    def call(*words: str, module: Any = agents.compare) -> int:
+    def call(*words: str, module: Any = agents.cli.compare) -> int:
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         return module.main(words)
 
@@ -148,11 +148,11 @@ def test_an_interrupted_sweep_continues_with_the_same_command(
     run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = Work(random_search_1=KeyboardInterrupt())
-    monkeypatch.setattr(agents.compare, "_compare", work)
+    monkeypatch.setattr(agents.cli.compare, "_compare", work)
     assert run(*SWEEP, "hydra.sweep.dir=s") == 130
     assert [job.status for job in read_sweep("s")] == ["finished"] * 3 + ["unfinished"]
     capsys.readouterr()
-    assert agents.sweep_report.main(["s"]) == 0
+    assert agents.cli.sweep_report.main(["s"]) == 0
     stdout = " ".join(capsys.readouterr().out.split())
     assert "3 of 4 jobs" in stdout and "unfinished: job 3 seed=1" in stdout
     assert run(*SWEEP, "hydra.sweep.dir=s") == 0
@@ -173,10 +173,10 @@ def test_how_jobs_are_run_is_no_other_configuration(
 ) -> None:
     """Nor a setting: who is interrupted is told to add ``resume=true``."""
     ran: list[int] = []
-    monkeypatch.setattr(agents.train, "_train", lambda cfg: ran.append(cfg.seed) or 1.0)
+    monkeypatch.setattr(agents.cli.train, "_train", lambda cfg: ran.append(cfg.seed) or 1.0)
     words, how = ("-m", "hydra.sweep.dir=s"), ("resume=true", "--json", "parallel=processes")
-    assert run(*words, "seed=0", module=agents.train) == 0
-    assert run(*words, "seed=0,1", *how, module=agents.train) == 0
+    assert run(*words, "seed=0", module=agents.cli.train) == 0
+    assert run(*words, "seed=0,1", *how, module=agents.cli.train) == 0
     assert ran == [0, 1]
     more = {"resume": "true", "launcher": "joblib", "tracker.tags": "[x]"}
     jobs = finished("0", row("walk", 0, 0.5), seed="0"), finished("1", row("walk", 1, 0.5), **more)
@@ -189,7 +189,7 @@ def test_a_changed_file_is_another_configuration(
 ) -> None:
     """A problem, or the code of a planner."""
     work = Work()
-    monkeypatch.setattr(agents.compare, "_compare", work)
+    monkeypatch.setattr(agents.cli.compare, "_compare", work)
     words = ["sweep=planners", "workload=[]", "files=[p.json]", "planner=p:x,heft", "seed=0"]
     (tmp_path / file).write_text("one")
     assert run(*words, "hydra.sweep.dir=s") == run(*words, "hydra.sweep.dir=s") == 0
@@ -205,12 +205,12 @@ def test_a_failed_job_is_named_and_run_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     work = Work(heft_0=RuntimeError("no luck"))
-    monkeypatch.setattr(agents.compare, "_compare", work)
+    monkeypatch.setattr(agents.cli.compare, "_compare", work)
     assert run(*SWEEP, "hydra.sweep.dir=s") == 2  # in code that is not ours; the others are run
     assert "RuntimeError: no luck" in capsys.readouterr().err
     assert [job.status for job in read_sweep("s")] == ["failed"] + ["finished"] * 3
     capsys.readouterr()
-    assert agents.sweep_report.main(["s", "--json"]) == 1
+    assert agents.cli.sweep_report.main(["s", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert [job["error"] for job in answer["jobs"]] == ["RuntimeError: no luck", "", "", ""]
     assert [(a["planner"], a["num_seeds"]) for a in answer["aggregates"]] == [
@@ -256,11 +256,11 @@ def test_optuna_goes_on_from_what_it_was_told(
 
     words = ["sweep=hyperparameters", "hydra.sweeper.n_trials=5", "workload=tiny_mlp"]
     with monkeypatch.context() as patch:
-        patch.setattr(agents.train, "_train", train)
-        assert run(*words, "hydra.sweep.dir=a", module=agents.train) == 130
-        assert run(*words, "hydra.sweep.dir=a", module=agents.train) == 0
+        patch.setattr(agents.cli.train, "_train", train)
+        assert run(*words, "hydra.sweep.dir=a", module=agents.cli.train) == 130
+        assert run(*words, "hydra.sweep.dir=a", module=agents.cli.train) == 0
         interrupted, asked[:] = asked[:2] + asked[3:], [0.0] * 3
-        assert run(*words, "hydra.sweep.dir=b", module=agents.train) == 0
+        assert run(*words, "hydra.sweep.dir=b", module=agents.cli.train) == 0
     assert interrupted == asked[3:] and len(set(interrupted)) == 5
     best = (tmp_path / "a" / "optimization_results.yaml").read_text()
     assert best == (tmp_path / "b" / "optimization_results.yaml").read_text()
@@ -454,7 +454,7 @@ def test_a_folder_without_jobs_is_an_error(tmp_path: Path, capsys: Any) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(SweepError):
             read_sweep(folder)
-        assert agents.sweep_report.main([str(folder)]) == 2
+        assert agents.cli.sweep_report.main([str(folder)]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 

@@ -273,17 +273,13 @@ def test_an_error_in_a_planner_of_ones_own_says_where(
     assert main([*words[:3], "odd_answers:listed"]) == OK
 
 
-def test_plan_says_that_a_network_is_untrained(home: Path, capsys: Any) -> None:
-    message = "no policy is released for period in this mode: the network is untrained"
-    words = plan_args(home, "policy", "mode=zero_shot", "--json")
-    assert main(words) == OK and message in capsys.readouterr().err
-    assert main([*words, "policy=untrained"]) == OK and message not in capsys.readouterr().err
-    words = plan_args(home, "policy", "chooser=uniform", "--evaluations", "50", "--json")
+def test_plan_says_where_no_network_decides(home: Path, capsys: Any) -> None:
+    words = plan_args(home, "policy", "--evaluations", "50", "--json")
     assert main(words) == OK
     assert json.loads(capsys.readouterr().out)["network"] == "waits-period.safetensors"
-    assert main([*words, "waits=untrained"]) == OK
+    assert main([*words, "foresight=untrained"]) == OK
     output = capsys.readouterr()
-    assert "no network is involved for period: chance chose the moves" in output.err
+    assert "no network is involved for period: a search by hand-written rules" in output.err
     assert json.loads(output.out)["network"] == "none"
 
 

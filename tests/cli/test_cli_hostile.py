@@ -405,7 +405,7 @@ def test_ctrl_c_while_a_command_is_imported_is_quiet(tmp_path: Path) -> None:
     begin = "import sys; from placement.commands import _begin; sys.exit(_begin(sys.argv[1])())"
     code, env = [sys.executable, "-c", begin], os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    modules = ("placement", "agents.train", "agents.compare", "agents.sweep_report")
+    modules = ("placement", "agents.cli.train", "agents.cli.compare", "agents.cli.sweep_report")
     for command in ([*code, "slow"], *([sys.executable, "-m", x] for x in modules)):
         process = subprocess.Popen(command, env=env, **pipes)
         assert process.stdout is not None and process.stdout.readline() == "x\n"
@@ -422,7 +422,7 @@ def test_ctrl_c_while_a_command_is_imported_is_quiet(tmp_path: Path) -> None:
 @pytest.fixture
 def compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """``placement-compare`` in this process; ``problem.json`` is in the folder."""
-    import agents.compare
+    import agents.cli.compare
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "")
@@ -430,7 +430,7 @@ def compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
     def call(*words: str) -> int:
         more = ["planner=[heft]", "execute=false", "tracker=none", "hydra.run.dir=out"]
-        return agents.compare.main([*words, *more])
+        return agents.cli.compare.main([*words, *more])
 
     return call
 
@@ -463,5 +463,5 @@ def test_names_of_problems_stay_in_the_folder(compared: Any, tmp_path: Path, cap
 
 
 def test_a_defect_of_a_comparison_has_its_own_exit_code(compared: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("agents.compare.make_problems", None)
+    monkeypatch.setattr("agents.cli.compare.make_problems", None)
     assert compared("workload=[problem.json]") == DEFECT

@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from agents import dispatch
-from agents.dispatch import DispatchNet, answer, decode
-from agents.encoder import NetworkConfig, PolicyError
+from agents.dispatch import DispatchConfig, DispatchNet, answer, decode, decodes
+from agents.encoder import PolicyError
 from agents.planner import PolicyPlanner
 from agents.store import GraphStore
-from agents.tasks import Start, Tasks
 from agents.trained import TrainedPolicy, untrained_net
 from agents.training import TrainConfig, train
-from envs import dispatch_kernels as kernels
-from envs.dispatch import HEFT, MIXED, DispatchEnv, Dispatcher, DispatchRules, no_network
+from agents.training.tasks import Start, Tasks
+from envs.dispatch import HEFT, MIXED, DispatchEnv, Dispatcher, DispatchRules, kernels, no_network
 from envs.formulations import FORMULATIONS, Formulation
 from envs.generators import Latency, Models, Shops, TaskGraphs
-from envs.problems import ProblemSet, choice_of
+from envs.problem_set import ProblemSet, choice_of
 from placement.objective import Objective
 from placement.planners import load
 from placement.planners.heft import Heft
@@ -167,17 +165,17 @@ def test_parts_that_are_drawn_anew_improve_it() -> None:
 
 
 def test_samples_that_are_alike_are_drawn_hotter(monkeypatch: pytest.MonkeyPatch) -> None:
-    sure = untrained_net(NetworkConfig(finish_weight=64.0), "dispatch")  # the rule, but cold
-    really = dispatch.evaluate
+    sure = untrained_net({"finish_weight": 64.0}, "dispatch")  # the rule, but cold
+    really = decodes.evaluate
 
     def differ(seed: int) -> int:
         values = set()
-        monkeypatch.setattr(dispatch, "evaluate", lambda *x: values.add(y := really(*x)) or y)
+        monkeypatch.setattr(decodes, "evaluate", lambda *x: values.add(y := really(*x)) or y)
         decode(sure, Search(giph(seed), None, 40), 36, seed)
         return len(values)
 
     hot = [differ(seed) for seed in range(4)]
-    monkeypatch.setattr(dispatch, "_ALIKE", 0.0)
+    monkeypatch.setattr(decodes, "_ALIKE", 0.0)
     assert all(n > 2 * differ(seed) for seed, n in enumerate(hot))
 
 
@@ -192,7 +190,7 @@ def test_memory_that_binds_is_kept() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_network_in_the_kernel_is_the_one_that_learns(seed: int) -> None:
     torch.manual_seed(seed)
-    net = DispatchNet(NetworkConfig(scorer=8))
+    net = DispatchNet(DispatchConfig(scorer=8))
     for weight in (net.out.weight, net.linear.weight):
         torch.nn.init.normal_(weight)
     problem = drawn(seed)
@@ -324,7 +322,7 @@ def test_training_improves_it(options: dict[str, Any], gain: float) -> None:
     config = TrainConfig(
         total_steps=60_000,
         formulation="dispatch",
-        algorithm="agents.algorithms:EpisodesPPO",
+        algorithm="agents.dispatch.train:GroupRelative",
         algorithm_options={"episodes": 16, "keep": 0.5, **options},
         num_envs=1,
         steps_per_env=3_000,
@@ -334,7 +332,7 @@ def test_training_improves_it(options: dict[str, Any], gain: float) -> None:
         entropy=0.0,
         last_entropy=0.0,
         num_checks=2,
-        network=NetworkConfig(finish_weight=0.0, scorer=16),
+        network=DispatchConfig(finish_weight=0.0, scorer=16),
     )
     policy = train(shops, config=config, callback=rows.append)  # type: ignore[arg-type]
     rewards = [row["reward_mean"] for row in rows[1:]]
@@ -381,10 +379,10 @@ def test_rules_of_ones_own_are_played_by() -> None:
     ours = replace(config, formulation="dispatch")
     seconds = Tasks.of([problem], ours, measured).answers(ours, untrained_net(None, "dispatch"))[1]
     assert seconds.tolist() == [7.0]  # not what a kernel predicts
-    planner = PolicyPlanner(TrainedPolicy(theirs), "zero_shot", baseline="single_device")
+    planner = PolicyPlanner(TrainedPolicy(theirs), 0, search=False, baseline="single_device")
     expected = score(problem, rules.choices[:, problem.graph.group])[0]
     assert planner(problem).stats["greedy_value_s"] == pytest.approx(expected)
-    episodes = replace(config, algorithm="agents.algorithms:EpisodesPPO")
+    episodes = replace(config, algorithm="agents.dispatch.train:GroupRelative")
     with pytest.raises(PolicyError, match="trains the formulation dispatch, not test_dispatch"):
         train([problem], config=episodes)
 

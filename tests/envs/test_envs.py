@@ -12,24 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.episodes import Episodes
+from envs.one_shot import DevicePlacementEnv, OneShotRules
 from envs.perturbation import Perturbation
-from envs.placement import DevicePlacementEnv, OneShotRules
-from envs.problems import (
+from envs.problem_set import (
     EnvError,
     Measured,
     ProblemSet,
     canonical,
     group_order,
 )
-from envs.refine import RefineRules
 from envs.rewards import INFEASIBLE_REWARD, WORST_REWARD
-from envs.select_place import SelectPlaceDevicePlacementEnv
+from envs.sb3 import PlacementVecEnv
 from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
-from envs.sequential_kernels import DEVICE_FEATURES
-from envs.vec import PlacementVecEnv
-from envs.workers import Workers
-from placement.graph import OpGraph
+from envs.sequential.kernels import DEVICE_FEATURES
+from envs.vector import Episodes
 from placement.objective import Objective
 from placement.planners import load
 from placement.problem import Problem
@@ -41,10 +37,6 @@ from tests.problems import random_problem, small_problem
 IDS = (
     "envs:DevicePlacement-v0",
     "envs:SequentialDevicePlacement-v0",
-    "envs:SelectPlaceDevicePlacement-v0",
-    "envs:GroupPlaceDevicePlacement-v0",
-    "envs:RefineDevicePlacement-v0",
-    "envs:GuidedSearch-v0",
     "envs:Dispatch-v0",
 )
 
@@ -74,22 +66,6 @@ def test_reset_is_seeded_and_takes_a_problem() -> None:
         env.reset(options={"problem": 1.5})
     with pytest.raises(EnvError, match="option 'problm' is unknown; known: problem"):
         env.reset(options={"problm": 7})
-
-
-@pytest.mark.parametrize("name", ["GuidedSearch-v0", "OrderSearch-v0"])
-def test_a_seed_forgets_the_best_that_was_met(name: str) -> None:
-    options: dict[str, Any] = {"problems": [chain([[3, 2]] * 6)], "starts": [np.zeros(6, np.int32)]}
-    options |= {"again": 1.0, "moves": 8, "width": 4}
-    one, many = gym.make(f"envs/{name}", **options), gym.make_vec(f"envs/{name}", 2, **options)
-    for env in (one, many):
-        first, info = env.reset(seed=0)
-        for _ in range(16):
-            _, _, over, _, info = env.step(info["action_mask"].argmax(axis=-1))
-            if env is one and over:
-                _, info = env.reset()
-        assert np.isfinite(getattr(env.unwrapped, "rules", many.episodes.rules).best_s).all()
-        again = env.reset(seed=0)[0]
-        assert all(np.array_equal(again[key], first[key]) for key in first)
 
 
 def test_rewards_by_hand() -> None:
@@ -351,16 +327,13 @@ def test_many_episodes_at_once_equal_single_ones(rules: Any) -> None:
         assert set(finished[: len(problems)]) == set(range(len(problems)))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_problem_is_dealt_several_times_in_a_row(workers: int) -> None:
+def test_a_problem_is_dealt_several_times_in_a_row() -> None:
     problems = ProblemSet.build(mixed())
     count = len(problems.problems)
-    shares = [SequentialRules(problems, 2 * count) for _ in range(workers)]
-    vec = PlacementVecEnv(Workers(shares, repeats=2))
-    dealt = vec.reset()["problem"].reshape(workers * count, 2)
+    vec = PlacementVecEnv(Episodes(SequentialRules(problems, 2 * count), repeats=2))
+    dealt = vec.reset()["problem"].reshape(count, 2)
     assert (dealt[:, 0] == dealt[:, 1]).all()
-    for deck in dealt[:, 0].reshape(workers, count):
-        assert sorted(deck) == list(range(count))
+    assert sorted(dealt[:, 0]) == list(range(count))
 
 
 def test_observations_are_never_shared() -> None:
@@ -402,13 +375,7 @@ def test_what_users_get_wrong() -> None:
     with pytest.raises(EnvError, match=r"argument 'window'.*arguments are problems") as unknown:
         DevicePlacementEnv(window=3)
     assert isinstance(unknown.value, TypeError)  # or TorchRL's GymEnv, which tries one, gives up
-    SelectPlaceDevicePlacementEnv(window=3)
     for name, wrong, why in (
-        ("SelectPlaceDevicePlacement", {"window": 0}, "window = 0 must be at least 1"),
-        ("GroupPlaceDevicePlacement", {"clusters": -1}, "clusters = -1 must be at least 0"),
-        ("RefineDevicePlacement", {"moves": -3}, "moves = -3 must be at least 0"),
-        ("GuidedSearch", {"again": 2.0}, "again = 2.0 must be 0 to 1"),
-        ("OrderSearch", {"width": "many"}, "width = 'many' must be at least 1"),
         ("Dispatch", {"rule": (1.0, 2.0)}, r"rule = \(1.0, 2.0\) must be 5 weights, as MIXED"),
         ("Dispatch", {"rule": "HEFT"}, "rule = 'HEFT' must be 5 weights"),
     ):
@@ -418,60 +385,6 @@ def test_what_users_get_wrong() -> None:
         DevicePlacementEnv([problem]).step(np.array([0]))
     with pytest.raises(EnvError, match=r"options\['problem'\] = True, there are 1"):
         DevicePlacementEnv([problem]).reset(options={"problem": True})
-
-
-@pytest.mark.parametrize("name", ["GuidedSearch-v0", "OrderSearch-v0", "RefineDevicePlacement-v0"])
-def test_actions_outside_the_space_change_nothing(name: str) -> None:
-    env: Any = gym.make(f"envs:envs/{name}").unwrapped
-    _, info = env.reset(seed=0)
-    env.step(env.action_space.sample(info["action_mask"]))
-    for action in (-1, env.action_space.n, 10**6):
-        before = env.rules.value_s[0], env.rules.choices.copy()
-        _, reward, *_ = env.step(np.int64(action))
-        assert reward == 0.0
-        assert before[0] == env.rules.value_s[0] and np.array_equal(before[1], env.rules.choices)
-
-
-def test_select_place_offers_what_is_ready() -> None:
-    """op0 and op1 feed op2; op2 is ready when both are placed. Two kinds of device."""
-    graph = OpGraph.build("v", ["a", "b", "c"], [0, 1, 2], [1, 1, 1], [(0, 2), (1, 2)])
-    lone = chain([[1, 2]] * 3)
-    problem = Problem(graph, lone.cluster, lone.profile, "latency")
-    env = SelectPlaceDevicePlacementEnv([problem], window=4)
-    obs, _ = env.reset(seed=0)
-    assert obs["mask"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
-    assert obs["group"].tolist() == [0, 1, 0, 0]
-    obs = env.step(1 * 2 + 0)[0]  # b on device 0
-    assert obs["mask"].tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
-    assert obs["group"][0] == 0
-    obs, reward, over, _, _ = env.step(0 * 2 + 1)  # a on device 1
-    assert (obs["group"][0], reward, over) == (2, 0.0, False)
-    _, reward, over, _, info = env.step(0)
-    assert over
-    assert info["placement"] == (1, 0, 0)
-    # a ends at 2 on device 1, is sent in 0.5, c takes 1: 3.5; the best single device takes 3.
-    assert reward == pytest.approx(np.log(3 / 3.5))
-    env.reset(seed=0)
-    assert env.step(2 * 2)[1:3] == (INFEASIBLE_REWARD, True)  # c is not ready
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 10_000))
-def test_select_place_in_any_order_sees_what_the_sequential_one_does(seed: int) -> None:
-    """With a window of one it is the sequential environment, where nothing waits in a circle."""
-    problem = random_problem(seed, unsupported=True)
-    one = SelectPlaceDevicePlacementEnv([problem], window=1)
-    other = SequentialDevicePlacementEnv([problem])
-    rng = np.random.default_rng(seed)
-    (a, _), (b, _) = one.reset(seed=0), other.reset(seed=0)
-    for _ in range(problem.graph.num_groups):
-        assert a["group"][0] == b["group"][0]
-        assert np.array_equal(a["devices"][0], b["devices"])
-        assert np.array_equal(a["mask"][0], b["mask"])
-        action = int(rng.choice(np.flatnonzero(b["mask"])))
-        (a, r, over, _, _), (b, r2, over2, _, _) = one.step(action), other.step(action)
-        assert (r, over) == (r2, over2)
-    assert over
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -488,19 +401,6 @@ def test_observations_stay_in_their_space(name: str, objective: Objective) -> No
             masks = env.unwrapped.action_masks().reshape(*env.action_space.shape, -1)
             legal = masks * rng.random(masks.shape)
             obs, _, done, _, _ = env.step(legal.argmax(axis=-1))
-
-
-@pytest.mark.parametrize("sweep", [False, True])
-def test_a_refine_episode_that_is_over_evaluates_nothing(sweep: bool) -> None:
-    problems = ProblemSet.build([chain([[1, 2]] * n) for n in (2, 7)])
-    rules = RefineRules(problems, 2, [np.zeros(n, np.int32) for n in (2, 7)], sweep=sweep)
-    rules.start(np.arange(2), np.arange(2))
-    moves, over = (7, 2) if sweep else (14, 4), []
-    for _ in range(moves[0]):
-        over.append(rules.act(rules.masks().argmax(axis=1))[1].tolist())
-        assert all(rules.observation_space[k].contains(v[0]) for k, v in rules.observe().items())
-    assert over == [[i >= moves[1], i >= moves[0]] for i in range(1, moves[0] + 1)]
-    assert rules.num_evaluations == 2 + sum(moves)
 
 
 def test_perturbed_machines() -> None:

@@ -625,7 +625,7 @@ def test_a_value_below_a_proved_bound_is_an_error(
 @pytest.mark.usefixtures("quick_profiles")
 def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands of the Makefile, of a small model and with a small budget."""
-    import agents.compare
+    import agents.cli.compare
     from placement.__main__ import main
 
     makefile = (study.ROOT / "Makefile").read_text().replace("\\\n", " ")
@@ -636,7 +636,7 @@ def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtu
     for old, new in small.items():
         text = text.replace(old, new)
     compare, *others = map(shlex.split, text.splitlines())
-    assert agents.compare.main(compare[1:]) == 0
+    assert agents.cli.compare.main(compare[1:]) == 0
     assert (tmp_path / "report.html").is_file() and (tmp_path / "tiny_mlp/gantt.png").is_file()
     planners = {r["planner"] for r in rows_of(tmp_path / "compare.csv")}
     assert {"heft", "policy", "trained"} <= planners

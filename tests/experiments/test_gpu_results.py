@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agents.train import main as learn
+from agents.cli.train import main as learn
 from experiments import gpu_results, study
 from experiments.grid import Cell
 from placement import importers

@@ -15,7 +15,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-import agents.compare
+import agents.cli.compare
 from placement.report.table import Comparison
 from placement.runs.row import Row
 from placement.runs.tracking import NUM_POINTS, SECONDS, LocalTracker, Mirror, Tracker, WandbTracker
@@ -261,7 +261,7 @@ def test_a_comparison_is_mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
     words = ["workload=tiny_mlp", "planner=heft", "rounds=1", "repeats=1", "hydra.run.dir=out"]
-    assert agents.compare.main([*words, "tracker=wandb"]) == 0
+    assert agents.cli.compare.main([*words, "tracker=wandb"]) == 0
     log = records(tmp_path / "out")
     assert artifacts(log) == {
         "profile-tiny_mlp": ("profile", ["latest"]),

@@ -111,7 +111,7 @@ def test_unknown_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_comparison_and_a_data_set_are_the_same(parallel: str, tmp_path: Path) -> None:
-    from agents.expert import solve  # here: workers import this file, and torch takes long
+    from agents.training.expert import solve  # here: workers import this file, and torch takes long
 
     problems = {"p": random_problem(0, 8, 3)}  # workers start for each, and that takes long
     planners = {"a": LocalSearch(evaluations=30), "b": SimulatedAnnealing(evaluations=30)}

@@ -1,0 +1,1 @@
+"""The commands ``placement-compare``, ``placement-train`` and ``placement-sweep-report``."""

@@ -1,0 +1,258 @@
+"""``placement-train``: train one policy on all the workloads, then compare it with its baseline,
+and with what it was before."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may come meanwhile
+    from placement import commands
+
+    sys.exit(commands.train())
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from agents.cli.job import (
+    OF_PROBLEMS,
+    AppError,
+    Job,
+    job,
+    launch,
+    make_planner,
+    make_problems,
+    metric_s,
+    save_best,
+    save_report,
+    seeds_of,
+    show,
+)
+from agents.cli.sweeps import is_best_of_sweep, once
+from placement.cli import search_here
+from placement.problem import Planner, Problem, Solution
+from placement.runs.compare import describe, prepared, problem_fingerprint
+from placement.tools.files import write_atomic
+
+if TYPE_CHECKING:
+    from agents.trained import TrainedPolicy
+    from agents.training.callbacks import Row
+    from agents.training.config import TrainConfig
+
+
+def app(cfg: DictConfig) -> float:
+    """One training; returns the policy's objective in seconds."""
+    return once(cfg, _train)
+
+
+def _train(cfg: DictConfig) -> float:
+    from agents.planner import PolicyPlanner
+    from agents.trained import TrainedPolicy, untrained_net
+    from envs.perturbation import Perturbation
+    from placement.runs.compare import compare
+    from placement.search.budget import Budget
+    from placement.tools.parallel import check
+
+    check(cfg.parallel)
+    if not isinstance(cfg.seed, int):
+        raise AppError(
+            f"seed = {cfg.seed}: a training has one; several: placement-train -m seed=0,1"
+        )
+    seeds_of(cfg.seed)
+    own = [cfg.training[x] for x in ("reward", "generator", "algorithm", "formulation")]
+    for name in (*own, cfg.training.network.encoder, *cfg.allow):
+        search_here(str(name))  # before the settings are read: a formulation is imported then
+    config = instantiate(cfg.training, _convert_="all")
+    baseline, expert = (prepared(make_planner(p), cfg.seed) for p in (cfg.baseline, cfg.expert))
+    if cfg.warm_start not in ("baseline", "imitation"):
+        raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
+    policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
+    with job(cfg, "train") as run:
+        fresh = config.generator is not None
+        problems = _samples(cfg, config) if fresh else make_problems(run)
+        held_out = [] if fresh else _held_out(problems, cfg.held_out, cfg.seed)
+        machines = {n: p for n, p in problems.items() if n not in held_out}
+        if cfg.variants:
+            names = [f"{n}/{i}" for n in machines for i in range(cfg.variants)]
+            drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(machines.values()))
+            machines |= dict(zip(names, drawn[len(machines) :], strict=True))
+        others = [problems[name] for name in held_out]
+        trained = _trained(run, config, machines, others, policy, baseline, expert)
+        file, card = run.folder / "policy.safetensors", run.folder / "card.json"
+        trained.save(file)
+        write_atomic(card, json.dumps(trained.card, indent=1))
+        run.mirror.table("eval/problems", ("problem", "best_s"), _best(machines, trained))
+        allow = (trained.formulation, getattr(trained.net.config, "encoder", "sage"))
+        before = "untrained" if policy is None else "given"
+        if policy is None:
+            new = untrained_net(trained.net.config, trained.formulation, cfg.seed)
+            policy = TrainedPolicy(new, {"config": trained.card["config"]})
+        policy.save(run.folder / f"{before}.safetensors")
+        planners = {"baseline": baseline}
+        for name in (before, "policy"):
+            weights = run.folder / f"{name}.safetensors"
+            planners[name] = PolicyPlanner(
+                weights, search=False, allow=allow, seed=cfg.seed, baseline=baseline
+            )
+        comparison = compare(
+            problems,
+            planners,
+            [cfg.seed],
+            budget=Budget(cfg.seconds, cfg.evaluations),
+            out_dir=run.folder,
+            progress=lambda what: run.report(what, None),
+        )
+        run.mirror.comparison(comparison)
+        mine = [row for row in comparison.rows if row.planner == "policy"]
+        best = ["best"] if all(is_best_of_sweep(run.folder, row) for row in mine) else []
+        run.mirror.artifact("policy", "policy", file, card, aliases=best)
+        contents = "policy.safetensors, metrics.csv, compare.csv, compare.md"
+        if not fresh:  # of drawn samples nobody runs a plan: the table says it all
+            save_best(run, comparison, problems, planners)
+            save_report(run)
+            contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
+    show(run, comparison, contents)
+    return metric_s(replace(comparison, rows=tuple(mine)))
+
+
+def _trained(
+    run: Job,
+    config: TrainConfig,
+    machines: Mapping[str, Problem],
+    held_out: Sequence[Problem],
+    policy: TrainedPolicy | None,
+    baseline: Planner,
+    expert: Planner,
+) -> TrainedPolicy:
+    """The policy, after it has imitated the expert where the configuration says so."""
+    from agents.training import train
+    from agents.training.expert import solve
+
+    cfg = run.cfg
+    logged = _last_step(run.folder / "metrics.csv") if cfg.resume else -1.0
+
+    def progress(row: Row) -> None:
+        if row["steps"] > logged:  # a run that goes on repeats what followed its checkpoint
+            run.mirror.log(named(row), step=int(row["steps"]))
+        text = f"training: greedy {row['greedy_speedup']:.3f}x, best {row['best_speedup']:.3f}x"
+        run.report(text, min(1.0, row["steps"] / config.total_steps))
+
+    solutions = None
+    if cfg.warm_start == "imitation":
+        solutions = solve(
+            machines,
+            expert,
+            run.folder / "solutions.npz",
+            lambda name, part: run.report(f"{name}: expert", part),
+            parallel=cfg.parallel,
+        )
+    return train(
+        list(machines.values()) if config.generator is None else config.generator,
+        config=config,
+        baseline=_remembered(baseline, run.folder / "starts.npz", cfg.resume),
+        policy=policy,
+        solutions=solutions,
+        held_out=held_out,
+        resume=cfg.resume,
+        out_dir=run.folder,
+        callback=progress,
+    )
+
+
+def _last_step(path: Path) -> float:
+    """Steps in the last row of ``metrics.csv``; -1: there is none."""
+    rows = path.read_text(encoding="utf-8").splitlines()[1:] if path.is_file() else []
+    return float(rows[-1].split(",")[0]) if rows else -1.0
+
+
+# Where a row's figures are shown: what was played, what an update did, what checks found.
+_GROUPS = {
+    "rollout": ("reward_mean",),
+    "time": ("steps", "seconds", "evaluations"),
+    "eval": ("greedy_speedup", "best_speedup", "held_out_speedup"),
+}
+
+
+def named(row: Row) -> dict[str, float]:
+    """The figures of a row as ``rollout/``, ``eval/``, ``time/`` and ``train/NAME``; those of
+    single problems are in a table by name, at the end.
+    """
+    group = {name: group for group, names in _GROUPS.items() for name in names}
+    return {
+        f"{group.get(name, 'train')}/{name}": value
+        for name, value in row.items()
+        if not name.startswith("best_s_")
+    }
+
+
+def _samples(cfg: DictConfig, config: TrainConfig) -> dict[str, Problem]:
+    """The problems of a generator that were drawn for the checks.
+
+    Raises:
+        AppError: the configuration asks for something that is of given problems.
+    """
+    from agents.training import samples_of
+
+    samples = {f"sample-{i}": p for i, p in enumerate(samples_of(config))}
+    other = [name for name in ("workload", "files", "synthetic") if cfg.get(name)]
+    other += [name for name in ("variants", "held_out") if cfg[name]]
+    other += ["warm_start"] * (cfg.warm_start != "baseline")
+    typed = {x.lstrip("+").partition("=")[0] for x in HydraConfig.get().overrides.task}
+    other += ["cluster"] * ("cluster" in typed)
+    for name in typed.intersection(OF_PROBLEMS):
+        if any(getattr(p, name) != cfg[name] for p in samples.values()):
+            other.append(name)
+    if other:
+        raise AppError(
+            f"training.generator = {config.generator} makes the problems, as it likes: leave out "
+            f"{', '.join(other)}" + "; say 'workload=[]'" * ("workload" in other)
+        )
+    return samples
+
+
+def _best(problems: Mapping[str, Problem], trained: TrainedPolicy) -> list[tuple[str, float]]:
+    """The best value of each problem that was trained on, by name."""
+    return [(name, s.value_s) for name, s in zip(problems, trained.best, strict=True)]
+
+
+def _remembered(planner: Planner, path: Path, resume: bool) -> Planner:
+    """A planner whose answers are kept in a file: with a clock it answers differently each time.
+
+    So a training that is resumed begins where it began.
+    """
+    from agents.training.expert import solve  # and PyTorch: --help does without
+
+    if not resume:
+        path.unlink(missing_ok=True)
+
+    def answer(problem: Problem) -> Solution:
+        what = json.dumps([problem_fingerprint(problem), describe(planner)], sort_keys=True)
+        key = hashlib.sha256(what.encode()).hexdigest()
+        return Solution(solve({key: problem}, planner, path)[0], np.nan)
+
+    return answer
+
+
+def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:
+    """The ``share`` of the problems that is only checked: at least one, and not all."""
+    if not 0.0 <= share < 1.0:
+        raise AppError(f"held_out = {share} must be a share of the problems, 0 to below 1")
+    if share == 0.0:
+        return []
+    if len(names) < 2:
+        raise AppError(f"held_out = {share}, but there is one problem: give more, or held_out=0")
+    count = min(max(1, round(share * len(names))), len(names) - 1)
+    return np.random.default_rng(seed).permutation(sorted(names))[:count].tolist()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return launch(app, "train", words)
