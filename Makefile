@@ -14,9 +14,11 @@ help:  ## list the verbs
 setup: $(INSTALLED)  ## the environment in .venv, and nothing else
 
 demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two cores
-	$(BIN)/placement-compare workload=resnet50 'planner=[heft,contiguous_dp,random_search,policy]' \
-	  '+planner.trained={_target_: agents.planner.PolicyPlanner, mode: finetune, steps: 1000000}' \
-	  num_microbatches=16 seconds=20 rounds=3 repeats=8 hydra.run.dir=runs/demo
+	$(BIN)/placement-train workload=resnet50 num_microbatches=16 repeats=8 seconds=2 tracker=none \
+	  training.total_steps=1000000 training.max_seconds=20 hydra.run.dir=runs/demo_training
+	$(BIN)/placement-compare workload=resnet50 num_microbatches=16 repeats=8 rounds=3 seconds=20 \
+	  "planner=[heft,contiguous_dp,random_search,'policy policy=runs/demo_training/policy.safetensors']" \
+	  hydra.run.dir=runs/demo
 	$(BIN)/placement export runs/demo/resnet50/plan.json --to torch_pipelining \
 	  --out runs/demo/pipeline.py --nearest
 	$(BIN)/placement run runs/demo/resnet50/plan.json

@@ -431,9 +431,6 @@ def page(results: Path = RESULTS) -> str:
     """``docs/results.md``."""
     placements = fidelity.STUDY.read(results)
     optimal, problems = proved(results)
-    released = released_for(baselines.STUDY.name, results)
-    objectives = {r.problem: r.objective for r in baselines.STUDY.read(results)}
-    chose = [chooser(baselines.LEARNED, o, released) for o in objectives.values()]
     cuts = {k: 100 * row["error of cut"] for k, row in of_models(results).items()}
     dlrm = cuts.pop("dlrm")
     parts: Mapping[str, Any] = {
@@ -444,8 +441,6 @@ def page(results: Path = RESULTS) -> str:
         "answers": answers(results),
         "optimal": optimal,
         "problems": problems,
-        "by_network": chose.count("network"),
-        "by_hand": chose.count("hand"),
         "placements": len(placements),
         "models": len(groups(placements, "workload")),
         "latency": error(placements, "latency"),

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from agents.cli.entries import planners_of, workloads_of
 from agents.cli.job import (
     AppError,
     job,
     launch,
-    make_planner,
     make_problems,
     metric_s,
     save_best,
@@ -51,12 +51,12 @@ def _compare(cfg: DictConfig) -> float:
     from placement.tools.parallel import check
 
     check(cfg.parallel)
-    if not cfg.get("planner"):
+    if not cfg.planner:
         raise AppError("no planner: add e.g. planner=heft")
-    planners = {str(name): make_planner(node) for name, node in cfg.planner.items()}
-    runs = cfg.execute and cfg.get("workload")  # files are only predicted
+    planners, chosen = planners_of("planner", cfg.planner), workloads_of(cfg.workload)
+    runs = cfg.execute and not all(w.is_file for w in chosen)  # files are only predicted
     with job(cfg, "compare") as run, says_if_busy() if runs else nullcontext():
-        problems, mirror = make_problems(run), run.mirror
+        problems, mirror = make_problems(run, chosen), run.mirror
         comparison = compare(
             problems,
             planners,
@@ -70,7 +70,7 @@ def _compare(cfg: DictConfig) -> float:
         )
         mirror.comparison(comparison)
         save_pictures(run, comparison)
-        save_best(run, comparison, problems, planners)
+        save_best(run, comparison, problems, planners, chosen)
         save_report(run)
     files = "compare.csv, compare.md, curves.png, pareto.png; per workload plan.json, trace.json"
     page = (run.folder / "report.html").is_file()  # jobs of a sweep have none

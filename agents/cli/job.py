@@ -12,39 +12,35 @@ import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hydra
 import numpy as np
 from hydra import compose, initialize_config_module
-from hydra import version as hydra_version
-from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import conf
+import conf  # noqa: F401 (its settings from code)
 from agents.cli.sweeps import is_best_of_sweep
 from placement import cli, workloads
 from placement.tools.named import meant
 from placement.tools.ownership import DISTRIBUTION, PACKAGES, version
 
 if TYPE_CHECKING:
+    from agents.cli.entries import Workload
     from placement.problem import Planner, Problem
     from placement.report.table import Comparison
     from placement.runs.row import Row
     from placement.runs.tracking import Mirror, Tracker
 
-_LISTS = ("workload", "planner")
-_YOURS = re.compile(r"[\w.]+:\w+")
-_MANY = frozenset({"-m", "--multirun", "hydra.mode=MULTIRUN"})
+_MANY = ("-m", "--multirun")
 _PLUGINS = (
     f"joblib, submitit and optuna: pip install '{DISTRIBUTION}[sweep]'; "
     f"ray: pip install '{DISTRIBUTION}[ray]' in an environment of its own (docs/distributed.md)"
@@ -86,17 +82,20 @@ def launch(
         os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself, exits with 1
         # Workers bring their own threads; spinning ones of this process would only disturb them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        parser = get_args_parser()
+        for word in typed:
+            if path := re.match(r"\+*(planner|workload)\.(\w+)\.(.+)", word):
+                text = f"{path[1]}=['{path[2]} {path[3]}']"
+                raise AppError(f'{word}: options are written behind their name: "{text}"')
+        # Anywhere in the line, and of a sweep by name anyway.
+        many = any(word in _MANY or re.match("sweep=(?!null$)", word) for word in typed)
+        others = ["json=true" if w == "--json" else w for w in typed if w not in _MANY]
+        before, sys.argv = sys.argv, [sys.argv[0], *_MANY[1:] * many, *others]
         try:
-            args = parser.parse_intermixed_args(with_lists(typed))
-            if args.experimental_rerun:
-                raise AppError("--experimental-rerun: give the same words instead")
-            # As hydra.main does, which reads its words from sys.argv.
-            hydra_version.setbase("1.3")
-            work = task if args.multirun else alone  # launchers send it to other processes
-            _run_hydra(args, parser, work, "pkg://conf", config)
+            hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(alone)()
         except SystemExit as error:  # of Hydra, for what it is asked and cannot do
             return cli.BAD_INPUT if error.code else cli.OK
+        finally:
+            sys.argv = before
         if failed:
             raise failed[0]
         return cli.OK
@@ -138,132 +137,27 @@ def explain(error: Exception, config: str = "compare") -> str | None:
 
 
 def _unknown(message: str, config: str) -> str:
-    """What Hydra says of a name that it does not know, with what may be meant; or nothing."""
-    entry = re.search(r"Could not (?:find|load) '(workload|planner)/(.*?)'", message)
-    if entry is not None:
-        group, name = entry.groups()
-        near = meant(name, conf.names(group)) or ";"
-        own = "package.module:" + ("function" if group == "workload" else "Class")
-        there = ", ".join(conf.names(group))
-        return f"{group} {name!r} is unknown{near} there are {there}, or your own as {own}"
+    """What Hydra says of a setting that it does not know, with what may be meant; or nothing."""
     setting = re.match(r"Could not override '([\w.]+)'", message)
-    if setting is not None:
-        parent, _, name = setting[1].rpartition(".")
-        with initialize_config_module("conf", version_base="1.3"):
-            every: Any = compose(config, return_hydra_config=True)
-        groups = every.hydra.runtime.choices
-        tops = [parent] if not parent or OmegaConf.select(every, parent) else list(every)
-        inside: Any = {top: OmegaConf.select(every, top) for top in tops if top}
-        keys = [f"{k}.{x!s}" for k, v in inside.items() if isinstance(v, DictConfig) for x in v]
-        near = meant(setting[1], keys if parent else map(str, [*every, *groups]))
-        if not parent and name in every.get("training", {}):
-            near = f"; did you mean 'training.{name}'?"
-        return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
-    return ""
+    if setting is None:
+        return ""
+    parent, _, name = setting[1].rpartition(".")
+    with initialize_config_module("conf", version_base="1.3"):
+        every: Any = compose(config, return_hydra_config=True)
+    groups = every.hydra.runtime.choices
+    tops = [parent] if not parent or OmegaConf.select(every, parent) else list(every)
+    inside: Any = {top: OmegaConf.select(every, top) for top in tops if top}
+    keys = [f"{k}.{x!s}" for k, v in inside.items() if isinstance(v, DictConfig) for x in v]
+    near = meant(setting[1], keys if parent else map(str, [*every, *groups]))
+    if not parent and name in every.get("training", {}):
+        near = f"; did you mean 'training.{name}'?"
+    return f"there is no setting {setting[1]!r}{near} (all of them: --cfg job)"
 
 
 def _raised_by(error: BaseException) -> str:
     """The package of the function that raised ``error``."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
-
-
-def with_lists(argv: Sequence[str]) -> list[str]:
-    """``workload=glob(tiny_*)`` as ``workload=[tiny_cnn,tiny_mlp,...]``, and planners alike.
-
-    To Hydra a glob is a sweep, one job per choice, which is what it stays with ``-m`` and with
-    ``sweep=NAME``. Without, it means one job, and one table, of all of them: of all that ``conf/``
-    holds. Problem files among the workloads move to ``files``: ``workload=[resnet50,bert24.json]``
-    becomes ``workload=[resnet50]`` and ``files=["bert24.json"]``; a folder gets a node of its own.
-    ``sweep=NAME`` needs no ``-m``, and ``--json`` is ``json=true``.
-
-    Raises:
-        AppError: a glob that nothing matches, or two workloads of one name.
-    """
-    argv = ["json=true" if arg == "--json" else arg for arg in argv]
-    if any(re.match(r"sweep=(?!null$)", arg) for arg in argv) and _MANY.isdisjoint(argv):
-        argv = ["--multirun", *argv]
-    is_one = _MANY.isdisjoint(argv)
-    return _one_list_of_files([word for arg in argv for word in _only_names(arg, is_one)])
-
-
-def _only_names(arg: str, is_one: bool) -> list[str]:
-    """A choice without problem files and folders in it, and these as what they are.
-
-    Functions and classes of yours become entries of their group, globs of one job lists.
-    """
-    group, _, _ = arg.partition("=")
-    if group.partition("@")[0] not in _LISTS:
-        return [arg]
-    value: Any = OverridesParser.create().parse_override(arg).value()
-    if is_one and isinstance(value, Glob) and group in _LISTS:
-        value = value.filter(conf.names(group))
-        if not value:
-            raise AppError(f"{arg}: nothing matches; there are {', '.join(conf.names(group))}")
-        return [f"{group}=[{','.join(value)}]"]
-    is_sweep = isinstance(value, ChoiceSweep)
-    choices = [Override._convert_value(x) for x in value.list] if is_sweep else [value]
-    names, files, folders = zip(*(_parted(arg, x) for x in choices), strict=True)
-    if not any((*files, *folders)):
-        return [arg]
-    if is_sweep and any((*names, *folders)):
-        raise AppError(
-            f"{arg}: a sweep over problem files is one over nothing else; "
-            "in one job and one table: 'workload=[resnet50,problem.json]'"
-        )
-    texts = [json.dumps(x, ensure_ascii=False) for x in files]
-    lists = [f"{group}=[{','.join(names[0])}]"]
-    lists += [f"files={','.join(texts)}"] if any(files) else []
-    return lists + [f"+{group}.{name}={node}" for name, node in folders[0].items()]
-
-
-def _parted(arg: str, value: Any) -> tuple[list[str], list[str], dict[str, str]]:
-    """Of the choice ``value`` in ``arg``: names of entries, problem files, nodes of folders."""
-    kind = re.split("[@=]", arg)[0]
-    items = value if isinstance(value, list) else [value]
-    words = [x for x in items if isinstance(x, str)]
-    own = [x for x in words if _YOURS.fullmatch(x) and not Path(x).is_file()]
-    folders, files = list[str](), list[str]()
-    if kind == "workload":
-        folders = [x for x in words if Path(x).is_dir() and x not in workloads.names()]
-        others = [x for x in words if x not in (*own, *folders)]
-        files = [x for x in others if Path(x).suffix or Path(x).is_file()]
-    names = [str(x) for x in items if x not in (*files, *folders)]
-    label = {x: re.sub(r"\W", "_", x.partition(":")[2] or Path(x).resolve().name)
-             for x in (*own, *folders)}  # fmt: skip
-    called, nodes = [label.get(x, x) for x in (*names, *folders)], dict[str, str]()
-    for spec, name in label.items():
-        node = {"_target_": spec.replace(":", ".")}
-        if kind == "workload":
-            node = {"_target_": "placement.workloads.load", "spec": spec}
-        text = (
-            f"{{{', '.join(f'{k}: {json.dumps(v, ensure_ascii=False)}' for k, v in node.items())}}}"
-        )
-        if called.count(name) > 1:
-            raise AppError(
-                f"{arg}: two {kind}s are called {name!r}; instead of {spec} in the list add "
-                f"'+{kind}.NAME={text}'"
-            )
-        if spec in folders:
-            nodes[name] = text
-        else:
-            conf.keep(kind, name, node, spec)
-    return names, files, nodes
-
-
-def _one_list_of_files(argv: list[str]) -> list[str]:
-    """``files=[a]`` and ``files=[b]`` as ``files=[a,b]``: of two, Hydra takes the later alone."""
-    files = [arg for arg in argv if arg.startswith("files=")]
-    if len(files) < 2:
-        return argv
-    lists = []
-    for arg in files:
-        override = OverridesParser.create().parse_override(arg)
-        if not isinstance(override.value(), list):
-            raise AppError(f"{arg}: must be one list where problem files are workloads too")
-        lists.append(override.get_value_element_as_str()[1:-1])
-    joined = f"files=[{','.join(filter(None, lists))}]"
-    return [*(arg for arg in argv if arg not in files), joined]
 
 
 @dataclass
@@ -342,9 +236,9 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
     from placement.tools.files import write_atomic
 
     _check(cfg)
-    hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
-    is_sweep = hydra.mode == RunMode.MULTIRUN
+    of_hydra = HydraConfig.get()
+    folder = Path(of_hydra.runtime.output_dir)
+    is_sweep = of_hydra.mode == RunMode.MULTIRUN
     if "resume" in cfg:
         from agents.training.callbacks import CHECKPOINT
 
@@ -359,7 +253,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             cli.say(f"nothing to resume in {folder}: there is no {CHECKPOINT}; it begins anew")
     tracker = _tracker(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    group = Path(hydra.sweep.dir).name if is_sweep else None
+    group = Path(of_hydra.sweep.dir).name if is_sweep else None
     try:
         with (
             _only_one(folder),
@@ -372,7 +266,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             run = partial(tracker.run, folder, config | {"versions": versions}, job_type, group)
             yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
-        key, place = ("sweep", str(hydra.sweep.dir)) if is_sweep else ("run", str(folder))
+        key, place = ("sweep", str(of_hydra.sweep.dir)) if is_sweep else ("run", str(folder))
         if not re.fullmatch(r"[\w/.:+-]+", place, re.ASCII):  # Hydra's grammar, then the shell's
             place = '"' + re.sub(r'(\\*)"', r'\1\1\\"', place) + '"'
         again = shlex.quote(f"hydra.{key}.dir={place}")
@@ -416,26 +310,23 @@ def _versions() -> dict[str, str]:
     return versions | {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
 
 
-def make_problems(job: Job) -> dict[str, Problem]:
-    """Every workload of the configuration, captured and measured (once: profiles are reused).
+def make_problems(job: Job, chosen: Sequence[Workload]) -> dict[str, Problem]:
+    """Every workload, captured and measured (once: profiles are reused), or read from its file.
 
-    Then every problem of ``files``: they have devices and times of their own, and cannot be
-    run. ``<folder>/<workload>/profile.npz`` is a copy of what was used.
+    Problem files have devices and times of their own, and cannot be run.
+    ``<folder>/<workload>/profile.npz`` is a copy of what was used.
 
     Raises:
         AppError: no workload, or a cluster that must run and cannot.
-        WorkloadError, CaptureError, ClusterError, ProfileError, ProblemError, FormatError: see
-            the message.
+        CaptureError, ClusterError, ProfileError, ProblemError, FormatError: see the message.
     """
     # First, because these are read in a moment: what is wrong is told before anything is measured.
-    imported, synthetic = _imported_problems(job.cfg), _synthetic_problems(job.cfg)
-    problems = _measured_problems(job) if job.cfg.get("workload") else {}
-    for name, problem in imported.items():
-        if name in problems:
-            raise AppError(_NAMED_TWICE.format(name=name))
+    files = {w.name: _imported(job.cfg, w) for w in chosen if w.is_file}
+    synthetic = _synthetic_problems(job.cfg)
+    problems = _measured_problems(job, [w for w in chosen if not w.is_file])
+    for name, problem in files.items():
         problem.profile.save(job.folder / name / "profile.npz")
-        problems[name] = problem
-    problems |= synthetic
+    problems |= files | synthetic
     changes: Any = {key: job.cfg[key] for key in OF_PROBLEMS[1:] if job.cfg.get(key) is not None}
     problems = {name: replace(problem, **changes) for name, problem in problems.items()}
     if not problems:
@@ -446,38 +337,27 @@ def make_problems(job: Job) -> dict[str, Problem]:
 # Keys that are fields of every problem; the objective counts while it is made.
 OF_PROBLEMS = ("objective", "num_microbatches", "max_in_flight", "contention", "ready_order",
                "second_j", "max_phases")  # fmt: skip
-_NO_NAME = "files: {name!r} cannot name a folder of the run; give a plain name: name=NAME"
-_NAMED_TWICE = (
-    "two workloads are called {name!r}; give a file another name: "
-    "'files=[{{path: FILE, name: NAME}}]'"
-)
 
 
-def _imported_problems(cfg: DictConfig) -> dict[str, Problem]:
+def _imported(cfg: DictConfig, workload: Workload) -> Problem:
     from placement import importers
 
-    problems: dict[str, Problem] = {}
-    for node in cfg.get("files") or []:
-        options: Any = {"path": node}
-        if not isinstance(node, str):
-            options = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-        allowed = {"path", "name", *typing.get_type_hints(importers.Options)} - {"cluster"}
-        if "path" not in options or not set(options) <= allowed:
+    allowed = typing.get_type_hints(importers.Options).keys() - {"cluster"}
+    for name in workload.options:
+        if name not in allowed:
             raise AppError(
-                f"files: {node} must be a path, or have path and any of {sorted(allowed)}"
+                f"workload: {workload.spec}: there is no option {name!r}"
+                f"{meant(name, allowed) or ';'} there are name, {', '.join(sorted(allowed))}"
             )
-        name = str(options.pop("name", importers.stem(str(options["path"]))))
-        if Path(name).name != name or name == "..":  # it would leave the run's folder
-            raise AppError(_NO_NAME.format(name=name))
-        if name in problems:
-            raise AppError(_NAMED_TWICE.format(name=name))
-        try:
-            problem = importers.load(options.pop("path"), objective=cfg.objective, **options)
-        except TypeError as error:
-            raise AppError(f"files: {node}: a value is of the wrong type: {error}") from error
-        cli.say_if_predicted(name, problem)
-        problems[name] = problem
-    return problems
+    options: Any = workload.options
+    try:
+        problem = importers.load(workload.spec, objective=cfg.objective, **options)
+    except TypeError as error:
+        raise AppError(
+            f"workload: {workload.spec}: a value is of the wrong type: {error}"
+        ) from error
+    cli.say_if_predicted(workload.name, problem)
+    return problem
 
 
 def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
@@ -499,14 +379,14 @@ def _synthetic_problems(cfg: DictConfig) -> dict[str, Problem]:
     return problems
 
 
-def _measured_problems(job: Job) -> dict[str, Problem]:
+def _measured_problems(job: Job, models: Sequence[Workload]) -> dict[str, Problem]:
+    if not models:
+        return {}
     from placement.capturing import capture
     from placement.costs.measure import cached_path, load_or_measure
     from placement.problem import Problem
 
     cfg = job.cfg
-    for name, node in cfg.workload.items():
-        _check_node("workload", name, node)
     cluster = instantiate(cfg.cluster)
     described = [d.name for d in cluster.devices if d.like is not None]
     if described and cfg.get("execute"):
@@ -515,20 +395,19 @@ def _measured_problems(job: Job) -> dict[str, Problem]:
             "described in terms of other devices; add execute=false"
         )
     problems = {}
-    for name, node in cfg.workload.items():
-        cli.search_here(str(node.get("spec")))
-        job.report(f"{name}: loading and capturing", None)
+    for model in models:
+        job.report(f"{model.name}: loading and capturing", None)
         with cli.says_nothing_in_answers():
-            module, inputs = instantiate(node, _convert_="all")
-            graph = capture(module, inputs, name=str(name))
+            module, inputs = workloads.load(model.spec, **model.options)
+            graph = capture(module, inputs, name=model.name)
 
-        def measuring(what: str, share: float | None, name: Any = name) -> None:
+        def measuring(what: str, share: float | None, name: str = model.name) -> None:
             job.report(f"{name}: {what}", share)
 
         with _alone(cached_path(graph, cluster).parent / "measuring", report=job.report):
             profile = load_or_measure(graph, cluster, repeats=cfg.repeats, progress=measuring)
-        profile.save(job.folder / str(name) / "profile.npz")
-        problems[str(name)] = Problem(graph, cluster, profile, objective=cfg.objective)
+        profile.save(job.folder / model.name / "profile.npz")
+        problems[model.name] = Problem(graph, cluster, profile, objective=cfg.objective)
     return problems
 
 
@@ -552,44 +431,12 @@ def _alone(lock: Path, report: cli.Progress) -> Iterator[None]:
         yield
 
 
-def _check_node(group: str, name: Any, node: Any) -> None:
-    """A file without its header has put its keys where the names are."""
-    if isinstance(node, DictConfig):
-        return
-    words = [x for x in HydraConfig.get().overrides.task if x.startswith(f"{group}=")]
-    raise AppError(
-        f"{group}.{name} = {node} is no {group}, but a key of one: a file of yours in {words} has "
-        f"no header; its first line must be '# @package {group}.NAME'"
-    )
-
-
-def make_planner(node: DictConfig) -> Planner:
-    """The planner of a node with ``_target_``, its fields of the types that they must have.
-
-    Raises:
-        AppError: its file has no header.
-        PlannerError: an option that it does not have, or of another type.
-    """
-    from placement import planners
-
-    _check_node("planner", "_target_", node)
-    target = re.sub(r"\.(\w+)$", r":\1", str(node.get("_target_")))
-    cli.search_here(target)
-    kind = planners.find(target)
-    if isinstance(kind, type) and not is_dataclass(kind):
-        planner: Planner = instantiate(node, _convert_="all")
-        return planner
-    # A planner inside a planner is a node with a _target_ too; instantiate leaves others alone.
-    inside = {str(k): v for k, v in node.items() if k != "_target_"}
-    options: Any = instantiate(inside, _convert_="all")
-    return planners.load(target, **options)
-
-
 def save_best(
     job: Job,
     comparison: Comparison,
     problems: Mapping[str, Problem],
     planners: Mapping[str, Planner],
+    chosen: Sequence[Workload],
 ) -> None:
     """``plan.json``, ``trace.json`` and ``gantt.png`` of the best placement of every workload."""
     from placement.executor import Executor
@@ -599,6 +446,7 @@ def save_best(
     from placement.report.table import CompareError
     from placement.simulator import simulate
 
+    specs = {w.name: w.spec for w in chosen if w.is_default}  # plans keep no options
     for name, problem in problems.items():
         job.report(f"{name}: plan, trace and picture", None)
         folder = job.folder / name
@@ -615,7 +463,7 @@ def save_best(
             solution,
             planner=best.planner,
             parameters=_parameters(job.cfg, planners.get(best.planner), best.seed),
-            workload=_spec(job.cfg, name),
+            workload=specs.get(name),
             measured=_measured(best),
         )
         plan.save(folder / "plan.json")
@@ -663,18 +511,6 @@ def save_report(job: Job) -> None:
     names = ("report.html", "compare.csv", "compare.md", "curves.png", "pareto.png")
     present = [job.folder / name for name in names if (job.folder / name).exists()]
     job.mirror.artifact("report", "report", *present)
-
-
-def _spec(cfg: DictConfig, workload: str) -> str | None:
-    """How ``placement.workloads.load`` finds it without options, which plans do not keep.
-
-    None: it came from a file, or has options that are not the function's defaults.
-    """
-    node = (cfg.get("workload") or {}).get(workload)
-    if node is None or node.get("spec") is None:
-        return None
-    options = {str(k): v for k, v in node.items() if k not in ("_target_", "spec")}
-    return str(node.spec) if workloads.is_default(str(node.spec), options) else None
 
 
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:

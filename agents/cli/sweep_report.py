@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from agents import sweeps
+from agents.cli import sweeps
 from agents.cli.job import explain
 from placement import cli
 from placement.report import table

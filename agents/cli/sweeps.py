@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from agents.cli.entries import Entry
 from placement import cli
 from placement.objective import Objective
 from placement.report import table
@@ -33,7 +34,7 @@ from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished")
 _NOT_OF_THE_RESULT = ("tracker", "launcher", "resume", "parallel", "json")
-_OWN_COLUMNS = ("planner", "workload", "files", "seed")
+_OWN_COLUMNS = ("planner", "workload", "seed")
 _NUM_NAMED = 20
 
 
@@ -101,6 +102,10 @@ def _digest(cfg: DictConfig) -> str:
     """SHA-256 (hex) of the configuration, with the content of every file and code that it names."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     parts = {k: v for k, v in config.items() if k not in _NOT_OF_THE_RESULT}
+    for name in ("planner", "workload", "baseline", "expert"):  # with the files that these name
+        written = parts.get(name) or []
+        listed = [Entry.of(name, x) for x in (written if isinstance(written, list) else [written])]
+        parts[name] = [[entry.name, *map(list, entry.options.items())] for entry in listed]
     cli.search_here("package.module:name")
     return hashlib.sha256(json.dumps(describe(parts), sort_keys=True).encode()).hexdigest()
 

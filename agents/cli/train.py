@@ -22,13 +22,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from agents.cli.entries import planner_of, workloads_of
 from agents.cli.job import (
     OF_PROBLEMS,
     AppError,
     Job,
     job,
     launch,
-    make_planner,
     make_problems,
     metric_s,
     save_best,
@@ -71,13 +71,16 @@ def _train(cfg: DictConfig) -> float:
     for name in (*own, cfg.training.network.encoder, *cfg.allow):
         search_here(str(name))  # before the settings are read: a formulation is imported then
     config = instantiate(cfg.training, _convert_="all")
-    baseline, expert = (prepared(make_planner(p), cfg.seed) for p in (cfg.baseline, cfg.expert))
+    baseline, expert = (
+        prepared(planner_of(name, cfg[name]), cfg.seed) for name in ("baseline", "expert")
+    )
+    chosen = workloads_of(cfg.workload)
     if cfg.warm_start not in ("baseline", "imitation"):
         raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
     with job(cfg, "train") as run:
         fresh = config.generator is not None
-        problems = _samples(cfg, config) if fresh else make_problems(run)
+        problems = _samples(cfg, config) if fresh else make_problems(run, chosen)
         held_out = [] if fresh else _held_out(problems, cfg.held_out, cfg.seed)
         machines = {n: p for n, p in problems.items() if n not in held_out}
         if cfg.variants:
@@ -116,7 +119,7 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
         contents = "policy.safetensors, metrics.csv, compare.csv, compare.md"
         if not fresh:  # of drawn samples nobody runs a plan: the table says it all
-            save_best(run, comparison, problems, planners)
+            save_best(run, comparison, problems, planners, chosen)
             save_report(run)
             contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
     show(run, comparison, contents)
@@ -202,7 +205,7 @@ def _samples(cfg: DictConfig, config: TrainConfig) -> dict[str, Problem]:
     from agents.training import samples_of
 
     samples = {f"sample-{i}": p for i, p in enumerate(samples_of(config))}
-    other = [name for name in ("workload", "files", "synthetic") if cfg.get(name)]
+    other = [name for name in ("workload", "synthetic") if cfg.get(name)]
     other += [name for name in ("variants", "held_out") if cfg[name]]
     other += ["warm_start"] * (cfg.warm_start != "baseline")
     typed = {x.lstrip("+").partition("=")[0] for x in HydraConfig.get().overrides.task}

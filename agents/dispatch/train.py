@@ -38,7 +38,7 @@ class GroupRelative(OnPolicyAlgorithm):
     Of stable-baselines3 it has the loop, the callbacks and the schedule of the learning rate.
 
     Args:
-        policy, env, learning_rate, ent_coef, policy_kwargs, seed, device: as of PPO.
+        policy, env: as of PPO.
         n_steps: decisions between two updates, for each environment.
         batch_size, n_epochs: decisions of a mini-batch, and passes over what was played.
         episodes: of each problem; 2 or more.
@@ -47,6 +47,7 @@ class GroupRelative(OnPolicyAlgorithm):
             al., NeurIPS 2024).
         without: numbers of the ``PAIR_FEATURES`` of ``envs.dispatch.kernels`` that the network does
             not see.
+        others: ``learning_rate``, ``ent_coef``, ``policy_kwargs``, ``seed``, ``device``: as of PPO.
     """
 
     unused: ClassVar = ("reward", "gamma", "gae_lambda", "repeats")
@@ -56,11 +57,9 @@ class GroupRelative(OnPolicyAlgorithm):
         self,
         policy: Any,
         env: Any,
-        learning_rate: Any = 1e-3,
         n_steps: int = 2048,
         batch_size: int = 256,
         n_epochs: int = 1,
-        ent_coef: float = 0.0,
         episodes: int = 16,
         keep: float = 0.3,
         imitate: bool = False,
@@ -70,16 +69,16 @@ class GroupRelative(OnPolicyAlgorithm):
         self.episodes, self.keep, self.imitate, self.without = episodes, keep, imitate, without
         self.batch_size, self.n_epochs, self._wanted = batch_size, n_epochs, n_steps
         self._played: list[_Noted] = []
-        unread = {"gamma": 1.0, "gae_lambda": 1.0, "vf_coef": 0.0, "use_sde": False}
         super().__init__(
             policy,
             env,
-            learning_rate,
             n_steps=1,  # of a buffer that is not used
-            ent_coef=ent_coef,
+            gamma=1.0,
+            gae_lambda=1.0,
+            vf_coef=0.0,
             max_grad_norm=0.5,
+            use_sde=False,
             sde_sample_freq=-1,
-            **unread,
             **others,
         )
 

@@ -326,9 +326,7 @@ def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
         if num_runs == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, stats)
             if solved(search.used + _FIRST_WINDOWS):
-                num_steps += _spend(
-                    search, tables, runs[0], tabu, _LAST, (cool, cooled)
-                )
+                num_steps += _spend(search, tables, runs[0], tabu, _LAST, (cool, cooled))
                 solved(1.0)
                 cool = cooled
         for run in runs:

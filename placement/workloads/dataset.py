@@ -130,7 +130,7 @@ def read_list(path: str | Path) -> tuple[Entry, ...]:
         if wrong:
             raise DatasetError(f"{path}:{number}: {wrong[0]!r} is not an option: write key=value")
         pairs = (word.split("=", 1) for word in words[1:])
-        options = {key: _value(text) for key, text in pairs}
+        options = {key: value_of(text) for key, text in pairs}
         function = words[0].partition(":")[2] or words[0]
         entries.append(Entry(words[0], options, family=str(options.get("model", function)).lower()))
     if not entries:
@@ -138,7 +138,8 @@ def read_list(path: str | Path) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """What an option is that was written as ``text``: a number, a truth value, or a text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 import agents.cli.compare
 import agents.cli.sweep_report
 import agents.cli.train
-from agents import sweeps
+from agents.cli import sweeps
 from agents.cli.sweeps import (
     SweepError,
     SweepJob,
@@ -126,6 +126,11 @@ def values(folder: Path) -> dict[tuple[str, str], float]:
     }
 
 
+def _called(planner: str) -> str:
+    """The name of an entry."""
+    return planner.rpartition(":")[2]
+
+
 class Work:
     """Stands for a comparison: ``ends`` says of which jobs (planner, seed) how they end."""
 
@@ -134,11 +139,11 @@ class Work:
         self.ends = ends
 
     def __call__(self, cfg: Any) -> float:
-        job = f"{next(iter(cfg.planner))}_{cfg.seed}"
+        job = f"{_called(cfg.planner)}_{cfg.seed}"
         self.ran.append(job)
         if job in self.ends:
             raise self.ends.pop(job)
-        answer = row(next(iter(cfg.planner)), cfg.seed, 1.0 + cfg.seed)
+        answer = row(_called(cfg.planner), cfg.seed, 1.0 + cfg.seed)
         folder = Path(HydraConfig.get().runtime.output_dir)
         write_atomic(folder / "compare.csv", table.to_csv(Comparison((answer,), {})))
         return answer.value_s
@@ -190,7 +195,7 @@ def test_a_changed_file_is_another_configuration(
     """A problem, or the code of a planner."""
     work = Work()
     monkeypatch.setattr(agents.cli.compare, "_compare", work)
-    words = ["sweep=planners", "workload=[]", "files=[p.json]", "planner=p:x,heft", "seed=0"]
+    words = ["sweep=planners", "workload=[p.json]", "planner=p:x,heft", "seed=0"]
     (tmp_path / file).write_text("one")
     assert run(*words, "hydra.sweep.dir=s") == run(*words, "hydra.sweep.dir=s") == 0
     (tmp_path / file).write_text("two")

@@ -456,7 +456,7 @@ def test_a_comparison_for_machines(
 
 def test_names_of_problems_stay_in_the_folder(compared: Any, tmp_path: Path, capsys: Any) -> None:
     for name in ("../../evil", "/tmp/evil", "..", "a/b"):
-        assert compared("workload=[]", f"files=[{{path: problem.json, name: {name}}}]") == BAD_INPUT
+        assert compared(f"workload='problem.json name={name}'") == BAD_INPUT
         assert "cannot name a folder of the run" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"problem.json", "out"}
     assert not list(tmp_path.rglob("*evil*"))
