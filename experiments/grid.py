@@ -22,6 +22,7 @@ from experiments.study import Finished, Option, StudyError, say
 from experiments.tables import finite, geometric_mean, groups
 from placement.bounds import lower_bound
 from placement.plan import proved_bound_s
+from placement.planners import solve
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
 from placement.search.budget import Budget, options_of, prepared
@@ -115,12 +116,11 @@ class Task:
 
     def _outcome(self, problem: Problem, planner: Planner) -> dict[str, Any]:
         score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from it, once
+        bound_s = lower_bound(problem) if self.bounded else None  # no planner is to pay for it
         limit_s = 10.0 * (self.seconds or 60.0) + MARGIN_S
-        run = limited(lambda: planner(problem), limit_s, MEMORY_BYTES, processor_time=True)
+        run = limited(lambda: solve(planner, problem), limit_s, MEMORY_BYTES, processor_time=True)
         outcome: dict[str, Any] = {"value_s": None, "found_s": None, "used_s": run.seconds}
-        outcome |= {"used_evaluations": None, "peak_bytes": run.peak_bytes}
-        if self.bounded:
-            outcome["bound_s"] = lower_bound(problem)
+        outcome |= {"used_evaluations": None, "peak_bytes": run.peak_bytes, "bound_s": bound_s}
         if run.value is None:
             return outcome | {"status": run.status, "note": run.note}
         solution: Solution = run.value
@@ -133,7 +133,8 @@ class Task:
         counted = stats.get("evaluations")
         used_s = float(stats.get("seconds", run.seconds))
         curve = stats.get("curve") or [(used_s, counted or 1, value_s)]
-        curve = [(float(s), int(e), max(float(v), value_s)) for s, e, v in curve if np.isfinite(v)]
+        curve = [(float(s), int(e), max(float(v), value_s)) for s, e, v in curve]
+        curve = [point for point in curve if np.isfinite(point[2])]
         budgets = (self.seconds, self.evaluations) if self.enforced else (None, None)
         in_time = [
             point

@@ -1,4 +1,4 @@
-"""Runs of studies: under a limit, in turns, on two cores; planners with their budget."""
+"""Runs of studies: under a limit, in turns, on two cores; and kernels that are warm."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ The rest is done here:
   Progress goes to standard error (``say``), the text to standard output.
 * **Verdict**: ``wrong`` names what contradicts something proved; then the exit code is 1.
 
-Columns, figures and statistics are in ``experiments.tables``; runs under a limit of time and
-memory, runs that take turns, and planners with their budgets in ``experiments.runs``.
+Columns, figures and statistics are in ``experiments.tables``; planners on problems, with seeds and
+equal budgets, in ``experiments.grid``; runs under a limit of time and memory, and runs that take
+turns, in ``experiments.runs``.
 """
 
 from __future__ import annotations

@@ -5,13 +5,11 @@
     python -m experiments.learned dispatch                   # one decode, and the best of many
     python -m experiments.learned resched --checkout FOLDER  # beside a published network
 
-Policies are the released ones, or ``--policy PATH``; ``--also`` names further ones. Each
-study writes ``experiments/results/learned_NAME.csv`` and ``.md``. A budget of seconds is processor
-time: every run has a process of its own, all kernels loaded, whose clock that is. What is finished
-lies in ``runs/learned/NAME``, a file per run: the same command continues, and
-``--part 0/2`` and ``--part 1/2`` share the work between two processes (pin them to a core each,
-then run the command once without ``--part`` for the tables). Words after the study choose
-problems: those whose name begins so.
+Policies are the released ones; ``--also`` names further ones. Each study writes
+``experiments/results/learned_NAME.csv`` and ``.md``. A budget of seconds is processor time: every
+run has a process of its own, all kernels loaded, whose clock that is. What is finished lies in
+``runs/learned/NAME``, a file per run: the same command continues, and ``--processes 2`` shares the
+work between two cores. Words after the study choose problems: those whose name begins so.
 """
 
 from __future__ import annotations

@@ -109,6 +109,14 @@ def test_finished_cells_are_not_run_again_and_mistakes_are(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_an_answer_that_does_not_fit_is_infeasible(tmp_path: Path) -> None:
+    """Whatever its planner says of it: the simulator decides."""
+    devices = tuple(replace(d, memory_bytes=1) for d in SMALL.cluster.devices)
+    tight = replace(SMALL, cluster=replace(SMALL.cluster, devices=devices))
+    row = run(tmp_path, Task("g", "late", Late()), tight)
+    assert (row.status, row.value_s, row.curve) == ("infeasible", None, ())
+
+
 def test_seconds_are_processor_seconds(tmp_path: Path) -> None:
     """A planner that sleeps uses little of its budget: it goes on for longer."""
     clock = time.perf_counter
