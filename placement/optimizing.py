@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,20 @@ from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem, Solution
 from placement.program import split_inputs
-from placement.runs.ways import ROUNDS, Way, alone, calls, difference, measure, one_by_one, timed
+from placement.runs.ways import (
+    ROUNDS,
+    Way,
+    alone,
+    calls,
+    difference,
+    inferring,
+    measure,
+    one_by_one,
+    timed,
+    torch_compiled,
+)
 from placement.simulator import score
+from placement.tools.compiler import missing_compiler
 from placement.tools.named import meant
 from placement.tools.progress import Progress, progress, say, says_when_compiling
 from placement.tools.shown import count
@@ -44,7 +57,10 @@ _UNLIKE = 1.5  # times as long as the profile says: other programs took turns on
 _CLOSE = 2.0  # times the best device's prediction: another device may be the best one
 _LONGER = 1.1  # times as long as predicted: planned again with what that shows of the costs
 _WORTH = 0.95  # of the time of one device: several that take longer are not kept
-_GRAPHS = " as CUDA graphs"
+# What else a plan or a device alone may be, and the attribute of ``Runner`` that says so.
+_VARIANTS = {" as CUDA graphs": "cuda_graphs", ", compiled": "compiled"}
+_MODULE = ("plain", "compiled")  # ways that call the module
+_COMPILE = 12  # times as long as planning may take, after which nothing more is compiled
 _CAPTURED = 6  # calls after which what can be one is a graph
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
@@ -58,10 +74,13 @@ class OptimizedRunner(Runner):
 
     Attributes:
         measured: the ways to run the module that took turns: ``plan``, ``single`` (the best
-            device alone, where the plan is another) and ``plain`` (the module itself, with the
-            threads that PyTorch has in this process). On a GPU each of the first two is as CUDA
-            graphs where these compute the same and are clearly faster; ``cuda_graphs`` says
-            whether those of what is kept are, and so does the plan.
+            device alone, where the plan is another), ``plain`` (the module itself, with the
+            threads that PyTorch has in this process) and ``compiled`` (the same by
+            ``torch.compile``, frozen or not, whichever is faster: ``compiled_as`` says which).
+            Each of the first two is as CUDA graphs, or compiled, where that computes the same and
+            is clearly faster; ``cuda_graphs`` and ``compiled`` say whether what is kept is, and
+            so does the plan.
+        compiled_as: what ``torch.compile`` was asked for, and how long it took.
         kept: the fastest of them, which calls and streams go. Several devices are kept only
             where they are faster than one by 5 %, and by more than the measurements vary.
         plan: the better of ``plan`` and ``single``, with what was predicted and measured, also
@@ -73,15 +92,16 @@ class OptimizedRunner(Runner):
     planned: Plan
     measured: Mapping[str, Measured]
     kept: str
-    _module: nn.Module | None = None  # called itself, where plain PyTorch is the fastest
+    compiled_as: str = ""
+    _one_s: float  # of the best device alone, as it is
+    _module: Callable[..., Any] | None = None  # called itself, where PyTorch is the fastest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None:
             return super().__call__(*args, **kwargs)
         assert self.graph.program is not None
         self.graph.program.flatten_inputs(args, kwargs)  # refuses what a plan refuses
-        with torch.inference_mode():
-            outputs = self._module(*args, **kwargs)
+        outputs = self._module(*args, **kwargs)
         return pytree.tree_map_only(
             torch.Tensor, without_mode, outputs, is_leaf=lambda x: isinstance(x, torch.Size)
         )
@@ -112,17 +132,18 @@ def optimize(
     *,
     quiet: bool = False,
     workload: str | None = None,
+    compiled: bool | None = None,
 ) -> OptimizedRunner:
     """The module on the devices of this machine, where a planner placed it and a run agreed.
 
     Captures the module, measures every operator on every device (kept for the next call), plans
     with ``best_of``, checks that the results are the module's, and runs the plan, the best device
-    alone and the plain module in turns. If a plan of several devices takes longer than predicted,
-    it plans and runs once more, with costs corrected by what ran. If one device takes another time
-    than its profile says, by half and more, it measures the operators again, once, and begins
-    anew. Where several devices are not clearly faster than one, the runner uses that one. Where
-    plain PyTorch is the fastest, the runner calls the module itself. What came out is said on
-    standard error.
+    alone and the plain module in turns, each of them compiled too. If a plan of several devices
+    takes longer than predicted, it plans and runs once more, with costs corrected by what ran. If
+    one device takes another time than its profile says, by half and more, it measures the operators
+    again, once, and begins anew. Where several devices are not clearly faster than one, the runner
+    uses that one. Where plain PyTorch, or ``torch.compile``, is the fastest, the runner calls the
+    module itself. What came out is said on standard error.
 
     Args:
         module: in evaluation mode.
@@ -131,9 +152,12 @@ def optimize(
         objective: ``period``, seconds between two results of a stream, or ``latency``, seconds of
             a call.
         seconds: most that planning takes, and about as much for running the ways in turns.
-            Capturing, and measuring a model for the first time, are not in it.
+            Capturing, measuring a model for the first time, and compiling are not in it.
         quiet: say nothing.
         workload: ``package.module:function`` that makes the module, for the plan's file.
+        compiled: whether compiled runs, and ``torch.compile``, take part. None: yes, where there is
+            a compiler, until that took twelve times ``seconds``. What is compiled is kept for the
+            next call; of ``torch.compile`` what PyTorch keeps.
 
     Returns:
         OptimizedRunner: call it as the module, ``stream`` through it; a context manager. Its
@@ -158,6 +182,7 @@ def optimize(
         report("capturing", None)
         graph = capture(module, inputs, name=workload)
         goal = Objective(objective)
+        options: Any = {"report": report, "workload": workload, "compiled": compiled}
 
         def fastest_by(profile: Profile) -> OptimizedRunner:
             problem = Problem(
@@ -166,7 +191,7 @@ def optimize(
                 objective=goal,
                 max_phases=MAX_PHASES if goal.is_throughput else 1,
             )
-            return fastest(problem, inputs, seconds, module, report=report, workload=workload)
+            return fastest(problem, inputs, seconds, module, **options)
 
         runner = fastest_by(load_or_measure(graph, cluster, progress=report))
         if why := _doubt(runner):  # as after a busy hour
@@ -188,6 +213,7 @@ def fastest(
     *,
     report: Progress = lambda *_: None,
     workload: str | None = None,
+    compiled: bool | None = False,
 ) -> OptimizedRunner:
     """``optimize`` from the problem on: plans, and keeps what is the fastest when it runs.
 
@@ -200,6 +226,15 @@ def fastest(
     report(f"planning with {PLANNER}", None)
     planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
     planned = _plan(problem, workload, planners.solve(planner, problem), planner)
+    if problem.graph.program.is_random or (compiled is None and missing_compiler()):
+        compiled = False  # where results are random nothing can be compared
+    patience = Patience(np.inf if compiled else 0.0 if compiled is False else _COMPILE * seconds)
+    whole: dict[str, Callable[..., Any]] = {} if module is None else {"plain": inferring(module)}
+    by_torch = None
+    if module is not None and patience.is_left():
+        with patience.spent():
+            by_torch = torch_compiled(module, inputs, problem.cluster, report)
+        whole |= {} if by_torch is None else {"compiled": by_torch}
 
     def run(plan: Plan, problem: Problem) -> _Ran:
         runner = _runner(problem, plan)
@@ -210,9 +245,10 @@ def fastest(
                 wrong = difference(runner, module, inputs)
                 if wrong:
                     raise OptimizeError(f"the results differ from those of the module: {wrong}")
-            ways, graphs = _in_turns(problem, runner, plan, module, inputs, seconds / 2, report)
+            each = whole, inputs, seconds / 2, patience, report
+            ways, variants = _in_turns(problem, runner, plan, *each)
             on_error.pop_all()
-        return _Ran(plan, runner, ways, graphs)
+        return _Ran(plan, runner, ways, variants)
 
     ran = run(planned, problem)
     with ExitStack() as on_error:
@@ -225,8 +261,12 @@ def fastest(
                     ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)
                     slower.runner.close()
         on_error.pop_all()
-    runner = _kept(problem, ran, module, workload)
+    runner = _kept(problem, ran, workload)
     runner.planned = planned
+    runner.compiled_as = "" if by_torch is None else by_torch.what
+    if runner.kept in _MODULE:
+        runner.stop()
+        runner._module = whole[runner.kept]
     return runner
 
 
@@ -234,13 +274,13 @@ def fastest(
 class _Ran:
     """A plan that ran, its runner (not closed), and the ways that took turns with it, by name.
 
-    ``graphs``: as CUDA graphs, those of the ways that compute the same so.
+    ``variants``: what else a way may be, see ``_VARIANTS``, if it computes the same so.
     """
 
     plan: Plan
     runner: OptimizedRunner
     ways: Mapping[str, Measured]
-    graphs: Mapping[str, Measured]
+    variants: Mapping[str, Measured]
 
     @property
     def over_single(self) -> float:
@@ -250,19 +290,35 @@ class _Ran:
         return median_s(plan, objective) / median_s(single, objective)
 
 
-def _kept(
-    problem: Problem, ran: _Ran, module: nn.Module | None, workload: str | None
-) -> OptimizedRunner:
+class Patience:
+    """Seconds that may be spent on compiling."""
+
+    def __init__(self, left_s: float) -> None:
+        self._left_s = left_s
+
+    def is_left(self) -> bool:
+        return self._left_s > 0
+
+    @contextmanager
+    def spent(self, counts: bool = True) -> Iterator[None]:
+        """What is done inside is taken off, if it ``counts``."""
+        began = time.monotonic()
+        yield
+        self._left_s -= (time.monotonic() - began) if counts else 0.0
+
+
+def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
     """The fastest of the ways."""
-    plan, runner, ways, objective = ran.plan, ran.runner, ran.ways, ran.plan.objective
-    quicker = {
-        name: graph
-        for name, graph in ran.graphs.items()
-        if _is_faster(graph, ways[name], objective, clearly=True)
-    }
-    ways = {**ways, **quicker}
+    plan, runner, ways, objective = ran.plan, ran.runner, dict(ran.ways), ran.plan.objective
+    one_s = median_s(ways[_best_single(ways, objective) or "plan"], objective)
+    options: dict[str, str] = {}  # by way, the attribute that makes it what it is
+    for suffix, option in _VARIANTS.items():
+        for name in ran.ways:
+            other = ran.variants.get(name + suffix)
+            if other and _is_faster(other, ways[name], objective, clearly=True):
+                ways[name], options[name] = other, option
     best = _best_single(ways, objective)
-    named = {"plan": "plan", "single": best, "plain": "plain"}
+    named = {"plan": "plan", "single": best} | {str(name): name for name in _MODULE}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
     kept, several = "plan", len(devices_of(plan)) > 1
     if best and not _is_faster(measured["plan"], measured["single"], objective, clearly=several):
@@ -271,22 +327,23 @@ def _kept(
         solution = Solution(on, float(score(problem, on[None])[0]))
         kept, plan = "single", _plan(problem, workload, solution)
         runner = _runner(problem, plan)
-    if named[kept] in quicker:
-        runner.stop()  # graphs are captured when it begins
-        runner.cuda_graphs = True
-    facts = {"measured": measured[kept], "cuda_graphs": runner.cuda_graphs}
+    if named[kept] in options:
+        runner.stop()  # it is made so when it begins
+        setattr(runner, options[named[kept]], True)
+    facts: dict[str, Any] = {"measured": measured[kept]}
+    facts |= {option: getattr(runner, option) for option in _VARIANTS.values()}
     runner.plan = plan.model_copy(update=facts)
-    runner.measured, runner.kept = measured, kept
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
-    if took_s.get("plain", np.inf) <= took_s[kept]:
-        runner.stop()
-        runner.kept, runner._module = "plain", module
+    runner.measured, runner.kept, runner._one_s = measured, kept, one_s
+    quickest = min(_MODULE, key=lambda way: took_s.get(way, np.inf))
+    if took_s.get(quickest, np.inf) <= took_s[kept]:
+        runner.kept = quickest
     return runner
 
 
 def _best_single(ways: Mapping[str, Measured], objective: str) -> str:
     """The best device of those that took turns with the plan; empty: none did."""
-    singles = ways.keys() - {"plan", "plain"}
+    singles = ways.keys() - {"plan", *_MODULE}
     return min(singles, key=lambda name: median_s(ways[name], objective), default="")
 
 
@@ -296,7 +353,7 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     What a search finds first is what is predicted too short. None: there is nothing to learn.
     """
     told_s = getattr(plan.predicted, f"{plan.objective}_s")
-    singles = ways.keys() - {"plan", "plain"}
+    singles = ways.keys() - {"plan", *_MODULE}
     unlike = len(devices_of(plan)) > 1 and median_s(ways["plan"], plan.objective) > _LONGER * told_s
     if not (unlike and singles):
         return None
@@ -328,15 +385,17 @@ def verdict(runner: OptimizedRunner) -> str:
     plan = runner.plan
     took_s = {way: median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
-    used, graphs = " and ".join(devices), _GRAPHS if runner.cuda_graphs else ""
+    used = " and ".join(devices)
+    graphs = "".join(x for x, option in _VARIANTS.items() if getattr(runner, option))
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
     ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}{graphs}", "plain": plain}
+    ways["compiled"] = runner.compiled_as
     if plan.planner.name != runner.planned.planner.name:
         ways |= {"single": f"on {used}{graphs}", "plan": "as it was planned"}
     elif "single" in took_s:
         ways["single"] = "on one"
-    if runner.kept == "plain":
-        begin = f"{plain} is the fastest here, so the runner calls the module itself"
+    if runner.kept in _MODULE:
+        begin = f"{ways[runner.kept]} is the fastest here, so the runner calls the module itself"
     elif runner.kept == "single" and len(devices_of(runner.planned)) > 1:
         begin = f"several devices do not pay here, so {used} works alone{graphs}"
     elif len(devices) == 1:
@@ -344,7 +403,7 @@ def verdict(runner: OptimizedRunner) -> str:
     else:
         faster = [
             f"{took_s[way] / took_s['plan']:.2f} times as fast as {name}"
-            for way, name in (("plain", plain), ("single", "one device"))
+            for way, name in [(x, ways[x]) for x in _MODULE] + [("single", "one device")]
             if way in took_s
         ]
         begin = f"{len(devices)} devices are {', and '.join(faster)}"
@@ -363,12 +422,11 @@ def verdict(runner: OptimizedRunner) -> str:
 def _doubt(runner: OptimizedRunner) -> str:
     """That one device took another time than its profile says; empty: it did not.
 
-    Profiles do not know CUDA graphs.
+    As it is: profiles know neither CUDA graphs nor compiled runs.
     """
-    plan, took = runner.plan, runner.measured
-    if plan.fallback is None or runner.cuda_graphs:
+    plan, one_s = runner.plan, runner._one_s
+    if plan.fallback is None:
         return ""
-    one_s = median_s(took.get("single", took["plan"]), plan.objective)
     told_s = getattr(plan.fallback, f"{plan.objective}_s")
     if told_s < _LEAST_TOLD_S or max(one_s / told_s, told_s / one_s) < _UNLIKE:
         return ""
@@ -429,14 +487,15 @@ def _in_turns(
     problem: Problem,
     runner: Runner,
     plan: Plan,
-    module: nn.Module | None,
+    whole: Mapping[str, Callable[..., Any]],
     inputs: Any,
     seconds: float,
+    patience: Patience,
     report: Progress,
 ) -> tuple[dict[str, Measured], dict[str, Measured]]:
-    """The plan, devices alone, by name, and the plain module, timed in turns.
+    """The plan, devices alone, by name, and what calls the ``whole`` module, timed in turns.
 
-    And those that compute the same as CUDA graphs, as graphs.
+    And the variants that compute the same, each by the name of its way and its own.
     """
     short = bool(problem.cluster.streaming)  # of memory: a GPU has room for one at a time
     others = _singles(problem, plan, seconds / 4)
@@ -445,42 +504,52 @@ def _in_turns(
     fit = seconds / ((2 + len(others)) * (ROUNDS + 1) * max(expected_s, 1e-9))
     batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))
     runners = {"plan": runner}
+    variants: set[str] = set()
     with ExitStack() as stack:
         for name, is_close in others.items():
             single = stack.enter_context(alone(plan, runner, name))
             once, _ = calls(single, single, inputs, batches)
             if is_close or min(timed(once) for _ in range(2)) <= close_s:
                 runners[name] = single
-        for name, other in [] if short else [x for x in runners.items() if _may_be_graphs(x[1])]:
-            graphed = _runner(problem, plan) if other is runner else alone(plan, runner, name)
-            graphed.cuda_graphs = True
-            if _is_same(stack.enter_context(graphed), other, inputs):
-                runners[name + _GRAPHS] = graphed
+        for name, other in [] if short else [*runners.items()]:
+            for suffix, option in _VARIANTS.items():
+                if not _may_be(option, other, patience):
+                    continue
+                variant = _runner(problem, plan) if other is runner else alone(plan, runner, name)
+                setattr(variant, option, True)
+                with patience.spent(option == "compiled"):
+                    is_same = _is_same(stack.enter_context(variant), other, inputs, report)
+                if is_same:
+                    runners[name + suffix] = variant
+                    variants.add(name + suffix)
         ways = {name: calls(r, r, inputs, batches) for name, r in runners.items()}
-        if module is not None:
-            ways["plain"] = _plain(module, inputs, batches)
+        ways |= {name: _called(call, inputs, batches) for name, call in whole.items()}
         measured = one_by_one(ways, runners, report) if short else measure(ways, report)
-    graphs = {x.removesuffix(_GRAPHS): measured.pop(x) for x in [*measured] if x.endswith(_GRAPHS)}
-    return measured, graphs
+    return measured, {name: measured.pop(name) for name in variants}
 
 
-def _may_be_graphs(runner: Runner) -> bool:
-    """Whether a GPU takes part, and computes the same again."""
+def _may_be(option: str, runner: Runner, patience: Patience) -> bool:
+    """Whether a variant has something to work on, and computes the same again."""
     kinds = {runner.cluster.devices[d].kind for d in np.unique(runner.placement)}
-    return "cuda" in kinds and not runner.graph.program.is_random
+    if runner.graph.program.is_random:
+        return False
+    return "cuda" in kinds if option == "cuda_graphs" else "cpu" in kinds and patience.is_left()
 
 
-def _is_same(graphed: Runner, runner: Runner, inputs: Any) -> bool:
-    """Whether there are CUDA graphs, and they compute what is computed without them."""
+def _is_same(variant: Runner, runner: Runner, inputs: Any, report: Progress) -> bool:
+    """Whether something of it is a CUDA graph, or compiled, and computes what others do."""
     args, kwargs = split_inputs(inputs)
     try:
-        for _ in range(_CAPTURED):
-            replayed = pytree.tree_leaves(graphed(*args, **kwargs))
+        if variant.compiled:
+            variant.compile(report)
+        for _ in range(_CAPTURED if variant.cuda_graphs else 1):
+            outputs = pytree.tree_leaves(variant(*args, **kwargs))
     except RuntimeError:  # there is no room for both, or a library refuses
         return False
     expected = pytree.tree_leaves(runner(*args, **kwargs))
     tolerance = equality.Tolerance.of([*runner.graph.program.params, *expected], runner.cluster)
-    return graphed.num_graphs > 0 and not equality.difference(replayed, expected, tolerance)
+    is_another = variant.num_graphs > 0 or variant.num_compiled > 0
+    return is_another and not equality.difference(outputs, expected, tolerance)
 
 
 def _singles(problem: Problem, plan: Plan, most_s: float) -> dict[str, bool]:
@@ -505,13 +574,12 @@ def _singles(problem: Problem, plan: Plan, most_s: float) -> dict[str, bool]:
     return {name: close for name, close in best_of_kind.values() if [name] != devices_of(plan)}
 
 
-def _plain(module: nn.Module, inputs: Any, batches: int) -> Way:
-    """The module as PyTorch runs it, with all of its threads: one call, and the mean of several."""
+def _called(call: Callable[..., Any], inputs: Any, batches: int) -> Way:
+    """A module as PyTorch runs it, with all of its threads: one call, and the mean of several."""
     args, kwargs = split_inputs(inputs)
 
     def once() -> None:
-        with torch.inference_mode():
-            module(*args, **kwargs)
+        call(*args, **kwargs)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 

@@ -15,6 +15,7 @@ os.environ["WANDB_SILENT"] = "true"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HYDRA_FULL_ERROR"] = "1"
+os.environ["CXX"] = "no-compiler"  # ``optimize`` would compile; tests of that delete this
 
 import gc
 import random

@@ -232,6 +232,7 @@ def build(
     options = {
         "cpp_wrapper": True,
         "cpp.threads": threads,
+        "compile_threads": 1,  # or processes start that have nothing to do: there is one module
         "freezing": frozen,
         "fx_graph_cache": False,  # what is kept is kept here; and a hit would load nothing
         "fallback_random": True,

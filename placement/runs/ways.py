@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from placement.cluster import Cluster
     from placement.executor import Runner
     from placement.plan import Measured, Plan
     from placement.tools.progress import Progress
@@ -49,6 +52,106 @@ def difference(runner: Runner, module: Any, inputs: Any) -> str:
     finally:
         for m in was_training:
             m.training = True
+
+
+def inferring(module: Any) -> Callable[..., Any]:
+    """The module, called in inference mode."""
+    import torch
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode():
+            return module(*args, **kwargs)
+
+    return call
+
+
+@dataclass
+class TorchCompiled:
+    """A module as ``torch.compile`` makes it: call it as the module, without gradients.
+
+    Attributes:
+        what: what was asked for, and how long it took, in words.
+        seconds: for this kind.
+        replays: CUDA graphs, of which the next call writes over what this one made.
+    """
+
+    what: str
+    seconds: float
+    replays: bool
+    _call: Callable[..., Any]
+    _module: Any
+    _frozen_as: list[Any]  # states of the parameters whose values are compiled in
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.utils import _pytree as pytree
+
+        from placement.executor.weights import states_of
+
+        call = self._call
+        if self._frozen_as and states_of([*self._module.parameters()]) != self._frozen_as:
+            call = self._module  # which knows what was written since
+        with torch.no_grad():
+            if not self.replays:
+                return call(*args, **kwargs)
+            torch.compiler.cudagraph_mark_step_begin()
+            outputs = call(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, torch.clone, outputs)
+
+
+def torch_compiled(
+    module: Any, inputs: Any, cluster: Cluster, report: Progress
+) -> TorchCompiled | None:
+    """What a user would type first: the faster of ``torch.compile`` and the same with freezing.
+
+    On a GPU with ``mode="reduce-overhead"``. In CPU kernels PyTorch has the threads that it has in
+    this process. None: it fails, or computes something else, which is said.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from placement.executor import equality
+    from placement.executor.weights import states_of
+    from placement.program import split_inputs
+    from placement.tools.progress import say
+    from placement.tools.shown import seconds
+
+    args, kwargs = split_inputs(inputs)
+    with torch.no_grad():
+        expected = pytree.tree_leaves(module(*args, **kwargs))
+    tolerance = equality.Tolerance.of([*module.parameters(), *expected], cluster)
+    on_gpu = any(x.is_cuda for x in module.parameters())
+    kinds: dict[str, Any] = {"torch.compile": {}, "torch.compile with freezing": {}}
+    if on_gpu:
+        kinds = {'torch.compile(mode="reduce-overhead")': {"mode": "reduce-overhead"}}
+    made: list[TorchCompiled] = []
+    for name, options in kinds.items():
+        report(f"{name} of the module", None)
+        frozen, began = "freezing" in name, time.perf_counter()
+        # Options that differ, or Dynamo would take the first one's code again.
+        options |= {"options": {"freezing": True}} if frozen else {}
+        try:
+            # Dynamo asks the global setting.
+            with torch._inductor.config.patch(freezing=frozen), torch.no_grad():
+                call = torch.compile(module, **options)
+                outputs = pytree.tree_leaves(call(*args, **kwargs))
+                call(*args, **kwargs)
+        except Exception as error:  # of Dynamo, Inductor, the compiler or the model
+            line = next(iter(str(error).splitlines()), "")[:200]
+            say(f"{name} is left out: {type(error).__name__}: {line}")
+            continue
+        took_s = time.perf_counter() - began
+        if wrong := equality.difference(outputs, expected, tolerance):
+            say(f"{name} is left out: {wrong}")
+            continue
+        states = states_of([*module.parameters()]) if frozen else []
+        what = f"{name} ({seconds(took_s)} of compiling)"
+        made.append(TorchCompiled(what, took_s, on_gpu, call, module, states))
+    took = {id(one): float("inf") for one in made}
+    for _ in range(ROUNDS):  # in turns
+        for one in made:
+            took[id(one)] = min(took[id(one)], timed(partial(one, *args, **kwargs)))
+    return min(made, key=lambda one: took[id(one)], default=None)
 
 
 def first_difference(runner: Runner, inputs: Any) -> str:
