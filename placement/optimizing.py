@@ -18,6 +18,7 @@ from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.costs.calibration import corrected
+from placement.costs.fused import load_or_measure_compiled
 from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner, equality
 from placement.executor.runner import without_mode
@@ -40,6 +41,7 @@ from placement.runs.ways import (
 )
 from placement.simulator import score
 from placement.tools.compiler import missing_compiler
+from placement.tools.files import FileError
 from placement.tools.named import meant
 from placement.tools.progress import Progress, progress, say, says_when_compiling
 from placement.tools.shown import count
@@ -48,7 +50,7 @@ from placement.tools.shown import seconds as shown
 if TYPE_CHECKING:
     from placement.executor.loader import InputPipeline
     from placement.plan import Measured, Plan, Spread
-    from placement.profile import Profile
+    from placement.profile import Profile, ProfileError
 
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
@@ -260,6 +262,14 @@ def fastest(
                 with suppress(torch.OutOfMemoryError):  # the plan that ran stays
                     ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)
                     slower.runner.close()
+        if costs := _compiled_costs(problem, patience, report):
+            report(f"planning compiled runs with {PLANNER}", None)
+            solution = planners.solve(planner, costs)
+            own = replace(costs, graph=problem.graph)  # groups of kernels are no part of a plan
+            again = _plan(own, workload, solution, planner)
+            if len(devices_of(again)) > 1 and again.assignments != ran.plan.assignments:
+                ran, slower = sorted((ran, run(again, own)), key=lambda x: x.over_single)
+                slower.runner.close()
         on_error.pop_all()
     runner = _kept(problem, ran, workload)
     runner.planned = planned
@@ -284,10 +294,14 @@ class _Ran:
 
     @property
     def over_single(self) -> float:
-        """How many times as long as the best device alone the plan takes."""
-        plan, objective = self.ways["plan"], self.plan.objective
-        single = self.ways[_best_single(self.ways, objective)]
-        return median_s(plan, objective) / median_s(single, objective)
+        """How many times as long as the best device alone the plan takes, each as it is fastest."""
+        objective, single = self.plan.objective, _best_single(self.ways, self.plan.objective)
+        plan_s, single_s = (
+            min(median_s(every[x], objective) for x in every if x.startswith(name))
+            for every in [{**self.ways, **self.variants}]
+            for name in ("plan", single)
+        )
+        return plan_s / single_s
 
 
 class Patience:
@@ -367,6 +381,22 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     declared = {(x.src, x.dst): x for x in cluster.links}
     links = tuple(declared.get((x.src, x.dst), x) for x in profile.links)
     return replace(problem, profile=replace(profile, links=links))
+
+
+def _compiled_costs(problem: Problem, patience: Patience, report: Progress) -> Problem | None:
+    """The problem of compiled runs, in which operators of a kernel stay together.
+
+    None: one device or GPUs, no time, or nothing that is compiled.
+    """
+    cluster = problem.cluster
+    if len(cluster.devices) < 2 or not patience.is_left() or cluster.streaming:
+        return None
+    if any(device.kind != "cpu" for device in cluster.devices):
+        return None
+    with patience.spent(), suppress(ProfileError, FileError):
+        found = load_or_measure_compiled(problem.graph, cluster, problem.profile, progress=report)
+        return replace(problem, graph=found[0], profile=found[1])
+    return None
 
 
 def _is_faster(one: Measured, other: Measured, objective: str, *, clearly: bool) -> bool:

@@ -99,7 +99,7 @@ def measure(
             runner, needed[d] = as_it_can(graph, cluster, d, priority, inputs)
             runners.append(runner)
             stack.callback(runner.close)
-        alone, loaded = _rounds(runners, inputs, repeats, say)
+        alone, loaded = measured_rounds(runners, inputs, repeats, say)
         say("measuring links", None)
         links = measure_links(cluster, repeats=max(3, repeats // 2))
         marks_s = np.array([_mark_seconds(r, priority, inputs, min(repeats, 5)) for r in runners])
@@ -137,7 +137,7 @@ def measure(
     return replace(profile, provenance=profile.provenance | {"seconds": seconds})
 
 
-def _rounds(
+def measured_rounds(
     runners: Sequence[Alone], inputs: Sequence[Tensor], repeats: int, say: Progress
 ) -> tuple[list[Floats], list[Floats]]:
     """Seconds of the operators, float64 ``[N, D]`` for each round: alone, and beside all devices.

@@ -267,6 +267,57 @@ def build(
     return Built(Path(entries[0].__self__.__file__), operands, packed, raw, seconds)
 
 
+def kernels_of(program: Program) -> list[set[int]]:
+    """Operators by the kernel that Inductor makes of them; of one in several the first counts.
+
+    Raises:
+        Exception: Inductor refuses the program.
+    """
+    from torch._inductor import scheduler, standalone_compile
+
+    found: list[set[int]] = []
+
+    class Enough(Exception):
+        """Nothing has to be compiled."""
+
+    def seen(self: Any) -> None:
+        taken: set[int] = set()
+        for node in self.nodes:
+            origins = {x for part in node.get_nodes() if part.node for x in part.node.origins}
+            ops = {x.meta["custom"]["op"] for x in origins if "op" in x.meta.get("custom", ())}
+            if isinstance(node, scheduler.ExternKernelSchedulerNode) and ops:
+                ops = {max(ops)}  # the others have made what it reads
+            found.append(ops - taken)
+            taken |= ops
+        raise Enough
+
+    params = {p: x.detach() for p, x in enumerate(program.params)}
+    leave = {x.tensor for x in program.output_leaves if isinstance(x, Ref)}
+    made = [t for step in program.steps for t in step.outputs if t in leave]
+    run = recipe(program, range(len(program.steps)), made, {})
+    values = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
+    inputs: list[Any] = [*(values[t] for t in run.reads), *(params[p] for p in run.params)]
+    options = {"cpp_wrapper": True, "fx_graph_cache": False, "compile_threads": 1}
+    with (
+        _COMPILING,
+        torch.no_grad(),
+        torch.fx.traceback.preserve_node_meta(),
+        _silent(),
+        mock.patch.object(scheduler.Scheduler, "codegen", seen),
+    ):
+        try:
+            standalone_compile(
+                graph_of(program, run, params, {}, frozen=False),
+                inputs,
+                dynamic_shapes="from_example_inputs",
+                options={"config_patches": options},
+            )
+        except Exception:
+            if not found:
+                raise
+    return [ops for ops in found if ops]
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
     """What Inductor logs of its own cache, which is not used here, is not said."""

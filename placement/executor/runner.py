@@ -38,7 +38,7 @@ from placement.executor.constants import constants
 from placement.executor.generated import Generated, generate
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
-from placement.executor.share import Share, fused, runs_of, shares
+from placement.executor.share import Share, cut, fused, runs_of, shares
 from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
@@ -85,6 +85,7 @@ class Runner:
         compiled: to be set before the first call, which then compiles (see ``compile``): runs of
             operators on a CPU are artefacts of PyTorch's Inductor, where they can be and are faster
             (``not_compiled`` says where not). Inference only.
+        begins: operators before which a compiled run ends, whatever could be one with it.
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
@@ -151,6 +152,7 @@ class Runner:
         self._frozen: list[Tensor] = []  # parameters whose values are part of artefacts
         self._frozen_as: list[weights.State] = []
         self._report: Progress = lambda *_: None
+        self.begins: frozenset[int] = frozenset()
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
         # Of the module's, those that are read where they are.
@@ -601,6 +603,7 @@ class Runner:
                 compiles = fuse and self.compiled and bool(ops) and target.type == "cpu"
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 runs = pieces_of(self._program, runs, known) if replay or compiles else runs
+                runs = cut(runs, self.begins) if compiles else runs
                 own = share if fuse else None
                 generated = generate(
                     self._program, runs, own, params, gradients, target, clock, streamed, known
