@@ -26,6 +26,7 @@ from placement.executor.streamed import streaming_where_short
 from placement.objective import Objective
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem, Solution
+from placement.profile import ProfileError
 from placement.program import split_inputs
 from placement.runs.ways import (
     ROUNDS,
@@ -50,7 +51,7 @@ from placement.tools.shown import seconds as shown
 if TYPE_CHECKING:
     from placement.executor.loader import InputPipeline
     from placement.plan import Measured, Plan, Spread
-    from placement.profile import Profile, ProfileError
+    from placement.profile import Profile
 
 PLANNER = "best_of"
 MAX_PHASES = 8  # replicas may take so many turns
@@ -265,7 +266,8 @@ def fastest(
         if costs := _compiled_costs(problem, patience, report):
             report(f"planning compiled runs with {PLANNER}", None)
             solution = planners.solve(planner, costs)
-            own = replace(costs, graph=problem.graph)  # groups of kernels are no part of a plan
+            known = replace(costs.profile, graph_fingerprint=problem.graph.fingerprint)
+            own = replace(costs, graph=problem.graph, profile=known)  # plans know no kernels
             again = _plan(own, workload, solution, planner)
             if len(devices_of(again)) > 1 and again.assignments != ran.plan.assignments:
                 ran, slower = sorted((ran, run(again, own)), key=lambda x: x.over_single)

@@ -29,6 +29,7 @@ from placement.plan import Measured, Spread, load_plan
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
 from placement.program import InputError
+from placement.runs.ways import TorchCompiled
 from placement.simulator import score
 from placement.tools.shown import count
 
@@ -242,6 +243,48 @@ def test_plain_pytorch_where_it_is_the_fastest(
     with pytest.raises(RunnerError, match="closed"):
         runner(INPUT)
     assert " is the fastest here, so the runner calls the module itself; " in verdict(runner)
+
+
+@pytest.mark.parametrize(
+    ("took", "kept", "is_compiled"),
+    [
+        ({"compiled": 1e-3}, "compiled", False),  # torch.compile is the fastest
+        ({"single, compiled": 1e-3}, "single", True),
+        ({"single, compiled": 4.9e-3}, "single", False),  # not clearly faster than 5 ms
+    ],
+)
+def test_what_is_compiled_takes_turns(
+    in_turns: Callable[..., None], monkeypatch: pytest.MonkeyPatch, took: Any, kept: str,
+    is_compiled: bool, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Several devices take 9 ms, one 5, and the module 9; nothing is really compiled."""
+    net, calls = module(), list[str]()
+
+    def by_torch(*_: Any) -> TorchCompiled:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            calls.append("torch")
+            return net(x)
+
+        return TorchCompiled("torch.compile", 1.0, False, call, net, [])
+
+    monkeypatch.setattr(optimizing, "missing_compiler", lambda: "")
+    monkeypatch.setattr(optimizing, "torch_compiled", by_torch)
+    monkeypatch.setattr(optimizing, "_compiled_costs", lambda *_: None)
+    monkeypatch.setattr(placement.Runner, "num_compiled", 1)  # its runs stay as they are
+    monkeypatch.setattr(optimizing, "_CLOSE", np.inf)
+    single = {k.replace("single", f"cpu:{n}"): s for k, s in took.items() for n in (0, 1)}
+    in_turns(5e-3, **({"plan": 9e-3, "plain": 9e-3, "compiled": 9e-3} | single))
+    with optimize(net, INPUT, quiet=True) as runner:
+        assert (runner.kept, runner.plan.compiled) == (kept, is_compiled)
+        assert "compiled" in runner.measured and runner.compiled_as == "torch.compile"
+        calls.clear()
+        torch.testing.assert_close(runner(INPUT), net(INPUT))
+        assert bool(calls) == (kept == "compiled")
+        assert (", compiled" in verdict(runner)) == is_compiled
+        runner.plan.save(tmp_path / "plan.json")
+        assert load_plan(tmp_path / "plan.json").compiled == is_compiled
+    with optimize(net, INPUT, quiet=True, compiled=False) as runner:
+        assert "compiled" not in runner.measured and not runner.plan.compiled
 
 
 @needs_two
