@@ -426,7 +426,8 @@ def test_the_command(
     assert load_plan("plan.json").graph.workload == "tiny_mlp"
     assert main([*words, "--json"]) == OK
     got = json.loads(capsys.readouterr().out)
-    assert set(got) == {"kept", "objective", "planner", "assignments", "predicted", "measured"}
+    keys = {"kept", "objective", "planner", "assignments", "predicted", "measured"}
+    assert set(got) == keys | {"compiled", "compiled_as"}
     assert got["objective"] == "latency" and {"plan", "plain"} <= set(got["measured"])
 
 

@@ -21,6 +21,7 @@ EXAMPLE = """examples:
   placement export --list
   placement export plan.json --to huggingface --out device_map.json
   placement export plan.json --to vllm --out vllm.env --nearest layers=transformer.h
+  placement export plan.json --to aoti --out FOLDER      compiled stages, and what pipelines them
 
 Exit code 1: the program cannot express the plan; the message says which operator is in the way.
 """
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [what for what, value in options if value is None]
     if missing:
         raise cli.UsageError(f"missing: {', '.join(missing)}; exporters: placement export --list")
+    if args.to == "aoti":
+        return _packages(args)
     cli.search_here(args.to)
     exporter = exporters.load(args.to, **dict(option(text, "exporter") for text in args.options))
     cli.check_outputs(args.out)
@@ -245,6 +248,38 @@ def _write(exported: Exported, path_given: str, *, read: Sequence[str | None]) -
     for suffix, content in exported.files.items():
         write_atomic(paths[suffix], content)
     return {suffix: str(path) for suffix, path in paths.items()}
+
+
+def _packages(args: argparse.Namespace) -> int:
+    """``--to aoti``: compiled stages, which need the module and not the plan alone."""
+    import torch
+
+    from placement.cli.ways import model_of
+    from placement.executor.packages import PackageError, write_packages
+    from placement.plan import load_plan
+
+    plan = load_plan(args.plan)
+    if args.options or args.nearest or args.profile:
+        raise cli.UsageError("--to aoti takes --model and --out FOLDER alone")
+    with cli.progress() as report:
+        report("loading and capturing the model", None)
+        module, inputs = cli.load_workload(model_of(plan, args.model))
+        with plan.bind(module, inputs) as runner:
+            where = runner.graph, runner.cluster, runner.placement, plan.priority, args.out
+        try:
+            count = write_packages(*where, in_flight=plan.max_in_flight, report=report)
+        except PackageError as error:
+            if args.json:
+                cli.print_json({"exported": False, "why": str(error)})
+            cli.say(str(error))
+            return cli.NO
+    if args.json:
+        cli.print_json({"exported": True, "folder": args.out, "packages": count})
+    cli.say(
+        f"{cli.count(count, 'package')} written to {args.out}, for PyTorch {torch.__version__} on "
+        "this kind of processor; run.py and main.cpp there pipeline them without the model's code"
+    )
+    return cli.OK
 
 
 def _list(args: argparse.Namespace) -> int:

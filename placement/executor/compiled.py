@@ -239,9 +239,7 @@ def build(
         **patches,
     }
     began = time.perf_counter()
-    with _COMPILING, ExitStack() as stack:
-        for context in (torch.no_grad(), torch.fx.traceback.preserve_node_meta(), _silent()):
-            stack.enter_context(context)
+    with compiling(), ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(codecache.CppWrapperCodeCache, "load_pybinding", loaded))
         stack.enter_context(patch(ConstantFolder, "_deduce_value", folded))
@@ -298,13 +296,7 @@ def kernels_of(program: Program) -> list[set[int]]:
     values = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
     inputs: list[Any] = [*(values[t] for t in run.reads), *(params[p] for p in run.params)]
     options = {"cpp_wrapper": True, "fx_graph_cache": False, "compile_threads": 1}
-    with (
-        _COMPILING,
-        torch.no_grad(),
-        torch.fx.traceback.preserve_node_meta(),
-        _silent(),
-        mock.patch.object(scheduler.Scheduler, "codegen", seen),
-    ):
+    with compiling(), mock.patch.object(scheduler.Scheduler, "codegen", seen):
         try:
             standalone_compile(
                 graph_of(program, run, params, {}, frozen=False),
@@ -319,17 +311,18 @@ def kernels_of(program: Program) -> list[set[int]]:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """What Inductor logs of its own cache, which is not used here, is not said."""
+def compiling() -> Iterator[None]:
+    """One thread at a time, without gradients; what Inductor says of its own caches is not said."""
     log = logging.getLogger("torch._inductor.standalone_compile")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(before)
+    with _COMPILING, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        before = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            log.setLevel(before)
 
 
 @dataclass(frozen=True)

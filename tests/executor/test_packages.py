@@ -1,0 +1,85 @@
+"""Packages of AOTInductor: stages that run in a pipeline without the model's code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from placement import capture
+from placement.cluster import Cluster, Device
+from placement.executor.packages import PackageError, write_packages
+from placement.tools.compiler import missing_compiler
+from placement.tools.files import FileError
+
+TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        return hidden, self.second(hidden).softmax(-1)
+
+
+def test_packages_compute_what_the_module_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another process, which sees the folder and PyTorch alone."""
+    monkeypatch.delenv("CXX", raising=False)
+    if missing_compiler():
+        pytest.skip("there is no C++ compiler here")
+    torch.manual_seed(0)
+    module, x = Net().eval(), torch.randn(8, 16)
+    graph = capture(module, x)
+    on = np.array([0, 0, 1, 1])  # linear, tanh | linear, softmax
+    folder = tmp_path / "stages"
+    assert write_packages(graph, TWO, on, range(4), folder) == 2
+    files = {path.name for path in folder.iterdir()}
+    loaders = {"stages.json", "run.py", "pipeline.h", "main.cpp", "CMakeLists.txt"}
+    assert files == {"0.pt2", "1.pt2", *loaders}
+    torch.save([x, x + 1, x - 1], tmp_path / "items.pt")
+    script = """
+import sys, torch
+from run import Pipeline
+items = torch.load("../items.pt")
+with Pipeline(".") as pipeline:
+    assert len(pipeline(items[0])) == 2
+    torch.save(list(pipeline.stream([x] for x in items)), "../outputs.pt")
+assert "placement" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, env={})
+    for item, outputs in zip([x, x + 1, x - 1], torch.load(tmp_path / "outputs.pt"), strict=True):
+        for actual, expected in zip(outputs, module(item), strict=True):
+            torch.testing.assert_close(actual, expected)
+    with pytest.raises(FileError, match="it is there; name a new folder"):
+        write_packages(graph, TWO, on, range(4), folder)
+
+
+def test_what_cannot_be_packaged_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = capture(Net().eval(), torch.randn(8, 16))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(PackageError, match="no C\\+\\+ compiler 'no-such-compiler'"):
+        write_packages(graph, TWO, [0, 0, 1, 1], range(4), tmp_path / "a")
+    monkeypatch.setenv("CXX", sys.executable)  # is there
+
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch._inductor, "aot_compile", refuses)
+    with pytest.raises(PackageError, match="Inductor refuses a stage: RuntimeError: no such"):
+        write_packages(graph, TWO, [0, 0, 1, 1], range(4), tmp_path / "a")
+    gpu = Cluster("gpu", (Device("cuda:0", kind="cuda"),))
+    with pytest.raises(PackageError, match="only plans of CPU devices"):
+        write_packages(graph, gpu, [0, 0, 0, 0], range(4), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
