@@ -99,8 +99,8 @@ def require_whole(plan: Plan) -> None:
     if plan.pieces is not None and plan.pieces.operators:
         names = [*plan.pieces.operators]
         raise ExportError(
-            f"the plan has {len(names)} operators in pieces, the first is {names[0]!r}: this format "
-            "places whole ones; plan without --pieces for it"
+            f"the plan has {len(names)} operators in pieces, the first is {names[0]!r}: this "
+            "format places whole ones; plan without --pieces for it"
         )
 
 

@@ -90,7 +90,9 @@ class LlamaCpp:
         files = {"": ",".join(_rules(on, num_layers, backends)) + "\n"}
         layer = [on[u, None] for u in range(1, num_layers + 1)]
         others = sorted(set(on.values()) - set(host))
-        files[".args"], missing = _arguments(layer, last, host, others, backends)
+        # A head on the CPU is there by its rule, and no reason to leave a layer's cache there too.
+        output = layer[-1] if last in host else last
+        files[".args"], missing = _arguments(layer, output, host, others, backends)
         note = 'llama-server -m MODEL $(cat FILE.args) -ot "$(cat FILE)"' + missing
         if tied:
             note += f"; the tied head is on {backends.buffer(last)}"

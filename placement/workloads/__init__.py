@@ -15,7 +15,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,8 @@ def _function(spec: str) -> Any:
             stem = spec.removesuffix(".py")
             here = f"; {stem}.py is here: name a function of it, {stem}:function;"
             near = here if os.path.isfile(f"{stem}.py") else meant(spec, families) or ";"
+            if home := _defined_here(spec):
+                near = f"; {home}.py has a function of that name: {home}:{spec};"
             raise WorkloadError(
                 f"unknown workload {spec[:80]!r}{near} choose one of "
                 f"{', '.join(sorted(families))}, or give your own as package.module:function, or a "
@@ -133,6 +135,16 @@ def _function(spec: str) -> Any:
             )
         name = f"{__name__}.{families[spec]}:{spec}"
     return imported(name, "workload", WorkloadError)
+
+
+def _defined_here(function: str) -> str | None:
+    """The module of this folder in which a function of that name is defined."""
+    begin = f"def {function}("
+    for path in sorted(Path().glob("*.py")):
+        with suppress(OSError):
+            if any(x.startswith(begin) for x in path.read_text("utf-8", "replace").splitlines()):
+                return path.stem
+    return None
 
 
 def _check_options(spec: str, function: Any, options: dict[str, Any]) -> None:

@@ -862,6 +862,9 @@ def test_what_may_have_been_meant(
     assert "unknown workload 'nosuch'; choose one of" in error(
         capsys, "plan", "nosuch", "--planner", "heft"
     )
+    assert "'multi'; mine_near.py has a function of that name: mine_near:multi; choose" in error(
+        capsys, "plan", "multi", "--planner", "heft"
+    )
 
 
 def test_another_distribution_owns_agents(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -501,9 +501,13 @@ def test_llama_cpp_makes_a_tied_head_of_the_embedding() -> None:
     assert consumers.first_match(rules, "token_embd.weight") is None
     assert exported.files[".args"] == "-ngl 3 -dev CUDA1 -ts 3\n"
     assert "the tied head is on CUDA1" in exported.note
-    for both in ([0] * 11, [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]):  # on one device: one rule
-        rules = str(export("llama_cpp", tied(both, mixed)).files[""])
-        assert consumers.first_match(rules, "token_embd.weight") == "CPU"
+    for both, args in (
+        ([0] * 11, "-ngl 0\n"),  # on one device: one rule
+        ([0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0], "-ngl 3 -dev CUDA1 -ts 3\n"),
+    ):
+        exported = export("llama_cpp", tied(both, mixed))
+        assert consumers.first_match(str(exported.files[""]), "token_embd.weight") == "CPU"
+        assert exported.files[".args"] == args and "elsewhere" not in exported.note
     with pytest.raises(Inexpressible, match=r"a rule for token_embd\.weight moves both") as no:
         export("llama_cpp", tied(CUT))
     assert [op for op, d in no.value.nearest.items() if d == "cuda:0"] == NAMES[2:5]
