@@ -24,9 +24,7 @@ Ints = NDArray[np.int64]
 
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
 _BATCH = 16  # new placements between two looks at the incumbent
-_STEPS = 30  # of reweighting; ratios of medians are good to 1e-4 by then
-_DRIFT_PENALTY = 0.5  # below 1: what a placement alone in its round shows is taken for drift
-_EXPECTED = 0.3  # below that: unless several new ones there took as long as was expected of them
+_STEPS = 10  # of a median polish
 
 
 class TrialError(ValueError):
@@ -163,11 +161,9 @@ class Trials:
     def levels(self) -> Floats:
         """float64 ``[K]`` seconds of ``samples.placements``, without what drift did to them.
 
-        ``log seconds = level + drift of the round``, with the least sum of absolute errors, of
-        half the absolute drifts, and of a third of how far levels are from what the simulator says
-        (up to a factor for all): the median where the machine is steady, and the ratio to the
-        placements that ran in other rounds too, times their median, where it is not. Whether it
-        was the machine or an interruption of one run, the new placements beside it tell.
+        ``log seconds = level + drift of the round`` (see ``two_way``): the median where the machine
+        is steady, and the ratio to the placements that ran in other rounds too, times their median,
+        where it is not.
         """
         return self._facts()[1]
 
@@ -265,8 +261,7 @@ class Trials:
         """Samples, levels and drift, worked out once per round."""
         if self._known is None or self._known[0] != self._played:
             samples = _samples(self._rounds[: self._played], self.problem.num_ops)
-            expected = self.simulate(samples.placements)
-            self._known = (self._played, samples, *_levels(samples, self._played, expected))
+            self._known = (self._played, samples, *_levels(samples, self._played))
         return self._known[1:]
 
     def simulate(self, placements: Sequence[Placement] | Placement) -> Floats:
@@ -298,66 +293,38 @@ def fingerprint(problem: Problem) -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
-def two_way(
-    index: Ints, round: Ints, values: Floats, expected: Floats | None = None
-) -> tuple[Floats, Floats]:
-    """Levels float64 ``[K]`` and drifts ``[R]`` so that ``values[s]`` is about their sum.
+def two_way(index: Ints, round: Ints, values: Floats) -> tuple[Floats, Floats]:
+    """Levels float64 ``[K]`` and drifts ``[R]`` whose sums are about ``values [S]``.
 
-    Minimises ``sum |value - level - drift| + 0.5 sum |drift| + 0.3 sum |level - expected|`` by
-    iteratively reweighted least squares: medians, where an average would follow every
-    interruption. The last sum is up to a constant, and none where nothing is expected.
+    A median polish (Tukey, Exploratory Data Analysis, 1977): medians, where an average would follow
+    every interruption. What ran in other rounds too tells the drift of a round, which is 0 where
+    nothing did.
 
     Args:
         index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
-        values: float64 ``[S]``.
-        expected: float64 ``[K]``, not finite where nothing is expected.
     """
-    count, rounds = int(index.max()) + 1, int(round.max()) + 1
-    drift, weight, shrink = np.zeros(rounds), np.ones(len(values)), np.ones(rounds)
-    smallest = 1e-6 + 1e-4 * float(np.ptp(values))
-    near, prior, trust = np.zeros(count), np.zeros(count), np.zeros(count)
-    if expected is None:
-        expected = np.full(count, np.nan)
-    is_expected = np.isfinite(expected)
-    if is_expected.any():
-        # All that are new in a round together weigh no more than a run that is made again.
-        here = np.unique(np.stack([index, round]), axis=1)
-        once = np.bincount(here[0], minlength=count) == 1
-        new = np.bincount(here[1][once[here[0]]], minlength=rounds)
-        last = np.zeros(count, np.int64)
-        last[here[0]] = here[1]
-        trust = is_expected * np.where(
-            once, np.minimum(_EXPECTED, 1.0 / np.maximum(new[last], 1)), _EXPECTED
-        )
-        expected = np.where(is_expected, expected, 0.0)
-        near, prior = trust, expected + np.median((values - expected[index])[is_expected[index]])
-    for _ in range(_STEPS):
-        both = np.zeros((count, rounds))
-        np.add.at(both, (index, round), weight)
-        each = both.sum(axis=1) + near
-        value = np.bincount(index, weight * values, count) + near * prior
-        left = np.diag(both.sum(axis=0) + _DRIFT_PENALTY * shrink) - both.T @ (both / each[:, None])
-        right = np.bincount(round, weight * values, rounds) - both.T @ (value / each)
-        drift = np.linalg.solve(left, right)
-        level = (value - both @ drift) / each
-        weight = 1 / np.maximum(np.abs(values - level[index] - drift[round]), smallest)
-        shrink = 1 / np.maximum(np.abs(drift), smallest)
-        if is_expected.any():
-            prior = expected + np.median((level - expected)[is_expected])
-            near = trust / np.maximum(np.abs(level - prior), smallest)
+
+    def medians(of: Ints, rest: Floats) -> Floats:
+        return np.array([np.median(rest[of == x]) for x in range(int(of.max()) + 1)])
+
+    drift = np.zeros(int(round.max()) + 1)
+    often = np.bincount(np.unique(np.stack([index, round]), axis=1)[0]) > 1
+    told = np.flatnonzero(often[index])
+    there, at = np.unique(round[told], return_inverse=True)
+    level = medians(index, values)
+    for _ in range(_STEPS if len(told) else 0):
+        drift[there] = medians(at, (values - level[index])[told])
+        level = medians(index, values - drift[round])
     return level, drift
 
 
-def _levels(samples: Samples, rounds: int, expected_s: Floats) -> tuple[Floats, Floats]:
+def _levels(samples: Samples, rounds: int) -> tuple[Floats, Floats]:
     levels, drift = np.full(len(samples.placements), np.inf), np.zeros(rounds)
     good = np.isfinite(samples.seconds)
     if good.any():
         numbers, index = np.unique(samples.index[good], return_inverse=True)
         there, number = np.unique(samples.round[good], return_inverse=True)
-        expected = np.log(expected_s[numbers])
-        levels[numbers], drift[there] = two_way(
-            index, number, np.log(samples.seconds[good]), expected
-        )
+        levels[numbers], drift[there] = two_way(index, number, np.log(samples.seconds[good]))
         levels[numbers] = np.exp(levels[numbers])
         levels[samples.index[~good]] = np.inf
     return levels, np.exp(drift)
