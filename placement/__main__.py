@@ -25,14 +25,11 @@ from placement.cli import (
     dataset,
     doctor,
     export,
-    features,
     import_problem,
     optimize,
     plan,
-    power,
     profile,
     pull,
-    replan,
     report,
     run,
     schedule,
@@ -58,15 +55,12 @@ def _of(module: Any, help: str, first_page: bool = True) -> Verb:
 VERBS = {
     "optimize": _of(optimize, "capture, measure, plan and run a model, in one command"),
     "profile": _of(profile, "measure every operator on every device"),
-    "features": _of(features, "what every operator costs by its description; nothing is measured"),
     "dataset": _of(dataset, "graphs of many models with measured times: build, show, load"),
-    "power": _of(power, "watts of this machine's devices, where it has meters"),
     "import": _of(import_problem, "write any problem as one file of our own format"),
     "plan": _of(plan, "let a planner decide"),
     "bench": _of(bench, "how far a planner stays from optima that are proved"),
     "run": _of(run, "carry a plan out, check its results, measure it"),
     "schedule": _of(schedule, "search the order of blocks that are given as data"),
-    "replan": _of(replan, "plan again without devices that are gone"),
     "validate": Verb(
         "check a plan: against itself, a model, devices",
         show.configure_validate,
@@ -92,6 +86,13 @@ VERBS = {
     ),
 }
 
+
+# What went, and what to type instead.
+GONE = {
+    "replan": "placement plan --without DEVICE --start plan.json",
+    "features": "placement profile MODEL --features",
+    "power": "placement doctor --power",
+}
 
 _START = """start with:
   placement doctor
@@ -122,7 +123,6 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=Help,
         )
         verb.configure(sub)
-        sub.set_defaults(parser=parser)
         sub.add_argument("--json", action="store_true", help="one JSON object for machines")
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
     return parser
@@ -132,6 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     cli.any_output()
     parser = build_parser()
+    completion.answer(parser)
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in GONE:
+        parser.error(f"there is no verb {words[0]} any more; type {GONE[words[0]]}")
     args, rest = parser.parse_known_args(argv)
     # argparse gives up on positional arguments that follow an option.
     if rest and (not hasattr(args, "options") or any(x.startswith("-") for x in rest)):

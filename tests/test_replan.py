@@ -18,9 +18,9 @@ from placement.cluster import Link
 from placement.graph import OpGraph
 from placement.importers import save
 from placement.plan import load_plan, make_plan
-from placement.planners import PlannerError, load
-from placement.problem import Problem
-from placement.replan import ReplanError, first_choices, remaining, replan
+from placement.planners import load
+from placement.problem import Problem, Solution
+from placement.replan import Kept, ReplanError, first_choices, remaining
 from placement.simulator import score
 from tests import problems as by_hand
 from tests.problems import problem_on, problems, random_placement
@@ -91,12 +91,12 @@ def test_parameters_that_no_longer_fit() -> None:
 # --- where it starts -----------------------------------------------------------------------------
 
 
-def test_a_pipeline_is_cut_again_and_keeps_its_order() -> None:
-    # Stages   c c | a a | b b   without a:   c c c | b b b
+def test_one_takes_over_or_what_is_lost_is_dealt_out() -> None:
+    # Stages   c c | a a | b b   without a: what was on a goes to b, to c, or to both.
     left = remaining(chain(), ["a"])  # b is 0 now, c is 1
     rows = first_choices(left, np.array([1, 1, -1, -1, 0, 0], np.int32)).tolist()
-    assert [1, 1, 1, 0, 0, 0] in rows
-    assert [1, 1, 1, 1, 0, 0] in rows and [1, 1, 0, 0, 0, 0] in rows  # one takes over all
+    assert [1, 1, 1, 1, 0, 0] in rows and [1, 1, 0, 0, 0, 0] in rows
+    assert [1, 1, 0, 1, 0, 0] in rows or [1, 1, 1, 0, 0, 0] in rows
     assert [0] * 6 in rows  # one device alone
 
 
@@ -110,14 +110,6 @@ def test_branches_stay_apart() -> None:
     left = remaining(whole, ["c"])
     rows = first_choices(left, np.array([0, 1] * 4 + [-1], np.int32)).tolist()
     assert [0, 1] * 4 + [0] in rows and [0, 1] * 4 + [1] in rows
-
-
-def test_devices_of_unlike_speed_get_unlike_shares() -> None:
-    whole = chain(9)
-    seconds = np.tile([1.0, 9.0, 2.0], (9, 1))  # without b, a is twice as fast as c
-    whole = replace(whole, profile=replace(whole.profile, compute_s=seconds))
-    was = np.array([0] * 4 + [-1] * 2 + [1] * 3, np.int32)
-    assert [0] * 6 + [1] * 3 in first_choices(remaining(whole, ["b"]), was).tolist()
 
 
 @given(problems(grouped=True, unsupported=True), st.integers(0, 99))
@@ -143,50 +135,47 @@ def test_choices_are_complete_and_possible(problem: Problem, seed: int) -> None:
 # --- the answer ----------------------------------------------------------------------------------
 
 
+def planned(whole: Problem, old: Any, gone: list[str], **budget: Any) -> tuple[Problem, Solution]:
+    """As ``placement plan --without ... --start``."""
+    left = remaining(whole, gone)
+    start = Kept(tuple(whole.cluster.device_names[d] for d in old))
+    return left, load("macro_search", start=start, **budget)(left)
+
+
 @pytest.mark.parametrize("objective", ["period", "latency", "max_load"])
 @pytest.mark.parametrize("seed", range(3))
 def test_as_good_as_every_first_placement(objective: Any, seed: int) -> None:
     whole = replace(chain(12, "abcd", memory=10**6), objective=objective)
     old = random_placement(whole, seed)
-    left, answer = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)
+    left, answer = planned(whole, old, ["b", "d"], evaluations=60, seed=seed)
     assert left.cluster.device_names == ("a", "c")
     assert answer.value_s == pytest.approx(float(score(left, answer.placement)[0]))
-    to = np.array([0, -1, 1, -1], np.int32)
-    starts = first_choices(left, to[old])
+    starts = first_choices(left, np.array([0, -1, 1, -1], np.int32)[old])
     assert answer.value_s <= score(left, starts).min() * (1 + 1e-12)
-    assert answer.stats["moved"] == int((to[old] != answer.placement).sum())
-    again = replan(whole, old, ["b", "d"], evaluations=60, seed=seed)[1]
+    again = planned(whole, old, ["b", "d"], evaluations=60, seed=seed)[1]
     assert again.placement.tolist() == answer.placement.tolist()
 
 
 def test_the_known_best() -> None:
     # Six operators of a second on three devices: 2 s; on two devices: 3 s, and 1 ms to send.
     whole = chain()
-    answer = replan(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
+    answer = planned(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
     assert answer.value_s == pytest.approx(3.0)
-    assert answer.stats["moved"] == 2
-    alone = replan(whole, [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
+    alone = planned(whole, [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
     assert alone.value_s == pytest.approx(6.0) and alone.placement.tolist() == [0] * 6
 
 
 def test_a_placement_that_can_stay() -> None:
-    answer = replan(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
-    assert answer.stats["moved"] == 0 and answer.value_s == pytest.approx(3.0)
+    _, answer = planned(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)
+    assert answer.placement.tolist() == [0, 0, 0, 1, 1, 1]
+    assert answer.value_s == pytest.approx(3.0)
 
 
-def test_a_thousand_operators_within_the_budget() -> None:
-    """What is not the search is little: half a second by default, under one in all."""
+def test_a_thousand_operators() -> None:
     whole = replace(chain(1000, "abcdefgh", memory=2**40), max_in_flight=16)
-    old = np.repeat(np.arange(8), 125)
-    answer = replan(whole, old, ["c"], seconds=0.2)[1]  # loads the kernels
-    assert answer.stats["seconds"] < 5  # a budget, on a busy machine
-    # 1000 operators on seven devices: 143 on the fullest; cut again that is found at once.
+    answer = planned(whole, np.repeat(np.arange(8), 125), ["c"], evaluations=200)[1]
+    # 1000 operators on seven devices: 143 on the fullest.
     assert answer.value_s == pytest.approx(143.0, rel=0.01)
-
-
-def test_budgets() -> None:
-    with pytest.raises(PlannerError, match="must be positive"):
-        replan(chain(), [0] * 6, ["a"], seconds=0.0)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -204,29 +193,28 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def command(plan: Path, *more: str | Path) -> int:
-    return main(["replan", *map(str, (plan, *more))])
+    return main(["plan", *map(str, more), "--start", str(plan)])
 
 
 def test_for_machines(files: tuple[Path, Path], capsys: Any) -> None:
     plan, problem = files
     options = ("--evaluations", "60", "--json")
-    assert command(plan, "--without", "b", "--model", problem, *options) == OK
+    assert command(plan, "--without", "b", problem, *options) == OK
     got = json.loads(capsys.readouterr().out)
-    keys = ["planner", "objective", "without", "value_s", "was_value_s", "lower_bound_s", "seconds"]
-    assert list(got) == [*keys, "evaluations", "feasible", "assignment", "moved"]
+    assert list(got)[-3:] == ["feasible", "assignment", "was_value_s"]
     assert got["was_value_s"] == pytest.approx(2.0) and got["value_s"] == pytest.approx(3.0)
     assert sorted(got["assignment"].values()) == ["a"] * 3 + ["c"] * 3
-    assert got["without"] == ["b"] and got["feasible"] is True
+    assert got["planner"] == "macro_search" and got["feasible"] is True
 
 
 def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], capsys: Any) -> None:
     plan, problem = files
     second, third = plan.with_name("2.json"), plan.with_name("3.json")
-    budget = ("--evaluations", "40", "--model", problem)
+    budget = ("--evaluations", "40", problem)
     assert command(plan, "--without", "b", *budget, "--out", second) == OK
-    assert "2 of 6 operators moved" in capsys.readouterr().err
     last = load_plan(second)
-    assert last.planner.name == "replan" and last.planner.parameters["was"] == "contiguous_dp"
+    assert last.planner.name == "macro_search"
+    assert last.planner.parameters["start"] == "contiguous_dp"
     assert last.graph == load_plan(plan).graph and set(last.assignment.values()) == {"a", "c"}
     assert command(second, "--without", "b", *budget) == BAD_INPUT  # it is gone already
     assert "no device 'b'" in capsys.readouterr().err
@@ -236,10 +224,10 @@ def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], capsys: An
 
 def test_two_at_once(files: tuple[Path, Path], capsys: Any) -> None:
     plan, problem = files
-    assert command(plan, "--without", "a,b", "--model", problem, "--json") == OK
+    assert command(plan, "--without", "a,b", problem, "--json") == OK
     first = capsys.readouterr().out
     both = ("--without", "a", "--without", "b")
-    assert command(plan, *both, "--model", problem, "--json") == OK
+    assert command(plan, *both, problem, "--json") == OK
     same = [json.loads(x)["assignment"] for x in (first, capsys.readouterr().out)]
     assert same[0] == same[1] and set(same[0].values()) == {"c"}
 
@@ -252,24 +240,28 @@ def test_two_at_once(files: tuple[Path, Path], capsys: Any) -> None:
         ("a", ("--seconds", "0"), "--seconds 0.0 must be positive"),
         ("a", ("--seed", "-1"), "--seed -1 must be at least 0"),
         ("a", ("--profile", "p.npz"), "--profile is for models"),
+        ("a", ("--planner", "heft"), "--start is for a planner that searches from a placement"),
+        ("a", ("--objective", "latency"), "--objective: with --start it is the plan's"),
     ],
 )
 def test_mistakes(
     without: str, more: tuple[str, ...], message: str, files: tuple[Path, Path], capsys: Any
 ) -> None:
     plan, problem = files
-    assert command(plan, "--without", without, "--model", problem, *more) == BAD_INPUT
+    assert command(plan, "--without", without, problem, *more) == BAD_INPUT
     assert message in capsys.readouterr().err
 
 
 def test_the_problem_must_be_named(files: tuple[Path, Path], capsys: Any) -> None:
     assert command(files[0], "--without", "a") == BAD_INPUT
-    assert "name the file with --model FILE, or the function that makes" in capsys.readouterr().err
+    assert (
+        "name what it is of, a problem file or package.module:function" in capsys.readouterr().err
+    )
 
 
 def test_another_problem(files: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     save(chain(7), tmp_path / "other.json")
-    assert command(files[0], "--without", "a", "--model", tmp_path / "other.json") == BAD_INPUT
+    assert command(files[0], "--without", "a", tmp_path / "other.json") == BAD_INPUT
     assert "6 operators in the plan, 7 here" in capsys.readouterr().err
 
 
@@ -280,14 +272,14 @@ def test_activations_that_no_longer_fit(tmp_path: Path, capsys: Any) -> None:
     whole = replace(whole, graph=graph, num_microbatches=4, max_in_flight=1)
     save(whole, tmp_path / "problem.json")
     make_plan(whole, load("contiguous_dp")(whole), planner="x").save(tmp_path / "plan.json")
-    budget = ("--evaluations", "30", "--model", tmp_path / "problem.json")
+    budget = ("--evaluations", "30", tmp_path / "problem.json")
     assert command(tmp_path / "plan.json", "--without", "b,c", *budget, "--json") == NO
     out, err = capsys.readouterr()
     assert "the parameters take 600 bytes" in err and json.loads(out)["why"] in err
     assert json.loads(out)["feasible"] is False
     assert command(tmp_path / "plan.json", "--without", "b", *budget, "--json") == NO
     out, err = capsys.readouterr()
-    assert json.loads(out)["feasible"] is False and "on ['a', 'c']: no" in err
+    assert json.loads(out)["feasible"] is False and "fits" in err
 
 
 def test_a_model_without_its_profile(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

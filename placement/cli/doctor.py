@@ -22,6 +22,7 @@ EXAMPLE = """examples:
   placement doctor
   placement doctor --json
   placement doctor --warm       compile what the first commands need, a minute, and nothing else
+  placement doctor --power --out cluster.yaml     watts of the devices, where there are meters
 
 Exit code 1: something that every run needs is missing or cannot be written.
 """
@@ -60,9 +61,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warm", action="store_true", help="compile kernels now, not in the first commands"
     )
+    parser.add_argument(
+        "--power", action="store_true", help="measure watts of idle and of busy devices"
+    )
+    parser.add_argument("--cluster", metavar="FILE", help="with --power: devices (this machine)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="with --power: per device (2)")
+    parser.add_argument("--out", metavar="FILE", help="with --power: devices with watts (YAML)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.power:
+        from placement.cli import power
+
+        return power.run(args)
+    for name in ("cluster", "seconds", "out"):
+        if getattr(args, name) is not None:
+            raise cli.UsageError(f"--{name} is for --power: add it")
     if args.warm:
         from placement.tools.parallel import parallel_map
 

@@ -1,4 +1,4 @@
-"""``placement features``: what every operator costs by its description, and what waits for it."""
+"""``placement profile --features``: what every operator costs by its description."""
 
 from __future__ import annotations
 
@@ -7,34 +7,19 @@ import argparse
 from placement import cli
 from placement.tools.files import csv_text, write_atomic
 
-EXAMPLE = """examples:
-  placement features resnet50
-  placement features bert_base --csv features.csv
-  placement features bert_base --profile profile.npz --json
-
-Nothing is measured. Slack and the critical path are those of a device that is nothing special, or,
-with --profile, of its first device.
-"""
 NUM_SHOWN = 15
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help=f"a model: {cli.A_MODEL}")
-    cli.add_mode(parser)
-    parser.add_argument("--profile", metavar="FILE", help="seconds for slack and critical path")
-    parser.add_argument("--csv", metavar="FILE", help="write all operators and columns")
-
-
 def run(args: argparse.Namespace) -> int:
+    """Slack and the critical path are those of a device that is nothing special, or, with
+    ``--profile``, of its first device."""
     from placement.costs.features import CLASSES, features, slack
     from placement.profile import Profile
 
-    cli.check_is_model(args.workload)
-    mode = cli.mode_of(args)
-    cli.check_outputs(args.csv)
+    cli.check_outputs(args.out)
     profile = None if args.profile is None else Profile.load(args.profile)
     with cli.progress() as report:
-        graph = cli.capture_workload(args.workload, report, mode, args.optimizer)
+        graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
     described = features(graph)
     if profile is None:
         from placement.costs.table import reference_s
@@ -52,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
         words = {"operator": graph.op_name[n], "kind": graph.op_kind[n]}
         words |= {"class": CLASSES[described.op_class[n]], "module": graph.op_module[n]}
         rows.append(words | {name: float(values[n]) for name, values in columns.items()})
-    if args.csv:
-        write_atomic(args.csv, csv_text(rows[0], (row.values() for row in rows)))
-        cli.say(f"{len(rows)} operators written to {args.csv}")
+    if args.out:
+        write_atomic(args.out, csv_text(rows[0], (row.values() for row in rows)))
+        cli.say(f"{len(rows)} operators written to {args.out}")
     if args.json:
         source = "reference" if profile is None else profile.device_names[0]
         answer: dict[str, object] = {"workload": graph.name, "graph_fingerprint": graph.fingerprint}
@@ -78,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
     ]
     header = ["operator", "kind", "MFLOP", "MiB", "FLOP/B", "in/out", "level", "slack"]
     cli.print_table(f"{graph.name}: the largest of {graph.num_ops} operators", header, cells)
-    print(f"* on the critical path, {where.critical.sum()} operators; all columns: --json, --csv")
+    print(f"* on the critical path, {where.critical.sum()} operators; all columns: --json, --out")
     return cli.OK

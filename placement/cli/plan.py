@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import fields, is_dataclass, replace
 from math import isfinite
@@ -26,6 +27,7 @@ EXAMPLE = """examples:
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
   placement plan resnet50 --planner heft --predict polynomial
   placement plan config.json --cluster home.yaml --objective decode --context 8192
+  placement plan --without cpu:1 --start plan.json --out smaller.json
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
 lower_bound_s, seconds, evaluations, feasible, assignment. Where the planner or --scheduler decides
@@ -42,6 +44,7 @@ in value_s) and spread (by which share they may err), or largest_context where n
 """
 
 
+_RESTART_S = 0.5  # of a search from a plan whose devices are gone: a line is waiting
 _LONG_STREAM, _LONGER = 512, 0.03  # micro-batches; what is worth a line
 _FILE_OPTIONS = (
     ("devices", int, "K", "number of devices"),
@@ -58,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="e.g. heft; a wrong one lists all (best_of; for language models layer_dp)",
     )
-    configure_problem(parser)
+    configure_problem(parser, "?")
     parser.add_argument("--seconds", type=float, help="budget of the planner")
     parser.add_argument("--evaluations", type=int, help="budget of the planner")
     parser.add_argument("--seed", type=int, help="of the planner's random numbers")
@@ -85,6 +88,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="also fix the order of all micro-batches, e.g. searched or one_f_one_b",
     )
+    parser.add_argument(
+        "--start", metavar="plan.json", help="search from this plan, of the same problem"
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        metavar="DEVICE[,DEVICE]",
+        help="with --start: plan without devices that are gone; may be repeated",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the plan")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
     parser.add_argument(
@@ -96,9 +108,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def configure_problem(parser: argparse.ArgumentParser) -> None:
+def configure_problem(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The arguments that ``load_problem`` reads."""
-    parser.add_argument("workload", help=f"a model ({cli.A_MODEL}) or a problem file")
+    parser.add_argument("workload", help=f"a model ({cli.A_MODEL}) or a problem file", nargs=nargs)
     parser.add_argument(
         "--objective",
         metavar="NAME",
@@ -160,17 +172,27 @@ def configure_problem(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from placement import planners, schedulers
+    from placement.replan import NothingFits
     from placement.search.margin import unless_one_device
     from placement.tools.clock import clock
 
     cli.check_outputs(args.out, args.trace, args.trials)
+    start = _start(args)
     _check_measurable(args)
     args.planner = args.planner or ("layer_dp" if serving.is_served(args) else "best_of")
     planner = load_planner(args)
     cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
     with cli.progress() as report, cli.says_when_compiling():
-        problem = load_problem(args, report)
+        try:
+            problem = load_problem(args, report) if start is None else _left(args, start, report)
+        except NothingFits as error:
+            if args.json:
+                cli.print_json({"feasible": False, "why": str(error)})
+            cli.say(str(error))
+            return cli.NO
+        if start is not None:
+            planner = _searching_from(start, planner, args)
         report(f"planning with {args.planner}", None)
         began = clock()
         with cli.says_nothing_in_answers():
@@ -192,9 +214,12 @@ def run(args: argparse.Namespace) -> int:
     plan = None
     if isfinite(solution.value_s) and (args.out or args.trace or not args.json):
         plan = _plan(args, planner, problem, solution, measured)
+        if start is not None:
+            plan = _of_same_graph(plan, start)
         _save(args, plan, problem, solution)
     if args.json:
-        cli.print_json(_answer(args, problem, solution, plan, took))
+        was = {} if start is None else {"was_value_s": start.predicted.value_s}
+        cli.print_json(_answer(args, problem, solution, plan, took) | was)
     if not isfinite(solution.value_s) and serving.is_served(args):
         cli.say(serving.why_not(args, problem))
         return cli.NO
@@ -210,6 +235,97 @@ def run(args: argparse.Namespace) -> int:
     if plan is not None:
         _show(args, plan, problem, solution)
     return cli.OK
+
+
+def _start(args: argparse.Namespace) -> Plan | None:
+    """The plan of ``--start``, whose problem is planned again, on its devices.
+
+    Raises:
+        UsageError: an option that says something else of the problem, or ``--start`` is missing.
+    """
+    from placement.cli.show import shipped
+    from placement.plan import load_plan
+
+    # argparse leaves what follows a flag to the options.
+    words = [word for word in (args.workload, *args.options) if word is not None]
+    args.workload = next((w for w in words if not re.match(r"\w+=", w)), None)
+    args.options = [w for w in words if w != args.workload]
+    if args.start is None:
+        if args.without:
+            raise cli.UsageError(f"--without {args.without[0]}: say from which plan, --start FILE")
+        if args.workload is None:
+            raise cli.UsageError(
+                "the workload is missing: a model or a problem file, or a plan with --start; see: "
+                "placement plan --help"
+            )
+        return None
+    plan = load_plan(args.start)
+    args.workload = args.workload or shipped(plan)
+    if args.workload is None:
+        raise cli.UsageError(
+            f"{args.start} names no model that is shipped: name what it is of, a problem file or "
+            "package.module:function, behind placement plan"
+        )
+    files = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
+    for name in ("cluster", "predict", "mode", "optimizer", "dim", "objective", *files):
+        if getattr(args, name) is not None:
+            raise cli.UsageError(
+                f"--{name.replace('_', '-')}: with --start it is the plan's; leave it out"
+            )
+    if args.planner is None and not plan.phases:
+        args.planner = "macro_search"
+        if args.seconds is None and args.evaluations is None:
+            args.seconds = _RESTART_S
+    return plan
+
+
+def _left(args: argparse.Namespace, start: Plan, report: cli.Progress) -> Problem:
+    """The problem of ``start`` without the devices that are gone."""
+    from placement.cli.planned import problem_of
+    from placement.replan import remaining
+
+    _check_settings(args)
+    without = [name.strip() for text in args.without or () for name in text.split(",")]
+    if args.without and not any(without):
+        raise cli.UsageError(
+            f"--without names no device; devices are {[d.name for d in start.cluster.devices]}"
+        )
+    problem = _changed(args, problem_of(start, args.workload, args.profile, report))
+    start.placement(problem.graph, problem.cluster)  # or it says what differs
+    return remaining(problem, without) if without else problem
+
+
+def _searching_from(start: Plan, planner: Any, args: argparse.Namespace) -> Planner:
+    """The planner with what ``start`` decided as its first placement.
+
+    Raises:
+        UsageError: it does not begin with a placement.
+    """
+    from placement.replan import Kept
+    from placement.search.budget import options_of
+
+    if "start" in options_of(planner):
+        return replace(planner, start=Kept(tuple(start.assignment.values())))
+    if not start.phases:
+        raise cli.UsageError(
+            f"--start is for a planner that searches from a placement, e.g. macro_search or "
+            f"local_search; {args.planner} does not"
+        )
+    return planner
+
+
+def _of_same_graph(plan: Plan, start: Plan) -> Plan:
+    """The plan with the graph of ``start``, of which a problem file knows less."""
+    from placement.plan import whole_modules
+
+    parameters = plan.planner.parameters | {"start": start.planner.name}
+    changed: dict[str, Any] = {
+        "planner": plan.planner.model_copy(update={"parameters": parameters})
+    }
+    if start.graph.modules:
+        where = whole_modules(start.graph.modules, list(plan.assignment.values()))
+        changed |= {"graph": start.graph, "device_map": where}
+    return plan.model_copy(update=changed)
 
 
 def _check_measurable(args: argparse.Namespace) -> None:
@@ -462,13 +578,6 @@ def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
 
 def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
-    chosen = {
-        "num_microbatches": args.microbatches,
-        "max_in_flight": args.in_flight,
-        "second_j": args.second_j,
-        "max_phases": args.max_phases,
-    }
-    changes = {key: value for key, value in chosen.items() if value is not None}
     if serving.is_served(args):
         problem = serving.load(args)
         cli.say_if_predicted(args.workload, problem)
@@ -479,12 +588,31 @@ def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
     if cli.is_file(args.workload):
         problem = _in_file(args, for_file)
         cli.say_if_predicted(args.workload, problem)
-        return replace(problem, **changes)
+        return _changed(args, problem)
     for name, value in for_file.items():
         if value is not None:
             option = name.replace("_", "-").replace("dims", "dim")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
-    return replace(_of_workload(args, report), **changes)
+    return _changed(args, _of_workload(args, report))
+
+
+def _check_second_j(args: argparse.Namespace, objective: str) -> None:
+    if args.second_j is not None and objective != "energy":
+        raise cli.UsageError(
+            f"--second-j {args.second_j:g} is for --objective energy, not {objective}"
+        )
+
+
+def _changed(args: argparse.Namespace, problem: Problem) -> Problem:
+    """The problem with the numbers that were given."""
+    chosen = {
+        "num_microbatches": args.microbatches,
+        "max_in_flight": args.in_flight,
+        "second_j": args.second_j,
+        "max_phases": args.max_phases,
+    }
+    _check_second_j(args, problem.objective)
+    return replace(problem, **{key: x for key, x in chosen.items() if x is not None})
 
 
 def _in_file(args: argparse.Namespace, options: dict[str, Any]) -> Problem:
@@ -517,6 +645,7 @@ def _of_workload(args: argparse.Namespace, report: cli.Progress) -> Problem:
     profile = None if args.profile is None else Profile.load(args.profile)
     cluster = cli.cluster_of(args.cluster)
     objective = Objective(args.objective or Objective.PERIOD)
+    _check_second_j(args, objective)
     if profile is not None:
         profile = profile.for_cluster(cluster)
     if pieces is not None and mode == "training":

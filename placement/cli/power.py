@@ -1,4 +1,4 @@
-"""``placement power``: watts of this machine's devices, measured where it has meters."""
+"""``placement doctor --power``: watts of this machine's devices, measured where it has meters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ import shlex
 
 from placement import cli
 
-EXAMPLE = """examples:
-  placement power --out cluster.yaml
-  placement plan resnet50 --cluster cluster.yaml --objective energy --planner local_search
-"""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
-    parser.add_argument("--seconds", type=float, default=2.0, help="per device (%(default)s)")
-    parser.add_argument("--out", metavar="FILE", help="write the devices with their watts (YAML)")
+SECONDS = 2.0  # per device
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = cli.cluster_of(args.cluster)
     with cli.progress() as report:
         report("nothing runs, then each device works", None)
-        cluster = measured(cluster, seconds=args.seconds)
+        cluster = measured(cluster, seconds=SECONDS if args.seconds is None else args.seconds)
     if args.out is not None:
         cluster.to_yaml(args.out)
     if args.json:

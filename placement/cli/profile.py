@@ -17,6 +17,7 @@ EXAMPLE = """examples:
   placement profile resnet50
   placement profile my_package.my_module:my_function --out profile.npz
   placement profile bert_base --seconds 2               predict the rest from earlier profiles
+  placement profile bert_base --features --out all.csv  measure nothing: work, bytes and slack
   placement profile --distributed 2                     links between processes on this machine
   torchrun --nproc-per-node 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
     -m placement profile resnet50 --distributed         on every host: its devices, and the links
@@ -31,6 +32,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cli.add_mode(parser)
     parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
     parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help="what every operator costs by its description, and what waits for it (--out: CSV)",
+    )
+    parser.add_argument(
+        "--profile", metavar="FILE", help="with --features: seconds for slack and critical path"
+    )
     parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
     parser.add_argument(
         "--seconds",
@@ -60,11 +69,19 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError("name a model, or measure links between processes: --distributed 2")
     if args.workload is not None:
         cli.check_is_model(args.workload)
+    if args.profile is not None and not args.features:
+        raise cli.UsageError(f"--profile {args.profile} is for --features")
     mode = cli.mode_of(args)
     if args.seconds is not None and not args.seconds > 0:
         raise cli.UsageError(f"--seconds {args.seconds}: must be positive")
     if args.seconds is not None and (mode == "training" or args.distributed is not None):
         raise cli.UsageError("--seconds is for a model's inference on the devices of one machine")
+    if args.features:
+        from placement.cli import features
+
+        if args.workload is None or args.distributed is not None:
+            raise cli.UsageError("--features is of a model: name it, without --distributed")
+        return features.run(args)
     _check_output(args.out)
     if args.distributed is not None:
         from placement.cli import ranks

@@ -731,7 +731,7 @@ def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path, capsy
     words = ["tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--out", plan]
     assert main(["plan", *words]) == OK
     assert main(["export", plan, "--to", "csv", "--model", "tiny_mlp", "--out", out]) == OK
-    assert main(["replan", plan, "--without", "b", "--evaluations", "1"]) == OK
+    assert main(["plan", "--start", plan, "--without", "b", "--evaluations", "9"]) == OK
 
 
 def test_run_refuses_wrong_results(plan_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -819,7 +819,9 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
         ("show", "required: plan.json; see: placement show --help"),
         ("show a --seed", "no option '--seed'; see: placement show --help"),
         ("show a -x", "no option '-x'; see: placement show --help"),
-        ("plan", "required: workload; see: placement plan --help"),
+        ("replan x", "there is no verb replan any more; type placement plan --without DEVICE"),
+        ("features x", "any more; type placement profile MODEL --features; see"),
+        ("power", "any more; type placement doctor --power; see"),
         (
             "plan x --planer heft",
             "no option '--planer'; did you mean '--planner'? see: placement p",
@@ -987,7 +989,7 @@ def test_files_are_written_whatever_becomes_of_the_output(how: str, tmp_path: Pa
     )
     assert result.returncode == OK and "Traceback" not in result.stderr
     assert load_plan(out).planner.name == "heft"
-    assert how != "| cat" or ("20 us" in result.stdout and "?" not in result.stdout)
+    assert how != "| cat" or ("30 us" in result.stdout and "?" not in result.stdout)
 
 
 UNREAD = {
@@ -1059,7 +1061,7 @@ def test_a_plan_is_no_problem_and_names_of_devices_are_needed(
         capsys, "plan", plan_path, "--planner", "heft"
     )
     assert "--without names no device; devices are" in error(
-        capsys, "replan", plan_path, "--without", ""
+        capsys, "plan", "--start", plan_path, "--without", ""
     )
     other = changed(plan_path, tmp_path / "version.json", version="1")
     assert "did you mean 'version'" not in error(capsys, "show", other)
@@ -1074,9 +1076,9 @@ def test_a_module_in_training_mode_is_told_of(
         "def ready(): m, x = net(); return m.eval(), x\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["features", "unready:net"]) == OK
+    assert main(["profile", "unready:net", "--features"]) == OK
     assert "unready:net is in training mode" in capsys.readouterr().err
-    assert main(["features", "unready:ready"]) == OK
+    assert main(["profile", "unready:ready", "--features"]) == OK
     assert "training mode" not in capsys.readouterr().err
 
 

@@ -46,9 +46,9 @@ READERS = {
     "plan": ["plan", "FILE", "--planner", "heft", "--out", "OUT"],
     "import": ["import", "FILE", "--out", "OUT"],
     "profile": ["profile", "FILE", "--out", "OUT"],
-    "features": ["features", "FILE", "--csv", "OUT"],
+    "features": ["profile", "FILE", "--features", "--out", "OUT"],
     "audit": ["audit", "FILE", "--log", "FILE"],
-    "replan": ["replan", "FILE", "--without", "a", "--out", "OUT"],
+    "start": ["plan", "--start", "FILE", "--without", "a", "--out", "OUT"],
     "bench": ["bench", "shops", "--data", "FILE", "--planner", "heft", "--out", "OUT"],
     "schedule": ["schedule", "FILE", "--case", "a", "--micro-batches", "2"],
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
@@ -56,7 +56,7 @@ READERS = {
 }
 # The last four have tests of their own.
 WITHOUT_A_FILE = {
-    "schema", "doctor", "completion", "report", "pull", "dataset", "power", "optimize",
+    "schema", "doctor", "completion", "report", "pull", "dataset", "optimize",
 }  # fmt: skip
 
 

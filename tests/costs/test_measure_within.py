@@ -140,12 +140,12 @@ def test_damaged_measurements_are_a_message(
 
 def test_features_as_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     csv = tmp_path / "features.csv"
-    assert main(["features", "tiny_cnn", "--json", "--csv", str(csv)]) == 0
+    assert main(["profile", "tiny_cnn", "--features", "--json", "--out", str(csv)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["num_ops"] == len(answer["operators"]) == len(csv.read_text().splitlines()) - 1
     first = answer["operators"][0]
     assert first["class"] == "convolution" and first["flops"] > 0
     assert any(row["critical"] for row in answer["operators"])
-    assert main(["features", "tiny_cnn"]) == 0
+    assert main(["profile", "tiny_cnn", "--features"]) == 0
     assert "on the critical path" in capsys.readouterr().out
-    assert main(["features", "no_such.json"]) == 2
+    assert main(["profile", "no_such.json", "--features"]) == 2

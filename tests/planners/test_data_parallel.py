@@ -23,7 +23,7 @@ from placement.planners import PlannerError, load
 from placement.planners.data_parallel import deal
 from placement.planners.phase_search import unrolled
 from placement.problem import Problem
-from placement.replan import replan
+from placement.replan import remaining
 from placement.runs.compare import compare
 from placement.simulator import score
 from placement.testing import check_planner
@@ -159,10 +159,11 @@ def test_a_comparison_takes_no_replica_for_a_defect(tmp_path: Path) -> None:
 def test_replicas_go_on_without_a_device_that_is_lost() -> None:
     problem = chain([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
     solution = load("data_parallel")(problem)
-    left, again = replan(problem, solution.placement, ["cpu:1"])
+    left = remaining(problem, ["cpu:1"])
+    again = load("best_of")(left)
     assert solution.value_s == 1.0 and again.value_s == 1.5
     assert again.placement.tolist() == [[0, 0], [1, 1]] and left.cluster.num_devices == 2
-    _, alone = replan(problem, solution.placement, ["cpu:0", "cpu:2"])
+    alone = load("best_of")(remaining(problem, ["cpu:0", "cpu:2"]))
     assert alone.placement.tolist() == [0, 0] and alone.value_s == 3.0
 
 
