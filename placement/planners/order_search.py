@@ -24,11 +24,6 @@ from placement.search.justification import justify
 from placement.search.order_state import State, Tables
 from placement.simulator import kernels, simulate
 
-WARM, COLD = 5e-4, 1e-5  # temperatures at first and at last, of a few steps for each operator
-_SIMULATED_WARM = 3e-3  # at first where the simulator tells times, of which estimates know less
-# What they become with many steps: shares of what an operator of mean seconds makes of the latency.
-_WARM_SHARE, _COLD_SHARE = 0.2, 0.1
-_FEW, _MANY = 200.0, 10_000.0  # steps for each operator; in between temperatures are, too
 # Where else to begin, and the share of what is left then that finding it may take.
 Starts = tuple[tuple[str | Planner, float], ...]
 Stages = tuple[tuple[int, float, float, float], ...]
@@ -38,28 +33,68 @@ STARTS: Starts = (
     ("critical_path_first", 0.1),
     ("critical_path_greedy", 0.15),
 )
+_TABU_STARTS: Starts = (("m_etf", 0.1), *STARTS[1:])  # it goes far from any start
 _BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
 # Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 _STAGES: Stages = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
-# Moves offered at each step, and with few evaluations for each operator: an estimate costs none.
-WIDTH, WIDE = 16, 64
-# The same of a tabu search: it goes far from any start, so few are raced.
-_TABU_WIDTH, _TABU_WIDE = 40, 160
 _TABU_STAGES: Stages = ((2, 0.05, 0.0, 0.1), (1, 1.0, 0.1, 1.0))
-_TABU_STARTS: Starts = (("m_etf", 0.1), *STARTS[1:])
-_TOO_FEW, _FEW_FOR_WIDTH = 0.5, 20.0  # evaluations for each operator: for a race of starts, for 16
-# Windows get so much of the budget before the last search, and what is left when it has used so
-# much.
-_FIRST_WINDOWS, _LAST = 0.15, 0.75
-_LEAST_WINDOWS = 6  # that must be affordable
-_WINDOW, _LEAST_WINDOW, _GROWS = 40, 15, 1.1  # operators at first, at least; more where it closes
-_IN_VAIN = 40
-# Forward-backward improvement gets so much of the budget before; it looks up after so many passes,
-# and ends after so many looks in which nothing was as good as the best.
-_JUSTIFYING, _PASSES, _JUSTIFY_IN_VAIN = 0.3, 30, 2
+
+
+@dataclass(frozen=True)
+class OrderParams:
+    """The numbers of ``OrderSearch``: how hot it is, what it spends on what.
+
+    Attributes:
+        warm, cold: temperatures at first and at last, of a few steps for each operator.
+        simulated_warm: at first where the simulator tells times, of which estimates know less.
+        warm_share, cold_share: what they become with many steps: shares of what an operator of
+            mean seconds makes of the latency.
+        few, many: steps for each operator; in between temperatures are, too.
+        width, wide: moves offered at each step, and with few evaluations: an estimate costs none.
+        tabu_width, tabu_wide: the same of a tabu search, and of one without a clock.
+        few_for_width: evaluations for each operator, below which moves are ``wide``.
+        too_few: evaluations for each operator, below which starts are not raced.
+        first_windows: share of the budget of windows before the last search.
+        last: share that is used when windows get what is left.
+        least_windows: that must be affordable.
+        window, least_window, grows: operators of a window at first and at least, and the factor
+            by which it grows where one closes.
+        in_vain: windows in a row that were no better: then it ends.
+        justifying: share of the budget of forward-backward improvement, at most.
+        passes: of it between two looks at what came out.
+        justify_in_vain: looks in a row at which nothing was as good as the best: then it ends.
+        slice_s: between two looks at the clock.
+    """
+
+    warm: float = 5e-4
+    cold: float = 1e-5
+    simulated_warm: float = 3e-3
+    warm_share: float = 0.2
+    cold_share: float = 0.1
+    few: float = 200.0
+    many: float = 10_000.0
+    width: int = 16
+    wide: int = 64
+    tabu_width: int = 40
+    tabu_wide: int = 160
+    few_for_width: float = 20.0
+    too_few: float = 0.5
+    first_windows: float = 0.15
+    last: float = 0.75
+    least_windows: int = 6
+    window: int = 40
+    least_window: int = 15
+    grows: float = 1.1
+    in_vain: int = 40
+    justifying: float = 0.3
+    passes: int = 30
+    justify_in_vain: int = 2
+    slice_s: float = 0.01
+
+
+PARAMS = OrderParams()
 _LONGEST = 16  # groups that move together
 _BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
-_SLICE_S = 0.01  # between two looks at the clock
 
 
 @dataclass(frozen=True)
@@ -274,7 +309,7 @@ def start(
     the budget, count as made.
     """
     state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
-    state.warm, state.cold = WARM, COLD
+    state.warm, state.cold = PARAMS.warm, PARAMS.cold
     state.place[:] = placement
     state.sequence[:] = sequence
     order.begin(tables, state, step, used)
@@ -306,10 +341,10 @@ def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
         starts.append(_from_end(problem))
     tables, rng = tables_of(problem), np.random.default_rng(seed)
     if width is None:
-        many = search.num_left >= _FEW_FOR_WIDTH * problem.num_ops
-        width = WIDTH if many else WIDE
+        many = search.num_left >= PARAMS.few_for_width * problem.num_ops
+        width = PARAMS.width if many else PARAMS.wide
         if tabu:
-            width = _TABU_WIDTH if np.isfinite(search.seconds_left) else _TABU_WIDE
+            width = PARAMS.tabu_width if np.isfinite(search.seconds_left) else PARAMS.tabu_wide
     runs = []
     for place, sequence in starts:
         if not search.left:
@@ -325,8 +360,8 @@ def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
         runs = sorted(runs, key=lambda x: x.best_s)[:num_runs]
         if num_runs == 1 and runs:
             solved = partial(_solve_windows, search, tables, runs[0], rng, stats)
-            if solved(search.used + _FIRST_WINDOWS):
-                num_steps += _spend(search, tables, runs[0], tabu, _LAST, (cool, cooled))
+            if solved(search.used + PARAMS.first_windows):
+                num_steps += _spend(search, tables, runs[0], tabu, PARAMS.last, (cool, cooled))
                 solved(1.0)
                 cool = cooled
         for run in runs:
@@ -346,7 +381,7 @@ def _from_end(problem: Problem) -> tuple[Placement, NDArray[np.int32]]:
 
 def too_few(search: Search) -> bool:
     """Whether the evaluations that are left do for one descent alone."""
-    return search.num_left < _TOO_FEW * search.problem.num_ops
+    return search.num_left < PARAMS.too_few * search.problem.num_ops
 
 
 def _justified(
@@ -355,9 +390,9 @@ def _justified(
     """A search that begins where forward-backward improvement comes to from ``best``."""
     state = state_of(search.problem, width)
     start(tables, state, best.best_place, best.best_sequence, rng)
-    until, passes, in_vain = search.used + _JUSTIFYING * (1.0 - search.used), 0, 0
-    while in_vain < _JUSTIFY_IN_VAIN and search.used < until and search.left:
-        num_kept, until_passes = state.num_kept, passes + int(min(_PASSES, search.num_left))
+    until, passes, in_vain = search.used + PARAMS.justifying * (1.0 - search.used), 0, 0
+    while in_vain < PARAMS.justify_in_vain and search.used < until and search.left:
+        num_kept, until_passes = state.num_kept, passes + int(min(PARAMS.passes, search.num_left))
         then = justify(tables, state, passes, until_passes, search.bound_s * (1 + 1e-9))
         if then == passes:
             break
@@ -379,7 +414,7 @@ def _solve_windows(
 ) -> bool:
     """Solve windows of the best of ``state`` until so much of the budget is used.
 
-    It ends where none of the last ``_IN_VAIN`` was better. What one takes counts as the
+    It ends where none of the last ``in_vain`` was better. What one takes counts as the
     evaluations that the annealing would have made meanwhile, so nothing is done, and the answer
     is False, where they would be few, or without OR-Tools. ``stats`` is what was done.
     """
@@ -387,17 +422,17 @@ def _solve_windows(
     left = (until - search.used) * _total(search)
     if tables.simulated:  # windows have exact times alone
         return False
-    if left < 2 * _LEAST_WINDOWS * windows.PER_OPERATOR * _WINDOW or not search.left:
+    if left < 2 * PARAMS.least_windows * windows.PER_OPERATOR * PARAMS.window or not search.left:
         return False
-    worth = min(windows.MOST, left / _LEAST_WINDOWS)
+    worth = min(windows.MOST, left / PARAMS.least_windows)
     if not windows.available():
         stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
-    grain, size, in_vain = grain_s(problem), float(min(_WINDOW, n)), 0
+    grain, size, in_vain = grain_s(problem), float(min(PARAMS.window, n)), 0
     for name in ("better_windows", "closed_windows"):
         stats.setdefault(name, 0)
     start(tables, state, state.best_place, state.best_sequence, rng)
-    while in_vain < _IN_VAIN and search.used < until and search.left:
+    while in_vain < PARAMS.in_vain and search.used < until and search.left:
         cost, width = state.cost_s, min(int(size), n)
         if search.num_left < worth + windows.PER_OPERATOR * width:
             break
@@ -431,7 +466,11 @@ def _solve_windows(
                 search.consider_order(state.best_place, state.best_sequence, cost)
         if answer.closed and width == n and grain:
             search.bound_s = max(search.bound_s, cost)  # all there is
-        size = size * _GROWS if answer.closed else max(size / _GROWS, min(_LEAST_WINDOW, n))
+        size = (
+            size * PARAMS.grows
+            if answer.closed
+            else max(size / PARAMS.grows, min(PARAMS.least_window, n))
+        )
     return True
 
 
@@ -448,11 +487,11 @@ def _heat(state: State, tables: Tables, evaluations: float) -> None:
     """
     seconds = tables.compute_s[np.arange(len(state.place)), state.best_place]
     share = float(seconds.mean()) / max(state.best_s, 1e-300)
-    warm = _SIMULATED_WARM if tables.simulated else WARM
+    warm = PARAMS.simulated_warm if tables.simulated else PARAMS.warm
     per_op = evaluations / len(state.place)
-    much = float(np.clip(np.log(per_op / _FEW) / np.log(_MANY / _FEW), 0.0, 1.0))
-    state.warm = warm * (max(_WARM_SHARE * share, warm) / warm) ** much
-    state.cold = COLD * (max(_COLD_SHARE * share, COLD) / COLD) ** much
+    much = float(np.clip(np.log(per_op / PARAMS.few) / np.log(PARAMS.many / PARAMS.few), 0.0, 1.0))
+    state.warm = warm * (max(PARAMS.warm_share * share, warm) / warm) ** much
+    state.cold = PARAMS.cold * (max(PARAMS.cold_share * share, PARAMS.cold) / PARAMS.cold) ** much
 
 
 def _spend(
@@ -468,7 +507,7 @@ def _spend(
     # only where seconds are limited: otherwise the seed decides everything.
     first, (cool, cooled) = search.used, cooling
     most = max(1.0, search.num_left * (until - first) / 100.0)
-    slice_s = _SLICE_S if np.isfinite(search.seconds_left) else np.inf
+    slice_s = PARAMS.slice_s if np.isfinite(search.seconds_left) else np.inf
     rate, num_steps = 2000.0, 0
     while search.used < until and search.left and search.num_left > 1:
         part = (search.used - first) / max(until - first, 1e-12)
