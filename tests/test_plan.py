@@ -137,9 +137,9 @@ def test_values(plan: Plan) -> None:
     assert plan.predicted.period_s == pytest.approx(4.0)
     assert plan.predicted.busy_s == pytest.approx({"cpu:0": 4.0, "cpu:1": 2.0})
     assert plan.predicted.value_s == pytest.approx(4.0)
-    # In fractions 8 / 3; whole, three operators on cpu:1 and one on cpu:0.
+    # In fractions 8 / 3; whole 3, three operators on cpu:1 and one on cpu:0, which is not proved.
     bounds = plan.lower_bound_s
-    assert (bounds["latency"], bounds["period"]) == pytest.approx((4.0, 3.0))
+    assert (bounds["latency"], bounds["period"]) == pytest.approx((4.0, 8 / 3))
     assert plan.fallback is not None
     assert plan.fallback.model_dump() == pytest.approx(
         {"device": "cpu:1", "value_s": 4.0, "latency_s": 4.0, "period_s": 4.0}
@@ -257,7 +257,7 @@ def test_analytic_objective() -> None:
     p = problem(objective="max_load")
     plan = plan_of(replace(p, profile=replace(p.profile, links=())), [0, 0, 1, 1])
     assert plan.predicted.value_s == pytest.approx(4.0)
-    assert plan.lower_bound_s["max_load"] == pytest.approx(3.0)
+    assert plan.lower_bound_s["max_load"] == pytest.approx(8 / 3)
     assert plan.predicted.peak_bytes == {"cpu:0": 100, "cpu:1": 0}  # parameters only
     assert plan.fallback is not None and plan.fallback.device == "cpu:1"
 
