@@ -73,7 +73,7 @@ def test_published_learners_are_trained_once_and_run(
     monkeypatch.setattr(published, "DRAWN", ())
     monkeypatch.setattr(published, "RULES", ("heft",))
     monkeypatch.setattr(published, "SEARCHES", ("order_search",))
-    monkeypatch.setattr("experiments.learned.study.warm_up", lambda *_: None)
+    monkeypatch.setattr("experiments.learned.study.warm", lambda *_: None)
     monkeypatch.setattr(published, "machines", lambda: [published.synthetic.giph(0)])
     words = [
         *("published", "--seeds", "1", "--steps", "32", "--evaluations", "20"),
