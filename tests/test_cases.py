@@ -661,7 +661,7 @@ class Turned(nn.Linear):
         super().__init__(width, width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(x * turn.unsqueeze(0)[0]).softmax(-1)
+        return x + super().forward(x * turn.unsqueeze(0)[0])
 
 
 def layered_problem(num_layers: int, memory: tuple[int, ...] = (10**9,) * 3) -> Problem:

@@ -370,8 +370,9 @@ def decoder_units(
 ) -> tuple[str, list[int], int]:
     """``layer_units`` of a language model, whose layers a program knows as a decoder's.
 
-    A decoder looks tokens up before its first layer, and its layers have attention, or a
-    convolution of one dimension (Mamba). Layers of an encoder are not a decoder's.
+    A decoder looks tokens up before its first layer. Its layers have attention, or a convolution of
+    one dimension (Mamba), or have at least the same operators. Those of an encoder are not a
+    decoder's.
 
     Raises:
         ExportError: it is none; also as ``layer_units``.
@@ -380,15 +381,20 @@ def decoder_units(
     if served_format(forward.plan) is not None:
         return path, unit, num_layers
     kind = [re.sub(r"(_\d+)?$", "", name) for name in forward.name]
-    inside = {k for k, u in zip(kind, unit, strict=True) if 1 <= u <= num_layers}
+    layer: list[set[str]] = [set() for _ in range(num_layers)]
+    for k, u in zip(kind, unit, strict=True):
+        if 1 <= u <= num_layers:
+            layer[u - 1].add(k)
+    inside = set().union(*layer)
+    alike = all(kinds == layer[0] for kinds in layer)
     reads = {k for k, u in zip(kind, unit, strict=True) if u <= 1}
     encoders = sorted({w for m in forward.module for w in m.split(".") if w.startswith("encoder")})
     why = ""
     if not any(k.endswith("embedding") for k in reads):
         why = "nothing looks tokens up before them"
-    elif not any("attention" in k or k.endswith(("softmax", "conv1d")) for k in inside):
+    elif not (alike or any("attention" in k or k.endswith(("softmax", "conv1d")) for k in inside)):
         why = "they have no attention"
-    elif inside & {"conv2d", "conv3d"}:
+    elif any(k.startswith("conv") and "1d" not in k for k in inside):
         why = "they are convolutions"
     elif encoders:
         why = f"the model has an encoder ({encoders[0]!r})"

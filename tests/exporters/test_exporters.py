@@ -376,7 +376,7 @@ NETS = {  # not a decoder: operators by module, and what is said
         ("embedding", "conv2d", "softmax"),
         "they are convolutions",
     ),
-    "recommender": (("table", "top.0", "top.1"), ("embedding", "linear", "linear_1"), "no attent"),
+    "recommender": (("table", "top.0", "top.1"), ("embedding", "linear", "relu"), "no attention"),
     "vision transformer": (
         ("patch", "layers.0", "layers.1"),
         ("conv2d", "scaled_dot_product_attention", "scaled_dot_product_attention_1"),
@@ -409,6 +409,18 @@ def test_real_decoders_are_told_from_others(name: str) -> None:
         else:
             with pytest.raises(ExportError, match="is for language models with decoder layers"):
                 export(program, plan)
+
+
+@pytest.mark.parametrize(
+    "name", ["dlrm_tiny", "resnet_tiny", "convnext_tiny", "lstm_tiny", "t5_tiny"]
+)
+def test_shipped_models_that_are_no_decoders(name: str) -> None:
+    from placement.workloads import load
+
+    p = consumers.problem_of(capture(*load(name)))
+    for program in ("vllm", "llama_cpp", "megatron"):
+        with pytest.raises(ExportError, match=r"decoder layers|no list of layers|do not run one"):
+            export(program, consumers.placed(p, [0] * p.num_ops))
 
 
 def test_deepspeed_says_what_the_layers_are() -> None:
