@@ -115,13 +115,13 @@ class OpGraph:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how much there is of what."""
-        from placement.tools.shown import mebibytes, table
+        from placement.tools.shown import byte_size, table
 
         sizes = [
             ["operators", f"{self.num_ops:,}"],
             ["edges", f"{len(self.edges):,}"],
             ["colocation groups", f"{self.num_groups:,}"],
-            ["parameters", mebibytes(float(self.param_bytes.sum()))],
+            ["parameters", byte_size(float(self.param_bytes.sum()))],
             ["backward operators", f"{int(self.is_backward.sum()):,}"],
         ]
         kinds = Counter(self.op_kind).most_common(8)

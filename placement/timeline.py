@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import LONGEST_S, Power
 from placement.tools.files import parse_json, read_arrays, write_arrays
-from placement.tools.shown import Track, lanes, mebibytes, seconds, table
+from placement.tools.shown import Track, byte_size, lanes, seconds, table
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -59,7 +59,7 @@ class Timeline:
         """What a notebook shows: figures, and who was busy when."""
         rows = []
         for d, name in enumerate(self.device_names):
-            peak = "-" if self.peak_bytes is None else mebibytes(float(self.peak_bytes[d]))
+            peak = "-" if self.peak_bytes is None else byte_size(float(self.peak_bytes[d]))
             share = f"{100 * self.utilisation[d]:.0f} %"
             counts = " / ".join(f"{n}" for n in (np.atleast_2d(self.placement) == d).sum(axis=1))
             rows.append([name, counts, seconds(self.busy_s[d]), share, peak])

@@ -299,6 +299,10 @@ def _tracker(cfg: DictConfig) -> Tracker:
     """That of the configuration; W&B instead of the default where ``WANDB_MODE`` asks for it."""
     from placement.runs.tracking import LocalTracker, WandbTracker
 
+    if cfg.get("tracker") is None:
+        raise AppError(
+            "the tracker is missing: tracker=none is without one, tracker=local the default"
+        )
     tracker: Tracker = instantiate(cfg.tracker, _convert_="all")
     from_shell = os.environ.get("WANDB_MODE") in ("online", "offline", "shared")
     chosen = any(x.startswith("tracker") for x in HydraConfig.get().overrides.task)

@@ -29,8 +29,8 @@ from placement.tools.progress import progress as progress
 from placement.tools.progress import say as say
 from placement.tools.progress import says_when_compiling as says_when_compiling
 from placement.tools.shown import WIDTH as WIDTH
+from placement.tools.shown import byte_size as byte_size
 from placement.tools.shown import count as count
-from placement.tools.shown import mebibytes as mebibytes
 from placement.tools.shown import print_table as print_table
 from placement.tools.shown import seconds as seconds
 from placement.tools.streams import any_output as any_output

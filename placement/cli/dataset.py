@@ -93,7 +93,7 @@ def _show(args: argparse.Namespace) -> int:
         print(f"machine {name}: {', '.join(devices)}")
     print(
         f"{card.num_signatures} distinct operators (by signature), "
-        f"{card.seconds / 3600:.2f} hours, {cli.mebibytes(card.num_bytes)}"
+        f"{card.seconds / 3600:.2f} hours, {cli.byte_size(card.num_bytes)}"
     )
     print(
         f"interquartile range over time, median: {card.spread:.1%} of an operator, "

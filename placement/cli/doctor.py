@@ -138,7 +138,7 @@ def facts() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory": _memory(),
         **_torch(),
-        "kernels_cached": kept_in() is not None,
+        "kernels_cached": kept_in() is not None or has_kernels(),
         "missing_compiler": missing_compiler() or None,
         "cache": {
             "folder": str(folder),
@@ -173,7 +173,7 @@ def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
         )
     elif cache["free_bytes"] < NEEDED_BYTES:
         problems.append(
-            f"{_gibibytes(cache['free_bytes'])} free in {cache['folder']}: free some, or "
+            f"{_size(cache['free_bytes'])} free in {cache['folder']}: free some, or "
             "export PLACEMENT_HOME=/another/folder"
         )
     if not machine["kernels_cached"]:
@@ -218,21 +218,21 @@ def rows(machine: dict[str, Any]) -> list[list[str]]:
     """What people read: a name, and what was found."""
     cpu, memory, cache = machine["cpu"], machine["memory"], machine["cache"]
     limit = memory["limit_bytes"]
-    gpus = [f"{g['name']}, {g['model']}, {_gibibytes(g['memory_bytes'])}" for g in machine["gpus"]]
+    gpus = [f"{g['name']}, {g['model']}, {_size(g['memory_bytes'])}" for g in machine["gpus"]]
     no_gpu = "none" if machine["cuda_build"] else "none (torch is built for CPUs only)"
     load = "unknown" if cpu["load"] is None else f"{cpu['load']:.1f} of {cpu['usable']} cores"
     shown = {
         "version": f"{DISTRIBUTION} {machine['version']}, Python {machine['python']}",
         "processor": f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} cores usable, "
         f"sockets: {cpu['sockets'] or 'unknown'}",
-        "memory": f"{_gibibytes(memory['total_bytes'])}, {_gibibytes(memory['free_bytes'])} free"
-        + (f", limit {_gibibytes(limit)}" if limit is not None else ""),
+        "memory": f"{_size(memory['total_bytes'])}, {_size(memory['free_bytes'])} free"
+        + (f", limit {_size(limit)}" if limit is not None else ""),
         "GPUs": "; ".join(gpus) or no_gpu,
         "devices": ", ".join(machine["devices"]) or "unknown",
         "load": f"{load}; the same work takes {machine['noise']['slow_over_fast']:.1f}x as long "
         "at times",
         "profiles": f"{cache['num_profiles']} in {cache['folder']}, "
-        f"{_gibibytes(cache['free_bytes'])} free{'' if cache['writable'] else ', NOT WRITABLE'}",
+        f"{_size(cache['free_bytes'])} free{'' if cache['writable'] else ', NOT WRITABLE'}",
         "packages": ", ".join(f"{k} {v or 'MISSING'}" for k, v in machine["required"].items()),
     }
     for name, parts in machine["extras"].items():
@@ -278,6 +278,11 @@ def kept_in() -> Path | None:
     except ImportError:  # without numba there are none
         return None
     return kernel_folder()
+
+
+def has_kernels() -> bool:
+    """Whether kernels were compiled beside our files: they serve who may not write there too."""
+    return any(Path(cli.__file__).parents[1].rglob("*.nbi"))
 
 
 def _timed_loops() -> list[float]:
@@ -349,8 +354,8 @@ def _memory() -> dict[str, int | None]:
     }
 
 
-def _gibibytes(value: int | None) -> str:
-    return "unknown" if value is None else f"{value / 2**30:,.1f} GiB"
+def _size(value: int | None) -> str:
+    return "unknown" if value is None else cli.byte_size(value)
 
 
 def _read(path: str) -> str | None:

@@ -202,7 +202,7 @@ def _loss(
     for d, name in enumerate(devices):
         ops = [list(p.assignment.values()).count(name) for p in (plan, nearest)]
         if any(ops):
-            has, *need = (cli.mebibytes(float(x[d])) for x in (problem.memory_bytes, *peak))
+            has, *need = (cli.byte_size(float(x[d])) for x in (problem.memory_bytes, *peak))
             rows.append([f"operators on {name}", *map(str, ops), f"{ops[1] - ops[0]:+d}"])
             rows.append([f"memory of {name}", *need, f"of {has}"])
     return values, rows, "; ".join(memory_excess(problem, peak[1]))

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         cli.print_json(answer | {"fingerprint": graph.fingerprint, "lower_bound_s": bounds})
     else:
         sizes = (graph.num_ops, len(graph.edges), problem.num_devices, graph.num_groups)
-        row = [*map(str, sizes), cli.mebibytes(float(graph.param_bytes.sum()))]
+        row = [*map(str, sizes), cli.byte_size(float(graph.param_bytes.sum()))]
         columns = ["operators", "edges", "devices", "colocation groups", "parameters"]
         cli.print_table(f"{graph.name}, for {problem.objective}", columns, [row])
     out = shlex.quote(args.out)

@@ -97,7 +97,9 @@ def _show(runner: OptimizedRunner) -> None:
     is_moved = plan.planner.name != runner.planned.planner.name
     single = devices_of(plan)[0] if is_moved else "the best device"
     names = {
-        "plan": "the plan" if runner.kept != "plan" else f"on {' and '.join(devices_of(plan))}",
+        "plan": "the plan"
+        if runner.kept != "plan"
+        else f"the plan, on {' and '.join(devices_of(plan))}",
         "single": f"{single} alone",
         "plain": f"plain PyTorch, {cli.count(torch.get_num_threads(), 'thread')}",
         "compiled": runner.compiled_as,

@@ -167,10 +167,10 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     from placement.tools.files import some
 
     rows = [
-        [name, *(cli.mebibytes(float(x)) for x in held.values())]
+        [name, *(cli.byte_size(float(x)) for x in held.values())]
         for name, held in memory(problem, solution.placement).items()
     ]
-    cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "of"], rows)
+    cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "there"], rows)
     used = {problem.cluster.device_names[d] for d in solution.placement}
     if idle := [name for name in problem.cluster.device_names if name not in used]:
         print(

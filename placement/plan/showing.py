@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from placement.objective import Objective
-from placement.tools.shown import count, mebibytes, seconds
+from placement.tools.shown import byte_size, count, seconds
 
 if TYPE_CHECKING:
     from placement.plan.document import Plan
@@ -28,6 +28,7 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
         values.append(["energy", seconds(energy_j, "J"), *["-"] * 4])
     if not Objective(plan.objective).is_measurable:
         values.insert(0, _values(plan, plan.objective, "weighted" if weight else ""))
+    ran = any(row[2] != "-" for row in values)
     on = [list(phase.values()) for phase in plan.assignments]
     devices = []
     for device in (d.name for d in plan.cluster.devices):
@@ -36,20 +37,20 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
         stages = str(sum(s.device == device for s in plan.stages))
         memory = (x.get(device, 0) for x in (plan.predicted.peak_bytes, plan.limits.memory_bytes))
         busy = seconds(plan.predicted.busy_s.get(device, 0.0))
-        devices.append([device, operators, stages, busy, *map(mebibytes, memory)])
+        devices.append([device, operators, stages, busy, *map(byte_size, memory)])
     return [
         (
             f"{plan.graph.name} ({count(plan.graph.num_ops, 'operator')}) by {plan.planner.name}, "
             f"for {plan.goal}{weight}, {runs}",
-            ["", "predicted", "measured", "proved bound", "gap", "one device"],
-            values,
+            ["", "predicted", *["measured"] * ran, "proved bound", "gap", "one device"],
+            values if ran else [[*row[:2], *row[3:]] for row in values],
         ),
         (
             "devices"
             + f"; micro-batches take turns in {len(on)} phases" * (len(on) > 1)
             + "; GPUs replay CUDA graphs" * plan.cuda_graphs
             + "; runs are compiled" * plan.compiled,
-            ["device", "operators", "stages", "busy", "peak memory", "of"],
+            ["device", "operators", "stages", "busy", "peak memory", "memory"],
             devices,
         ),
         (

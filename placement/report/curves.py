@@ -100,8 +100,11 @@ def plot_curves(comparison: Comparison, path: str | Path) -> Path:
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: _percent(value))
     axis.set_xlabel("seconds of planning", fontsize=9, color=INK)
-    workloads = len({row.workload for row in comparison.rows})
-    what = f"best so far above the best found, geometric mean of {count(workloads, 'workload')}"
+    workloads = {row.workload for row in comparison.rows}
+    of = f"geometric mean of {count(len(workloads), 'workload')}"
+    if len(workloads) == 1:
+        of = gantt.as_text(*workloads)
+    what = f"predicted, best so far above the best found: {of}"
     axis.set_ylabel(what, fontsize=9, color=INK)
     if drawn & above.keys():
         axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

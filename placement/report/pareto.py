@@ -16,15 +16,17 @@ _COLUMNS = {
     "period_s": ("period", "ms"),
     "energy_j": ("energy", "mJ"),
 }
+_FEW = 12  # rows of a workload that can all have names
 _MAX_WORKLOADS = 12  # rows of a picture that can still be looked at
 
 
 def plot_pareto(comparison: Comparison, path: str | Path) -> Path:
     """PNG: a line of panels for each workload, one for each two of latency, period and energy.
 
-    Predicted values of every feasible row; those on the front (``Row.pareto``) have names and
-    colour, and a line that joins those that are on the front of the panel's two values. Energy
-    from declared watts says so. Of more than 12 workloads, the first 12 are drawn.
+    Predicted values of every feasible row; those on the front (``Row.pareto``) have colour and,
+    as all do where they are few, names, and a line that joins those that are on the front of the
+    panel's two values. Energy from declared watts says so. Of more than 12 workloads, the first 12
+    are drawn.
 
     Raises:
         PlotError: matplotlib is not installed, or nothing fits anywhere.
@@ -59,7 +61,7 @@ def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
     named: dict[tuple[float, float], list[str]] = {}
     for row, point in zip(rows, points, strict=True):
         axis.plot(*point, "o", ms=5, color=COLOURS[0] if row.pareto else FAINT)
-        if row.pareto and row.planner not in named.setdefault(point, []):
+        if (row.pareto or len(rows) <= _FEW) and row.planner not in named.setdefault(point, []):
             named[point].append(row.planner)
     for (px, py), names in named.items():
         more = f" +{len(names) - 3}" if len(names) > 3 else ""
@@ -70,7 +72,7 @@ def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
     for which, column in (("x", x), ("y", y)):
         name, unit = _COLUMNS[column]
         declared = " (declared watts)" if rows[0].energy_source == "declared" else ""
-        label = f"{name}, {unit}" + (declared if column == "energy_j" else "")
+        label = f"predicted {name}, {unit}" + (declared if column == "energy_j" else "")
         getattr(axis, f"set_{which}label")(label, fontsize=9, color=INK)
     gantt.plain_axis(axis)
     axis.tick_params(axis="both", colors=FAINT, labelsize=8)

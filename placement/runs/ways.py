@@ -204,13 +204,13 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
 def compiled_in_words(runner: Runner) -> str:
     """How many runs of operators are compiled, what that took, and which are not."""
     from placement.tools.files import some
-    from placement.tools.shown import count, mebibytes, seconds
+    from placement.tools.shown import byte_size, count, seconds
 
     said = f"{count(runner.num_compiled, 'run')} of operators compiled"
     if runner.compile_s:
         said += f" in {seconds(runner.compile_s)}"
     if runner.packed_bytes:
-        said += f", {mebibytes(runner.packed_bytes)} of packed weights"
+        said += f", {byte_size(runner.packed_bytes)} of packed weights"
     if others := [f"from {name!r} on: {why}" for name, why in runner.not_compiled.items()]:
         said += f"; as they are, {some(others, '; ', 3)}"
     return said

@@ -152,8 +152,9 @@ def convert_fields(values: Any, error: type[ValueError]) -> None:
 
 def meant(name: str, names: Iterable[str]) -> str:
     """``; did you mean 'heft'?`` for what is most like ``name``, or nothing."""
-    near = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    bare = {x.lstrip("-"): x for x in names}  # what all options begin with makes none alike
+    near = difflib.get_close_matches(name.lstrip("-"), bare, 1)
+    return f"; did you mean {bare[near[0]]!r}?" if near else ""
 
 
 def _describe(kind: Any) -> str:

@@ -31,11 +31,13 @@ def seconds(value: float, unit: str = "s") -> str:
     raise AssertionError("the last unit always fits")
 
 
-def mebibytes(value: float) -> str:
-    """Bytes as MiB, little ones as KiB, or the word for no limit."""
-    if 0 < value < 2**20 / 10:
-        return f"{value / 2**10:,.1f} KiB"
-    return "unlimited" if value >= 2**62 else f"{value / 2**20:,.1f} MiB"
+def byte_size(value: float) -> str:
+    """Bytes in the unit that fits, e.g. ``12.3 MiB``, or the word for no limit."""
+    if value >= 2**62:
+        return "unlimited"
+    units = (("GiB", 2**30), ("MiB", 2**20 / 10), ("KiB", 1))
+    name = next((name for name, least in units if value >= least), "MiB")
+    return f"{value / {'GiB': 2**30, 'MiB': 2**20, 'KiB': 2**10}[name]:,.1f} {name}"
 
 
 def count(number: int, what: str) -> str:

@@ -14,6 +14,7 @@ import ast
 import importlib
 import inspect
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.tools.named import imported, meant
+from placement.tools.ownership import is_yours
 
 # Synthetic problems, models of others (two files), their graphs, and problems with known optima.
 _NO_MODELS = ("__init__", "synthetic", "zoo", "hugging_face", "dataset", "suites")
@@ -94,8 +96,11 @@ def _make(spec: str, options: dict[str, Any]) -> Any:
     except WorkloadError:
         raise
     except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        mine = [frame for frame in frames[1:] if is_yours(frame.filename)] or frames[-1:]
+        at = f"{mine[-1].filename}:{mine[-1].lineno}"
         raise WorkloadError(
-            f"workload {spec!r}: the function failed: {type(error).__name__}: {error}"
+            f"workload {spec!r}: the function failed at {at}: {type(error).__name__}: {error}"
         ) from error
 
     from torch import nn

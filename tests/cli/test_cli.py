@@ -818,6 +818,7 @@ def test_profile_of_another_model(home: Path, capsys: Any) -> None:
         ("--verson", "no option '--verson'; did you mean '--version'? see: placement --help"),
         ("show", "required: plan.json; see: placement show --help"),
         ("show a --seed", "no option '--seed'; see: placement show --help"),
+        ("plan x --bogus y", "no option '--bogus'; see: placement plan --help"),  # not '--out'
         ("show a -x", "no option '-x'; see: placement show --help"),
         ("replan x", "there is no verb replan any more; type placement plan --without DEVICE"),
         ("features x", "any more; type placement profile MODEL --features; see"),

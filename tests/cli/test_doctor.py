@@ -58,7 +58,7 @@ def test_nothing_to_say_of_a_good_machine() -> None:
         (changed(required={"torch": None}), "not installed: torch: pip install"),
         (changed(torch_error="OSError: no libcuda"), "cannot be imported: OSError: no libcuda"),
         (changed(cache={"writable": False}), "export PLACEMENT_HOME="),
-        (changed(cache={"free_bytes": 2**29}), "0.5 GiB free in /c"),
+        (changed(cache={"free_bytes": 2**29}), "512.0 MiB free in /c"),
     ],
 )
 def test_problems(facts: dict[str, Any], problem: str) -> None:
@@ -204,3 +204,13 @@ def test_planners_of_warm_have_its_options() -> None:
 
     for name, options in doctor.WARM.items():
         planners.load(name, **options)
+
+
+def test_kernels_beside_the_package_serve_who_may_not_write(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "placement" / "cli").mkdir(parents=True)
+    monkeypatch.setattr(doctor.cli, "__file__", str(tmp_path / "placement" / "cli" / "__init__.py"))
+    assert not doctor.has_kernels()
+    (tmp_path / "placement" / "x.nbi").write_text("")
+    assert doctor.has_kernels()

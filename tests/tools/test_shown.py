@@ -18,9 +18,9 @@ from placement.timeline import Timeline
 from placement.tools.shown import (
     MAX_LANES,
     MAX_ROWS,
+    byte_size,
     count,
     lanes,
-    mebibytes,
     print_table,
     seconds,
     table,
@@ -156,5 +156,5 @@ def test_units() -> None:
         "1 s",
         "2000 s",
     ]
-    assert (mebibytes(2**20), mebibytes(2**63 - 1)) == ("1.0 MiB", "unlimited")
-    assert (mebibytes(0), mebibytes(100), mebibytes(110_000)) == ("0.0 MiB", "0.1 KiB", "0.1 MiB")
+    assert (byte_size(2**20), byte_size(2**63 - 1)) == ("1.0 MiB", "unlimited")
+    assert (byte_size(0), byte_size(100), byte_size(110_000)) == ("0.0 MiB", "0.1 KiB", "0.1 MiB")
