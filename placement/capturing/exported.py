@@ -16,20 +16,15 @@ import logging
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental import proxy_tensor
-from torch.nn.modules import transformer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from placement.capturing.errors import (
     check_tensors,
@@ -38,6 +33,7 @@ from placement.capturing.errors import (
     not_exported,
     where_in,
 )
+from placement.capturing.patches import patched
 from placement.program import (
     CaptureError,
     DependsOnValues,
@@ -111,10 +107,7 @@ def export(
                 register_module_buffer_registration_hook(note),
                 quiet() as messages,
                 torch.set_grad_enabled(training),
-                nullcontext() if training else _without_gradient_modes(),
-                _transformers_as_called(),
-                _without_checks(),
-                mock.patch.object(nn.Module, "_apply", _convert),
+                patched(training),
             ):
                 exported = torch.export.export(module, *inputs, strict=False)
         except CaptureError as error:
@@ -191,111 +184,6 @@ def left_as_it_was(module: nn.Module) -> Iterator[list[tuple[str, Any]]]:
                 x.extend(was.values())
             else:
                 x.update(was)
-
-
-@contextmanager
-def _transformers_as_called() -> Iterator[None]:
-    """Trace ``nn.TransformerEncoder`` as a call computes it: padded positions come out as zeros.
-
-    A call makes nested tensors of padded sequences, which a trace leaves out. Whether a mask is the
-    causal one, which a call finds out for the sake of a faster kernel, is not asked.
-    """
-    traced = nn.TransformerEncoder.forward
-
-    def forward(
-        self: nn.TransformerEncoder,
-        src: Tensor,
-        mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool | None = None,
-    ) -> Tensor:
-        first, padding = self.layers[0], src_key_padding_mask
-        is_nested = (
-            torch.backends.mha.get_fastpath_enabled()
-            and getattr(self, "use_nested_tensor", False)
-            and not first.training
-            and src.dim() == 3
-            and padding is not None
-            and mask is None
-            and not torch.is_autocast_enabled()
-            and not (
-                torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters()))
-            )
-        )
-        if not is_nested:
-            return traced(self, src, mask, padding, is_causal)
-        norm, self.norm, self.use_nested_tensor = self.norm, None, False
-        try:
-            output = traced(self, src, None, padding, is_causal)
-        finally:
-            self.norm, self.use_nested_tensor = norm, True
-        assert padding is not None
-        padded = padding if padding.dtype == torch.bool else padding != 0
-        if getattr(self, "mask_check", True):  # only if all are padded at their ends
-            padded = padded & (padded[:, 1:] >= padded[:, :-1]).all()
-        output = output.masked_fill(padded[..., None], 0.0)
-        return output if norm is None else norm(output)
-
-    def asked(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    with (
-        mock.patch.object(nn.TransformerEncoder, "forward", forward),
-        mock.patch.object(transformer, "_detect_is_causal_mask", asked),
-    ):
-        yield
-
-
-@contextmanager
-def _without_checks() -> Iterator[None]:
-    """Trace without torch's own checks of values, which a graph cannot make.
-
-    Those of ``torch.distributions``, and that variances are not negative.
-    """
-    kind = torch.distributions.Distribution
-    init, likelihood = kind.__init__, nn.functional.gaussian_nll_loss
-
-    def unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args[:2], **kwargs | {"validate_args": False})
-
-    def of_any_variance(*args: Any, **kwargs: Any) -> Tensor:
-        with mock.patch.object(torch, "any", lambda _: False):  # all that it is asked for
-            return likelihood(*args, **kwargs)
-
-    with (
-        mock.patch.object(kind, "__init__", unchecked),
-        mock.patch.object(nn.functional, "gaussian_nll_loss", of_any_variance),
-    ):
-        yield
-
-
-def _without_gradient_modes() -> AbstractContextManager[Any]:
-    """Trace without a word of what switches gradients on and off: nobody asks for any.
-
-    Of ``torch.set_grad_enabled`` without a ``with`` torch makes a region that it cannot remove.
-    """
-    modes = torch.amp._enter_autocast, torch.amp._exit_autocast  # what is left of such words
-    name = "_side_effectful_need_to_be_preserved_pre_dispatch"
-    return mock.patch.object(proxy_tensor, name, modes, create=True)
-
-
-def _convert(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """``Module.to``, ``float``, ``cuda``, ... in a forward, of tensors that are as asked already.
-
-    Torch would replace each of them, which a trace cannot follow.
-
-    Raises:
-        CaptureError: something else is asked.
-    """
-    with _disable_current_modes():
-        for x in chain(self.parameters(recurse), self.buffers(recurse)):
-            like = torch.empty((0,) * x.dim(), dtype=x.dtype, device=x.device)
-            if function(like) is not like:
-                raise CaptureError(
-                    f"a {type(self).__name__} is converted while the module runs (to, half, cuda, "
-                    "...): convert it before it is captured"
-                )
-    return self
 
 
 def _held(x: Any) -> dict[Any, Any]:
