@@ -179,7 +179,7 @@ class Bench:
 
     @property
     def planning_s(self) -> float:
-        return 0.05 if self.emulated else 1.0
+        return 0.2 if self.emulated else 1.0
 
     @property
     def gpu(self) -> torch.device:

@@ -47,7 +47,7 @@ def memory(bench: Bench) -> None:
     with bench.item("measured in parts"):
         _in_parts(bench)
     width, layers = (128, 6) if bench.emulated else (2048, 8)
-    shape = {"tables": 3, "rows": 2_000, "batch": 16} if bench.emulated else {
+    shape = {"tables": 3, "rows": 20_000, "batch": 16} if bench.emulated else {
         "tables": 26, "rows": 100_000, "batch": 512}  # fmt: skip
     decoder = Decoder(layers, width).eval()
     models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -63,7 +63,7 @@ def memory(bench: Bench) -> None:
 
 def _in_parts(bench: Bench) -> None:
     """A model that the GPU cannot hold is measured all the same, and a plan of it runs."""
-    width = 512 if bench.emulated else 4096
+    width = 1024 if bench.emulated else 4096
     module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).eval()
     inputs = torch.randn(8, width)
     graph = capture(module, inputs, name="parts")
