@@ -653,7 +653,9 @@ class Artefacts:
         forms += [_form(self._known[t]) for t in run.known]
         name = digest(here(), run.text, str(forms), str(self._device.threads))
         noted = folder() / f"{name}.kind"
-        kind, why = json.loads(noted.read_text()) if noted.exists() else (None, "")
+        kind, why = None, ""
+        with suppress(OSError, ValueError):  # not there, or damaged
+            kind, why = json.loads(noted.read_text())
         try:
             if kind is None:
                 kind, why = self._chosen(run, name, call)
