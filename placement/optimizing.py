@@ -23,7 +23,9 @@ from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner, equality
 from placement.executor.runner import without_mode
 from placement.executor.streamed import streaming_where_short
+from placement.graph import OpGraph
 from placement.objective import Objective
+from placement.pieces import shares_of, split
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
@@ -39,6 +41,7 @@ from placement.runs.ways import (
     one_by_one,
     timed,
     torch_compiled,
+    torch_threads,
 )
 from placement.simulator import score
 from placement.tools.compiler import missing_compiler
@@ -136,6 +139,7 @@ def optimize(
     quiet: bool = False,
     workload: str | None = None,
     compiled: bool | None = None,
+    pieces: int | tuple[float, ...] | None = None,
 ) -> OptimizedRunner:
     """The module on the devices of this machine, where a planner placed it and a run agreed.
 
@@ -146,7 +150,9 @@ def optimize(
     one device takes another time than its profile says, by half and more, it measures the operators
     again, once, and begins anew. Where several devices are not clearly faster than one, the runner
     uses that one. Where plain PyTorch, or ``torch.compile``, is the fastest, the runner calls the
-    module itself. What came out is said on standard error.
+    module itself. For ``latency``, whole operators of a chain cannot run at the same time: so all
+    of this is done again with operators in ``pieces``, and the faster is kept. What came out is
+    said on standard error.
 
     Args:
         module: in evaluation mode.
@@ -161,6 +167,9 @@ def optimize(
         compiled: whether compiled runs, and ``torch.compile``, take part. None: yes, where there is
             a compiler, until that took twelve times ``seconds``. What is compiled is kept for the
             next call; of ``torch.compile`` what PyTorch keeps.
+        pieces: into how many operators may be cut, or the share of each piece, see
+            ``placement.pieces.split``; 1: none is. None: two, for ``latency`` where two of the
+            devices are CPUs of the same kind.
 
     Returns:
         OptimizedRunner: call it as the module, ``stream`` through it; a context manager. Its
@@ -181,13 +190,14 @@ def optimize(
         )
     check_options(objective, seconds)
     cluster = _cluster(devices)
+    shares = _shares(pieces, objective, cluster)
     with progress(quiet) as report, says_when_compiling(quiet):
         report("capturing", None)
         graph = capture(module, inputs, name=workload)
         goal = Objective(objective)
         options: Any = {"report": report, "workload": workload, "compiled": compiled}
 
-        def fastest_by(profile: Profile) -> OptimizedRunner:
+        def fastest_by(profile: Profile, graph: OpGraph = graph) -> OptimizedRunner:
             problem = Problem(
                 graph,
                 *streaming_where_short(graph, cluster, profile),
@@ -203,9 +213,45 @@ def optimize(
                 say(f"{why}: measuring the operators again")
             again = load_or_measure(graph, cluster, again=True, progress=report)
             runner = fastest_by(again)
+        if shares:
+            report("cutting operators", None)
+            with torch_threads(cluster.devices[0].threads):
+                cut = split(graph, shares)
+            if cut is not graph:
+                profile = load_or_measure(cut, cluster, progress=report)
+                runner = _faster_of(runner, fastest_by(profile, cut))
     if not quiet:
         say(verdict(runner))
     return runner
+
+
+def _shares(
+    pieces: int | tuple[float, ...] | None, objective: str, cluster: Cluster
+) -> tuple[float, ...]:
+    """Of each piece; empty: operators stay whole. Raises: PiecesError, out of range."""
+    if pieces is None:
+        kinds = [(d.model, d.threads) for d in cluster.devices if d.kind == "cpu"]
+        pieces = 2 if objective == "latency" and len({*kinds}) < len(kinds) else 1
+    return () if pieces == 1 else shares_of(pieces)
+
+
+def _faster_of(whole: OptimizedRunner, cut: OptimizedRunner) -> OptimizedRunner:
+    """The faster of two that ran one after another, each beside the plain module; closes the other.
+
+    One device alone, which is compared with, has whole operators.
+    """
+    whole_s, cut_s = (
+        median_s(x.measured[x.kept], x.plan.objective)
+        / median_s(x.measured["plain"], x.plan.objective)
+        for x in (whole, cut)
+    )
+    if cut.kept != "plan" or cut_s >= whole_s:
+        cut.close()
+        return whole
+    whole.close()
+    single = whole.measured.get("single", whole.measured["plan"])
+    cut.measured = {**cut.measured, "single": single}
+    return cut
 
 
 def fastest(
@@ -417,7 +463,7 @@ def verdict(runner: OptimizedRunner) -> str:
     plan = runner.plan
     took_s = {way: median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
-    used = " and ".join(devices)
+    used = " and ".join(devices) + (", in pieces" if plan.pieces else "")
     graphs = "".join(x for x, option in _VARIANTS.items() if getattr(runner, option))
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
     ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}{graphs}", "plain": plain}

@@ -427,7 +427,7 @@ def test_the_command(
     assert main([*words, "--json"]) == OK
     got = json.loads(capsys.readouterr().out)
     keys = {"kept", "objective", "planner", "assignments", "predicted", "measured"}
-    assert set(got) == keys | {"compiled", "compiled_as"}
+    assert set(got) == keys | {"compiled", "compiled_as", "pieces"}
     assert got["objective"] == "latency" and {"plan", "plain"} <= set(got["measured"])
 
 
@@ -456,3 +456,22 @@ def test_the_command_refuses(
     assert main(["optimize", *words]) == BAD_INPUT
     out, err = capsys.readouterr()
     assert out == "" and says in err and err.count("\n") == 1
+
+
+@needs_two
+def test_operators_in_pieces_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same module, whole and cut; what is kept computes what the module does."""
+    large = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).eval()
+    x = torch.randn(128, 256)
+    ran: list[bool] = []
+
+    def faster(whole: Any, cut: Any) -> Any:
+        ran.extend(r.graph.program.pieces is not None for r in (whole, cut))
+        whole.close()
+        return cut
+
+    monkeypatch.setattr("placement.optimizing._faster_of", faster)
+    options: Any = {"quiet": True, "compiled": False, "seconds": 1.0, "pieces": 2}
+    with optimize(large, (x,), objective="latency", **options) as runner:
+        assert ran == [False, True] and runner.plan.pieces is not None
+        torch.testing.assert_close(runner(x), large(x))

@@ -24,8 +24,9 @@ to minutes, once; --no-compiled leaves it out.
 
 The machine-readable result (--json) has the keys kept (the fastest: plan, single, plain or
 compiled), objective, planner, assignments (one, or one for each turn of replicas), predicted,
-compiled (whether the plan is), compiled_as (what torch.compile did), and measured (of plan, plain,
-compiled unless it fails and, if the plan uses several devices, single).
+compiled (whether the plan is), pieces (whether it is of pieces), compiled_as (what torch.compile
+did), and measured (of plan, plain, compiled unless it fails and, if the plan uses several devices,
+single).
 """
 
 
@@ -43,6 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile, however long it takes; or do not; default: for 12 times --seconds at most",
     )
+    parser.add_argument(
+        "--pieces",
+        metavar="K",
+        help="also try operators in so many pieces, or shares as 0.25,0.75; 1: whole ones only; "
+        "default: 2, for latency on cores that are alike",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the plan there")
 
 
@@ -53,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
     cluster = cli.cluster_of(args.cluster)
     check_options(args.objective, args.seconds)
+    pieces = 1 if args.pieces == "1" else cli.pieces_of(args.pieces)
     with cli.progress() as report:
         report(f"loading {args.workload}", None)
         module, inputs = cli.load_workload(args.workload)
     with cli.says_if_busy(), cli.says_nothing_in_answers():
         options = {"workload": args.workload, "compiled": args.compiled}
+        options["pieces"] = pieces
         runner = optimize(module, inputs, cluster, args.objective, args.seconds, **options)
     runner.close()
     plan = runner.plan
@@ -72,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
                 "assignments": plan.assignments,
                 "predicted": plan.predicted.model_dump(),
                 "compiled": plan.compiled,
+                "pieces": plan.pieces is not None,
                 "compiled_as": runner.compiled_as or None,
                 "measured": {way: m.model_dump() for way, m in runner.measured.items()},
             }
@@ -96,10 +106,10 @@ def _show(runner: OptimizedRunner) -> None:
     plan = runner.plan
     is_moved = plan.planner.name != runner.planned.planner.name
     single = devices_of(plan)[0] if is_moved else "the best device"
+    cut = ", in pieces" if plan.pieces else ""
+    on = f"the plan, on {' and '.join(devices_of(plan))}{cut}"
     names = {
-        "plan": "the plan"
-        if runner.kept != "plan"
-        else f"the plan, on {' and '.join(devices_of(plan))}",
+        "plan": "the plan" if runner.kept != "plan" else on,
         "single": f"{single} alone",
         "plain": f"plain PyTorch, {cli.count(torch.get_num_threads(), 'thread')}",
         "compiled": runner.compiled_as,
