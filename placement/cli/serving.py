@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
@@ -94,6 +95,7 @@ def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
         raise cli.UsageError(f"{args.workload}: --context TOKENS is needed, e.g. --context 8192")
     batch = 1 if args.batch is None else args.batch
     decoder = load_decoder(args.workload)
+    gc.freeze()  # what its libraries made when they were imported stays: it is not looked at again
     has_experts = "experts" in decoder.class_bytes()
     whole = args.split == "layers" or (args.split is None and not has_experts)
     return decoder, Serving(Phase(objective), args.context, batch, args.prompt, whole)
