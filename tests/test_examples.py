@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import runpy
@@ -66,6 +67,20 @@ def test_a_seam_of_ones_own(
         "grpo.py": "320 steps: reward",
     }
     assert expected[name] in out
+
+
+@pytest.mark.usefixtures("published")
+def test_a_published_method_is_trained_saved_and_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = importlib.import_module("run")
+    for method, planner in (("giph", "policy"), ("post", "post:GroupPlanner")):
+        file = str(tmp_path / f"{method}.safetensors")
+        run.main([method, "--steps", "64", "--out", file])
+        assert capsys.readouterr().out.count("x over the best single device\n") == 3
+        options = {"policy": file, "allow": f"{method}:formulation", "search": "false", "k": "2"}
+        answer = planners.load(planner, **options)(small_problems()[0])
+        assert answer.value_s <= answer.stats["baseline_value_s"]
 
 
 def partial_of(kind: Any, **fixed: Any) -> Any:
