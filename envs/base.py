@@ -111,7 +111,6 @@ class PlacementEnv(gym.Env[Observation, Any]):
         super().reset(seed=seed)
         if seed is not None:
             self._drawn = 0  # the same seed, the same observations
-            self.rules.best_s.fill(np.inf)  # searches may begin at the best met
         check_reset(options, ("problem",))
         chosen = (options or {}).get("problem")
         if self._source.generator is not None:

@@ -167,11 +167,6 @@ class ProblemSet:
         reference_s = np.concatenate([self.reference_s, more.reference_s])
         return replace(self, problems=self.problems + more.problems, reference_s=reference_s)
 
-    def without_programs(self) -> ProblemSet:
-        """These problems as plain data, which can be sent to another process."""
-        bare = tuple(replace(p, graph=p.graph.without_program()) for p in self.problems)
-        return replace(self, problems=bare)
-
     @cached_property
     def num_groups(self) -> NDArray[np.int64]:
         """int64 ``[P]`` colocation groups of each problem."""

@@ -35,7 +35,6 @@ class Episodes:
     Attributes:
         rules: what is played; its ``best_s`` and ``best_choices`` are kept up to date.
         observation_space, action_space: of one episode.
-        allowed: int64 problems that are dealt; at first all. Holds from the next deal.
         num_envs: ``B``.
     """
 
@@ -45,7 +44,6 @@ class Episodes:
         self.rules = rules
         self.repeats = repeats
         self.observation_space, self.action_space = rules.seen_space, rules.action_space
-        self.allowed = np.arange(len(rules.problems.problems))
         self.num_envs = len(rules.ids)
         self._rng = np.random.default_rng(seed)
         self._deck: list[int] = []
@@ -93,7 +91,7 @@ class Episodes:
 
     def _deal(self, count: int) -> NDArray[np.int64]:
         while len(self._deck) < count:
-            cards = self._rng.permutation(self.allowed)
+            cards = self._rng.permutation(len(self.rules.problems.problems))
             self._deck += np.repeat(cards, self.repeats).tolist()
         dealt, self._deck = self._deck[:count], self._deck[count:]
         return np.array(dealt, np.int64)
@@ -286,7 +284,6 @@ class PlacementVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         super().reset(seed=seed if isinstance(seed, int) else None)
         if seed is not None:
             self.episodes.seed(seed)
-            self.episodes.rules.best_s.fill(np.inf)  # searches may begin at the best met
         return self.episodes.reset(), self._info()
 
     def step(

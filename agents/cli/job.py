@@ -89,9 +89,10 @@ def launch(
         # Anywhere in the line, and of a sweep by name anyway.
         many = any(word in _MANY or re.match("sweep=(?!null$)", word) for word in typed)
         others = ["json=true" if w == "--json" else w for w in typed if w not in _MANY]
+        work = task if many else alone  # launchers send it to other processes
         before, sys.argv = sys.argv, [sys.argv[0], *_MANY[1:] * many, *others]
         try:
-            hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(alone)()
+            hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(work)()
         except SystemExit as error:  # of Hydra, for what it is asked and cannot do
             return cli.BAD_INPUT if error.code else cli.OK
         finally:
