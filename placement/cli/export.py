@@ -214,7 +214,7 @@ def _problem(plan: Plan, args: argparse.Namespace) -> Problem | None:
     Raises:
         UsageError: a model was named, but its profile is not there.
     """
-    from placement.cli.planned import NotMeasured, problem_of
+    from placement.cli.replan import NotMeasured, problem_of
     from placement.cli.show import shipped
 
     named = args.model or args.profile

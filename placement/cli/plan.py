@@ -281,7 +281,7 @@ def _start(args: argparse.Namespace) -> Plan | None:
 
 def _left(args: argparse.Namespace, start: Plan, report: cli.Progress) -> Problem:
     """The problem of ``start`` without the devices that are gone."""
-    from placement.cli.planned import problem_of
+    from placement.cli.replan import problem_of
     from placement.replan import remaining
 
     _check_settings(args)

@@ -1,4 +1,4 @@
-"""The problem that a plan decided, found again."""
+"""``placement plan --start`` and exports: the problem that a plan decided, found again."""
 
 from __future__ import annotations
 
