@@ -1,7 +1,7 @@
 """Expert iteration: search solves many problems, a policy imitates, then PPO improves it.
 
 ``solve`` searches, and keeps what it found in one file; ``imitate`` trains a policy on it by
-cross-entropy; ``agents.training.trainer(..., solutions=...)`` does that before PPO. The policy then
+cross-entropy; ``agents.training.train(..., solutions=...)`` does that before PPO. The policy then
 gives searches better starts, and their solutions are imitated in turn (Anthony, Tian and Barber,
 "Thinking fast and slow with deep learning and tree search", NeurIPS 2017).
 """

@@ -33,7 +33,7 @@ from placement.simulator import score
 
 @dataclass(frozen=True)
 class Start:
-    """Where policies start, and what reward 0 is; the arguments of ``agents.training.trainer``.
+    """Where policies start, and what reward 0 is; the arguments of ``agents.training.train``.
 
     Attributes:
         baseline: warm starts are its answers.

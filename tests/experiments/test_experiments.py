@@ -626,20 +626,22 @@ def test_a_value_below_a_proved_bound_is_an_error(
 def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands of the Makefile, of a small model and with a small budget."""
     import agents.cli.compare
+    import agents.cli.train
     from placement.__main__ import main
 
     makefile = (study.ROOT / "Makefile").read_text().replace("\\\n", " ")
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe is not None
     small = {"runs/demo": str(tmp_path), "resnet50": "tiny_mlp", "seconds=20": "seconds=0.3"}
-    text = recipe[1].replace("rounds=3 repeats=8", "rounds=1 repeats=1")
+    text = recipe[1].replace("repeats=8", "repeats=1").replace("rounds=3", "rounds=1")
     for old, new in small.items():
         text = text.replace(old, new)
-    compare, *others = map(shlex.split, text.splitlines())
+    train, compare, *others = map(shlex.split, text.splitlines())
+    assert agents.cli.train.main(train[1:]) == 0
     assert agents.cli.compare.main(compare[1:]) == 0
     assert (tmp_path / "report.html").is_file() and (tmp_path / "tiny_mlp/gantt.png").is_file()
     planners = {r["planner"] for r in rows_of(tmp_path / "compare.csv")}
-    assert {"heft", "policy", "trained"} <= planners
+    assert {"heft", "contiguous_dp", "policy"} <= planners
     for words in others:
         assert main(words[1:]) == 0
     assert "dist" in (tmp_path / "pipeline.py").read_text()

@@ -89,5 +89,5 @@ def test_published_learners_are_trained_once_and_run(
     spent = [c.used_evaluations for c in cells if c.group == "evaluations"]
     assert max(n for n in spent if n is not None) <= 20
     assert page.count("| post | ") == 2 and "Every planner had an answer" in page
-    monkeypatch.setattr("agents.training.trainer", None)
+    monkeypatch.setattr("agents.training.train", None)
     assert learned.main(words) == 0 and capsys.readouterr().out == page
