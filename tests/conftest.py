@@ -15,7 +15,7 @@ os.environ["WANDB_SILENT"] = "true"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HYDRA_FULL_ERROR"] = "1"
-os.environ["CXX"] = "no-compiler"  # ``optimize`` would compile; tests of that delete this
+os.environ["CXX"] = "no-compiler"  # ``optimize`` would compile; see the fixture ``compiler``
 
 import gc
 import random
@@ -115,3 +115,17 @@ def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
     """The methods of ``examples/published`` are found by their names, as in their own folder."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "published"))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs can be compiled; the test is skipped where there is no C++ compiler."""
+    from torch._inductor import config
+
+    from placement.tools.compiler import missing_compiler
+
+    monkeypatch.delenv("CXX")
+    if missing_compiler():
+        pytest.skip("there is no C++ compiler here")
+    with config.patch({"cpp.cxx": (None, "g++")}):
+        yield

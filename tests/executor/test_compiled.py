@@ -14,7 +14,6 @@ from torch import nn
 from placement import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Runner, RunnerError, compiled
-from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError
 
 CPU = Cluster("here", (Device("cpu:0", cores=(0,)),))
@@ -51,15 +50,12 @@ def builds(tmp_path_factory):
 
 
 @pytest.fixture
-def prefers(builds, tmp_path, monkeypatch):
+def prefers(builds, tmp_path, monkeypatch, compiler):
     """An empty cache, a compiler, and a function that says which kind is the fastest."""
     once, calls = builds
     calls.clear()
-    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "build", once)
-    if missing_compiler():
-        pytest.skip("there is no C++ compiler here")
 
     def prefer(kind: str) -> list[bool]:
         def timed(ways):

@@ -14,7 +14,6 @@ from torch import nn
 from placement import capture
 from placement.cluster import Cluster, Device
 from placement.executor.packages import PackageError, write_packages
-from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError
 
 TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
@@ -30,13 +29,9 @@ class Net(nn.Module):
         return hidden, self.second(hidden).softmax(-1)
 
 
-def test_packages_compute_what_the_module_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compiler")
+def test_packages_compute_what_the_module_does(tmp_path: Path) -> None:
     """In another process, which sees the folder and PyTorch alone."""
-    monkeypatch.delenv("CXX", raising=False)
-    if missing_compiler():
-        pytest.skip("there is no C++ compiler here")
     torch.manual_seed(0)
     module, x = Net().eval(), torch.randn(8, 16)
     graph = capture(module, x)

@@ -1,0 +1,76 @@
+"""Costs of compiled runs: what shares a kernel, where blocks end, what their seconds become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from placement import capture
+from placement.cluster import Cluster, Device
+from placement.costs import fused as fused_module
+from placement.costs.fused import _begins, fused, measure_compiled
+from placement.executor import Runner
+from placement.profile import Profile
+
+TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
+
+
+class Net(nn.Module):
+    """linear | gelu, mul | linear | softmax, add, cos: the bars are between kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.second(nn.functional.gelu(self.first(x)) * 2).softmax(-1) + 1).cos()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_operators_of_a_kernel_are_a_group() -> None:
+    graph = fused(capture(Net().eval(), torch.randn(4, 16)))
+    assert [kind.split(".")[1] for kind in graph.op_kind] == [
+        "linear", "gelu", "mul", "linear", "softmax", "add", "cos",
+    ]  # fmt: skip
+    assert graph.group.tolist() == [0, 1, 1, 2, 3, 3, 3]
+
+
+def test_blocks_end_between_groups() -> None:
+    graph = replace(
+        capture(Net().eval(), torch.randn(4, 16)), group=np.array([0, 1, 1, 2, 3, 3, 3])
+    )
+    order = np.arange(7, dtype=np.int32)
+    assert _begins(graph, order, np.full(7, 1e-4)).tolist() == [0]  # 0.7 ms are one block
+    assert _begins(graph, order, np.full(7, 1e-2)).tolist() == [0, 1, 3, 4]
+    # Two blocks of 2.1 ms: half of it is within gelu and mul, which are not parted.
+    assert _begins(graph, order, np.array([0.1, 1, 0.4, 0.2, 0.1, 0.1, 0.2]) * 1e-3).tolist() == [
+        0,
+        3,
+    ]
+
+
+def test_seconds_of_blocks_are_divided_as_operators_take_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = capture(Net().eval(), torch.randn(4, 16))
+    group = np.array([0, 1, 1, 2, 3, 3, 3], np.int32)
+    monkeypatch.setattr(fused_module, "fused", lambda g: replace(g, group=group))
+    monkeypatch.setattr(fused_module, "_begins", lambda *_: np.array([0, 3], np.int32))
+    monkeypatch.setattr(Runner, "compile", lambda self, report: None)
+    monkeypatch.setattr(Runner, "num_compiled", 1)
+    # Of each block all is the first operator's, as compiled runs record it.
+    took = np.array([[6, 0, 0, 8, 0, 0, 0], [3, 0, 0, 4, 0, 0, 0]], float).T * 1e-3
+    monkeypatch.setattr(fused_module, "measured_rounds", lambda *_: ([took] * 3, [2 * took] * 3))
+    alone = np.array([[1, 1, 2, 1, 1, 1, 1]] * 2, float).T * 1e-2
+    profile = Profile(TWO.device_names, alone, 0 * alone, loaded_s=alone)
+    got = measure_compiled(graph, TWO, profile)
+    # 6 ms in shares of 1, 1, 2; 8 ms in four equal ones.
+    expected = np.array([1.5, 1.5, 3, 2, 2, 2, 2]) * 1e-3
+    np.testing.assert_allclose(got.compute_s, np.stack([expected, expected / 2], axis=1))
+    assert got.loaded_s is not None
+    np.testing.assert_allclose(got.loaded_s, 2 * got.compute_s)
+    assert got.provenance["compiled"] and got.provenance["groups"] == group.tolist()
