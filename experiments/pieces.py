@@ -1,9 +1,10 @@
 """One call on two cores: operators whole, or in pieces?
 
-    python -m experiments.pieces [WORKLOAD ...] [--rounds 7] [--seconds 20]
+    python -m experiments.pieces [WORKLOAD ...] [--rounds 7] [--seconds 20] [--compiled]
 
 For every workload at batch 1, for latency: the best device alone, what ``best_of`` makes of whole
-operators and of operators in two pieces, both as they are and compiled; beside them plain PyTorch
+operators and of operators in two pieces, with ``--compiled`` also as compiled runs (which takes
+minutes to build, as pieces make many); beside them plain PyTorch
 and ``torch.compile`` (the better of frozen and not), with two threads. All take turns; medians of
 the rounds. ``prediction`` is of the pieces, as they are. Writes ``experiments/results/pieces.md``
 and ``.json``.
@@ -39,7 +40,7 @@ PLAIN = ("plain, 2 threads", "torch.compile, 2 threads")
 def rows(options: Options) -> Iterator[dict[str, Any]]:
     """One of each workload; one that is finished is not measured again."""
     for name in options.workloads:
-        what = (name, options.rounds, options.seconds)
+        what = (name, options.rounds, options.seconds, options.compiled)
         yield options.finished.row(dict, what, partial(row, name, options), name=name)
 
 
@@ -59,7 +60,7 @@ def row(name: str, options: Options) -> dict[str, Any]:
     for way, problem in (("whole", whole), ("pieces", parts)):
         plans[way] = problem, planners.load("best_of", seconds=options.seconds)(problem).placement
     runners = {way: _runner(*plans[way]) for way in plans}
-    for way in ("whole", "pieces"):
+    for way in ("whole", "pieces") if options.compiled else ():
         compiled = _runner(*plans[way])
         compiled.compiled = True
         runners[f"{way}, compiled"] = compiled
@@ -77,7 +78,7 @@ def row(name: str, options: Options) -> dict[str, Any]:
         runner.close()
     told = evaluate(parts, plans["pieces"][1][None]).latency_s[0]
     took = {way: float(np.median(seconds[way])) if way in seconds else None for way in calls}
-    ours = min(OURS[1:], key=lambda way: took[way] or np.inf)
+    ours = min(runners.keys() - OURS[:1], key=lambda way: took[way] or np.inf)
     plain = min(PLAIN, key=lambda way: took.get(way) or np.inf)
 
     def ratio(a: str, b: str) -> float:
@@ -116,6 +117,7 @@ STUDY = Study(
         "workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"),
         "rounds": 7,
         "seconds": Option(20.0, "of each plan"),
+        "compiled": Option(False, "ours too"),
     },
     columns=(
         Column("case", "case"),
