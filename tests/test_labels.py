@@ -3,7 +3,8 @@
 A column (or row) of figures that claims a trained network stands beside one of the hand-written
 score and one of the untrained network, each row leads to the study that it is from, and the figure
 is that of a planner for which a trained network decided on every problem there. Only such a figure
-may be bold.
+may be bold. Rows of the learning table say of what kind their problems are, real ones first, and
+each percentage of the sentences below it is one of the table or of a page that they lead to.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import results
-from experiments.grid import best_known
+from experiments import results, study
+from experiments.grid import best_known, policy_digests, released_folder
 from experiments.study import RESULTS
 from experiments.tables import groups
 
@@ -51,9 +52,19 @@ def figures(name: str) -> dict[str, set[str]]:
     rows = results.rows_of(name, RESULTS)
     best_of_all = best_known(rows)
     best_in = {group: best_known(mine) for group, mine in groups(rows, "group").items()}
-    for (group, planner), mine in groups(rows, "group", "planner").items():
+    parts = [((best_of_all, best_in[g]), mine) for g, mine in groups(rows, "group").items()]
+    parts += [
+        ((best_of_all,), results.of_row(row, RESULTS))
+        for row in results.LEARNING
+        if row.study == name
+    ]
+    for bests, mine, planner in (
+        (bests, mine, planner)
+        for bests, part in parts
+        for planner, mine in groups(part, "planner").items()
+    ):
         who = {results.chooser(planner, row.objective, released) for row in mine}
-        for best in (best_of_all, best_in[group]):
+        for best in bests:
             by_problem = groups((r for r in mine if r.value_s), "problem").items()
             logs = [np.mean(np.log([r.value_s / best[n] for r in runs])) for n, runs in by_problem]
             if logs and len(who) == 1:
@@ -71,7 +82,7 @@ def wrong(page: str) -> list[str]:
         first = [row[0] for row in rows]
         for names, here in ((head, bool(learned)), (first, any(claims(LEARNED, x) for x in first))):
             for beside in (HAND, UNTRAINED) if here else ():
-                if not any(claims(beside, name) for name in names):
+                if not any(claims(beside, name) for name in names if "against" not in name):
                     messages.append(f"{names}: nothing beside it is {beside}")
         for row in rows:
             bold = [i for i, cell in enumerate(row) if re.search(r"\*\*[^*]*\d[^*]*\*\*", cell)]
@@ -110,7 +121,7 @@ def test_wrong_labels_are_found() -> None:
             "| hand-written | trained network |",
         ),
         (results_page, r"\| hand-written \| untrained network \|", "| hand-written | frozen |"),
-        (results_page, r"learned_guided\.md", "learned_giph.md"),  # figures of another study
+        (results_page, r"learned_zero_shot\.md", "learned_dispatch.md"),  # of another study
         (results_page, r"(\| `\w+` \| )([\d.]+)", r"\1**\2**"),
         (readme, r"\| one device \|", "| policy (learned) |"),
         (readme, r"\| ([\d.]+ ms) \|", r"| **\1** |"),
@@ -125,9 +136,68 @@ def test_every_row_of_the_first_table_is_of_who_it_names() -> None:
         for planner, who in zip(
             (row.trained, row.hand, row.untrained), CLAIMS.values(), strict=True
         ):
-            mine = [c for c in results.of_group(row, RESULTS) if c.planner == planner]
+            mine = [c for c in results.of_row(row, RESULTS) if c.planner == planner]
             decided = {results.chooser(planner, c.objective, released) for c in mine}
             assert decided and decided <= who, (row.where, planner, decided)
+
+
+# By suites of the study of one decode, else by how names of problems begin.
+KINDS = {
+    "real": r"pipedream: |moirai: |captured: ",
+    "drawn": r"never drawn: |families: ",
+    "shops": r"(mk|edata|rdata|vdata|other shops): ",
+}
+
+
+def test_rows_of_the_learning_table_are_of_problems_of_the_kind_that_they_name() -> None:
+    numbers = {}
+    for row in results.LEARNING:
+        names = {
+            f"{c.suite}: {c.problem}" if hasattr(c, "suite") else c.problem
+            for c in results.of_row(row, RESULTS)
+            if c.planner == row.trained
+        }
+        assert all(re.match(KINDS[row.kind], name) for name in names), row.where
+        numbers[row.where] = len(names)
+        counted = re.search(r"(\d+) (graphs|pipelines|flexible)", row.where)
+        assert counted is None or int(counted[1]) == len(names), row.where
+    assert list(numbers.values()) == [20, 20, 42, 42, 42, 117]
+
+
+def learned_sections() -> Iterator[tuple[Path, str]]:
+    """What README and results say of learning: from its heading to the next."""
+    for path, heading in (
+        (ROOT / "README.md", "### What training adds\n"),
+        (ROOT / "docs" / "results.md", "## Does learning help? Where?\n"),
+    ):
+        yield path, path.read_text("utf-8").split(heading)[1].partition("\n## ")[0]
+
+
+def unsupported(path: Path, text: str) -> list[str]:
+    """Percentages of sentences that are neither in the section's table nor on a page it names."""
+    rows = "".join(re.findall(r"^\|.*\n", text, re.MULTILINE))
+    pages = re.findall(r"\]\(([^)\s]*results/\w+\.md)", text)
+    known = rows + results.decodes(RESULTS)
+    known += "".join((path.parent / page).read_text("utf-8") for page in set(pages))
+    prose = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+    return [x for x in re.findall(r"[-+]\d+\.\d", prose) if x not in known]
+
+
+def test_percentages_of_learned_sentences_are_of_tables() -> None:
+    for path, text in learned_sections():
+        assert re.findall(r"^\| (\w+): ", text, re.MULTILINE)[:2] == ["real", "real"], path
+        assert unsupported(path, text) == [], path
+        assert unsupported(path, text + "\nTraining brings -77.7 %.") == ["-77.7"]
+
+
+def test_pages_of_networks_that_no_longer_ship_say_so() -> None:
+    ship = {Path(name).stem for name in policy_digests(released_folder())}
+    for path in RESULTS.glob("*.md"):
+        text = path.read_text("utf-8")
+        noted = study.origin(text)[1].get("policies", "")
+        for name in set(re.findall(r"'policy ([\w-]+)'", noted)) - ship:
+            short = name.rpartition("-")[0]
+            assert re.search(rf"`{short}[^.]*no longer ship", text), (path.name, name)
 
 
 @pytest.mark.parametrize(
