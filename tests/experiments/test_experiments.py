@@ -26,6 +26,7 @@ from experiments import (
     pipelining,
     prediction,
     public,
+    results,
     runs,
     schedules,
     study,
@@ -309,6 +310,21 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
         return [re.sub(r"^# .*", "", x) for x in rest if not re.search(skipped, x.replace("–", ""))]
 
     assert lines(page) == lines(committed)
+
+
+def test_tables_of_pipelines_have_compiled_columns_where_rows_have_them(tmp_path: Path) -> None:
+    file = json.loads((study.RESULTS / "pipelining.json").read_text())
+    for row in file["rows"]:
+        for key in [k for k in row if k.startswith("compiled, ")]:
+            del row[key]
+    heads = []
+    for times in ({}, {"compiled, 1 thread": 0.0125, "compiled, 2 threads": None}):
+        file["rows"] = [row | times for row in file["rows"]]
+        (tmp_path / "pipelining.json").write_text(json.dumps(file))
+        heads.append(results.first_table(tmp_path).splitlines()[0])
+    assert "compiled" not in heads[0]
+    assert "| plain, 2 cores | compiled, 1 core | compiled, 2 cores | one device |" in heads[1]
+    assert results.second_device(tmp_path).count("| 12.5 ms | – |") == len(results.MODELS)
 
 
 # --- small runs ----------------------------------------------------------------------------------
