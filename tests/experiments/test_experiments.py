@@ -318,13 +318,17 @@ def test_tables_of_pipelines_have_compiled_columns_where_rows_have_them(tmp_path
         for key in [k for k in row if k.startswith("compiled, ")]:
             del row[key]
     heads = []
-    for times in ({}, {"compiled, 1 thread": 0.0125, "compiled, 2 threads": None}):
+    for times in ({}, {"compiled, 1 thread": None, "compiled, 2 threads": 0.0125}):
         file["rows"] = [row | times for row in file["rows"]]
         (tmp_path / "pipelining.json").write_text(json.dumps(file))
-        heads.append(results.first_table(tmp_path).splitlines()[0])
+        lines = results.first_table(tmp_path).splitlines()
+        heads.append(lines[0])
     assert "compiled" not in heads[0]
     assert "| plain, 2 cores | compiled, 1 core | compiled, 2 cores | one device |" in heads[1]
-    assert results.second_device(tmp_path).count("| 12.5 ms | – |") == len(results.MODELS)
+    assert heads[1].endswith("| over compiled, 2 cores |")
+    assert results.second_device(tmp_path).count("| – | 12.5 ms |") == len(results.MODELS)
+    first = file["rows"][0]  # of the ResNet-50
+    assert lines[2].endswith(f"| {0.0125 / first[first['better']]:.2f}x |")
 
 
 # --- small runs ----------------------------------------------------------------------------------
