@@ -75,10 +75,10 @@ def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, capsy
         (b"GGUF" + struct.pack("<IQQQ1sII", 3, 0, 1, 1, b"k", 9, 9), "cut off"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version 50331648"),
         (b"GGUF", "cut off"),
-        (b'{"model_type": "llama", "num_hidden_layers": 1000000000}', "at most 4096"),
+        (b'{"model_type": "llama", "num_hidden_layers": 1000000000}', "at most 1024"),
         (
             b'{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 5000}',
-            "at most 4096",
+            "at most 1024",
         ),
         (b'{"model_type": "a\\u202eb\\n"}', "is not known"),
         (b'{"model_type": "llama", "hidden_size": 1e999}', "hidden_size|JSON"),

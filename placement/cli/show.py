@@ -77,7 +77,7 @@ def show_plan(plan: Plan) -> None:
     cli.print_table(*values)
     if plan.doubt:
         cli.say(plan.doubt)
-    if plan.predicted.period_s > plan.predicted.latency_s:
+    if plan.predicted.period_s > 1.01 * plan.predicted.latency_s:  # or they look equal
         cli.say(
             "an item of a stream takes longer than a call: threads let items in and hand results "
             "out beside the operators, and devices slow each other down; larger batches take less"

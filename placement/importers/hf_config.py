@@ -23,6 +23,7 @@ from placement.importers.decoder import MOST_LAYERS, Decoder, Part
 from placement.tools.files import short
 
 _MOST_GROUP, _MOST_BYTES = 2**24, 2**55
+_MOST_RUN = 1024  # layers: a token runs through each, which takes 3 ms
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
 _NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 # Bits of a weight, and of what goes with a block of them.
@@ -94,7 +95,8 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         )
     for key, value in data.items():
         if re.search("(^|_)num(ber)?_|layers?$|experts?$", key) and type(value) is int:
-            whole(value, f"{path}: {key}", -1, MOST_LAYERS)  # of each there is an object
+            most = _MOST_RUN if re.search("layers?$", key) else MOST_LAYERS
+            whole(value, f"{path}: {key}", -1, most)  # of each there is an object
     weights = _Weights(data, path)
     try:
         with _quiet():

@@ -389,6 +389,25 @@ def test_show(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "show", plan_path)["planner"]["name"] == "contiguous_dp"
 
 
+@pytest.mark.parametrize(
+    ("period_s", "is_said"), [(5e-3, False), (6.00001e-3, False), (8e-3, True)]
+)
+def test_items_that_take_longer_than_a_call_are_said(
+    plan_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    period_s: float,
+    is_said: bool,
+) -> None:
+    """Of a latency of 6 ms: what the table shows as equal to it is not called longer."""
+    both = {"value_s": period_s, "period_s": period_s}
+    predicted = json.loads(plan_path.read_text())["predicted"] | both
+    plan = changed(plan_path, tmp_path / "long.json", predicted=predicted)
+    assert main(["show", str(plan)]) == OK
+    said = "takes longer than a call" in " ".join(capsys.readouterr().err.split())
+    assert said == is_said
+
+
 def test_show_hostile_names(
     plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
