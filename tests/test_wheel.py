@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from conf import names
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -94,7 +92,7 @@ def test_hydra_finds_every_config(python: Path, tmp_path: Path) -> None:
         folder.relative_to(conf).as_posix(): sorted(path.stem for path in folder.glob("*.yaml"))
         for folder in conf.rglob("*")
         if any(folder.glob("*.yaml"))
-    } | {"planner": names("planner"), "workload": names("workload")}
+    }
     code = f"""
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra

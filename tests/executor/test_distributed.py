@@ -263,7 +263,7 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
                     users = users[place[users] == there]
                     assert came <= timeline.start_s[m, users].min() + error_s
                 tracks = timeline.to_trace(graph.op_name)["traceEvents"]
-                names = [e["args"]["name"] for e in tracks if e["ph"] == "M"]
+                names = [e["args"]["name"] for e in tracks if e["name"] == "thread_name"]
                 assert names[:4] == list(CLUSTER.device_names)  # of all ranks in one file
             runner.close()
             with pytest.raises(RunnerError, match="closed"):

@@ -108,7 +108,7 @@ def test_workers_hold_no_more_and_no_less_than_that():
     schedule = Schedule((order, nothing, nothing), 3)  # or the operators would run as one
     with Runner(graph, THREE, placement, max_in_flight=1, schedule=schedule) as runner:
         runner._start()
-        calls = runner.workers[0]._compiled[0].calls
+        calls = runner.workers[0]._generated[0].calls
         calls.update({op: watched(call) for op, call in calls.items()})
         for _ in runner.stream_tensors([graph.program.timing_inputs()] * 3):
             pass
