@@ -195,15 +195,18 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
     return (*every, *overall(comparison))
 
 
+_SEEN = 0.01  # of the latencies: what is less is not worth a line
+
+
 def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     first = next(iter(by_planner.values()))[0]
     # Period and latency always have a column; another objective has one of its own.
     own = {"energy": "mJ", "max_load": "load ms", "piecewise_latency": "pieces ms"}
-    shown = [own[first.objective]] if first.objective in own else []
+    special = [own[first.objective]] if first.objective in own else []
     lines = [
         (
             name,
-            *([_ms(median(rows, "value_s"))] if shown else []),
+            *([_ms(median(rows, "value_s"))] if special else []),
             _ms(median(rows, "period_s")),
             _ms(median(rows, "latency_s")),
             _figure(median(rows, "speedup")),
@@ -218,6 +221,13 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     notes = [f"best trade-offs of {_traded(first)}: {', '.join(front)}"] if front else []
     if first.energy_source == "declared":
         notes.append("energy is computed from declared watts, not from measured ones")
+    every = [row for rows in by_planner.values() for row in rows]
+    overhead_s = max(row.overhead_s or 0.0 for row in every)
+    if overhead_s > _SEEN * min(row.latency_s for row in every):
+        notes.append(
+            "latencies are from a call's first operator to its last; the call takes up to "
+            f"{shown.seconds(overhead_s)} more, which plans have"
+        )
     error = first.calibration_error
     ran = any(r.num_rounds for rows in by_planner.values() for r in rows)
     if error and not ran:  # what ran has errors of its own, in the next table
@@ -229,7 +239,7 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     return Table(
         f"{workload}, predicted: {first.num_ops} operators on {first.num_devices} devices, "
         f"objective {first.objective}" + (f", medians of {num_seeds} seeds" * (num_seeds > 1)),
-        ("planner", *shown, "period ms", "latency ms", "speed-up", "gap %", "plan s", "evals"),
+        ("planner", *special, "period ms", "latency ms", "speed-up", "gap %", "plan s", "evals"),
         tuple(lines),
         tuple(notes),
     )

@@ -325,6 +325,7 @@ def _row(
     row = replace(
         row,
         feasible=True,
+        overhead_s=problem.overhead_s(cell.solution.placement),
         value_s=value_s,
         latency_s=value_s if ordered else float(values.latency_s[0]),
         period_s=float(values.period_s[0]),

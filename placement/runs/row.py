@@ -34,6 +34,8 @@ class Row:
         plan_s, evaluations: what planning cost.
         calibration_error: by which share predictions of placements miss what runs
             (``Profile.error``); None where none ran for the profile.
+        overhead_s: what a call takes besides its first operator to its last, of which latencies
+            here are; those of plans have it (``Problem.overhead_s``).
         energy_source: whether the watts behind ``energy_j`` are ``measured`` or ``declared``.
         pareto: no other feasible row of the workload has a predicted latency, period and energy
             (where known) that are all as small and one of them smaller.
@@ -69,6 +71,7 @@ class Row:
     energy_source: str | None = None
     pareto: bool = False
     calibration_error: float | None = None
+    overhead_s: float | None = None
 
     @property
     def measured_s(self) -> float | None:

@@ -234,6 +234,14 @@ def test_predictions_that_nothing_ran_for_say_how_far_they_are_off() -> None:
         assert (note in table.tables(comparison(*known))[0].notes) is not measured
 
 
+def test_what_a_call_takes_besides_its_operators_is_said_where_it_counts() -> None:
+    for share, is_said in ((0.5, True), (0.001, False)):
+        (row, *others) = rows()
+        known = replace(row, overhead_s=share * min(r.latency_s for r in (row, *others)))
+        notes = table.tables(comparison(known, *others))[0].notes
+        assert any("which plans have" in note for note in notes) is is_said
+
+
 def test_markdown_escapes_what_would_break_a_table() -> None:
     text = table.to_markdown(comparison(*rows(planner="a|b\nc", note="line\nbreak")))
     assert "| a\\|b c |" in text and "line break" in text
