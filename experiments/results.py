@@ -38,7 +38,7 @@ from placement.runs.row import SINGLE
 from placement.tools.files import write_atomic
 
 DOCS = ROOT / "docs"
-MOST_ROWS = 5
+MOST_ROWS = 6
 SHOPS = "shops"
 
 

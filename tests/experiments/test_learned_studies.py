@@ -282,7 +282,7 @@ def test_the_pages_are_up_to_date() -> None:
     assert results.main(["--check"]) == 0, "run: python -m experiments.results"
 
 
-def test_the_page_shows_its_picture_and_five_rows_at_most(tmp_path: Path) -> None:
+def test_the_page_shows_its_picture_and_short_tables(tmp_path: Path) -> None:
     (tmp_path / "img").mkdir()
     there = ["--docs", str(tmp_path)]
     assert results.main(there) == 0
