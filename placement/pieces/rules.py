@@ -250,7 +250,6 @@ def _run(
     rule: Rule,
     shares: Shares,
     summands: bool = False,
-    most: int | None = None,
 ) -> list[list[Tensor]] | None:
     """What each piece gives; None: one fails."""
     tensors = []
@@ -263,7 +262,7 @@ def _run(
             tensors.append(cut_tensor(x, rule.inputs[j], shares))
     given = piece_leaves(leaves, rule, shares, list(zip(*tensors, strict=True)))
     made = []
-    for own in given[:most]:
+    for own in given:
         values = _call(call, own, tree, outputs)
         if values is None:
             return None
@@ -281,7 +280,7 @@ def _output_cuts(
     whole: list[Tensor],
     shares: Shares,
 ) -> list[set[Cut]] | None:
-    """How outputs may be cut, by the shapes of the first and the last piece; None: in no way."""
+    """How outputs may be cut, by the shapes of the pieces; None: in no way."""
     made = _run(call, shapes, at, tree, outputs, rule, shares)
     if made is None:
         return None

@@ -186,7 +186,7 @@ class _Cutter:
         reads = [
             [Ref(t) for t in self._get(x.tensor, c)]
             if isinstance(x, Ref)
-            else self._param(x.index, c, name)
+            else self._param(x.index, c)
             for x, c in zip(places, rule.inputs, strict=True)
         ]
         shares = self.pieces.shares
@@ -322,7 +322,7 @@ class _Cutter:
         self.value.append(value)
         return len(self.source) - 1
 
-    def _param(self, p: int, cut: Cut, op: str) -> list[Param]:
+    def _param(self, p: int, cut: Cut) -> list[Param]:
         """Views of a parameter; of a bias that is added to summands, zeros for all but the
         first."""
         if cut == WHOLE:
