@@ -185,9 +185,7 @@ def _pass_s(
     token_bytes = 2.0 * decoder.hidden
     if part.kind == "embedding":
         return float(peak.seconds("embedding", 0.0, rows * 2 * token_bytes))
-    # Of experts those that any of the tokens is routed to, as if routing were by chance.
-    touched = 1.0 if part.used == 1.0 else -np.expm1(rows * np.log1p(-part.used))
-    work, moved = 2.0 * part.numel * part.used * rows, part.weight_bytes * touched
+    work, moved = 2.0 * part.numel * part.used * rows, part.weight_bytes * part.read(rows)
     if part.numel == 0.0:
         return float(peak.seconds("norm", work, moved + 2 * rows * token_bytes))
     seconds = float(peak.seconds("product", work, moved + 2 * rows * token_bytes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 CLASSES = ("embedding", "attention", "feed_forward", "experts", "head")
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 4096, 4096, 2**40
 
@@ -24,6 +26,9 @@ class Part:
         kv_bytes: of keys and values of one token.
         window: attention looks back at most so many tokens; None: at all.
         width: heads times their size: what a token compares with each one before it.
+        num_experts: experts, all of one size; 0 of other parts.
+        shares: of each expert, which share of the tokens reads it, as counted; their mean is
+            ``used``. Empty: all alike.
     """
 
     name: str
@@ -36,11 +41,18 @@ class Part:
     kv_bytes: int = 0
     window: int | None = None
     width: float = 0.0
+    num_experts: int = 0
+    shares: tuple[float, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
         """Of all its tensors."""
         return sum(self.weights.values())
+
+    def read(self, rows: float) -> float:
+        """Share of its bytes that ``rows`` tokens read, each routed as if by chance."""
+        shares = np.array(self.shares or [self.used])
+        return float(np.mean(1.0 - (1.0 - shares) ** rows))
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,8 @@ class _Model:
         if experts:
             count = self._number("expert_count", 1, MOST_EXPERTS, i)
             used = self._number("expert_used_count", 1, count, i)
-            yield Part(f"{path}.experts", "experts", path, i, *of(experts), used / count)
+            name, share = f"{path}.experts", used / count
+            yield Part(name, "experts", path, i, *of(experts), share, num_experts=count)
 
     def _attention(self, i: int, tensors: list[Tensor]) -> tuple[int, float]:
         """Bytes that are kept of a token, at 2 a number, and how wide attention is."""

@@ -216,11 +216,12 @@ class _Model:
                 name = "router" if group == "feed_forward" and "experts" in groups else group
                 kind = {"router": "feed_forward", "recurrent": "attention"}.get(name, name)
                 kept = {"attention": keys or state, "recurrent": state}.get(group)
-                used = self._chosen(named) / len(named[0][1]) if group == "experts" else 1.0
+                count = len(named[0][1]) if group == "experts" else 0
+                used = self._chosen(named) / count if count else 1.0
                 numel = float(sum(p.numel() for n, p in named if _is_matrix(n, p)))
                 sizes = self._sizes(f"{path}.{name}", path, named)
                 held = (kept or _Kept(0, None))[:3]
-                yield Part(f"{path}.{name}", kind, path, i, sizes, numel, used, *held)
+                yield Part(f"{path}.{name}", kind, path, i, sizes, numel, used, *held, count)
         for name in self.behind:
             yield self._around(name, "head", -2)
 
