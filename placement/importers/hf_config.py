@@ -34,7 +34,8 @@ _OUTER = (*_DTYPES, "quantization_config", "tie_word_embeddings")  # said of all
 _HELD_BACK = re.compile("model_type|quantization_config|auto_map|(torch_)?dtype|.*_implementation")
 _SAME = {"kimi_k2": "deepseek_v3"}  # a name of its own for a type of transformers
 _ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")  # names of lists
-_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")  # experts of a token
+# Names of how many experts a token is routed to.
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 # Names within a layer.
 _FEED_FORWARD = re.compile(r"((shared_)?mlp|(\w+_)?moe|ffn?|feed_forward|mlp_block|fc\d)\.")
 _ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router(\.layer)?)\.weight$")
@@ -330,7 +331,7 @@ def _groups(layer: Any, both: bool) -> dict[str, Named]:
     for name, p in layer.named_parameters():
         group = "recurrent" if both and "mamba" in name else "attention"
         group = "feed_forward" if _FEED_FORWARD.match(name) else group
-        groups["experts" if ".experts." in name else group].append((name, p))
+        groups["experts" if ".experts." in f".{name}" else group].append((name, p))
     if both and not groups["recurrent"]:
         raise ValueError("a layer keeps keys and a state in one module")
     return {group: named for group, named in groups.items() if named}
