@@ -122,7 +122,6 @@ class Remote:
     """
 
     ident = None  # no thread of this process
-    idle_ns, idle_since_ns = 0, 1  # how busy it is, is not known here
 
     def __init__(self, share: Share, rank: int, world: World, workers: list[Any]) -> None:
         self.device, self.rank, self.workers = share.device, rank, workers

@@ -10,23 +10,21 @@ another backend (NCCL), announced by the same tickets. It knows no tags, and wha
 receives on a communicator happens in turn: so every direction of a pair has a group of its own, and
 the ticket goes first, to tell the receiver what to wait for.
 
-Beside them two threads look after the others: one counts heartbeats in the ``TCPStore``, the other
-only looks at the clock, because a store behind a dropped link does not answer at all.
+Who has nothing to send says so now and then, so that each ticket can have a time limit: a rank that
+dies breaks its connections, one that hangs is silent. Whoever notices tells the others. Processes
+are started, and ended when one of them ends badly, by ``torchrun`` (or ``cli.ranks.spawn``).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import queue
-import signal
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
@@ -40,11 +38,12 @@ from torch import Tensor
 from placement.executor.awake import let_senders_finish
 
 TIMEOUT_S = 30.0
-FOREVER = timedelta(days=365)  # receives end with a message or a broken connection
+FOREVER = timedelta(days=365)  # for what is sent: that nobody takes it is seen by what is received
 OF_GROUP = timedelta(0)  # as long as the process group says
 POSTED = 2  # receives of a kind that are posted ahead: one arrives while one is handed on
 TICKET, LARGE, FIRST = 0, 1, 2  # tags: tickets, pickled objects, then one per kind of tensor
-TENSOR, INPUT, ADMIT, RESULT, DONE, PARAM, OBJECT, KIND, PING, PONG, BYE = range(11)
+TENSOR, INPUT, ADMIT, RESULT, DONE, PARAM, OBJECT, KIND, PING, PONG = range(10)
+ALIVE, FAULT, BYE = range(10, 13)  # nothing to send; why the run ends; nothing more is sent
 
 Handler = Callable[[int, int, list[int], Any], None]  # rank, kind, its five numbers, value
 
@@ -110,25 +109,20 @@ class World:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.fault: RankError | None = None
         self.others = tuple(r for r in range(size) if r != rank)
-        self.who: list[dict[str, Any]] = []
+        self.who: list[str] = []
+        self.runner: Callable[[], Any] = lambda: None
         self._listener: Callable[[RankError], None] | None = None
         self._handler: Handler | None = None
         self._early: list[tuple[int, int, int, list[int], Any]] = []
         self._run = 0
-        self.runner: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
         self._closing = False
-        self._wake = threading.Event()
         self._over = threading.Event()
-        self._suspicion: dict[str, Any] | None = None
-        self._out: dict[int, queue.SimpleQueue[Any]] = {r: queue.SimpleQueue() for r in self.others}
-        self._links: list[threading.Thread] = []
-        self._threads: list[threading.Thread] = []
-        self._agent_keeps = False  # torchrun has the store, not rank 0
-        self._keeps = False  # this rank has it, and leaves last
-        self._store: Any = None
-        self._alive_at = 0.0
         self._culprit: int | None = None  # the rank that failed, if one can be named
+        self._out: dict[int, queue.SimpleQueue[Any]] = {r: queue.SimpleQueue() for r in self.others}
+        self._heard_at: dict[int, float] = {}
+        self._senders: list[threading.Thread] = []
+        self._receivers: list[threading.Thread] = []
         self._device = torch.device("cpu")  # of what goes through ``_groups``
         self._groups: dict[tuple[int, int], Any] = {}  # sending and receiving rank
 
@@ -139,99 +133,43 @@ class World:
         ``direct`` names the same ranks and backend on every rank.
 
         Raises:
-            RankError: not started by ``torchrun``; somebody did not come within ``timeout_s``;
-                this rank is there already, or the run has ended.
+            RankError: not started by ``torchrun``, or not all came within ``timeout_s``.
         """
         try:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT'])}"
         except (KeyError, ValueError) as error:
             raise RankError(
                 f"{error}: the environment does not say which rank this is; start it with "
                 "torchrun --nproc-per-node N FILE, or placement run plan.json --distributed"
             ) from None
         world = cls(rank, size, timeout_s)
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        prefix = f"placement/{run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        world._agent_keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        world._keeps = rank == 0 and not world._agent_keeps
         limit = timedelta(seconds=timeout_s)
         try:
-            store = dist.TCPStore(
-                host, port, is_master=world._keeps, timeout=limit, wait_for_workers=False
-            )
-            # A connection of its own: a heartbeat must not wait for what else is asked.
-            world._store = dist.PrefixStore(
-                prefix, dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-            )
-            world._meet()
-        except RuntimeError as error:
-            if isinstance(error, RankError):
-                raise
-            raise RankError(
-                f"rank {rank} cannot reach the store at {host}:{port} within {timeout_s:g} s "
-                f"({_first_line(error)}): is the host of rank 0 up, and the port open?"
-            ) from error
-        world._threads = [
-            threading.Thread(target=f, name=f"placement-{n}", daemon=True)
-            for f, n in ((world._beat, "heart"), (world._watch, "watch"))
-        ]
-        for thread in world._threads:
-            thread.start()
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(f"{prefix}/gloo", store),
-                rank=rank,
-                world_size=size,
-                timeout=limit,
-            )
+            dist.init_process_group("gloo", timeout=limit)
+            who: list[Any] = [None] * size
+            dist.all_gather_object(who, f"process {os.getpid()} on {socket.gethostname()}")
             if direct is not None:
-                # Longer: that a rank is gone is for the heartbeats to find.
+                # Longer: that a rank is gone is found by tickets that do not come.
                 world._device, world._groups = direct.device, direct.groups(2 * limit)
         except RuntimeError as error:
-            cause = world.fault or RankError(
-                f"rank {rank} cannot connect to the others ({_first_line(error)}): is "
-                "GLOO_SOCKET_IFNAME the interface between the hosts?"
-            )
-            world.abandon(str(cause))
-            raise cause from error
+            raise RankError(
+                f"rank {rank} has not met all {size} ranks at {address} within {timeout_s:g} s "
+                f"({_first_line(error)}): was each started, with this address, and is "
+                "GLOO_SOCKET_IFNAME the interface between the hosts? --timeout gives them longer"
+            ) from error
+        world.who = who
+        world._heard_at = dict.fromkeys(world.others, time.monotonic())
         let_senders_finish()
         for r in world.others:
-            for f, n in ((world._send, "send"), (world._receive, "receive")):
-                name = f"placement-{n}-{r}"
-                thread = threading.Thread(target=f, args=(r,), name=name, daemon=True)
-                world._links.append(thread)
-                thread.start()
+            for work, threads in (
+                (world._send, world._senders),
+                (world._receive, world._receivers),
+            ):
+                threads.append(threading.Thread(target=work, args=(r,), daemon=True))
+                threads[-1].name = f"placement-{work.__name__[1:]}-{r}"
+                threads[-1].start()
         return world
-
-    def _meet(self) -> None:
-        """Wait until every rank is there, and learn who it is."""
-        store = self._store
-        if store.check(["fault"]):
-            ended = json.loads(store.get("fault"))["cause"]
-            raise RankError(f"rank {self.rank} comes too late, the run has ended: {ended}")
-        if store.add(f"joined/{self.rank}", 1) > 1:
-            raise RankError(
-                f"rank {self.rank} has joined this run already, and a run takes nobody in later: "
-                "end it, and start all ranks again"
-            )
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "born": _born(os.getpid())}
-        store.set(f"who/{self.rank}", json.dumps(me))
-        deadline = time.monotonic() + self.timeout_s
-        while missing := [r for r in range(self.size) if not store.check([f"who/{r}"])]:
-            if time.monotonic() > deadline:
-                cause = (
-                    f"of {self.size} ranks, {_ranks(missing)} did not join within "
-                    f"{self.timeout_s:g} s: was it started, with the same address? "
-                    "--timeout gives them longer"
-                )
-                store.compare_set("fault", "", json.dumps({"cause": cause}))
-                raise RankError(cause)
-            if store.check(["fault"]):
-                raise RankError(json.loads(store.get("fault"))["cause"])
-            time.sleep(0.02)
-        self.who = [json.loads(store.get(f"who/{r}")) for r in range(self.size)]
 
     def __enter__(self) -> World:
         return self
@@ -273,11 +211,14 @@ class World:
     def _send(self, rank: int) -> None:
         try:
             inbox, tags = self._out[rank], dict[tuple[Any, ...], int]()
-            kind = -1
+            run, kind = 0, -1
             while kind != BYE:
-                run, kind, numbers, value = inbox.get()
+                try:
+                    run, kind, numbers, value = inbox.get(timeout=min(1.0, self.timeout_s / 8))
+                except queue.Empty:
+                    kind, numbers, value = ALIVE, (), None
                 numbers = (*numbers, *[0] * (5 - len(numbers)))
-                if kind != OBJECT and value is not None:
+                if value is not None and kind not in (OBJECT, FAULT):
                     shape = tuple(value.shape)
                     value, strides = dense(value)
                     # Another runner's tensor of this number may be of another kind.
@@ -287,7 +228,7 @@ class World:
                         tag = tags[key] = FIRST + len(tags)
                         about = _pickled((tag, shape, strides, value.dtype))
                         self._transmit(rank, (run, KIND, *numbers, LARGE, len(about)), about)
-                elif kind == OBJECT:
+                elif value is not None:
                     value, tag = _pickled(value), LARGE
                 else:
                     tag = TICKET
@@ -312,6 +253,8 @@ class World:
             work.wait(FOREVER)  # type: ignore[union-attr]
 
     def _receive(self, rank: int) -> None:
+        limit = timedelta(seconds=self.timeout_s)
+
         def post(count: int, dtype: torch.dtype, tag: int) -> tuple[Tensor, Any]:
             buffer = torch.empty(count, dtype=dtype)
             return buffer, dist.irecv(buffer, rank, tag=tag) if buffer.nbytes else None
@@ -319,7 +262,7 @@ class World:
         def take(posted: deque[tuple[Tensor, Any]]) -> Tensor:
             buffer, work = posted.popleft()
             if work is not None:
-                work.wait(FOREVER)
+                work.wait(limit)
             return buffer
 
         try:
@@ -328,6 +271,7 @@ class World:
             while True:
                 run, kind, *numbers, tag, size = take(posted[TICKET]).tolist()
                 posted[TICKET].append(post(9, torch.int64, TICKET))
+                self._heard_at[rank] = time.monotonic()
                 value: Any = None
                 if tag == LARGE:
                     value = pickle.loads(
@@ -338,7 +282,7 @@ class World:
                     count = prod(shape)
                     if kind == TENSOR and self.is_direct(rank, self.rank):
                         value = torch.empty(count, dtype=dtype, device=self._device)
-                        move(dist.irecv, value, rank, self._groups[rank, self.rank], FOREVER)
+                        move(dist.irecv, value, rank, self._groups[rank, self.rank], limit)
                     else:
                         if tag not in posted:
                             posted[tag] = deque(post(count, dtype, tag) for _ in range(POSTED))
@@ -352,7 +296,9 @@ class World:
                     kinds[tag] = tuple(about)  # type: ignore[assignment]
                 elif kind == PING:
                     self.post(rank, PONG, (numbers[0], time.perf_counter_ns()))
-                else:
+                elif kind == FAULT:
+                    self._end(*value, tell=False)
+                elif kind != ALIVE:
                     self._hand_on(run, rank, kind, numbers, value)
                 value = None
         except Exception as error:
@@ -379,123 +325,42 @@ class World:
 
     def name(self, rank: int) -> str:
         """A rank as a person finds it."""
-        return f"rank {rank} (process {self.who[rank]['pid']} on {self.who[rank]['host']})"
+        return f"rank {rank} ({self.who[rank]})"
 
     def _broken(self, rank: int, error: Exception) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            self._suspect(f"{self.name(rank)} has ended, or its connection broke", rank, error)
+        if time.monotonic() - self._heard_at[rank] >= self.timeout_s:
+            self._end(
+                f"{self.name(rank)} has given no sign of life for {self.timeout_s:g} s: it hangs, "
+                "is stopped, or its link is down",
+                rank,
+            )
+        elif isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            self._end(f"{self.name(rank)} has ended, or its connection broke", rank)
         else:
             reason = f"{type(error).__name__}: {_first_line(error)}"
-            self._suspect(f"{self.name(self.rank)} cannot talk to rank {rank}: {reason}")
+            self._end(f"{self.name(self.rank)} cannot talk to rank {rank}: {reason}")
 
-    def _suspect(
-        self, cause: str, rank: int | None = None, error: Exception | None = None, hangs: int = 0
-    ) -> None:
-        """Tell all ranks; what was told first is the cause."""
-        if self._closing or self._suspicion is not None:
-            return
-        detail = f" ({_first_line(error)})" if error is not None else ""
-        self._suspicion = {"cause": cause + detail, "rank": rank, "hangs": hangs}
-        self._wake.set()
-
-    def _conclude(self, fault: dict[str, Any]) -> None:
-        """End the run here; end a rank of this host that hangs, for it cannot do so itself."""
+    def _end(self, cause: str, culprit: int | None = None, *, tell: bool = True) -> None:
+        """End the run here, and on the others that do not know; the first cause stays."""
         with self._lock:
             if self.fault is not None or self._closing:
                 return
-            self.fault = RankError(fault["cause"])
-            self._culprit = fault.get("rank")
-            listener = self._listener
-        rank = fault.get("rank")
-        if fault.get("hangs") and rank is not None and rank != self.rank:
-            it, me = self.who[rank], self.who[self.rank]
-            # The number of a process may be another's by now: look when it was born.
-            if it["host"] == me["host"] and it["born"] and _born(it["pid"]) == it["born"]:
-                with suppress(OSError):
-                    os.kill(it["pid"], signal.SIGKILL)
+            self.fault, self._culprit, listener = RankError(cause), culprit, self._listener
+        for r in self.others if tell else ():
+            self.post(r, FAULT, value=(cause, culprit))
         if listener is not None:
             listener(self.fault)
         self._over.set()
 
-    def _beat(self) -> None:
-        interval = min(1.0, self.timeout_s / 8)
-        silent = dict.fromkeys(self.others, 0.0)
-        seen: dict[int, bytes] = {}
-        self._alive_at = before = time.monotonic()
-        try:
-            for beat in range(2**62):
-                if self._closing or self.fault is not None:
-                    return
-                self._wake.wait(interval)
-                now = time.monotonic()
-                # A process that was stopped itself has no right to call others silent.
-                passed, before = min(now - before, 2 * interval), now
-                self._store.set(f"beat/{self.rank}", str(beat))
-                if self._suspicion is not None:
-                    suspicion = self._store.compare_set("fault", "", json.dumps(self._suspicion))
-                    return self._conclude(json.loads(suspicion))
-                if self._store.check(["fault"]):
-                    return self._conclude(json.loads(self._store.get("fault")))
-                for r in self.others:
-                    key = f"beat/{r}"
-                    count = self._store.get(key) if self._store.check([key]) else b""
-                    silent[r] = 0.0 if count != seen.get(r) else silent[r] + passed
-                    seen[r] = count
-                    if silent[r] > self.timeout_s:
-                        cause = (
-                            f"{self.name(r)} has given no sign of life for {self.timeout_s:g} s: "
-                            "it hangs, is stopped, or its link is down"
-                        )
-                        self._suspect(cause, r, hangs=1)
-                self._alive_at = time.monotonic()
-        except Exception as error:
-            self._lost(_first_line(error))
-
-    def _watch(self) -> None:
-        interval = min(1.0, self.timeout_s / 8)
-        silent, seen, before = 0.0, -1.0, time.monotonic()
-        while not self._closing and self.fault is None:
-            self._over.wait(interval)
-            now = time.monotonic()
-            passed, before = min(now - before, 2 * interval), now
-            alive_at = self._alive_at
-            silent, seen = (0.0 if alive_at != seen else silent + passed), alive_at
-            if silent > self.timeout_s + 2 * interval:
-                self._lost(f"no answer for {self.timeout_s:g} s")
-
-    def _lost(self, reason: str) -> None:
-        """The store does not answer: nobody can be told, and all others find out the same way."""
-        keeper = {} if self._agent_keeps else {"rank": 0, "hangs": 1}
-        known = self._suspicion or keeper | {
-            "cause": f"rank {self.rank} cannot reach the store of the run ({reason}): the host of "
-            "rank 0 or the link to it is down, or torchrun has ended"
-        }
-        self._conclude(known)
-
     def abandon(self, cause: str) -> None:
         """Leave because of an error here: the others end too, with this cause."""
-        if self.fault is None:
-            self._suspect(cause, self.rank)
-            self._over.wait(2.0)
+        self._end(cause, self.rank)
         self._closing = True
-        self._wake.set()
-        self._leave(1.0)
-
-    def _leave(self, patience_s: float) -> None:
-        """The rank that keeps the store stays until the others have read why, or are gone."""
-
-        def leave() -> None:
-            with suppress(RuntimeError):
-                left = self._store.add("left", 1)
-                deadline = time.monotonic() + patience_s
-                while self._keeps and left < self.size and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                    left = self._store.add("left", 0)
-
-        # A store whose process is stopped never answers: its question is left behind.
-        thread = threading.Thread(target=leave, name="placement-leave", daemon=True)
-        thread.start()
-        thread.join(patience_s + 1.0)
+        for r in self.others:
+            self.post(r, BYE)
+        deadline = time.monotonic() + 1.0  # for what is to be told; a rank that hangs takes nothing
+        for thread in self._senders:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Leave when all do: waits until every other rank has said so too. Idempotent.
@@ -505,23 +370,19 @@ class World:
         """
         if self._closing:
             return
-        if self.fault is None:
-            for r in self.others:
-                self.post(r, BYE)
-            deadline = time.monotonic() + self.timeout_s
-            while any(t.is_alive() for t in self._links) and self.fault is None:
-                if time.monotonic() > deadline:
-                    self._suspect(f"{self.name(self.rank)} waits in vain for the others to close")
-                    self._over.wait(2.0)
-                time.sleep(0.002)
+        for r in self.others:
+            self.post(r, BYE)
+        links = self._senders + self._receivers
+        deadline = time.monotonic() + self.timeout_s
+        while any(t.is_alive() for t in links) and self.fault is None:
+            if time.monotonic() > deadline:
+                self._end(f"{self.name(self.rank)} waits in vain for the others to close")
+            time.sleep(0.002)
         self._closing = True
-        self._wake.set()
         self._over.set()
-        self._leave(1.0 if self.fault is not None else self.timeout_s)
         if self.fault is not None:
+            self.abandon(str(self.fault))
             raise self.fault
-        for thread in self._threads:
-            thread.join()
         dist.destroy_process_group()
 
 
@@ -545,16 +406,3 @@ def _pickled(value: Any) -> Tensor:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _born(pid: int) -> str:
-    """When a process of this machine began, as the system counts; empty if it does not say."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

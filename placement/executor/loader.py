@@ -1,9 +1,8 @@
 """``InputPipeline``: items are loaded and prepared while the devices work on earlier ones.
 
 The first items are loaded in the thread that asks for them, and timed. Where that costs next to
-nothing it stays so: handing an item from thread to thread costs more. Otherwise threads load
-ahead. ``Tuning`` chooses how many and how far from what is measured: the time of an item, the
-time of a step, what items weigh, and whether more threads have made the stream faster.
+nothing it stays so: handing an item from thread to thread costs more. Otherwise one thread loads
+ahead, or as many as ``workers`` says.
 
 As in ``worker.py`` threads talk through queues only. A worker takes a permit from one queue,
 loads the next item and puts it into the other; the consumer puts items back in order and gives a
@@ -13,14 +12,13 @@ loaded ahead, and an interrupted consumer leaves no lock behind.
 
 from __future__ import annotations
 
-import math
 import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +28,7 @@ from placement.executor.backend import set_own_num_threads, stay_on
 from placement.program import leaves_of
 
 PREFETCH_BYTES = 2**28
-MAX_WORKERS = 16
 WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
-_STARVED = 0.05  # of the time, that devices wait for items before workers are added
-_SPARE = 1.1  # so many times the workers that would just do
-_WORTH = 1.05  # times the rate before, or added workers are taken away
 SWITCH_S = 1e-5  # how long a thread may keep the interpreter that another one asks for
 
 
@@ -70,61 +64,6 @@ class Unwritten:
             if (x := base()) is not None and x._version != version:
                 return i
         return None
-
-
-@dataclass(frozen=True)
-class Window:
-    """What was measured while ``num_items`` were handed out, in ``elapsed_s``.
-
-    Attributes:
-        waited_s: the consumer waited so long for items.
-        busy_s: the busiest device worked so long.
-        load_s, slowest_s: mean and longest time that one worker took for an item.
-        item_bytes: the largest item.
-    """
-
-    num_items: int
-    elapsed_s: float
-    waited_s: float
-    busy_s: float
-    load_s: float
-    slowest_s: float
-    item_bytes: int
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How many workers load, and how many items ahead of the consumer; ``after`` is the next.
-
-    Workers are added while the devices wait for the loader, as many as the measured times ask
-    for. What did not make the stream 5 % faster is taken back (the cores are busy, or the source
-    is the limit), and tried again only after 1, 2, 4, ... windows.
-    """
-
-    workers: int = 1
-    ahead: int = 2
-    before: tuple[int, float] | None = None  # workers and items per second before they were added
-    pause: int = 0  # windows until more workers are tried again
-    next_pause: int = 1
-
-    def after(self, seen: Window, max_workers: int, memory_bytes: int) -> Tuning:
-        """The choice for the next window; pure."""
-        rate = seen.num_items / seen.elapsed_s
-        # At least 1 % of the time, for devices that only pass items on.
-        step_s = max(seen.busy_s, 0.01 * seen.elapsed_s) / seen.num_items
-        workers, before = self.workers, None
-        pause, next_pause = max(self.pause - 1, 0), self.next_pause
-        if self.before is not None and rate < _WORTH * self.before[1]:
-            workers, pause, next_pause = self.before[0], next_pause, 2 * next_pause
-        starved = min(seen.waited_s, seen.elapsed_s - seen.busy_s) > _STARVED * seen.elapsed_s
-        if starved and pause == 0 and workers < max_workers:
-            before = (workers, rate)
-            workers = max(workers + 1, math.ceil(_SPARE * seen.load_s / step_s))
-        room = max(1, memory_bytes // max(seen.item_bytes, 1))
-        workers = min(workers, max_workers, room)
-        # What is ready must last for as long as the slowest item may take.
-        ahead = min(workers + math.ceil(seen.slowest_s / step_s), 4 * MAX_WORKERS, room)
-        return Tuning(workers, max(ahead, workers), before, pause, next_pause)
 
 
 @dataclass(slots=True)
@@ -201,13 +140,12 @@ class InputPipeline(Iterator[Any]):
         items: an iterable, read by one thread at a time; or a data set (``is_dataset``), whose
             items several threads read at once.
         preprocess: called with every item, by several threads at once.
-        workers: threads that load; None chooses, 0 loads in the calling thread. What a
-            ``DataLoader`` with processes of its own gives is loaded ahead already: None is 0.
-        prefetch: items that are loaded ahead, ready or being loaded; None chooses.
+        workers: threads that load; 0 loads in the calling thread. None is one thread, if loading
+            takes long enough, and 0 for a ``DataLoader`` with processes of its own, which load
+            ahead already.
+        prefetch: items that are loaded ahead, ready or being loaded; None is two a thread.
         prefetch_bytes: they weigh at most this (as far as tensors and arrays among them tell),
             but one is always loaded.
-        busy_s: tells how long the busiest device has worked so far; without it, all time
-            between two items counts as work.
         cores: where the threads run; none given: anywhere.
 
     A context manager; ``close`` ends the threads after the item they are at. Items that were
@@ -215,9 +153,7 @@ class InputPipeline(Iterator[Any]):
 
     Attributes:
         span_ns: begin and end of loading the item that was handed out last.
-        waited_ns: how long the consumer has waited for items so far.
-        peak_bytes: most that was loaded and not handed out at any time.
-        tuning: the current choice.
+        ahead: how many items are loaded ahead now.
 
     Raises:
         LoaderError: a negative number, or more workers than the items can be given to.
@@ -231,7 +167,6 @@ class InputPipeline(Iterator[Any]):
         workers: int | None = None,
         prefetch: int | None = None,
         prefetch_bytes: int = PREFETCH_BYTES,
-        busy_s: Callable[[], float] | None = None,
         cores: Collection[int] = (),
     ) -> None:
         if workers is not None and workers < 0:
@@ -240,47 +175,34 @@ class InputPipeline(Iterator[Any]):
             raise LoaderError(f"prefetch = {prefetch}: give at least 1, or workers=0 for none")
         if workers is None and preprocess is None and getattr(items, "num_workers", 0) > 0:
             workers = 0  # a ``DataLoader`` whose processes load ahead: a thread between only delays
-        parallel = preprocess is not None or is_dataset(items)
-        if workers is not None and workers > 1 and not parallel:
+        if (workers or 0) > 1 and preprocess is None and not is_dataset(items):
             raise LoaderError(
                 f"workers = {workers}, but {type(items).__name__} is an iterator, which one worker "
                 "reads: give a data set with __getitem__ and __len__, or preprocess="
             )
         self.span_ns = (0, 0)
-        self.waited_ns = 0
-        self.peak_bytes = 0
-        self.tuning = Tuning(workers or 1, prefetch or 2 * (workers or 1))
-        self._fixed: dict[str, Any] = {
-            name: value
-            for name, value in (("workers", workers), ("ahead", prefetch))
-            if value is not None
-        }
-        self._max_workers = workers or (MAX_WORKERS if parallel else 1)
+        self.ahead = prefetch or 2 * (workers or 1)
+        self._workers = workers
         self._memory_bytes = prefetch_bytes
-        self._busy_s = busy_s or self._consumer_busy_s
+        self._largest_bytes = 1  # of the items so far
         self._cores = frozenset(cores)
         self._source = _Source(items, preprocess)
         self._permits: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._ready: dict[int, _Loaded] = {}
-        self._ready_bytes = 0
         self._num_taken = 0  # items handed out
         self._permitted = 0  # items that threads have loaded or may load
         self._num_slow = 0  # of the last items loaded in the calling thread
         self._threads: list[threading.Thread] = []
-        self._num_working = 0  # threads that were not told to end
         self._torch_threads = torch.get_num_threads()
-        self._open_window()
 
     def __next__(self) -> Any:
         if self._source.ended and not self._threads:
             raise StopIteration
-        asked_ns = time.perf_counter_ns()
         if self._threads or self._wants_threads():
             item = self._next_loaded()
         else:
             item = self._next_inline()
-        self.waited_ns += time.perf_counter_ns() - asked_ns
         if item.is_last:
             self.close()
             raise StopIteration
@@ -298,8 +220,9 @@ class InputPipeline(Iterator[Any]):
         self.span_ns = (item.start_ns, item.end_ns)
         self._num_taken += 1
         if self._threads:
-            self._observe(item)
-            self._direct()
+            self._largest_bytes = max(self._largest_bytes, item.num_bytes)
+            self.ahead = max(1, min(self.ahead, self._memory_bytes // self._largest_bytes))
+            self._permit()
         return item.value
 
     def close(self) -> None:
@@ -324,8 +247,8 @@ class InputPipeline(Iterator[Any]):
         self.close()
 
     def _wants_threads(self) -> bool:
-        if "workers" in self._fixed:
-            return self._fixed["workers"] > 0
+        if self._workers is not None:
+            return self._workers > 0
         return self._num_slow >= 2  # in a row: the first may have opened a file
 
     def _next_inline(self) -> _Loaded:
@@ -338,33 +261,26 @@ class InputPipeline(Iterator[Any]):
     def _next_loaded(self) -> _Loaded:
         if not self._threads:
             self._permitted = self._num_taken
-            self._direct()
-            self._open_window()
-        while not self._loaded.empty() or self._num_taken not in self._ready:
+            self._permit()
+            self._start()
+        while self._num_taken not in self._ready:
             item = self._loaded.get()
             self._ready[item.index] = item
-            self._ready_bytes += item.num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._ready_bytes)
-        item = self._ready.pop(self._num_taken)
-        self._ready_bytes -= item.num_bytes
-        return item
+        return self._ready.pop(self._num_taken)
 
-    def _direct(self) -> None:
-        """Give permits, start and end threads as ``tuning`` says."""
-        for _ in range(self._permitted, self._num_taken + self.tuning.ahead):
+    def _permit(self) -> None:
+        for _ in range(self._permitted, self._num_taken + self.ahead):
             self._permits.put(True)
             self._permitted += 1
-        for _ in range(self.tuning.workers, self._num_working):
-            self._permits.put(False)
-        if not self._threads:
-            # A loader that computes in Python keeps the interpreter until it is asked for it:
-            # by default after 5 ms, for which a device would wait after every operator.
-            _SWITCHES.shorten()
-        for _ in range(self._num_working, self.tuning.workers):
-            name = f"placement-loader-{len(self._threads)}"
+
+    def _start(self) -> None:
+        # A loader that computes in Python keeps the interpreter until it is asked for it:
+        # by default after 5 ms, for which a device would wait after every operator.
+        _SWITCHES.shorten()
+        for i in range(self._workers or 1):
+            name = f"placement-loader-{i}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
             self._threads[-1].start()
-        self._num_working = self.tuning.workers
 
     def _work(self) -> None:
         stay_on(self._cores)
@@ -374,39 +290,6 @@ class InputPipeline(Iterator[Any]):
                 self._loaded.put(item)
         finally:
             torch.set_num_threads(self._torch_threads)  # new threads of the process inherit it
-
-    def _open_window(self) -> None:
-        self._window = (time.perf_counter_ns(), self.waited_ns, self._busy_s())
-        self._load_s: list[float] = []
-        self._item_bytes = 0
-
-    def _observe(self, item: _Loaded) -> None:
-        self._load_s.append((item.end_ns - item.start_ns) * 1e-9)
-        self._item_bytes = max(self._item_bytes, item.num_bytes)
-        self.tuning = self._within_memory(self.tuning)
-        if len(self._load_s) < max(8, 2 * self.tuning.ahead):
-            return
-        began_ns, waited_ns, busy_s = self._window
-        seen = Window(
-            num_items=len(self._load_s),
-            elapsed_s=(time.perf_counter_ns() - began_ns) * 1e-9,
-            waited_s=(self.waited_ns - waited_ns) * 1e-9,
-            busy_s=self._busy_s() - busy_s,
-            load_s=sum(self._load_s) / len(self._load_s),
-            slowest_s=max(self._load_s),
-            item_bytes=self._item_bytes,
-        )
-        chosen = self.tuning.after(seen, self._max_workers, self._memory_bytes)
-        self.tuning = self._within_memory(replace(chosen, **self._fixed))
-        self._open_window()
-
-    def _within_memory(self, tuning: Tuning) -> Tuning:
-        """At most so many threads, and items ahead, as their bytes allow."""
-        room = max(1, self._memory_bytes // max(self._item_bytes, 1))
-        return replace(tuning, workers=min(tuning.workers, room), ahead=min(tuning.ahead, room))
-
-    def _consumer_busy_s(self) -> float:
-        return (time.perf_counter_ns() - self.waited_ns) * 1e-9
 
 
 class _Switches:

@@ -183,7 +183,6 @@ class Runner:
         self.failed_op: int | None = None  # in which the last error was raised
         self._closed = False
         self._process = os.getpid()
-        self._started_ns = 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,10 +221,9 @@ class Runner:
 
         Each item, or what ``preprocess`` makes of it, is what ``capture`` accepts as example
         inputs, or a list of positional ones; each has tensors of its own, as they are read until
-        its outputs are there. Items are loaded by threads while the devices work on earlier ones,
-        if that pays: the time of an item and of a step are measured, and the
-        number of ``workers`` and of items loaded ahead (``prefetch``, at most
-        ``prefetch_bytes``) chosen from them. An iterable is read by one thread at a time; a
+        its outputs are there. A thread loads items while the devices work on earlier ones, where
+        an item takes long enough, or as many as ``workers`` says: ``prefetch`` items ahead, of at
+        most ``prefetch_bytes``. An iterable is read by one thread at a time; a
         list or map-style data set, and ``preprocess``, are called by several at once
         (``workers=1`` if they cannot bear that; ``workers=0`` loads in the calling thread, as
         the pipeline has room).
@@ -266,8 +264,7 @@ class Runner:
 
     def load_ahead(self, loader: Iterable[Any] | Dataset, **options: Any) -> InputPipeline:
         """The items of ``loader``, loaded as ``stream`` does with these options."""
-        busy_s = self._busy_s if self._alone is None else None
-        return InputPipeline(loader, busy_s=busy_s, cores=self._free_cores(), **options)
+        return InputPipeline(loader, cores=self._free_cores(), **options)
 
     def _stream_items(self, items: InputPipeline) -> Iterator[Any]:
         with items:
@@ -505,17 +502,6 @@ class Runner:
         finally:
             del error
 
-    def _busy_s(self) -> float:
-        """How long the busiest device has worked since the workers started."""
-        now = time.perf_counter_ns()
-        busy = 0
-        for d in self._used if self.workers else ():
-            # Read while the worker writes: an error of one wait at most, in a long window.
-            worker = self.workers[d]
-            since = worker.idle_since_ns or now
-            busy = max(busy, since - self._started_ns - worker.idle_ns)
-        return busy * 1e-9
-
     def _free_cores(self) -> set[int]:
         """The cores of this process that no device of the placement uses."""
         if not hasattr(os, "sched_getaffinity"):
@@ -536,7 +522,6 @@ class Runner:
                 "compiled runs are for inference: a training step, or a module in training mode, "
                 "is not compiled; leave compiled=True out, or call module.eval() first"
             )
-        self._started_ns = time.perf_counter_ns()
         self._graphs.clear()
         self._artefacts.clear()
         self._streamed.clear()

@@ -228,8 +228,6 @@ class Worker(threading.Thread):
             in which operators leave their numbers and when they ended.
         arrivals: batch, tensor, source device, sent and received mark, and so on, likewise.
         waits: batch, nanoseconds that it waited for its turn, and so on, likewise.
-        idle_ns: how long the thread has waited for messages so far.
-        idle_since_ns: since when it waits now; 0 while it works.
         takes_from_device: what is sent here may be in the memory of a CUDA device.
     """
 
@@ -255,8 +253,6 @@ class Worker(threading.Thread):
         self.slices: list[Any] = []
         self.arrivals: list[Any] = []
         self.waits: list[int] = []
-        self.idle_ns = 0
-        self.idle_since_ns = 0
         self._results = results
         self._generated = generated
         self._priority = priority
@@ -353,10 +349,7 @@ class Worker(threading.Thread):
                     return
             key = ready.pop()
             if key is None:
-                self.idle_since_ns = time.perf_counter_ns()
                 message = inbox.get()
-                self.idle_ns += time.perf_counter_ns() - self.idle_since_ns
-                self.idle_since_ns = 0
                 if not self._receive(message):
                     return
                 message = None  # or an idle worker would hold what came last
