@@ -18,7 +18,7 @@ from placement import exporters, pieces, planners
 from placement.cluster import Cluster, Device
 from placement.pieces.choose import Factor, least
 from placement.pieces.decide import Moves, Options, decide, options_of
-from placement.pieces.rules import SUM, WHOLE, Rule, bounds, rules_of, sizes
+from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, rules_of, sizes
 from placement.pieces.split import cut_graph
 from placement.plan import PlanMismatch, make_plan
 from placement.problem import Problem, Solution
@@ -49,13 +49,14 @@ class Attention(nn.Module):
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.a = nn.Conv2d(3, 8, 5, padding=3, stride=2)
+        self.b = nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8)
         self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
         self.norm.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.a(x)), inplace=True)
-        x = F.max_pool2d(x + self.b(x), 2)
+        x = F.max_pool2d(x + self.b(x), 3, 2, 1)
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)).softmax(-1)
 
 
@@ -65,7 +66,7 @@ def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     return {
         "mlp": (mlp.eval(), (torch.randn(5, 6),)),
         "attention": (Attention().eval(), (torch.randn(1, 7, 16),)),  # 7 tokens: uneven
-        "convolutions": (Convolutions().eval(), (torch.randn(2, 3, 8, 8),)),
+        "convolutions": (Convolutions().eval(), (torch.randn(2, 3, 15, 12),)),
     }
 
 
@@ -109,6 +110,46 @@ def test_sizes_among_the_arguments_shrink() -> None:
     """``view [2, 6] -> [2, 3, 2]`` in halves of its first dimension has a 1 where it had a 2."""
     rules = rules_of(aten.view.default, ((torch.randn(2, 6), [2, 3, 2]), {}), [False], None, HALVES)
     assert Rule((0,), (1,), (0,)) in rules
+
+
+def test_rows_of_a_convolution() -> None:
+    """Of 11 rows, 3 from one window to the next 2, and one of padding: 6 rows of results.
+
+    The first 3 begin at rows -1, 1, 3 and read up to 5, the others at 5, 7, 9 and up to 11.
+    """
+    window = Window(2, 3, 2, 1)
+    assert window.rows(11, HALVES) == [(-1, 6), (5, 12)]
+    x, w, b = torch.randn(1, 3, 11, 9), torch.randn(4, 3, 3, 3), torch.randn(4)
+    rules = rules_of(
+        aten.conv2d.default, ((x, w, b, [2, 2], [1, 1]), {}), [False, True, True], None, HALVES
+    )
+    assert Rule((window, WHOLE, WHOLE), (), (2,), zeros=(5,)) in rules  # the fifth leaf: 1 row
+    rules = rules_of(
+        aten.max_pool2d.default, ((x, [3, 3], [2, 2], [1, 1]), {}), [False], None, HALVES
+    )
+    assert Rule((window._replace(least=True),), (), (2,), zeros=(5,)) in rules
+
+
+def test_neighbours_hand_over_rows_only() -> None:
+    """Two convolutions in halves of the image: of what is made in between one row goes over."""
+    torch.manual_seed(0)
+    convs = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+    module, x = nn.Sequential(*convs).eval(), torch.randn(1, 2, 8, 8)
+    rule = Rule((Window(2, 3, 1, 1), WHOLE, WHOLE), (), (2,), zeros=(5,))
+    graph = placement.capture(module, (x,))
+    cut = pieces.split(graph, pieces.Pieces(HALVES, dict.fromkeys(graph.op_name, rule)))
+    where = cut.piece
+    crossing = {
+        cut.op_name[cut.tensor_src[t]]: int(cut.tensor_bytes[t])
+        for t in range(cut.num_tensors)
+        for n in cut.use_dst[cut.use_ptr[t] : cut.use_ptr[t + 1]]
+        if cut.tensor_src[t] >= 0 and where[cut.tensor_src[t]] != where[n]
+    }
+    one_row = 4 * 2 * 8
+    assert sorted(crossing.values())[:2] == [one_row, one_row]
+    assert len(crossing) == 3  # and a half, for the result
+    with placement.Runner(cut, devices(), where) as runner:
+        torch.testing.assert_close(runner(x), module(x))
 
 
 @pytest.mark.parametrize("call, why", [
@@ -240,8 +281,9 @@ def plan_of(graph: placement.OpGraph) -> placement.Plan:
     return make_plan(problem, answer, planner="by hand")
 
 
-def test_a_plan_with_pieces_binds_to_an_unchanged_module(tmp_path) -> None:
-    module, inputs = models()["attention"]
+@pytest.mark.parametrize("name", ["attention", "convolutions"])
+def test_a_plan_with_pieces_binds_to_an_unchanged_module(name: str, tmp_path) -> None:
+    module, inputs = models()[name]
     graph = placement.capture(module, inputs)
     cut = pieces.split(graph, in_random_pieces(graph, options_of(graph, HALVES), HALVES, 1))
     path = tmp_path / "plan.json"

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 from placement.capturing.numerics import difference
 from placement.graph import OpGraph
 from placement.pieces.decide import Moves, decide, options_of
-from placement.pieces.rules import Rule, Shares
+from placement.pieces.rules import Rule, Shares, Window
 from placement.pieces.split import Pieces, PiecesError, check_can_be_cut, cut_graph
 from placement.program import run_program
 
-__all__ = ["Moves", "Pieces", "PiecesError", "Rule", "Shares", "shares_of", "split"]
+__all__ = ["Moves", "Pieces", "PiecesError", "Rule", "Shares", "Window", "shares_of", "split"]
 
 MOST_PIECES = 64
 

@@ -23,6 +23,7 @@ from placement.pieces.rules import (
     Cut,
     Rule,
     Shares,
+    Window,
     cut_tensor,
     is_tensor,
     piece_leaves,
@@ -52,6 +53,9 @@ class Moves:
         """Of a tensor of ``size`` bytes that is made one way and read another; inf: cannot be."""
         if made == cut or (made == WHOLE and cut == ONE):
             return 0.0
+        if isinstance(cut, Window):  # its pieces are those along a dimension, joined with seams
+            own = self.seconds(size, made, cut.dim, k)
+            return max(own, self.hop_s) + size / self.copied_per_s / k
         if cut == SUM:
             return np.inf
         sent, copied = size / self.bytes_per_s, size / self.copied_per_s

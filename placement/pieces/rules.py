@@ -10,17 +10,52 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-WHOLE, SUM = "whole", "sum"
-Cut = int | str  # of a tensor: along this dimension, not at all (each piece has it), or in summands
 Shares = tuple[float, ...]
+WHOLE, SUM = "whole", "sum"
+
+
+class Window(NamedTuple):
+    """Parts of a tensor that overlap: each has the rows that its part of a convolution reads.
+
+    Attributes:
+        dim: along which it is cut.
+        span: rows that one row of the result depends on.
+        stride: rows from one of these windows to the next.
+        pad: rows that the tensor is continued by on either side, as parts at its ends are.
+        least: whether these rows are as small as numbers can be (of a maximum), not 0.
+    """
+
+    dim: int
+    span: int
+    stride: int
+    pad: int
+    least: bool = False
+
+    def rows(self, size: int, shares: Shares) -> list[tuple[int, int]]:
+        """``[k]`` where each part begins and ends; before 0 and after ``size`` it is continued."""
+        at = bounds((size + 2 * self.pad - self.span) // self.stride + 1, shares)
+        return [
+            (a * self.stride - self.pad, (b - 1) * self.stride + self.span - self.pad)
+            for a, b in itertools.pairwise(at)
+        ]
+
+    def padding(self, shape: Sequence[int], rows: int) -> Tensor:
+        """By what a tensor of this shape is continued."""
+        shape = [*shape[: self.dim], rows, *shape[self.dim + 1 :]]
+        return torch.full(shape, -torch.inf if self.least else 0.0)
+
+
+# Of a tensor: along this dimension, not at all (each piece has it), in summands, or in windows.
+Cut = int | str | Window
 
 _aten = torch.ops.aten
 # A piece may lie in memory as no view can be taken of it.
@@ -28,6 +63,14 @@ _COPYING = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
+# Operators that slide windows over rows of images (dimension 2), and what says which.
+_SLIDING = (
+    _aten.conv1d.default,
+    _aten.conv2d.default,
+    _aten.conv3d.default,
+    _aten.convolution.default,
+    _aten.max_pool2d.default,
+)
 _MOST_INPUTS = 6  # tensors, a list counting as one, that can be cut independently
 _MOST_TRIES = 20_000  # ways to cut the inputs of an operator
 _ROUNDING = 1e-3  # of the largest value: sums in another order; a wrong piece is off by far more
@@ -41,11 +84,13 @@ class Rule:
         inputs: how each tensor among its arguments is cut, in the order of their leaves.
         numbers: which leaves of the arguments are sizes that shrink with the piece.
         outputs: how each of its graph tensors is cut then.
+        zeros: which leaves of the arguments are 0 in a piece, as padding is part of a ``Window``.
     """
 
     inputs: tuple[Cut, ...]
     numbers: tuple[int, ...]
     outputs: tuple[Cut, ...]
+    zeros: tuple[int, ...] = ()
 
 
 def bounds(size: int, shares: Shares) -> tuple[int, ...]:
@@ -81,6 +126,16 @@ def cut_tensor(x: Tensor, cut: Cut, shares: Shares) -> list[Tensor]:
         return [x] * len(shares)
     if cut == SUM:
         return [x, *(torch.zeros_like(x) for _ in shares[1:])]
+    if isinstance(cut, Window):
+        size, fill = x.shape[cut.dim], -torch.inf if cut.least else 0.0
+        pads = [(max(0, -a), max(0, b - size)) for a, b in cut.rows(size, shares)]
+        after = [0, 0] * (x.ndim - cut.dim - 1)
+        return [
+            F.pad(
+                x.narrow(cut.dim, max(a, 0), min(b, size) - max(a, 0)), [*after, *pad], value=fill
+            )
+            for (a, b), pad in zip(cut.rows(size, shares), pads, strict=True)
+        ]
     assert isinstance(cut, int)
     return list(x.split(sizes(x.shape[cut], shares), cut))
 
@@ -92,12 +147,12 @@ def piece_leaves(
     pieces = []
     for i, own in enumerate(tensors):
         rest = iter(own)
-        pieces.append(
-            [
-                next(rest) if is_tensor(x) else sizes(x, shares)[i] if j in rule.numbers else x
-                for j, x in enumerate(leaves)
-            ]
-        )
+        piece = [next(rest) if is_tensor(x) else x for x in leaves]
+        for j in rule.numbers:
+            piece[j] = sizes(leaves[j], shares)[i]
+        for j in rule.zeros:
+            piece[j] = 0
+        pieces.append(piece)
     return pieces
 
 
@@ -140,9 +195,8 @@ def rules_of(
         return []  # it draws random numbers
     shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in exact]
     found: dict[Any, Rule] = {}
-    tries = itertools.islice(_tries(leaves, at, is_param, arguments, shares), _MOST_TRIES)
-    for inputs, numbers in tries:
-        rule = Rule(inputs, numbers, ())
+    probed = itertools.islice(_tries(leaves, at, is_param, arguments, shares), _MOST_TRIES)
+    for rule in itertools.chain(_windows(call, arguments, len(at), shares), probed):
         cuts = _output_cuts(call, shapes, at, tree, outputs, rule, whole, shares)
         if cuts is None or all(c == {WHOLE} for c in cuts):
             continue
@@ -153,7 +207,7 @@ def rules_of(
             _which(whole[o], [p[o] for p in parts], options) for o, options in enumerate(cuts)
         )
         if None not in made and any(m != WHOLE for m in made):
-            found.setdefault((inputs, made), Rule(inputs, numbers, made))  # type: ignore[arg-type]
+            found.setdefault((rule.inputs, made), replace(rule, outputs=made))  # type: ignore[arg-type]
     return list(found.values())
 
 
@@ -174,7 +228,7 @@ def _tries(
     is_param: Sequence[bool],
     arguments: Any,
     shares: Shares,
-) -> Iterator[tuple[tuple[Cut, ...], tuple[int, ...]]]:
+) -> Iterator[Rule]:
     """Ways to cut the inputs: fewer numbers first; tensors of one list all alike."""
     k = len(shares)
     together = _lists(arguments)
@@ -203,7 +257,31 @@ def _tries(
         if all(w == WHOLE or (is_param[m] and w == SUM) for m, w in enumerate(cuts)):
             continue  # every piece would do all the work
         for some in chosen:
-            yield tuple(cuts), some
+            yield Rule(tuple(cuts), some, ())
+
+
+def _windows(call: Any, arguments: Any, num_tensors: int, shares: Shares) -> Iterator[Rule]:
+    """Rows of what a convolution or a maximum over windows makes, of the rows that they read."""
+    args, kwargs = arguments
+    names = [x.name for x in call._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    first = dict(zip(given, np.cumsum([0, *map(_num_leaves, given.values())]), strict=False))
+    if call not in _SLIDING or given.get("transposed") or given.get("ceil_mode"):
+        return
+    x = given[names[0]]
+    spans = given["weight"].shape[2:] if "weight" in given else given["kernel_size"]
+    stride, *_ = given.get("stride") or (spans if "kernel_size" in given else [1])
+    (pad, *rest), (dilation, *_) = given.get("padding") or [0], given.get("dilation") or [1]
+    if x.ndim != 2 + len(spans) or (pad and 1 + len(rest) < len(spans)):
+        return  # no batch, or one number for all dimensions
+    window = Window(2, (spans[0] - 1) * dilation + 1, stride, pad, "weight" not in given)
+    if x.shape[2] + 2 * pad >= window.span:
+        inputs = (window, *[WHOLE] * (num_tensors - 1))
+        yield Rule(inputs, (), (), (int(first["padding"]),) if pad else ())
+
+
+def _num_leaves(x: Any) -> int:
+    return len(pytree.tree_leaves(x))
 
 
 def _lists(arguments: Any) -> list[list[int]]:

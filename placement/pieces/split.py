@@ -18,6 +18,7 @@ from placement.pieces.rules import (
     Cut,
     Rule,
     Shares,
+    Window,
     bounds,
     cut_tensor,
     is_tensor,
@@ -252,6 +253,11 @@ class _Cutter:
         module = self.old.op_module[src] if src >= 0 else ""
         if cut == SUM and made != SUM:
             raise PiecesError(f"a tensor of {name!r} is no sum, but is to be read as summands")
+        if isinstance(cut, Window):
+            whole = made in (ONE, WHOLE)
+            own = own[:1] if whole else self._get(t, cut.dim)
+            of = -1 if whole and src >= 0 else None
+            return self._windows(t, own, cut, f"{name}.{t}", of, module)
         if made in (ONE, WHOLE):
             if cut in (ONE, WHOLE):
                 return own[:1] if cut == ONE else [own[0]] * self.k
@@ -281,6 +287,53 @@ class _Cutter:
             args = (Ref(t), cut, at[i], at[i + 1])
             made.append(self._move(_aten.slice.Tensor, args, f"{name}.cut{cut}.{i}{end}", module))
         return made
+
+    def _windows(
+        self, t: int, own: list[int], cut: Window, name: str, of: int | None, module: str
+    ) -> list[int]:
+        """What is read of a tensor that is there as a whole, or in pieces along its dimension."""
+        at = (0, *itertools.accumulate(self.value[x].shape[cut.dim] for x in own))
+        made = []
+        for i, (begin, end) in enumerate(cut.rows(at[-1], self.pieces.shares)):
+            parts: list[Any] = []
+            for j, x in enumerate(own):
+                a, b = max(begin, at[j]) - at[j], min(end, at[j + 1]) - at[j]
+                if (a, b) == (0, at[j + 1] - at[j]):
+                    parts.append(Ref(x))
+                elif a < b:  # named after the piece whose memory it sees
+                    sees = {-1: "", None: f"#{i}"}[of] if len(own) == 1 else f"#{j}"
+                    args = (Ref(x), cut.dim, a, b)
+                    view = f"{name}.rows{begin}.{i}.{j}{sees}"
+                    parts.append(Ref(self._move(_aten.slice.Tensor, args, view, module)))
+            if not parts:
+                raise PiecesError(
+                    f"{name!r} has {at[-1]} rows: {cut} would be those from {begin} to {end}"
+                )
+            if begin < 0:
+                parts.insert(0, self._padding(t, parts[0].tensor, cut, -begin))
+            if end > at[-1]:
+                parts.append(self._padding(t, parts[-1].tensor, cut, end - at[-1]))
+            joined = f"{name}.window{begin}.{end}#{i}"
+            made.append(
+                self._move(_aten.cat.default, (parts, cut.dim), joined, module)
+                if len(parts) > 1
+                else parts[0].tensor
+            )
+        return made
+
+    def _padding(self, t: int, like: int, cut: Window, rows: int) -> Param:
+        x = self.value[like]
+        key = "padding", x.dtype, *x.shape[: cut.dim], rows, *x.shape[cut.dim + 1 :], cut.least
+        if key not in self.param_at:
+            value = cut.padding(x.shape, rows).to(x.dtype)
+            self.param_at[key] = self._new_param(value, f"{t}[padding]")
+        return Param(self.param_at[key])
+
+    def _new_param(self, value: Tensor, name: str) -> int:
+        self.params.append(value)
+        self.meta.append(_meta(value))
+        self.param_names.append(name)
+        return len(self.params) - 1
 
     def _joined(self, parts: Sequence[int], made: Cut, name: tuple[str, str], module: str) -> int:
         begin, end = name
@@ -334,12 +387,9 @@ class _Cutter:
                 continue
             key = (p, cut, i)
             if key not in self.param_at:
-                self.param_at[key] = len(self.params)
                 with torch.no_grad():
                     value = cut_tensor(self.params[p], cut, self.pieces.shares)[i]
-                self.params.append(value)
-                self.meta.append(_meta(value))
-                self.param_names.append(f"{self.param_names[p]}[{cut}:{i}]")
+                self.param_at[key] = self._new_param(value, f"{self.param_names[p]}[{cut}:{i}]")
             found.append(Param(self.param_at[key]))
         return found
 

@@ -298,10 +298,12 @@ class Plan(parts.Strict):
         """``graph`` in the pieces of the plan."""
         if self.pieces is None:
             return graph
-        from placement.pieces import Pieces, PiecesError, Rule, split
+        from placement.pieces import Pieces, PiecesError, Rule, Window, split
 
-        cuts = self.pieces.operators
-        rules = {op: Rule(c.inputs, c.numbers, c.outputs) for op, c in cuts.items()}
+        cuts, rules = self.pieces.operators, {}
+        for op, c in cuts.items():
+            inputs = tuple(Window(*x) if isinstance(x, tuple) else x for x in c.inputs)
+            rules[op] = Rule(inputs, c.numbers, c.outputs, c.zeros)
         bounds = {op: c.bounds for op, c in cuts.items()}
         try:
             return split(graph, Pieces(self.pieces.shares, rules, bounds))

@@ -92,20 +92,27 @@ class GraphInfo(Strict):
         )
 
 
-Cut = Literal["whole", "sum"] | Annotated[int, Field(ge=0, le=64)]
+_Dim = Annotated[int, Field(ge=0, le=64)]
+_Rows = Annotated[int, Field(ge=1, le=2**31)]
+Cut = Literal["whole", "sum"] | _Dim
+Window = tuple[_Dim, _Rows, _Rows, Count, bool]  # as ``placement.pieces.rules.Window``
 
 
 class CutInfo(Strict):
     """How an operator is cut into pieces.
 
     ``inputs`` says it of each tensor that it reads: along a dimension (its number), not at all
-    (``whole``: each piece reads it), or as summands (``sum``); ``outputs`` of each that it makes.
-    ``numbers`` are the places among its arguments of sizes that are those of the piece; ``bounds``
+    (``whole``: each piece reads it), as summands (``sum``), or in the rows that a sliding window
+    reads: ``[dimension, rows of the window, stride, padding, whether that is -inf]``. ``outputs``
+    says it of each that it makes.
+    ``numbers`` are the places among its arguments of sizes that are those of the piece, ``zeros``
+    those of numbers that are 0 in a piece; ``bounds``
     says where pieces begin and end along the dimension that is cut.
     """
 
-    inputs: tuple[Cut, ...]
+    inputs: tuple[Cut | Window, ...]
     numbers: tuple[Count, ...] = ()
+    zeros: tuple[Count, ...] = ()
     outputs: tuple[Cut, ...]
     bounds: tuple[Count, ...]
 
@@ -126,6 +133,7 @@ class PiecesInfo(Strict):
             op: CutInfo(
                 inputs=rule.inputs,
                 numbers=rule.numbers,
+                zeros=rule.zeros,
                 outputs=rule.outputs,
                 bounds=pieces.bounds[op],
             )
