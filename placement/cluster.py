@@ -37,6 +37,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
     "flops_per_s": (1e-30, 1e30),
     "bytes_per_s": (1e-30, 1e30),
     "call_s": (0, 1e30),
+    "ring_latency_s": (0, LONGEST_S),
+    "ring_bytes_per_s": (1e-30, 1e30),
 }
 # Of a GPU's free memory, what no tensor is promised: for workspaces of other threads than the one
 # that launches, kernels, and blocks that are cut badly or waited for.
@@ -75,6 +77,10 @@ class Device:
         streams: the device whose memory and time it shares: an operator that is placed here runs
             there, but its parameters stay in host memory, and are copied while those before it run
             (see ``Problem.worker``). None: a device of its own.
+        members, ring_latency_s, ring_bytes_per_s: of a group of alike devices that compute each
+            layer together (``placement.costs.groups``): their names, and the slowest link of the
+            ring over which results are added up (None: unlimited). Memory and watts are those of
+            all together, everything else is of each.
     """
 
     name: str
@@ -92,6 +98,9 @@ class Device:
     bytes_per_s: float | None = None
     call_s: float | None = None
     streams: str | None = None
+    members: tuple[str, ...] = ()
+    ring_latency_s: float = 0.0
+    ring_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for what, (least, most) in _RANGES.items():
@@ -339,9 +348,11 @@ class Cluster:
         for device in devices:
             if device["power_source"] == "declared":
                 del device["power_source"]
-            for rate in ("flops_per_s", "bytes_per_s", "call_s", "streams"):
-                if device[rate] is None:
-                    del device[rate]
+            for new in ("flops_per_s", "bytes_per_s", "call_s", "streams", "members"):
+                if not device[new] and device[new] != 0:
+                    del device[new]
+            if not device.get("members"):
+                del device["ring_latency_s"], device["ring_bytes_per_s"]
         links = [asdict(x) for x in self.links]
         for link in links:
             for new in ("wake_s", "send_s", "send_s_per_byte", "receive_s"):
@@ -514,6 +525,10 @@ def from_record(kind: type, data: Any) -> Any:
 
 
 def _field(where: str, key: str, value: Any, needed: Any) -> Any:
+    if key == "members":
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise ClusterError(f"{where}: members = {short(value)} is not a list of names")
+        return tuple(value)
     if key == "cores":
         if not isinstance(value, list):
             raise ClusterError(f"cores = {short(value)} is not a list of core numbers")

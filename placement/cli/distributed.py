@@ -152,13 +152,13 @@ def _model(args: argparse.Namespace, plan: Plan) -> tuple[Any, Any, Any]:
     if args.weights:
         with torch.device("meta"):
             module, inputs = cli.load_workload(name)
-        graph = capture(module, inputs)
+        graph = plan.cut(capture(module, inputs))
         if plan.graph_differences(graph):  # some models export otherwise without values
             module, inputs = cli.load_workload(name)
-            graph = capture(module, inputs)
+            graph = plan.cut(capture(module, inputs))
         return graph, None, inputs_from_spec(plan.graph.input_spec or {})
     module, inputs = cli.load_workload(name)
-    return capture(module, inputs), module, inputs
+    return plan.cut(capture(module, inputs)), module, inputs
 
 
 def _train(args: argparse.Namespace, plan: Plan, batches: int, world: World) -> Work:

@@ -42,7 +42,7 @@ def problem_of(
         return problem_in_file(plan, profile_path, spec)
     cluster = plan.cluster.build()
     profile = None if profile_path is None else Profile.load(profile_path)
-    graph = cli.capture_workload(spec, report, plan.graph.mode, plan.graph.optimizer)
+    graph = plan.cut(cli.capture_workload(spec, report, plan.graph.mode, plan.graph.optimizer))
     if profile is None:
         path = cached_profile(graph, cluster)
         if not path.exists():

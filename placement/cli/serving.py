@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from placement.importers.decoder import Decoder
     from placement.problem import Problem, Solution
 
-_ONLY = ("context", "batch", "prompt", "split")
+_ONLY = ("context", "batch", "prompt", "split", "tensor_parallel")
+_AS_MANY = "as many as is best"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="place whole layers, or (tensors) feed-forwards and experts by themselves; default: "
         "layers; of models with experts, tensors",
     )
+    group.add_argument(
+        "--tensor-parallel",
+        nargs="?",
+        const=_AS_MANY,
+        metavar="K",
+        help="place layers on groups of alike devices that compute each of them together: of K, or "
+        "of as many as is best",
+    )
 
 
 def is_served(args: argparse.Namespace) -> bool:
@@ -53,7 +62,8 @@ def is_served(args: argparse.Namespace) -> bool:
 
     if cli.looks_like_file(args.workload) and is_decoder(args.workload):
         return True
-    options = [f"--{name}" for name in _ONLY if getattr(args, name) is not None]
+    given = [name for name in _ONLY if getattr(args, name) is not None]
+    options = [f"--{name.replace('_', '-')}" for name in given]
     if args.objective in list(Phase):
         options.append(f"--objective {args.objective}")
     if options and cli.is_file(args.workload):
@@ -105,12 +115,24 @@ def load(args: argparse.Namespace) -> Problem:
     """The problem.
 
     Raises:
-        UsageError, FormatError: see ``asked``; and what ``serving_problem`` raises.
+        UsageError, FormatError: see ``asked``; and what ``serving_problem`` and ``best_groups``
+            raise.
     """
+    from placement.costs.groups import best_groups
     from placement.costs.serving import serving_problem
+    from placement.planners import load
 
+    size = args.tensor_parallel
+    if size not in (None, _AS_MANY) and not size.isdecimal():
+        raise cli.UsageError(
+            f"--tensor-parallel {size}: give the number of devices of a group, or nothing behind it"
+        )
     decoder, serving = asked(args)
-    return serving_problem(decoder, cli.cluster_of(args.cluster), serving)
+    cluster = cli.cluster_of(args.cluster)
+    if size is None:
+        return serving_problem(decoder, cluster, serving)
+    of = None if size == _AS_MANY else int(size)
+    return best_groups(decoder, cluster, serving, load("layer_dp"), of)
 
 
 def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> dict[str, Any]:
@@ -179,7 +201,7 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
             f"{len(idle)} of {problem.num_devices} devices are idle ({some(idle)}): a batch is on "
             "one device at a time, so that one more device adds transfers and no speed where the "
             "others hold everything. To use them: a second copy of the model, planned for a "
-            "cluster of these alone, or a larger --batch or --context"
+            "cluster of these alone, --tensor-parallel, or a larger --batch or --context"
         )
     decoder, serving = asked(args)
     seconds = terms(decoder, problem.cluster, serving, solution.placement)

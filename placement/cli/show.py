@@ -171,7 +171,8 @@ def run_validate(args: argparse.Namespace) -> int:
             notes.append(f"not checked against its model: {unnamed(plan)}")
         else:
             with cli.progress() as report:
-                graph = cli.capture_workload(model, report, plan.graph.mode, plan.graph.optimizer)
+                mode, optimizer = plan.graph.mode, plan.graph.optimizer
+                graph = plan.cut(cli.capture_workload(model, report, mode, optimizer))
             cluster = plan.cluster.build()
             failures += plan.graph_differences(graph) or order_failures(plan, graph, cluster)
         if args.cluster:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster
+from placement.cluster import Cluster, Device
 from placement.costs.efficiency import Peak, RatesError
 from placement.costs.predictors.roofline import calibrate, is_here
 from placement.graph import OpGraph
@@ -112,11 +112,11 @@ def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Pro
         RatesError: a device of which nothing is known, see ``Peak``.
     """
     check_table(decoder.name, len(decoder.parts) + 1, cluster.num_devices)
+    here = list(zip(peaks(decoder, cluster), cluster.devices, strict=True))
     seconds = [
-        [part_seconds(part, decoder, serving, peak) for peak in peaks(decoder, cluster)]
-        for part in decoder.parts
+        [part_seconds(part, decoder, serving, *device) for device in here] for part in decoder.parts
     ]
-    graph, held = _graph(decoder, serving)
+    graph, held = _graph(decoder, serving, max(len(d.members) for d in cluster.devices) or 1)
     compute_s = np.array(seconds)
     profile = Profile(
         cluster.device_names,
@@ -160,8 +160,14 @@ def peaks(decoder: Decoder, cluster: Cluster) -> list[Peak]:
     return by_device
 
 
-def part_seconds(part: Part, decoder: Decoder, serving: Serving, peak: Peak) -> float:
-    """Seconds of a part of the decoder in the objective of ``serving``."""
+def part_seconds(
+    part: Part, decoder: Decoder, serving: Serving, peak: Peak, device: Device
+) -> float:
+    """Seconds of a part of the decoder in the objective of ``serving``.
+
+    Each member of a group has its part of all tensors; they add up what attention makes, what the
+    feed-forward makes, and what was looked up, and put the logits together.
+    """
     prompts, answers = serving.weights
     seconds = 0.0
     if prompts:
@@ -171,33 +177,78 @@ def part_seconds(part: Part, decoder: Decoder, serving: Serving, peak: Peak) -> 
             rows, pieces = serving.batch, 1
         # On average half of the prompt is before a token.
         sequences, half = ceil(rows / serving.tokens), (serving.tokens + 1) / 2
-        seconds += prompts * pieces * _pass_s(part, decoder, peak, rows, sequences, half)
+        one_s = _pass_s(part, decoder, peak, len(device.members) or 1, (rows, sequences, half))
+        seconds += prompts * pieces * (one_s + _joined_s(part, decoder, device, rows))
     if answers:
         rows = serving.batch
-        seconds += answers * _pass_s(part, decoder, peak, rows, rows, serving.context)
+        tokens = rows, rows, serving.context
+        one_s = _pass_s(part, decoder, peak, len(device.members) or 1, tokens)
+        seconds += answers * (one_s + _joined_s(part, decoder, device, rows))
     return seconds
 
 
 def _pass_s(
-    part: Part, decoder: Decoder, peak: Peak, rows: int, sequences: int, before: float
+    part: Part, decoder: Decoder, peak: Peak, ways: int, tokens: tuple[int, int, float]
 ) -> float:
-    """Seconds of ``rows`` tokens of so many ``sequences``, each with so many ``before`` it."""
+    """Seconds of one of ``ways`` devices.
+
+    ``tokens``: how many, of how many sequences, and how many are before each.
+    """
+    rows, sequences, before = tokens
     token_bytes = 2.0 * decoder.hidden
     if part.kind == "embedding":
         return float(peak.seconds("embedding", 0.0, rows * 2 * token_bytes))
+    ways = ways if part.can_be_cut else 1
     work, moved = 2.0 * part.numel * part.used * rows, part.weight_bytes * part.read(rows)
+    work, moved = work / ways, moved / ways
     if part.numel == 0.0:
         return float(peak.seconds("norm", work, moved + 2 * rows * token_bytes))
     seconds = float(peak.seconds("product", work, moved + 2 * rows * token_bytes))
     if part.kv_bytes:
         seen = before if part.window is None else min(before, part.window)
-        read = seen * part.kv_bytes * sequences
-        seconds += float(peak.seconds("batched", 4.0 * part.width * rows * seen, read))
+        read = seen * part.kv_bytes * sequences * _copies(part, ways) / ways
+        seconds += float(peak.seconds("batched", 4.0 * part.width * rows * seen / ways, read))
     return seconds
 
 
-def _graph(decoder: Decoder, serving: Serving) -> tuple[OpGraph, dict[str, Any]]:
-    """The chain, and which of its parameters are cache and which buffers."""
+def _copies(part: Part, ways: int) -> float:
+    """How often ``ways`` devices together keep its keys and values: a head of them is whole."""
+    if not part.heads:
+        return float(ways)
+    return ceil(part.kv_heads / ways) * ways / part.kv_heads
+
+
+def _joined_s(part: Part, decoder: Decoder, device: Device, rows: int) -> float:
+    """Seconds of a group for what each of its members made of ``rows`` tokens.
+
+    A ring (Patarasu and Yuan, JPDC 2009): ``k - 1`` times a ``k``-th goes to the next member, twice
+    where results are added up.
+    """
+    k = len(device.members)
+    is_routed = part.name.endswith(".router")  # its experts' results are added up behind it
+    if k < 2 or not part.can_be_cut or is_routed or (part.kind == "head" and not part.numel):
+        return 0.0
+    rounds, numbers = (1, decoder.vocabulary) if part.kind == "head" else (2, decoder.hidden)
+    one_s = device.ring_latency_s
+    if device.ring_bytes_per_s is not None:
+        one_s += 2.0 * rows * numbers / k / device.ring_bytes_per_s
+    return rounds * (k - 1) * one_s
+
+
+def buffers(decoder: Decoder, serving: Serving) -> dict[str, int]:
+    """Bytes by name of what is between, once per device, and of each member of a group."""
+    return {
+        "mask": 2 * serving.rows * serving.context,
+        "logits": 4 * serving.batch * decoder.vocabulary,
+        "buffer": 4 * serving.rows * decoder.widest,
+    }
+
+
+def _graph(decoder: Decoder, serving: Serving, ways: int) -> tuple[OpGraph, dict[str, Any]]:
+    """The chain, and which of its parameters are cache and which buffers.
+
+    ``ways``: members of the largest group, for what they have copies of.
+    """
     sizes: list[int] = []
     number: dict[str, int] = {}
     uses: list[tuple[int, int]] = []
@@ -212,16 +263,18 @@ def _graph(decoder: Decoder, serving: Serving) -> tuple[OpGraph, dict[str, Any]]
         uses.append((op, number[name]))
 
     group = []
+    between = buffers(decoder, serving)
     for op, part in enumerate(decoder.parts):
         for name, size in part.weights.items():
-            use(op, name, size)
+            use(op, name, size if part.can_be_cut else size * ways)
         if part.kv_bytes:
             length = serving.context if part.window is None else min(serving.context, part.window)
-            use(op, f"{part.name} cache", serving.batch * length * part.kv_bytes, _KEPT)
-            use(op, "mask", 2 * serving.rows * serving.context, _BUFFER)
+            kept = serving.batch * length * part.kv_bytes * _copies(part, ways)
+            use(op, f"{part.name} cache", int(kept), _KEPT)
+            use(op, "mask", between["mask"], _BUFFER)
         if part.kind == "head":
-            use(op, "logits", 4 * serving.batch * decoder.vocabulary, _BUFFER)
-        use(op, "buffer", 4 * serving.rows * decoder.widest, _BUFFER)
+            use(op, "logits", between["logits"], _BUFFER)
+        use(op, "buffer", between["buffer"], _BUFFER)
         if serving.whole_layers:
             group.append(part.layer if part.layer != -2 else decoder.num_layers - 1)
             group[-1] = max(group[-1], 0)

@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import queue
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,11 +55,14 @@ from placement.executor.share import Share
 from placement.executor.trainer import Trainer, synchronize
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
+from placement.pieces.rules import SUM, bounds
+from placement.program import Program
 from placement.tools.files import write_atomic
 
 PINGS = 20
 VALUE, SUM = range(2)  # what comes of a parameter
 MARKER = "checkpoint.json"
+_PART = re.compile(r"(.*)\[(\w+):(\d+)\]", re.DOTALL)  # name of a piece of a parameter
 
 
 def ranks_of(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
@@ -723,8 +727,8 @@ def opened(path: str | Path) -> Any:
 def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGraph:
     """The graph with the parameters ``own`` read from a safetensors file, and no others in memory.
 
-    Only these are read. Parameters have the name that they have in the module; a tied one has one
-    name for all.
+    Only these are read, of a piece its part alone. Parameters have the name that they have in the
+    module; a tied one has one name for all.
 
     Raises:
         RunnerError: the file cannot be read, lacks one of them, or has it in another shape.
@@ -735,12 +739,14 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
         there = set(data.keys())
         for q in own:
             name, expected = program.param_names[q], program.params[q]
+            part = _PART.fullmatch(name)
+            name = part[1] if part else name
             if name not in there:
                 raise RunnerError(
                     f"{path}: there is no tensor {name!r}, only e.g. {sorted(there)[:3]}; write "
                     "the file with placement.executor.distributed.save_weights(graph, path)"
                 )
-            value = data.get_tensor(name)
+            value = _part(data, part, program, expected) if part else data.get_tensor(name)
             if value.shape != expected.shape:
                 raise RunnerError(
                     f"{path}: {name!r} has shape {tuple(value.shape)}, the model needs "
@@ -748,6 +754,17 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
                 )
             params[q] = value.to(expected.dtype)
     return replace(graph, program=replace(program, params=tuple(params)))
+
+
+def _part(data: Any, part: re.Match[str], program: Program, like: Tensor) -> Tensor:
+    """That of a piece; of a bias that the first piece has, zeros."""
+    name, cut, i = part[1], part[2], int(part[3])
+    if cut == SUM:
+        return torch.zeros(like.shape, dtype=like.dtype)
+    whole, d = data.get_slice(name), int(cut)
+    at = bounds(whole.get_shape()[d], program.pieces.shares)
+    value: Tensor = whole[(*(slice(None),) * d, slice(at[i], at[i + 1]))]
+    return value
 
 
 def save_weights(graph: OpGraph, path: str | Path) -> None:

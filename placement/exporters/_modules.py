@@ -43,14 +43,22 @@ class Forward:
     device: tuple[str, ...]
 
     @classmethod
-    def of(cls, plan: Plan, problem: Problem | None = None) -> Forward:
-        """From a plan, and the problem that it is for.
+    def of(cls, plan: Plan, problem: Problem | None = None, *, groups: bool = False) -> Forward:
+        """From a plan, and the problem that it is for; ``groups``: the format knows some.
 
         Raises:
-            ExportError: the plan does not know the modules of its operators, or has phases.
+            ExportError: the plan does not know the modules of its operators, or has phases, pieces,
+                or groups of devices.
         """
         require_one_phase(plan)
         require_whole(plan)
+        group = next((d.name for d in plan.cluster.devices if d.members and not groups), None)
+        if group in plan.devices_in_use:
+            raise ExportError(
+                f"{group!r} is a group of devices that compute each layer together, which this "
+                "format cannot say: export with --to vllm, megatron or torchtitan, or plan without "
+                "--tensor-parallel"
+            )
         if not any(plan.graph.modules):
             if plan.graph.modules and plan.graph.input_spec is not None:  # of a captured model
                 raise ExportError(
@@ -427,6 +435,24 @@ def gpu_number(name: str) -> int | None:
     """1 of ``cuda:1``; None of any other name: names are free, and what is exported may be run."""
     match = re.fullmatch(r"cuda:([0-9]{1,4})", name)
     return int(match[1]) if match else None
+
+
+def members_of(plan: Plan, parts: Sequence[Part], consumer: str) -> list[tuple[str, ...]]:
+    """Of each part the devices that compute its layers together; one, where it is no group.
+
+    Raises:
+        ExportError: they are not equally many.
+    """
+    named = {d.name: d.members or (d.name,) for d in plan.cluster.devices}
+    members = [named[part.device] for part in parts]
+    for part, own in zip(parts, members, strict=True):
+        if len(own) != len(members[0]):
+            raise ExportError(
+                f"{consumer} has groups of one size: {parts[0].device!r} has {len(members[0])} "
+                f"devices, and {part.device!r} has {len(own)}. Plan with groups of as many: "
+                f"--tensor-parallel {max(map(len, members))}"
+            )
+    return members
 
 
 def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:

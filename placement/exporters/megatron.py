@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, decoder_units, layer_chain
+from placement.exporters._modules import Forward, decoder_units, layer_chain, members_of
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -20,7 +20,9 @@ class Megatron:
     stage. Stage ``i`` is on pipeline rank ``i`` modulo the number of ranks, so devices may take
     several turns (virtual stages) if they keep their order. Unless told otherwise, the head is tied
     to the embedding: the last stage has a copy, and the gradients of both are added up
-    (``megatron/core/models/common/language_module/language_module.py``).
+    (``megatron/core/models/common/language_module/language_module.py``). A group of devices is one
+    pipeline rank, ``--tensor-model-parallel-size`` neighbouring ranks of the world
+    (``RankGenerator`` in ``megatron/core/parallel_state.py``).
 
     Attributes:
         layers: path of the list of layers; None finds it.
@@ -29,7 +31,7 @@ class Megatron:
     layers: str | None = None
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan, problem)
+        forward = Forward.of(plan, problem, groups=True)
         consumer = "the layout of Megatron-LM"
         layers = _, unit, num_layers = decoder_units(forward, self.layers, "Megatron-LM")
         parts, units = layer_chain(forward, layers, consumer)
@@ -40,10 +42,12 @@ class Megatron:
             begins, ends = "E" if i == 0 else "", "L" if i == len(parts) - 1 else ""
             stages.append(begins + middle + ends)
         ranks = list(dict.fromkeys(part.device for part in parts))
+        ways = len(members_of(plan, parts, "Megatron-LM")[0])
         untied = forward.parameters and not forward.tied(unit)
         return Exported(
             {"": "|".join(stages) + "\n"},
-            f"--pipeline-model-parallel-size {len(ranks)} "
+            f"--tensor-model-parallel-size {ways} " * (ways > 1)
+            + f"--pipeline-model-parallel-size {len(ranks)} "
             f'--pipeline-model-parallel-layout "$(cat FILE)"'
             f"{' --untie-embeddings-and-output-weights' if untied else ''}; ranks are "
             f"{', '.join(ranks)}"

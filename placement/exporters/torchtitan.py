@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, actions, layer_units, served_format
+from placement.exporters._modules import Forward, actions, layer_units, members_of, served_format
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -30,7 +30,7 @@ class Torchtitan:
     """
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan, problem)
+        forward = Forward.of(plan, problem, groups=True)
         names = [_kept_whole(path, forward.module) for path in forward.module]
         if served_format(plan) is not None:
             names = _own_names(forward)
@@ -48,6 +48,8 @@ class Torchtitan:
             "pipeline_parallel_degree": len(ranks),
             "pipeline_parallel_schedule": "1F1B" if len(ranks) == len(parts) else "Interleaved1F1B",
         }
+        if (ways := len(members_of(plan, parts, "torchtitan")[0])) > 1:
+            config["tensor_parallel_degree"] = ways
         files = {}
         note = f"fields of ParallelismConfig; ranks are {', '.join(ranks)}"
         if plan.order is not None and plan.graph.mode == "training":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, decoder_units, gpu_number
+from placement.exporters._modules import Forward, decoder_units, gpu_number, members_of
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -19,6 +19,8 @@ class Vllm:
     The embedding is on the first rank, the final normalisation and the head on the last. GPUs
     called ``cuda:N`` are put in the order of the ranks with ``CUDA_VISIBLE_DEVICES``. The last
     rank makes an embedding of its own for a tied head (``vllm/model_executor/models/llama.py``).
+    A group of devices is one pipeline rank: ``--tensor-parallel-size``, its members neighbours
+    (``initialize_model_parallel`` in ``vllm/distributed/parallel_state.py``).
 
     Attributes:
         layers: path of the list of layers; None finds it.
@@ -27,7 +29,7 @@ class Vllm:
     layers: str | None = None
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
-        forward = Forward.of(plan, problem)
+        forward = Forward.of(plan, problem, groups=True)
         path, unit, num_layers = decoder_units(forward, self.layers, "vLLM")
         tied = forward.tied(unit)
         unit = [u if u < 0 else min(max(u, 1), num_layers) - 1 for u in unit]
@@ -37,13 +39,20 @@ class Vllm:
         parts = forward.chain(unit, labels, "VLLM_PP_LAYER_PARTITION", max_turns=1)
         lines = [f"# rank {i}: {part.device}" for i, part in enumerate(parts)]
         kinds = {d.name: d.kind for d in plan.cluster.devices}
-        gpus = [gpu_number(p.device) if kinds[p.device] == "cuda" else None for p in parts]
+        groups = members_of(plan, parts, "vLLM")
+        gpus = [
+            gpu_number(name) if kinds[part.device] == "cuda" else None
+            for part, members in zip(parts, groups, strict=True)
+            for name in members
+        ]
         if None not in gpus:
             lines.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}")
         layers = ",".join(str(part.last - part.first + 1) for part in parts)
         lines.append(f"VLLM_PP_LAYER_PARTITION={layers}")
         return Exported(
             {"": "\n".join(lines) + "\n"},
-            f"env $(grep -v '#' FILE) vllm serve MODEL --pipeline-parallel-size {len(parts)}"
+            f"env $(grep -v '#' FILE) vllm serve MODEL "
+            + f"--tensor-parallel-size {len(groups[0])} " * (len(groups[0]) > 1)
+            + f"--pipeline-parallel-size {len(parts)}"
             + "; the last rank has a copy of the tied embedding" * (tied and len(parts) > 1),
         )

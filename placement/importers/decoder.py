@@ -29,6 +29,7 @@ class Part:
         num_experts: experts, all of one size; 0 of other parts.
         shares: of each expert, which share of the tokens reads it, as counted; their mean is
             ``used``. Empty: all alike.
+        heads, kv_heads: of attention, and of its keys and values.
     """
 
     name: str
@@ -43,6 +44,13 @@ class Part:
     width: float = 0.0
     num_experts: int = 0
     shares: tuple[float, ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether several devices may have a part of it each; a recurrent one is whole on each."""
+        return bool(self.heads) or not self.kv_bytes
 
     @property
     def weight_bytes(self) -> int:

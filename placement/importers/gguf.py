@@ -266,7 +266,7 @@ class _Model:
             work = sum(t.numel for t in tensors if len(t.dims) > 1)
             return {t.name: t.size for t in tensors}, float(work)
 
-        (kv, width), window = self._attention(i, rest), self._window(i)
+        (kv, width, heads, kv_heads), window = self._attention(i, rest), self._window(i)
         if any(".ssm_" in t.name for t in rest):
             if kv:
                 raise FormatError(
@@ -274,7 +274,9 @@ class _Model:
                     f"architecture {self.name[:60]!r} is not known"
                 )
             kv, window = self._state_bytes(i), 1  # kept once, whatever the context
-        yield Part(f"{path}.attention", "attention", path, i, *of(rest), 1.0, kv, window, width)
+        own = *of(rest), 1.0, kv, window, width
+        of_heads = {"heads": heads, "kv_heads": kv_heads}
+        yield Part(f"{path}.attention", "attention", path, i, *own, **of_heads)
         kind = "router" if experts else "feed_forward"
         if feeds:
             yield Part(f"{path}.{kind}", "feed_forward", path, i, *of(feeds))
@@ -284,21 +286,21 @@ class _Model:
             name, share = f"{path}.experts", used / count
             yield Part(name, "experts", path, i, *of(experts), share, num_experts=count)
 
-    def _attention(self, i: int, tensors: list[Tensor]) -> tuple[int, float]:
-        """Bytes that are kept of a token, at 2 a number, and how wide attention is."""
+    def _attention(self, i: int, tensors: list[Tensor]) -> tuple[int, float, int, int]:
+        """Bytes that are kept of a token, at 2 a number; ``width``, ``heads``, ``kv_heads``."""
         names = {t.name.partition(".attn_")[2] for t in tensors}
         if not any(x.startswith(("k.", "qkv.", "kv_a_mqa.", "k_b.")) for x in names):
-            return 0, 0.0
+            return 0, 0.0, 0, 0
         heads = self._number("attention.head_count", 1, layer=i)
         size = self.hidden // heads
         if any(x.startswith("kv_a_mqa.") for x in names):
             rank = self._number("attention.kv_lora_rank", 1)
             rope = self._number("rope.dimension_count", 1)
-            return 2 * (rank + rope), float(heads * (rank + rope / 2))
+            return 2 * (rank + rope), float(heads * (rank + rope / 2)), heads, 1
         kv_heads = self._optional("attention.head_count_kv", heads, i)
         key = self._optional("attention.key_length", size)
         value = self._optional("attention.value_length", key)
-        return 2 * kv_heads * (key + value), heads * (key + value) / 2
+        return 2 * kv_heads * (key + value), heads * (key + value) / 2, heads, kv_heads
 
     def _state_bytes(self, i: int) -> int:
         """Of a sequence in a layer that is recurrent (Mamba, linear attention), 4 a number."""

@@ -152,12 +152,15 @@ Named = list[tuple[str, Any]]  # parameters, with names within their layer
 class _Kept(NamedTuple):
     """What a layer keeps: bytes, of each token within ``window``.
 
-    ``width``: see ``Part``. ``made``: numbers of queries, keys and values of a token.
+    ``width``, ``heads``, ``kv_heads``: see ``Part``. ``made``: numbers of queries, keys and values
+    of a token.
     """
 
     bytes: int
     window: int | None
     width: float = 0.0
+    heads: int = 0
+    kv_heads: int = 0
     made: int = 0
 
 
@@ -221,8 +224,12 @@ class _Model:
                 used = self._chosen(named) / count if count else 1.0
                 numel = float(sum(p.numel() for n, p in named if _is_matrix(n, p)))
                 sizes = self._sizes(f"{path}.{name}", path, named)
-                held = (kept or _Kept(0, None))[:3]
-                yield Part(f"{path}.{name}", kind, path, i, sizes, numel, used, *held, count)
+                held = kept or _Kept(0, None)
+                own = numel, used, held.bytes, held.window, held.width, count
+                yield Part(
+                    f"{path}.{name}", kind, path, i, sizes, *own,
+                    heads=held.heads, kv_heads=held.kv_heads,
+                )  # fmt: skip
         for name in self.behind:
             yield self._around(name, "head", -2)
 
@@ -311,11 +318,12 @@ def _keys(cache: Any, config: Any) -> _Kept | None:
     size = sum(x.numel() * x.element_size() for x in tensors) // length * count // copies
     window, rank = getattr(cache, "sliding_window", None), getattr(config, "kv_lora_rank", None)
     if rank != key or count != 1:
-        return _Kept(size, window, heads * (key + value) / 2, heads * key + count * (key + value))
+        made = heads * key + count * (key + value)
+        return _Kept(size, window, heads * (key + value) / 2, heads, count, made)
     # Latent attention (DeepSeek-AI, arXiv:2405.04434) keeps a vector, which is key and value, and
     # a part of the key.
     made = 2 * config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    return _Kept(size, window, heads * (rank + value / 2), heads * made)
+    return _Kept(size, window, heads * (rank + value / 2), heads, 1, heads * made)
 
 
 def _state(cache: Any) -> _Kept | None:

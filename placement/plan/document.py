@@ -286,16 +286,20 @@ class Plan(parts.Strict):
         if example is None and self.graph.input_spec is None:
             raise PlanError("the plan has no input shapes: give bind(module, example_inputs)")
         if example is not None:
-            return self._cut(capture(module, example, **options))
+            return self.cut(capture(module, example, **options))
         try:
-            return self._cut(capture(module, from_spec(self.graph.input_spec), **options))
+            return self.cut(capture(module, from_spec(self.graph.input_spec), **options))
         except CaptureError as error:
             raise CaptureError(
                 f"{error} (the plan's inputs are given: it is of {self.graph.name!r})"
             ) from error
 
-    def _cut(self, graph: OpGraph) -> OpGraph:
-        """``graph`` in the pieces of the plan."""
+    def cut(self, graph: OpGraph) -> OpGraph:
+        """``graph``, of the module as it is, in the pieces of the plan.
+
+        Raises:
+            PlanMismatch: it cannot be cut so.
+        """
         if self.pieces is None:
             return graph
         from placement.pieces import Pieces, PiecesError, Rule, Window, split

@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
@@ -143,7 +151,7 @@ class PiecesInfo(Strict):
 
 
 class DeviceInfo(Strict):
-    """As ``placement.cluster.Device``."""
+    """As ``placement.cluster.Device``; ``members`` and what follows only of a group."""
 
     name: Name
     kind: Name
@@ -160,6 +168,17 @@ class DeviceInfo(Strict):
     bytes_per_s: FiniteFloat | None = None
     call_s: Seconds | None = None
     streams: Name | None = None
+    members: tuple[Name, ...] = ()
+    ring_latency_s: Seconds = 0.0
+    ring_bytes_per_s: FiniteFloat | None = None
+
+    @model_serializer(mode="wrap")
+    def _of_a_group(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = write(self)
+        if not self.members:  # which older versions do not know
+            for name in ("members", "ring_latency_s", "ring_bytes_per_s"):
+                data.pop(name, None)
+        return data
 
 
 class LinkInfo(Strict):

@@ -29,6 +29,7 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
     if not Objective(plan.objective).is_measurable:
         values.insert(0, _values(plan, plan.objective, "weighted" if weight else ""))
     ran = any(row[2] != "-" for row in values)
+    has_groups = any(d.members for d in plan.cluster.devices)
     on = [list(phase.values()) for phase in plan.assignments]
     devices = []
     for device in (d.name for d in plan.cluster.devices):
@@ -48,6 +49,7 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
         (
             "devices"
             + f"; micro-batches take turns in {len(on)} phases" * (len(on) > 1)
+            + "; those with .. are groups that compute each layer together" * has_groups
             + "; GPUs replay CUDA graphs" * plan.cuda_graphs
             + "; runs are compiled" * plan.compiled,
             ["device", "operators", "stages", "busy", "peak memory", "memory"],

@@ -47,10 +47,13 @@ from placement.executor.distributed import (
 )
 from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
-from placement.plan import make_plan
+from placement.pieces import Moves, split
+from placement.pieces.decide import Options, decide, options_of
+from placement.plan import load_plan, make_plan
 from placement.problem import Solution
 from placement.schedule import Schedule
 from tests.machine import problem_of
+from tests.test_pieces import Attention
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -284,6 +287,54 @@ def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(
     assert [kind for kind, _ in answers] == ["value"] * size, answers
     num_held = [num for _, num in answers]
     assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
+
+
+def in_pieces(rank: int, folder: str) -> list[str]:
+    """A block of a transformer, heads and columns on one rank each; values read from a file."""
+    module, inputs = block()
+    plan = load_plan(Path(folder) / "plan.json")
+    graph = plan.cut(capture(module, inputs))
+    place = plan.placement(graph, CLUSTER)
+    with World.join(120) as world:
+        own = DistributedRunner(graph, CLUSTER, place, world=world).own_params()
+        read = with_weights(graph, Path(folder) / "weights.safetensors", own)
+        for used in (graph, read):
+            runner = DistributedRunner(used, CLUSTER, place, world=world)
+            if rank:
+                runner.serve()
+                continue
+            for x in (inputs[0], inputs[0] * 2):
+                torch.testing.assert_close(runner(x), module(x))
+            runner.close()
+    return [graph.program.param_names[q] for q in own]
+
+
+def block() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    return Attention().eval(), (torch.randn(1, 6, 16),)
+
+
+def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
+    """Pieces are ordinary operators: planned by the piece, equal, and each rank has its half."""
+    module, inputs = block()
+    whole = capture(module, inputs)
+    options = [
+        Options(1.0, o.rules, tuple(0.5 for _ in o.rules))
+        for o in options_of(whole, (0.5, 0.5))
+    ]  # fmt: skip
+    graph = split(whole, decide(whole, (0.5, 0.5), options, Moves(hop_s=0.1)))
+    assert any(name.startswith("scaled_dot_product_attention#1") for name in graph.op_name)
+    # Device 3 is of the second rank; 0 of the first.
+    placement = np.where(np.asarray(graph.piece) == 1, 3, 0).astype(np.int32)
+    problem = costless_problem(graph, CLUSTER)
+    make_plan(problem, Solution(placement, 1.0), planner="by hand").save(tmp_path / "plan.json")
+    save_weights(whole, tmp_path / "weights.safetensors")
+    with Ranks(in_pieces, 2, str(tmp_path)) as ranks:
+        answers = [ranks.answer(r) for r in range(2)]
+    assert [kind for kind, _ in answers] == ["value"] * 2, answers
+    second = answers[1][1]
+    assert "up.weight[0:1]" in second and "up.weight[0:0]" in answers[0][1]
+    assert not {"up.weight", "down.weight", "up.weight[0:0]"} & set(second)
 
 
 def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
