@@ -468,7 +468,11 @@ def _decoders(files: Mapping[str, bytes]) -> Target:
         if problem.num_ops <= 200:
             _solved(problem)
             if not fits(problem):
-                assert largest_context(decoder, cluster, asked, fits) < asked.context
+
+                def at(serving: Serving) -> Any:
+                    return serving_problem(decoder, cluster, serving)
+
+                assert largest_context(at, asked, fits) < asked.context
 
     return Target(files, use)
 

@@ -122,17 +122,37 @@ def load(args: argparse.Namespace) -> Problem:
     from placement.costs.serving import serving_problem
     from placement.planners import load
 
+    size = group_size(args)
+    decoder, serving = asked(args)
+    cluster = cli.cluster_of(args.cluster)
+    if args.tensor_parallel is None:
+        return serving_problem(decoder, cluster, serving)
+    return best_groups(decoder, cluster, serving, load("layer_dp"), size)
+
+
+def group_size(args: argparse.Namespace) -> int | None:
+    """Of ``--tensor-parallel``; None: any. Raises: UsageError, it is no number."""
     size = args.tensor_parallel
-    if size not in (None, _AS_MANY) and not size.isdecimal():
+    if size in (None, _AS_MANY):
+        return None
+    if not size.isdecimal():
         raise cli.UsageError(
             f"--tensor-parallel {size}: give the number of devices of a group, or nothing behind it"
         )
+    return int(size)
+
+
+def longest(args: argparse.Namespace) -> int:
+    """The longest context that fits; in groups, where the largest of them hold it."""
+    from placement.costs.groups import group_problem, groupings
+    from placement.costs.serving import largest_context, serving_problem
+
     decoder, serving = asked(args)
     cluster = cli.cluster_of(args.cluster)
-    if size is None:
-        return serving_problem(decoder, cluster, serving)
-    of = None if size == _AS_MANY else int(size)
-    return best_groups(decoder, cluster, serving, load("layer_dp"), of)
+    if args.tensor_parallel is None:
+        return largest_context(lambda s: serving_problem(decoder, cluster, s), serving, fits)
+    groups = groupings(decoder, cluster, group_size(args))[0]
+    return largest_context(lambda s: group_problem(decoder, cluster, s, groups), serving, fits)
 
 
 def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> dict[str, Any]:
@@ -140,13 +160,12 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
     from math import isfinite
 
     from placement.costs import efficiency
-    from placement.costs.serving import largest_context, memory, terms
+    from placement.costs.serving import memory, terms
 
     facts: dict[str, Any] = {"memory": memory(problem, solution.placement)}
     decoder, serving = asked(args)
     if not isfinite(solution.value_s):
-        largest = largest_context(decoder, problem.cluster, serving, fits)
-        return facts | {"largest_context": largest}
+        return facts | {"largest_context": longest(args)}
     parts = terms(decoder, problem.cluster, serving, solution.placement)
     weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
     return facts | {**parts, "weights": weights, "spread": efficiency.ERROR}
@@ -154,9 +173,7 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
 
 def why_not(args: argparse.Namespace, problem: Problem) -> str:
     """What is needed, what is there, and which context fits."""
-    from placement.costs.serving import largest_context
-
-    decoder, serving = asked(args)
+    _, serving = asked(args)
     graph, held = problem.graph, problem.profile.provenance
     cache_bytes = int(graph.param_bytes[held["kv_cache"]].sum())
     total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
@@ -166,7 +183,7 @@ def why_not(args: argparse.Namespace, problem: Problem) -> str:
     )
     if fits(problem):
         return f"{needs}; another planner finds a split that fits: --planner layer_dp"
-    largest = largest_context(decoder, problem.cluster, serving, fits)
+    largest = longest(args)
     if not largest:
         return f"{needs}; no context fits"
     return (
@@ -197,11 +214,12 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
     cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "there"], rows)
     used = {problem.cluster.device_names[d] for d in solution.placement}
     if idle := [name for name in problem.cluster.device_names if name not in used]:
+        more = "--tensor-parallel, " if args.tensor_parallel is None else ""
         print(
             f"{len(idle)} of {problem.num_devices} devices are idle ({some(idle)}): a batch is on "
             "one device at a time, so that one more device adds transfers and no speed where the "
             "others hold everything. To use them: a second copy of the model, planned for a "
-            "cluster of these alone, --tensor-parallel, or a larger --batch or --context"
+            f"cluster of these alone, {more}or a larger --batch or --context"
         )
     decoder, serving = asked(args)
     seconds = terms(decoder, problem.cluster, serving, solution.placement)

@@ -7,7 +7,8 @@ either. A cluster in which groups are devices is planned like any other: layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from math import prod
@@ -46,12 +47,19 @@ def best_groups(
         GroupError: no groups of ``size``, or too many ways to make groups.
         ServingError, RatesError: as ``serving_problem``.
     """
-    copies = sum(buffers(decoder, serving).values())
     problems = [
-        serving_problem(decoder, grouped(cluster, groups, copies), serving)
+        group_problem(decoder, cluster, serving, groups)
         for groups in groupings(decoder, cluster, size)
     ]
     return min(problems, key=lambda problem: float(solve(problem).value_s))
+
+
+def group_problem(
+    decoder: Decoder, cluster: Cluster, serving: Serving, groups: Sequence[Group]
+) -> Problem:
+    """``serving_problem`` of groups, each of whose members has buffers of its own."""
+    copies = sum(buffers(decoder, serving).values())
+    return serving_problem(decoder, grouped(cluster, groups, copies), serving)
 
 
 def groupings(decoder: Decoder, cluster: Cluster, size: int | None = None) -> list[list[Group]]:
@@ -131,8 +139,9 @@ def _device(
         return first
     ring = [link[pair] for i in range(k) if (pair := (group[i - 1], group[i])) in link]
     # Those of one channel send one after another.
-    turns = [sum(x.channel is not None and x.channel == y.channel for y in ring) or 1 for x in ring]
-    slowest = min((x.bandwidth_bytes_per_s / n for x, n in zip(ring, turns)), default=_UNLIMITED)
+    sends = Counter(x.channel for x in ring if x.channel is not None)
+    rates = [x.bandwidth_bytes_per_s / max(1, sends[x.channel]) for x in ring]
+    slowest = min(rates, default=_UNLIMITED)
     watts = {
         what: None if None in (each := [getattr(x, what) for x in members]) else sum(each)
         for what in ("busy_w", "idle_w")

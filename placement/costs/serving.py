@@ -198,7 +198,7 @@ def _pass_s(
     token_bytes = 2.0 * decoder.hidden
     if part.kind == "embedding":
         return float(peak.seconds("embedding", 0.0, rows * 2 * token_bytes))
-    ways = ways if part.can_be_cut else 1
+    ways = ways if part.can_be_cut and part.numel else 1
     work, moved = 2.0 * part.numel * part.used * rows, part.weight_bytes * part.read(rows)
     work, moved = work / ways, moved / ways
     if part.numel == 0.0:
@@ -342,14 +342,13 @@ def memory(problem: Problem, placement: Placement) -> dict[str, dict[str, int]]:
 
 
 def largest_context(
-    decoder: Decoder, cluster: Cluster, serving: Serving, fits: Callable[[Problem], bool]
+    problem_at: Callable[[Serving], Problem], serving: Serving, fits: Callable[[Problem], bool]
 ) -> int:
     """The longest context, at most that of ``serving``, whose problem ``fits``; 0: none."""
 
     def fitting(context: int) -> bool:
         prompt = None if serving.prompt is None else min(serving.prompt, context)
-        at = replace(serving, context=context, prompt=prompt)
-        problem = serving_problem(decoder, cluster, at)
+        problem = problem_at(replace(serving, context=context, prompt=prompt))
         return problem.graph.param_bytes.sum() <= problem.memory_bytes.sum() and fits(problem)
 
     low, high = 0, serving.context

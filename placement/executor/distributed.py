@@ -55,7 +55,7 @@ from placement.executor.share import Share
 from placement.executor.trainer import Trainer, synchronize
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
-from placement.pieces.rules import SUM, bounds
+from placement.pieces import rules
 from placement.program import Program
 from placement.tools.files import write_atomic
 
@@ -759,10 +759,10 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
 def _part(data: Any, part: re.Match[str], program: Program, like: Tensor) -> Tensor:
     """That of a piece; of a bias that the first piece has, zeros."""
     name, cut, i = part[1], part[2], int(part[3])
-    if cut == SUM:
+    if cut == rules.SUM:
         return torch.zeros(like.shape, dtype=like.dtype)
     whole, d = data.get_slice(name), int(cut)
-    at = bounds(whole.get_shape()[d], program.pieces.shares)
+    at = rules.bounds(whole.get_shape()[d], program.pieces.shares)
     value: Tensor = whole[(*(slice(None),) * d, slice(at[i], at[i + 1]))]
     return value
 

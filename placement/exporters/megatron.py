@@ -46,7 +46,8 @@ class Megatron:
         untied = forward.parameters and not forward.tied(unit)
         return Exported(
             {"": "|".join(stages) + "\n"},
-            f"--tensor-model-parallel-size {ways} " * (ways > 1)
+            f"--tensor-model-parallel-size {ways} "
+            * (ways > 1)
             + f"--pipeline-model-parallel-size {len(ranks)} "
             f'--pipeline-model-parallel-layout "$(cat FILE)"'
             f"{' --untie-embeddings-and-output-weights' if untied else ''}; ranks are "

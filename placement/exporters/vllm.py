@@ -51,7 +51,7 @@ class Vllm:
         lines.append(f"VLLM_PP_LAYER_PARTITION={layers}")
         return Exported(
             {"": "\n".join(lines) + "\n"},
-            f"env $(grep -v '#' FILE) vllm serve MODEL "
+            "env $(grep -v '#' FILE) vllm serve MODEL "
             + f"--tensor-parallel-size {len(groups[0])} " * (len(groups[0]) > 1)
             + f"--pipeline-parallel-size {len(parts)}"
             + "; the last rank has a copy of the tied embedding" * (tied and len(parts) > 1),

@@ -214,7 +214,7 @@ def test_prompts_that_cannot_be() -> None:
 def test_the_largest_context_that_fits(tmp_path: Path) -> None:
     one = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 18e9}]", tmp_path)
     asked = Serving("decode", 10**6)
-    most = largest_context(decoder(), one, asked, fits)
+    most = largest_context(lambda s: serving_problem(decoder(), one, s), asked, fits)
 
     def needed(context: int) -> int:
         problem = serving_problem(decoder(), one, replace(asked, context=context))
@@ -223,7 +223,7 @@ def test_the_largest_context_that_fits(tmp_path: Path) -> None:
     assert needed(most) <= 18 * 10**9 < needed(most + 1)
     assert not fits(serving_problem(decoder(), one, asked))
     tiny = cluster("devices: [{name: a, like: nvidia/rtx-4090, memory_bytes: 1e9}]", tmp_path)
-    assert largest_context(decoder(), tiny, asked, fits) == 0
+    assert largest_context(lambda s: serving_problem(decoder(), tiny, s), asked, fits) == 0
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -318,10 +318,10 @@ def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
     """Pieces are ordinary operators: planned by the piece, equal, and each rank has its half."""
     module, inputs = block()
     whole = capture(module, inputs)
-    options = [
-        Options(1.0, o.rules, tuple(0.5 for _ in o.rules))
+    options = [  # what is read whole costs: weights are cut, not tokens
+        Options(1.0, o.rules, tuple(0.5 + 0.1 * rule.inputs.count("whole") for rule in o.rules))
         for o in options_of(whole, (0.5, 0.5))
-    ]  # fmt: skip
+    ]
     graph = split(whole, decide(whole, (0.5, 0.5), options, Moves(hop_s=0.1)))
     assert any(name.startswith("scaled_dot_product_attention#1") for name in graph.op_name)
     # Device 3 is of the second rank; 0 of the first.

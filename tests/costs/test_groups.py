@@ -1,0 +1,256 @@
+"""Groups of devices that compute each layer together: seconds, bytes and groups by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from placement.__main__ import main
+from placement.cli import BAD_INPUT, NO, OK
+from placement.cluster import Cluster, Device, Link
+from placement.costs.efficiency import Peak
+from placement.costs.groups import GroupError, best_groups, grouped, groupings
+from placement.costs.serving import Serving, memory, serving_problem, terms
+from placement.exporters import ExportError
+from placement.exporters import load as load_exporter
+from placement.plan import load_plan, make_plan
+from placement.planners import load
+from placement.problem import Problem
+from tests.served import LLAMA, MIXTRAL, decoder, written
+
+FOUR = "devices:\n" + "".join(f'- {{name: "cuda:{i}", like: nvidia/a100}}\n' for i in range(4))
+FAST = FOUR + 'links:\n- {src: "*", dst: "*", latency_s: 2e-6, bandwidth_bytes_per_s: 2.5e11}\n'
+SMALL = LLAMA | {"num_hidden_layers": 4}
+
+
+def cluster(count: int = 4, link: Link | None = None, **facts: object) -> Cluster:
+    likes = {"like": "nvidia/a100", "memory_bytes": 40 * 10**9} | facts
+    devices = tuple(Device(f"cuda:{i}", "cuda", **likes) for i in range(count))  # type: ignore[arg-type]
+    return Cluster("c", devices, () if link is None else (link,))
+
+
+def test_seconds_of_a_group() -> None:
+    """A part's work and bytes over its members, and 2 (k - 1) times a k-th over the ring."""
+    link = Link("*", "*", 1e-5, 1e11)
+    asked = Serving("decode", 1000, 3)  # type: ignore[arg-type]
+    model, one = decoder(SMALL), cluster(4, link)
+    four = serving_problem(model, grouped(one, [(0, 1, 2, 3)]), asked).compute_s[:, 0]
+    peak = Peak.of(one.devices[0], "bf16")
+    names = [part.name for part in model.parts]
+    ring_s = 6 * (1e-5 + 3 * 4096 * 2 / 4 / 1e11)
+    feed = model.parts[names.index("model.layers.1.feed_forward")]
+    work, moved = 2 * feed.numel * 3 / 4, feed.weight_bytes / 4 + 2 * 3 * 2 * 4096
+    expected = float(peak.seconds("product", work, moved)) + ring_s
+    assert four[names.index(feed.name)] == pytest.approx(expected)
+    head = model.parts[-1]
+    gather_s = 3 * (1e-5 + 3 * 128256 * 2 / 4 / 1e11)
+    moved = head.weight_bytes / 4 + 2 * 3 * 2 * 4096
+    expected = float(peak.seconds("product", 2 * head.numel * 3 / 4, moved)) + gather_s
+    assert four[-1] == pytest.approx(expected)
+    alone = serving_problem(model, one, asked).compute_s[:, 0]
+    embedding, norm = names.index("model.embed_tokens"), names.index("model.norm")
+    assert four[embedding] == pytest.approx(alone[embedding] + ring_s)
+    assert four[norm] == pytest.approx(alone[norm])  # every member has it
+
+
+def test_heads_of_keys_are_whole() -> None:
+    """Of two heads of keys four members keep four, so that they read and have twice the cache."""
+    few = decoder(SMALL, num_key_value_heads=2)
+    asked = Serving("decode", 4096, 8)  # type: ignore[arg-type]
+    one = serving_problem(few, cluster(), asked)
+    four = serving_problem(few, grouped(cluster(), [(0, 1, 2, 3)]), asked)
+    kept = [memory(p, np.zeros(p.num_ops, np.int32)) for p in (one, four)]
+    bytes_ = [next(iter(x.values())) for x in kept]
+    assert bytes_[1]["kv_cache_bytes"] == 2 * bytes_[0]["kv_cache_bytes"]
+    assert bytes_[1]["weights_bytes"] == bytes_[0]["weights_bytes"]
+
+
+def test_memory_of_a_group_is_that_of_its_members_without_their_copies() -> None:
+    unlike = Cluster("c", (*cluster(2).devices, Device("cuda:2", "cuda", like="nvidia/a100",
+                                                       memory_bytes=30 * 10**9)))  # fmt: skip
+    (group,) = grouped(unlike, [(0, 1, 2)], 10**9).devices
+    assert (group.memory_bytes, group.name) == (3 * 30 * 10**9 - 2 * 10**9, "cuda:0..cuda:2")
+    assert group.members == ("cuda:0", "cuda:1", "cuda:2") and group.ring_bytes_per_s is None
+
+
+def test_the_slowest_link_of_the_ring_counts() -> None:
+    """Four devices of two hosts: pairs within them are fast, a ring of all crosses twice."""
+    devices = tuple(Device(f"{h}/cuda:{i}", "cuda", like="nvidia/a100") for h in "ab" for i in "01")
+    links = (
+        Link("*", "*", 1e-4, 1e9),
+        Link("a/*", "a/*", 1e-6, 2e11),
+        Link("b/*", "b/*", 1e-6, 2e11),
+    )
+    two_hosts = Cluster("hosts", devices, links)
+    (all_of_them,) = grouped(two_hosts, [(0, 1, 2, 3)]).devices
+    assert (all_of_them.ring_latency_s, all_of_them.ring_bytes_per_s) == (1e-4, 1e9)
+    pairs = grouped(two_hosts, [(0, 1), (2, 3)])
+    assert [(d.ring_latency_s, d.ring_bytes_per_s) for d in pairs.devices] == [(1e-6, 2e11)] * 2
+    assert {(x.src, x.latency_s) for x in pairs.links} == {
+        ("a/cuda:0..a/cuda:1", 1e-4),
+        ("b/cuda:0..b/cuda:1", 1e-4),
+    }
+    shared = Link("*", "*", 1e-6, 2e11, channel="bus")  # four send one after another
+    assert grouped(cluster(4, shared), [(0, 1, 2, 3)]).devices[0].ring_bytes_per_s == 5e10
+
+
+def test_ways_to_make_groups() -> None:
+    """Of seven devices with 32 heads: sizes 4, 2 and 1, and smaller ones of what is left."""
+    sizes = [[len(g) for g in groups] for groups in groupings(decoder(SMALL), cluster(7))]
+    assert sizes == [[4, 2, 1], [2, 2, 2, 1], [1] * 7]
+    (only,) = groupings(decoder(SMALL), cluster(7), 4)
+    assert [len(g) for g in only] == [4, 1, 1, 1]
+    slow = Device("slow", "cuda", like="nvidia/t4")
+    mixed = Cluster("c", (*cluster(2).devices, slow, *(Device(f"x:{i}", "cuda", like="nvidia/l4")
+                                                       for i in range(2))))  # fmt: skip
+    named = groupings(decoder(SMALL), mixed)
+    assert named == [
+        [(0, 1), (2,), (3, 4)],
+        [(0, 1), (2,), (3,), (4,)],
+        [(0,), (1,), (2,), (3, 4)],
+        [(0,), (1,), (2,), (3,), (4,)],
+    ]
+
+
+def partitions(items: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """All ways to cut a list into runs of 1, 2, 4 and 8."""
+    if not items:
+        return [[]]
+    return [
+        [tuple(items[:k]), *rest]
+        for k in (1, 2, 4, 8)
+        if k <= len(items)
+        for rest in partitions(items[k:])
+    ]
+
+
+@pytest.mark.parametrize("latency_s", [1e-6, 1.5e-5, 1e-4])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("memory_gb", [3, 40])
+def test_no_other_groups_are_better(phase: str, latency_s: float, memory_gb: int) -> None:
+    """Groups of one size, against every way to make groups of five devices, mixed ones too."""
+    asked = Serving(phase, 2048)  # type: ignore[arg-type]
+    model, solve = decoder(SMALL, num_hidden_layers=12), load("layer_dp", helpers=False)
+    devices = cluster(5, Link("*", "*", latency_s, 2e10), memory_bytes=memory_gb * 10**9)
+    best = solve(best_groups(model, devices, asked, solve)).value_s
+    all_ways = [grouped(devices, groups) for groups in partitions(range(5))]
+    values = [solve(serving_problem(model, c, asked)).value_s for c in all_ways]
+    assert np.isfinite(best) and best <= min(values) * (1 + 1e-9)
+
+
+def test_eight_devices_answer_as_well_as_plans_by_hand() -> None:
+    """TP 8, PP 8 and TP 4 x PP 2, each with the same number of layers a stage."""
+    eight = cluster(8, Link("*", "*", 2e-6, 2.5e11))
+    model, layer_dp = decoder(), load("layer_dp")
+    for phase in ("prefill", "decode"):
+        asked = Serving(phase, 4096)  # type: ignore[arg-type]
+        best = layer_dp(best_groups(model, eight, asked, layer_dp)).value_s
+        for k in (8, 1, 4):
+            groups = [tuple(range(i, i + k)) for i in range(0, 8, k)]
+            by_hand = load("even_layers")(serving_problem(model, grouped(eight, groups), asked))
+            assert best <= by_hand.value_s * (1 + 1e-9)
+
+
+def test_more_members_are_faster_until_latency_counts() -> None:
+    def seconds(latency_s: float) -> list[float]:
+        devices = cluster(8, Link("*", "*", latency_s, 2.5e11))
+        found = []
+        for k in (1, 2, 4, 8):
+            problem = serving_problem(decoder(), grouped(devices, [tuple(range(k))]),
+                                      Serving("decode", 1024))  # type: ignore[arg-type]  # fmt: skip
+            found.append(load("layer_dp")(problem).value_s)
+        return found
+
+    assert all(a > b for a, b in pairwise(seconds(1e-7)))
+    assert all(a < b for a, b in pairwise(seconds(1e-3)))
+
+
+def test_experts_and_recurrent_layers() -> None:
+    """A router adds nothing up; a recurrent layer is whole on each member."""
+    link, asked = Link("*", "*", 1e-2, 1e11), Serving("decode", 100)  # type: ignore[arg-type]
+    model = decoder(MIXTRAL, num_hidden_layers=2)
+    pair = serving_problem(model, grouped(cluster(2, link), [(0, 1)]), asked).compute_s[:, 0]
+    slow = [part.name.rpartition(".")[2] for part, s in zip(model.parts, pair, strict=True)
+            if s > 1e-2]  # fmt: skip
+    assert slow == ["embed_tokens", *["attention", "experts"] * 2, "lm_head"]
+    mamba = decoder({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64,
+                     "vocab_size": 100, "torch_dtype": "float16"})  # fmt: skip
+    two = [serving_problem(mamba, c, asked) for c in
+           (cluster(2, link), grouped(cluster(2, link), [(0, 1)]))]  # fmt: skip
+    assert two[0].compute_s[1, 0] == two[1].compute_s[1, 0]
+    assert (
+        two[1].param_bytes_on(np.zeros(two[1].num_ops, np.int32))[0]
+        > two[0].param_bytes_on(np.zeros(two[0].num_ops, np.int32))[0]
+    )
+
+
+@pytest.mark.parametrize("size, message", [
+    (3, "groups of 3 devices cannot share 32 heads (8 of keys and values) evenly; "
+        "of at most 4 these can: 1, 2, 4"),
+    (8, "groups of 8 devices: members must be alike, and of 4 devices there are 4 as 'cuda:0': "
+        "at most 4"),
+    (1, "groups of 1 devices: a group has at least 2"),
+])  # fmt: skip
+def test_groups_that_cannot_be(size: int, message: str) -> None:
+    with pytest.raises(GroupError) as error:
+        groupings(decoder(SMALL), cluster(), size)
+    assert message in str(error.value)
+
+
+def planned(problem: Problem) -> object:
+    return make_plan(problem, load("even_layers")(problem), planner="even_layers")
+
+
+def test_exports() -> None:
+    asked = Serving("decode", 1024)  # type: ignore[arg-type]
+    small = cluster(4, Link("*", "*", 1e-6, 2e11))
+    problem = serving_problem(decoder(SMALL), grouped(small, [(0, 1), (2, 3)]), asked)
+    plan = planned(problem)
+    vllm = load_exporter("vllm")(plan)  # type: ignore[arg-type]
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3\n" in str(vllm.files[""])
+    assert "--tensor-parallel-size 2 --pipeline-parallel-size 2" in vllm.note
+    megatron = load_exporter("megatron")(plan)  # type: ignore[arg-type]
+    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" in megatron.note
+    titan = json.loads(load_exporter("torchtitan")(plan).files[""])  # type: ignore[arg-type]
+    assert (titan["tensor_parallel_degree"], titan["pipeline_parallel_degree"]) == (2, 2)
+    with pytest.raises(ExportError, match=r"'cuda:0..cuda:1' is a group of devices"):
+        load_exporter("huggingface")(plan)  # type: ignore[arg-type]
+    unequal = serving_problem(decoder(SMALL), grouped(small, [(0, 1, 2), (3,)]), asked)
+    for name in ("vllm", "megatron", "torchtitan"):
+        with pytest.raises(ExportError, match=r"groups of one size: .* has 3 devices, and .* 1"):
+            load_exporter(name)(planned(unequal))  # type: ignore[arg-type]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, home = written(tmp_path, SMALL, FAST)
+    out = str(tmp_path / "plan.json")
+    line = ["plan", model, "--cluster", home, "--context", "512"]
+    assert main([*line, "--tensor-parallel", "--json", "--out", out]) == OK
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer["assignment"].values()) == {"cuda:0..cuda:3"}
+    plan = load_plan(out)
+    assert plan.cluster.devices[0].members == tuple(f"cuda:{i}" for i in range(4))
+    assert plan.cluster.build().fingerprint == plan.cluster.fingerprint
+    assert main(["validate", out]) == OK and main(["show", out]) == OK
+    assert "groups that compute each layer together" in capsys.readouterr().out
+    assert main([*line, "--tensor-parallel", "3"]) == BAD_INPUT
+    assert "cannot share 32 heads" in capsys.readouterr().err
+    assert main([*line, "--tensor-parallel=x"]) == BAD_INPUT
+    assert main(["plan", "tiny_mlp", "--tensor-parallel"]) == BAD_INPUT
+    assert "--tensor-parallel is for language models" in capsys.readouterr().err
+    line[-1] = "2000000000"
+    assert main([*line, "--tensor-parallel", "2"]) == NO
+    assert "the largest context" in capsys.readouterr().err
+
+
+def test_a_cluster_file_keeps_groups(tmp_path: Path) -> None:
+    (tmp_path / "four.yaml").write_text(FAST)
+    pairs = grouped(Cluster.from_yaml(tmp_path / "four.yaml"), [(0, 1), (2, 3)])
+    pairs.to_yaml(tmp_path / "pairs.yaml")
+    assert Cluster.from_yaml(tmp_path / "pairs.yaml").fingerprint == pairs.fingerprint
+    assert terms(decoder(SMALL), pairs, Serving("decode", 64), np.zeros(11, np.int32))  # type: ignore[arg-type]
