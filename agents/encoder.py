@@ -38,9 +38,10 @@ class NetworkConfig:
     """Kind and size of the network, and how far an untrained policy strays from its warm start.
 
     Attributes:
-        encoder: the kind of layer: ``sage``, ``gat`` or ``dag`` (see ``LAYERS``), or yours as
-            ``package.module:Class``: a ``torch.nn.Module`` made as ``Class(hidden)`` and called as
-            ``layer(x, batch, waves)``, from and to the groups float32 ``[sum of groups, H]`` of a
+        encoder: the kind of layer: ``sage``, ``gin``, ``gat`` or ``dag``, or ``perceptron``, which
+            passes no messages (see ``LAYERS``), or yours as ``package.module:Class``: a
+            ``torch.nn.Module`` made as ``Class(hidden)`` and called as ``layer(x, batch, waves)``,
+            from and to the groups float32 ``[sum of groups, H]`` of a
             ``torch_geometric.data.Batch`` (``waves``: if the class has ``needs_waves = True``).
         hidden: ``H``, width of every layer.
         layers: rounds of message passing, each in both directions; 0: no message passing.
@@ -109,6 +110,35 @@ class Sage(nn.Module):
         return x + torch.relu(self.along(y, edges) + self.against(y, edges.flip(0)))
 
 
+class Gin(nn.Module):
+    """GIN (Xu et al. 2019) along and against the edges, residual: messages are added up."""
+
+    def __init__(self, hidden: int) -> None:
+        from torch_geometric.nn import GINConv
+
+        super().__init__()
+        self.along = GINConv(nn.Linear(hidden, hidden), train_eps=True)
+        self.against = GINConv(nn.Linear(hidden, hidden), train_eps=True)
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
+        y = self.norm(x)
+        edges = batch.edge_index
+        return x + torch.relu(self.along(y, edges) + self.against(y, edges.flip(0)))
+
+
+class Perceptron(nn.Module):
+    """No message passing: each group hears itself alone, residual."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(hidden, hidden)
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor, batch: Batch, waves: Waves) -> Tensor:
+        return x + torch.relu(self.own(self.norm(x)))
+
+
 class Gat(nn.Module):
     """GATv2 (Brody et al. 2022) with edge features along and against the edges, residual."""
 
@@ -162,7 +192,13 @@ class Dag(nn.Module):
         return x
 
 
-LAYERS: dict[str, type[nn.Module]] = {"sage": Sage, "gat": Gat, "dag": Dag}
+LAYERS: dict[str, type[nn.Module]] = {
+    "sage": Sage,
+    "gin": Gin,
+    "gat": Gat,
+    "dag": Dag,
+    "perceptron": Perceptron,
+}
 
 
 def layer_of(encoder: str) -> type[nn.Module]:

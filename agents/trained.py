@@ -176,9 +176,9 @@ class _ForeignError(PolicyError):
     """The file names code that nobody allowed, or that is not here."""
 
 
-def _check_foreign(path: str | Path, allow: Collection[str], *names: str) -> None:
+def _check_foreign(path: str | Path, allow: Collection[str], *names: str | None) -> None:
     for name in names:
-        if name in FORMULATIONS or name in LAYERS:
+        if name is None or name in FORMULATIONS or name in LAYERS:
             continue
         if name not in allow:
             raise _ForeignError(

@@ -72,7 +72,7 @@ _ALL = (
     Formulation(
         "dispatch",
         "envs.dispatch.env:DispatchEnv",
-        {"pairs": (2, 42), "score": (1, None), "mask": (1, None)},
+        {"pairs": (2, 42), "score": (1, None), "mask": (1, None), "whose": (2, 2)},
         network="agents.dispatch.network:DispatchNet",
     ),
     Formulation(

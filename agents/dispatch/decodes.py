@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from agents.dispatch.network import DispatchNet
-from envs.dispatch import Dispatcher, Past, Weights, no_network
+from envs.dispatch import MIXED, Dispatcher, Past, Weights, no_network
 from envs.problem_set import choice_of
 from placement.search.evaluation import INFEASIBLE, Search
 
@@ -27,14 +27,17 @@ def promising(
     Greedy ones from either end, what the rule alone makes, and up to ``PROMISES`` samples, as far
     as the seconds of ``search`` go. Nothing is evaluated.
     """
-    weights, scale = net.weights(), net.config.finish_weight
+    scale = net.config.finish_weight
     ways = [Dispatcher(search.problem)]
     if ways[0].ordered:
         ways.append(Dispatcher(search.problem, backward=True))
-    tries: list[tuple[Dispatcher, Weights, int | None]] = [(way, weights, None) for way in ways]
+    weights = [net.weights(way.played) for way in ways]
+    tries: list[tuple[Dispatcher, Weights, int | None]]
+    tries = [(way, own, None) for way, own in zip(ways, weights, strict=True)]
     tries.append((ways[0], no_network(), None))
     for number in range(min(samples, PROMISES)):
-        tries.append((ways[number % len(ways)], weights, seed + number))
+        way = number % len(ways)
+        tries.append((ways[way], weights[way], seed + number))
 
     best, best_s = 0, np.inf
     for number, (episode, network, drawn) in enumerate(tries):
@@ -66,7 +69,12 @@ def hotter(net: Weights, heat: float) -> Weights:
 
 
 def decode(
-    net: DispatchNet, search: Search, samples: int, seed: int, again: float = 0.0
+    net: DispatchNet,
+    search: Search,
+    samples: int,
+    seed: int,
+    again: float = 0.0,
+    rule: tuple[float, ...] = MIXED,
 ) -> dict[str, Any]:
     """Evaluate the greedy decode, what the rule alone makes, then ``samples``; what each is worth.
 
@@ -77,9 +85,9 @@ def decode(
     decodes and samples are made from the last operator to the first, too. Where the greedy one does
     not fit in memory, the next count what groups produce, too. Then ``again`` evaluations draw a
     part of the best anew, by what has made it and as hot as the last sample, 5 to 100 decisions in
-    a row: a result that is not worse is what the next begins with.
+    a row: a result that is not worse is what the next begins with. ``rule``: of ``Dispatcher``.
     """
-    decodes, begun = _Decodes(net, search), search.num_evaluations
+    decodes, begun = _Decodes(net, search, rule), search.num_evaluations
     stats: dict[str, Any] = decodes.greedily()
     decodes.sample(samples, seed)
     stats |= {"greedy_evaluations": 1, "best_of_k_value_s": decodes.best}
@@ -97,10 +105,12 @@ class _Decodes:
         best: cost of the best decode.
     """
 
-    def __init__(self, net: DispatchNet, search: Search) -> None:
-        self.search, self.best = search, np.inf
-        self._weights, self._scale = net.weights(), net.config.finish_weight
-        self._ways = [Dispatcher(search.problem)]  # from the first operator, and from the last
+    def __init__(self, net: DispatchNet, search: Search, rule: tuple[float, ...] = MIXED) -> None:
+        self.search, self.best, self._rule = search, np.inf, rule
+        self._net, self._scale = net, net.config.finish_weight
+        # From the first operator, and from the last.
+        self._ways = [Dispatcher(search.problem, rule)]
+        self._weights = [net.weights(search.problem)]  # of each
         self._greedy = [np.inf, np.inf]  # cost of each way's greedy decode
         self._heat = 1.0
         self._source: tuple[Dispatcher, Past, bool] | None = None  # of the best
@@ -115,11 +125,12 @@ class _Decodes:
             if not self.search.left or (what == "backward" and not self._ways[0].ordered):
                 continue
             if what == "backward":
-                self._ways.append(Dispatcher(problem, backward=True))
+                self._ways.append(Dispatcher(problem, self._rule, backward=True))
+                self._weights.append(self._net.weights(self._ways[1].played))
             elif activations != counted:
-                self._ways[0], counted = Dispatcher(problem, activations=activations), activations
+                self._ways[0], counted = Dispatcher(problem, self._rule, activations), activations
             way, ruled = int(what == "backward"), what == "rule"
-            self._ways[way].construct(*self._decided_by(ruled))
+            self._ways[way].construct(*self._decided_by(way, ruled))
             cost = costs[f"{what}_value_s"] = self._evaluated(self._ways[way], ruled)
             if not ruled:
                 self._greedy[way] = cost
@@ -131,7 +142,7 @@ class _Decodes:
             if not self.search.left:
                 return
             way, ruled = number % len(self._ways), number // len(self._ways) % _RULE == 1
-            self._ways[way].construct(*self._decided_by(ruled), seed + number)
+            self._ways[way].construct(*self._decided_by(way, ruled), seed + number)
             cost = self._evaluated(self._ways[way], ruled)
             if not ruled:
                 alike = abs(cost - self._greedy[way]) < _ALIKE * self._greedy[way]
@@ -146,13 +157,14 @@ class _Decodes:
             first = int(rng.integers(-width // 2, num_ops - width // 2))
             episode, past, ruled = self._source
             draw = int(rng.integers(2**62))
-            episode.again(*self._decided_by(ruled), draw, past, first, first + width)
+            way = int(episode.backward)
+            episode.again(*self._decided_by(way, ruled), draw, past, first, first + width)
             self._evaluated(episode, ruled)
 
-    def _decided_by(self, ruled: bool) -> tuple[Weights, float]:
+    def _decided_by(self, way: int, ruled: bool) -> tuple[Weights, float]:
         if ruled:
             return no_network(), self._scale
-        return hotter(self._weights, self._heat), self._scale / self._heat
+        return hotter(self._weights[way], self._heat), self._scale / self._heat
 
     def _evaluated(self, episode: Dispatcher, ruled: bool) -> float:
         cost = evaluate(self.search, episode)

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from torch import nn
 
+from agents.dispatch.network import seen
 from agents.encoder import ILLEGAL, PolicyError
-from envs.dispatch import Dispatcher, Weights, notes_of
+from agents.store import GraphStore
+from envs.dispatch import Dispatcher, notes_of
 from envs.dispatch.kernels import PAIRS
 from placement.problem import Problem
 
@@ -20,8 +22,10 @@ from placement.problem import Problem
 class _Noted(NamedTuple):
     """Decisions of an episode: what they were between, and what became of it."""
 
+    graph: int  # which of the problems that were played
     pairs: NDArray[np.float32]  # [M, F]
     score: NDArray[np.float32]  # [M]
+    whose: NDArray[np.int32]  # [M, 2] group and device
     counts: NDArray[np.int32]  # [S]
     taken: NDArray[np.int32]  # [S]
     log: NDArray[np.float32]  # [S] of the probability with which
@@ -69,6 +73,7 @@ class GroupRelative(OnPolicyAlgorithm):
         self.episodes, self.keep, self.imitate, self.without = episodes, keep, imitate, without
         self.batch_size, self.n_epochs, self._wanted = batch_size, n_epochs, n_steps
         self._played: list[_Noted] = []
+        self._problems: list[Problem] = []  # of them
         super().__init__(
             policy,
             env,
@@ -104,12 +109,12 @@ class GroupRelative(OnPolicyAlgorithm):
     ) -> bool:
         """Play problems until there are ``n_rollout_steps`` steps of every environment."""
         callback.on_rollout_start()
-        self._played, wanted = [], self._wanted * env.num_envs
-        net: Any = self.policy.net
-        weights, until = net.weights(), self.num_timesteps + wanted
+        self._played, self._problems = [], []
+        until = self.num_timesteps + self._wanted * env.num_envs
         while self.num_timesteps < until:
             problem = env.episodes.draw()
-            logs, batches = self._play(problem, weights, net.config.finish_weight)
+            logs, batches = self._play(problem)
+            self._problems.append(problem)
             self._played += batches
             self.num_timesteps += self.episodes * problem.num_ops
             env.rules.num_evaluations += self.episodes
@@ -120,11 +125,11 @@ class GroupRelative(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _play(
-        self, problem: Problem, weights: Weights, scale: float
-    ) -> tuple[NDArray[np.float64], list[_Noted]]:
+    def _play(self, problem: Problem) -> tuple[NDArray[np.float64], list[_Noted]]:
         """Episodes of a problem: logarithms of their values, and what is learned from."""
-        episode = Dispatcher(problem)
+        net: Any = self.policy.net
+        weights, scale = net.weights(problem), net.config.finish_weight
+        episode, graph = Dispatcher(problem), len(self._problems)
         noted: list[list[NDArray[Any]]] = []
         room = notes_of(PAIRS * problem.num_ops, problem.num_ops)
         values = np.empty(self.episodes)
@@ -133,8 +138,8 @@ class GroupRelative(OnPolicyAlgorithm):
             n = episode.construct(weights, scale, seed, room, self.keep)
             m = int(room.count[:n].sum())
             values[i] = episode.value_s()
-            parts = room.features[:m], room.score[:m], room.count[:n], room.taken[:n], room.log[:n]
-            noted.append([x.copy() for x in parts])
+            pairs = room.features[:m], room.score[:m], room.whose[:m]
+            noted.append([x.copy() for x in (*pairs, room.count[:n], room.taken[:n], room.log[:n])])
         able = np.isfinite(values)
         logs = np.log(np.where(able, np.maximum(values, 1e-300), 1.0))
         logs[~able] = logs[able].max(initial=0.0) + 1.0  # worse than all that can run
@@ -143,7 +148,7 @@ class GroupRelative(OnPolicyAlgorithm):
         if np.ptp(logs) < 1e-9:
             chosen = []
         return logs, [
-            _Noted._make([*x, np.full(len(x[2]), gain, np.float32)])
+            _Noted(graph, *x, np.full(len(x[3]), gain, np.float32))
             for x, gain in ((noted[i], advantage[i]) for i in chosen)
         ]
 
@@ -152,26 +157,35 @@ class GroupRelative(OnPolicyAlgorithm):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         parts = max(1, self._wanted * self.n_envs // self.batch_size)
+        net: Any = self.policy.net
+        store = None if net.config.encoder is None else GraphStore(self._problems)
         figures = []
         for _ in range(self.n_epochs if self._played else 0):
             for rows in np.array_split(np.random.permutation(len(self._played)), parts):
                 part = [self._played[i] for i in rows]
                 if any(len(x.counts) for x in part):
-                    figures.append(self._update(part))
+                    figures.append(self._update(part, store))
         self._n_updates += self.n_epochs
         names = ("policy_gradient_loss", "entropy_loss", "approx_kl", "clip_fraction")
         for name, value in zip(names, np.mean(figures, axis=0) if figures else [], strict=False):
             self.logger.record(f"train/{name}", float(value))
 
-    def _update(self, part: list[_Noted]) -> tuple[float, ...]:
-        """One step of the optimizer."""
-        pairs, score, counts, taken, before, advantage = (
-            torch.from_numpy(np.concatenate(x)).to(self.device) for x in zip(*part, strict=True)
+    def _update(self, part: list[_Noted], store: GraphStore | None) -> tuple[float, ...]:
+        """One step of the optimizer; ``store`` has the graphs, where they are encoded."""
+        graphs, *noted = zip(*part, strict=True)
+        pairs, score, whose, counts, taken, before, advantage = (
+            torch.from_numpy(np.concatenate(x)).to(self.device) for x in noted
         )
         count = counts.long()
         which = torch.repeat_interleave(count)
         net: Any = self.policy.net
-        logits = net.logits(pairs, score, which, count)
+        more: Any = 0.0
+        if store is not None:
+            ids, graph = np.unique(graphs, return_inverse=True)
+            encoded = net.encode(store.to(self.device), torch.from_numpy(ids).to(self.device))
+            graph = np.repeat(graph, [len(x.score) for x in part])
+            more = seen(encoded, torch.from_numpy(graph).to(self.device), whose.long())
+        logits = net.logits(pairs, score, which, count, more)
         most = logits.detach().new_full((len(count),), ILLEGAL)
         most = most.scatter_reduce(0, which, logits.detach(), "amax")
         shifted = logits - most[which]

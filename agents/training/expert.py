@@ -24,7 +24,7 @@ from agents.policy import PlacementPolicy
 from envs.formulations import FORMULATIONS, Formulation, formulation_of
 from envs.problem_set import ProblemSet, canonical, choice_of
 from placement.problem import Placement, Planner, Problem, ProblemError
-from placement.simulator import score
+from placement.simulator import score, simulate
 from placement.tools.files import write_arrays
 from placement.tools.parallel import parallel_map
 
@@ -121,8 +121,8 @@ def demonstrations(
     if not _teachable(kind):
         known = sorted(n for n, f in FORMULATIONS.items() if _teachable(f))
         raise PolicyError(
-            f"a {formulation} policy does not place one group after another, or all at once: "
-            f"nothing to imitate; use one of {known}"
+            f"a {formulation} policy does not choose devices of groups, one after another or all "
+            f"at once: nothing to imitate; use one of {known}"
         )
     if len(solutions) != len(problems.problems):
         raise PolicyError(f"{len(solutions)} solutions for {len(problems.problems)} problems")
@@ -145,13 +145,19 @@ def demonstrations(
     target = problems.choices(renamed).astype(np.int64)
     rules: Any = kind.rules(problems, count)
     rules.start(np.arange(count), np.arange(count))
+    begins: list[Placement | None] = [None] * count
+    if "whose" in kind.sees:
+        begins = [_begins(p, s) for p, s in zip(problems.problems, renamed, strict=True)]
+    first = problems.choices(begins)
     seen: list[dict[str, NDArray[Any]]] = []
     done_before = np.zeros(count, bool)
     actions: list[NDArray[np.int64]] = []
     while not done_before.all():
         obs = rules.observe()
         wanted = target
-        if kind.steps != 1:
+        if "whose" in obs:
+            wanted, illegal = _of_pairs(obs, target, first)
+        elif kind.steps != 1:
             wanted = target[np.arange(count), obs["group"][:, 0]]  # the first of the ready groups
             legal = rules.masks().reshape(count, -1)[:, :width]
             illegal = ~legal[np.arange(count), wanted]
@@ -169,8 +175,29 @@ def demonstrations(
 
 
 def _teachable(kind: Formulation) -> bool:
-    """Whether an action is the device of the group that is observed, or of all groups."""
-    return kind.builds and (kind.steps == 1 or "group" in kind.sees)
+    """Whether an action is the device of a group that is observed, or of all groups."""
+    return kind.builds and (kind.steps == 1 or bool({"group", "whose"} & set(kind.sees)))
+
+
+def _begins(problem: Problem, placement: Placement) -> NDArray[np.int32]:
+    """int32 ``[N]`` the place of each operator's group among all by when it begins to run."""
+    start_s = simulate(problem, placement, num_microbatches=1).start_s.reshape(-1)
+    first = problem.graph.per_group(start_s, np.minimum, np.inf)
+    return np.argsort(np.argsort(first, kind="stable")).astype(np.int32)[problem.graph.group]
+
+
+def _of_pairs(
+    obs: dict[str, NDArray[Any]], target: NDArray[np.int64], first: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Of the pairs on the solution's device that whose group begins ``first``, int64 ``[B]``.
+
+    And where no such pair is offered, bool ``[B]``: there it is the first.
+    """
+    rows = np.arange(len(target))[:, None]
+    group, device = obs["whose"][..., 0], obs["whose"][..., 1]
+    good = (obs["mask"] > 0) & (target[rows, group] == device)
+    at = np.where(good, first[rows, group], np.iinfo(np.int32).max)
+    return at.argmin(axis=1), ~good.any(axis=1)
 
 
 def imitate(

@@ -33,7 +33,8 @@ BOUND = 20.0
 
 def no_network() -> Weights:
     """``net`` of ``envs.dispatch.kernels.judge`` that leaves the rule alone."""
-    shapes = ((0,), (kernels.NUM_PAIR_FEATURES, 0), (0,), (0, 0), (0,), (0, 0), (0,))
+    into = (kernels.NUM_PAIR_FEATURES, 0)
+    shapes = ((0,), into, (0,), (0, 0), (0,), (0, 0), (0, 0), (0, 0), (0,))
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
 
 
@@ -55,6 +56,9 @@ class Dispatcher:
             (``placement.search.list_schedule.first_that_fits``).
         backward: operators are dealt out from the last to the first (``order_search.turned``), and
             run in the order that this gives; only where orders can be timed.
+
+    Attributes:
+        played: ``problem``, or what it is turned to: a network that encodes graphs sees this one.
     """
 
     def __init__(
@@ -67,9 +71,9 @@ class Dispatcher:
         self.problem, self.backward = problem, backward
         why = order_search.why_not(problem) or order_search.why_simulated(problem)
         self.ordered = not why
-        played = order_search.turned(problem) if backward else problem
-        self._group = played.graph.group
-        self.tables, self.state = _tables_of(played, rule, activations), _state_of(played)
+        self.played = order_search.turned(problem) if backward else problem
+        self._group = self.played.graph.group
+        self.tables, self.state = _tables_of(self.played, rule, activations), _state_of(self.played)
         self._timed: Any = None
 
     def construct(
@@ -200,6 +204,7 @@ class DispatchRules(BuildingRules):
                 "pairs": spaces.Box(-BOUND, BOUND, (pairs, features), np.float32),
                 "score": spaces.Box(-1e6, 0.0, (pairs,), np.float32),
                 "mask": spaces.Box(0, 1, (pairs,), np.int8),
+                "whose": spaces.Box(0, MAX_ID, (pairs, 2), np.int64),
             }
         )
         self.action_space = spaces.Discrete(pairs)
@@ -230,6 +235,8 @@ class DispatchRules(BuildingRules):
             np.clip(s.features[:n], -BOUND, BOUND, out=seen["pairs"][b, :n])
             np.maximum(s.score[:n], -1e6, out=seen["score"][b, :n], casting="same_kind")
             seen["mask"][b, : max(n, 1)] = 1  # over, and not started again: anything will do
+            group = self.episode(b).played.graph.group
+            seen["whose"][b, :n] = np.stack([group[s.op[:n]], s.device[:n]], axis=1)
         return seen
 
     def masks(self) -> NDArray[np.bool_]:
@@ -278,6 +285,7 @@ class DispatchEnv(PlacementEnv):
     * ``score`` float32 ``[K]``, at most 0: the rule's; its best one is what HEFT does, or the
       ``rule``.
     * ``mask`` int8 ``[K]``: 1 = legal.
+    * ``whose`` int64 ``[K, 2]``: the group and the device of each pair.
 
     **Action** ``Discrete(K)``.
 

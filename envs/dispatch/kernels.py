@@ -152,6 +152,7 @@ class Notes(Struct):
 
     features: Array = array("C, F", np.float32)  # of the pairs of each, one decision after another
     score: Array = array("C", np.float32)
+    whose: Array = array("C, 2", np.int32)  # group and device of each pair
     count: Array = array("S", np.int32)  # pairs of each
     taken: Array = array("S", np.int32)  # which of them was
     log: Array = array("S", np.float32)  # of its probability
@@ -513,18 +514,24 @@ def take(t, s, k):
 
 
 @allocating
-def judge(s, net, scale, first, second):
+def judge(t, s, net, scale, first, second):
     """Logits of what is offered: ``scale`` times the rule's score, and the network's.
 
-    ``first`` float32 ``[PAIRS, H]`` and ``second`` float32 ``[H]`` are room.
+    What an encoder says of groups float32 ``[G, H]`` and devices ``[D, H]`` goes into the first
+    layer; both are empty where none does. ``first`` float32 ``[PAIRS, H]`` and ``second`` float32
+    ``[H]`` are room.
     """
-    linear, into, bias, hidden, hidden_bias, around, out = net
+    linear, into, bias, hidden, hidden_bias, around, of_group, of_device, out = net
     size = len(bias)
     common = hidden_bias.copy()
     for k in range(s.count if size > 0 else 0):
         x = first[k]
         copy(x, bias)  # not x[:] = bias: copies of arrays compile for a second
         add_rows(x, s.features[k], into)
+        if len(of_group) > 0:
+            group, d = t.listed.group[s.op[k]], s.device[k]
+            for j in range(size):
+                x[j] += of_group[group, j] + of_device[d, j]
         for j in range(size):
             x[j] = max(x[j], np.float32(0.0))
             second[j] = x[j] + (second[j] if k > 0 else np.float32(0.0))
@@ -583,7 +590,7 @@ def construct(t, s, net, scale, greedy, keep, notes):
             s.done[s.sequence[s.num_placed - 1]] = True
             continue
         offer(t, s)
-        judge(s, net, scale, first, second)
+        judge(t, s, net, scale, first, second)
         best = largest(s.logits, s.count)
         k = best if greedy else choose(s.random, s.logits, s.count - 1)
         noting = s.count > 1 and keep > 0.0 and uniform(s.random) < keep
@@ -592,6 +599,8 @@ def construct(t, s, net, scale, greedy, keep, notes):
                 for i in range(NUM_PAIR_FEATURES):
                     notes.features[at + m, i] = s.features[m, i]
                 notes.score[at + m] = s.score[m]
+                notes.whose[at + m, 0] = t.listed.group[s.op[m]]
+                notes.whose[at + m, 1] = s.device[m]
             notes.count[noted], notes.taken[noted], notes.log[noted] = s.count, k, _log_of(s, k)
             at += s.count
             noted += 1

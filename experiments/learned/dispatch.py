@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from envs.generators import Generator
 from experiments.grid import digest_of, least
 from experiments.learned.problems import DRAWN, REAL, unseen
 from experiments.learned.study import trained, untrained_dispatcher
@@ -161,35 +162,42 @@ def trained_short(name: str, seed: int, options: Options) -> str:
 
 def tuned(seed: int, options: Options) -> tuple[float, ...]:
     """Weights of the rule by differential evolution, for as many steps as a short training."""
-    from scipy.optimize import differential_evolution
-
-    from envs.dispatch import MIXED, Dispatcher, no_network
     from envs.generators import Latency
 
     def evolve() -> dict[str, Any]:
-        rng, draw = np.random.default_rng(seed), Latency()
-        episodes = [Dispatcher(draw(rng)) for _ in range(100)]
-        members = 4 * len(MIXED)
-        steps = members * sum(e.problem.num_ops for e in episodes)
-
-        def mean_log(weights: Any) -> float:
-            for episode in episodes:
-                episode.tables.rule[:] = weights
-                episode.construct(no_network(), 1.0)
-            values = np.array([e.value_s() for e in episodes])
-            return float(np.log(np.where(np.isfinite(values), values, 1e9)).mean())
-
         say(f"{TUNED}, seed {seed}")
-        # Above 0 the last one says that channels are busy.
-        bounds = [(0.0, 4.0)] * (len(MIXED) - 1) + [(-1.0, 1.0)]
-        fit = differential_evolution(
-            mean_log, bounds, popsize=4, maxiter=max(1, options.steps // steps - 1), x0=MIXED,
-            rng=seed, polish=False, tol=0.0,
-        )  # fmt: skip
-        return {"weights": fit.x.tolist()}
+        return {"weights": evolved(Latency(), seed, options.steps)}
 
     row = options.finished.row(dict, [TUNED, seed, options.steps], evolve, f"{TUNED}-{seed}")
     return tuple(row["weights"])
+
+
+def evolved(draw: Generator, seed: int, steps: int, count: int = 100) -> list[float]:
+    """Weights of the rule, by differential evolution over ``count`` problems, in so many steps."""
+    from scipy.optimize import differential_evolution
+
+    from envs.dispatch import MIXED, Dispatcher, no_network
+
+    rng = np.random.default_rng(seed)
+    episodes = [Dispatcher(draw(rng)) for _ in range(count)]
+    members = 4 * len(MIXED)
+    generation = members * sum(e.problem.num_ops for e in episodes)
+
+    def mean_log(weights: Any) -> float:
+        for episode in episodes:
+            episode.tables.rule[:] = weights
+            episode.construct(no_network(), 1.0)
+        values = np.array([e.value_s() for e in episodes])
+        return float(np.log(np.where(np.isfinite(values), values, 1e9)).mean())
+
+    # Above 0 the last one says that channels are busy.
+    bounds = [(0.0, 4.0)] * (len(MIXED) - 1) + [(-1.0, 1.0)]
+    fit = differential_evolution(
+        mean_log, bounds, popsize=4, maxiter=max(1, steps // generation - 1), x0=MIXED,
+        rng=seed, polish=False, tol=0.0,
+    )  # fmt: skip
+    weights: list[float] = fit.x.tolist()
+    return weights
 
 
 def searched(options: Options) -> Iterator[tuple[str, str, Problem, float | None]]:
@@ -250,7 +258,7 @@ def decoded(options: Options) -> Iterator[Row]:
     def decodes(problem: Problem, who: Who) -> list[float]:
         """The greedy decode, then samples; chance has no greedy one."""
         episode = Dispatcher(problem, who.rule) if who.rule else Dispatcher(problem)
-        weights = who.net.weights()
+        weights = who.net.weights(problem)
         values = []
         for sample in range(decodes_of(who.name)[-1]):
             greedy = sample == 0 and who.name != UNIFORM

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from envs.generators import Generator
 from experiments.grid import PROCESSES, Cell, digest_of, policy_digests, released_folder
 from experiments.learned.problems import Problems
 from experiments.runs import warm
@@ -64,15 +65,15 @@ def further(options: Options) -> dict[str, str]:
 
 
 def trained(
-    name: str, config: Any, work: Path, problems: Sequence[Problem] = (), **start: Any
+    name: str, config: Any, work: Path, problems: Sequence[Problem] | Generator = (), **start: Any
 ) -> tuple[Path, dict[str, Any]]:
     """The file of a policy that a study trains, and what that cost; made now if it is not there.
 
-    An interrupted training goes on where it stopped.
+    An interrupted training goes on where it stopped. The ``name`` tells generators apart.
     """
     from agents.training import train
 
-    drawn = [problem_fingerprint(p) for p in problems]
+    drawn = [] if callable(problems) else [problem_fingerprint(p) for p in problems]
     folder = work / f"{slug(name)}-{config.seed}-{digest(drawn, repr(config))[:12]}"
     path, cost = folder / "trained.safetensors", folder / "cost.json"
     if not cost.is_file():

@@ -98,7 +98,7 @@ class OneDecode:
 
         net, search = TrainedPolicy.load(self.policy).net, Search(problem)
         episode = Dispatcher(problem)
-        episode.construct(net.weights(), net.config.finish_weight)
+        episode.construct(net.weights(problem), net.config.finish_weight)
         evaluate(search, episode)
         return search.solution()
 

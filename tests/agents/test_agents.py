@@ -592,7 +592,7 @@ def test_one_evaluation_is_for_the_decode_that_promises_the_most() -> None:
         for backward in (False, True):
             episode = Dispatcher(problem, backward=backward)
             for seed in (None, *range(backward, PROMISES, 2)):
-                episode.construct(net.weights(), net.config.finish_weight, seed)
+                episode.construct(net.weights(episode.played), net.config.finish_weight, seed)
                 promises.append((episode.state.placed.finish_s.max(), episode.value_s()))
         assert answer.stats["promised_s"] <= min(promises)[0]
         if answer.stats["promised_s"] == min(promises)[0]:  # otherwise it is the rule's

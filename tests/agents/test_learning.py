@@ -418,7 +418,7 @@ def test_equivalent_solutions_teach_the_same() -> None:
     problem = chain([[1, 1, 1]] * 4)
     chosen = ProblemSet.build([problem])
     for a, b in (([0, 0, 1, 2], [2, 2, 0, 1]), ([1, 1, 1, 1], [2, 2, 2, 2])):
-        for formulation in ("one_shot", "sequential", "doppler:formulation"):
+        for formulation in ("one_shot", "sequential", "dispatch", "doppler:formulation"):
             first = demonstrations(chosen, [np.array(a, np.int32)], formulation)
             second = demonstrations(chosen, [np.array(b, np.int32)], formulation)
             assert np.array_equal(first[1], second[1])

@@ -187,10 +187,10 @@ def test_memory_that_binds_is_kept() -> None:
     assert solution.value_s == value_of(tight, solution)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_network_in_the_kernel_is_the_one_that_learns(seed: int) -> None:
+@pytest.mark.parametrize("seed, encoder", [(0, None), (1, None), (2, "sage"), (3, "gin")])
+def test_the_network_in_the_kernel_is_the_one_that_learns(seed: int, encoder: str | None) -> None:
     torch.manual_seed(seed)
-    net = DispatchNet(DispatchConfig(scorer=8))
+    net = DispatchNet(DispatchConfig(scorer=8, encoder=encoder, layers=2))
     for weight in (net.out.weight, net.linear.weight):
         torch.nn.init.normal_(weight)
     problem = drawn(seed)
@@ -200,11 +200,13 @@ def test_the_network_in_the_kernel_is_the_one_that_learns(seed: int) -> None:
         rules.act(np.zeros(1, np.int64))
     state = rules.episode(0).state
     room = np.zeros((kernels.PAIRS, 8), np.float32), np.zeros(8, np.float32)
-    kernels.judge(state, net.weights(), net.config.finish_weight, *room)
+    tables = rules.episode(0).tables
+    kernels.judge(tables, state, net.weights(problem), net.config.finish_weight, *room)
     obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
     with torch.no_grad():
         store = GraphStore([problem])
-        logits = net.evaluate(store, torch.zeros(1).long(), None, torch.zeros(1).long(), obs)[0]
+        one = torch.zeros(1).long()
+        logits = net.evaluate(store, one, net.encode(store, one), one, obs)[0]
     n = state.count
     np.testing.assert_allclose(logits[0, :n], state.logits[:n], rtol=1e-4, atol=1e-4)
     assert (logits[0, n:] < -1e8).all()
@@ -313,9 +315,14 @@ def test_features_are_what_they_are_said_to_be(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "gain"), [({}, 0.15), ({"imitate": True}, 0.07), ({"without": [5, 6]}, 0.15)]
+    ("options", "gain", "encoder"),
+    [
+        ({}, 0.15, "sage"),
+        ({"imitate": True}, 0.07, None),
+        ({"without": [5, 6]}, 0.15, None),
+    ],
 )
-def test_training_improves_it(options: dict[str, Any], gain: float) -> None:
+def test_training_improves_it(options: dict[str, Any], gain: float, encoder: str | None) -> None:
     """From chance, on four problems: what it samples gets shorter, and the best check is kept."""
     rng, rows = np.random.default_rng(0), list[dict[str, float]]()
     shops = [p for p in (Shops()(rng) for _ in range(30)) if p.num_ops <= 60][:4]
@@ -332,7 +339,7 @@ def test_training_improves_it(options: dict[str, Any], gain: float) -> None:
         entropy=0.0,
         last_entropy=0.0,
         num_checks=2,
-        network=DispatchConfig(finish_weight=0.0, scorer=16),
+        network=DispatchConfig(finish_weight=0.0, scorer=16, encoder=encoder, layers=1),
     )
     policy = train(shops, config=config, callback=rows.append)  # type: ignore[arg-type]
     rewards = [row["reward_mean"] for row in rows[1:]]
