@@ -30,8 +30,8 @@ from placement import importers, planners
 from placement.bounds import lower_bound
 from placement.problem import Problem, Solution
 from placement.report import gantt
+from placement.report.row import SINGLE
 from placement.report.table import geometric_interval
-from placement.runs.row import SINGLE
 from placement.simulator import score
 from placement.workloads.synthetic import families
 

@@ -34,7 +34,7 @@ from experiments.tables import Column, groups, table
 from placement import importers, workloads
 from placement.importers import SUFFIX
 from placement.problem import Problem
-from placement.runs.row import SINGLE
+from placement.report.row import SINGLE
 from placement.tools.files import write_atomic
 from placement.workloads import dataset
 

@@ -34,7 +34,7 @@ from experiments.learned.problems import DRAWN, FAMILIES, REAL
 from experiments.study import RESULTS, ROOT, filled, origin, say
 from experiments.tables import DASH, Column, geometric, groups, read_csv, table
 from placement.report import gantt
-from placement.runs.row import SINGLE
+from placement.report.row import SINGLE
 from placement.tools.files import write_atomic
 
 DOCS = ROOT / "docs"

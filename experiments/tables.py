@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 
+from placement.report.row import groups as groups
 from placement.report.table import geometric_interval, markdown
 from placement.report.table import geometric_mean as geometric_mean
-from placement.runs.row import groups as groups
 from placement.tools.files import csv_text
 
 R = TypeVar("R")

@@ -36,8 +36,8 @@ from placement.tools.ownership import DISTRIBUTION, PACKAGES, version
 if TYPE_CHECKING:
     from agents.cli.entries import Workload
     from placement.problem import Planner, Problem
+    from placement.report.row import Row
     from placement.report.table import Comparison
-    from placement.runs.row import Row
     from placement.runs.tracking import Mirror, Tracker
 
 _MANY = ("-m", "--multirun")
@@ -571,8 +571,8 @@ def metric_s(comparison: Comparison) -> float:
     Geometric mean over workloads; inf where nothing fits. The placements on one device that are
     rows of every comparison do not count.
     """
+    from placement.report.row import SINGLE, groups
     from placement.report.table import geometric_mean
-    from placement.runs.row import SINGLE, groups
 
     answers = [row for row in comparison.rows if not row.planner.startswith(SINGLE)]
     by_workload = groups(answers, "workload").values()

@@ -26,9 +26,9 @@ from agents.cli.entries import Entry
 from placement import cli
 from placement.objective import Objective
 from placement.report import table
+from placement.report.row import SINGLE, Row
 from placement.report.table import Comparison, on_one_device
 from placement.runs.compare import describe
-from placement.runs.row import SINGLE, Row
 from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 
 RESULT = "result.json"

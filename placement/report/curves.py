@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from placement.problem import Solution
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
+from placement.report.row import SINGLE, Row, groups
 from placement.report.table import Comparison
-from placement.runs.row import SINGLE, Row, groups
 from placement.tools.shown import count
 
 Floats = NDArray[np.float64]

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from placement.problem import Placement, Problem, Solution
 from placement.profile import error_in
 from placement.report import curves, still, table, usage
+from placement.report.row import SINGLE, Row, groups
 from placement.report.run_folder import RunFolder, Workload, read_run
+from placement.report.saved import placement_id
 from placement.report.table import Comparison
-from placement.runs.compare import placement_id
-from placement.runs.row import SINGLE, Row, groups
 from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic

@@ -8,8 +8,8 @@ from typing import Any
 
 from placement.report import gantt
 from placement.report.gantt import COLOURS, FAINT, INK
+from placement.report.row import Row, groups
 from placement.report.table import Comparison, pareto_front
-from placement.runs.row import Row, groups
 
 _COLUMNS = {
     "latency_s": ("latency", "ms"),

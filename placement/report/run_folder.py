@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from placement.problem import Problem, Solution
 from placement.report import table, trace
+from placement.report.row import SINGLE, Row
+from placement.report.saved import placement_id, solution_of
 from placement.report.table import Comparison
-from placement.runs.compare import placement_id, solution_of
-from placement.runs.row import SINGLE, Row
 from placement.timeline import Timeline
 from placement.tools.files import parse_json, read_text
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.objective import Objective
 from placement.problem import Solution
-from placement.runs.row import SINGLE, Row, groups
+from placement.report.row import SINGLE, Row, groups
 from placement.tools import shown
 from placement.tools.files import csv_text, write_atomic
 from placement.tools.shown import print_table

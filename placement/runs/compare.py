@@ -7,7 +7,6 @@ that fails is a row with the reason, and gains are reported against the best sin
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,14 +23,14 @@ from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.planners import solve
 from placement.problem import Placement, Planner, Problem, Solution
+from placement.report.row import SINGLE, Row
+from placement.report.saved import as_json, digest, placement_id, solution_of
 from placement.report.table import CompareError, Comparison, pareto_front
-from placement.runs.row import SINGLE, Row
 from placement.runs.trials import LATENCY_RUNS, Runtime
-from placement.schedule import Schedule
 from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
-from placement.tools.files import parse_json, read_text, short, write_atomic
+from placement.tools.files import parse_json, read_text, write_atomic
 from placement.tools.ownership import PACKAGES, is_yours
 from placement.tools.parallel import parallel_map
 
@@ -130,7 +129,7 @@ def _plan_all(
     for name, planner in planners.items():
         for seed in seeds if "seed" in options_of(planner) else (None,):
             ready = prepared(planner, seed, budget)
-            key = _digest(fingerprint, workload, name, describe(ready), seed)
+            key = digest(fingerprint, workload, name, describe(ready), seed)
             path = folder / "cells" / f"{_slug(workload)}-{_slug(name)}-{key[:12]}.json"
             results.append(_saved_cell(_read(path, key), name, seed, problem))
             if results[-1] is None:
@@ -140,7 +139,7 @@ def _plan_all(
         at, path, key, (_, _, ready, _) = todo[number]
         head = {"key": key, "workload": workload, "problem": fingerprint}
         head |= {"parameters": describe(ready)}
-        write_atomic(path, _json({**head, **asdict(cell)}))
+        write_atomic(path, as_json({**head, **asdict(cell)}))
         results[at] = cell
 
     def announced() -> Iterator[_Task]:
@@ -216,7 +215,7 @@ def _measure(
     The key holds the whole set of placements: ratios compare only what took turns.
     """
     todo = {k: p for k, p in placements.items() if evaluate(problem, p).feasible[0]}
-    key = _digest(problem_fingerprint(problem), sorted(todo))
+    key = digest(problem_fingerprint(problem), sorted(todo))
     path = folder / "measured" / f"{_slug(workload)}-{key[:12]}.json"
     saved = _read(path, key)
     samples = _saved_samples(saved, todo) or {k: {"latency_s": [], "period_s": []} for k in todo}
@@ -234,7 +233,7 @@ def _measure(
             samples[name]["latency_s"].append(float(np.median(alone.span_s)))
             samples[name]["period_s"].append(pipelined.period_s)
             pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
-            write_atomic(path, _json({"key": key, "workload": workload, "samples": samples}))
+            write_atomic(path, as_json({"key": key, "workload": workload, "samples": samples}))
     return samples
 
 
@@ -360,11 +359,6 @@ def _said(solution: Solution, feasible: bool, value_s: float) -> str:
     return "; ".join(x for x in said if x)
 
 
-def placement_id(placement: Placement) -> str:
-    """Equal for equal placements, int32 ``[N]`` or ``[K, N]``: 12 hexadecimal digits."""
-    return _digest(placement)[:12]
-
-
 def problem_fingerprint(problem: Problem) -> str:
     """SHA-256 (hex) of everything that a planner's answer or a measurement depends on."""
     costs = {f.name: getattr(problem.profile, f.name) for f in fields(problem.profile)}
@@ -372,7 +366,7 @@ def problem_fingerprint(problem: Problem) -> str:
     values = {f.name: getattr(problem, f.name) for f in fields(problem)}
     del values["graph"], values["cluster"], values["profile"]
     parts = [part for item in (*costs.items(), *values.items()) for part in item]
-    return _digest(problem.graph.fingerprint, problem.cluster.fingerprint, *parts)
+    return digest(problem.graph.fingerprint, problem.cluster.fingerprint, *parts)
 
 
 def describe(planner: Any) -> Any:
@@ -394,7 +388,7 @@ def describe(planner: Any) -> Any:
             target.rpartition(".")[0]
         )
     if isinstance(planner, np.ndarray):
-        return _digest(planner)
+        return digest(planner)
     if hasattr(planner, "state_dict"):  # a torch module; torch is not imported here
         weights = {k: v.detach().cpu().numpy() for k, v in planner.state_dict().items()}
         return {"network": str(planner), "weights": describe(weights)}
@@ -426,71 +420,13 @@ def _own_code(target: Any) -> dict[str, str]:
         )
         if file:
             return {"code": _file_digest(Path(file))} if is_yours(file) else {}
-        return {"code": _digest(getsource(target.__call__ if isinstance(target, type) else target))}
+        return {"code": digest(getsource(target.__call__ if isinstance(target, type) else target))}
     except (ImportError, OSError, TypeError, ValueError):
         return {}
 
 
 def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def solution_of(saved: Mapping[str, Any]) -> Solution:
-    """A solution that was written as JSON with its arrays as lists.
-
-    Raises:
-        ValueError, LookupError, TypeError: it is none.
-    """
-    order, state = saved.get("schedule"), dict(saved)
-    if order is not None:
-        rows = tuple(map(np.array, order["order"]))
-        state["schedule"] = Schedule(rows, order["num_microbatches"])
-    for what in ("value_s", "lower_bound_s"):
-        value: Any = state.get(what)
-        if value is None and what == "lower_bound_s":
-            continue
-        if type(value) not in (int, float) or not value >= 0:  # comparisons with NaN are false
-            raise ValueError(f"{what} = {short(value)} is no number of seconds")
-    stats = state.get("stats", {})
-    if not isinstance(stats, dict):
-        raise ValueError(f"stats = {short(stats)} is no object")
-    curve = np.array(stats.get("curve") or [], np.float64)
-    if curve.size and (curve.ndim != 2 or curve.shape[1] != 3):
-        raise ValueError("stats: curve must have rows of seconds, evaluations and value")
-    placement = _whole(saved["placement"])
-    state["placement"] = placement if placement.ndim == 2 else placement.ravel()
-    return Solution(**state)
-
-
-def _whole(values: Any) -> NDArray[np.int32]:
-    """Nested lists of numbers from 0 to 2**31 - 1; of no numbers too."""
-    numbers = np.array(values)
-    if numbers.size and (numbers.dtype.kind != "i" or numbers.min() < 0 or numbers.max() >= 2**31):
-        raise ValueError(f"{short(values)} are not all numbers of operators, devices or batches")
-    return numbers.astype(np.int32)
-
-
-def _digest(*parts: Any) -> str:
-    """SHA-256 (hex) of arrays, and of anything JSON can write."""
-    h = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            h.update(f"{part.dtype.str}{part.shape}".encode())
-            h.update(np.ascontiguousarray(part).tobytes())
-        else:
-            h.update(_json(part).encode())
-        h.update(b"|")
-    return h.hexdigest()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def _read(path: Path, key: str) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from placement.report.row import Row
 from placement.report.table import Comparison
-from placement.runs.row import Row
 from placement.tools.files import write_atomic
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from placement.planners import PlannerError
 from placement.problem import Planner
+from placement.search.planner import PlannerError
 
 
 @dataclass(frozen=True)

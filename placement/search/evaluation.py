@@ -12,12 +12,12 @@ from numpy.typing import ArrayLike, NDArray
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
 from placement.objective import Objective
-from placement.planners import PlannerError, load, solve
 from placement.problem import Placement, Planner, Problem, Solution, host_of
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
 from placement.search.budget import Budget, options_of, prepared
 from placement.search.macro import Neighbours
+from placement.search.planner import PlannerError, load, solve
 from placement.simulator import analytic, score, simulate, value_of, worth
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
 from placement.tools.clock import clock

@@ -31,8 +31,8 @@ from agents.cli.sweeps import (
     to_table,
 )
 from placement.report import table
+from placement.report.row import Row
 from placement.report.table import Comparison
-from placement.runs.row import Row
 from placement.tools.files import write_atomic
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from placement.problem import Solution
 from placement.report.curves import best_so_far, plot_curves
+from placement.report.row import Row
 from placement.report.table import Comparison
-from placement.runs.row import Row
 
 Curve = list[tuple[float, int, float]]
 

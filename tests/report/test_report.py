@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from placement.report import gantt, table, trace
 from placement.report.gantt import PlotError, merged, plot_gantt, text_gantt
 from placement.report.pareto import plot_pareto
+from placement.report.row import Row
 from placement.report.table import Comparison
-from placement.runs.row import Row
 from placement.timeline import Timeline
 
 

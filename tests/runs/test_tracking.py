@@ -16,8 +16,8 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 import agents.cli.compare
+from placement.report.row import Row
 from placement.report.table import Comparison
-from placement.runs.row import Row
 from placement.runs.tracking import NUM_POINTS, SECONDS, LocalTracker, Mirror, Tracker, WandbTracker
 
 
