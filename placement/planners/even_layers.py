@@ -42,10 +42,11 @@ def layer_units(problem: Problem) -> NDArray[np.int32]:
     end with the last; without layers every group is one.
     """
     graph = problem.graph
-    first = np.full(graph.num_groups, -1)
-    first[graph.group[::-1]] = np.arange(graph.num_ops)[::-1]  # operator that a group begins with
-    matches = [_LAYER.match(graph.op_module[n]) for n in first]
-    names = [None if m is None else m[0] for m in matches]
+    # The first operator of a group that is in a layer: a group may begin with the embedding.
+    names: list[str | None] = [None] * graph.num_groups
+    for g, module in zip(graph.group.tolist(), graph.op_module, strict=True):
+        if names[g] is None and (match := _LAYER.match(module)):
+            names[g] = match[0]
     if not any(names):
         return np.arange(graph.num_groups, dtype=np.int32)
     unit = np.zeros(graph.num_groups, np.int32)
