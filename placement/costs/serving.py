@@ -279,7 +279,8 @@ def _graph(decoder: Decoder, serving: Serving, ways: int) -> tuple[OpGraph, dict
             group.append(part.layer if part.layer != -2 else decoder.num_layers - 1)
             group[-1] = max(group[-1], 0)
         else:
-            routed = part.name.endswith((".experts", ".feed_forward"))
+            # Of experts in two parts the hot ones are beside attention.
+            routed = part.name.endswith((".experts", ".experts#1", ".feed_forward"))
             group.append(2 * part.layer + routed)
     count = len(decoder.parts)
     graph = OpGraph.build(
