@@ -27,6 +27,7 @@ EXAMPLE = """examples:
   placement plan resnet50 --planner heft --measurements 100 --trials runs.jsonl
   placement plan resnet50 --planner heft --predict polynomial
   placement plan config.json --cluster home.yaml --objective decode --context 8192
+  placement plan config.json --cluster home.yaml --context 8192 --experts counts.csv
   placement plan --without cpu:1 --start plan.json --out smaller.json
 
 The machine-readable result (--json) is one object with the keys planner, objective, value_s,
@@ -40,7 +41,9 @@ predictions err, split_value_s of these and margin; with the planner replicated 
 with its devices; with the planner policy also network, the files of the networks that were asked,
 or none. For a language model there also is memory: of every device weights_bytes, kv_cache_bytes,
 buffers_bytes, needed_bytes and there_bytes; and prefill_s, decode_s, weights (how often these count
-in value_s) and spread (by which share they may err), or largest_context where nothing fits.
+in value_s), spread (by which share they may err) and bounds: of both, least_s, which no placement
+is below, and where the other seconds go, slow_s, turns_s and handing_s; or largest_context where
+nothing fits. Where --experts parts layers, hot_experts has those that stay with each layer.
 """
 
 
@@ -515,6 +518,8 @@ def _show(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solu
         show_plan(plan)
         if serving.is_served(args):
             serving.table(args, problem, solution)
+            if command := serving.check(args, plan):
+                print(f"to check it: {command}")
     if args.out:
         here = problem.graph.program is not None and not plan.missing_devices()
         then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""

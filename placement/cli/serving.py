@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import shlex
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
 
 if TYPE_CHECKING:
     from placement.costs.serving import Serving
+    from placement.costs.serving_bound import Bound
     from placement.importers.decoder import Decoder
+    from placement.plan import Plan
     from placement.problem import Problem, Solution
 
-_ONLY = ("context", "batch", "prompt", "split", "tensor_parallel")
+_ONLY = ("context", "batch", "prompt", "split", "tensor_parallel", "experts")
 _AS_MANY = "as many as is best"
 
 
@@ -47,6 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="place layers on groups of alike devices that compute each of them together: of K, or "
         "of as many as is best",
+    )
+    group.add_argument(
+        "--experts",
+        metavar="COUNTS.csv",
+        help="how many tokens of a run chose each expert, columns layer, expert, count; default: "
+        "all alike",
     )
 
 
@@ -85,8 +95,11 @@ def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
     """
     from placement.costs.serving import Phase, Serving
     from placement.importers import load_decoder
+    from placement.importers.routing import with_counts
     from placement.tools.named import meant
 
+    if hasattr(args, "served"):
+        return args.served  # type: ignore[no-any-return]
     others = ("profile", "predict", "optimizer", "microbatches", "in_flight", "second_j", "devices",
               "bandwidth", "memory", "flops", "memory_bandwidth", "dim")  # fmt: skip
     wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
@@ -105,10 +118,13 @@ def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
         raise cli.UsageError(f"{args.workload}: --context TOKENS is needed, e.g. --context 8192")
     batch = 1 if args.batch is None else args.batch
     decoder = load_decoder(args.workload)
+    if args.experts is not None:
+        decoder = with_counts(decoder, args.experts)
     gc.freeze()  # what its libraries made when they were imported stays: it is not looked at again
     has_experts = "experts" in decoder.class_bytes()
     whole = args.split == "layers" or (args.split is None and not has_experts)
-    return decoder, Serving(Phase(objective), args.context, batch, args.prompt, whole)
+    args.served = decoder, Serving(Phase(objective), args.context, batch, args.prompt, whole)
+    return args.served
 
 
 def load(args: argparse.Namespace) -> Problem:
@@ -119,15 +135,20 @@ def load(args: argparse.Namespace) -> Problem:
             raise.
     """
     from placement.costs.groups import best_groups
-    from placement.costs.serving import serving_problem
+    from placement.costs.hot_experts import with_hot_experts
+    from placement.costs.op_offload import min_batch
     from placement.planners import load
 
     size = group_size(args)
     decoder, serving = asked(args)
     cluster = cli.cluster_of(args.cluster)
-    if args.tensor_parallel is None:
-        return serving_problem(decoder, cluster, serving)
-    return best_groups(decoder, cluster, serving, load("layer_dp"), size)
+    if args.tensor_parallel is not None:
+        return best_groups(decoder, cluster, serving, load("layer_dp"), size)
+    decoder, problem = with_hot_experts(decoder, cluster, serving)
+    args.served = decoder, serving
+    profile = problem.profile
+    facts = profile.provenance | {"offload_min_batch": min_batch(decoder, cluster)}
+    return replace(problem, profile=replace(profile, provenance=facts))
 
 
 def group_size(args: argparse.Namespace) -> int | None:
@@ -167,6 +188,8 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
     if not isfinite(solution.value_s):
         return facts | {"largest_context": longest(args)}
     parts = terms(decoder, problem.cluster, serving, solution.placement)
+    bounds = {x: asdict(y) for x, y in _bounds(decoder, problem, serving, solution).items()}
+    facts |= {"bounds": bounds} | ({"hot_experts": hot} if (hot := hot_experts(args)) else {})
     weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
     return facts | {**parts, "weights": weights, "spread": efficiency.ERROR}
 
@@ -222,9 +245,59 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
             f"cluster of these alone, {more}or a larger --batch or --context"
         )
     decoder, serving = asked(args)
+    if hot := hot_experts(args):
+        sizes = sorted(map(len, hot.values()))
+        print(
+            f"hot experts stay with their layer, the others (#1) are apart: {sizes[0]} to "
+            f"{sizes[-1]} of a layer, {sum(sizes)} in all; which ones: --json, hot_experts"
+        )
     seconds = terms(decoder, problem.cluster, serving, solution.placement)
+    for phase, bound in _bounds(decoder, problem, serving, solution).items():
+        rest = {"operators below the devices' rates": bound.slow_s,
+                "devices that wait, or slower memory than there is": bound.turns_s,
+                "handing on": bound.handing_s}  # fmt: skip
+        listed = sorted(rest.items(), key=lambda pair: -pair[1])
+        print(
+            f"{phase}: {bound.share:.0%} of what this machine can do, {cli.seconds(bound.least_s)} "
+            "with all devices and links at their full rates; the rest is "
+            + ", ".join(f"{cli.seconds(x)} {name}" for name, x in listed if x > 0)
+        )
     print(
         f"decode: {serving.batch / seconds['decode_s']:.1f} tokens/s at a context of "
         f"{serving.context}; prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
         f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
     )
+
+
+def _bounds(
+    decoder: Decoder, problem: Problem, serving: Serving, solution: Solution
+) -> dict[str, Bound]:
+    """Of both phases."""
+    from placement.costs.serving import Phase
+    from placement.costs.serving_bound import bound
+
+    return {
+        str(phase): bound(decoder, problem.cluster, serving, solution.placement, phase)
+        for phase in (Phase.PREFILL, Phase.DECODE)
+    }
+
+
+def hot_experts(args: argparse.Namespace) -> dict[int, list[int]]:
+    """By layer, the experts that are with the layer where others are apart; empty: none are."""
+    decoder, _ = asked(args)
+    return {p.layer: list(p.experts) for p in decoder.parts if p.name.endswith("#0")}
+
+
+def check(args: argparse.Namespace, plan: Plan) -> str:
+    """The command that measures what is predicted; empty where no program runs such a plan."""
+    from placement import exporters
+
+    kinds = {d.name: d.kind for d in plan.cluster.devices}
+    is_gguf = plan.provenance.profile.get("format") == "gguf"
+    mixed = len({kinds[d] == "cpu" for d in plan.assignment.values()}) > 1
+    try:
+        exported = exporters.load("llama_cpp" if is_gguf or mixed else "vllm")(plan)
+    except exporters.ExportError:
+        return ""
+    model = shlex.quote(args.workload) if is_gguf else "MODEL"
+    return exported.check.replace("MODEL", model)

@@ -1,4 +1,4 @@
-"""Which experts are where a layer is, and which elsewhere: the static choice for counted routing."""
+"""Which experts are with their layer, and which elsewhere: decided once, by how often."""
 
 from __future__ import annotations
 

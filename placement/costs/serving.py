@@ -133,6 +133,8 @@ def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Pro
             "prompt": serving.tokens,
             "predicted": "roofline",
             "tied": bool(set(decoder.parts[0].weights) & set(decoder.parts[-1].weights)),
+            "weights_bytes": [part.weight_bytes for part in decoder.parts],
+            "num_experts": [part.num_experts for part in decoder.parts],
             **held,
         },
     )

@@ -50,7 +50,7 @@ def bound(
     one = replace(serving, phase=phase, prompt=serving.tokens)
     problem = serving_problem(decoder, cluster, one)
     taken_s = float(simulate(problem, placement).latency_s)
-    rates = peaks(decoder, cluster)
+    rates = _rates(decoder, cluster)
     busy_s = float(problem.compute_s[np.arange(len(placement)), placement].sum())
     full_s = sum(
         _full_s(part, rates[d], one)
@@ -67,7 +67,7 @@ def least(decoder: Decoder, cluster: Cluster, serving: Serving) -> float:
     faster ones are read out of the other devices' memory: by these, and over the links from there.
     For every number of the fastest memories, they hold what is read most for its bytes.
     """
-    rates = peaks(decoder, cluster)
+    rates = _rates(decoder, cluster)
     order = sorted(range(len(rates)), key=lambda d: -rates[d].bytes_per_s)
     held, read = _bytes(decoder, serving)
     hottest = np.argsort(-read / np.maximum(held, 1.0), kind="stable")
@@ -84,6 +84,15 @@ def least(decoder: Decoder, cluster: Cluster, serving: Serving) -> float:
         rate += sum(x.bandwidth_bytes_per_s for x in links)
         least_s = max(least_s, (served[-1] - np.interp(room, upto, served)) / rate)
     return float(least_s)
+
+
+def _rates(decoder: Decoder, cluster: Cluster) -> list[Peak]:
+    """``[D]`` full rates; of a group of devices those of all its members together."""
+    ways = (max(1, len(device.members)) for device in cluster.devices)
+    return [
+        replace(peak, flops_per_s=peak.flops_per_s * k, bytes_per_s=peak.bytes_per_s * k)
+        for peak, k in zip(peaks(decoder, cluster), ways, strict=True)
+    ]
 
 
 def _rows(serving: Serving) -> int:

@@ -43,10 +43,13 @@ class Exported:
         files: suffix -> content. The suffix ``""`` is the file that the user named, every other
             replaces that file's suffix: ``{"": script, ".json": data}``.
         note: one line: what to do with it, and what it cannot say.
+        check: of a language model's plan, the command that measures what is predicted of it;
+            ``MODEL`` is the model.
     """
 
     files: Mapping[str, str | bytes]
     note: str
+    check: str = ""
 
 
 class Exporter(Protocol):

@@ -32,7 +32,9 @@ class LlamaCpp:
 
     The options beside it are written too (``.args``): ``-ngl`` layers on accelerators, ``-dev``
     and ``-ts`` their order and how many each has, which also says where keys and values are
-    (``get_layer_buft_list`` in ``src/llama-model.cpp``), and ``--rpc``.
+    (``get_layer_buft_list`` in ``src/llama-model.cpp``), and ``--rpc``. Where weights are left to
+    the processor, ``.env`` has the tokens from which on they are copied to a GPU and computed there
+    (``ggml_backend_cuda_device_offload_op`` in ``ggml/src/ggml-cuda/ggml-cuda.cu``).
 
     A tied head is made from ``token_embd.weight`` and matched by that name (``create_tensor`` in
     ``src/llama-model-loader.cpp``, ``TENSOR_DUPLICATED``), so that a rule moves both. Without one
@@ -61,9 +63,9 @@ class LlamaCpp:
         host = sorted(name for name in used if kinds[name] == "cpu")
         apart: list[str | None] = [None] * len(unit)
         if served_format(plan) is not None:
-            apart = [
-                x if x in _APART else None for x in (n.rpartition(".")[2] for n in forward.name)
-            ]
+            # Hot experts and the others of a layer are one tensor.
+            last_words = (name.rpartition(".")[2].partition("#")[0] for name in forward.name)
+            apart = [word if word in _APART else None for word in last_words]
         # A part of a layer that is apart is a unit of its own, behind the others.
         key = list(zip(unit, apart, strict=True))
         count: dict[tuple[int, str | None], Counter[str]] = {}
@@ -87,16 +89,54 @@ class LlamaCpp:
         last = on.get(head, on[num_layers, None])
         if tied and on[embedding] in host and last not in host:
             del on[embedding]  # a rule would take the head along
-        files = {"": ",".join(_rules(on, num_layers, backends)) + "\n"}
+        rules = _rules(on, num_layers, backends)
+        files = {"": ",".join(rules) + "\n"}
         layer = [on[u, None] for u in range(1, num_layers + 1)]
         others = sorted(set(on.values()) - set(host))
         # A head on the CPU is there by its rule, and no reason to leave a layer's cache there too.
         output = layer[-1] if last in host else last
         files[".args"], missing = _arguments(layer, output, host, others, backends)
-        note = 'llama-server -m MODEL $(cat FILE.args) -ot "$(cat FILE)"' + missing
+        note = 'llama-server -m MODEL $(cat FILE.args) -ot "$(cat FILE)"'
+        least = plan.provenance.profile.get("offload_min_batch")
+        if isinstance(least, int) and host and others:
+            files[".env"] = f"GGML_OP_OFFLOAD_MIN_BATCH={least}\n"
+            note = f"env $(cat FILE.env) {note}"
+        note += missing + _as_ncmoe(on, num_layers, host)
         if tied:
             note += f"; the tied head is on {backends.buffer(last)}"
-        return Exported(files, note)
+        return Exported(files, note, _bench(plan, rules, files))
+
+
+def _as_ncmoe(on: dict[tuple[int, str | None], str], num_layers: int, host: list[str]) -> str:
+    """What says the same where only experts of the first layers are on the processor."""
+    left = sorted(u for (u, apart), d in on.items() if apart == "experts" and d in host)
+    routed = sorted(u for u, apart in on if apart == "experts")
+    layers = {d for (u, apart), d in on.items() if apart != "experts" and 1 <= u <= num_layers}
+    if not left or left != routed[: len(left)] or layers & set(host):
+        return ""
+    return f"; -ncmoe {left[-1]} in place of -ot says the same of the experts"
+
+
+def _bench(plan: Plan, rules: list[str], files: dict[str, str]) -> str:
+    """What measures the plan: ``tools/llama-bench/README.md``, ``tools/batched-bench``."""
+    asked = plan.provenance.profile
+    context, batch, prompt = (asked.get(name) for name in ("context", "batch", "prompt"))
+    if not (isinstance(context, int) and isinstance(batch, int) and isinstance(prompt, int)):
+        return ""
+    env = f"{files['.env'].strip()} " if ".env" in files else ""
+    options = files[".args"].strip()
+    answer = min(32, context // 2)  # tokens: enough, at nearly the whole context
+    if batch > 1:
+        sizes = f"-c {context * batch} -npp {context - answer} -ntg {answer} -npl {batch}"
+        return f"{env}llama-batched-bench -m MODEL {options} -ot '{','.join(rules)}' {sizes}"
+    words = options.replace("--rpc", "-rpc").split()
+    at = [i + 1 for i, word in enumerate(words) if word in ("-dev", "-ts")]
+    words = [w.replace(",", "/") if i in at else w for i, w in enumerate(words)]
+    size = {
+        "prefill": f"-p {prompt} -n 0",
+        "serve": f"-p 0 -n 0 -pg {prompt},{context - prompt}",
+    }.get(str(asked.get("objective")), f"-p 0 -n {answer} -d {context - answer}")
+    return f"{env}llama-bench -m MODEL {' '.join(words)} -ot '{';'.join(rules)}' {size}"
 
 
 def layers_of(plan: Plan) -> tuple[dict[str, int], int, bool]:

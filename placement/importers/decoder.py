@@ -30,6 +30,7 @@ class Part:
         shares: of each expert, which share of the tokens reads it, as counted; their mean is
             ``used``. Empty: all alike.
         heads, kv_heads: of attention, and of its keys and values.
+        experts: the numbers of those that are in it where others of the layer are in another part.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Part:
     shares: tuple[float, ...] = ()
     heads: int = 0
     kv_heads: int = 0
+    experts: tuple[int, ...] = ()
 
     @property
     def can_be_cut(self) -> bool:

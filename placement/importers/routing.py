@@ -143,4 +143,5 @@ def _some(part: Part, mask: NDArray[np.bool_], piece: int) -> Part:
         used=used,
         num_experts=count,
         shares=tuple(shares.tolist()),
+        experts=tuple(np.flatnonzero(mask).tolist()),
     )

@@ -240,6 +240,7 @@ def test_what_machines_read(objective: str, tmp_path: Path, capsys: Any) -> None
     assert set(answer) == {
         "planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations", "feasible",
         "assignment", "memory", "prefill_s", "decode_s", "weights", "spread",
+        "bounds",
     }  # fmt: skip
     assert (answer["planner"], answer["objective"], answer["feasible"]) == (
         "layer_dp", objective, True

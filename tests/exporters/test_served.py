@@ -202,6 +202,71 @@ def test_servers_of_other_hosts() -> None:
         load("llama_cpp")(plan_of(DENSE, on, names))
 
 
+# --- what is left to the processor ---------------------------------------------------------------
+
+# Of Mixtral: embedding, layers of attention, router and experts, norm, head.
+FIRST_TWO = [0, *[0, 0, 1] * 2, *[0, 0, 0] * 2, 0, 0]
+ONE = ("cuda:0", "cpu:0")
+
+
+def test_llama_cpp_says_from_which_batch_on_copies_pay() -> None:
+    plan = plan_of(MIXTRAL | FOUR, FIRST_TWO, ONE)
+    exported = load("llama_cpp")(plan)
+    assert set(exported.files) == {"", ".args"} and "-ncmoe 2 in place of -ot" in exported.note
+    facts = plan.provenance.profile | {"offload_min_batch": 130}
+    plan = plan.model_copy(
+        update={"provenance": plan.provenance.model_copy(update={"profile": facts})}
+    )
+    exported = load("llama_cpp")(plan)
+    assert exported.files[".env"] == "GGML_OP_OFFLOAD_MIN_BATCH=130\n"
+    assert exported.note.startswith("env $(cat FILE.env) llama-server")
+    # tools/llama-bench: lists of one test are apart by "/" and ";".
+    assert exported.check == (
+        "GGML_OP_OFFLOAD_MIN_BATCH=130 llama-bench -m MODEL -ngl 5 -dev CUDA0 -ts 5 -ot "
+        r"'^blk\.(0|1)\.ffn_.*_exps=CPU;^blk\.(0|1|2|3)\.=CUDA0;^token_embd=CUDA0;^output=CUDA0'"
+        " -p 0 -n 32 -d 32"
+    )
+    last = plan_of(MIXTRAL | FOUR, [0, *[0, 0, 0] * 2, *[0, 0, 1] * 2, 0, 0], ONE)
+    assert "-ncmoe" not in load("llama_cpp")(last).note
+
+
+def test_vllm_offloads_what_is_left_to_the_processor() -> None:
+    exported = load("vllm")(plan_of(MIXTRAL | FOUR, FIRST_TWO, ONE))
+    experts = 2 * 8 * 3 * 64 * 96 * 2  # layers x experts x matrices x size x bytes: 0.0005 GiB
+    assert experts < 2**30 / 100
+    assert exported.files[".args"] == (
+        "--pipeline-parallel-size 1 --cpu-offload-gb 0.01 --cpu-offload-params experts\n"
+    )
+    assert (
+        exported.files[""]
+        == "# rank 0: cuda:0\nCUDA_VISIBLE_DEVICES=0\nVLLM_PP_LAYER_PARTITION=4\n"
+    )
+    # Whole layers: whatever comes first; each GPU by itself.
+    halves = plan_of(DENSE, [2, 2, 2, 0, 0, 1, 1, 2, 2, 1, 1], MIXED)
+    exported = load("vllm")(halves)
+    assert exported.files[".args"] == "--pipeline-parallel-size 2 --cpu-offload-gb 0.01\n"
+    assert exported.check == (
+        "CUDA_VISIBLE_DEVICES=0,1 VLLM_PP_LAYER_PARTITION=2,2 vllm bench latency --model MODEL "
+        "--pipeline-parallel-size 2 --cpu-offload-gb 0.01 --input-len 32 --output-len 32 "
+        "--batch-size 1 --max-model-len 64"
+    )
+
+
+def test_ktransformers_has_experts_on_the_gpu() -> None:
+    exported = load("ktransformers")(plan_of(MIXTRAL | FOUR, FIRST_TWO, ONE))
+    assert exported.files[""] == (
+        "--kt-num-gpu-experts 4 --kt-expert-placement-strategy front-loading\n"
+    )
+    with pytest.raises(ExportError, match="a model that has some"):
+        load("ktransformers")(plan_of(DENSE, HALVES))
+    with pytest.raises(ExportError, match="the plan uses 2 GPUs"):
+        load("ktransformers")(plan_of(MIXTRAL | FOUR, [0] * 7 + [1] * 8, MIXED))
+    with pytest.raises(Inexpressible, match=r"'model.layers.0.attention', and 1 more") as caught:
+        load("ktransformers")(plan_of(MIXTRAL | FOUR, [1, 1, 1, 1, *[0, 0, 1] * 3, 0, 0], ONE))
+    assert caught.value.nearest["model.layers.0.attention"] == "cuda:0"
+    assert caught.value.nearest["model.layers.0.experts"] == "cpu:0"
+
+
 # --- what ran ------------------------------------------------------------------------------------
 
 
