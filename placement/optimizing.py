@@ -25,7 +25,7 @@ from placement.executor.runner import without_mode
 from placement.executor.streamed import streaming_where_short
 from placement.graph import OpGraph
 from placement.objective import Objective
-from placement.pieces import shares_of, split
+from placement.pieces import Moves, shares_of, split
 from placement.plan import make_plan, parameters_of
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
@@ -206,20 +206,21 @@ def optimize(
             )
             return fastest(problem, inputs, seconds, module, **options)
 
-        runner = fastest_by(load_or_measure(graph, cluster, progress=report))
+        profile = load_or_measure(graph, cluster, progress=report)
+        runner = fastest_by(profile)
         if why := _doubt(runner):  # as after a busy hour
             runner.close()
             if not quiet:
                 say(f"{why}: measuring the operators again")
-            again = load_or_measure(graph, cluster, again=True, progress=report)
-            runner = fastest_by(again)
+            profile = load_or_measure(graph, cluster, again=True, progress=report)
+            runner = fastest_by(profile)
         if shares:
             report("cutting operators", None)
             with torch_threads(cluster.devices[0].threads):
-                cut = split(graph, shares)
+                cut = split(graph, shares, moves=Moves.of(profile.links))
             if cut is not graph:
-                profile = load_or_measure(cut, cluster, progress=report)
-                runner = _faster_of(runner, fastest_by(profile, cut))
+                of_pieces = load_or_measure(cut, cluster, progress=report)
+                runner = _faster_of(runner, fastest_by(of_pieces, cut))
     if not quiet:
         say(verdict(runner))
     return runner

@@ -296,17 +296,15 @@ def fill(
 
     ``device``, if given, takes the place of every ``torch.device``.
     """
-    if isinstance(template, Ref):
-        return tensors[template.tensor]
-    if isinstance(template, Param):
-        return params[template.index]
-    if isinstance(template, list | tuple):
-        return type(template)(fill(x, tensors, params, device) for x in template)
-    if isinstance(template, dict):
-        return {k: fill(x, tensors, params, device) for k, x in template.items()}
-    if device is not None and isinstance(template, torch.device):
-        return device
-    return template
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return tensors[leaf.tensor]
+        if isinstance(leaf, Param):
+            return params[leaf.index]
+        return device if device is not None and isinstance(leaf, torch.device) else leaf
+
+    return mapped(template, of)
 
 
 def run_program(
@@ -462,6 +460,37 @@ def leaves_of(template: Any) -> Iterator[Any]:
             yield from leaves_of(x)
     else:
         yield template
+
+
+def mapped(template: Any, of: Callable[[Any], Any]) -> Any:
+    """The template with ``of(leaf)`` in the place of every leaf (see ``leaves_of``)."""
+    if isinstance(template, list | tuple):
+        return type(template)(mapped(x, of) for x in template)
+    if isinstance(template, dict):
+        return {k: mapped(x, of) for k, x in template.items()}
+    return of(template)
+
+
+def signature(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Callable[[Any], Any]
+) -> str:
+    """Kind, shapes, dtypes and constants of a call; where it runs is not part of it.
+
+    ``of(leaf)`` is the tensor that a leaf stands for, or what else it is.
+    """
+
+    def shown(x: Any) -> str:
+        if isinstance(x, list | tuple):
+            return f"[{', '.join(map(shown, x))}]"
+        x = of(x)
+        if isinstance(x, Tensor):
+            return describe(x)
+        if isinstance(x, torch.device):
+            return "device"
+        return short_dtype(x) if isinstance(x, torch.dtype) else repr(x)
+
+    named = [f"{k}={shown(x)}" for k, x in kwargs.items() if k not in ("device", "pin_memory")]
+    return f"{target}({', '.join([*map(shown, args), *named])})"
 
 
 def describe(tensor: Tensor) -> str:

@@ -37,9 +37,8 @@ from placement.capturing.patches import patched
 from placement.program import (
     CaptureError,
     DependsOnValues,
-    describe,
     leaves_of,
-    short_dtype,
+    signature,
     storage_of,
     view_of,
 )
@@ -428,24 +427,12 @@ def _keep_names(program: fx.GraphModule) -> None:
 
 def signature_of(node: fx.Node) -> str:
     """Kind, shapes, dtypes and constants of a call; where it runs is not part of it."""
-    parts = [_show(x) for x in node.args]
-    parts += [
-        f"{k}={_show(x)}" for k, x in node.kwargs.items() if k not in ("device", "pin_memory")
-    ]
-    return f"{node.target}({', '.join(parts)})"
-
-
-def _show(arg: Any) -> str:
-    if isinstance(arg, fx.Node):
-        value = arg.meta.get("val")
-        return describe(value) if isinstance(value, Tensor) else repr(value)
-    if isinstance(arg, list | tuple):
-        return f"[{', '.join(_show(x) for x in arg)}]"
-    if isinstance(arg, torch.device):
-        return "device"
-    if isinstance(arg, torch.dtype):
-        return short_dtype(arg)
-    return repr(arg)
+    return signature(
+        node.target,
+        node.args,
+        node.kwargs,
+        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x,
+    )
 
 
 def argument_names(

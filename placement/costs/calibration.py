@@ -118,11 +118,19 @@ def _repeated(whole_s: float) -> int:
 
 
 def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
-    """Single devices, cuts, and replicas where every device can hold all."""
+    """Single devices, cuts, and replicas where every device can hold all.
+
+    Of a graph in pieces, every second one is dealt out: piece ``k`` is ``k`` devices further on.
+    """
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
     able = problem.supported.all(axis=0)
     replicas = [singles] if able.all() and problem.buffers_stay(singles[None])[0] else []
     cuts = pieces(problem, CUTS, SEED)
+    if (number := problem.graph.piece) is not None:
+        of_group = problem.graph.per_group(number, np.maximum)[problem.graph.group]
+        dealt = (np.concatenate([0 * cuts[:1], cuts[::2]]) + of_group) % problem.num_devices
+        able = np.isfinite(problem.compute_s[np.arange(problem.num_ops), dealt]).all(axis=1)
+        cuts = [*dealt[able].astype(np.int32), *cuts[1::2]]
     return [*singles[able], *cuts, *replicas]
 
 

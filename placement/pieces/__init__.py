@@ -37,17 +37,17 @@ def split(
     Args:
         graph: of an inference, with its program.
         ways: how many equal pieces, or the share of each (which add up to 1), or what an earlier
-        split
-            decided (``graph.program.pieces``).
+            split decided (``graph.program.pieces``).
         sums: whether pieces may make summands of a result, which differs then in its last digits.
-        moves: what moving tensors between devices costs; ``Moves()`` if not given.
+        moves: what moving tensors between devices costs, as ``Moves.of(profile.links)``; if not
+            given, what it does between two cores.
 
     Returns:
         OpGraph: of which ``program.pieces`` says what was cut; ``graph`` itself where nothing pays.
 
     Raises:
         PiecesError: a training step, ways out of range, nothing that can be cut so, or other
-        results.
+            results.
     """
     check_can_be_cut(graph)
     pieces = ways

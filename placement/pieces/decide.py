@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from placement.cluster import Link
 from placement.graph import OpGraph
 from placement.pieces.choose import Factor, least
 from placement.pieces.rules import (
@@ -45,9 +46,18 @@ class Moves:
     """What moving costs: ``hop_s`` for being handed over, bytes per second on the way and in a
     copy."""
 
-    hop_s: float = 30e-6
+    hop_s: float = 150e-6
     bytes_per_s: float = 8e9
     copied_per_s: float = 8e9
+
+    @classmethod
+    def of(cls, links: Sequence[Link]) -> Moves:
+        """Those between devices of a profile; whoever waits for a tensor has to be woken."""
+        if not links:
+            return cls()
+        hops = [x.latency_s + x.wake_s + x.send_s + x.receive_s for x in links]
+        speed = float(np.median([x.bandwidth_bytes_per_s for x in links]))
+        return cls(float(np.median(hops)), min(speed, cls.bytes_per_s))
 
     def seconds(self, size: float, made: Cut, cut: Cut, k: int) -> float:
         """Of a tensor of ``size`` bytes that is made one way and read another; inf: cannot be."""

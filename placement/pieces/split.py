@@ -30,10 +30,10 @@ from placement.program import (
     Program,
     Ref,
     Step,
-    describe,
     fill,
     leaves_of,
-    short_dtype,
+    mapped,
+    signature,
     storage_of,
 )
 
@@ -119,10 +119,7 @@ class _Cutter:
                 self._whole(n)
             else:
                 self._cut(n, rule)
-        leaves = tuple(
-            Ref(self._get(x.tensor, ONE)[0]) if isinstance(x, Ref) else x
-            for x in program.output_leaves
-        )
+        leaves = mapped(program.output_leaves, self._one)
         uses, param_uses = [], []
         for n, step in enumerate(self.steps):
             for leaf in leaves_of((step.args, step.kwargs)):
@@ -135,15 +132,20 @@ class _Cutter:
             {p for _, p in param_uses} | {x.index for x in leaves if isinstance(x, Param)}
         )
         number = {p: i for i, p in enumerate(read)}
+
+        def renumbered(x: Any) -> Any:
+            return Param(number[x.index]) if isinstance(x, Param) else x
+
         cut = replace(
             program,
-            steps=tuple(_renumbered(step, number) for step in self.steps),
+            steps=tuple(
+                replace(x, args=mapped(x.args, renumbered), kwargs=mapped(x.kwargs, renumbered))
+                for x in self.steps
+            ),
             params=tuple(self.params[p] for p in read),
             param_names=tuple(self.param_names[p] for p in read),
             input_tensors=tuple(self.there[t][ONE][0] for t in program.input_tensors),
-            output_leaves=tuple(
-                Param(number[x.index]) if isinstance(x, Param) else x for x in leaves
-            ),
+            output_leaves=mapped(leaves, renumbered),
             pieces=replace(self.pieces, bounds=self.bounds),
         )
         return OpGraph.build(
@@ -154,7 +156,7 @@ class _Cutter:
             uses,
             op_kind=[str(step.target) for step in self.steps],
             op_module=self.module,
-            op_signature=[self._signature(step) for step in self.steps],
+            op_signature=[signature(x.target, x.args, x.kwargs, self._value) for x in self.steps],
             tensor_root=root,
             param_bytes=[x.numel() * x.element_size() for x in cut.params],
             param_uses=[(n, number[p]) for n, p in param_uses],
@@ -165,7 +167,7 @@ class _Cutter:
 
     def _whole(self, n: int) -> None:
         step = self.program.steps[n]
-        args, kwargs = self._filled((step.args, step.kwargs), lambda t: Ref(self._get(t, ONE)[0]))
+        args, kwargs = mapped((step.args, step.kwargs), self._one)
         made = self._add(step.target, args, kwargs, n, self.old.op_name[n], step)
         for t, new in zip(step.outputs, made, strict=True):
             self.there[t][ONE] = [new]
@@ -236,8 +238,11 @@ class _Cutter:
             )
         self.bounds[name] = bounds
 
-    def _value(self, x: Any) -> Tensor:
-        return self.value[x.tensor] if isinstance(x, Ref) else self.meta[x.index]
+    def _one(self, x: Any) -> Any:
+        return Ref(self._get(x.tensor, ONE)[0]) if isinstance(x, Ref) else x
+
+    def _value(self, x: Any) -> Any:
+        return fill(x, self.value, self.meta)
 
     def _get(self, t: int, cut: Cut) -> list[int]:
         """The tensors that are ``t`` cut so: one, or one for each piece."""
@@ -393,15 +398,6 @@ class _Cutter:
             found.append(Param(self.param_at[key]))
         return found
 
-    def _filled(self, template: Any, of: Any) -> Any:
-        if isinstance(template, Ref):
-            return of(template.tensor)
-        if isinstance(template, list | tuple):
-            return type(template)(self._filled(x, of) for x in template)
-        if isinstance(template, dict):
-            return {k: self._filled(x, of) for k, x in template.items()}
-        return template
-
     def _roots(self) -> list[int]:
         first: dict[int, int] = {}
         return [first.setdefault(storage_of(x), t) for t, x in enumerate(self.value)]
@@ -418,24 +414,6 @@ class _Cutter:
                 group = [new if g == old else g for g in group]
         return group
 
-    def _signature(self, step: Step) -> str:
-        parts = [self._shown(x) for x in step.args]
-        parts += [
-            f"{k}={self._shown(x)}"
-            for k, x in step.kwargs.items()
-            if k not in ("device", "pin_memory")
-        ]
-        return f"{step.target}({', '.join(parts)})"
-
-    def _shown(self, x: Any) -> str:
-        if isinstance(x, Ref | Param):
-            return describe(self._value(x))
-        if isinstance(x, list | tuple):
-            return f"[{', '.join(self._shown(y) for y in x)}]"
-        if isinstance(x, torch.device):
-            return "device"
-        return short_dtype(x) if isinstance(x, torch.dtype) else repr(x)
-
 
 def _is_place(x: Any) -> bool:
     return isinstance(x, Ref | Param)
@@ -443,14 +421,3 @@ def _is_place(x: Any) -> bool:
 
 def _meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def _renumbered(step: Step, number: Mapping[int, int]) -> Step:
-    def walk(x: Any) -> Any:
-        if isinstance(x, Param):
-            return Param(number[x.index])
-        if isinstance(x, list | tuple):
-            return type(x)(walk(y) for y in x)
-        return {k: walk(y) for k, y in x.items()} if isinstance(x, dict) else x
-
-    return replace(step, args=walk(step.args), kwargs=walk(step.kwargs))
