@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import placement
 from placement import exporters, pieces, planners
 from placement.cluster import Cluster, Device
+from placement.costs.calibration import _for_calibration
 from placement.pieces.choose import Factor, least
 from placement.pieces.decide import Moves, Options, decide, options_of
 from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, rules_of, sizes
@@ -273,6 +274,14 @@ def problem_of(graph: placement.OpGraph) -> Problem:
         cluster.device_names, seconds, 0 * seconds, graph_fingerprint=graph.fingerprint
     )
     return Problem(graph, cluster, profile, objective="latency")  # type: ignore[arg-type]
+
+
+def test_calibration_runs_pieces_on_devices_of_their_own() -> None:
+    module, inputs = models()["attention"]
+    graph = placement.capture(module, inputs)
+    cut = pieces.split(graph, in_random_pieces(graph, options_of(graph, HALVES), HALVES, 1))
+    where = planners.load("round_robin")(problem_of(cut)).placement
+    assert any(np.array_equal(p, where) for p in _for_calibration(problem_of(cut)))
 
 
 def plan_of(graph: placement.OpGraph) -> placement.Plan:

@@ -129,8 +129,8 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
     if (number := problem.graph.piece) is not None:
         of_group = problem.graph.per_group(number, np.maximum)[problem.graph.group]
         dealt = (np.concatenate([0 * cuts[:1], cuts[::2]]) + of_group) % problem.num_devices
-        able = np.isfinite(problem.compute_s[np.arange(problem.num_ops), dealt]).all(axis=1)
-        cuts = [*dealt[able].astype(np.int32), *cuts[1::2]]
+        fits = np.isfinite(problem.compute_s[np.arange(problem.num_ops), dealt]).all(axis=1)
+        cuts = [*dealt[fits].astype(np.int32), *cuts[1::2]]
     return [*singles[able], *cuts, *replicas]
 
 
