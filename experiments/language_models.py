@@ -21,280 +21,25 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from math import ceil, log
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.public_models import Lacking, Model, llama_cpp_file, machine, model_of, shape_of
 from experiments.study import Option, Options, Study, StudyError, run
-from experiments.tables import Column
+from experiments.tables import Column, finite
+from placement.costs import runtimes as runtimes_module
 from placement.costs.efficiency import Peak
 from placement.costs.runtimes import Runtime, runtimes
-from placement.devices import library
-from placement.importers.decoder import Part
-from placement.tools.files import parse_yaml
+from placement.tools.files import write_atomic
 
-HERE = Path(__file__).parent
 Row = Mapping[str, str]
 Runtimes = Mapping[str, Runtime]
 PREFILL, DECODE = "prefill", "decode"
-
-
-class Lacking(ValueError):
-    """A row lacks what the rule needs, or names what nobody knows; it is skipped and counted."""
-
-
-# --- models -------------------------------------------------------------------------------------
-
-
-@cache
-def shapes() -> dict[str, Any]:
-    """By name: see ``shapes.yaml``."""
-    return parse_yaml((HERE / "shapes.yaml").read_text("utf-8"))
-
-
-# What else a name may have in it, of which model, the first that is found.
-ALIASES = (
-    (r"r1.*1\.5b", "qwen2.5-1.5b"),
-    (r"r1.*7b", "qwen2.5-7b"),
-    (r"r1.*(8b)", "llama-3.1-8b"),
-    (r"r1.*14b", "qwen2.5-14b"),
-    (r"r1.*32b", "qwen2.5-32b"),
-    (r"r1.*70b", "llama-3.1-70b"),
-    (r"deepseek.*(r1|v3)", "deepseek-v3-671b"),
-    (r"deepseek.*lite|deepseek.*16b", "deepseek-v2-lite-16b"),
-    (r"kimi.?k2", "kimi-k2-1026b-a32b"),
-    (r"code.?llama.*34b", "codellama-34b"),
-    (r"llama.*scout|llama.?4.*(109b|17bx16e)", "llama-4-scout-109b-a17b"),
-    (r"llama.*maverick|llama.?4.*400b", "llama-4-maverick-400b-a17b"),
-    (r"tiny.?llama", "tinyllama-1.1b"),
-    (r"nemotron.*super.*120b", "nemotron-3-super-120b-a12b"),
-    (r"nemotron.*nano.*30b|nemotron.*30b.?a3b", "nemotron-3-nano-30b-a3b"),
-    (r"nemotron.?mini", "nemotron-mini-4b"),
-    (r"llama.*minitron.*4b", "llama-minitron-4b"),
-    (r"(minitron|nemo).*8b", "minitron-8b"),
-    (r"(minitron|nemo).*4b", "minitron-4b"),
-    (r"mistral.?nemo|nemo.*12b", "mistral-nemo-12b"),
-    (r"(mistral|devstral|magistral).*24b|mistral.?small|devstral|magistral", "mistral-small-24b"),
-    (r"(mistral|devstral).*12[0-9]b|mistral.?large", "mistral-large-123b"),
-    (r"mixtral.*8x22b", "mixtral-8x22b"),
-    (r"mixtral", "mixtral-8x7b"),
-    (r"mistral", "mistral-7b"),
-    (r"llama.*405b", "llama-3.1-405b"),
-    (r"llama.?2.*70b", "llama-2-70b"),
-    (r"llama.?2.*13b|code.?llama.*13b", "llama-2-13b"),
-    (r"llama.?2|code.?llama", "llama-2-7b"),
-    (r"llama.*70b", "llama-3.1-70b"),
-    (r"llama.?3\.2.*1b", "llama-3.2-1b"),
-    (r"llama.?3\.2|llama.*[^0-9]3b", "llama-3.2-3b"),
-    (r"llama.*8b|llama.?3", "llama-3.1-8b"),
-    (r"qwen3.?coder.*480b", "qwen3-coder-480b-a35b"),
-    (r"qwen3.?(coder.?)?next|qwen3.*80b", "qwen3-next-80b-a3b"),
-    (r"qwen3\.[56].*27b", "qwen3.6-27b"),
-    (r"qwen3\.[56].*35b", "qwen3.6-35b-a3b"),
-    (r"qwen3\.[56].*122b", "qwen3.5-122b-a10b"),
-    (r"qwen3\.[56].*397b", "qwen3.5-397b-a17b"),
-    (r"qwen.*235b", "qwen3-235b-a22b"),
-    (r"qwen.*30b", "qwen3-30b-a3b"),
-    (r"qwen3.*0\.6b", "qwen3-0.6b"),
-    (r"qwen3.*1\.7b", "qwen3-1.7b"),
-    (r"qwen3.*4b", "qwen3-4b"),
-    (r"qwen3.*8b", "qwen3-8b"),
-    (r"qwen3.*14b", "qwen3-14b"),
-    (r"(qwen3|qwq).*32b", "qwen3-32b"),
-    (r"(qwen|qwq).*32b|qwq", "qwen2.5-32b"),
-    (r"qwen.*0\.5b", "qwen2.5-0.5b"),
-    (r"qwen.*1\.5b", "qwen2.5-1.5b"),
-    (r"qwen.*72b", "qwen2.5-72b"),
-    (r"qwen.*14b", "qwen2.5-14b"),
-    (r"qwen.*7b", "qwen2.5-7b"),
-    (r"qwen.*3b", "qwen2.5-3b"),
-    (r"gemma.?4.*26b", "gemma-4-26b-a4b"),
-    (r"gemma.?4.*31b", "gemma-4-31b"),
-    (r"gemma.?3.*27b", "gemma-3-27b"),
-    (r"gemma.?3.*12b", "gemma-3-12b"),
-    (r"gemma.?3.*4b", "gemma-3-4b"),
-    (r"gemma.?3.*1b", "gemma-3-1b"),
-    (r"gemma.*27b", "gemma-2-27b"),
-    (r"gemma.*9b", "gemma-2-9b"),
-    (r"gemma.*2b", "gemma-2-2b"),
-    (r"phi.?4.*mini", "phi-4-mini-3.8b"),
-    (r"phi.?4", "phi-4-14b"),
-    (r"phi.?3.*(medium|14b)", "phi-3-medium-14b"),
-    (r"phi.?3", "phi-3-mini-3.8b"),
-    (r"glm.?4\.[5-9].*flash", "glm-4.7-flash-30b-a3b"),
-    (r"glm.?4\.[5-9].?(air|v)|glm.?4.?moe 10[0-9]b", "glm-4.5-air-106b"),
-    (r"glm.?4\.[5-9]|glm4moe", "glm-4.6-355b-a32b"),
-    (r"glm.?5", "glm-5-744b-a40b"),
-    (r"glm.*32b", "glm-4-32b"),
-    (r"minimax", "minimax-m2-230b-a10b"),
-    (r"hunyuan.*(80b|a13b)", "hunyuan-80b-a13b"),
-    (r"mimo.*flash", "mimo-v2-flash-309b-a15b"),
-    (r"gpt.?oss.*120b", "gpt-oss-120b"),
-    (r"gpt.?oss.*20b|gpt.?oss", "gpt-oss-20b"),
-)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder whose equal parts are counted instead of listed."""
-
-    name: str
-    hidden: int
-    parts: tuple[tuple[Part, int], ...]
-
-    @property
-    def numel(self) -> float:
-        """Weights, a tied one twice."""
-        return sum(n * max(p.numel, p.weight_bytes / 2) for p, n in self.parts)
-
-    @property
-    def weight_bytes(self) -> float:
-        return sum(n * p.weight_bytes for p, n in self.parts)
-
-    @property
-    def num_layers(self) -> int:
-        return 1 + max(p.layer for p, _ in self.parts)
-
-
-def billions(text: str) -> tuple[float | None, float | None]:
-    """Weights that a name states, and those that a token uses: ``35B-A3B`` has 35 and 3."""
-    total = re.findall(r"(?<![a-z0-9.])([0-9]+(?:\.[0-9]+)?) ?b\b", text.lower())
-    used = re.findall(r"a([0-9]+(?:\.[0-9]+)?)b\b", text.lower())
-    return (float(total[0]) if total else None, float(used[0]) if used else None)
-
-
-def shape_of(text: str, params: float | None = None) -> tuple[str, float]:
-    """The shape of a model by its name, and by what factor its weights are as many.
-
-    A model that nobody knows is like the nearest of those that use as large a share of their
-    weights, as its name or ``params`` (billions) say.
-    """
-    lower = re.sub(r"[_:]", "-", text.lower())
-    for pattern, name in ALIASES:
-        if re.search(pattern, lower):
-            return name, 1.0
-    total, used = billions(text)
-    total = params or total
-    if total is None:
-        raise Lacking(f"model {text!r}: neither its shape nor its size is known")
-    routed = used is not None and used < 0.7 * total
-
-    def far(name: str) -> float:
-        model = model_of(name, 16.0)
-        if any(p.kind == "experts" for p, _ in model.parts) != routed:
-            return 1e9
-        active = sum(n * p.numel * p.used for p, n in model.parts)
-        return abs(log(model.numel / total / 1e9)) + (
-            abs(log(active / used / 1e9)) if used is not None else 0.0
-        )
-
-    nearest = min(shapes(), key=far)
-    return nearest, total * 1e9 / model_of(nearest, 16.0).numel
-
-
-def model_of(
-    name: str,
-    bits: float,
-    experts: float | None = None,
-    head: float | None = None,
-    scale: float = 1.0,
-) -> Model:
-    """A model whose weights have so many ``bits``; of experts and of the head others."""
-    x = shapes()[name]
-
-    def part(kind: str, layer: int, own: float, numel: float, **more: Any) -> Part:
-        size = {kind: int(numel * own * scale / 8)}
-        more |= {} if kind == "embedding" else {"numel": numel * scale}
-        return Part(kind, kind, kind, layer, size, **more)
-
-    parts = [(part("embedding", -1, bits, x["embedding"]), 1)]
-    at = 0
-    for layer in x["layers"]:
-        used, count = layer.get("experts_used", 1.0), layer["count"]
-        kept = {
-            "kv_bytes": 2 * layer.get("kv", 0), "window": layer.get("window"),
-            "width": float(layer.get("width", 0)),
-        }  # fmt: skip
-        for kind in ("attention", "feed_forward", "experts"):
-            if numel := layer.get(kind, 0):
-                own = bits if kind != "experts" or experts is None else experts
-                more = kept if kind == "attention" else {}
-                share = used if kind == "experts" else 1.0
-                parts.append((part(kind, at, own, numel, used=share, **more), count))
-        at += count
-    parts.append((part("head", -2, head or bits, x["head"]), 1))
-    last = replace(parts[-2][0], layer=at - 1)
-    parts[-2] = (last, parts[-2][1])
-    return Model(name, x["hidden"], tuple(parts))
-
-
-# Bits of a weight of llama.cpp's types, blocks' scales included, as files of them have on average.
-BITS = {
-    "f32": 32.0, "bf16": 16.0, "f16": 16.0, "fp16": 16.0, "q8": 8.5, "q6": 6.56, "q5": 5.6,
-    "q4-0": 4.55, "q4": 4.85, "iq4": 4.4, "q3": 3.9, "iq3": 3.5, "q2": 2.92, "iq2": 2.5, "iq1": 1.8,
-    "mxfp4": 4.25,
-}  # fmt: skip
-
-
-def llama_cpp_file(text: str, quant: str, size_bytes: float | None, params: float | None) -> Model:
-    """A model in a GGUF file of ``size_bytes``, or as large as its type makes it."""
-    name, scale = shape_of(text, params)
-    kind = quant.lower().replace("_", "-")
-    bits = next((b for k, b in BITS.items() if kind.removeprefix("ud-").startswith(k)), None)
-    if size_bytes is None:
-        if bits is None:
-            raise Lacking(f"quantisation {quant!r} is not known")
-        if "gpt-oss" in name:
-            return model_of(name, 16.0, 4.25, 16.0)
-        return model_of(name, bits, None, max(bits, 6.56), scale)
-    plain = model_of(name, 8.0, scale=scale)
-    experts = sum(n * p.weight_bytes for p, n in plain.parts if p.kind == "experts")
-    tied = shapes()[name]["tied"]
-    others = plain.weight_bytes - experts - (plain.parts[0][0].weight_bytes if tied else 0)
-    if experts and (bits or 4.0) < 8.0:  # what is not routed has eight bits, as a rule
-        left = (8 * size_bytes - 8.5 * others) / experts
-        if left > 0.5:
-            return model_of(name, 8.5, left, scale=scale)
-    return model_of(name, 8 * size_bytes / (experts + others), scale=scale)
-
-
-# --- machines -----------------------------------------------------------------------------------
-
-
-@cache
-def machines() -> dict[str, dict[str, Peak]]:
-    """By kind, then by what a name has in it."""
-    listed = parse_yaml((HERE / "machines.yaml").read_text("utf-8"))
-    known: dict[str, dict[str, Peak]] = {
-        kind: {str(k).replace("-", " "): Peak(t * 1e12, b * 1e9, 0.0) for k, (b, t) in x.items()}
-        for kind, x in listed.items()
-    }
-    for name, facts in library().items():
-        short = name.partition("/")[2].replace("-", " ")
-        for text in {short, short.removeprefix("rtx "), short.removeprefix("rx ")}:
-            dtype = "fp32" if facts.kind == "cpu" else "fp16"
-            known[facts.kind].setdefault(text, Peak(facts.peak(dtype), facts.bytes_per_s, 0.0))
-    return known
-
-
-def machine(text: str, processor: bool) -> tuple[str, Peak]:
-    """The kind and the peaks of the device that a text names: the longest name in it."""
-    lower = re.sub(r"[^a-z0-9().]+", " ", text.lower())
-    kinds = ["cpu"] if processor else ["cuda", "rocm", "vulkan", "metal"]
-    found = [
-        (len(name), kind, peak)
-        for kind in kinds
-        for name, peak in machines()[kind].items()
-        if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![0-9])", lower)
-    ]
-    if not found:
-        raise Lacking(f"device {text!r} is not known")
-    _, kind, peak = max(found, key=lambda x: x[0])
-    return kind, peak
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -359,10 +104,21 @@ def test_s(test: str, rate: float) -> tuple[str, int, float, float]:
 
 
 def bench(
-    model: Model, runtime: str, peak: Peak, rows: int, before: float, extra: str | None, all_: Runtimes
+    model: Model,
+    runtime: str,
+    peak: Peak,
+    rows: int,
+    before: float,
+    extra: str | None,
+    all_: Runtimes,
 ) -> float:
-    """Seconds of a test of llama-bench, 512 tokens at a time."""
-    one = min(rows, 512)
+    """Seconds of a test of llama-bench, so many tokens at a time.
+
+    The tests with a context before them were run with ``-ub 2048`` on ROCm, all others with 512
+    (``run_benchmarks.sh`` there).
+    """
+    most = 2048 if before > 2048 and "rocm" in runtime else 512
+    one = min(rows, most)
     seconds = ceil(rows / one) * pass_s(model, all_[runtime], peak, one, 1, before)
     return seconds + (ceil(rows / one) * all_[extra].token_s if extra else 0.0)
 
@@ -397,6 +153,10 @@ def strix_halo_two_hosts_rpc(row: Row) -> Iterator[Case]:
         f"{text} {log_file}", quant[1] if quant else "Q4", size_bytes, number(row, "params")
     )
     runtime = "llama.cpp/rocm" if "rocm" in log_file.lower() else "llama.cpp/vulkan"
+    if "amdvlk" in log_file:
+        runtime = "llama.cpp/amdvlk"
+    if "rocwmma" in log_file and "improved" not in log_file:
+        runtime = "llama.cpp/rocwmma"  # kernels that were given up: five times slower at 32768
     predict = partial(bench, model, runtime, STRIX, rows, before, "llama.cpp/rpc")
     yield Case("", phase, log_file, model.name, measured, predict, (runtime, "llama.cpp/rpc"))
 
@@ -405,8 +165,8 @@ def geerling_llm_decode(row: Row) -> Iterator[Case]:
     """ollama's default files on one device of a machine, a short context."""
     system, processor = row.get("system") or "", (row.get("where") or "").upper() == "CPU"
     kind, peak = machine(system, processor)
-    if (row.get("vulkan_note") or "").lower() == "true" and kind != "cpu":
-        kind = "vulkan"
+    if (row.get("vulkan_note") or "").lower() == "true" and kind in ("rocm", "vulkan"):
+        kind = "vulkan-pi"
     text = row.get("model") or ""
     model = llama_cpp_file(text, "Q4_K_M", None, None)
     runtime = f"llama.cpp/{kind}"
@@ -415,14 +175,12 @@ def geerling_llm_decode(row: Row) -> Iterator[Case]:
 
 
 PEAK_5090 = Peak(209.5e12, 1.792e12, 0.0)
-HOST = Peak(2.5e12, 0.0896e12, 0.0)  # a desktop of its time: two channels of DDR5-5600
+HOST = Peak(2.5e12, 0.128e12, 0.0)  # it is not named: two channels of DDR5-8000
 PIPESHARD = {"minitron-4b": 16.0, "minitron-8b": 16.0, "qwen3-30b-a3b": 4.54,
              "qwen3-235b-a22b": 2.92}  # fmt: skip
 
 
-def split_s(
-    model: Model, ngl: int, before: float, all_: Runtimes
-) -> float:
+def split_s(model: Model, ngl: int, before: float, all_: Runtimes) -> float:
     """Seconds of a token where the last ``ngl`` layers are on the GPU, the head the last of all."""
     gpu, cpu = all_["llama.cpp/cuda"], all_["llama.cpp/cpu"]
     seconds, layers = gpu.token_s, model.num_layers
@@ -450,7 +208,7 @@ def pipeshard_llamacpp_layers_5090(row: Row) -> Iterator[Case]:
     except ValueError as error:
         raise Lacking("gpu_layers_ngl is no number") from error
     predict = partial(split_s, model, ngl, prompt)
-    both = ("llama.cpp/cpu" if ngl <= model.num_layers else "llama.cpp/cuda",)
+    both = ("llama.cpp/cuda", "llama.cpp/cpu")[: 1 + (ngl <= model.num_layers)]
     yield Case("", DECODE, "RTX 5090", name, 1 / number(row, "decode_tok_s_median"), predict, both)
 
 
@@ -466,16 +224,12 @@ def served_s(
 ) -> float:
     """Seconds between tokens of a sequence while others' prompts come in.
 
-    Each of ``batch`` sequences brings ``prompt`` tokens for every ``answer`` tokens that it gets, so
-    that on average ``batch * prompt / answer`` of them join a pass.
+    In the long run each of ``batch`` sequences brings a prompt for every ``answer`` tokens that it
+    gets, so that a token waits for ``batch / answer`` prompts on average.
     """
     own = all_[runtime]
-    joining = batch * prompt / answer
     decode = pass_s(model, own, peak, batch, batch, prompt + answer / 2)
-    rows = max(1, round(joining))
-    both = pass_s(model, own, peak, batch + rows, rows / prompt, prompt / 2)
-    alone = pass_s(model, own, peak, batch, 0.0, 1.0)
-    return decode + max(0.0, both - alone)
+    return decode + batch / answer * pass_s(model, own, peak, int(prompt), 1, prompt / 2)
 
 
 def aiconfigurator_one_gpu_runs(row: Row) -> Iterator[Case]:
@@ -496,13 +250,17 @@ def aiconfigurator_one_gpu_runs(row: Row) -> Iterator[Case]:
     experts = bits if bits < 16 else None
     plain = bits if bits == 8 or bits == 16 else 16.0 if "oss" in name else bits
     model = model_of(name, plain, experts, 16.0, scale)
-    runtime = (row.get("backend") or "").lower()
-    runtime = runtime if f"{runtime}/cuda" in runtimes() else "vllm"
     batch, prompt, answer = (number(row, x) for x in ("batch", "prompt", "answer"))
     predict = partial(
-        served_s, model, f"{runtime}/cuda", Peak(flops, bytes_per_s, 0.0), int(batch), prompt, answer
+        served_s,
+        model,
+        "vllm/cuda",
+        Peak(flops, bytes_per_s, 0.0),
+        int(batch),
+        prompt,
+        answer,
     )
-    yield Case("", DECODE, system, name, number(row, "tpot_ms") / 1e3, predict, (f"{runtime}/cuda",))
+    yield Case("", DECODE, system, name, number(row, "tpot_ms") / 1e3, predict, ("vllm/cuda",))
 
 
 TABLES: Mapping[str, Callable[[Row], Iterator[Case]]] = {
@@ -567,26 +325,192 @@ def summary(path: Path) -> dict[str, Any]:
     return facts | {"skipped": sum(skipped.values()), "why": dict(skipped.most_common(5))}
 
 
+# --- the fit ------------------------------------------------------------------------------------
+
+SHARES = ("weights", "cache", "compute", "routed", "attention")
+FIXED = ("part_s", "token_s")
+# Where a fit begins, and where it stays without rows that say more.
+PRIOR = Runtime(0.8, 0.7, 0.35, 0.12, 0.15, 1.5e-5, 1e-3, 0.3, 0.6)
+PRIORS = {
+    "llama.cpp/cpu": Runtime(0.8, 0.5, 0.3, 0.3, 0.02, 1e-5, 1e-3, 0.3, 0.6),
+    "llama.cpp/rpc": replace(PRIOR, token_s=5e-3),
+    "llama.cpp/vulkan-pi": replace(PRIOR, weights=0.5),
+    "llama.cpp/amdvlk": replace(PRIOR, compute=0.1, attention=0.05),  # without matrix units
+    "llama.cpp/rocwmma": replace(PRIOR, cache=0.1, attention=0.03),
+    "vllm/cuda": Runtime(0.9, 0.9, 0.8, 0.4, 0.3, 1.5e-5, 3e-4, 0.3, 0.6),
+}
+NOTHING = Runtime(*[np.inf] * 5, 0.0, 0.0, 0.0, 0.0)
+SURE = 0.3  # how much the prior weighs, beside the rows of a runtime
+LEAST_ERROR = 0.03  # below it errors count squared, above as they are
+
+
+def design(some: Sequence[Case], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds for each of what is fitted, as the rule is linear, and those that are given.
+
+    float64 ``[cases, 7 * names]`` and ``[cases]``.
+    """
+    fixed = np.array([case.predict(dict.fromkeys(names, NOTHING)) for case in some])
+    columns = np.zeros((len(some), 7 * len(names)))
+    for i, name in enumerate(names):
+        users = [k for k, case in enumerate(some) if name in case.runtime]
+        for j, field in enumerate(SHARES + FIXED):
+            one = dict.fromkeys(names, NOTHING) | {name: replace(NOTHING, **{field: 1.0})}
+            columns[users, 7 * i + j] = [some[k].predict(one) for k in users]
+            columns[users, 7 * i + j] -= fixed[users]
+    return columns, fixed
+
+
+def solve(columns: np.ndarray, aim: np.ndarray, weight: np.ndarray, prior: np.ndarray) -> Any:
+    """The least sum of relative errors, near ``prior``, with no share above 1."""
+    from scipy.optimize import nnls
+
+    relative = np.vstack([columns * prior, SURE * np.eye(len(prior))])
+    aim = np.append(aim, np.full(len(prior), SURE))
+    low = np.tile([1.0] * len(SHARES) + [0.0] * len(FIXED), len(prior) // 7) / prior
+    weights = np.append(weight, np.ones(len(prior)))
+    for _ in range(20):
+        root = np.sqrt(weights)
+        found = low + nnls(relative * root[:, None], (aim - relative @ low) * root)[0]
+        error = np.abs(relative @ found - aim)[: len(weight)]
+        weights[: len(weight)] = weight / np.maximum(error, LEAST_ERROR)
+    return found * prior
+
+
+def values(runtime: Runtime) -> list[float]:
+    """What is fitted: seconds, or seconds for each at peak."""
+    own = [1 / getattr(runtime, name) for name in SHARES]
+    return own + [getattr(runtime, name) for name in FIXED]
+
+
+class Fit:
+    """All runtimes, fitted to all cases or to some.
+
+    Rows of one table for one runtime weigh as much together as the root of their number.
+    """
+
+    def __init__(self, some: Sequence[Case]) -> None:
+        self.cases = some
+        self.names = sorted({name for case in some for name in case.runtime})
+        self.columns, self.fixed = design(some, self.names)
+        self.measured = np.array([case.measured_s for case in some])
+        self.prior = np.concatenate([values(PRIORS.get(n, PRIOR)) for n in self.names])
+        count = Counter((case.table, case.runtime) for case in some)
+        self.weight = np.array([count[c.table, c.runtime] ** -0.5 for c in some])
+
+    def log_ratios(self, groups: Sequence[str]) -> np.ndarray:
+        """float64 ``[cases]``: predicted over measured, by a fit without the group of the case."""
+        told, kinds = np.empty(len(self.cases)), np.array(groups)
+        for group in set(groups):
+            out = kinds == group
+            told[out] = self.fixed[out] + self.columns[out] @ self.without(out)
+        return np.log(told / self.measured)
+
+    def without(self, out: np.ndarray) -> np.ndarray:
+        kept, rest = ~out, 1 - self.fixed / self.measured
+        relative = self.columns / self.measured[:, None]
+        return solve(relative[kept], rest[kept], self.weight[kept], self.prior)
+
+    def runtimes(self, spread: Mapping[tuple[str, str], float]) -> dict[str, Runtime]:
+        """What is fitted to all, with the given halves of intervals by runtime and phase."""
+        found = self.without(np.zeros(len(self.cases), bool)).reshape(-1, 7)
+        return {
+            name: Runtime(*(1 / row[:5]), *row[5:], spread[name, DECODE], spread[name, PREFILL])
+            for name, row in zip(self.names, found, strict=True)
+        }
+
+
+FLAWED = {("strix_halo_two_hosts_rpc", PREFILL)}  # 30 to 103 tokens/s of one model, by version
+
+
+def group_of(case: Case) -> str:
+    """What is left out together: a machine of Geerling's, a model of the other tables."""
+    own = case.device if case.table.startswith("geerling") else case.model
+    return f"{case.table.partition('_')[0]} {own}"
+
+
+def half_width(ratios: np.ndarray) -> float:
+    """Of a 90 % interval for one more row (a logarithm), from those of rows that were left out."""
+    rank = min(len(ratios), ceil(0.9 * (len(ratios) + 1)))
+    return float(np.sort(np.abs(ratios))[rank - 1])
+
+
+def fitted(found: Sequence[Case]) -> tuple[dict[str, Runtime], dict[tuple[str, str], Any]]:
+    """The runtimes that fit all cases, and by table and phase the errors of what is left out."""
+    known = [c for c in found if (c.table, c.phase) not in FLAWED]
+    fit = Fit(known)
+    ratios = fit.log_ratios([group_of(c) for c in known])
+    by: dict[Any, list[float]] = {}
+    for case, ratio in zip(known, ratios.tolist(), strict=True):
+        by.setdefault((case.runtime[-1], case.phase), []).append(ratio)
+        by.setdefault(case.phase, []).append(ratio)
+        by.setdefault((case.table, case.phase), []).append(ratio)
+    widths = {
+        (name, phase): half_width(np.array(own if len(own) > 4 else by[phase]))
+        for name in fit.names
+        for phase in (DECODE, PREFILL)
+        for own in [by.get((name, phase), [])]
+    }
+    errors = {key: np.abs(np.exp(x) - 1) for key, x in by.items() if key[0] in TABLES}
+    return fit.runtimes(widths), errors
+
+
+HEAD = """\
+# What programs reach of a device's peak rates with a language model, by program and kind of device;
+# placement/costs/runtimes.py says what the numbers are. Fitted to public tables, and written, by
+#   python -m experiments.language_models --fit
+# On github.com: llama.cpp/cuda, metal, cpu: geerlingguy/ai-benchmarks; cuda and cpu also
+# deepshnv/pipeshard-mlsys26-ae; rocm, vulkan, amdvlk, rocwmma (kernels that were given up), rpc
+# (token_s: two hosts on Ethernet): kyuz0/amd-strix-halo-toolboxes; vulkan-pi: AMD's and Intel's
+# cards on a Raspberry Pi; vllm (also TensorRT-LLM and SGLang): ai-dynamo/aiconfigurator.
+"""
+
+
+def text_of(all_: Runtimes) -> str:
+    """The content of ``runtimes.yaml``."""
+    lines = [
+        f"{name}: {{{', '.join(f'{k}: {float(v):.3g}' for k, v in asdict(x).items())}}}"
+        for name, x in all_.items()
+    ]
+    return HEAD + "\n".join(lines) + "\n"
+
+
 def rows(options: Options) -> list[dict[str, Any]] | None:
-    """A row per table; with ``--json`` it is printed and nothing is written."""
-    found = {path.stem: summary(path) for path in folder_of(options.data)}
+    """A row per table and phase; with ``--json`` they are printed and nothing is written."""
+    paths = folder_of(options.data)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps({path.stem: summary(path) for path in paths}))
         return None
-    return [{"table": name, **x} for name, x in found.items()]
+    found = [case for path in paths for case in cases(path)[0]]
+    all_, errors = fitted(found)
+    if options.fit:
+        write_atomic(Path(runtimes_module.__file__).with_suffix(".yaml"), text_of(all_))
+        runtimes.cache_clear()
+    made = []
+    for path in paths:
+        for phase in (DECODE, PREFILL):
+            own = [c for c in found if (c.table, c.phase) == (path.stem, phase)]
+            if own:
+                out = errors.get((path.stem, phase), np.array([np.nan]))
+                left = {"left_out": finite(np.median(out)), "tenth": finite(np.quantile(out, 0.9))}
+                made.append({"table": path.stem, "phase": phase} | figures(own, runtimes()) | left)
+    return made
 
 
 STUDY = Study(
     name="language_models",
     rows=rows,
-    options={"json": Option(False, "print one JSON object, write nothing")},
+    options={
+        "json": Option(False, "print one JSON object, write nothing"),
+        "fit": Option(False, "fit placement/costs/runtimes.yaml to these tables"),
+    },
     columns=(
-        Column("table", "table"),
+        Column("table", lambda r: f"{r['table']}, {r['phase']}"),
         Column("rows", "rows"),
-        Column("skipped", "skipped"),
         Column("median error", "median_error", 1, 100, " %"),
-        Column("worst tenth", "worst_decile", 1, 100, " %"),
-        Column("coverage", "coverage", 1, 100, " %"),
+        Column("a tenth is above", "worst_decile", 1, 100, " %"),
+        Column("left out: median", "left_out", 1, 100, " %"),
+        Column("a tenth is above", "tenth", 1, 100, " %"),
+        Column("in the 90 % interval", "coverage", 0, 100, " %"),
     ),
 )
 

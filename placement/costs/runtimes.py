@@ -3,10 +3,11 @@
 A pass of some tokens through the decoder reads every weight that one of them needs, once, and the
 keys and values of what is before them; it computes with both. Each operator takes
 
-    part_s + max(operations / (compute x peak), weight bytes / (weights x bandwidth))
-           + max(operations / (attention x peak), cache bytes / (cache x bandwidth))
+    call_s + part_s + operations / (compute x peak) + weight bytes / (weights x bandwidth)
+                    + operations / (attention x peak) + cache bytes / (cache x bandwidth)
 
-and each pass ``token_s`` more. The shares differ by program and kind of device; they are fitted to
+and each pass ``token_s`` more. Reading and computing add up, as kernels overlap them in part at
+best; so the rule is linear in what is fitted. The shares differ by program and kind of device; they are fitted to
 public measurements, with intervals from devices and models that the fit did not see
 (``runtimes.yaml``, ``experiments.language_models``).
 """
@@ -19,6 +20,9 @@ from pathlib import Path
 
 from placement.costs.efficiency import Peak
 from placement.importers.decoder import Part
+
+
+TILE = 32  # tokens of a prompt that are compared with keys and values together
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,21 @@ class Runtime:
             sequences: that they are of: keys and values are read once for each.
             before: tokens of its sequence that each is compared with, on average.
         """
-        tokens = 4.0 * rows * hidden
+        moved = 4.0 * rows * hidden
         if part.kind == "embedding":
-            return self.part_s + 2 * tokens / (self.weights * peak.bytes_per_s)
+            return peak.call_s + self.part_s + 2 * moved / (self.weights * peak.bytes_per_s)
         share = self.routed if part.kind == "experts" else self.compute
-        seconds = self.part_s + max(
-            2.0 * part.numel * part.used * rows / (share * peak.flops_per_s),
-            (part.weight_bytes * part.read(rows) + tokens) / (self.weights * peak.bytes_per_s),
+        seconds = (
+            peak.call_s
+            + self.part_s
+            + 2.0 * part.numel * part.used * rows / (share * peak.flops_per_s)
+            + (part.weight_bytes * part.read(rows) + moved) / (self.weights * peak.bytes_per_s)
         )
         if part.kv_bytes:
             seen = before if part.window is None else min(before, part.window)
-            seconds += max(
-                4.0 * part.width * rows * seen / (self.attention * peak.flops_per_s),
-                seen * part.kv_bytes * sequences / (self.cache * peak.bytes_per_s),
-            )
+            reads = sequences if part.window == 1 else max(sequences, rows / TILE)
+            seconds += 4.0 * part.width * rows * seen / (self.attention * peak.flops_per_s)
+            seconds += seen * part.kv_bytes * reads / (self.cache * peak.bytes_per_s)
         return seconds
 
 
