@@ -7,9 +7,9 @@ keys and values of what is before them; it computes with both. Each operator tak
                     + operations / (attention x peak) + cache bytes / (cache x bandwidth)
 
 and each pass ``token_s`` more. Reading and computing add up, as kernels overlap them in part at
-best; so the rule is linear in what is fitted. The shares differ by program and kind of device; they are fitted to
-public measurements, with intervals from devices and models that the fit did not see
-(``runtimes.yaml``, ``experiments.language_models``).
+best; so the rule is linear in what is fitted. The shares differ by program and kind of device;
+they are fitted to public measurements, with intervals from devices and models that the fit did
+not see (``runtimes.yaml``, ``experiments.language_models``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 
 from placement.costs.efficiency import Peak
 from placement.importers.decoder import Part
-
 
 TILE = 32  # tokens of a prompt that are compared with keys and values together
 
