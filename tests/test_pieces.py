@@ -365,3 +365,68 @@ def test_wrong_pieces_are_seen() -> None:
     graph = placement.capture(module, (torch.randn(3, 4),))
     with pytest.raises(pieces.PiecesError, match="other results in pieces"):
         pieces.split(graph, pieces.Pieces(HALVES, {"softmax": Rule((1,), (), (1,))}))
+
+
+LINEAR, ROWS = Rule((WHOLE, 0, 0), (), (1,)), Rule((1, 1, SUM), (), (SUM,))
+
+
+def in_columns_then_rows(module: nn.Module, inputs: tuple[Tensor, ...]) -> placement.Plan:
+    cuts = {"linear": LINEAR, "relu": Rule((1,), (), (1,)), "linear_1": ROWS}
+    return plan_of(pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, cuts)))
+
+
+def test_styles_of_dtensor() -> None:
+    module, inputs = models()["mlp"]
+    script = str(exporters.load("dtensor")(in_columns_then_rows(module, inputs)).files[""])
+    assert (
+        "    '0': ColwiseParallel(use_local_output=False),\n"
+        "    '2': RowwiseParallel(use_local_output=False),\n}" in script
+    )
+    tokens = pieces.Pieces(HALVES, {"linear": Rule((0, WHOLE, WHOLE), (), (0,))})
+    plan = plan_of(pieces.split(placement.capture(module, inputs), tokens))
+    script = str(exporters.load("dtensor")(plan).files[""])
+    assert "    '0': SequenceParallel(sequence_dim=0),\n}" in script
+
+
+class Twice(nn.Module):
+    """A layer that runs twice, and one whose weight another reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.b(self.a(self.a(x))), self.b.weight)
+
+
+@pytest.mark.parametrize("module, cuts, shares, message", [
+    (Twice(), {"linear": LINEAR}, HALVES,
+     "operator 'linear_1' reads 'a.weight' whole, which 'linear' has in pieces"),
+    (Twice(), {"linear_2": LINEAR}, HALVES, "'linear_3' reads 'b.weight' whole"),
+    (Twice(), {"linear": LINEAR, "linear_1": ROWS}, HALVES, "'a' is cut in two ways"),
+    (nn.Sequential(nn.Linear(6, 5)), {"linear": LINEAR}, HALVES,
+     r"'linear' is cut at \[0, 2, 5\], DTensor would cut it at \[0, 3, 5\]"),
+    (nn.Sequential(nn.Linear(6, 8)), {"linear": LINEAR}, (0.25, 0.75), "have the shares"),
+    (nn.Sequential(nn.Conv1d(3, 4, 1)),
+     {"conv1d": Rule((WHOLE, 0, 0), (), (1,))}, HALVES, "operator 'conv1d' has its parameters"),
+    (nn.Linear(6, 6), {"linear": LINEAR}, HALVES, "which modules|module of its own"),
+])  # fmt: skip
+def test_what_dtensor_cannot_say(
+    module: nn.Module, cuts: dict[str, Rule], shares: tuple[float, ...], message: str
+) -> None:
+    shape = (5, 3, 6) if isinstance(module[0] if isinstance(module, nn.Sequential) else None,
+                                    nn.Conv1d) else (5, 6)  # fmt: skip
+    graph = placement.capture(module.eval(), (torch.randn(*shape),))
+    cut = pieces.split(graph, pieces.Pieces(shares, cuts))
+    with pytest.raises(exporters.ExportError, match=message):
+        exporters.load("dtensor")(plan_of(cut))
+
+
+def test_dtensor_has_pieces_of_one_number_on_one_device() -> None:
+    module, inputs = models()["mlp"]
+    plan = in_columns_then_rows(module, inputs)
+    moved = exporters.moved(plan, dict(plan.assignment) | {"relu#1": "cpu:0"})
+    with pytest.raises(exporters.ExportError, match="no operators in pieces"):
+        exporters.load("dtensor")(plan.model_copy(update={"pieces": None}))
+    with pytest.raises(exporters.ExportError, match=r"'relu' are on \['cpu:0', 'cpu:0'\]"):
+        exporters.load("dtensor")(moved)

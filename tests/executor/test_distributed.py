@@ -6,6 +6,7 @@ time limit is what turns a deadlock into a failure.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -47,6 +48,7 @@ from placement.executor.distributed import (
 )
 from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
+from placement.exporters import load as load_exporter
 from placement.pieces import Moves, split
 from placement.pieces.decide import Options, decide, options_of
 from placement.plan import load_plan, make_plan
@@ -309,6 +311,16 @@ def in_pieces(rank: int, folder: str) -> list[str]:
     return [graph.program.param_names[q] for q in own]
 
 
+def exported(rank: int, script: str) -> int:
+    """What ``torchrun`` would run."""
+    spec = importlib.util.spec_from_file_location("exported", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.argv = [script, f"{__name__}:block"]
+    return module.main()
+
+
 def block() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     return Attention().eval(), (torch.randn(1, 6, 16),)
@@ -327,7 +339,8 @@ def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
     # Device 3 is of the second rank; 0 of the first.
     placement = np.where(np.asarray(graph.piece) == 1, 3, 0).astype(np.int32)
     problem = costless_problem(graph, CLUSTER)
-    make_plan(problem, Solution(placement, 1.0), planner="by hand").save(tmp_path / "plan.json")
+    plan = make_plan(problem, Solution(placement, 1.0), planner="by hand")
+    plan.save(tmp_path / "plan.json")
     save_weights(whole, tmp_path / "weights.safetensors")
     with Ranks(in_pieces, 2, str(tmp_path)) as ranks:
         answers = [ranks.answer(r) for r in range(2)]
@@ -335,6 +348,11 @@ def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
     second = answers[1][1]
     assert "up.weight[0:1]" in second and "up.weight[0:0]" in answers[0][1]
     assert not {"up.weight", "down.weight", "up.weight[0:0]"} & set(second)
+    script = load_exporter("dtensor")(plan).files[""]
+    assert "    'up': ColwiseParallel(use_local_output=False),\n" in str(script)
+    (tmp_path / "parallel.py").write_text(str(script))
+    with Ranks(exported, 2, str(tmp_path / "parallel.py")) as ranks:
+        assert [ranks.answer(r) for r in range(2)] == [("value", 0)] * 2
 
 
 def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
