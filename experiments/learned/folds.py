@@ -100,7 +100,7 @@ SAMPLES = 64  # before parts of the best are drawn anew
 GOAL = -0.01
 MESSAGES, PERCEPTRON, DRAWN, LABELS = "message passing", "perceptron", "drawn", "labels"
 TUNED, UNTRAINED, BEST_RULE = "tuned rule", "untrained", "rules"
-LEARNED = (MESSAGES, PERCEPTRON, DRAWN, LABELS, TUNED, UNTRAINED)
+LEARNED = (UNTRAINED, MESSAGES, PERCEPTRON, DRAWN, LABELS, TUNED)
 OTHERS = ("contiguous_dp", "order_search", "best_of", "cp_sat")
 
 
