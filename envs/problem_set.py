@@ -59,12 +59,14 @@ class Measured:
             error, so an environment ends with what it has.
         folder: keeps what has run, a file per problem; the same training continues from it.
             None: nothing is kept.
+        limit_s: seconds of a run, beyond which the placement is worth inf (see ``Trials``).
     """
 
     runtime: Callable[[Problem], Runtime]
     repeats: int = 1
     measurements: int | None = None
     folder: str | Path | None = None
+    limit_s: float | None = None
     _made: dict[int, Trials] = field(default_factory=dict, repr=False)
 
     def __call__(self, problem: Problem, placements: Placement) -> Floats:
@@ -88,6 +90,7 @@ class Measured:
                 rounds=self.repeats,
                 measurements=self.measurements,
                 path=path,
+                limit_s=self.limit_s,
             )
         return self._made[id(problem)]
 

@@ -178,6 +178,9 @@ class _Settings:
     ready_order: str | None = None
     second_j: float | None = None
     max_phases: int | None = None
+    evaluator: str = ""
+    measurements: int | None = None
+    limit_s: float | None = None
     variants: int = 0
     held_out: float = 0.0
     warm_start: str = ""

@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
@@ -37,7 +37,7 @@ from agents.cli.job import (
     show,
 )
 from agents.cli.sweeps import is_best_of_sweep, once
-from placement.cli import search_here
+from placement.cli import say, search_here, seconds
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, prepared, problem_fingerprint
 from placement.tools.files import write_atomic
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from agents.trained import TrainedPolicy
     from agents.training.callbacks import Row
     from agents.training.config import TrainConfig
+    from envs.problem_set import Evaluator
+
+
+MEASURED = "measured"
 
 
 def app(cfg: DictConfig) -> float:
@@ -77,6 +81,8 @@ def _train(cfg: DictConfig) -> float:
     chosen = workloads_of(cfg.workload)
     if cfg.warm_start not in ("baseline", "imitation"):
         raise AppError(f"warm_start = {cfg.warm_start} is unknown; use baseline or imitation")
+    if cfg.evaluator not in ("simulator", MEASURED):
+        raise AppError(f"evaluator = {cfg.evaluator} is unknown; use simulator or {MEASURED}")
     policy = None if cfg.policy is None else TrainedPolicy.load(cfg.policy, cfg.allow)
     with job(cfg, "train") as run:
         fresh = config.generator is not None
@@ -88,7 +94,8 @@ def _train(cfg: DictConfig) -> float:
             drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(machines.values()))
             machines |= dict(zip(names, drawn[len(machines) :], strict=True))
         others = [problems[name] for name in held_out]
-        trained = _trained(run, config, machines, others, policy, baseline, expert)
+        evaluator = _evaluator(run, machines)
+        trained = _trained(run, config, machines, others, policy, baseline, expert, evaluator)
         file, card = run.folder / "policy.safetensors", run.folder / "card.json"
         trained.save(file)
         write_atomic(card, json.dumps(trained.card, indent=1))
@@ -122,6 +129,9 @@ def _train(cfg: DictConfig) -> float:
             save_best(run, comparison, problems, planners, chosen)
             save_report(run)
             contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
+    if cfg.evaluator == MEASURED:
+        _say_measured(evaluator, machines)
+        contents += ", measured/*.jsonl"
     show(run, comparison, contents)
     return metric_s(replace(comparison, rows=tuple(mine)))
 
@@ -134,6 +144,7 @@ def _trained(
     policy: TrainedPolicy | None,
     baseline: Planner,
     expert: Planner,
+    evaluator: Evaluator,
 ) -> TrainedPolicy:
     """The policy, after it has imitated the expert where the configuration says so."""
     from agents.training import train
@@ -164,10 +175,51 @@ def _trained(
         policy=policy,
         solutions=solutions,
         held_out=held_out,
+        evaluator=evaluator,
         resume=cfg.resume,
         out_dir=run.folder,
         callback=progress,
     )
+
+
+def _evaluator(run: Job, problems: Mapping[str, Problem]) -> Evaluator:
+    """The simulator; or runs on this machine, which a file for each problem keeps.
+
+    Raises:
+        AppError: a problem that cannot be run here.
+    """
+    from envs.problem_set import Measured
+    from placement.executor import Executor
+    from placement.simulator import score
+
+    if run.cfg.evaluator != MEASURED:
+        return score
+    for name, problem in problems.items():
+        described = [d.name for d in problem.cluster.devices if d.like is not None]
+        can_run = problem.graph.program is not None and not described and not run.cfg.variants
+        if not can_run or not problem.objective.is_measurable:
+            raise AppError(
+                f"evaluator={MEASURED} runs placements: {name} must be a model on devices of this "
+                f"machine, for objective=period or latency, without variants and generators"
+            )
+    limits = {"measurements": run.cfg.measurements, "limit_s": run.cfg.limit_s}
+    return Measured(Executor, folder=run.folder / MEASURED, **limits)
+
+
+def _say_measured(evaluator: Any, problems: Mapping[str, Problem]) -> None:
+    """Of each problem the fastest placement that has run, beside the fastest single device."""
+    from placement.search.evaluation import single_devices
+
+    for name, problem in problems.items():
+        trials = evaluator.trials(problem)
+        singles = {p.tobytes() for p in single_devices(problem)[:, problem.graph.group]}
+        ran = zip(trials.samples.placements, trials.levels.tolist(), strict=True)
+        alone_s = min((s for p, s in ran if p.tobytes() in singles), default=np.inf)
+        best_s = float(trials.levels.min(initial=np.inf))
+        say(
+            f"{name}: fastest {seconds(best_s)} in {trials.num_measurements} runs; the fastest "
+            f"single device {seconds(alone_s)}, {alone_s / best_s:.2f} times"
+        )
 
 
 def _last_step(path: Path) -> float:

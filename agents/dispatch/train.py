@@ -16,7 +16,9 @@ from agents.encoder import ILLEGAL, PolicyError
 from agents.store import GraphStore
 from envs.dispatch import Dispatcher, notes_of
 from envs.dispatch.kernels import PAIRS
+from envs.problem_set import Evaluator
 from placement.problem import Problem
+from placement.simulator import score
 
 
 class _Noted(NamedTuple):
@@ -113,7 +115,7 @@ class GroupRelative(OnPolicyAlgorithm):
         until = self.num_timesteps + self._wanted * env.num_envs
         while self.num_timesteps < until:
             problem = env.episodes.draw()
-            logs, batches = self._play(problem)
+            logs, batches = self._play(problem, env.rules.problems.evaluator)
             self._problems.append(problem)
             self._played += batches
             self.num_timesteps += self.episodes * problem.num_ops
@@ -125,7 +127,9 @@ class GroupRelative(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _play(self, problem: Problem) -> tuple[NDArray[np.float64], list[_Noted]]:
+    def _play(
+        self, problem: Problem, evaluator: Evaluator
+    ) -> tuple[NDArray[np.float64], list[_Noted]]:
         """Episodes of a problem: logarithms of their values, and what is learned from."""
         net: Any = self.policy.net
         weights, scale = net.weights(problem), net.config.finish_weight
@@ -137,7 +141,10 @@ class GroupRelative(OnPolicyAlgorithm):
             seed = int(np.random.randint(2**62, dtype=np.int64))
             n = episode.construct(weights, scale, seed, room, self.keep)
             m = int(room.count[:n].sum())
-            values[i] = episode.value_s()
+            if evaluator is score:
+                values[i] = episode.value_s()
+            else:
+                values[i] = evaluator(problem, episode.placement[None])[0]
             pairs = room.features[:m], room.score[:m], room.whose[:m]
             noted.append([x.copy() for x in (*pairs, room.count[:n], room.taken[:n], room.log[:n])])
         able = np.isfinite(values)

@@ -63,7 +63,7 @@ from envs.generators import Latency, Pipelines
 from envs.perturbation import Perturbation
 from envs.problem_set import Sizes
 from experiments import study
-from experiments.grid import MARGIN_S, MEMORY_BYTES, SLACK
+from experiments.grid import MEMORY_BYTES, SLACK
 from experiments.learned.dispatch import evolved
 from experiments.learned.problems import twice_the_devices
 from experiments.learned.study import trained
@@ -96,6 +96,7 @@ LONG_S = 10.0
 STEPS = 1_200_000
 ROLLOUT, SAMPLED, CHECKS, RATE = 20_000, 48, 5, 4e-3
 LABEL_EVALUATIONS, EPOCHS, IMITATION_RATE = 500, 12, 2e-3
+LONGEST_S = 3600.0  # of the wall: the machine may be busy with others
 SAMPLES = 64  # before parts of the best are drawn anew
 GOAL = -0.01
 MESSAGES, PERCEPTRON, DRAWN, LABELS = "message passing", "perceptron", "drawn", "labels"
@@ -414,8 +415,9 @@ def rows(options: Options) -> Iterator[Row]:
         say(f"{unit.arm}, {unit.objective}, fold {unit.fold}, seed {unit.seed}")
         planner, training_s = asked(unit.arm, unit.objective, unit.fold, unit.seed or 0, options)
         for case in missing:
-            row = judged(case, unit, planner, training_s, options)
-            done[row.key] = row
+            row = judged(case, unit, planner, training_s)
+            if row is not None:
+                done[row.key] = row
         write_atomic(options.out / f"{NAME}.csv", to_csv(list(done.values())))
     return iter(done.values())
 
@@ -437,10 +439,8 @@ def load_all(options: Options) -> None:
         RulesThenDecodes(str(untrained(options)), seconds=0.5)(smallest)
 
 
-def judged(
-    case: Case, unit: Unit, planner: Planner, training_s: float | None, options: Options
-) -> Row:
-    """The row of an arm on a problem."""
+def judged(case: Case, unit: Unit, planner: Planner, training_s: float | None) -> Row | None:
+    """The row of an arm on a problem; None: it has to be made again."""
     limits = [1.0 if case.machine == FOUR else 0.3]
     limits += [LONG_S] * (case.long and unit.seed in (0, None))
     searches = unit.arm in OTHERS and unit.arm != "contiguous_dp"
@@ -452,10 +452,11 @@ def judged(
     first_s = None
     for seconds in limits:
         ready = prepared(planner, unit.seed, Budget(seconds, None))
-        limit_s = 10 * seconds + MARGIN_S
-        run = limited(partial(solve, ready, case.problem), limit_s, MEMORY_BYTES, True)
+        run = limited(partial(solve, ready, case.problem), LONGEST_S, MEMORY_BYTES, True)
         if run.value is None:
             say(f"{unit.arm}, {case.machine}, {case.name}: {run.status} {run.note}")
+            if run.status in ("out of time", "killed"):
+                return None  # of the machine, not of the arm: it is made again
             continue
         value_s, stats = value_of(case.problem, run.value), run.value.stats
         curve = stats.get("curve") or [(stats.get("seconds", run.seconds), 1, value_s)]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,12 +24,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
+PATIENCE = 4  # limits that a run beyond its limit is waited for
 _BATCH = 16  # new placements between two looks at the incumbent
 _STEPS = 10  # of a median polish
 
 
 class TrialError(ValueError):
-    """Placements cannot be tried as asked for, or the budget is spent; see the message."""
+    """Placements cannot be tried as asked for, one hangs, or the budget is spent."""
 
 
 class BudgetSpent(TrialError):
@@ -100,10 +102,13 @@ class Trials:
         rounds: a call measures every new placement so often.
         measurements: most runs. None: no limit.
         path: of the file (JSON lines). None: nothing is kept.
+        limit_s: seconds of a run, its start and its warm-up included. A placement that takes
+            longer is worth inf; the next one waits for its end, ``PATIENCE`` times as long at most.
+            None: no limit.
 
     Raises:
-        TrialError: another objective, a budget that is not positive, or a file of trials of
-            another problem.
+        TrialError: another objective, a budget or a limit that is not positive, or a file of trials
+            of another problem.
         FileError: the file cannot be written.
     """
 
@@ -115,19 +120,22 @@ class Trials:
         rounds: int = 1,
         measurements: int | None = None,
         path: str | Path | None = None,
+        limit_s: float | None = None,
     ) -> None:
         if not problem.objective.is_measurable:
             raise TrialError(
                 f"a runtime measures period and latency, not {problem.objective}; use "
                 f"problem.with_objective('period')"
             )
-        for what, limit in (("rounds", rounds), ("measurements", measurements)):
+        limits = ("rounds", rounds), ("measurements", measurements), ("limit_s", limit_s)
+        for what, limit in limits:
             if limit is not None and not limit > 0:
                 raise TrialError(f"{what} = {limit} must be positive; leave it out for no limit")
         self.problem = problem
         self.runtime = runtime
         self.rounds = rounds
         self.measurements = measurements
+        self.limit_s = limit_s
         self.path = None if path is None else Path(path)
         self._rounds = [] if self.path is None else list(_load(self.path, problem))
         self._played = 0  # rounds that count; those behind are played back when asked for
@@ -199,15 +207,48 @@ class Trials:
                 return
             self._played = len(self._rounds)
             return self.measure(rows)
-        seconds = np.empty(len(rows))
+        seconds = np.full(len(rows), np.nan)
         # Every second round backwards: who follows whom, and who is first, changes.
         for i in np.arange(len(rows))[:: -1 if self._played % 2 else 1]:
-            seconds[i] = self._run(rows[i])
-        latest = Round(rows, seconds)
+            seconds[i], left = self._in_time(rows[i])
+            if left is not None and not _ends(left, PATIENCE * (self.limit_s or 0.0)):
+                # What has run is kept, and that this one hangs: who goes on does not run it again.
+                at = np.isfinite(seconds)
+                at[i] = True
+                self._keep(Round(rows[at], np.where(np.isnan(seconds[at]), np.inf, seconds[at])))
+                raise TrialError(
+                    f"a placement has not ended after {(1 + PATIENCE) * (self.limit_s or 0):g} s, "
+                    f"and disturbs what would run next: end this process, and go on in a new one "
+                    f"(placement-train: resume=true), which knows it and does not run it again"
+                )
+        self._keep(Round(rows, seconds))
+
+    def _keep(self, latest: Round) -> None:
         self._rounds.append(latest)
         self._played += 1
         if self.path is not None:
             append(self.path, _round_line(latest))
+
+    def _in_time(self, placement: Placement) -> tuple[float, Thread | None]:
+        """Seconds of a run, inf beyond the limit; and what of it still runs."""
+        if self.limit_s is None:
+            return self._run(placement), None
+        outcome: list[float | BaseException] = []
+
+        def work() -> None:
+            try:
+                outcome.append(self._run(placement))
+            except BaseException as error:  # the caller's, as without a thread
+                outcome.append(error)
+
+        thread = Thread(target=work, daemon=True)  # a process can end while it hangs
+        thread.start()
+        thread.join(self.limit_s)
+        if thread.is_alive():
+            return np.inf, thread
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0], None
 
     def __call__(self, placements: ArrayLike) -> Floats:
         """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where they do not fit.
@@ -277,6 +318,12 @@ class Trials:
     def num_simulated(self) -> int:
         """Placements that were simulated."""
         return len(self._simulated)
+
+
+def _ends(thread: Thread, seconds: float) -> bool:
+    """Whether it has ended after so long."""
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def fingerprint(problem: Problem) -> str:

@@ -521,6 +521,19 @@ def test_train(run: Callable[..., int], tmp_path: Path) -> None:
     assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
 
 
+def test_a_training_by_the_clock_runs_what_it_tries(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
+    words += ["evaluator=measured", "measurements=12", "num_microbatches=4", "baseline=heft"]
+    words += ["training.formulation=one_shot", "training.total_steps=400"]
+    assert run("train", *words, "training.network.hidden=8") == 0
+    (file,) = (tmp_path / "out" / "measured").glob("*.jsonl")
+    rounds = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert sum(len(r["seconds"]) for r in rounds) == 12  # the budget ends the training
+    assert "in 12 runs; the fastest single device" in capsys.readouterr().err
+
+
 def test_of_a_generator_the_table_is_written_and_no_plans(
     run: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,7 +572,9 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("training.device=warp", "device = 'warp' is not here; use cpu"),
         ("training.reward=envs.rewards:log_speedups", "reward = envs.rewards:log_speedups would"),
         ("training.gamma=0.9", "gamma = 0.9 would count for nothing: agents.dispatch.train:Group"),
-        ("training.network.encoder=gat", "DispatchNet has no 'encoder'"),
+        ("training.network.hidden=64", "DispatchNet has no 'hidden'"),
+        ("evaluator=real", "evaluator = real is unknown; use simulator or measured"),
+        ("evaluator=measured", "sample-0 must be a model on devices of this machine"),
         ("+training.algorithm_options.episods=4", "no 'episods' (algorithm_options); did you mean"),
     ],
 )

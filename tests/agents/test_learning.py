@@ -28,9 +28,15 @@ from agents.training.expert import _batches, demonstrations, load_solutions, sol
 from agents.training.trainer import PerGraphBuffer
 from envs.problem_set import Measured, ProblemSet, canonical
 from experiments.study import ROOT
+from placement import workloads
+from placement.capturing import capture
+from placement.cluster import Cluster, Device, Link
+from placement.executor import Executor
 from placement.planners import load
 from placement.problem import Problem
+from placement.profile import Profile
 from placement.simulator import score, simulate
+from tests import emulated_gpu
 from tests.envs.test_envs import chain
 from tests.problems import small_problem, written
 
@@ -141,6 +147,29 @@ def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> Non
     best = policy.best[0]
     assert best.value_s == pytest.approx(score(problem, best.placement)[0])
     assert (tmp_path / "policy.safetensors").is_file() and (tmp_path / "best.npz").is_file()
+
+
+def test_a_training_runs_placements_on_a_gpu() -> None:
+    """Every placement runs in a pipeline of the CPU and an emulated GPU, the incumbent again."""
+    graph = capture(*workloads.load("tiny_branches"), name="tiny")
+    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
+    seconds = np.full((graph.num_ops, 2), 1e-4)
+    link = (Link("*", "*", 1e-5, 1e9),)
+    profile = Profile(cluster.device_names, seconds, 0 * seconds, link).for_cluster(cluster)
+    problem = Problem(graph, cluster, profile, num_microbatches=2)
+    measured = Measured(Executor, measurements=10, limit_s=60)
+    recipes: list[dict[str, Any]] = [
+        {"formulation": "one_shot", "network": {"hidden": 8, "layers": 1}},
+        {"formulation": "dispatch", "algorithm": "agents.dispatch.train:GroupRelative"},
+    ]
+    with emulated_gpu.emulated() as gpu:
+        for recipe in recipes:
+            measured = replace(measured, _made={})
+            config = TrainConfig(total_steps=500, num_envs=1, num_checks=1, **recipe)
+            policy = train([problem], config=config, evaluator=measured)
+            ran = measured.trials(problem)
+            assert ran.num_measurements == 10 and gpu.copies["pinned"] > 0
+            assert (policy.best[0].placement == ran.samples.placements).all(axis=1).any()
 
 
 def test_what_users_get_wrong() -> None:

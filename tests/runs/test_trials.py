@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,34 @@ def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
         trials.measure(batch)
     assert trials.levels / truth == pytest.approx(np.full(4, trials.levels[0] / truth[0]), rel=1e-3)
     assert trials.drift[2:] / trials.drift[0] == pytest.approx([1.5, 1.5], rel=1e-3)
+
+
+class Sleeps(Biased):
+    """Takes ``sleeps_s`` of the wall where operator 1 is on device 1, before it answers."""
+
+    sleeps_s = 0.0
+
+    def run(self, placement: Any, **limits: Any) -> Timeline:
+        time.sleep(self.sleeps_s * placement[1])
+        return super().run(placement, **limits)
+
+
+def test_what_runs_beyond_the_limit_is_worth_inf_and_what_hangs_is_known(tmp_path: Path) -> None:
+    problem = layered(6)
+    runtime, file = Sleeps(problem), tmp_path / "trials.jsonl"
+    runtime.sleeps_s = 0.3
+    trials = Trials(problem, runtime, limit_s=0.15)
+    assert trials([B]).tolist() == [np.inf]  # B has operator 1 on device 1
+    assert trials([A, C]) == pytest.approx(score(problem, [A, C]))
+    runtime.sleeps_s = 2.0
+    hanging = Trials(problem, runtime, path=file, limit_s=0.05)
+    with pytest.raises(TrialError, match=r"has not ended after 0.25 s.*resume=true"):
+        hanging([A, B, C])
+    again = Trials(problem, Biased(problem), path=file, limit_s=0.05)
+    assert again.samples.placements.tolist() == []  # not asked for yet
+    assert again([A, B]).tolist() == [pytest.approx(score(problem, [A])[0]), np.inf]
+    with pytest.raises(TrialError, match="limit_s = 0 must be positive"):
+        Trials(problem, runtime, limit_s=0)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
