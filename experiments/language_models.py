@@ -33,6 +33,7 @@ from experiments.public_models import Lacking, Model, llama_cpp_file, machine, m
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column, finite
 from placement.costs import runtimes as runtimes_module
+from placement.costs import serving
 from placement.costs.efficiency import Peak
 from placement.costs.runtimes import Runtime, runtimes
 from placement.tools.files import write_atomic
@@ -83,12 +84,13 @@ def number(row: Row, name: str) -> float:
     return value
 
 
-def pass_s(
+def model_s(
     model: Model, runtime: Runtime, peak: Peak, rows: int, sequences: float, before: float
 ) -> float:
     """Seconds of a pass through the whole model on one device."""
-    return runtime.token_s + sum(
-        n * runtime.pass_s(p, model.hidden, peak, rows, sequences, before) for p, n in model.parts
+    return sum(
+        n * serving.pass_s(p, model.hidden, runtime, peak, (rows, sequences, before))
+        for p, n in model.parts
     )
 
 
@@ -119,11 +121,12 @@ def bench(
     """
     most = 2048 if before > 2048 and "rocm" in runtime else 512
     one = min(rows, most)
-    seconds = ceil(rows / one) * pass_s(model, all_[runtime], peak, one, 1, before)
+    seconds = ceil(rows / one) * model_s(model, all_[runtime], peak, one, 1, before)
     return seconds + (ceil(rows / one) * all_[extra].token_s if extra else 0.0)
 
 
-STRIX = Peak(59.4e12, 256e9, 0.0)
+CALL_S = 9e-6  # of a GPU, as in the library of devices
+STRIX = Peak(59.4e12, 256e9, CALL_S)
 
 
 def strix_halo_llama_bench(row: Row) -> Iterator[Case]:
@@ -174,8 +177,8 @@ def geerling_llm_decode(row: Row) -> Iterator[Case]:
     yield Case("", DECODE, system, model.name, 1 / number(row, "tok_s"), predict, (runtime,))
 
 
-PEAK_5090 = Peak(209.5e12, 1.792e12, 0.0)
-HOST = Peak(2.5e12, 0.128e12, 0.0)  # it is not named: two channels of DDR5-8000
+PEAK_5090 = Peak(209.5e12, 1.792e12, CALL_S)
+HOST = Peak(2.5e12, 0.128e12, 2e-6)  # it is not named: two channels of DDR5-8000
 PIPESHARD = {"minitron-4b": 16.0, "minitron-8b": 16.0, "qwen3-30b-a3b": 4.54,
              "qwen3-235b-a22b": 2.92}  # fmt: skip
 
@@ -183,16 +186,15 @@ PIPESHARD = {"minitron-4b": 16.0, "minitron-8b": 16.0, "qwen3-30b-a3b": 4.54,
 def split_s(model: Model, ngl: int, before: float, all_: Runtimes) -> float:
     """Seconds of a token where the last ``ngl`` layers are on the GPU, the head the last of all."""
     gpu, cpu = all_["llama.cpp/cuda"], all_["llama.cpp/cpu"]
-    seconds, layers = gpu.token_s, model.num_layers
+    seconds, layers = 0.0, model.num_layers
     left = max(0, layers - ngl)  # layers on the processor
-    seconds += cpu.token_s if ngl <= layers else 0.0
     for part, count in model.parts:
         on_cpu = min(count, left) if part.layer >= 0 else 0
         if part.kind in ("embedding", "head"):
             on_cpu = int(part.kind == "embedding" or ngl <= layers)
         for n, runtime, peak in ((on_cpu, cpu, HOST), (count - on_cpu, gpu, PEAK_5090)):
             if n:
-                seconds += n * runtime.pass_s(part, model.hidden, peak, 1, 1, before)
+                seconds += n * serving.pass_s(part, model.hidden, runtime, peak, (1, 1, before))
         # (all layers of these models are equal, so that it is the same which of them are where)
     return seconds
 
@@ -228,8 +230,8 @@ def served_s(
     gets, so that a token waits for ``batch / answer`` prompts on average.
     """
     own = all_[runtime]
-    decode = pass_s(model, own, peak, batch, batch, prompt + answer / 2)
-    return decode + batch / answer * pass_s(model, own, peak, int(prompt), 1, prompt / 2)
+    decode = model_s(model, own, peak, batch, batch, prompt + answer / 2)
+    return decode + batch / answer * model_s(model, own, peak, int(prompt), 1, prompt / 2)
 
 
 def aiconfigurator_one_gpu_runs(row: Row) -> Iterator[Case]:
@@ -255,7 +257,7 @@ def aiconfigurator_one_gpu_runs(row: Row) -> Iterator[Case]:
         served_s,
         model,
         "vllm/cuda",
-        Peak(flops, bytes_per_s, 0.0),
+        Peak(flops, bytes_per_s, CALL_S),
         int(batch),
         prompt,
         answer,

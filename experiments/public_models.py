@@ -247,18 +247,21 @@ def llama_cpp_file(text: str, quant: str, size_bytes: float | None, params: floa
 def machines() -> dict[str, dict[str, Peak]]:
     """By kind, then by what a name has in it."""
     listed = parse_yaml((HERE / "machines.yaml").read_text("utf-8"))
+    call_us = {"cpu": 2.0}  # as in the library
     known: dict[str, dict[str, Peak]] = {
         kind: {
-            str(k).replace("-", " "): Peak(x[1] * 1e12, x[0] * 1e9, sum(x[2:]) * 1e-6)
-            for k, x in names.items()
+            str(name).replace("-", " "): Peak(
+                x[1] * 1e12, x[0] * 1e9, (x[2] if len(x) > 2 else call_us.get(kind, 9.0)) * 1e-6
+            )
+            for name, x in names.items()
         }
         for kind, names in listed.items()
     }
     for name, facts in library().items():
         short = name.partition("/")[2].replace("-", " ")
+        flops = facts.peak("fp32" if facts.kind == "cpu" else "fp16")
         for text in {short, short.removeprefix("rtx "), short.removeprefix("rx ")}:
-            dtype = "fp32" if facts.kind == "cpu" else "fp16"
-            known[facts.kind].setdefault(text, Peak(facts.peak(dtype), facts.bytes_per_s, 0.0))
+            known[facts.kind].setdefault(text, Peak(flops, facts.bytes_per_s, facts.call_s))
     return known
 
 

@@ -180,8 +180,7 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
     """What machines read besides what every plan has; the keys are a contract."""
     from math import isfinite
 
-    from placement.costs import efficiency
-    from placement.costs.serving import memory, terms
+    from placement.costs.serving import interval, memory, terms
 
     facts: dict[str, Any] = {"memory": memory(problem, solution.placement)}
     decoder, serving = asked(args)
@@ -191,7 +190,11 @@ def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> di
     bounds = {x: asdict(y) for x, y in _bounds(decoder, problem, serving, solution).items()}
     facts |= {"bounds": bounds} | ({"hot_experts": hot} if (hot := hot_experts(args)) else {})
     weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
-    return facts | {**parts, "weights": weights, "spread": efficiency.ERROR}
+    factors = interval(decoder, problem.cluster, solution.placement)
+    within = {f"{x}_s": [factor * parts[f"{x}_s"] for factor in y] for x, y in factors.items()}
+    rate = [serving.batch / x for x in (parts["decode_s"], *reversed(within["decode_s"]))]
+    rates = dict(zip(("predicted", "low", "high"), rate, strict=True))
+    return facts | {**parts, "weights": weights, "interval": within, "tokens_per_s": rates}
 
 
 def why_not(args: argparse.Namespace, problem: Problem) -> str:
@@ -226,8 +229,7 @@ def fits(problem: Problem) -> bool:
 
 def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
     """Show what the devices hold, how fast that is, and how sure."""
-    from placement.costs import efficiency
-    from placement.costs.serving import memory, terms
+    from placement.costs.serving import interval, memory, terms
     from placement.tools.files import some
 
     rows = [
@@ -262,10 +264,13 @@ def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> Non
             "with all devices and links at their full rates; the rest is "
             + ", ".join(f"{cli.seconds(x)} {name}" for name, x in listed if x > 0)
         )
+    factors = interval(decoder, problem.cluster, solution.placement)
+    rate, (fast, slow) = serving.batch / seconds["decode_s"], factors["decode"]
+    early_s, late_s = (cli.seconds(seconds["prefill_s"] * factor) for factor in factors["prefill"])
     print(
-        f"decode: {serving.batch / seconds['decode_s']:.1f} tokens/s at a context of "
-        f"{serving.context}; prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
-        f"{serving.tokens} tokens; predicted, whole models err by {efficiency.ERROR * 100:.0f} %"
+        f"decode: {rate:.1f} tokens/s at a context of {serving.context} ({rate / slow:.1f} to "
+        f"{rate / fast:.1f}); prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
+        f"{serving.tokens} tokens ({early_s} to {late_s}); in brackets 90 % intervals"
     )
 
 

@@ -14,14 +14,24 @@ not see (``runtimes.yaml``, ``experiments.language_models``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from placement.costs.efficiency import Peak
-from placement.importers.decoder import Part
 
 TILE = 32  # tokens of a prompt that are compared with keys and values together
+
+
+class Cost(NamedTuple):
+    """Operations, and bytes that are read."""
+
+    work: float
+    read_bytes: float
+
+
+NOTHING = Cost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -49,42 +59,53 @@ class Runtime:
     decode: float
     prefill: float
 
-    def pass_s(
-        self, part: Part, hidden: int, peak: Peak, rows: int, sequences: float, before: float
-    ) -> float:
-        """Seconds of a part for ``rows`` tokens.
+    def seconds(self, peak: Peak, kind: str, products: Cost, cache: Cost) -> float:
+        """Seconds of an operator on a device.
 
         Args:
-            part: of the decoder.
-            hidden: numbers that a token is between layers, 2 bytes each.
-            peak: of the device.
-            rows: tokens that go through together.
-            sequences: that they are of: keys and values are read once for each.
-            before: tokens of its sequence that each is compared with, on average.
+            peak: of the device; of rates that were measured, products reach all.
+            kind: of the operator, see ``placement.importers.decoder.Part``.
+            products: with weights.
+            cache: with keys and values.
         """
-        moved = 4.0 * rows * hidden
-        if part.kind == "embedding":
-            return peak.call_s + self.part_s + 2 * moved / (self.weights * peak.bytes_per_s)
-        share = self.routed if part.kind == "experts" else self.compute
-        seconds = (
+        at = self._reaching_all() if peak.is_reached else self
+        return (
             peak.call_s
-            + self.part_s
-            + 2.0 * part.numel * part.used * rows / (share * peak.flops_per_s)
-            + (part.weight_bytes * part.read(rows) + moved) / (self.weights * peak.bytes_per_s)
+            + at.part_s
+            + products.work / ((at.routed if kind == "experts" else at.compute) * peak.flops_per_s)
+            + products.read_bytes / (at.weights * peak.bytes_per_s)
+            + cache.work / (at.attention * peak.flops_per_s)
+            + cache.read_bytes / (at.cache * peak.bytes_per_s)
         )
-        if part.kv_bytes:
-            seen = before if part.window is None else min(before, part.window)
-            reads = sequences if part.window == 1 else max(sequences, rows / TILE)
-            seconds += 4.0 * part.width * rows * seen / (self.attention * peak.flops_per_s)
-            seconds += seen * part.kv_bytes * reads / (self.cache * peak.bytes_per_s)
-        return seconds
+
+    def _reaching_all(self) -> Runtime:
+        """With shares of what products reach instead of the data sheet's."""
+        return replace(
+            self,
+            weights=1.0,
+            cache=self.cache / self.weights,
+            compute=1.0,
+            routed=self.routed / self.compute,
+            attention=self.attention / self.compute,
+        )
 
 
 @cache
 def runtimes() -> dict[str, Runtime]:
-    """All by name: ``PROGRAM/KIND``, e.g. ``llama.cpp/cuda``."""
+    """All by name: ``PROGRAM/KIND of device``, e.g. ``llama.cpp/cuda``."""
     from placement.tools.files import parse_yaml
 
     data = parse_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     names = [field.name for field in fields(Runtime)]
     return {name: Runtime(**{n: float(x[n]) for n in names}) for name, x in data.items()}
+
+
+def runtime_of(kind: str, gguf: bool) -> Runtime:
+    """Of a kind of device: llama.cpp, or vLLM where it is a CUDA device and no GGUF file.
+
+    What nobody measured is taken to be as llama.cpp with Vulkan.
+    """
+    known = runtimes()
+    if kind == "cuda" and not gguf:
+        return known["vllm/cuda"]
+    return known.get(f"llama.cpp/{kind}", known["llama.cpp/vulkan"])

@@ -1,8 +1,8 @@
 """A decoder that serves, as a problem: prompts, tokens, and what they keep in memory.
 
-Nothing runs: operations and bytes are those of the decoder's tensors, and seconds those of a
-roofline with fitted shares (``placement.costs.efficiency``). Every objective is the ``latency`` of
-a chain of operators, so that planners for latency plan it.
+Nothing runs: operations and bytes are those of the decoder's tensors, and seconds those of a rule
+that is fitted to what programs were measured to take (``placement.costs.runtimes``). Every
+objective is the ``latency`` of a chain of operators, so that planners for latency plan it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import ceil
+from math import ceil, exp
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster, Device
 from placement.costs.efficiency import Peak, RatesError
 from placement.costs.predictors.roofline import calibrate, is_here
+from placement.costs.runtimes import NOTHING, TILE, Cost, Runtime, runtime_of
 from placement.graph import OpGraph
 from placement.importers import check_table
 from placement.importers.decoder import Decoder, Part
@@ -28,6 +29,7 @@ from placement.profile import Profile
 Floats = NDArray[np.float64]
 PIECE = 512  # tokens of a prompt at a time: of llama.cpp (--ubatch-size), vLLM takes some more
 MOST_TOKENS = 2**31
+Tokens = tuple[int, float, float]  # how many, of how many sequences, how many are before each
 _KEPT, _BUFFER = "kv_cache", "buffers"
 
 
@@ -131,7 +133,7 @@ def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Pro
             "context": serving.context,
             "batch": serving.batch,
             "prompt": serving.tokens,
-            "predicted": "roofline",
+            "predicted": "runtimes",
             "tied": bool(set(decoder.parts[0].weights) & set(decoder.parts[-1].weights)),
             "weights_bytes": [part.weight_bytes for part in decoder.parts],
             "num_experts": [part.num_experts for part in decoder.parts],
@@ -171,6 +173,8 @@ def part_seconds(
     feed-forward makes, and what was looked up, and put the logits together.
     """
     prompts, answers = serving.weights
+    runtime, ways = runtime_of(device.kind, decoder.format == "gguf"), len(device.members) or 1
+    tokens: Tokens
     seconds = 0.0
     if prompts:
         rows = min(PIECE, serving.batch * serving.tokens)
@@ -179,38 +183,45 @@ def part_seconds(
             rows, pieces = serving.batch, 1
         # On average half of the prompt is before a token.
         sequences, half = ceil(rows / serving.tokens), (serving.tokens + 1) / 2
-        one_s = _pass_s(part, decoder, peak, len(device.members) or 1, (rows, sequences, half))
+        tokens = rows, sequences, half
+        one_s = pass_s(part, decoder.hidden, runtime, peak, tokens, ways)
         seconds += prompts * pieces * (one_s + _joined_s(part, decoder, device, rows))
     if answers:
         rows = serving.batch
         tokens = rows, rows, serving.context
-        one_s = _pass_s(part, decoder, peak, len(device.members) or 1, tokens)
+        one_s = pass_s(part, decoder.hidden, runtime, peak, tokens, ways)
         seconds += answers * (one_s + _joined_s(part, decoder, device, rows))
     return seconds
 
 
-def _pass_s(
-    part: Part, decoder: Decoder, peak: Peak, ways: int, tokens: tuple[int, int, float]
+def pass_s(
+    part: Part, hidden: int, runtime: Runtime, peak: Peak, tokens: Tokens, ways: int = 1
 ) -> float:
-    """Seconds of one of ``ways`` devices.
+    """Seconds of a pass on one of ``ways`` devices that share a part.
 
-    ``tokens``: how many, of how many sequences, and how many are before each.
+    Args:
+        part: of the decoder.
+        hidden: numbers that a token is between layers, 2 bytes each.
+        runtime: the program on this kind of device.
+        peak: of the device.
+        tokens: of the pass. Keys and values are read once for each sequence, and at least for
+            every ``TILE`` tokens.
+        ways: devices that have a part of all tensors each.
     """
     rows, sequences, before = tokens
-    token_bytes = 2.0 * decoder.hidden
+    moved = 4.0 * rows * hidden
     if part.kind == "embedding":
-        return float(peak.seconds("embedding", 0.0, rows * 2 * token_bytes))
+        return runtime.seconds(peak, part.kind, Cost(0.0, 2 * moved), NOTHING)
     ways = ways if part.can_be_cut and part.numel else 1
-    work, moved = 2.0 * part.numel * part.used * rows, part.weight_bytes * part.read(rows)
-    work, moved = work / ways, moved / ways
-    if part.numel == 0.0:
-        return float(peak.seconds("norm", work, moved + 2 * rows * token_bytes))
-    seconds = float(peak.seconds("product", work, moved + 2 * rows * token_bytes))
+    work, read = 2.0 * part.numel * part.used * rows, part.weight_bytes * part.read(rows)
+    products, cache = Cost(work / ways, read / ways + moved), NOTHING
     if part.kv_bytes:
         seen = before if part.window is None else min(before, part.window)
-        read = seen * part.kv_bytes * sequences * _copies(part, ways) / ways
-        seconds += float(peak.seconds("batched", 4.0 * part.width * rows * seen / ways, read))
-    return seconds
+        times = sequences if part.window == 1 else max(sequences, rows / TILE)
+        kept = seen * part.kv_bytes * times * _copies(part, ways) / ways
+        cache = Cost(4.0 * part.width * rows * seen / ways, kept)
+    last = runtime.token_s if part.kind == "head" and part.numel else 0.0
+    return last + runtime.seconds(peak, part.kind, products, cache)
 
 
 def _copies(part: Part, ways: int) -> float:
@@ -375,3 +386,13 @@ def terms(
         problem = serving_problem(decoder, cluster, one)
         seconds[f"{phase}_s"] = float(simulate(problem, placement).latency_s)
     return seconds
+
+
+def interval(
+    decoder: Decoder, cluster: Cluster, placement: Placement
+) -> Mapping[str, tuple[float, float]]:
+    """By phase, by which factors seconds may be less and more: 90 % of other runs are between."""
+    used = [cluster.devices[d].kind for d in sorted(set(placement.tolist()))]
+    found = [runtime_of(kind, decoder.format == "gguf") for kind in used]
+    half = {str(x): max(getattr(one, x) for one in found) for x in (Phase.PREFILL, Phase.DECODE)}
+    return {phase: (exp(-x), exp(x)) for phase, x in half.items()}

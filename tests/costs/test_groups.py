@@ -15,6 +15,7 @@ from placement.cli import BAD_INPUT, NO, OK
 from placement.cluster import Cluster, Device, Link
 from placement.costs.efficiency import Peak
 from placement.costs.groups import GroupError, best_groups, grouped, groupings
+from placement.costs.runtimes import NOTHING, Cost, runtimes
 from placement.costs.serving import Serving, memory, serving_problem, terms
 from placement.exporters import ExportError
 from placement.exporters import load as load_exporter
@@ -45,12 +46,14 @@ def test_seconds_of_a_group() -> None:
     ring_s = 6 * (1e-5 + 3 * 4096 * 2 / 4 / 1e11)
     feed = model.parts[names.index("model.layers.1.feed_forward")]
     work, moved = 2 * feed.numel * 3 / 4, feed.weight_bytes / 4 + 2 * 3 * 2 * 4096
-    expected = float(peak.seconds("product", work, moved)) + ring_s
+    own = runtimes()["vllm/cuda"]
+    expected = own.seconds(peak, feed.kind, Cost(work, moved), NOTHING) + ring_s
     assert four[names.index(feed.name)] == pytest.approx(expected)
     head = model.parts[-1]
     gather_s = 3 * (1e-5 + 3 * 128256 * 2 / 4 / 1e11)
     moved = head.weight_bytes / 4 + 2 * 3 * 2 * 4096
-    expected = float(peak.seconds("product", 2 * head.numel * 3 / 4, moved)) + gather_s
+    products = Cost(2 * head.numel * 3 / 4, moved)
+    expected = own.token_s + own.seconds(peak, head.kind, products, NOTHING) + gather_s
     assert four[-1] == pytest.approx(expected)
     alone = serving_problem(model, one, asked).compute_s[:, 0]
     embedding, norm = names.index("model.embed_tokens"), names.index("model.norm")

@@ -18,6 +18,7 @@ from placement.cluster import Cluster, ClusterError, Device
 from placement.costs.efficiency import FITTED, Peak, RatesError
 from placement.costs.predictors import profile_of
 from placement.costs.predictors.roofline import Roofline
+from placement.costs.runtimes import runtimes
 from placement.costs.serving import (
     Serving,
     ServingError,
@@ -123,20 +124,20 @@ def test_a_token_by_hand(tmp_path: Path) -> None:
     one = cluster("devices: [{name: a, like: nvidia/rtx-4090}]", tmp_path)
     context, batch = 1000, 2
     problem = serving_problem(decoder(), one, Serving("decode", context, batch))
-    facts, product, batched = library()["nvidia/rtx-4090"], FITTED["product"], FITTED["batched"]
-    call, speed = facts.call_s, facts.bytes_per_s
+    facts, own = library()["nvidia/rtx-4090"], runtimes()["vllm/cuda"]
+    start, flops, speed = facts.call_s + own.part_s, facts.peak("bf16"), facts.bytes_per_s
 
-    def matrices(numel: int) -> float:  # 2 bytes each, once for the batch; and what goes in and out
-        moved = 2 * numel + 2 * batch * 2 * 4096
-        return product.calls * call + moved / (product.memory * speed)
+    def matrices(numel: int, more: int = 0) -> float:  # 2 bytes each, and what goes in and out
+        read = 2 * numel + more + 2 * batch * 2 * 4096
+        return start + 2 * batch * numel / (own.compute * flops) + read / (own.weights * speed)
 
-    keys = batched.calls * call + batch * context * 2 * 2 * 1024 / (batched.memory * speed)
-    attention, feed = problem.compute_s[1:3, 0]
-    norm_bytes = 2 * 2 * 4096
-    assert attention == pytest.approx(
-        matrices(4096 * (4096 * 2 + 2048)) + norm_bytes / (product.memory * speed) + keys
-    )
+    keys = batch * context * 2 * 2 * 1024 / (own.cache * speed)
+    keys += 4 * 4096 * batch * context / (own.attention * flops)
+    attention, feed, head = problem.compute_s[[1, 2, -1], 0]
+    norms = 2 * 2 * 4096
+    assert attention == pytest.approx(matrices(4096 * (4096 * 2 + 2048), norms) + keys)
     assert feed == pytest.approx(matrices(3 * 4096 * 14336))
+    assert head == pytest.approx(own.token_s + matrices(128256 * 4096))
     assert simulate(problem, np.zeros(67, int)).latency_s == pytest.approx(problem.compute_s.sum())
 
 
@@ -182,11 +183,14 @@ def test_experts_are_read_as_routing_by_chance_touches_them(tmp_path: Path) -> N
         problem = serving_problem(decoder(MIXTRAL), home(tmp_path), Serving("decode", 10, batch))
         return float(problem.compute_s[3, 0])
 
-    share, speed = FITTED["product"], library()["nvidia/rtx-4090"].bytes_per_s
+    own, facts = runtimes()["vllm/cuda"], library()["nvidia/rtx-4090"]
     weights = 2 * 8 * 3 * 4096 * 14336
     for batch in (1, 4):
         touched = weights * (1 - 0.75**batch) + 4 * batch * 4096
-        assert moved(batch) == pytest.approx(share.calls * 9e-6 + touched / (share.memory * speed))
+        work_s = 2 * batch * weights / 2 / 4 / (own.routed * facts.peak("bf16"))  # 2 experts of 8
+        assert moved(batch) == pytest.approx(
+            facts.call_s + own.part_s + work_s + touched / (own.weights * facts.bytes_per_s)
+        )
 
 
 def test_serve_is_a_prompt_and_its_answer(tmp_path: Path) -> None:
@@ -239,7 +243,7 @@ def test_what_machines_read(objective: str, tmp_path: Path, capsys: Any) -> None
     answer = json.loads(capsys.readouterr().out)
     assert set(answer) == {
         "planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations", "feasible",
-        "assignment", "memory", "prefill_s", "decode_s", "weights", "spread",
+        "assignment", "memory", "prefill_s", "decode_s", "weights", "interval", "tokens_per_s",
         "bounds",
     }  # fmt: skip
     assert (answer["planner"], answer["objective"], answer["feasible"]) == (
@@ -308,7 +312,7 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
     assert "for decode, a context of 512 x 1 predicted" in " ".join(out.split())
     assert "\n decode " in out and "latency" not in out and "period" not in out
     assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in stderr
-    assert "KV cache" in out and "tokens/s at a context of 512; prefill: " in out
+    assert "KV cache" in out and "tokens/s at a context of 512 (" in out
     assert main([*argv, "--out", str(tmp_path / "b.json"), "--objective", "serve"]) == OK
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "plan.json"), str(tmp_path / "b.json")]) == OK
@@ -370,6 +374,7 @@ PUBLISHED = {
 def test_published_speeds_of_decoding(tmp_path: Path) -> None:
     """Nothing is fitted to them. The errors are in docs/hardware.md."""
     plain = decoder(vocab_size=32000, intermediate_size=11008, num_key_value_heads=32)
+    plain = replace(plain, format="gguf")  # which llama.cpp runs
     path = tmp_path / "q4_0.gguf"
     path.write_bytes(gguf_llama(32, sizes=(4096, 11008, 32000, 32, 32), kinds=(2, 2)))
     errors = []
