@@ -39,6 +39,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
     "call_s": (0, 1e30),
     "ring_latency_s": (0, LONGEST_S),
     "ring_bytes_per_s": (1e-30, 1e30),
+    "buffer_bytes": (1, 2**63 - 1),
+    "pinned_bytes": (1, 2**63 - 1),
 }
 # Of a GPU's free memory, what no tensor is promised: for workspaces of other threads than the one
 # that launches, kernels, and blocks that are cut badly or waited for.
@@ -81,6 +83,10 @@ class Device:
             layer together (``placement.costs.groups``): their names, and the slowest link of the
             ring over which results are added up (None: unlimited). Memory and watts are those of
             all together, everything else is of each.
+        buffer_bytes: of a device that streams: memory of the other one for what was copied and is
+            still needed; None: twice the parameters of the operator that has most there.
+        pinned_bytes: of a CPU: how much of its memory devices may stream from, which is page-locked
+            then (in equal parts, if several stream); None: all.
     """
 
     name: str
@@ -101,6 +107,8 @@ class Device:
     members: tuple[str, ...] = ()
     ring_latency_s: float = 0.0
     ring_bytes_per_s: float | None = None
+    buffer_bytes: int | None = None
+    pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for what, (least, most) in _RANGES.items():
@@ -116,6 +124,15 @@ class Device:
                 f"device {short(self.name)}: cores = {short(self.cores)}, must be from 0 to "
                 f"{MOST_THREADS - 1}"
             )
+        for what, owner, is_owner in (
+            ("buffer_bytes", "streams another", self.streams is not None),
+            ("pinned_bytes", "is of kind cpu", self.kind == "cpu"),
+        ):
+            if getattr(self, what) is not None and not is_owner:
+                raise ClusterError(
+                    f"device {short(self.name)}: {what} = {short(getattr(self, what))} is said of "
+                    f"a device that {owner}, which this one is not"
+                )
         if self.power_source not in ("declared", "measured"):
             raise ClusterError(
                 f"device {self.name!r}: power_source = {self.power_source!r}, must be declared or "
@@ -348,7 +365,8 @@ class Cluster:
         for device in devices:
             if device["power_source"] == "declared":
                 del device["power_source"]
-            for new in ("flops_per_s", "bytes_per_s", "call_s", "streams", "members"):
+            optional = ("flops_per_s", "bytes_per_s", "call_s", "streams", "members")
+            for new in (*optional, "buffer_bytes", "pinned_bytes"):
                 if not device[new] and device[new] != 0:
                     del device[new]
             if not device.get("members"):

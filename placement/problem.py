@@ -151,11 +151,26 @@ class Problem:
                 f"device {name!r} copies parameters from host memory for each operator, which is "
                 f"for inference: a training step changes them; leave {name!r} out of the cluster"
             )
+        self._check_buffers()
         homeless = np.flatnonzero(~np.isfinite(self.group_compute_s).any(axis=1))
         if len(homeless):
             ops = np.flatnonzero(self.graph.group == homeless[0])
             names = [self.graph.op_name[i] for i in ops[:4]]
             raise ProblemError(f"no device can run every operator of colocation group {names}")
+
+    def _check_buffers(self) -> None:
+        """Raises: ProblemError, a buffer is smaller than the parameters of an operator."""
+        size = self.graph.op_param_bytes
+        for d in self.cluster.streaming:
+            device = self.cluster.devices[d]
+            able = np.isfinite(self.profile.compute_s[:, d])
+            op = int(np.where(able, size, -1).argmax())
+            if device.buffer_bytes is not None and able[op] and size[op] > device.buffer_bytes:
+                raise ProblemError(
+                    f"device {device.name!r}: buffer_bytes = {device.buffer_bytes:,}, but operator "
+                    f"{op} ({self.graph.op_name[op]!r}) has {size[op]:,} bytes of parameters: give "
+                    "it that many or more, or leave buffer_bytes out"
+                )
 
     def pinned(self, where: Mapping[str, str]) -> Problem:
         """The same problem, where some operators may run on one device only.
@@ -215,10 +230,10 @@ class Problem:
         """int32 ``[D]``: the device whose time and memory what is placed on each one takes.
 
         A device that ``streams`` has none of its own: placed there means that an operator runs on
-        ``worker``, with parameters from host memory. They are copied while operators before it run;
-        so it takes what running or copying takes, whichever is longer. Simulators count it, and its
-        tensors, on ``worker``, its parameters in the memory of the host (``host_of``), and on
-        ``worker`` twice the most that one operator reads.
+        ``worker``, with parameters from host memory. They are copied while operators before it run,
+        as the buffer has room (see ``placement.buffer``). Simulators count the operator, and its
+        tensors, on ``worker``, as they do the buffer; its parameters in the memory of the host
+        (``host_of``), and on the device that streams, whose memory is what may be page-locked.
         """
         return self.cluster.worker
 
@@ -229,7 +244,12 @@ class Problem:
 
     @cached_property
     def compute_s(self) -> Floats:
-        """float64 ``[N, D]`` seconds alone; inf = cannot run there."""
+        """float64 ``[N, D]`` seconds alone; inf = cannot run there.
+
+        On a device that streams at least as long as copying takes: an estimate, as if each operator
+        was among others like it. Simulators, and what is proved, have the seconds of
+        ``without_copies`` and copies on the link.
+        """
         return self._with_copies(self.profile.compute_s)
 
     @cached_property
@@ -242,15 +262,41 @@ class Problem:
         """``seconds [N, D]``, where parameters are copied at least for as long as that takes."""
         if not self.cluster.streaming:
             return seconds
-        seconds, size = seconds.copy(), self.graph.op_param_bytes.astype(np.float64)
-        host, _ = host_of(self)
-        latency_s, s_per_byte = self._of_links(_latency_s), self._of_links(_s_per_byte)
-        copies = np.bincount(self.graph.param_use_op, minlength=self.num_ops)
-        for d in self.cluster.streaming:
-            copied_s = latency_s[host, d] * copies + size * s_per_byte[host, d]
+        seconds = seconds.copy()
+        for d, copied_s in zip(self.cluster.streaming, self.copy_s, strict=True):
             seconds[:, d] = np.maximum(seconds[:, d], copied_s)
             seconds[self.graph.carried_op, d] = np.inf  # it writes where nobody reads it
         return seconds
+
+    @cached_property
+    def copy_s(self) -> Floats:
+        """float64 ``[S, N]`` seconds to copy the parameters of each operator to each device that
+        streams, in the order of ``cluster.streaming``."""
+        g, (host, _) = self.graph, host_of(self)
+        streaming = self.cluster.streaming
+        latency_s = self._of_links(_latency_s)[host, streaming, None]
+        s_per_byte = self._of_links(_s_per_byte)[host, streaming, None]
+        copies = np.bincount(g.param_use_op, minlength=self.num_ops)
+        seconds: Floats = latency_s * copies + g.op_param_bytes * s_per_byte
+        return seconds
+
+    @cached_property
+    def without_copies(self) -> Problem:
+        """The same problem, where parameters of devices that stream come in no time."""
+        if not self.cluster.streaming:
+            return self
+        names, (host, _) = self.cluster.device_names, host_of(self)
+        free = (Link(names[host], names[d]) for d in self.cluster.streaming)
+        return replace(self, profile=replace(self.profile, links=(*self.profile.links, *free)))
+
+    def buffers_of(self, placement: Placement) -> NDArray[np.int64]:
+        """int64 ``[S]`` bytes of the buffer of each device that streams; 0 where nothing does."""
+        devices, size = self.cluster.devices, self.graph.op_param_bytes
+        most = [int(np.where(placement == d, size, 0).max()) for d in self.cluster.streaming]
+        given = (devices[d].buffer_bytes for d in self.cluster.streaming)
+        return np.array(
+            [m and (2 * m if b is None else b) for m, b in zip(most, given, strict=True)], np.int64
+        )
 
     @cached_property
     def group_compute_s(self) -> Floats:
@@ -312,7 +358,19 @@ class Problem:
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
         """int32 ``[D, D]``: the serial channel of each ordered pair, 0..num_channels-1."""
-        d = self.num_devices
+        return self._channels[0]
+
+    @cached_property
+    def copy_channel(self) -> NDArray[np.int32]:
+        """int32 ``[S]``: the channel that parameters for each device that streams come on.
+
+        That of tensors from the host to its worker, unless a link names another one for it.
+        """
+        return self._channels[1]
+
+    @cached_property
+    def _channels(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        d, (host, _) = self.num_devices, host_of(self)
         own = np.arange(d * d, dtype=np.int32).reshape(d, d)
         channel = own.copy()
         named: dict[str, int] = {}
@@ -322,13 +380,17 @@ class Problem:
             else:
                 channel[a, b] = named.setdefault(link.channel, d * d + len(named))
         np.fill_diagonal(channel, own.diagonal())
-        _, dense = np.unique(self._of_workers(channel), return_inverse=True)
-        return dense.reshape(d, d).astype(np.int32)
+        copies = channel[host, self.cluster.streaming]
+        unnamed = copies < d * d
+        copies[unnamed] = channel[host, self.worker[self.cluster.streaming]][unnamed]
+        both = np.append(self._of_workers(channel), copies)
+        dense = np.unique(both, return_inverse=True)[1].astype(np.int32)
+        return dense[: d * d].reshape(d, d), dense[d * d :]
 
     @cached_property
     def num_channels(self) -> int:
         """Number of serial channels."""
-        return int(self.link_channel.max()) + 1
+        return int(max(x.max(initial=0) for x in self._channels)) + 1
 
     @cached_property
     def _ends(self) -> tuple[Ends, ...]:
@@ -430,8 +492,12 @@ class Problem:
 
     @cached_property
     def memory_bytes(self) -> NDArray[np.int64]:
-        """int64 ``[D]`` capacity of each device."""
-        return np.array([d.memory_bytes for d in self.cluster.devices], np.int64)
+        """int64 ``[D]`` capacity of each device; of one that streams, for what is page-locked."""
+        most = np.array([d.memory_bytes for d in self.cluster.devices], np.int64)
+        pinned = self.cluster.devices[host_of(self)[0]].pinned_bytes
+        if (streaming := self.cluster.streaming) and pinned is not None:
+            most[streaming] = np.minimum(most[streaming], pinned // len(streaming))
+        return most
 
     @cached_property
     def power(self) -> Power | None:
@@ -450,18 +516,16 @@ class Problem:
     def param_bytes_on(self, placement: Placement) -> NDArray[np.int64]:
         """int64 ``[D]`` parameter bytes each device holds, of all phases.
 
-        Tied parameters, and those of several phases, are held once per device. Of a device that
-        streams the host holds them, and the device where they are read has twice the largest.
+        Tied parameters, and those of several phases, are held once per device. Those of a device
+        that streams the host holds too, and the device where they are read has the buffer.
         """
         g = self.graph
         held = np.zeros((len(g.param_bytes), self.num_devices), bool)
         held[g.param_use, placement[..., g.param_use_op]] = True
         held_bytes: NDArray[np.int64] = g.param_bytes @ held
-        for d in self.cluster.streaming:
-            read = np.where(placement == d, g.op_param_bytes, 0)
-            held_bytes[self.worker[d]] += 2 * int(read.max(initial=0))
-            held_bytes[host_of(self)[0]] += held_bytes[d]
-            held_bytes[d] = 0
+        if streaming := self.cluster.streaming:
+            np.add.at(held_bytes, self.worker[streaming], self.buffers_of(placement))
+            held_bytes[host_of(self)[0]] += held_bytes[streaming].sum()
         return held_bytes
 
     def overhead_s(self, placement: ArrayLike | None = None) -> float:
@@ -587,7 +651,7 @@ class Problem:
         """
         if not self.cluster.streaming:
             return self.with_objective(Objective.MAX_LOAD)
-        devices = tuple(replace(d, streams=None) for d in self.cluster.devices)
+        devices = tuple(replace(d, streams=None, buffer_bytes=None) for d in self.cluster.devices)
         return replace(
             self,
             cluster=replace(self.cluster, devices=devices),

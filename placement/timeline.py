@@ -41,6 +41,12 @@ class Timeline:
         load_s: float64 ``[M, 2]`` begin and end of loading each micro-batch on the host (several
             may be loaded at once), or None where there is no loader. Loading is before the run
             of a micro-batch: no other figure counts it.
+        copies: int32 ``[C, 2]``: operator, and the device that streams its parameters: as they come
+            from host memory (predicted).
+        copy_start_s, copy_end_s: float64 ``[C]``.
+        called_s: when micro-batch 0 is called, where its first operator may have to wait for
+            parameters; None: when it starts, or its input does.
+        round_s: that copies for a micro-batch take on the slowest link (0: several may share them).
     """
 
     device_names: tuple[str, ...]
@@ -54,6 +60,11 @@ class Timeline:
     measured: bool = False
     power: Power | None = None
     load_s: Floats | None = None
+    copies: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    copy_start_s: Floats = field(default_factory=lambda: np.zeros(0))
+    copy_end_s: Floats = field(default_factory=lambda: np.zeros(0))
+    called_s: float | None = None
+    round_s: float = 0.0
 
     def _repr_html_(self) -> str:
         """What a notebook shows: figures, and who was busy when."""
@@ -104,6 +115,9 @@ class Timeline:
             ("transfers of a device", self.transfers[..., 2:], "i", (x, 2), (0, d - 1)),
             ("transfer_start_s", self.transfer_start_s, "f", (x,), times),
             ("transfer_end_s", self.transfer_end_s, "f", (x,), times),
+            ("copies", self.copies, "i", (len(self.copies), 2), (0, max(n, d) - 1)),
+            ("copy_start_s", self.copy_start_s, "f", (len(self.copies),), times),
+            ("copy_end_s", self.copy_end_s, "f", (len(self.copies),), times),
             ("peak_bytes", self.peak_bytes, "i", (d,), (0, 2**63 - 1)),
             ("load_s", self.load_s, "f", (m, 2), times),
             *((key, array, "f", (d,), watts) for key, array in power.items()),
@@ -134,6 +148,7 @@ class Timeline:
     def begin_s(self) -> float:
         """When the first operator, or the transfer of its input, starts."""
         first = float(self.start_s.min())
+        first = first if self.called_s is None else min(first, self.called_s)
         return min(first, float(self.transfer_start_s.min(initial=first)))
 
     @cached_property
@@ -152,6 +167,7 @@ class Timeline:
         """float64 ``[M]`` first start (or input transfer) to last end of each micro-batch."""
         first = self.start_s.min(axis=1)
         np.minimum.at(first, self.transfers[:, 1], self.transfer_start_s)
+        first[0] = min(first[0], first[0] if self.called_s is None else self.called_s)
         return self.end_s.max(axis=1) - first
 
     @cached_property
@@ -175,7 +191,7 @@ class Timeline:
             load += np.bincount(phase, mine.mean(axis=0), len(load))
         busiest = load.max() / min(m, len(phases))
         finish_s = self.end_s.max(axis=1) - self.begin_s
-        steady_s = float(steady_period(finish_s, busiest, len(phases)))
+        steady_s = float(steady_period(finish_s, max(busiest, self.round_s), len(phases)))
         return steady_s + self.summing_s / m
 
     @cached_property
@@ -230,6 +246,14 @@ class Timeline:
         ):
             args = {"micro_batch": m, "tensor": t}
             events.append(_slice(f"tensor {t}", tid[a, b], start, end, args))
+        for d in np.unique(self.copies[:, 1]).tolist():
+            mine = self.copies[:, 1] == d
+            columns = self.copies[mine, 0], self.copy_start_s[mine], self.copy_end_s[mine]
+            events.append(_named("thread_name", len(tracks), f"parameters -> {devices[d]}"))
+            for n, start, end in zip(*columns, strict=True):
+                args = {"operator": int(n)}
+                events.append(_slice(f"parameters of {names[n]}", len(tracks), start, end, args))
+            tracks.append(devices[d])
         if self.load_s is not None:
             base = len(tracks)
             lanes = side_by_side(self.load_s)
@@ -250,7 +274,8 @@ class Timeline:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         arrays: dict[str, Any] = {k: v for k, v in values.items() if isinstance(v, np.ndarray)}
         arrays |= {} if self.power is None else vars(self.power)
-        head = json.dumps({"device_names": self.device_names, "measured": self.measured})
+        names = "device_names", "measured", "called_s", "round_s"
+        head = json.dumps({name: values[name] for name in names})
         write_arrays(path, head=np.array(head), **arrays)
 
     @classmethod
@@ -263,12 +288,12 @@ class Timeline:
         try:
             arrays = read_arrays(path)
             head = parse_json(str(arrays.pop("head")))
-            names = tuple(head["device_names"])
+            head["device_names"] = tuple(head["device_names"])
             watts = {f.name: arrays.pop(f.name) for f in fields(Power) if f.name in arrays}
             power = Power(**watts) if watts else None
             for name in _NO_MORE:
                 arrays.pop(name, None)
-            line = cls(device_names=names, measured=head["measured"], power=power, **arrays)
+            line = cls(power=power, **head, **arrays)
             line.check()
             return line
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -224,7 +224,10 @@ def random_problem(
 
 
 def with_twins(seed: int, *size: int) -> Problem:
-    """A random problem, in which one or two devices with own memory have one that streams."""
+    """A random problem, in which one or two devices with own memory have one that streams.
+
+    Some copies share the link of other transfers, and some buffers are a size of their own.
+    """
     problem, rng = random_problem(seed, *size), np.random.default_rng(seed)
     devices = [
         replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
@@ -232,6 +235,10 @@ def with_twins(seed: int, *size: int) -> Problem:
     cards = [d for d in devices[1:] if rng.random() < 0.7]
     twins = [Device(f"s/{d.name}", d.kind, streams=d.name, busy_w=0.0, idle_w=0.0) for d in cards]
     links = [Link(devices[0].name, t.name, 0.5, 7.0) for t in twins if rng.random() < 0.5]
+    links = [replace(x, channel="slow" if rng.random() < 0.2 else None) for x in links]
+    most = max(int(problem.graph.op_param_bytes.max()), 1)
+    rooms = [None, most, most * 3 // 2, most * 4]
+    twins = [replace(t, buffer_bytes=rooms[rng.integers(len(rooms))]) for t in twins]
     cluster = Cluster("twins", (*devices, *twins), (*problem.cluster.links, *links))
     profile = problem.profile.for_cluster(cluster)
     return replace(problem, cluster=cluster, profile=profile, objective=Objective.PERIOD)

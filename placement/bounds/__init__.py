@@ -8,6 +8,7 @@
 | `cuts` | the largest load with all that is written and read (minimum cuts) | `max_load` |
 | `memory_lp` | a period: memory, busy devices slowed, two devices' traffic (LP) | memory is short |
 | `calls` | a call of two devices: all of these at once (LP) | a CPU beside a GPU |
+| `copies` | memory, loads, and what is copied to devices that stream (LP) | a model does not fit |
 | `grain` | latencies are multiples of it: bounds are rounded up | task graphs, shops |
 | `pieces` | which groups can share an accelerator (LP) | `piecewise_latency` |
 """
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.bounds.calls import call_s
+from placement.bounds.copies import copied_s
 from placement.bounds.grain import grain_s
 from placement.bounds.loads import LP_SIZE, balance_prices, priced
 from placement.bounds.memory_lp import busy_s, columns_of, period_s
@@ -85,9 +87,10 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _bounds(problem: Problem, wanted: Sequence[Objective], effort: Effort) -> dict[str, float]:
-    prices = balance_prices(problem.group_compute_s, effort.load_lp)
-    path_s = float(fastest_end_s(problem).max())
-    load_s = _load_bound_s(problem, prices, effort.load_lp) if effort.load_lp else 0.0
+    bare = problem.without_copies  # all that does not ask for them holds beside them
+    prices = balance_prices(bare.group_compute_s, effort.load_lp)
+    path_s = float(fastest_end_s(bare).max())
+    load_s = _load_bound_s(bare, prices, effort.load_lp) if effort.load_lp else 0.0
     of: dict[Objective, Callable[[], float]] = {
         Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, effort),
         Objective.PERIOD: lambda: _period_bound_s(problem, path_s, load_s, effort),
@@ -121,10 +124,12 @@ def _energy_bound_j(problem: Problem, path_s: float, load_s: float) -> float:
 def _latency_bound_s(problem: Problem, path_s: float, load_s: float, effort: Effort) -> float:
     bound_s = max(path_s, load_s)  # a load that is one number is exact, but for its sum
     if problem.num_workers > 1:
-        bound_s = max(bound_s, _earliest_end_s(problem, effort.end_work))
+        bound_s = max(bound_s, _earliest_end_s(problem.without_copies, effort.end_work))
+    if problem.cluster.streaming and columns_of(problem) <= effort.call_lp:
+        bound_s = max(bound_s, copied_s(problem))
     if problem.num_workers == 2 and columns_of(problem) <= effort.call_lp:
         bound_s = max(bound_s, call_s(problem, bound_s))
-    grain = grain_s(problem)
+    grain = 0.0 if problem.cluster.streaming else grain_s(problem)
     return float(np.ceil(bound_s / grain - 1e-6)) * grain if grain else bound_s
 
 
@@ -138,9 +143,10 @@ def _period_bound_s(problem: Problem, path_s: float, load_s: float, effort: Effo
         quick = replace(effort, call_lp=min(effort.period_lp, _QUICK.call_lp))
         return max(bound_s, _latency_bound_s(problem, path_s, load_s, quick))
     bound_s = max(bound_s, path_s / periods * EXACT)
-    alone_s = problem.compute_s.sum(axis=0).min()  # a call, at most
+    bare = problem.without_copies
+    alone_s = bare.compute_s.sum(axis=0).min()  # a call, at most
     if problem.num_workers > 1 and alone_s > periods * bound_s:
-        bound_s = max(bound_s, _earliest_end_s(problem, effort.flight_work) / periods)
+        bound_s = max(bound_s, _earliest_end_s(bare, effort.flight_work) / periods)
     return bound_s
 
 

@@ -113,6 +113,7 @@ class Call:
             program.row(0.0, (on[:, here], group_s[:, here]), *chain(*more), placed.time)
         for sent in placed.channels.values():
             program.row(0.0, *sent, placed.time)
+        placed.copy()
 
     def _own(self, ops: NDArray[np.integer]) -> list[Terms]:
         on, group = self.whole, self.problem.graph.group[ops]

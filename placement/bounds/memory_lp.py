@@ -36,8 +36,8 @@ def taken_in(problem: Problem) -> NDArray[np.bool_]:
 class Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
-    Beside what a device streams it has two buffers. The
-    time is counted in ``unit_s``, more than any call or item takes.
+    A device has a buffer beside what it streams. The time
+    is counted in ``unit_s``, more than any call or item takes.
     """
 
     def __init__(self, problem: Problem, crossing: bool, more_s: float = 0.0) -> None:
@@ -51,11 +51,14 @@ class Placed:
         ]
         can = np.isfinite(problem.group_compute_s)
         self.on = self.program.shares(can)
+        self.buffers: dict[int, tuple[Columns, float]] = {}  # of what streams: bytes, if any does
         self._hold()
+        bare = problem.without_copies
         self.alone_s, self.loaded_s = (
-            np.where(problem.supported, s, 0.0) for s in (problem.compute_s, problem.loaded_s)
+            np.where(problem.supported, s, 0.0) for s in (bare.compute_s, bare.loaded_s)
         )
-        self.unit_s = max(float(self.loaded_s.sum()) + more_s, 1e-300)
+        copied_s = float(problem.copy_s.sum()) if problem.cluster.streaming else 0.0
+        self.unit_s = max(float(self.loaded_s.sum()) + copied_s + more_s, 1e-300)
         self.arrives: list[list[Terms]] = [[]]  # for each use of a tensor, counted in such ways
         self.handed: list[list[Terms]] = [[] for _ in self.sides]
         self.taken: list[list[Terms]] = [[] for _ in self.sides]  # what taking tensors in takes
@@ -64,6 +67,23 @@ class Placed:
             self._cross()
         self.time = np.zeros(1, np.intp), -self.unit_s
 
+    def copy(self, uses: float = 1.0) -> None:
+        """A row for each device that streams: the time is at least ``uses`` times what is copied.
+
+        Of a call that is all that streams: what all has room in the buffer might as well stay on
+        the worker. Otherwise what the buffer has room for may have been there.
+        """
+        problem, size = self.problem, self.problem.graph.op_param_bytes
+        for k, s in enumerate(self.problem.cluster.streaming):
+            copy_s, w, terms = problem.copy_s[k], problem.worker[s], []
+            as_worker = (x[:, s] == x[:, w] for x in (self.alone_s, self.loaded_s))
+            if uses < 1.0 or not np.logical_and(*as_worker)[problem.supported[:, s]].all():
+                buffer, num_bytes = self.buffers[s]
+                rate = float((copy_s / np.maximum(size, 1)).max())
+                terms = [(buffer, -uses * num_bytes * rate)]
+            copied = self.on[:, s], uses * problem.graph.per_group(copy_s)
+            self.program.row(0.0, copied, *terms, self.time)
+
     def _hold(self) -> None:
         g, problem, on, held = self.problem.graph, self.problem, self.on, own_bytes(self.problem)
         for d, *streaming in self.sides:
@@ -71,16 +91,22 @@ class Placed:
             buffers: list[Terms] = []
             if streaming:
                 most = max(int(g.op_param_bytes.max()), 1)
-                buffer = self.program.columns(np.ones(1))
                 for s in streaming:
-                    read = on[g.group, s], g.op_param_bytes / most
-                    self.program.rows(np.zeros(g.num_ops), read, (buffer, -1.0))
-                buffers.append((buffer, 2.0 * most))
+                    given = problem.cluster.devices[s].buffer_bytes
+                    buffer = self.program.columns(np.ones(1))
+                    part = g.op_param_bytes / most if given is None else g.op_param_bytes > 0
+                    self.program.rows(np.zeros(g.num_ops), (on[g.group, s], part), (buffer, -1.0))
+                    self.buffers[s] = buffer, 2.0 * most if given is None else float(given)
+                    buffers.append(self.buffers[s])
             if d == host_of(problem)[0]:
                 placed += [(on[:, s], held) for s in self.streaming]
-            room = float(problem.memory_bytes[d])
-            if sum(np.sum(values) for _, values in (*placed, *buffers)) > room:
-                self.program.row(room, *placed, *buffers)
+            self._within(float(problem.memory_bytes[d]), *placed, *buffers)
+            for s in streaming:  # what may be page-locked
+                self._within(float(problem.memory_bytes[s]), (on[:, s], held))
+
+    def _within(self, room: float, *terms: Terms) -> None:
+        if sum(np.sum(values) for _, values in terms) > room:
+            self.program.row(room, *terms)
 
     def _cross(self) -> None:
         """Columns for all that crosses between devices, by reading group, and once for all.
@@ -167,14 +193,15 @@ def busy_s(problem: Problem, load_s: float, lp_size: int) -> float:
     devices, batch_s = problem.num_workers, problem.profile.batch_s
     if problem.num_microbatches == 1:
         return load_s
-    fastest_s = np.where(problem.supported, problem.compute_s, np.inf).min(axis=1)
+    fastest_s = np.where(problem.supported, problem.without_copies.compute_s, np.inf).min(axis=1)
     if problem.max_phases > 1 or fastest_s.sum() == 0.0:
         batch_s = 0.0  # some phases may have less of it, as has what takes no time
     stretches, longer = problem.profile.loaded_s is not None and devices > 1, 1.0
     if stretches:
+        bare = problem.without_copies
         took_s, most_s = (
             problem.graph.per_group(np.where(problem.supported, s, 0.0))
-            for s in (problem.compute_s, problem.loaded_s)
+            for s in (bare.compute_s, bare.loaded_s)
         )
         longer = float((most_s / np.maximum(took_s, 1e-300))[most_s > 0].max(initial=1.0))
 
@@ -221,6 +248,8 @@ def period_s(
             program.row(0.0, *load, *handed, (time, minus_s / counted))
     for sent in placed.channels.values():
         program.row(0.0, *sent, (time, minus_s / counted))
+    if counted > 0.0:  # of micro-batches that are in flight together one copy may serve all
+        placed.copy(counted / problem.max_in_flight)
     rest = 1.0 + (problem.num_workers - 1) * high
     every = (on, alone_s), *chain(*placed.taken)
     program.row(-rest * more_s, *every, (time, rest * minus_s))

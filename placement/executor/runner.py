@@ -566,7 +566,15 @@ class Runner:
         ]
         resident = {op for i, share in enumerate(phases) for op in share.ops if op not in away[i]}
         params, gradients = self._load(d, sorted(resident), backend.torch_device)
-        come = self._from_host(backend, set().union(*away))
+        come: dict[int, Streamed] = {}
+        for s in self.cluster.streaming:
+            mine = {
+                op
+                for on, some in zip(self._placed, away, strict=True)
+                for op in some
+                if on[op] == s
+            }
+            come |= self._from_host(backend, mine, self.cluster.devices[s].buffer_bytes)
         order = None
         if self._schedule is not None:
             order = _repeated(self._schedule, d, self.next_batch)
@@ -619,8 +627,12 @@ class Runner:
             backend.results_stay = self._outputs_stay
         return worker
 
-    def _from_host(self, backend: Backend, ops: set[int]) -> dict[int, Streamed]:
-        """Where those of the operators that read parameters in host memory get them."""
+    def _from_host(self, backend: Backend, ops: set[int], room: int | None) -> dict[int, Streamed]:
+        """Where those of the operators that read parameters in host memory get them.
+
+        Raises:
+            MemoryError: there is not so much pinned memory.
+        """
         reads: dict[int, list[int]] = {op: [] for op in sorted(ops, key=self._priority.__getitem__)}
         uses = self.graph.param_use_op.tolist(), self.graph.param_use.tolist()
         for op, p in zip(*uses, strict=True):
@@ -631,7 +643,7 @@ class Runner:
         if not reads:
             return {}
         assert isinstance(backend, CudaBackend), "no other device streams"
-        self._streamed.append(Streamed(backend, self._program, reads))
+        self._streamed.append(Streamed(backend, self._program, reads, room))
         return dict.fromkeys(reads, self._streamed[-1])
 
     def _check_values(self, p: int) -> None:

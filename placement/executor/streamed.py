@@ -1,10 +1,8 @@
-"""Parameters that stay in host memory, and are copied to a GPU while operators before them run.
+"""Parameters that stay in host memory, and are copied to a GPU ahead of their use.
 
-There is room for the largest of an operator twice. Those of every operator have their place there,
-so that those of the operators before it, as many as can be, are elsewhere: they come from pinned
-memory on a stream of their own, while those operators compute. The device's threads do not wait for
-each other: a copy waits, on its stream, until operators have run whose parameters it overwrites; an
-operator waits until its own are there.
+They come from pinned memory on a stream of their own, in the order and to the places that a
+``Buffer`` says. The device's threads do not wait for each other: a copy waits, on its stream, until
+operators have run whose parameters it overwrites; an operator waits until its own are there.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from placement.buffer import Buffer
 from placement.cluster import Cluster, Device, Link
 from placement.executor import weights
 from placement.executor.backend import CudaBackend, backend_for, is_cuda_here
@@ -37,58 +34,71 @@ _LINK_BYTES, _COPIES, _TRIES = 2**25, 8, 5
 class Streamed:
     """Parameters of operators of one device: ``reads`` has those of each, in the order of the runs.
 
+    ``room``: bytes of the buffer; None: twice those of the operator that has most.
+
     Raises:
-        OutOfMemoryError: there is no room for the largest twice.
+        OutOfMemoryError: there is no room for the buffer.
+        MemoryError: the machine does not page-lock that much memory.
     """
 
     def __init__(
-        self, backend: CudaBackend, program: Program, reads: Mapping[int, Sequence[int]]
+        self,
+        backend: CudaBackend,
+        program: Program,
+        reads: Mapping[int, Sequence[int]],
+        room: int | None = None,
     ) -> None:
         self.reads, self._backend, self._pinned = reads, backend, weights.Copies()
-        for p in dict.fromkeys(p for read in reads.values() for p in read):
+        params = dict.fromkeys(p for read in reads.values() for p in read)
+        done, total = 0, sum(program.params[p].nbytes for p in params)
+        for p in params:
             value = program.params[p].detach()
-            copy = torch.empty_like(value, device=_HOST, pin_memory=True).copy_(value)
+            try:
+                copy = torch.empty_like(value, device=_HOST, pin_memory=True).copy_(value)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise MemoryError(
+                    f"{total:,} bytes of parameters are to be streamed from pinned host memory, of "
+                    f"which this machine gave {done:,} ({error}): say pinned_bytes: {done} of the "
+                    "CPU in the cluster's YAML file, and plan again"
+                ) from error
             self._pinned.add((_HOST, p), program.params[p], weights.state_of(value), copy)
-        ends = [[*itertools.accumulate(map(self._room, x), initial=0)] for x in reads.values()]
-        sizes = np.array([each[-1] for each in ends])
-        room = max(2 * int(sizes.max()), 1)
-        self._all = torch.empty(room, dtype=torch.uint8, device=backend.torch_device)
-        begin, ops, numbers = places(sizes), [*reads], np.arange(len(reads))
-        self._slots = {op: _Slot() for op in ops}
-        for i, (op, slot) in enumerate(self._slots.items()):
-            for p, at in zip(reads[op], ends[i], strict=False):
-                x = self._pinned.made[_HOST, p]
-                view = self._all.narrow(0, int(begin[i]) + at, x.nbytes).view(x.dtype)
-                slot.views.append(view.as_strided(x.shape, x.stride()))
+            done += copy.nbytes
+        self._ends = {
+            op: [*itertools.accumulate(map(self._room, read), initial=0)]
+            for op, read in reads.items()
+        }
+        sizes = {op: ends[-1] for op, ends in self._ends.items()}
+        most = max(sizes.values())
+        self._buffer = Buffer(sizes, max(most, 2 * most if room is None else room, 1))
+        self._all = torch.empty(self._buffer.room, dtype=torch.uint8, device=backend.torch_device)
+        self._views: dict[tuple[int, int], list[Tensor]] = {}  # by operator and place
+        self._here: dict[int, list[Tensor]] = {}
+        self._arrived, self._read = ({op: torch.cuda.Event() for op in reads} for _ in range(2))
+        for event in self._read.values():
             # Who had this memory before on the stream that it is from may not be done with it.
-            slot.read.record(self._compute)
-            over = numbers[_meet(begin, sizes, begin[i], sizes[i]) & (numbers != i)]
-            slot.over = [ops[other] for other in over]
-            if len(over):
-                self._slots[ops[i - min((i - over) % len(ops))]].then.append(op)
+            event.record(self._compute)
+        self._before: list[Any] = [*self._read.values()][:1]
 
     def refresh(self) -> None:
         """Copy again what was written since; while the device runs nothing."""
         if self._pinned.refresh():
-            for op, slot in self._slots.items():
-                if slot.is_there:
-                    self._fetch(op)
+            self._before += map(self._read.__getitem__, self._buffer.there)
+            self._buffer.forget()
 
     def take(self, op: int) -> list[Tensor]:
         """The parameters of ``op``, for what is launched until ``give_back``."""
-        slot = self._slots[op]
-        if not slot.is_there:
-            self._fetch(op)
-        self._compute.wait_event(slot.arrived)
-        return slot.views
+        self._buffer.take(op)
+        self._copy()
+        self._compute.wait_event(self._arrived[op])
+        return self._here[op]
 
     def give_back(self, op: int) -> None:
         """What reads the parameters of ``op`` was launched; others can come that wait for that."""
-        slot = self._slots[op]
-        slot.read.record(self._compute)
-        for other in slot.then:
-            if not self._slots[other].is_there:
-                self._fetch(other)
+        self._read[op].record(self._compute)
+        self._buffer.give_back(op)
+        self._copy()
 
     def own(self, value: Any) -> Any:
         """What an operator made, but not in a buffer: other parameters will be there."""
@@ -104,60 +114,28 @@ class Streamed:
     def _room(self, p: int) -> int:
         return -(-self._pinned.made[_HOST, p].nbytes // _ALIGNED) * _ALIGNED
 
-    def _fetch(self, op: int) -> None:
-        stream, slot = self._backend.parameters, self._slots[op]
-        with torch.cuda.stream(stream):
-            stream.wait_event(slot.read)
-            for other in map(self._slots.__getitem__, slot.over):
-                # Where others are by now, it was read before they came, which is on this stream.
-                if other.is_there:
-                    stream.wait_event(other.read)
-                    other.is_there = False
-            slot.is_there = True
-            for view, p in zip(slot.views, self.reads[op], strict=True):
-                view.copy_(self._pinned.made[_HOST, p], non_blocking=True)
-            slot.arrived.record(stream)
+    def _copy(self) -> None:
+        """Launch all copies that may begin once what was launched before has run."""
+        while (came := self._buffer.copy()) is not None:
+            stream = self._backend.parameters
+            with torch.cuda.stream(stream):
+                for event in (*self._before, *map(self._read.__getitem__, came.over)):
+                    stream.wait_event(event)
+                self._before.clear()
+                self._here[came.op] = views = self._views_at(came.op, came.begin)
+                for view, p in zip(views, self.reads[came.op], strict=True):
+                    view.copy_(self._pinned.made[_HOST, p], non_blocking=True)
+                self._arrived[came.op].record(stream)
 
-
-class _Slot:
-    """Where the parameters of an operator come.
-
-    Attributes:
-        over: operators whose parameters these overwrite.
-        then: those whose parameters wait for nobody but this operator, or those before it.
-    """
-
-    def __init__(self) -> None:
-        self.is_there, self.views = False, list[Tensor]()
-        self.over, self.then = list[int](), list[int]()
-        self.arrived, self.read = torch.cuda.Event(), torch.cuda.Event()
-
-
-def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where parameters of these sizes come, one after another, again and again: int64 ``[n]``.
-
-    There is room for the largest twice. Each is beside the one before it, or at an end, so that
-    the next one has room beside it. It is best where it overwrites nothing, or at least half as
-    much as the largest comes between it and those that it overwrites, and between it and those
-    that overwrite it in the next round: for so long operators may compute. Next best is near an
-    end, or there would be no room for two at the same time.
-    """
-    largest, begin, until = int(sizes.max()), np.zeros_like(sizes), np.append(0, sizes.cumsum())
-    for k, size in enumerate(sizes.tolist()):
-        best, next_size, last = (-1.0, 0, 0), sizes[(k + 1) % len(sizes)], 2 * largest - size
-        beside = {int(begin[k - 1]) - size, int(begin[k - 1] + sizes[k - 1])} if k else set()
-        for at in {0, last} | beside:
-            over = np.flatnonzero(_meet(begin[:k], sizes[:k], at, size))
-            if 0 <= at <= last and max(at, last - at) >= next_size and k - 1 not in over:
-                rounds = until[k] - until[over + 1], until[-1] - until[k + 1] + until[over]
-                enough = np.minimum(np.concatenate(rounds), largest / 2)
-                best = max(best, (min(enough, default=largest), -min(at, last - at), -at))
-        begin[k] = -best[-1]
-    return begin
-
-
-def _meet(begin: NDArray[np.int64], sizes: NDArray[np.int64], at: int, size: int) -> Any:
-    return (begin < at + size) & (at < begin + sizes)
+    def _views_at(self, op: int, begin: int) -> list[Tensor]:
+        """The parameters of ``op`` from byte ``begin`` of the buffer on."""
+        if (op, begin) not in self._views:
+            views = self._views[op, begin] = []
+            for p, at in zip(self.reads[op], self._ends[op], strict=False):
+                x = self._pinned.made[_HOST, p]
+                view = self._all.narrow(0, begin + at, x.nbytes).view(x.dtype)
+                views.append(view.as_strided(x.shape, x.stride()))
+        return self._views[op, begin]
 
 
 def with_streaming(cluster: Cluster) -> Cluster:

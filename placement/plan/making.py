@@ -192,9 +192,12 @@ def _in_order(problem: Problem, schedule: Schedule | None) -> Problem:
 def memory_excess(problem: Problem, peak_bytes: Any) -> list[str]:
     """One line for each device whose peak, int64 ``[D]``, is above its memory."""
     return [
-        f"device {d.name!r} needs {int(need):,} bytes, it has {d.memory_bytes:,}"
-        for d, need in zip(problem.cluster.devices, peak_bytes, strict=True)
-        if need > d.memory_bytes
+        f"device {d.name!r} needs {int(need):,} bytes{' of pinned host memory' * bool(d.streams)}, "
+        f"it has {most:,}"
+        for d, need, most in zip(
+            problem.cluster.devices, peak_bytes, problem.memory_bytes.tolist(), strict=True
+        )
+        if need > most
     ]
 
 

@@ -171,12 +171,17 @@ class DeviceInfo(Strict):
     members: tuple[Name, ...] = ()
     ring_latency_s: Seconds = 0.0
     ring_bytes_per_s: FiniteFloat | None = None
+    buffer_bytes: Count | None = None
+    pinned_bytes: Count | None = None
 
     @model_serializer(mode="wrap")
-    def _of_a_group(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _of_its_kind(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = write(self)
         if not self.members:  # which older versions do not know
             for name in ("members", "ring_latency_s", "ring_bytes_per_s"):
+                data.pop(name, None)
+        for name in ("buffer_bytes", "pinned_bytes"):
+            if getattr(self, name) is None:
                 data.pop(name, None)
         return data
 

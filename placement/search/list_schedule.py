@@ -144,8 +144,9 @@ def room_bytes(problem: Problem) -> NDArray[np.int64]:
     room: NDArray[np.int64] = problem.memory_bytes.copy()
     if problem.profile.library_bytes is not None:
         room -= problem.profile.library_bytes.max(axis=0)
-    if problem.cluster.streaming:
-        room[problem.worker[problem.cluster.streaming]] -= 2 * problem.graph.op_param_bytes.max()
+    for d in problem.cluster.streaming:
+        given = problem.cluster.devices[d].buffer_bytes
+        room[problem.worker[d]] -= given or 2 * int(problem.graph.op_param_bytes.max())
     return room
 
 

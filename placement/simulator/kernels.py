@@ -20,6 +20,7 @@ import numba as nb
 import numpy as np
 from numba.extending import intrinsic
 
+from placement.simulator.copy_kernels import begin_copies, copy, next_copy_s, take
 from placement.simulator.memory_kernels import free, hold, hold_local, hold_sent, release, remember
 from placement.simulator.run_state import MANY, State, Tables, room, state_of, tables
 from placement.tools.jit import inlined, kernel
@@ -117,6 +118,7 @@ def _record_transfer(t, s, tensor, batch, src, dst, begin, arrives_s):
 def _begin(t, s):
     """Nothing has happened yet."""
     num_devices = len(s.running)
+    begin_copies(t, s)
     for i in range(s.window):
         s.free_slots[i] = s.window - 1 - i
     s.num_free = s.window
@@ -131,6 +133,7 @@ def _begin(t, s):
         s.tail[d] = s.base[d]
         s.num_ready[d] = 0
         s.running[d] = -1
+        s.reserved[d] = -1
         s.wake_s[d] = _FAR
         s.blocked_s[d] = 0.0
         s.last_arrival_s[d] = -1.0
@@ -241,6 +244,9 @@ def _admit(t, s):
 def _finish(t, s, slot):
     """A micro-batch has ended: its slot is free."""
     s.finish[s.batch_of[slot]] = s.now
+    if s.alone:
+        for d in range(len(s.busy)):
+            s.busy[d] *= s.batch_of[slot] == s.num_batches - 1
     s.free_slots[s.num_free] = slot
     s.num_free += 1
     s.num_active -= 1
@@ -281,10 +287,12 @@ def _sender(t, s, d):
 
 
 @inlined
-def _end(s, op, d, slot):
+def _end(t, s, op, d, slot):
     """An operator has ended."""
     s.running[d] = -1
-    s.num_running -= s.num_batches == 1
+    s.num_running -= s.alone
+    if s.streams and s.streamed[s.row[slot] + op] >= 0:
+        s.promised[s.streamed[s.row[slot] + op] * len(t.priority) + op] = False
     if s.record:
         s.end[s.batch_of[slot], op] = s.now
 
@@ -312,7 +320,8 @@ def _choose(t, s, d):
     n, now = len(t.priority), s.now
     op, slot = np.int64(-1), np.int64(0)
     if len(s.order) > 0:
-        if s.next_entry[d] < s.order_ptr[d + 1]:
+        at = s.next_entry[d]
+        if at < s.order_ptr[d + 1] and s.order[at, 1] < s.admitted:
             i = np.int64(s.order[s.next_entry[d], 0])
             slot = np.int64(s.slot_of[s.order[s.next_entry[d], 1]])
             if s.missing[slot * n + i] == 0:
@@ -352,17 +361,27 @@ def _choose(t, s, d):
 def _start(t, s):
     """Idle devices begin what they can; of 64 to which nothing has happened none can."""
     running, wake_s = s.running, s.wake_s
-    many, now, slows, num_begun = len(running) > MANY, s.now, s.num_batches == 1, 0
+    many, now, slows, num_begun = len(running) > MANY, s.now, s.alone, 0
     for d in range(len(running)):
         if running[d] >= 0 or (many and s.soon_s[d >> 6] != now):
             continue
-        if s.blocked_s[d] > now:
-            wake_s[d] = s.blocked_s[d]
-            continue
-        wake_s[d] = _FAR
-        op, slot = _choose(t, s, d)
-        if op < 0:
-            continue
+        if s.reserved[d] >= 0:
+            op, slot = s.reserved[d], s.running_slot[d]
+        else:
+            if s.blocked_s[d] > now:
+                wake_s[d] = s.blocked_s[d]
+                continue
+            wake_s[d] = _FAR
+            op, slot = _choose(t, s, d)
+            if op < 0:
+                continue
+        if s.streams and s.streamed[s.row[slot] + op] >= 0:
+            here_s = take(t, s, op, slot)
+            s.reserved[d] = op if here_s > now else -1
+            if here_s > now:
+                s.running_slot[d] = slot
+                wake_s[d] = here_s
+                continue
         running[d] = op
         s.running_slot[d] = slot
         if slows:
@@ -401,7 +420,7 @@ def _next(s):
     else:
         for d in range(num_devices):
             now = min(now, wake_s[d])
-    return now
+    return min(now, next_copy_s(s)) if s.streams else now
 
 
 @kernel
@@ -416,11 +435,13 @@ def run(t, s):
             if op < 0:
                 break
             if op < n:
-                _end(s, op, d, slot)
+                _end(t, s, op, d, slot)
             _deliver(t, s, op, d, slot)
             if op < n:
                 _leave(t, s, op, d, slot)
         _start(t, s)
+        if s.streams:
+            copy(t, s)
         if s.to_do == 0:
             break
         before = s.now
@@ -473,7 +494,7 @@ def durations(t, s):
         most = max(most, load[d])
     if not np.isfinite(total):
         return most
-    if s.num_batches == 1:
+    if s.alone:
         for i in range(n):
             slower = loaded_s[i, placement[i]] - compute_s[i, placement[i]]
             s.beside_s[i] = slower / max(t.num_workers - 1, 1)
@@ -505,8 +526,8 @@ def run_batch(t, s, placements, finish, busiest, busy, peak):
     """``run`` for placements ``[B, K N]``: fills ``finish [B, M]``, ``busiest [B]``, and
     ``busy [B, D]`` and ``peak [B, D]`` (where it is tracked) of the whole run.
 
-    ``busiest`` is the seconds per micro-batch of the busiest device, inf where an operator
-    cannot run on its device.
+    ``busiest`` is the seconds per micro-batch of the busiest device, or link that copies, inf where
+    an operator cannot run on its device.
     """
     for b in range(len(placements)):
         for i in range(len(s.placement)):
@@ -515,7 +536,13 @@ def run_batch(t, s, placements, finish, busiest, busy, peak):
         if not np.isfinite(busiest[b]):
             continue
         run(t, s)
-        for m in range(len(s.finish)):
-            finish[b, m] = s.finish[m]
+        if s.alone:
+            finish[b, 0] = s.finish[0]
+            if s.num_batches > 1:
+                finish[b, 0] = max(s.finish[1] - s.finish[0], s.round_s)
+        else:
+            for m in range(len(s.finish)):
+                finish[b, m] = s.finish[m]
+            busiest[b] = max(busiest[b], s.round_s)
         for d in range(len(s.busy)):
             busy[b, d], peak[b, d] = s.busy[d], s.peak[d]

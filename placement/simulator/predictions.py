@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import isclose
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,7 +36,7 @@ def durations(problem: Problem, placement: Placement, num_microbatches: int) -> 
 
 def beside(problem: Problem, placement: Placement, num_microbatches: int) -> Floats:
     """float64 ``[N]`` seconds more for each other device that runs when an operator begins."""
-    rows = np.arange(problem.num_ops)
+    rows, problem = np.arange(problem.num_ops), problem.without_copies
     alone = problem.compute_s[rows, placement]
     if num_microbatches > 1 or not np.isfinite(alone).all():
         return np.zeros(problem.num_ops)
@@ -68,23 +68,40 @@ def simulate(
         with kernels.room(problem, m, window, True, True, num_phases) as run:
             return _run(problem, placed, run)
     most_sent = len(problem.graph.use_dst) * m
-    run = kernels.state_of(problem, m, m, True, _flat_order(schedule), most_sent, num_phases)
+    order = _flat_order(schedule, 2 if m == 1 and problem.cluster.streaming else 1)
+    run = kernels.state_of(problem, m, m, True, order, most_sent, num_phases)
     return _run(problem, placed, run)
 
 
 def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline:
     from placement.simulator import kernels
 
-    m = run.num_batches
-    phases = np.atleast_2d(placement)[:m]
-    run.placement[:] = phases.ravel()
-    kernels.durations(kernels.tables(problem), run)
-    status = kernels.run(kernels.tables(problem), run)
+    tables = kernels.tables(problem)
+    phases = run.placement.size // problem.num_ops
+    run.placement[:] = np.atleast_2d(placement)[:phases].ravel()
+    kernels.durations(tables, run)
+    status = kernels.run(tables, run)
     assert status == 0, "a topological order cannot deadlock, and schedules were checked"
-    sent = run.num_sent
-    transfers = run.transfers[:sent], run.transfer_start[:sent], run.transfer_end[:sent]
-    peak = run.peak + problem.resident_bytes_on(placement)
-    return timeline_of(problem, placement, run.start.copy(), run.end.copy(), transfers, peak)
+    sent, copied, m = run.num_sent, run.num_copied, run.num_batches
+    if copied > len(run.copies):  # parameters that came were overwritten by others, over and over
+        order = run.order, run.order_ptr
+        count = 1 if run.alone else m
+        more = len(run.transfers), phases, copied
+        return _run(problem, placement, kernels.state_of(problem, count, count, True, order, *more))
+    return timeline_of(
+        problem,
+        placement,
+        run.start[:m].copy(),
+        run.end[:m].copy(),
+        (run.transfers[:sent], run.transfer_start[:sent], run.transfer_end[:sent]),
+        run.peak + problem.resident_bytes_on(placement),
+        (run.copies[:copied], run.copy_start[:copied], run.copy_end[:copied]),
+        run.round_s,
+        is_second=run.alone and m == 2,
+    )
+
+
+Rows = tuple[NDArray[np.int32], Floats, Floats]  # of transfers or copies: begins and ends
 
 
 def timeline_of(
@@ -92,13 +109,29 @@ def timeline_of(
     placement: Placement,
     start_s: Floats,
     end_s: Floats,
-    transfers: tuple[NDArray[np.int32], Floats, Floats],
+    transfers: Rows,
     peak_bytes: NDArray[np.int64],
+    copies: Rows,
+    round_s: float,
+    *,
+    is_second: bool,
 ) -> Timeline:
-    """With what replicas add up behind the ``transfers``: int32 ``[X, 4]``, begins and ends."""
+    """With what replicas add up behind the ``transfers``: int32 ``[X, 4]``, begins and ends.
+
+    ``round_s``: that copies for a micro-batch take. If ``is_second``, of two micro-batches the
+    second counts, and takes so long at least.
+    """
+    called_s = None
+    if is_second:
+        since_s = min(float(end_s[0].max()), float(end_s[1].max()) - round_s)
+        called_s, start_s, end_s = 0.0, start_s[1:] - since_s, end_s[1:] - since_s
+        transfers = _since(since_s, *transfers, transfers[0][:, 1] == 1)
+        transfers[0][:, 1] = 0
+        copies = _since(since_s, *copies, copies[1] >= since_s)
     phases = np.atleast_2d(placement)[: len(end_s)]
     sums = summing(problem, phases, len(end_s), float(end_s.max()))
     both = [np.concatenate([a, b]) for a, b in zip(transfers, sums, strict=True)]
+    streaming = np.array(problem.cluster.streaming, np.int32)
     return Timeline(
         device_names=problem.cluster.device_names,
         placement=problem.worker[placement],
@@ -109,7 +142,19 @@ def timeline_of(
         transfer_end_s=both[2],
         peak_bytes=peak_bytes,
         power=problem.power,
+        copies=np.stack([copies[0][:, 0], streaming[copies[0][:, 1]]], axis=1),
+        copy_start_s=copies[1].copy(),
+        copy_end_s=copies[2].copy(),
+        called_s=called_s,
+        round_s=round_s,
     )
+
+
+def _since(
+    since_s: float, rows: NDArray[np.int32], start_s: Floats, end_s: Floats, of: Any
+) -> Rows:
+    """Those rows, in seconds since then."""
+    return rows[of].copy(), start_s[of] - since_s, end_s[of] - since_s
 
 
 def summing(
@@ -337,7 +382,13 @@ def checked(
     return p, problem.num_microbatches
 
 
-def _flat_order(schedule: Schedule) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``."""
-    sizes = [len(rows) for rows in schedule.order]
-    return np.concatenate(schedule.order), np.cumsum([0, *sizes]).astype(np.int32)
+def _flat_order(schedule: Schedule, times: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Orders of all devices one after another ``[K, 2]``, and where each begins ``[D + 1]``.
+
+    An order of one micro-batch is that of each of so many.
+    """
+    orders = [
+        np.concatenate([rows + np.array([0, m]) for m in range(times)]) for rows in schedule.order
+    ]
+    flat, sizes = np.concatenate(orders).astype(np.int32), [len(rows) for rows in orders]
+    return flat, np.cumsum([0, *sizes]).astype(np.int32)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.buffer import Buffer
 from placement.problem import Placement, Problem, host_of
 from placement.schedule import Schedule
 from placement.simulator.memory import memory_steps
@@ -38,11 +39,18 @@ def simulate_reference(
             run.end_on(device, now)
         run.admit(now)
         run.begin(now)
+        run.copy(now)
+        if run.num_admitted == run.num_batches and not run.unfinished:
+            break
     sent = np.reshape(np.array(run.sent, float), (-1, 6))
     transfers = sent[:, :4].astype(np.int32), sent[:, 4], sent[:, 5]
+    came = np.reshape(np.array(run.copied, float), (-1, 4))
+    copies = came[:, :2].astype(np.int32), came[:, 2], came[:, 3]
     nothing = np.zeros(problem.num_devices, np.int64)
-    timeline = timeline_of(problem, placed, run.start, run.end, transfers, nothing)
-    steps = memory_steps(problem, placed, timeline, run.window)
+    of = run.start, run.end, transfers, nothing, copies, run.round_s
+    both = timeline_of(problem, np.atleast_2d(placed)[:num_batches], *of, is_second=False)
+    steps = memory_steps(problem, placed, both, run.window)
+    timeline = timeline_of(problem, placed, *of, is_second=run.num_batches > num_batches)
     return replace(timeline, peak_bytes=np.array([held.max() for _, held in steps]))
 
 
@@ -60,13 +68,20 @@ class Reference:
         self.window = num_batches if schedule is not None else problem.max_in_flight
         self.seconds = durations(problem, placed, num_batches)
         self.beside_s = beside(problem, placed[0], num_batches)
+        self._fill_buffers(placed, num_batches)
+        if num_batches == 1 and self.buffers:  # what comes for the next call comes in this one
+            self.num_batches = num_batches = 2
+            self.window = 1
+            if schedule is not None:
+                orders = (np.concatenate([x, x + np.array([0, 1])]) for x in schedule.order)
+                self.schedule = Schedule(tuple(orders), 2)
         self.host, self.shares_host = host_of(problem)
         self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
         self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
         self.num_inputs = np.diff(g.in_ptr)
         self.start, self.end = np.empty((2, num_batches, n))
         self.sent: list[tuple[int, int, int, int, float, float]] = []
-        self.events: list[tuple[float, int]] = []  # (time, device): something may happen there
+        self.events = [(0.0, 0)]  # (time, device): something may happen there
         self.missing: dict[tuple[int, int], int] = {}  # inputs that have not been sent off yet
         self.arrival: dict[tuple[int, int], float] = {}  # when the last known input arrives
         self.waiting: list[dict[tuple[int, int], float]] = [{} for _ in range(d)]
@@ -77,6 +92,50 @@ class Reference:
         self.next_entry = [0] * d
         self.unfinished: dict[int, int] = {}
         self.num_admitted = 0
+
+    def _fill_buffers(self, placed: Placement, num_batches: int) -> None:
+        """An empty buffer for each device that streams, and what copies for a micro-batch take."""
+        problem, size = self.problem, self.problem.graph.op_param_bytes
+        self.buffers: dict[int, Buffer] = {}  # by which of the devices that stream
+        self.round_s = 0.0
+        rooms = problem.buffers_of(placed)
+        for k, d in enumerate(problem.cluster.streaming):
+            uses = np.argsort(problem.priority)
+            if self.schedule is not None:
+                uses = np.array(self.schedule.order[problem.worker[d]])[:, 0]
+            there = (placed[:, uses] == d).any(axis=0) & (size[uses] > 0)
+            sizes = {int(op): int(size[op]) for op in uses[there]}
+            if sizes:
+                self.buffers[k] = Buffer(sizes, int(rooms[k]))
+                one_by_one = min(self.window, num_batches) == len(placed) == 1
+                if sum(sizes.values()) > rooms[k] and one_by_one:
+                    seconds = sum(problem.copy_s[k, op] for op in sizes)
+                    self.round_s = max(self.round_s, float(seconds))
+        self.streamed_by = {d: k for k, d in enumerate(problem.cluster.streaming)}
+        self.placed = placed
+        self.here_s: dict[tuple[int, int], float] = {}  # when parameters are there
+        self.copier_free: dict[int, float] = dict.fromkeys(self.buffers, 0.0)
+        self.reserved: list[tuple[int, int] | None] = [None] * problem.num_devices
+        self.copied: list[tuple[int, int, float, float]] = []
+
+    def _buffer(self, key: tuple[int, int]) -> int | None:
+        """Which device streams the parameters of the operator there; None: none does."""
+        batch, op = key
+        k = self.streamed_by.get(int(self.placed[batch % len(self.placed), op]))
+        return k if k in self.buffers and op in self.buffers[k].sizes else None
+
+    def copy(self, now: float) -> None:
+        """Parameters begin to come, where nothing else does and there is room."""
+        problem = self.problem
+        for k, buffer in self.buffers.items():
+            while self.copier_free[k] <= now and (came := buffer.copy()) is not None:
+                channel = problem.copy_channel[k]
+                begin = max(now, self.channel_free[channel]) if problem.contention else now
+                finish = begin + float(problem.copy_s[k, came.op])
+                self.channel_free[channel] = self.copier_free[k] = finish
+                self.here_s[k, came.op] = finish
+                self.copied.append((came.op, k, begin, finish))
+                heapq.heappush(self.events, (finish, problem.cluster.streaming[k]))
 
     def admit(self, now: float) -> None:
         """Micro-batches begin where there is room, and their inputs are delivered."""
@@ -101,6 +160,8 @@ class Reference:
         batch, op = key
         self.running[device] = None
         self.end[batch, op] = now
+        if (k := self._buffer(key)) is not None:
+            self.buffers[k].give_back(op)
         own, sending = np.arange(self.problem.num_devices) == device, 0.0
         for tensor in self.produced[op]:
             until, sending = self._deliver(int(tensor), batch, device, now, own, sending)
@@ -116,12 +177,21 @@ class Reference:
         begun = []
         for device in range(self.problem.num_devices):
             if self.running[device] is None and self.free_at[device] <= now:
-                key = self._choose(device, now)
-                if key is not None:
+                key = self.reserved[device]
+                if key is None:
+                    key = self._choose(device, now)
+                    if key is None:
+                        continue
                     del self.waiting[device][key]
-                    self.running[device] = key
-                    self.start[key] = now
-                    begun.append((device, key))
+                self.reserved[device] = key
+                if (k := self._buffer(key)) is not None:
+                    is_there = self.buffers[k].take(key[1])
+                    if not is_there or self.here_s[k, key[1]] > now:
+                        continue  # it waits for its parameters
+                self.reserved[device] = None
+                self.running[device] = key
+                self.start[key] = now
+                begun.append((device, key))
         others = sum(key is not None for key in self.running) - 1
         for device, key in begun:
             batch, op = key

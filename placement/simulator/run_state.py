@@ -57,6 +57,13 @@ class Tables(Struct):
     compute_s: Array  # float64 [N, D]
     loaded_s: Array  # float64 [N, D] beside busy devices
     batch_s: float  # seconds that a micro-batch of a pipelined run takes longer
+    # Of the S devices that stream.
+    twin: Array  # int32 [D] which of them each device is; -1: it does not stream
+    twin_worker: Array  # int32 [S]
+    buffer_bytes: Array  # int64 [S]; 0: twice the most that an operator there reads
+    copy_channel: Array  # int32 [S]
+    copy_s: Array  # float64 [S N]
+    copied_bytes: Array  # int64 [N]
 
 
 def tables(problem: Problem) -> Tables:
@@ -89,6 +96,10 @@ def tables(problem: Problem) -> Tables:
     receive_s = problem.link_receive_s
     produced_outputs = g.output_tensor[g.tensor_src[g.output_tensor] >= 0]
     workspace = problem.profile.workspace_bytes
+    streaming, alone = problem.cluster.streaming, problem.without_copies
+    twin = np.full(d, -1, np.int32)
+    twin[streaming] = range(len(streaming))
+    given = (problem.cluster.devices[s].buffer_bytes for s in streaming)
     cached = Tables.of(
         g,
         problem,
@@ -114,6 +125,13 @@ def tables(problem: Problem) -> Tables:
         output_count=np.bincount(produced_outputs, minlength=g.num_tensors).astype(np.int32),
         workspace_bytes=np.zeros(0, np.int64) if workspace is None else workspace.astype(np.int64),
         batch_s=problem.profile.batch_s,
+        compute_s=alone.compute_s,
+        loaded_s=alone.loaded_s,
+        twin=twin,
+        twin_worker=problem.worker[streaming],
+        buffer_bytes=np.array([b or 0 for b in given], np.int64),
+        copy_s=problem.copy_s.ravel() if streaming else np.zeros(0),
+        copied_bytes=g.op_param_bytes if streaming else np.zeros(0, np.int64),
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
@@ -134,6 +152,7 @@ class State(Struct):
     order_ptr: Array  # int32 [D + 1] where each device's begin there
     num_batches: int
     window: int  # W
+    alone: bool  # a run of one micro-batch; where parameters are copied, of one after another
     track: bool  # memory
     record: bool  # when everything begins and ends
     # What comes of it.
@@ -146,6 +165,10 @@ class State(Struct):
     transfers: Array = array("X, 4", np.int32)  # tensor, micro-batch, from, to
     transfer_start: Array = array("X")
     transfer_end: Array = array("X")
+    copies: Array = array("C, 2", np.int32)  # of parameters: operator, which device streams
+    copy_start: Array = array("C")
+    copy_end: Array = array("C")
+    round_s: float  # that copies for a micro-batch take; 0 where several may share them
     # The clock.
     now: float
     to_do: int  # operators that have not ended
@@ -154,6 +177,7 @@ class State(Struct):
     num_active: int  # slots
     num_running: int  # devices, in a run of one micro-batch
     num_sent: int  # transfers recorded
+    num_copied: int  # copies of parameters, recorded as far as there is room
     num_events: int  # of memory, waiting
     # Micro-batches and slots.
     slot_of: Array = array("M", np.int32)
@@ -191,6 +215,24 @@ class State(Struct):
     event_s: Array = array("2*W*E")  # heap of begins and ends of transfers
     event: Array = array("2*W*E", np.int64)
     load: Array = array("D")  # seconds per micro-batch
+    # Parameters of devices that stream: a ``placement.buffer.Buffer`` each.
+    streams: bool  # any are copied
+    streamed: Array = array("A*K*N", np.int32)  # which of the devices has the operator; -1: none
+    reserved: Array = array("D", np.int64)  # operator that waits for its parameters; -1: none
+    use: Array = array("S*N", np.int32)  # operators in order of use
+    turn_of: Array = array("S*N", np.int32)  # where each is in that order
+    num_uses: Array = array("S", np.int64)
+    room: Array = array("S", np.int64)  # bytes
+    there: Array = array("S*N", np.int64)  # where each is in the buffer without end; -1: nowhere
+    promised: Array = array("S*N", np.bool_)
+    here_s: Array = array("S*N")  # when the parameters of each are there
+    oldest: Array = array("S*N", np.int32)  # operators that are there, a ring
+    first_there: Array = array("S", np.int64)
+    num_there: Array = array("S", np.int64)
+    turn: Array = array("S", np.int64)
+    end_bytes: Array = array("S", np.int64)  # of what came last
+    wanted: Array = array("S", np.int64)  # operator that comes next whatever the order; -1: none
+    copier_s: Array = array("S")  # when the copy that is under way ends
 
 
 def state_of(
@@ -201,22 +243,31 @@ def state_of(
     order: tuple[Array, Array] | None = None,
     num_transfers: int = -1,
     num_phases: int = 1,
+    num_copies: int = -1,
 ) -> State:
     """Room for a run; where ``num_transfers`` is not negative times are recorded.
 
-    ``order``: the fields ``order`` and ``order_ptr`` of a schedule; None: list scheduling.
+    ``order``: the fields ``order`` and ``order_ptr`` of a schedule; None: list scheduling. Where
+    devices stream, a run of one micro-batch has room for the one before it. ``num_copies`` of
+    parameters have room if times are recorded; negative: twice as many as are needed, mostly.
     """
     g, n, d = problem.graph, problem.num_ops, problem.num_devices
     record, words = num_transfers >= 0, (n + 63) >> 6
+    alone, streaming = num_batches == 1, len(problem.cluster.streaming)
+    if alone and streaming:
+        num_batches, num_transfers = 2, 2 * num_transfers
     sizes = {"K": num_phases, "N": n, "D": d, "W": window, "M": num_batches}
     sizes |= {"R": num_batches if record else 0, "X": max(num_transfers, 0)}
     sizes |= {"words": words, "tops": (words + 63) >> 6, "blocks": (d + MANY - 1) // MANY}
     sizes |= {"T": g.num_tensors if track else 0, "E": len(g.use_dst) if track else 0}
+    sizes |= {"S": streaming, "A": min(streaming, 1), "C": 0}
+    if record and streaming:
+        sizes["C"] = 2 * num_batches * n if num_copies < 0 else num_copies
     sizes["channels"] = problem.num_channels
     rows, row_ptr = order or (np.empty((0, 2), np.int32), np.zeros(d + 1, np.int32))
     order_of = {"order": rows, "order_ptr": row_ptr}
     run = {"num_batches": num_batches, "window": window, "track": track, "record": record}
-    return State.fresh(sizes, False, **order_of, **run)
+    return State.fresh(sizes, False, **order_of, **run, alone=alone)
 
 
 @contextmanager
