@@ -48,7 +48,8 @@ class Gpu:
     """What the emulated devices are like, and what has happened on them.
 
     Attributes:
-        kernel_s, copy_s: seconds that each kernel, or copy, takes at least.
+        kernel_s, copy_s: seconds that each kernel, or copy, takes at least; and as long as its
+            arguments, or what is copied, take at ``kernel_bytes_per_s``, ``copy_bytes_per_s``.
         missing: names of operators without a kernel, e.g. ``aten.relu.default``.
         scratch: bytes that an operator needs while it runs, by name.
         library_bytes: that cuBLAS keeps for each thread and stream in which it has run.
@@ -77,6 +78,8 @@ class Gpu:
     memory_bytes: int
     kernel_s: float = 0.0
     copy_s: float = 0.0
+    copy_bytes_per_s: float = float("inf")
+    kernel_bytes_per_s: float = float("inf")
     missing: set[str] = field(default_factory=set)
     scratch: dict[str, int] = field(default_factory=dict)
     library_bytes: int = 0
@@ -674,8 +677,19 @@ def _launch(
 
     arguments = pytree.tree_map(later, (args, kwargs))
 
+    makes = any(cell is not None and cell[1] for cell in cells)
+    rate = gpu.copy_bytes_per_s if is_copy else gpu.kernel_bytes_per_s
+    read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    least_s = sum(x.nbytes for x in read[-1:] if is_copy) / rate
+    least_s += sum(x.nbytes for x in read if makes and not is_copy) / rate
+
     def kernel() -> None:
         time.sleep(gpu.copy_s if is_copy else gpu.kernel_s)
+        began = time.perf_counter()
+        compute()
+        time.sleep(max(0.0, began + least_s - time.perf_counter()))
+
+    def compute() -> None:
         a, k = pytree.tree_map(lambda x: x.cell[0] if isinstance(x, _Later) else x, arguments)
         k = {name: v for name, v in k.items() if name != "pin_memory"}
         if "non_blocking" in k:

@@ -320,6 +320,38 @@ def test_parameters_that_all_have_room_are_copied_once() -> None:
     assert copies[0] == copies[1] <= copies[2] - 2 * 12
 
 
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([None, 1.0, 1.5, 3.0]))
+def test_parameters_are_copied_in_the_order_that_is_predicted(
+    seed: int, part: float | None
+) -> None:
+    """By random placements in calls, one after another; a part of the largest is the buffer."""
+    module, (x,), graph = layers()
+    most = int(graph.op_param_bytes.max())
+    room = None if part is None else -(-int(part * most) // 256) * 256 + 256  # as biases are cut
+    host, card, streams = THREE.devices
+    cluster = replace(THREE, devices=(host, card, replace(streams, buffer_bytes=room)))
+    seconds = np.ones((graph.num_ops, 2))
+    profile = Profile(("cpu:0", "cuda:0"), seconds, 0 * seconds).for_cluster(cluster)
+    problem = Problem(graph, cluster, profile, num_microbatches=4, max_in_flight=1)
+    placement = chosen(graph, seed, (0, 1, 2, 2))
+    copied: list[int] = []
+    launch = Streamed._views_at
+
+    def logged(streamed: Streamed, op: int, begin: int) -> list[torch.Tensor]:
+        copied.append(op)
+        return launch(streamed, op, begin)
+
+    with pytest.MonkeyPatch.context() as patch, emulated_gpu.emulated(copy_s=1e-4) as gpu:
+        patch.setattr(Streamed, "_views_at", logged)
+        with Runner(graph, cluster, placement, priority=problem.priority) as runner:
+            for i in range(4):
+                torch.testing.assert_close(runner(x + i), module(x + i), rtol=1e-4, atol=1e-5)
+    assert gpu.num_races == 0
+    predicted = simulate(problem, placement).copies[:, 0].tolist()
+    assert copied[: len(predicted)] == predicted  # then what comes for a call that was not made
+
+
 def test_parameters_are_copied_while_operators_run() -> None:
     """Six layers, whose weight takes 10 ms to come, and two kernels of 5 ms."""
     _, inputs, graph = layers()

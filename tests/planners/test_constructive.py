@@ -134,7 +134,7 @@ def test_what_a_small_gpu_cannot_hold_is_streamed_past_it(name: str) -> None:
     solution = load(name)(replace(few, cluster=cluster, profile=profile))
     assert solution.value_s <= 99 * 4
     if name in ("heft", "peft", "busy_heft"):
-        assert solution.value_s == pytest.approx(1 + 3 * 2)
+        assert solution.value_s == pytest.approx(3 * 2)  # copies; operators run meanwhile
 
 
 def test_peft_reproduces_the_example_of_its_paper() -> None:
