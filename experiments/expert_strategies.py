@@ -1,12 +1,11 @@
 """KTransformers' strategies for experts on the GPU: predicted seconds beside measured ones.
 
-    python -m experiments.expert_strategies [--data FOLDER] [--json]
-
-The table ``kt_expert_placement_strategies.csv`` is of one model (Qwen3-Next 80B in FP8) on one
-machine (four RTX 4090 and a Xeon Gold 6454S): tokens per second of five strategies at eleven shares
-of experts on the GPUs. A token takes what the GPUs take with all experts; in each layer in which it
-reads an expert elsewhere, waiting for the processor; and these experts' bytes at the processor's
-rate. Which experts are read elsewhere is what strategies differ in:
+A part of ``experiments.language_models``. The table ``kt_expert_placement_strategies.csv`` is of
+one model (Qwen3-Next 80B in FP8) on one machine (four RTX 4090 and a Xeon Gold 6454S): tokens per
+second of five strategies at eleven shares of experts on the GPUs. A token takes what the GPUs take
+with all experts; in each layer in which it reads an expert elsewhere, waiting for the processor;
+and these experts' bytes at the processor's rate. Which experts are read elsewhere is what
+strategies differ in:
 
 * ``uniform`` and ``random``: so many of each layer, whichever;
 * ``front_loading``: all of the first layers, which never wait;
@@ -15,14 +14,13 @@ rate. Which experts are read elsewhere is what strategies differ in:
   are few; the others are spread evenly.
 
 One cell, ``uniform`` with all experts on the GPUs, calibrates; the constants below were fitted to
-the whole table by least squares, and with one share left out at a time (``left_out``, ``--json``).
+the whole table by least squares, and with one share left out at a time (``left_out``).
 """
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -32,8 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from experiments.study import Option, Options, Study, StudyError, run
-from experiments.tables import Column
 from placement.importers.decoder import Part
 
 TABLE = "kt_expert_placement_strategies"
@@ -157,47 +153,15 @@ def figures(path: Path) -> dict[str, Any]:
         "pairs": apart,
         "pairs_wrong": wrong,
         "pairs_alike": alike,
+        "left_out": left_out(shares, measured_s),
     }
 
 
-def left_out(path: Path) -> dict[str, float]:
+def left_out(shares: Floats, measured_s: Floats) -> dict[str, float]:
     """Errors of each row by constants that were fitted to the others."""
-    shares, measured_s = read(path)
     error = []
     for i in range(len(shares)):
         others = [j for j in range(len(shares)) if j != i]
         told_s = predicted(shares, measured_s, fitted(shares, measured_s, others))
         error.append(np.abs(told_s[i] / measured_s[i] - 1))
     return {"median_error": float(np.median(error)), "worst": float(np.max(error))}
-
-
-def rows(options: Options) -> list[dict[str, Any]] | None:
-    """A row per share; with ``--json`` the figures are printed and nothing is written."""
-    paths = [options.data / f"{TABLE}.csv", options.data / "measured_llm" / f"{TABLE}.csv"]
-    path = next((p for p in paths if p.is_file()), None)
-    if path is None:
-        raise StudyError(f"no {TABLE}.csv in {options.data}: --data FOLDER")
-    if options.json:
-        print(json.dumps({TABLE: figures(path) | {"left_out": left_out(path)}}))
-        return None
-    shares, measured_s = read(path)
-    told_s = predicted(shares, measured_s, Constants())
-    cells: list[Mapping[str, Any]] = []
-    for i, share in enumerate(shares.tolist()):
-        pairs = zip(STRATEGIES, 1 / told_s[i], 1 / measured_s[i], strict=True)
-        cells.append({"share": share} | {n: f"{told:.1f} ({was:.1f})" for n, told, was in pairs})
-    return [dict(cell) for cell in cells]
-
-
-STUDY = Study(
-    name="expert_strategies",
-    rows=rows,
-    options={"json": Option(False, "print one JSON object, write nothing")},
-    columns=(
-        Column("experts on the GPU", "share", 0, 100, " %"),
-        *(Column(name, name) for name in STRATEGIES),
-    ),
-)
-
-if __name__ == "__main__":
-    raise SystemExit(run(STUDY))

@@ -5,7 +5,8 @@
 One rule (``placement.costs.runtimes``) predicts every row of the tables of ``measured_llm`` that
 lie in the folder: decoding (and prompts) of llama.cpp split between an RTX 5090 and its host
 (NVIDIA's pipelined sharding, MLSys 2026), on fifty machines (Geerling), on Strix Halo, and of
-vLLM, TensorRT-LLM and SGLang on data centre GPUs (AIConfigurator). With ``--json`` it prints one
+vLLM, TensorRT-LLM and SGLang on data centre GPUs (AIConfigurator). KTransformers' strategies for
+experts have a rule of their own (``experiments.expert_strategies``). With ``--json`` it prints one
 object and writes nothing: table -> rows, median_error and worst_decile (the 90 % quantile) of
 ``|predicted / measured - 1|`` of seconds, coverage of the 90 % intervals, and how many rows were
 skipped, as they lack what the rule needs; these are of decoding, and ``prefill`` has the same of
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import expert_strategies
 from experiments.public_models import Lacking, Model, llama_cpp_file, machine, model_of, shape_of
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column, finite
@@ -295,10 +297,11 @@ def folder_of(data: Path) -> list[Path]:
     Raises:
         StudyError: there are none.
     """
+    tables = (*TABLES, expert_strategies.TABLE)
     for folder in (data, data / "measured_llm"):
-        if paths := [p for name in TABLES if (p := folder / f"{name}.csv").is_file()]:
+        if paths := [p for name in tables if (p := folder / f"{name}.csv").is_file()]:
             return paths
-    names = ", ".join(f"{name}.csv" for name in TABLES)
+    names = ", ".join(f"{name}.csv" for name in tables)
     raise StudyError(f"no table in {data}: --data FOLDER must hold one of {names}")
 
 
@@ -318,6 +321,8 @@ def figures(some: Sequence[Case], all_: Runtimes) -> dict[str, Any]:
 
 def summary(path: Path) -> dict[str, Any]:
     """What ``--json`` prints of a table."""
+    if path.stem == expert_strategies.TABLE:
+        return expert_strategies.figures(path)
     found, skipped = cases(path)
     by = {phase: [c for c in found if c.phase == phase] for phase in (DECODE, PREFILL)}
     empty = {"rows": 0, "median_error": None, "worst_decile": None, "coverage": None}
@@ -482,6 +487,7 @@ def rows(options: Options) -> list[dict[str, Any]] | None:
     if options.json:
         print(json.dumps({path.stem: summary(path) for path in paths}))
         return None
+    paths = [path for path in paths if path.stem in TABLES]
     found = [case for path in paths for case in cases(path)[0]]
     all_, errors = fitted(found)
     if options.fit:

@@ -249,3 +249,36 @@ def test_the_least_batch_that_pays_for_a_copy(config: dict[str, Any]) -> None:
     slow = (Link("cpu:0", "cuda:0", 1e-5, 1e4), Link("cuda:0", "cpu:0", 1e-5, 1e4))
     assert min_batch(model, Cluster("c", (GPU, HOST), slow)) == MOST
     assert min_batch(model, Cluster("c", (HOST,))) is None
+
+
+# --- what was measured ---------------------------------------------------------------------------
+
+
+def test_strategies_of_ktransformers() -> None:
+    """Without the table: with nothing on the GPU all are one; few hot experts are read often."""
+    from experiments.expert_strategies import CHOSEN, STRATEGIES, Constants, power_law
+
+    shares = power_law(1.93)
+    assert shares.sum() == pytest.approx(CHOSEN) and shares.max() <= 1
+    assert shares[:256].sum() / CHOSEN == pytest.approx(1 - 0.5**1.93, abs=0.01)
+    token_s = Constants().token_s
+    assert {token_s(name, 1.0, 9e-3) for name in STRATEGIES} == {9e-3}
+    none = [token_s(name, 0.0, 9e-3) for name in STRATEGIES]
+    assert none == pytest.approx([none[0]] * 5, rel=2e-3)
+    # 48 waits, and 10 of 512 experts of 3 MiB each in 48 layers at 211.8 GB/s
+    assert none[0] == pytest.approx(9e-3 + 48 * 50.7e-6 + 48 * 10 * 3 * 2**20 / 211.8e9, rel=1e-3)
+    ninth = {name: token_s(name, 0.9, 9e-3) for name in STRATEGIES}
+    assert sorted(ninth, key=ninth.__getitem__)[:3] == ["frequency", "front_loading", "dynamic"]
+
+
+def test_strategies_as_measured() -> None:
+    from experiments.expert_strategies import TABLE, figures
+    from experiments.study import DATA
+
+    path = DATA / "measured_llm" / f"{TABLE}.csv"
+    if not path.is_file():
+        pytest.skip(f"needs {path}")
+    facts = figures(path)
+    assert facts["rows"] == 55 and facts["worst"] < 0.1 and facts["median_error"] < 0.02
+    assert facts["pairs"] > 60 and facts["pairs_wrong"] == 0 and facts["pairs_alike"] == 2
+    assert facts["left_out"]["worst"] < 0.12
