@@ -51,7 +51,7 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -180,6 +180,11 @@ def folds() -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names[k::FOLDS]) for k in range(FOLDS))
 
 
+def others(fold: int) -> list[str]:
+    """The families that networks for a fold are trained on."""
+    return [name for k, names in enumerate(folds()) for name in names if k != fold]
+
+
 @cache
 def measured(path: Path, objective: str) -> Problem:
     """A measured graph on each of its devices twice."""
@@ -229,8 +234,7 @@ class Machines:
 @cache
 def training_problems(fold: int, objective: str) -> Machines:
     """Of all folds but one."""
-    names = [name for k, names in enumerate(folds()) for name in names if k != fold]
-    return Machines(names, objective)
+    return Machines(others(fold), objective)
 
 
 @dataclass(frozen=True)
@@ -327,8 +331,7 @@ def network(
     }
     name = f"{arm}-{objective}-{fold}"
     if arm == LABELS:
-        names = [name for k, names in enumerate(folds()) for name in names if k != fold]
-        problems, solutions = labels(objective, names, options)
+        problems, solutions = labels(objective, others(fold), options)
         config = TrainConfig(
             total_steps=1, cold=True, num_checks=1, imitation_epochs=EPOCHS,
             imitation_rate=IMITATION_RATE, **common,
@@ -398,6 +401,8 @@ def rows(options: Options) -> Iterator[Row]:
     begun = time.process_time()
     is_warm = False
     for unit in units(options):
+        if options.arms and unit.arm not in options.arms:
+            continue
         missing = [
             case
             for case in cases(unit.objective)
@@ -418,8 +423,16 @@ def rows(options: Options) -> Iterator[Row]:
             row = judged(case, unit, planner, training_s)
             if row is not None:
                 done[row.key] = row
-        write_atomic(options.out / f"{NAME}.csv", to_csv(list(done.values())))
-    return iter(done.values())
+        # Another process may have added others meanwhile.
+        done = {row.key: row for row in STUDY.read(options.out)} | done
+        write_atomic(options.out / f"{NAME}.csv", to_csv(in_order(done.values())))
+    return iter(in_order(done.values()))
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """By arm and seed, as they are made."""
+    arms = [BEST_RULE, *LEARNED, *OTHERS]
+    return sorted(rows, key=lambda r: (r.seed or 0, arms.index(r.arm), r.objective, r.fold))
 
 
 def child_s() -> float:
@@ -614,6 +627,7 @@ STUDY = Study(
     options={
         "seeds": Option(10, "of every arm, 0 and on"),
         "steps": Option(STEPS, "of a training"),
+        "arms": Option((), "these alone; any number of processes may share the work"),
         "minutes": Option(1e9, "of processor time, after which no further arm is begun; 0: none"),
     },
 )

@@ -14,9 +14,10 @@ import pytest
 
 from agents import training
 from experiments import grid as cells
+from experiments import measured as by_clock
 from experiments import results, study
 from experiments.grid import Cell, Task, least, ratios
-from experiments.learned import dispatch, resched
+from experiments.learned import dispatch, folds, resched
 from experiments.learned import problems as made
 from experiments.study import Finished
 from experiments.tables import geometric, share, to_csv
@@ -25,6 +26,8 @@ from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
 from tests.experiments.test_experiments import needs_data
+from tests.runtimes import Biased
+from tests.runtimes import layered as layered_problem
 
 SMALL = Family(layered(3, 3, 0.5), num_devices=2)(0)
 
@@ -330,3 +333,55 @@ def test_resched_gets_the_operations_of_a_shop_job_by_job(tmp_path: Path) -> Non
 def test_a_folder_without_resched_is_refused(tmp_path: Path) -> None:
     with pytest.raises(study.StudyError, match="git clone"):
         list(resched.shops(tmp_path))
+
+
+# --- folds ---------------------------------------------------------------------------------------
+
+
+def test_no_network_of_a_fold_is_judged_by_an_architecture_that_it_was_trained_on() -> None:
+    every = [name for names in folds.folds() for name in names]
+    assert len(every) == len(set(every)) == 153  # families of 576 graphs
+    assert sum(map(len, folds.families().values())) == 576
+    judged = folds.cases("latency")
+    assert [c.machine for c in judged].count(folds.FOUR) == folds.FOLDS * folds.TESTED
+    for case in judged:
+        assert case.family not in folds.others(case.fold)
+        assert len(folds.others(case.fold)) == 153 - len(folds.folds()[case.fold])
+
+
+def fold_row(family: str, arm: str, seed: int | None, by_100_ms: float | None) -> folds.Row:
+    usual: dict[str, Any] = {"machine": "four", "fold": 0, "objective": "latency", "operators": 9}
+    usual |= dict.fromkeys(folds.COLUMNS.values()) | {"training_s": None, "first_s": None}
+    usual |= {"by_100_ms": by_100_ms, "by_1_s": by_100_ms}
+    return folds.Row(problem=family, family=family, arm=arm, seed=seed, **usual)
+
+
+def test_an_arm_is_compared_with_rules_and_with_another_of_the_same_seed() -> None:
+    rows = [fold_row("a", "rules", None, 2.0), fold_row("b", "rules", None, 4.0)]
+    for seed, worth in ((0, 1.0), (1, 1.5)):
+        rows += [fold_row("a", folds.MESSAGES, seed, worth), fold_row("a", "untrained", seed, 2.0)]
+    rows.append(fold_row("b", folds.MESSAGES, 0, None))  # no answer in time
+    # (1 / 2 x 1.5 / 2) ** 0.5 of both.
+    for base in ("rules", "untrained"):
+        mean = folds.over(rows, folds.MESSAGES, 0.1, base)
+        assert (mean.value, mean.count) == (pytest.approx(0.375**0.5), 1)
+    assert folds.endpoint(rows, "latency")["reached"] == "yes"  # 0.5 to 0.75 are below 0.99
+    same = [fold_row("a", folds.MESSAGES, seed, 2.0) for seed in range(3)]
+    assert folds.endpoint([*rows[:2], *same], "latency")["reached"] == "no"
+    page = folds.parts(rows, Namespace())
+    assert "| latency | message passing | – |" in page["budgets"] and page["seeds_done"] == 0
+
+
+# --- by the clock --------------------------------------------------------------------------------
+
+
+def test_every_way_has_as_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layered_problem(12)
+    ways = {name: by_clock.WAYS[name] for name in ("random", "bandit")}
+    monkeypatch.setattr(by_clock, "WAYS", ways)
+    monkeypatch.setattr(by_clock, "ARMS", 6)
+    rows = list(by_clock.compete("p", problem, Biased(problem), 24, 0, tmp_path))
+    assert [(r.way, r.ran) for r in rows] == [(name, 24) for name in ways]
+    assert all(r.gain == pytest.approx(r.single_s / r.measured_s, rel=1e-6) for r in rows)
+    again = list(by_clock.compete("p", problem, Biased(problem), 24, 0, tmp_path))
+    assert again == rows  # played back from the files
