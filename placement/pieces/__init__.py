@@ -1,7 +1,8 @@
 """Operators cut into pieces, which planners place like any others.
 
 ``rules``: how an operator can be cut; ``decide``: which to cut, by measured times; ``choose``: the
-search for the best of all combinations; ``split``: the graph that comes of it.
+search for the best of all combinations; ``split``: the graph that comes of it; ``rows``: hot rows
+of embeddings apart from the others.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from torch.utils import _pytree as pytree
 from placement.capturing.numerics import difference
 from placement.graph import OpGraph
 from placement.pieces.decide import Moves, decide, options_of
+from placement.pieces.rows import hot_rows, row_counts
 from placement.pieces.rules import Rule, Shares, Window
 from placement.pieces.split import Pieces, PiecesError, check_can_be_cut, cut_graph
 from placement.program import run_program
 
-__all__ = ["Moves", "Pieces", "PiecesError", "Rule", "Shares", "Window", "shares_of", "split"]
+__all__ = ["Moves", "Pieces", "PiecesError", "Rule", "Shares", "Window", "hot_rows",
+           "row_counts", "shares_of", "split"]  # fmt: skip
 
 MOST_PIECES = 64
 

@@ -1,0 +1,188 @@
+"""Rows of embeddings that are read often, apart from the others: two tables and a sum.
+
+Each table keeps a row of zeros, which stands for all rows of the other one. So one of two lookups
+finds the row, the other one zeros that are always in the cache, and shapes do not depend on what is
+looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from placement.graph import OpGraph
+from placement.pieces.split import ONE, Pieces, PiecesError, _Cutter, check_can_be_cut
+from placement.program import Param, Program, Ref, Step, run_program
+
+Counts = Mapping[str, NDArray[np.number[Any]]]
+_aten = torch.ops.aten
+_BAGS = (_aten.embedding_bag.padding_idx, _aten.embedding_bag.default)
+_SUM, _MEAN = 0, 1
+_MODE, _PADDING = 4, 8  # arguments of a bag
+
+
+def row_counts(graph: OpGraph, batches: Iterable[Any]) -> dict[str, NDArray[np.int64]]:
+    """How often each row of each embedding is looked up, by the parameter's name: int64 ``[rows]``.
+
+    Args:
+        graph: of an inference, with its program.
+        batches: inputs, each as the graph's example: of a loader.
+
+    Raises:
+        PiecesError: a training step, or no program.
+        InputError: inputs of another form.
+    """
+    check_can_be_cut(graph)
+    program: Program = graph.program
+    tables = {n: program.steps[n].args for n in _tables(program)}
+    counts = {
+        program.param_names[args[0].index]: np.zeros(len(program.params[args[0].index]), np.int64)
+        for args in tables.values()
+    }
+
+    def count(tensor: int, value: Tensor) -> None:
+        for table, ids, *_ in tables.values():
+            if ids.tensor == tensor:
+                own = counts[program.param_names[table.index]]
+                own += np.bincount(value.flatten().numpy(force=True), minlength=len(own))
+
+    for batch in batches:
+        values = program.flatten_inputs(batch)
+        for tensor, value in zip(program.input_tensors, values, strict=True):
+            count(tensor, value)
+        run_program(program, values, count)
+    return counts
+
+
+def hot_rows(graph: OpGraph, counts: Counts, hot_bytes: int) -> OpGraph:
+    """The graph with the hot rows of its embeddings as ``NAME#0``, the others as ``NAME#1``.
+
+    An ordinary graph, whose operators planners place: hot rows on a GPU that has no memory for all
+    of them, the others where they fit. Rows are copied: of a parameter that is written later, make
+    the graph again. ``embedding`` gives the same numbers; of ``embedding_bag`` sums, and means,
+    are in another order. A bag that takes the largest, or leaves an index out, stays whole.
+
+    Args:
+        graph: of an inference, with its program.
+        counts: by the name of an embedding's parameter, how often each row is read, ``[rows]``; of
+            a parameter that is not named no row is hot. See ``row_counts``.
+        hot_bytes: of hot rows, of all tables together: a fractional knapsack by reads per byte.
+
+    Raises:
+        PiecesError: a training step, no such embedding, counts of another number of rows, or
+            negative ones.
+    """
+    check_can_be_cut(graph)
+    program: Program = graph.program
+    names = {program.param_names[program.steps[n].args[0].index] for n in _tables(program)}
+    if unknown := sorted(set(counts) - names):
+        raise PiecesError(
+            f"{graph.name!r} has no embedding {unknown[0]!r} that can be cut; it has "
+            f"{', '.join(sorted(names)) or 'none'}"
+        )
+    cutter = _Rows(graph, Pieces((1.0,), {}), _hottest(program, counts, hot_bytes))
+    parted = cutter.graph()
+    return replace(parted, program=replace(parted.program, pieces=program.pieces))
+
+
+def _tables(program: Program) -> list[int]:
+    """Numbers of the operators that look rows of a parameter up, and add nothing but them up."""
+    return [
+        n
+        for n, step in enumerate(program.steps)
+        if (step.target == _aten.embedding.default or (step.target in _BAGS and _is_linear(step)))
+        and isinstance(step.args[0], Param)
+        and isinstance(step.args[1], Ref)
+    ]
+
+
+def _is_linear(step: Step) -> bool:
+    mode = step.args[_MODE] if len(step.args) > _MODE else _SUM
+    padding = step.args[_PADDING] if len(step.args) > _PADDING else None
+    return mode in (_SUM, _MEAN) and padding in (None, -1) and not step.kwargs
+
+
+def _hottest(program: Program, counts: Counts, hot_bytes: int) -> dict[int, NDArray[np.bool_]]:
+    """By parameter bool ``[rows]``; of those that have both hot rows and others."""
+    number = {name: p for p, name in enumerate(program.param_names)}
+    per_byte, sizes, ends = [], [], []
+    for name, some in counts.items():
+        table = program.params[number[name]]
+        if some.shape != (len(table),):
+            raise PiecesError(
+                f"{name!r} has {len(table)} rows: counts are of shape {list(some.shape)}"
+            )
+        if not (np.isfinite(some).all() and some.min(initial=0) >= 0):
+            raise PiecesError(f"counts of {name!r} are not all at least 0: {some.min()}")
+        size = table[0].numel() * table.element_size()
+        per_byte.append(some / size)
+        sizes.append(np.full(len(table), size))
+        ends.append(len(table))
+    if not sizes:
+        return {}
+    heat = np.concatenate(per_byte)
+    order = np.argsort(-heat, kind="stable")
+    order = order[heat[order] > 0]
+    hot = np.zeros(len(heat), bool)
+    hot[order[np.cumsum(np.concatenate(sizes)[order]) <= hot_bytes]] = True
+    masks = np.split(hot, np.cumsum(ends)[:-1])
+    pairs = zip((number[name] for name in counts), masks, strict=True)
+    return {p: mask for p, mask in pairs if mask.any() and not mask.all()}
+
+
+class _Rows(_Cutter):
+    """A graph in which lookups of these parameters are two."""
+
+    def __init__(
+        self, graph: OpGraph, pieces: Pieces, hot: Mapping[int, NDArray[np.bool_]]
+    ) -> None:
+        super().__init__(graph, pieces)
+        self.hot = hot
+        self.lookups = set(_tables(self.program))
+
+    def _whole(self, n: int) -> None:
+        step, name = self.program.steps[n], self.old.op_name[n]
+        mask = self.hot.get(step.args[0].index) if n in self.lookups else None
+        if mask is None:
+            super()._whole(n)
+            return
+        (table, ids, *rest), module = step.args, self.old.op_module[n]
+        ids, rest = self._one(ids), pytree.tree_map(self._one, rest, is_leaf=_is_ref)
+        found = []
+        for i, own in enumerate((mask, ~mask)):
+            rows, at = self._part(table.index, i, own, self.value[ids.tensor].dtype)
+            moved = self._move(_aten.take.default, (at, ids), f"{name}.rows#{i}", module)
+            self.label[-1] = (int(self.old.group[n]), i)  # beside its table
+            args = (rows, Ref(moved), *rest)
+            found += self._add(step.target, args, step.kwargs, n, f"{name}#{i}", step, i)
+        both = (Ref(found[0]), Ref(found[1]))
+        self.there[step.outputs[0]] = {
+            ONE: [self._move(_aten.add.Tensor, both, f"{name}.add", module)]
+        }
+
+    def _part(
+        self, p: int, i: int, own: NDArray[np.bool_], dtype: torch.dtype
+    ) -> tuple[Param, Param]:
+        """These rows and zeros behind them; and where each row of the whole table is."""
+        name = self.param_names[p]
+        if (p, i) not in self.param_at:
+            table = self.params[p].detach()
+            mask = torch.from_numpy(own).to(table.device)
+            rows = torch.cat([table[mask], table.new_zeros(1, table.shape[1])])
+            self.param_at[p, i] = self._new_param(rows, f"{name}[rows:{i}]")
+        if (p, i, dtype) not in self.param_at:
+            at = torch.full((len(own),), int(own.sum()), dtype=dtype)
+            at[torch.from_numpy(own)] = torch.arange(int(own.sum()), dtype=dtype)
+            self.param_at[p, i, dtype] = self._new_param(at, f"{name}[at:{i}]")
+        return Param(self.param_at[p, i]), Param(self.param_at[p, i, dtype])
+
+
+def _is_ref(x: Any) -> bool:
+    return isinstance(x, Ref)
