@@ -24,6 +24,12 @@ It is never worse than the rules, and what training adds is the difference to ``
 * ``tuned rule``: five weights of the rule by differential evolution on the training folds;
 * ``untrained``: the network of ``message passing`` before its training, which is the rule.
 
+* ``PPO``: the formulation ``sequential``, stable-baselines3's PPO, two layers of GraphSAGE, trained
+  on one graph of each training family from the answer of ``contiguous_dp``; after the rules it
+  decodes from their best, greedily and by samples. (Written down later than the others, when
+  ``untrained`` had been judged, which for periods never improves on the rules, and before the first
+  training of this arm. ``PPO, untrained`` is its network before.)
+
 ``message passing``, ``perceptron`` and ``drawn`` learn by ``agents.dispatch.train:GroupRelative``.
 Beside them ``rules``, ``contiguous_dp``, ``order_search`` (of latencies), ``best_of`` and
 ``cp_sat``, each with the whole of every budget.
@@ -55,13 +61,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from envs.generators import Latency, Pipelines
 from envs.perturbation import Perturbation
-from envs.problem_set import Sizes
+from envs.problem_set import Sizes, choice_of
 from experiments import study
 from experiments.grid import MEMORY_BYTES, SLACK
 from experiments.learned.dispatch import evolved
@@ -80,6 +86,9 @@ from placement.search.evaluation import Search
 from placement.simulator import value_of
 from placement.tools.files import write_atomic
 
+if TYPE_CHECKING:
+    from agents.trained import TrainedPolicy
+
 NAME = "learned_folds"
 DATASET = study.ROOT / "experiments" / "dataset"
 MACHINES = ("intel-r-xeon-r-processor-2-80ghz-d97a5c16", "intel-r-xeon-r-processor-b65e2a3b")
@@ -96,12 +105,15 @@ LONG_S = 10.0
 STEPS = 1_200_000
 ROLLOUT, SAMPLED, CHECKS, RATE = 20_000, 48, 5, 4e-3
 LABEL_EVALUATIONS, EPOCHS, IMITATION_RATE = 500, 12, 2e-3
+PPO_STEPS, AT_ONCE = 150_000, 8  # of the arm PPO; samples of it side by side
+PPO_NETWORK = {"encoder": "sage", "hidden": 32, "layers": 2}
 LONGEST_S = 3600.0  # of the wall: the machine may be busy with others
 SAMPLES = 64  # before parts of the best are drawn anew
 GOAL = -0.01
 MESSAGES, PERCEPTRON, DRAWN, LABELS = "message passing", "perceptron", "drawn", "labels"
+PPO, PPO_UNTRAINED = "PPO", "PPO, untrained"
 TUNED, UNTRAINED, BEST_RULE = "tuned rule", "untrained", "rules"
-LEARNED = (UNTRAINED, MESSAGES, PERCEPTRON, DRAWN, LABELS, TUNED)
+LEARNED = (UNTRAINED, MESSAGES, PERCEPTRON, DRAWN, LABELS, TUNED, PPO_UNTRAINED, PPO)
 OTHERS = ("contiguous_dp", "order_search", "best_of", "cp_sat")
 
 
@@ -244,10 +256,12 @@ class RulesThenDecodes:
     Attributes:
         policy: the file of one that dispatches; None: the rules alone.
         rule: what the network is added to.
+        builds: it is one of ``sequential``, which places group after group from a warm start.
     """
 
     policy: str | None = None
     rule: tuple[float, ...] = ()
+    builds: bool = False
     seconds: float | None = None
     seed: int = 0
 
@@ -259,18 +273,41 @@ class RulesThenDecodes:
         for rule in RULES:
             if search.left or search.best is None:
                 search.run(rule)
-        if self.policy is not None and search.left:
+        if self.policy is not None and self.builds:
+            stats = self.sequentially(search)
+        elif self.policy is not None and search.left:
             rule_ = self.rule or MIXED
             stats = decode(net_of(self.policy), search, SAMPLES, self.seed, np.inf, rule_)
         return search.solution(**stats)
+
+    def sequentially(self, search: Search) -> dict[str, Any]:
+        """Decodes from the best so far: the greedy one, then samples."""
+        assert search.best is not None and self.policy is not None
+        problem, stats = search.problem, dict[str, Any]()
+        policy = policy_of(self.policy)
+        warm = search.best[problem.graph.group]
+        drawn = 0
+        while search.left:
+            rows = policy.place(problem, warm, AT_ONCE, self.seed + drawn)
+            costs = search.costs(choice_of(problem, rows[min(drawn, 1) :]))
+            if not drawn and len(costs):
+                stats["greedy_value_s"] = float(costs[0])
+            drawn += AT_ONCE
+        return stats
+
+
+@cache
+def policy_of(path: str) -> TrainedPolicy:
+    """The policy in a file."""
+    from agents.trained import TrainedPolicy
+
+    return TrainedPolicy.load(path)
 
 
 @cache
 def net_of(path: str) -> Any:
     """The network in a file."""
-    from agents.trained import TrainedPolicy
-
-    return TrainedPolicy.load(path).net
+    return policy_of(path).net
 
 
 class Asked(NamedTuple):
@@ -293,8 +330,10 @@ def asked(arm: str, objective: str, fold: int, seed: int, options: Options) -> A
         return Asked(RulesThenDecodes(new, tuple(weights)), time.process_time() - begun)
     if arm == UNTRAINED:
         return Asked(RulesThenDecodes(str(untrained(options))))
+    if arm == PPO_UNTRAINED:
+        return Asked(RulesThenDecodes(str(untrained(options, "sequential")), builds=True))
     path, cost = network(arm, objective, fold, seed, options)
-    return Asked(RulesThenDecodes(str(path)), cost["seconds"])
+    return Asked(RulesThenDecodes(str(path), builds=arm == PPO), cost["seconds"])
 
 
 def network_of(arm: str) -> dict[str, Any]:
@@ -303,13 +342,14 @@ def network_of(arm: str) -> dict[str, Any]:
     return {"scorer": 32, "finish_weight": 4.0, "encoder": encoder, "layers": 3}
 
 
-def untrained(options: Options) -> Path:
-    """The file of the network of ``MESSAGES`` in which nothing was trained."""
+def untrained(options: Options, formulation: str = "dispatch") -> Path:
+    """The file of the network of ``MESSAGES``, or of ``PPO``, in which nothing was trained."""
     from agents.trained import TrainedPolicy, untrained_net
 
-    path: Path = options.work / "untrained.safetensors"
+    path: Path = options.work / f"untrained-{formulation}.safetensors"
     if not path.is_file():
-        TrainedPolicy(untrained_net(network_of(MESSAGES), "dispatch")).save(path)
+        config = network_of(MESSAGES) if formulation == "dispatch" else PPO_NETWORK
+        TrainedPolicy(untrained_net(config, formulation)).save(path)
     return path
 
 
@@ -319,6 +359,18 @@ def network(
     """The file of a trained network, and what it cost."""
     from agents.training import TrainConfig
 
+    if arm == PPO:
+        chosen = [one_of(family, objective) for family in others(fold)]
+        config = TrainConfig(
+            total_steps=PPO_STEPS, seed=seed, network=PPO_NETWORK, num_envs=16, repeats=8,
+            num_checks=3, learning_rate=1e-3, last_learning_rate=1e-4, entropy=0.005,
+            last_entropy=0.001,
+        )  # fmt: skip
+        problems = [p for p in chosen if p.num_ops <= MOST]
+        return trained(
+            f"{arm}-{objective}-{fold}", config, options.work, problems,
+            baseline=load("contiguous_dp"),
+        )  # fmt: skip
     common: dict[str, Any] = {
         "formulation": "dispatch",
         "algorithm": "agents.dispatch.train:GroupRelative",
@@ -347,6 +399,13 @@ def network(
     return trained(name, config, options.work, training_problems(fold, objective))
 
 
+def one_of(family: str, objective: str) -> Problem:
+    """A graph of a family, drawn, on four devices."""
+    rng = np.random.default_rng([SPLIT_SEED, list(families()).index(family)])
+    paths = families()[family]
+    return measured(paths[int(rng.integers(len(paths)))], objective)
+
+
 def labels(
     objective: str, names: Sequence[str], options: Options
 ) -> tuple[list[Problem], list[Placement]]:
@@ -354,9 +413,8 @@ def labels(
     from agents.training.expert import solve
 
     problems: dict[str, Problem] = {}
-    for number, (family, paths) in enumerate(families().items()):
-        rng = np.random.default_rng([SPLIT_SEED, number])
-        problem = measured(paths[int(rng.integers(len(paths)))], objective)
+    for number, family in enumerate(families()):
+        problem, rng = one_of(family, objective), np.random.default_rng([SPLIT_SEED, number, 1])
         if problem.num_ops <= MOST:
             problems[family] = problem if number % 2 else Perturbation().draw(problem, rng)
     expert = "order_search" if objective == "latency" else "macro_search"
@@ -450,6 +508,8 @@ def load_all(options: Options) -> None:
     for objective in OBJECTIVES:
         smallest = min(cases(objective), key=lambda case: case.problem.num_ops).problem
         RulesThenDecodes(str(untrained(options)), seconds=0.5)(smallest)
+        sequential = str(untrained(options, "sequential"))
+        RulesThenDecodes(sequential, builds=True, seconds=0.5)(smallest)
 
 
 def judged(case: Case, unit: Unit, planner: Planner, training_s: float | None) -> Row | None:
