@@ -110,7 +110,7 @@ def by_bandit(trials: Trials, seed: int) -> None:
     problem = trials.problem
     found = [load(rule)(problem).placement for rule in RULES]
     for number in range(ARMS):
-        search = load("macro_search", evaluations=200 + 100 * number, seed=seed * ARMS + number)
+        search = load("macro_search", evaluations=200 + 20 * number, seed=seed * ARMS + number)
         found.append(search(problem).placement)
     distinct = np.unique(np.stack(found), axis=0)
     values = score(problem, distinct)
@@ -134,7 +134,7 @@ def by_learning(recipe: Mapping[str, Any], pretrained: int) -> Callable[..., Non
         from agents.training import TrainConfig, train
 
         config = TrainConfig(seed=seed, num_checks=1, total_steps=max(1, pretrained), **recipe)
-        start: dict[str, Any] = {"baseline": load("best_of", seconds=5.0)}
+        start: dict[str, Any] = {"baseline": load("best_of", evaluations=500)}
         policy = train([trials.problem], config=config, **start) if pretrained else None
         # The budget ends the training; a policy that proposes only what has run ends by steps.
         steps = int(MORE * trials.num_left * trials.problem.graph.num_groups)
