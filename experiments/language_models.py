@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import expert_strategies
+from experiments import budgets, expert_strategies, rough_rules
 from experiments.public_models import Lacking, Model, llama_cpp_file, machine, model_of, shape_of
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column, finite
@@ -180,9 +180,7 @@ def geerling_llm_decode(row: Row) -> Iterator[Case]:
 
 
 PEAK_5090 = Peak(209.5e12, 1.792e12, CALL_S)
-HOST = Peak(2.5e12, 0.128e12, 2e-6)  # it is not named: two channels of DDR5-8000
-PIPESHARD = {"minitron-4b": 16.0, "minitron-8b": 16.0, "qwen3-30b-a3b": 4.54,
-             "qwen3-235b-a22b": 2.92}  # fmt: skip
+HOST = Peak.of(budgets.HOST)
 
 
 def split_s(model: Model, ngl: int, before: float, all_: Runtimes) -> float:
@@ -204,7 +202,7 @@ def split_s(model: Model, ngl: int, before: float, all_: Runtimes) -> float:
 def pipeshard_llamacpp_layers_5090(row: Row) -> Iterator[Case]:
     """llama.cpp as people run it: the last layers on the GPU, the others on the processor."""
     name, scale = shape_of(row.get("model") or "")
-    bits = PIPESHARD.get(name, 4.85)
+    bits = budgets.BITS.get(name, 4.85)
     model = model_of(name, bits, scale=scale)
     prompt = number(row, "prompt_tokens")
     try:
@@ -277,6 +275,27 @@ TABLES: Mapping[str, Callable[[Row], Iterator[Case]]] = {
         aiconfigurator_one_gpu_runs,
     )
 }
+# Tables with figures of their own, and what makes these.
+OTHERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    expert_strategies.TABLE: expert_strategies.figures,
+    **dict.fromkeys(budgets.TABLES, budgets.figures),
+    **dict.fromkeys(rough_rules.TABLES, rough_rules.figures),
+}
+COLUMNS: Mapping[str, Sequence[str]] = {
+    "pipeshard_llamacpp_layers_5090": (
+        "model", "gpu_layers_ngl", "prompt_tokens", "decode_tok_s_median",
+    ),
+    "geerling_llm_decode": ("model", "system", "where", "tok_s", "vulkan_note"),
+    "strix_halo_llama_bench": (
+        "model", "quant", "file_GiB", "params_B", "backend_env", "test", "tok_s",
+    ),
+    "strix_halo_two_hosts_rpc": ("model", "size", "params", "test", "tok_s", "log"),
+    "aiconfigurator_one_gpu_runs": (
+        "system", "model", "weights", "prompt", "answer", "batch", "tpot_ms",
+    ),
+    **budgets.COLUMNS,
+    **rough_rules.COLUMNS,
+}  # fmt: skip
 
 
 def cases(path: Path) -> tuple[list[Case], Counter[str]]:
@@ -286,7 +305,7 @@ def cases(path: Path) -> tuple[list[Case], Counter[str]]:
         for row in csv.DictReader(file):
             try:
                 found += [replace(c, table=path.stem) for c in TABLES[path.stem](row)]
-            except Lacking as why:
+            except (ValueError, ArithmeticError, LookupError) as why:  # whatever a row says
                 skipped[str(why)] += 1
     return found, skipped
 
@@ -295,14 +314,24 @@ def folder_of(data: Path) -> list[Path]:
     """The tables in a folder, or in its ``measured_llm``.
 
     Raises:
-        StudyError: there are none.
+        StudyError: there are none, or one lacks a column.
     """
-    tables = (*TABLES, expert_strategies.TABLE)
+    tables = (*TABLES, *OTHERS)
     for folder in (data, data / "measured_llm"):
         if paths := [p for name in tables if (p := folder / f"{name}.csv").is_file()]:
+            for path in paths:
+                check_columns(path)
             return paths
     names = ", ".join(f"{name}.csv" for name in tables)
     raise StudyError(f"no table in {data}: --data FOLDER must hold one of {names}")
+
+
+def check_columns(path: Path) -> None:
+    """Raises: StudyError, one that the rule needs is not there."""
+    with path.open(encoding="utf-8", newline="") as file:
+        head = next(csv.reader(file), [])
+    if missing := [name for name in COLUMNS.get(path.stem, ()) if name not in head]:
+        raise StudyError(f"{path}: no column {', '.join(missing)}; there are {', '.join(head)}")
 
 
 def figures(some: Sequence[Case], all_: Runtimes) -> dict[str, Any]:
@@ -321,8 +350,8 @@ def figures(some: Sequence[Case], all_: Runtimes) -> dict[str, Any]:
 
 def summary(path: Path) -> dict[str, Any]:
     """What ``--json`` prints of a table."""
-    if path.stem == expert_strategies.TABLE:
-        return expert_strategies.figures(path)
+    if path.stem in OTHERS:
+        return OTHERS[path.stem](path)
     found, skipped = cases(path)
     by = {phase: [c for c in found if c.phase == phase] for phase in (DECODE, PREFILL)}
     empty = {"rows": 0, "median_error": None, "worst_decile": None, "coverage": None}
