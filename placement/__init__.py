@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from placement.capturing import capture
     from placement.cluster import Cluster, Device, Link
     from placement.executor import Executor, Runner, Trainer
+    from placement.generating import language_model
     from placement.graph import OpGraph
     from placement.optimizing import optimize
     from placement.plan import Plan, load_plan, make_plan
@@ -34,6 +35,7 @@ _HOME = {
     "Timeline": "timeline",
     "Trainer": "executor",
     "capture": "capturing",
+    "language_model": "generating",
     "load_plan": "plan",
     "make_plan": "plan",
     "optimize": "optimizing",
@@ -54,6 +56,7 @@ __all__ = [
     "Timeline",
     "Trainer",
     "capture",
+    "language_model",
     "load_plan",
     "make_plan",
     "optimize",

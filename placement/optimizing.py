@@ -65,7 +65,7 @@ _LONGER = 1.1  # times as long as predicted: planned again with what that shows 
 _WORTH = 0.95  # of the time of one device: several that take longer are not kept
 # What else a plan or a device alone may be, and the attribute of ``Runner`` that says so.
 _VARIANTS = {" as CUDA graphs": "cuda_graphs", ", compiled": "compiled"}
-_MODULE = ("plain", "compiled")  # ways that call the module
+MODULE = ("plain", "compiled")  # ways that call the module
 _COMPILE = 12  # times as long as planning may take, after which nothing more is compiled
 _CAPTURED = 6  # calls after which what can be one is a graph
 _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
@@ -73,6 +73,10 @@ _LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
 
 class OptimizeError(ValueError):
     """The module cannot be optimised as asked; the message says what to change."""
+
+
+class NothingFits(OptimizeError):
+    """No placement was found that fits into memory and can run."""
 
 
 class OptimizedRunner(Runner):
@@ -189,7 +193,7 @@ def optimize(
             "something else: call module.eval() first"
         )
     check_options(objective, seconds)
-    cluster = _cluster(devices)
+    cluster = cluster_of(devices)
     shares = _shares(pieces, objective, cluster)
     with progress(quiet) as report, says_when_compiling(quiet):
         report("capturing", None)
@@ -197,33 +201,51 @@ def optimize(
         goal = Objective(objective)
         options: Any = {"report": report, "workload": workload, "compiled": compiled}
 
-        def fastest_by(profile: Profile, graph: OpGraph = graph) -> OptimizedRunner:
-            problem = Problem(
+        def problem(graph: OpGraph, profile: Profile) -> Problem:
+            return Problem(
                 graph,
                 *streaming_where_short(graph, cluster, profile),
                 objective=goal,
                 max_phases=MAX_PHASES if goal.is_throughput else 1,
             )
-            return fastest(problem, inputs, seconds, module, **options)
 
-        profile = load_or_measure(graph, cluster, progress=report)
-        runner = fastest_by(profile)
-        if why := _doubt(runner):  # as after a busy hour
-            runner.close()
-            if not quiet:
-                say(f"{why}: measuring the operators again")
-            profile = load_or_measure(graph, cluster, again=True, progress=report)
-            runner = fastest_by(profile)
+        runner, profile = optimized(
+            graph, cluster, problem, inputs, seconds, module, quiet=quiet, **options
+        )
         if shares:
             report("cutting operators", None)
             with torch_threads(cluster.devices[0].threads):
                 cut = split(graph, shares, moves=Moves.of(profile.links))
             if cut is not graph:
-                of_pieces = load_or_measure(cut, cluster, progress=report)
-                runner = _faster_of(runner, fastest_by(of_pieces, cut))
+                costs = problem(cut, load_or_measure(cut, cluster, progress=report))
+                runner = _faster_of(runner, fastest(costs, inputs, seconds, module, **options))
     if not quiet:
         say(verdict(runner))
     return runner
+
+
+def optimized(
+    graph: OpGraph,
+    cluster: Cluster,
+    problem: Callable[[OpGraph, Profile], Problem],
+    inputs: Any,
+    seconds: float,
+    module: nn.Module,
+    *,
+    quiet: bool = False,
+    **options: Any,
+) -> tuple[OptimizedRunner, Profile]:
+    """``fastest`` of the ``problem`` with measured costs, which are measured again if in doubt."""
+    report = options["report"]
+    costs = load_or_measure(graph, cluster, progress=report)
+    runner = fastest(problem(graph, costs), inputs, seconds, module, **options)
+    if why := _doubt(runner):  # as after a busy hour
+        runner.close()
+        if not quiet:
+            say(f"{why}: measuring the operators again")
+        costs = load_or_measure(graph, cluster, again=True, progress=report)
+        runner = fastest(problem(graph, costs), inputs, seconds, module, **options)
+    return runner, costs
 
 
 def _shares(
@@ -323,7 +345,7 @@ def fastest(
     runner = _kept(problem, ran, workload)
     runner.planned = planned
     runner.compiled_as = "" if by_torch is None else by_torch.what
-    if runner.kept in _MODULE:
+    if runner.kept in MODULE:
         runner.stop()
         runner._module = whole[runner.kept]
     return runner
@@ -381,7 +403,7 @@ def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
             if other and _is_faster(other, ways[name], objective, clearly=True):
                 ways[name], options[name] = other, option
     best = _best_single(ways, objective)
-    named = {"plan": "plan", "single": best} | {str(name): name for name in _MODULE}
+    named = {"plan": "plan", "single": best} | {str(name): name for name in MODULE}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
     kept, several = "plan", len(devices_of(plan)) > 1
     if best and not _is_faster(measured["plan"], measured["single"], objective, clearly=several):
@@ -398,7 +420,7 @@ def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
     runner.plan = plan.model_copy(update=facts)
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
     runner.measured, runner.kept, runner._one_s = measured, kept, one_s
-    quickest = min(_MODULE, key=lambda way: took_s.get(way, np.inf))
+    quickest = min(MODULE, key=lambda way: took_s.get(way, np.inf))
     if took_s.get(quickest, np.inf) <= took_s[kept]:
         runner.kept = quickest
     return runner
@@ -406,7 +428,7 @@ def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
 
 def _best_single(ways: Mapping[str, Measured], objective: str) -> str:
     """The best device of those that took turns with the plan; empty: none did."""
-    singles = ways.keys() - {"plan", *_MODULE}
+    singles = ways.keys() - {"plan", *MODULE}
     return min(singles, key=lambda name: median_s(ways[name], objective), default="")
 
 
@@ -416,7 +438,7 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     What a search finds first is what is predicted too short. None: there is nothing to learn.
     """
     told_s = getattr(plan.predicted, f"{plan.objective}_s")
-    singles = ways.keys() - {"plan", *_MODULE}
+    singles = ways.keys() - {"plan", *MODULE}
     unlike = len(devices_of(plan)) > 1 and median_s(ways["plan"], plan.objective) > _LONGER * told_s
     if not (unlike and singles):
         return None
@@ -473,7 +495,7 @@ def verdict(runner: OptimizedRunner) -> str:
         ways |= {"single": f"on {used}{graphs}", "plan": "as it was planned"}
     elif "single" in took_s:
         ways["single"] = "on one"
-    if runner.kept in _MODULE:
+    if runner.kept in MODULE:
         begin = f"{ways[runner.kept]} is the fastest here, so the runner calls the module itself"
     elif runner.kept == "single" and len(devices_of(runner.planned)) > 1:
         begin = f"several devices do not pay here, so {used} works alone{graphs}"
@@ -482,7 +504,7 @@ def verdict(runner: OptimizedRunner) -> str:
     else:
         faster = [
             f"{took_s[way] / took_s['plan']:.2f} times as fast as {name}"
-            for way, name in [(x, ways[x]) for x in _MODULE] + [("single", "one device")]
+            for way, name in [(x, ways[x]) for x in MODULE] + [("single", "one device")]
             if way in took_s
         ]
         begin = f"{len(devices)} devices are {', and '.join(faster)}"
@@ -530,8 +552,12 @@ def check_options(objective: str, seconds: float) -> None:
         raise OptimizeError(f"seconds = {seconds}: must be positive")
 
 
-def _cluster(devices: Cluster | Sequence[str] | None) -> Cluster:
-    """Raises: ClusterError, ProfileError, no such device here."""
+def cluster_of(devices: Cluster | Sequence[str] | None) -> Cluster:
+    """The devices that are asked for; None: all of this machine.
+
+    Raises:
+        OptimizeError, ClusterError, ProfileError: no such device here.
+    """
     if isinstance(devices, Cluster):
         check_here(devices)
         return devices
@@ -547,10 +573,10 @@ def _cluster(devices: Cluster | Sequence[str] | None) -> Cluster:
 
 
 def _plan(problem: Problem, workload: str | None, solution: Solution, planner: Any = None) -> Plan:
-    """That of a planner, or of a single device. Raises: OptimizeError, no answer that fits."""
+    """That of a planner, or of a single device. Raises: NothingFits, no answer does."""
     if not np.isfinite(solution.value_s):
         why = solution.stats.get("infeasible", "no placement that fits and can run was found")
-        raise OptimizeError(why)
+        raise NothingFits(why)
     facts: Any = {"parameters": parameters_of(planner) if planner else {}, "workload": workload}
     name = PLANNER if planner else "single_device"
     return make_plan(problem, solution, planner=name, **facts)

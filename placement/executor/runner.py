@@ -86,6 +86,10 @@ class Runner:
             operators on a CPU are artefacts of PyTorch's Inductor, where they can be and are faster
             (``not_compiled`` says where not). Inference only.
         begins: operators before which a compiled run ends, whatever could be one with it.
+        outputs_stay: to be set before the first call: ``outputs`` are on the ``device``.
+        has_company: to be set before the first call: another runner of the module is used beside
+            this one, and GPUs have its parameters once for both. Else, where a device streams, what
+            other runners have there may be in the way.
 
     Use it as a context manager, or ``close`` it; a runner that is garbage collected ends its
     threads too. Workers start with the first call and stay for the next.
@@ -145,7 +149,7 @@ class Runner:
         self._schedule = schedule
         self._record = record
         self._own_buffers = own_buffers
-        self._outputs_stay = outputs == "device"
+        self.outputs_stay = outputs == "device"
         self.cuda_graphs = self.compiled = False
         self._graphs: list[Graphs] = []
         self._artefacts: list[Artefacts] = []
@@ -153,6 +157,7 @@ class Runner:
         self._frozen_as: list[weights.State] = []
         self._report: Progress = lambda *_: None
         self.begins: frozenset[int] = frozenset()
+        self.has_company = False
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
         # Of the module's, those that are read where they are.
@@ -469,11 +474,11 @@ class Runner:
 
     def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""
-        stay = self._outputs_stay
+        stay = self.outputs_stay
         return {t: inputs[t] if stay else inputs[t].cpu() for t in self._through}
 
     def _assemble(self, outputs: dict[int, Any]) -> Any:
-        for value in outputs.values() if self._outputs_stay else ():
+        for value in outputs.values() if self.outputs_stay else ():
             if isinstance(value, Tensor) and value.is_cuda:  # made on another stream
                 used_on(value, callers_stream(value.device))
         outputs = {t: without_mode(x) for t, x in outputs.items()}
@@ -624,7 +629,7 @@ class Runner:
             self.next_batch,
         )
         if isinstance(backend, CudaBackend):
-            backend.results_stay = self._outputs_stay
+            backend.results_stay = self.outputs_stay
         return worker
 
     def _from_host(self, backend: Backend, ops: set[int], room: int | None) -> dict[int, Streamed]:
@@ -733,7 +738,8 @@ class Runner:
         sources = [(p, op) for p, op in sources if op in ops]
         read.update(p for p, op in sources if home[op] == d)  # a parameter is trained there
         # What is kept of another plan leaves gaps between it: where memory is short, all is freed.
-        weights.forget_others(device, program, set() if self.cluster.streaming else read)
+        is_short = self.cluster.streaming and not self.has_company
+        weights.forget_others(device, program, set() if is_short else read)
         changed = {p for p, _ in program.new_buffers} if not self._own_buffers else ()
         for p in sorted(read):
             if p >= len(program.params):
