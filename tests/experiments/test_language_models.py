@@ -1,4 +1,4 @@
-"""The rule of language models by hand, and each public table from two lines that are written here."""
+"""The rule of language models by hand, and public tables from lines that are written here."""
 
 from __future__ import annotations
 
