@@ -1,8 +1,7 @@
 """Rows of embeddings that are read often, apart from the others: two tables and a sum.
 
-Each table keeps a row of zeros, which stands for all rows of the other one. So one of two lookups
-finds the row, the other one zeros that are always in the cache, and shapes do not depend on what is
-looked up.
+Each table keeps a row of zeros, which stands for all rows of the other one, so that shapes do not
+depend on what is looked up. A processor leaves these lookups out (``cold_rows``).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from placement.graph import OpGraph
@@ -25,7 +25,57 @@ Counts = Mapping[str, NDArray[np.number[Any]]]
 _aten = torch.ops.aten
 _BAGS = (_aten.embedding_bag.padding_idx, _aten.embedding_bag.default)
 _SUM, _MEAN = 0, 1
-_MODE, _PADDING = 4, 8  # arguments of a bag
+_OFFSETS, _MODE, _WEIGHTS, _ALL_OFFSETS, _PADDING = 2, 4, 6, 7, 8  # arguments of a bag
+
+
+torch.library.define(
+    "placement::cold_rows",
+    "(Tensor table, Tensor at, Tensor ids, Tensor? offsets, bool mean, bool all_offsets) -> Tensor",
+)
+
+
+@torch.library.impl("placement::cold_rows", "CompositeExplicitAutograd")
+def cold_rows(
+    table: Tensor, at: Tensor, ids: Tensor, offsets: Tensor | None, mean: bool, all_offsets: bool
+) -> Tensor:
+    """Lookups in a table of which most ids have no row: these cost a comparison.
+
+    Args:
+        table: ``[R + 1, dim]``, of which the last row are zeros.
+        at: int64 or int32 ``[rows]``, where each row of the whole table is; ``R``: elsewhere.
+        ids: of rows of the whole table.
+        offsets: where bags begin among the ids, ``[bags]``, with ``all_offsets`` also where the
+            last ends; None: no bags.
+        mean: of each bag, over all of its ids; else the sum.
+
+    Returns:
+        ``[*ids.shape, dim]``, or ``[bags, dim]``.
+    """
+    flat, count = ids.flatten(), ids.numel()
+    if offsets is None:
+        begins = torch.arange(count + 1, device=ids.device)
+    else:
+        begins = offsets if all_offsets else F.pad(offsets, (0, 1), value=count)
+    shape = (len(begins) - 1, table.shape[1])
+    if table.device.type == "cpu" and table.dtype in (torch.float32, torch.float64):
+        from placement.pieces.lookups import add_rows  # compiled, so later
+
+        total = table.new_zeros(shape)
+        arrays = (x.detach().contiguous().numpy() for x in (table, at, flat, begins))
+        add_rows(*arrays, mean, total.numpy())
+    else:
+        how = "mean" if mean else "sum"
+        begins = begins.to(at.dtype)
+        total = F.embedding_bag(at.take(flat), table, begins, mode=how, include_last_offset=True)
+    return total if offsets is not None else total.view(*ids.shape, table.shape[1])
+
+
+@torch.library.register_fake("placement::cold_rows")
+def _(
+    table: Tensor, at: Tensor, ids: Tensor, offsets: Tensor | None, mean: bool, all_offsets: bool
+) -> Tensor:
+    shape = ids.shape if offsets is None else (len(offsets) - all_offsets,)
+    return table.new_empty(*shape, table.shape[1])
 
 
 def row_counts(graph: OpGraph, batches: Iterable[Any]) -> dict[str, NDArray[np.int64]]:
@@ -67,7 +117,8 @@ def hot_rows(graph: OpGraph, counts: Counts, hot_bytes: int) -> OpGraph:
     An ordinary graph, whose operators planners place: hot rows on a GPU that has no memory for all
     of them, the others where they fit. Rows are copied: of a parameter that is written later, make
     the graph again. ``embedding`` gives the same numbers; of ``embedding_bag`` sums, and means,
-    are in another order. A bag that takes the largest, or leaves an index out, stays whole.
+    are in another order. A bag that takes the largest,
+    weighs rows, or leaves an index out stays whole.
 
     Args:
         graph: of an inference, with its program.
@@ -106,7 +157,8 @@ def _tables(program: Program) -> list[int]:
 def _is_linear(step: Step) -> bool:
     mode = step.args[_MODE] if len(step.args) > _MODE else _SUM
     padding = step.args[_PADDING] if len(step.args) > _PADDING else None
-    return mode in (_SUM, _MEAN) and padding in (None, -1) and not step.kwargs
+    weights = step.args[_WEIGHTS] if len(step.args) > _WEIGHTS else None
+    return mode in (_SUM, _MEAN) and padding in (None, -1) and not step.kwargs and weights is None
 
 
 def _hottest(program: Program, counts: Counts, hot_bytes: int) -> dict[int, NDArray[np.bool_]]:
@@ -153,15 +205,23 @@ class _Rows(_Cutter):
         if mask is None:
             super()._whole(n)
             return
-        (table, ids, *rest), module = step.args, self.old.op_module[n]
-        ids, rest = self._one(ids), pytree.tree_map(self._one, rest, is_leaf=_is_ref)
-        found = []
-        for i, own in enumerate((mask, ~mask)):
-            rows, at = self._part(table.index, i, own, self.value[ids.tensor].dtype)
-            moved = self._move(_aten.take.default, (at, ids), f"{name}.rows#{i}", module)
-            self.label[-1] = (int(self.old.group[n]), i)  # beside its table
-            args = (rows, Ref(moved), *rest)
-            found += self._add(step.target, args, step.kwargs, n, f"{name}#{i}", step, i)
+        table, ids, *rest = pytree.tree_map(self._one, step.args, is_leaf=_is_ref)
+        module, dtype = self.old.op_module[n], self.value[ids.tensor].dtype
+        rows, at = self._part(table.index, 0, mask, dtype)
+        moved = self._move(_aten.take.default, (at, ids), f"{name}.rows#0", module)
+        self.label[-1] = (int(self.old.group[n]), 0)  # beside its table
+        args = (rows, Ref(moved), *rest)
+        found = self._add(step.target, args, step.kwargs, n, f"{name}#0", step, 0)
+        bags = step.target in _BAGS
+        args = (
+            *self._part(table.index, 1, ~mask, dtype),
+            ids,
+            rest[_OFFSETS - 2] if bags else None,
+            bags and len(step.args) > _MODE and step.args[_MODE] == _MEAN,
+            bags and len(step.args) > _ALL_OFFSETS and step.args[_ALL_OFFSETS],
+        )
+        one = replace(step, multi=False, output_index=(0,))
+        found += self._add(torch.ops.placement.cold_rows.default, args, {}, n, f"{name}#1", one, 1)
         both = (Ref(found[0]), Ref(found[1]))
         self.there[step.outputs[0]] = {
             ONE: [self._move(_aten.add.Tensor, both, f"{name}.add", module)]
