@@ -57,6 +57,7 @@ import gzip
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -146,6 +147,12 @@ class Row:
         """The least value by then."""
         value: float | None = getattr(self, COLUMNS[seconds])
         return value
+
+    @property
+    def end(self) -> float | None:
+        """The least value of all."""
+        values = [v for s in COLUMNS if (v := self.by(s)) is not None]
+        return min(values, default=None)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -552,18 +559,16 @@ def rounded(value: float | None) -> float | None:
 # --- the page ------------------------------------------------------------------------------------
 
 
-def over(
-    rows: Sequence[Row], arm: str, seconds: float, base: str, base_by: float | None = None
-) -> Mean:
+def over(rows: Sequence[Row], arm: str, seconds: float, base: str, ended: bool = False) -> Mean:
     """An arm's values by ``seconds`` over those of ``base``, of the same seed where that has seeds.
 
-    The base has as long, or ``base_by``. An arm without an answer is left out there, and so is what
-    was not run.
+    The base has as long, or until it has ``ended``. An arm without an answer is left out there,
+    and so is what was not run.
     """
     values = {
         (r.machine, r.problem, r.objective, r.seed): value
         for r in rows
-        if r.arm == base and (value := r.by(base_by or seconds)) is not None
+        if r.arm == base and (value := r.end if ended else r.by(seconds)) is not None
     }
     ratios: dict[tuple[str, ...], list[float]] = {}
     for r in rows:
@@ -588,7 +593,7 @@ def decides(rows: Sequence[Row]) -> list[Row]:
 def endpoint(rows: Sequence[Row], objective: str) -> dict[str, Any]:
     """Message passing at 100 ms, and whether that is what was aimed for."""
     mine = [r for r in decides(rows) if r.objective == objective]
-    against = over(mine, MESSAGES, 0.1, BEST_RULE, 1.0)
+    against = over(mine, MESSAGES, 0.1, BEST_RULE, True)
     return {
         "objective": objective,
         "rules": percent(against),
@@ -613,17 +618,20 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     seeds = {a: len({r.seed for r in rows if r.arm == a}) for a in arms}
 
     def line(x: tuple[str, str], seconds: float) -> str:
-        return percent(over(kinds.get(x[0], []), x[1], seconds, BEST_RULE, 1.0))
+        return percent(over(kinds.get(x[0], []), x[1], seconds, BEST_RULE, True))
 
     def on(x: tuple[str, str], machine: str) -> str:
         mine = [r for r in rows if (r.objective, r.machine) == (x[0], machine)]
-        return percent(over(mine, x[1], 0.1, BEST_RULE, 1.0))
+        return percent(over(mine, x[1], 0.1, BEST_RULE, True))
 
     def cost(arm: str) -> float:
         seconds = [r.training_s for r in rows if r.arm == arm and r.training_s is not None]
         return float(np.median(seconds)) if seconds else np.nan
 
-    lines = [(o, a) for o in OBJECTIVES for a in arms]
+    def count(x: tuple[str, str]) -> int:
+        return over(kinds.get(x[0], []), x[1], 0.1, BEST_RULE, True).count
+
+    lines = [(o, a) for o in OBJECTIVES for a in arms if count((o, a))]
     return {
         "endpoint": table(
             [endpoint(rows, o) for o in OBJECTIVES],
@@ -639,6 +647,7 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             lines,
             Column("objective", lambda x: x[0]),
             Column("arm", lambda x: x[1]),
+            Column("graphs", count),
             *(Column(f"{s:g} s", partial(line, seconds=s)) for s in (*BUDGETS_S, LONG_S)),
         ),
         "machines": table(
@@ -653,8 +662,14 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             Column("seeds", lambda a: seeds[a]),
             Column("processor seconds of a training", cost, 0),
         ),
-        "seeds_done": min((seeds.get(a, 0) for a in (MESSAGES, PERCEPTRON)), default=0),
+        "seeds_done": sum(is_finished(rows, seed) for seed in range(10)),
     }
+
+
+def is_finished(rows: Sequence[Row], seed: int) -> bool:
+    """Whether every arm has been judged with it on everything."""
+    ran = Counter((r.arm, r.objective) for r in rows if r.seed == seed)
+    return all(ran[a, o] == len(cases(o)) for a in LEARNED for o in OBJECTIVES)
 
 
 def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
@@ -664,7 +679,7 @@ def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
     for axis, objective in zip(axes, OBJECTIVES, strict=True):
         mine = [r for r in decides(rows) if r.objective == objective]
         for arm in (BEST_RULE, *LEARNED, *OTHERS):
-            points = {s: over(mine, arm, s, BEST_RULE, 1.0) for s in COLUMNS if s < LONG_S}
+            points = {s: over(mine, arm, s, BEST_RULE, True) for s in COLUMNS if s < LONG_S}
             points = {s: m.value for s, m in points.items() if m.count}
             if points:
                 style = "-" if arm in LEARNED else "--"
