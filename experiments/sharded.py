@@ -1,6 +1,6 @@
 """DOPPLER's four graphs: operators that its authors sharded, beside ours cut by ``pieces``.
 
-    python -m experiments.sharded compute_graph [--evaluations 4000]
+    python -m experiments.sharded compute_graph [--evaluations 500]
 
 ``compute_graph`` is the folder of that name in github.com/xinyuyao/Doppler (read at 04c66de0). Of
 each graph the module whose products have the same work is captured at full size without values,
@@ -256,7 +256,7 @@ STUDY = Study(
     rows=rows,
     options={
         "folder": Option("compute_graph", word=True),
-        "evaluations": Option(4000, "of each search"),
+        "evaluations": Option(500, "of each search"),
     },
     parts=lambda rows, options: {"table": table(rows, *COLUMNS), "planners": ", ".join(PLANNERS)},
     facts=lambda options: {"files": "github.com/xinyuyao/Doppler at 04c66de0"},

@@ -139,13 +139,10 @@ def _device(
         return first
     ring = [link[pair] for i in range(k) if (pair := (group[i - 1], group[i])) in link]
     # Those of one channel send one after another.
-    sends = Counter(x.channel for x in ring if x.channel is not None)
-    rates = [x.bandwidth_bytes_per_s / max(1, sends[x.channel]) for x in ring]
+    sends = Counter(x.channel for x in ring)
+    rates = [x.bandwidth_bytes_per_s / (sends[x.channel] if x.channel else 1) for x in ring]
     slowest = min(rates, default=_UNLIMITED)
-    watts = {
-        what: None if None in (each := [getattr(x, what) for x in members]) else sum(each)
-        for what in ("busy_w", "idle_w")
-    }
+    busy, idle = [x.busy_w for x in members], [x.idle_w for x in members]
     memory = k * min(x.memory_bytes for x in members) - (k - 1) * copies_bytes
     return replace(
         first,
@@ -154,7 +151,8 @@ def _device(
         members=tuple(x.name for x in members),
         ring_latency_s=max((x.latency_s for x in ring), default=0.0),
         ring_bytes_per_s=None if slowest == _UNLIMITED else slowest,
-        **watts,
+        busy_w=None if None in busy else sum(x or 0.0 for x in busy),
+        idle_w=None if None in idle else sum(x or 0.0 for x in idle),
     )
 
 

@@ -275,8 +275,8 @@ class _Model:
                 )
             kv, window = self._state_bytes(i), 1  # kept once, whatever the context
         own = *of(rest), 1.0, kv, window, width
-        of_heads = {"heads": heads, "kv_heads": kv_heads}
-        yield Part(f"{path}.attention", "attention", path, i, *own, **of_heads)
+        name = f"{path}.attention"
+        yield Part(name, "attention", path, i, *own, heads=heads, kv_heads=kv_heads)
         kind = "router" if experts else "feed_forward"
         if feeds:
             yield Part(f"{path}.{kind}", "feed_forward", path, i, *of(feeds))
