@@ -136,7 +136,8 @@ def costs(graph: OpGraph) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """``[N]`` of its operators, in DOPPLER's units, and which of them are products."""
     program = graph.program
     params = [x.to("meta") for x in program.params]
-    values = dict(zip(program.input_tensors, program.example_tensors, strict=True))
+    inputs = [x.to("meta") for x in program.example_tensors]
+    values = dict(zip(program.input_tensors, inputs, strict=True))
     units, products = [], []
     for step in program.steps:
         template = step.args, step.kwargs

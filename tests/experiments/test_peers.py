@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from experiments import sharded
 from placement.importers import FormatError, load
 from placement.planners import load as planner
 from placement.problem import Problem, ProblemError
@@ -120,6 +121,20 @@ DOPPLER = """\
 10000000000,40000000000
 50000000000,40000000000
 """
+
+
+def test_work_of_our_modules_in_its_units(tmp_path: Path) -> None:
+    """A product is m k n, all else its elements; a result has four bytes for each of either."""
+    graph = sharded.captured(sharded.CASES[1], small=True)  # 16 x 32, a hidden layer of 64
+    units, products = sharded.costs(graph)
+    assert units.tolist() == [16 * 32 * 64, 16 * 64, 16 * 64 * 32, 16 * 32]
+    assert products.tolist() == [True, False, True, False]
+    made = graph.tensor_src >= 0
+    by_work, by_size = (sharded.sent(graph, units, products, rule)[made] for rule in sharded.RULES)
+    assert by_work.tolist() == [4 * 16 * 32 * 64, 4 * 16 * 64, 4 * 16 * 64 * 32, 4 * 16 * 32]
+    assert by_size.tolist() == [4 * 16 * 64, 4 * 16 * 64, 4 * 16 * 32, 4 * 16 * 32]
+    path = written(tmp_path / "graph.txt", "3\n0,\n0,\n1,\n32768,131072\n1024,4096\n")
+    assert sharded.theirs(path, "by size").graph.tensor_bytes.tolist()[:1] == [4096]
 
 
 def test_a_graph_of_doppler(tmp_path: Path) -> None:
