@@ -27,6 +27,8 @@ from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.pieces import Moves, shares_of, split
 from placement.plan import make_plan, parameters_of
+from placement.plan.reached import reached
+from placement.planners.residence import refitted, with_buffers
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
 from placement.program import split_inputs
@@ -96,10 +98,12 @@ class OptimizedRunner(Runner):
         plan: the better of ``plan`` and ``single``, with what was predicted and measured, also
             where ``kept`` is ``plain``; ``plan.save(path)``.
         planned: what the planner chose, before anything had run.
+        reached: how much of what the machine can do that is, where a model does not fit a device.
     """
 
     plan: Plan
     planned: Plan
+    reached: str = ""
     measured: Mapping[str, Measured]
     kept: str
     compiled_as: str = ""
@@ -297,7 +301,9 @@ def fastest(
     """
     report(f"planning with {PLANNER}", None)
     planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
-    planned = _plan(problem, workload, planners.solve(planner, problem), planner)
+    problem = with_buffers(problem)
+    problem, solution = refitted(problem, planners.solve(planner, problem))
+    planned = _plan(problem, workload, solution, planner)
     if problem.graph.program.is_random or (compiled is None and missing_compiler()):
         compiled = False  # where results are random nothing can be compared
     patience = Patience(np.inf if compiled else 0.0 if compiled is False else _COMPILE * seconds)
@@ -343,7 +349,7 @@ def fastest(
                 slower.runner.close()
         on_error.pop_all()
     runner = _kept(problem, ran, workload)
-    runner.planned = planned
+    runner.planned, runner.reached = planned, reached(problem, solution)
     runner.compiled_as = "" if by_torch is None else by_torch.what
     if runner.kept in MODULE:
         runner.stop()
@@ -517,7 +523,8 @@ def verdict(runner: OptimizedRunner) -> str:
             f"; {doubt}, so other programs used the machine during one of the two: again when they "
             f"have ended: placement optimize {model} --objective {plan.objective}"
         )
-    return f"{begin}; measured {what}: {each}{doubt}"
+    limit = f"; as planned {runner.reached}" if runner.reached else ""
+    return f"{begin}; measured {what}: {each}{limit}{doubt}"
 
 
 def _doubt(runner: OptimizedRunner) -> str:

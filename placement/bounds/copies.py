@@ -8,7 +8,13 @@ from placement.tools.lp import EXACT
 
 
 def copied_s(problem: Problem) -> float:
-    """Seconds of a call, by a linear program of the shares of groups on devices.
+    """Seconds of a call, by ``streaming_program``."""
+    placed = streaming_program(problem)
+    return placed.program.solve()[0] * placed.unit_s * EXACT
+
+
+def streaming_program(problem: Problem) -> Placed:
+    """A linear program of the shares of groups on devices.
 
     Each device computes what it has, its parameters within its memory, while links copy what is
     streamed; nothing waits for anything else. Calls follow one another, and all of a call that
@@ -19,4 +25,4 @@ def copied_s(problem: Problem) -> float:
     for here in placed.sides:
         placed.program.row(0.0, (placed.on[:, here], seconds[:, here]), placed.time)
     placed.copy()
-    return placed.program.solve()[0] * placed.unit_s * EXACT
+    return placed

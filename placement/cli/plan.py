@@ -175,6 +175,7 @@ def configure_problem(parser: argparse.ArgumentParser, nargs: str | None = None)
 
 def run(args: argparse.Namespace) -> int:
     from placement import planners, schedulers
+    from placement.planners.residence import refitted, with_buffers
     from placement.replan import NothingFits
     from placement.search.margin import unless_one_device
     from placement.tools.clock import clock
@@ -196,10 +197,14 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
         if start is not None:
             planner = _searching_from(start, planner, args)
-        report(f"planning with {args.planner}", None)
         began = clock()
+        if problem.cluster.streaming:
+            report("sizing buffers", None)
+            problem = with_buffers(problem)
+        report(f"planning with {args.planner}", None)
         with cli.says_nothing_in_answers():
             solution = planners.solve(planner, problem)
+            problem, solution = refitted(problem, solution)
         took = clock() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)
@@ -513,9 +518,12 @@ def _save(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solu
 
 def _show(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution) -> None:
     from placement.cli.show import show_plan
+    from placement.plan.reached import reached
 
     if not args.json:
         show_plan(plan)
+        if not serving.is_served(args) and (line := reached(problem, solution)):
+            print(line)
         if serving.is_served(args):
             serving.table(args, problem, solution)
             if command := serving.check(args, plan):

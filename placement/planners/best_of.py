@@ -37,7 +37,8 @@ class BestOf:
     splits fail on wide graphs. So by default these are all constructive planners and dynamic
     programs, the cheap ones first: splits for pipelines, list schedules for latency.
     ``contiguous_dp`` cuts several orders. Where the problem's ``max_phases`` lets micro-batches
-    take turns, ``data_parallel`` and ``replicated`` take part for pipelines.
+    take turns, ``data_parallel`` and ``replicated`` take part for pipelines; ``residence`` does
+    where a device streams.
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, not enough memory, no time), and ``lower_bound_s`` is
@@ -188,7 +189,9 @@ class BestOf:
         """Who comes first where not all of them may come."""
         loads = problem.objective.is_throughput
         turns, last = loads and problem.max_phases > 1, _LAST
-        among = {name: _among(find(name)) for name in self.planners}
+        streams = ("residence",) if problem.cluster.streaming else ()
+        names = dict.fromkeys((*self.planners, *streams))
+        among = {name: _among(find(name)) for name in names}
 
         def turn(name: str) -> int:
             mine = among[name]
@@ -197,7 +200,7 @@ class BestOf:
             own = mine.loads if loads else mine.calls
             return last if own is None else own
 
-        order = sorted((n for n in self.planners if turns or not among[n].turns), key=turn)
+        order = sorted((n for n in names if turns or not among[n].turns), key=turn)
         if self.seconds is not None:
             order.sort(key=lambda name: among[name].late - among[name].quick)
         if self.evaluations is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from dataclasses import replace
 from itertools import product
@@ -28,6 +29,8 @@ from placement.executor.streamed import Streamed, streaming_where_short, with_st
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.plan import Plan, make_plan
+from placement.plan.reached import reached
+from placement.planners.residence import Residence, refitted, with_buffers
 from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.program import split_inputs
@@ -248,6 +251,47 @@ def test_many_tokens_are_worth_a_copy_of_the_weights_and_few_are_not(
             assert (used[0] == 2).any() and values[0] < 0.8 * values[1]
         else:
             assert values[0] <= 1.1 * values[1] and (used[0] == 0).any()
+
+
+def test_what_saves_most_per_byte_stays_and_no_placement_is_better_than_the_program() -> None:
+    """Six operators of which the GPU holds two beside the buffer: every placement is tried."""
+    problem = replace(chain(2, 4, 2, 4, 2, 4, buffer_bytes=4), objective=Objective.LATENCY)
+    host, card, streams = problem.cluster.devices
+    cluster = replace(problem.cluster, devices=(host, replace(card, memory_bytes=14), streams))
+    problem = replace(problem, cluster=cluster)
+    every = np.array(list(product(range(3), repeat=6)))
+    best = score(problem, every).min()
+    greedy, exact = (Residence(way)(problem) for way in ("greedy", "exact"))
+    assert exact.lower_bound_s is not None and lower_bound(problem) <= exact.lower_bound_s
+    assert exact.lower_bound_s <= best * (1 + 1e-9)
+    assert best <= exact.value_s and greedy.value_s <= 1.2 * best
+    assert (greedy.placement == 2).any() and (greedy.placement == 1).any()
+    line = reached(problem, greedy)
+    assert re.fullmatch(
+        r"\d+% of what this machine can do \(.* at least\); .*cuda:0 computes.*", line
+    )
+    workers = cluster.workers
+    large = replace(workers, devices=(host, replace(card, memory_bytes=99)))
+    fits = replace(problem, cluster=large, profile=problem.profile.for_cluster(large))
+    assert reached(fits, replace(greedy, placement=np.ones(6, np.int32))) == ""
+
+
+def test_a_buffer_has_the_size_that_pays() -> None:
+    """Between two layers whose weights take 6 s each are six operators that have none to copy."""
+    sizes = (6, *[0] * 6, 6, *[0] * 6)
+    problem = replace(chain(*sizes), objective=Objective.LATENCY)
+    host, card, streams = problem.cluster.devices
+    cluster = replace(problem.cluster, devices=(host, replace(card, memory_bytes=9), streams))
+    problem = with_buffers(replace(problem, cluster=cluster))
+    # Two buffers have no room; one is enough: each weight comes while six others run.
+    assert problem.cluster.devices[2].buffer_bytes == 6
+    solution = planners.load("residence")(problem)
+    assert solution.value_s == 14.0
+    assert make_plan(problem, solution, planner="residence").cluster.devices[2].buffer_bytes == 6
+    again, better = refitted(replace(problem, cluster=cluster), solution)
+    assert again.cluster.devices[2].buffer_bytes == 6 and better.value_s == 14.0
+    told = replace(cluster, devices=(host, card, replace(streams, buffer_bytes=12)))
+    assert with_buffers(replace(problem, cluster=told)).cluster is told
 
 
 # --- on the emulated GPU -------------------------------------------------------------------------

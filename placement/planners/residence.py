@@ -1,0 +1,170 @@
+"""Which parameters stay on a GPU, which are streamed there, and which the CPU reads where they lie.
+
+And how much of the GPU's memory is the buffer that they are streamed through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.bounds import lower_bound
+from placement.bounds.calls import Call
+from placement.bounds.copies import streaming_program
+from placement.bounds.memory_lp import own_bytes
+from placement.objective import Objective
+from placement.planners import Among, load
+from placement.planners.even_layers import layer_units
+from placement.problem import Problem, Solution
+from placement.search.evaluation import Search
+from placement.search.list_schedule import room_bytes
+from placement.simulator import score
+from placement.tools.lp import EXACT
+
+Floats = NDArray[np.float64]
+_PRICES = (0.0, 0.25, 0.5, 0.75, 1.0, 2.0)  # of a second of the link, in seconds of a device
+_FILLED = (1.0, 0.95, 0.85, 0.7, 0.5)  # of the memory; the rest is for tensors
+_GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less the whole, are spread evenly
+_TRIES, _WORK = 300, 60_000  # placements for each buffer, and operators in them, at most
+_ROOMS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of buffers, in the most that an operator reads
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Every colocation group, or every layer, by one of three rules.
+
+    ``greedy``: what saves most seconds per byte by staying on the GPU stays there, until its memory
+    is full; of what saves alike one after another, or spread over the model. The rest is streamed,
+    or computed on the CPU, where it costs less at a price for each second of the link (as FlexGen,
+    ICML 2023, splits tensors by a linear program, and llama.cpp's ``-ot`` is set by hand). Several
+    prices are simulated. ``exact``: the program of ``bounds.calls`` (of a call of two devices) or
+    ``bounds.copies`` in whole numbers, by HiGHS: no placement is better in it; what it proves of a
+    call holds in the simulator too. Single devices take part, and are all where nothing streams.
+
+    Attributes:
+        way: ``greedy`` or ``exact``.
+        seconds: of the program.
+    """
+
+    way: Literal["greedy", "exact"] = "greedy"
+    seconds: float = 10.0
+    among: ClassVar[Among] = Among(quick=True, several=True)
+
+    def __call__(self, problem: Problem) -> Solution:
+        search = Search(problem)
+        able = np.flatnonzero(np.isfinite(problem.group_compute_s).all(axis=0))
+        for d in able if len(able) else np.array([0]):
+            search.cost(np.full(problem.graph.num_groups, d, np.int32))
+        bound = lower_bound(problem)
+        if self.way == "exact":
+            return search.solution(max(bound, self._exact(search)), way=self.way)
+        each = np.arange(problem.graph.num_groups)
+        units = [each, layer_units(problem)] if problem.cluster.streaming else []
+        for unit, spread, price, filled in product(units, (True, False), _PRICES, _FILLED):
+            count = int(unit.max()) + 1
+            turn = np.argsort(np.arange(count) * _GOLDEN % 1.0) if spread else np.arange(count)
+            search.cost(_by_saving(problem, unit, turn, price, filled))
+        return search.solution(bound, way=self.way)
+
+    def _exact(self, search: Search) -> float:
+        """Seconds that no placement is better than; the program's answer is scored."""
+        problem = search.problem
+        if not problem.cluster.streaming:
+            return 0.0
+        if problem.objective is Objective.LATENCY and problem.num_workers == 2:
+            call = Call(problem)
+            program, on, unit_s = call.program, call.whole, call.unit_s
+        else:
+            placed = streaming_program(problem)
+            program, on, unit_s = placed.program, placed.on, placed.unit_s
+        least = program.whole(on, self.seconds)
+        if program.answer is not None:
+            search.cost(program.answer[on].argmax(axis=1).astype(np.int32))
+        return least * unit_s * EXACT if problem.objective is Objective.LATENCY else 0.0
+
+
+def _by_saving(
+    problem: Problem,
+    unit: NDArray[np.integer],
+    turn: NDArray[np.integer],
+    price: float,
+    filled: float,
+) -> NDArray[np.int32]:
+    """int32 ``[G]``: a device for each unit of groups; of those that save alike by ``turn``."""
+    streaming = problem.cluster.streaming
+    count = int(unit.max()) + 1
+
+    def of_units(values: Floats) -> Floats:
+        total = np.zeros((count, *values.shape[1:]))
+        np.add.at(total, unit, values)
+        return total
+
+    cost = of_units(problem.without_copies.group_compute_s)
+    cost[:, streaming] += price * of_units(problem.graph.per_group(problem.copy_s.T))
+    size, room = of_units(own_bytes(problem)), filled * room_bytes(problem)
+    kinds = [d.kind for d in problem.cluster.devices]
+    cards = [d for d, k in enumerate(kinds) if k != "cpu" and d not in streaming]
+    cheap_s = np.delete(cost, cards, axis=1)
+    others = np.delete(np.arange(problem.num_devices), cards)
+    choice = others[cheap_s.argmin(axis=1)]
+    for card in cards:
+        saved_s = cost[np.arange(count), choice] - cost[:, card]
+        each = saved_s / np.maximum(size, 1.0)
+        alike = np.round(each / max(each[size > 0].max(initial=0.0), 1e-300), 2)
+        order = turn[np.argsort(-alike[turn], kind="stable")]
+        held = 0.0
+        for u in order[saved_s[order] >= 0]:
+            if held + size[u] <= room[card]:
+                choice[u], held = card, held + size[u]
+    choice = choice[unit].astype(np.int32)
+    unable = ~np.isfinite(problem.group_compute_s[np.arange(len(choice)), choice])
+    choice[unable] = problem.group_compute_s[unable].argmin(axis=1)
+    return choice
+
+
+def with_buffers(problem: Problem) -> Problem:
+    """The problem with the size of each buffer that is best in a short search.
+
+    What is said of a buffer is kept; the same problem where nothing streams, or nothing fits.
+    """
+    open_ = [
+        d for d in problem.cluster.streaming if problem.cluster.devices[d].buffer_bytes is None
+    ]
+    if not open_ or problem.objective.is_analytic:
+        return problem
+    most = int(problem.graph.op_param_bytes.max())
+    tries = [problem, *(_with(problem, open_, int(room * most)) for room in _ROOMS)]
+    values = [_searched(x).value_s for x in tries]
+    best = int(np.argmin(values))
+    return tries[best] if values[best] < values[0] * (1 - 1e-3) else problem
+
+
+def _searched(problem: Problem) -> Solution:
+    """The answer of a short search that begins with ``Residence``'s."""
+    start = Residence()(problem)
+    tries = max(30, min(_TRIES, _WORK // problem.num_ops))
+    return load("macro_search", start=lambda _: start, evaluations=tries)(problem)
+
+
+def refitted(problem: Problem, solution: Solution) -> tuple[Problem, Solution]:
+    """The size of buffers that is best for a placement, with the memory that it leaves."""
+    streaming, most = problem.cluster.streaming, int(problem.graph.op_param_bytes.max())
+    if not streaming or not most or solution.schedule is not None:
+        return problem, solution
+    tries = [problem, *(_with(problem, streaming, int(room * most)) for room in _ROOMS)]
+    values = [float(score(x, solution.placement[None])[0]) for x in tries]
+    best = int(np.argmin(values))
+    if not values[best] < values[0] * (1 - 1e-3):
+        return problem, solution
+    return tries[best], replace(solution, value_s=values[best], lower_bound_s=None)
+
+
+def _with(problem: Problem, streaming: list[int], room: int) -> Problem:
+    devices = list(problem.cluster.devices)
+    for d in streaming:
+        devices[d] = replace(devices[d], buffer_bytes=max(room, 1))
+    return replace(problem, cluster=replace(problem.cluster, devices=tuple(devices)))
