@@ -8,16 +8,16 @@ from placement.tools.jit import kernel
 
 
 @kernel
-def add_rows(table, at, ids, begins, mean, out):
-    """Adds to ``out [bags, dim]`` the rows of each bag; the last row of the table is left out.
+def add_rows(table, wanted, ids, begins, mean, out):
+    """Adds to ``out [bags, dim]`` those rows of each bag that are ``wanted [rows]``.
 
-    ``at [rows]``: where each row is in the table. ``begins [bags + 1]``: of the bags among ``ids``.
+    ``begins [bags + 1]``: of the bags among ``ids``.
     """
-    none, dim = table.shape[0] - 1, table.shape[1]
+    dim = table.shape[1]
     for bag in range(out.shape[0]):
         for i in range(begins[bag], begins[bag + 1]):
-            row = at[ids[i]]
-            if row != none:
+            row = ids[i]
+            if wanted[row]:
                 for d in range(dim):
                     out[bag, d] += table[row, d]
         if mean:

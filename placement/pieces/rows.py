@@ -1,12 +1,13 @@
 """Rows of embeddings that are read often, apart from the others: two tables and a sum.
 
-Each table keeps a row of zeros, which stands for all rows of the other one, so that shapes do not
-depend on what is looked up. A processor leaves these lookups out (``cold_rows``).
+The hot table has a row of zeros, which stands for all rows that are not hot, so that shapes do not
+depend on what is looked up. The other one is the whole table, where hot rows are left out
+(``cold_rows``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,20 +31,21 @@ _OFFSETS, _MODE, _WEIGHTS, _ALL_OFFSETS, _PADDING = 2, 4, 6, 7, 8  # arguments o
 
 torch.library.define(
     "placement::cold_rows",
-    "(Tensor table, Tensor at, Tensor ids, Tensor? offsets, bool mean, bool all_offsets) -> Tensor",
+    "(Tensor table, Tensor cold, Tensor ids, Tensor? offsets, bool mean, bool all_offsets)"
+    " -> Tensor",
 )
 
 
 @torch.library.impl("placement::cold_rows", "CompositeExplicitAutograd")
 def cold_rows(
-    table: Tensor, at: Tensor, ids: Tensor, offsets: Tensor | None, mean: bool, all_offsets: bool
+    table: Tensor, cold: Tensor, ids: Tensor, offsets: Tensor | None, mean: bool, all_offsets: bool
 ) -> Tensor:
-    """Lookups in a table of which most ids have no row: these cost a comparison.
+    """Lookups of the cold rows of a table; hot ones count as zeros, and cost a comparison.
 
     Args:
-        table: ``[R + 1, dim]``, of which the last row are zeros.
-        at: int64 or int32 ``[rows]``, where each row of the whole table is; ``R``: elsewhere.
-        ids: of rows of the whole table.
+        table: ``[rows, dim]``.
+        cold: bool ``[rows]``: it is small, and stays in the cache.
+        ids: of rows.
         offsets: where bags begin among the ids, ``[bags]``, with ``all_offsets`` also where the
             last ends; None: no bags.
         mean: of each bag, over all of its ids; else the sum.
@@ -61,18 +63,21 @@ def cold_rows(
         from placement.pieces.lookups import add_rows  # compiled, so later
 
         total = table.new_zeros(shape)
-        arrays = (x.detach().contiguous().numpy() for x in (table, at, flat, begins))
+        arrays = (x.detach().contiguous().numpy() for x in (table, cold, flat, begins))
         add_rows(*arrays, mean, total.numpy())
     else:
-        how = "mean" if mean else "sum"
-        begins = begins.to(at.dtype)
-        total = F.embedding_bag(at.take(flat), table, begins, mode=how, include_last_offset=True)
+        share = cold[flat].to(table.dtype)
+        begins = begins.to(ids.dtype)
+        total = F.embedding_bag(
+            flat, table, begins, mode="sum", per_sample_weights=share, include_last_offset=True
+        )
+        total = total / begins.diff().clamp(min=1).unsqueeze(1) if mean else total
     return total if offsets is not None else total.view(*ids.shape, table.shape[1])
 
 
 @torch.library.register_fake("placement::cold_rows")
 def _(
-    table: Tensor, at: Tensor, ids: Tensor, offsets: Tensor | None, mean: bool, all_offsets: bool
+    table: Tensor, cold: Tensor, ids: Tensor, offsets: Tensor | None, mean: bool, all_offsets: bool
 ) -> Tensor:
     shape = ids.shape if offsets is None else (len(offsets) - all_offsets,)
     return table.new_empty(*shape, table.shape[1])
@@ -115,10 +120,10 @@ def hot_rows(graph: OpGraph, counts: Counts, hot_bytes: int) -> OpGraph:
     """The graph with the hot rows of its embeddings as ``NAME#0``, the others as ``NAME#1``.
 
     An ordinary graph, whose operators planners place: hot rows on a GPU that has no memory for all
-    of them, the others where they fit. Rows are copied: of a parameter that is written later, make
-    the graph again. ``embedding`` gives the same numbers; of ``embedding_bag`` sums, and means,
-    are in another order. A bag that takes the largest,
-    weighs rows, or leaves an index out stays whole.
+    of them, the whole table, where hot rows are left out, on a processor. Hot rows are copied: of a
+    parameter that is written later, make the graph again. ``embedding`` gives the same numbers; of
+    ``embedding_bag`` sums, and means, are in another order. A bag that takes the largest, weighs
+    rows, or leaves an index out stays whole.
 
     Args:
         graph: of an inference, with its program.
@@ -207,14 +212,15 @@ class _Rows(_Cutter):
             return
         table, ids, *rest = pytree.tree_map(self._one, step.args, is_leaf=_is_ref)
         module, dtype = self.old.op_module[n], self.value[ids.tensor].dtype
-        rows, at = self._part(table.index, 0, mask, dtype)
+        rows, at = self._hot(table.index, mask, dtype)
         moved = self._move(_aten.take.default, (at, ids), f"{name}.rows#0", module)
         self.label[-1] = (int(self.old.group[n]), 0)  # beside its table
         args = (rows, Ref(moved), *rest)
         found = self._add(step.target, args, step.kwargs, n, f"{name}#0", step, 0)
         bags = step.target in _BAGS
         args = (
-            *self._part(table.index, 1, ~mask, dtype),
+            table,
+            self._kept(f"{self.param_names[table.index]}[cold]", lambda: torch.from_numpy(~mask)),
             ids,
             rest[_OFFSETS - 2] if bags else None,
             bags and len(step.args) > _MODE and step.args[_MODE] == _MEAN,
@@ -227,21 +233,26 @@ class _Rows(_Cutter):
             ONE: [self._move(_aten.add.Tensor, both, f"{name}.add", module)]
         }
 
-    def _part(
-        self, p: int, i: int, own: NDArray[np.bool_], dtype: torch.dtype
-    ) -> tuple[Param, Param]:
-        """These rows and zeros behind them; and where each row of the whole table is."""
-        name = self.param_names[p]
-        if (p, i) not in self.param_at:
-            table = self.params[p].detach()
-            mask = torch.from_numpy(own).to(table.device)
-            rows = torch.cat([table[mask], table.new_zeros(1, table.shape[1])])
-            self.param_at[p, i] = self._new_param(rows, f"{name}[rows:{i}]")
-        if (p, i, dtype) not in self.param_at:
-            at = torch.full((len(own),), int(own.sum()), dtype=dtype)
-            at[torch.from_numpy(own)] = torch.arange(int(own.sum()), dtype=dtype)
-            self.param_at[p, i, dtype] = self._new_param(at, f"{name}[at:{i}]")
-        return Param(self.param_at[p, i]), Param(self.param_at[p, i, dtype])
+    def _hot(self, p: int, mask: NDArray[np.bool_], dtype: torch.dtype) -> tuple[Param, Param]:
+        """The hot rows and zeros behind them; and where each row of the whole table is."""
+        table, name, size = self.params[p].detach(), self.param_names[p], int(mask.sum())
+
+        def rows() -> Tensor:
+            own = table[torch.from_numpy(mask).to(table.device)]
+            return torch.cat([own, table.new_zeros(1, table.shape[1])])
+
+        def places() -> Tensor:
+            at = torch.full((len(mask),), size, dtype=dtype)
+            at[torch.from_numpy(mask)] = torch.arange(size, dtype=dtype)
+            return at
+
+        return self._kept(f"{name}[hot]", rows), self._kept(f"{name}[at:{dtype}]", places)
+
+    def _kept(self, name: str, made: Callable[[], Tensor]) -> Param:
+        """A parameter of its own, once."""
+        if name not in self.param_at:
+            self.param_at[name] = self._new_param(made(), name)
+        return Param(self.param_at[name])
 
 
 def _is_ref(x: Any) -> bool:

@@ -64,7 +64,7 @@ def test_results_are_those_of_whole_tables(
         assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found, list(wanted), rtol=1e-5, atol=1e-5)
     hot = [p for p, x in zip(parted.program.param_names, parted.program.params, strict=True)
-           if "[rows:0]" in p and x.nbytes]  # fmt: skip
+           if "[hot]" in p and x.nbytes]  # fmt: skip
     size = sum(parted.program.params[parted.program.param_names.index(p)].nbytes for p in hot)
     assert size - len(hot) * DIM * 4 <= hot_bytes  # but for the zeros
 
@@ -80,7 +80,7 @@ def test_rows_that_are_read_most_are_hot() -> None:
     np.testing.assert_array_equal(counts["word.weight"], 2 * by_hand)  # it is looked up twice
     parted = hot_rows(graph, counts, 8 * DIM * 4)
     names = parted.program.param_names
-    table = parted.program.params[names.index("word.weight[rows:0]")]
+    table = parted.program.params[names.index("word.weight[hot]")]
     hottest = np.sort(np.argsort(-by_hand, kind="stable")[: len(table) - 1])
     assert torch.equal(table[:-1], module.word.weight.detach()[hottest])
     assert not table[-1].any()
