@@ -1,4 +1,4 @@
-"""Rows of a table that are added up, on a processor."""
+"""Which of many ids are wanted, on a processor."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -8,19 +8,15 @@ from placement.tools.jit import kernel
 
 
 @kernel
-def add_rows(table, wanted, ids, begins, mean, out):
-    """Adds to ``out [bags, dim]`` those rows of each bag that are ``wanted [rows]``.
+def keep(wanted, ids, begins, kept, kept_begins):
+    """``kept``: those of the ids that are ``wanted [rows]``, in their order.
 
-    ``begins [bags + 1]``: of the bags among ``ids``.
+    ``begins``, ``kept_begins [bags + 1]``: of the bags among the ids, and among those kept.
     """
-    dim = table.shape[1]
-    for bag in range(out.shape[0]):
+    count = 0
+    for bag in range(len(begins) - 1):
+        kept_begins[bag] = count
         for i in range(begins[bag], begins[bag + 1]):
-            row = ids[i]
-            if wanted[row]:
-                for d in range(dim):
-                    out[bag, d] += table[row, d]
-        if mean:
-            count = max(1, begins[bag + 1] - begins[bag])
-            for d in range(dim):
-                out[bag, d] /= count
+            kept[count] = ids[i]
+            count += wanted[ids[i]]
+    kept_begins[len(begins) - 1] = count

@@ -55,23 +55,29 @@ def cold_rows(
     """
     flat, count = ids.flatten(), ids.numel()
     if offsets is None:
-        begins = torch.arange(count + 1, device=ids.device)
+        begins = torch.arange(count + 1, dtype=ids.dtype, device=ids.device)
     else:
         begins = offsets if all_offsets else F.pad(offsets, (0, 1), value=count)
-    shape = (len(begins) - 1, table.shape[1])
-    if table.device.type == "cpu" and table.dtype in (torch.float32, torch.float64):
-        from placement.pieces.lookups import add_rows  # compiled, so later
+    share, sizes = None, begins.diff()
+    if ids.device.type == "cpu":
+        from placement.pieces.lookups import keep  # compiled, so later
 
-        total = table.new_zeros(shape)
-        arrays = (x.detach().contiguous().numpy() for x in (table, cold, flat, begins))
-        add_rows(*arrays, mean, total.numpy())
-    else:
+        # One more than there are: what is not kept is written over.
+        flat, kept, begins = flat.contiguous(), flat.new_empty(count + 1), begins.contiguous()
+        kept_begins = torch.empty_like(begins)
+        keep(*(x.numpy() for x in (cold, flat, begins, kept, kept_begins)))
+        flat, begins = kept[: int(kept_begins[-1])], kept_begins
+    else:  # how many are kept is not known there: all are read, hot ones count as zeros
         share = cold[flat].to(table.dtype)
-        begins = begins.to(ids.dtype)
-        total = F.embedding_bag(
-            flat, table, begins, mode="sum", per_sample_weights=share, include_last_offset=True
-        )
-        total = total / begins.diff().clamp(min=1).unsqueeze(1) if mean else total
+    total = F.embedding_bag(
+        flat,
+        table,
+        begins.to(ids.dtype),
+        mode="sum",
+        per_sample_weights=share,
+        include_last_offset=True,
+    )
+    total = total / sizes.clamp(min=1).unsqueeze(1) if mean else total
     return total if offsets is not None else total.view(*ids.shape, table.shape[1])
 
 
