@@ -155,7 +155,7 @@ class GroupRelative(OnPolicyAlgorithm):
         if np.ptp(logs) < 1e-9:
             chosen = []
         return logs, [
-            _Noted(graph, *x, np.full(len(x[3]), gain, np.float32))
+            _Noted._make([graph, *x, np.full(len(x[3]), gain, np.float32)])
             for x, gain in ((noted[i], advantage[i]) for i in chosen)
         ]
 

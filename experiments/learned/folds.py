@@ -666,6 +666,12 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     }
 
 
+def done(rows: Sequence[Row]) -> str:
+    """How much of the study there is, in words."""
+    whole = sum(is_finished(rows, seed) for seed in range(10))
+    return f"{whole} of 10 seeds" if whole else "the first seed, of ten, in part"
+
+
 def is_finished(rows: Sequence[Row], seed: int) -> bool:
     """Whether every arm has been judged with it on everything."""
     ran = Counter((r.arm, r.objective) for r in rows if r.seed == seed)
