@@ -174,8 +174,8 @@ def on_real_graphs(results: Path, page: str = "experiments/results") -> str:
     )
     reached = "" if any(x["reached"] == "yes" for x in found) else "not "
     return (
-        "On measured graphs of architectures that it was not trained on, after 100 ms of a core, a\n"
-        f"network that passes messages is, {figures}.\n"
+        "On measured graphs of architectures that it was not trained on, after 100 ms of a core,\n"
+        f"a network that passes messages is, {figures}.\n"
         f"The goal, set beforehand, 1 % below the rules and clear of chance, is {reached}reached\n"
         f"([{folds.done(rows)}]({page}/learned_folds.md)).\n"
     )
