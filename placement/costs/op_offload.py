@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from placement.cluster import Cluster
-from placement.costs.serving import Phase, Serving, part_seconds, peaks
+from placement.costs.serving import PIECE, Phase, Serving, part_seconds, peaks
 from placement.importers.decoder import Decoder
 
-MOST = 2**16  # tokens: longer batches are not asked for
+MOST = PIECE + 1  # tokens: more than are computed at a time
 
 
 def min_batch(decoder: Decoder, cluster: Cluster) -> int | None:
@@ -15,7 +15,8 @@ def min_batch(decoder: Decoder, cluster: Cluster) -> int | None:
     So many that the copy and the GPU's seconds are fewer than the processor's: ``r* = copy / (CPU -
     GPU)`` of a matrix that is read whole, and of experts those that the tokens are routed to. It
     is of experts where there are some, else of feed-forwards, and of the first processor and the
-    GPU with the fastest memory. ``MOST``: it never pays. None: no GPU, processor or link.
+    GPU with the fastest memory. ``MOST``: it never pays, so
+    long as no more are computed at a time (``--ubatch-size``). None: no GPU, processor or link.
     """
     hosts = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
     gpus = [d for d, device in enumerate(cluster.devices) if device.kind != "cpu"]
@@ -31,6 +32,8 @@ def min_batch(decoder: Decoder, cluster: Cluster) -> int | None:
         return None
 
     def pays(tokens: int) -> bool:
+        if tokens == MOST:
+            return True
         asked = Serving(Phase.PREFILL, tokens, 1, tokens)
         there, here = (
             part_seconds(part, decoder, asked, rates[d], cluster.devices[d]) for d in (gpu, host)
@@ -40,9 +43,9 @@ def min_batch(decoder: Decoder, cluster: Cluster) -> int | None:
 
     tokens = 1
     while tokens < MOST and not pays(tokens):
-        tokens *= 2
+        tokens = min(2 * tokens, MOST)
     low = tokens // 2
-    while tokens < MOST and tokens - low > 1:
+    while tokens - low > 1:
         middle = (low + tokens) // 2
         low, tokens = (low, middle) if pays(middle) else (middle, tokens)
     return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor
 from typing import Any
 
 from placement.exporters import Exported, ExportError, Inexpressible
@@ -15,7 +16,8 @@ from placement.problem import Problem
 class Ktransformers:
     """Options of ``python -m sglang.launch_server``: ``--kt-num-gpu-experts`` and the strategy.
 
-    ``--kt-num-gpu-experts`` is times the number of layers with experts; the experts are the most
+    ``--kt-num-gpu-experts`` is times the number of layers with experts; where that leaves some
+    over, ``--kt-gpu-experts-ratio`` is the share of all. The experts are the most
     frequent of all layers (``frequency``, of a plan with ``--experts``), or those of the first
     layers (``front-loading``): ``doc/en/kt-kernel/experts-sched-Tutorial.md`` and
     ``generate_gpu_experts_masks`` in ``kt-kernel/python/experts_base.py``
@@ -50,7 +52,10 @@ class Ktransformers:
         layers = len({name.partition("#")[0] for name, _, num in pairs if num})
         there = sum(num for _, d, num in pairs if d == gpus[0])
         counted = any("#" in name for name, _, _ in pairs)
-        words = f"--kt-num-gpu-experts {there // layers} --kt-expert-placement-strategy "
+        words = f"--kt-num-gpu-experts {there // layers} "
+        if there % layers:  # the share of all experts, which then counts
+            words += f"--kt-gpu-experts-ratio {floor(there / sum(experts) * 1e4) / 1e4:g} "
+        words += "--kt-expert-placement-strategy "
         words += "frequency" if counted else "front-loading"
         note = (
             "python -m sglang.launch_server --model MODEL $(cat FILE) --kt-weight-path WEIGHTS "

@@ -45,14 +45,17 @@ class Vllm:
         forward = Forward.of(plan, problem, groups=True)
         path, unit, num_layers = decoder_units(forward, self.layers, "vLLM")
         tied = forward.tied(unit)
+        layers_of = list(unit)
         unit = [u if u < 0 else min(max(u, 1), num_layers) - 1 for u in unit]
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         left = [i for i, d in enumerate(forward.device) if kinds[d] == "cpu"]
         sizes: Any = plan.provenance.profile.get("weights_bytes")
-        offloads = isinstance(sizes, list) and 0 < len(left) < len(unit)
-        if offloads:
+        if offloads := isinstance(sizes, list) and 0 < len(left) < len(unit):
             on = dict(zip(forward.name, _gpus(forward.device, left), strict=True))
             forward = Forward.of(moved(plan, on), problem, groups=True)
+            left = [
+                i for i in left if 1 <= layers_of[i] <= num_layers
+            ]  # layers alone are offloaded
         labels = [f"layer {i} of {path!r}" for i in range(num_layers)]
         labels[0] += " and what runs before it"
         labels[-1] += " and what runs behind it"
@@ -72,7 +75,7 @@ class Vllm:
         options = f"--tensor-parallel-size {len(groups[0])} " * (len(groups[0]) > 1)
         options += f"--pipeline-parallel-size {len(parts)}"
         note = f"env $(grep -v '#' FILE) vllm serve MODEL {options}"
-        if offloads:
+        if offloads and left:
             ranks = [range(part.first, part.last + 1) for part in parts]
             most = max(sum(sizes[i] for i in left if unit[i] in rank) for rank in ranks)
             options += f" --cpu-offload-gb {ceil(most / _GIB * 100) / 100:g}"

@@ -241,6 +241,9 @@ def test_vllm_offloads_what_is_left_to_the_processor() -> None:
         exported.files[""]
         == "# rank 0: cuda:0\nCUDA_VISIBLE_DEVICES=0\nVLLM_PP_LAYER_PARTITION=4\n"
     )
+    # The embedding is no layer: it is on the GPU.
+    host = load("vllm")(plan_of(MIXTRAL | FOUR, [1, *FIRST_TWO[1:]], ONE))
+    assert host.files == exported.files
     # Whole layers: whatever comes first; each GPU by itself.
     halves = plan_of(DENSE, [2, 2, 2, 0, 0, 1, 1, 2, 2, 1, 1], MIXED)
     exported = load("vllm")(halves)
@@ -257,6 +260,8 @@ def test_ktransformers_has_experts_on_the_gpu() -> None:
     assert exported.files[""] == (
         "--kt-num-gpu-experts 4 --kt-expert-placement-strategy front-loading\n"
     )
+    over = load("ktransformers")(plan_of(MIXTRAL | FOUR, [1, 0, 0, 0, *[0, 0, 1] * 3, 0, 0], ONE))
+    assert str(over.files[""]).startswith("--kt-num-gpu-experts 2 --kt-expert")  # 8 of 4 layers
     with pytest.raises(ExportError, match="a model that has some"):
         load("ktransformers")(plan_of(DENSE, HALVES))
     with pytest.raises(ExportError, match="the plan uses 2 GPUs"):
