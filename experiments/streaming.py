@@ -33,7 +33,7 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.simulator import evaluate
 
-LINK, LATENCY_S = 4e8, 2e-4  # bytes per second, and seconds for each copy
+LINK, LATENCY_S = 4e7, 2e-4  # bytes per second, and seconds for each copy
 NAMES = ("cpu:0", "cuda:0")
 
 
@@ -67,15 +67,24 @@ def models() -> dict[str, tuple[nn.Module, Any, float]]:
     }
 
 
-def problem_of(graph: OpGraph, rate: float, **of_buffer: Any) -> Problem:
+def measured_link() -> tuple[float, float]:
+    """Seconds to begin a copy on the emulated GPU, and bytes per second, as they are measured."""
+    from placement.executor.streamed import _copying
+    from tests import emulated_gpu
+
+    with emulated_gpu.emulated(poison=False, copy_bytes_per_s=LINK, copy_s=LATENCY_S):
+        return _copying(Device("cuda:0", "cuda", memory_bytes=2**22))
+
+
+def problem_of(graph: OpGraph, rate: float, measured: tuple[float, float]) -> Problem:
     """A call on a GPU with half of the memory that parameters take."""
     half = int(graph.param_bytes.sum()) // 2 + int(graph.tensor_bytes.max()) * 3
     devices = (
         Device("cpu:0"),
         Device("cuda:0", "cuda", memory_bytes=half),
-        Device("streamed/cuda:0", "cuda", streams="cuda:0", **of_buffer),
+        Device("streamed/cuda:0", "cuda", streams="cuda:0"),
     )
-    link = Link("cpu:0", "cuda:0", LATENCY_S, LINK)
+    link = Link("cpu:0", "cuda:0", *measured)
     links = (link, replace(link, dst="streamed/cuda:0"), replace(link, src="cuda:0", dst="cpu:0"))
     cluster = Cluster("half", devices, links)
     read = graph.op_param_bytes.astype(np.float64)
@@ -89,7 +98,7 @@ def problem_of(graph: OpGraph, rate: float, **of_buffer: Any) -> Problem:
     return Problem(graph, cluster, profile, "latency", num_microbatches=1)
 
 
-OVERHEAD_S = 1.5e-4  # of a kernel on the emulated GPU: a thread that wakes up, and Python
+OVERHEAD_S = 3e-4  # of a kernel on the emulated GPU: a thread that wakes up, and Python
 
 
 def called_s(problem: Problem, placement: Any, inputs: Any, rate: float, calls: int) -> float:
@@ -113,16 +122,18 @@ def called_s(problem: Problem, placement: Any, inputs: Any, rate: float, calls: 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--evaluations", type=int, default=8000)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--write-before", type=Path)
     parser.add_argument("--no-run", action="store_true", help="predictions only")
     options = parser.parse_args(argv)
     before = json.loads(options.before.read_text()) if options.before else {}
     written: dict[str, Any] = {}
-    solve: Callable[..., Any] = planners.load("macro_search", evaluations=4000)
+    solve: Callable[..., Any] = planners.load("best_of", evaluations=options.evaluations)
+    link = measured_link()
     for name, (module, inputs, rate) in models().items():
         graph = capture(module, inputs, name="model")
-        problem = problem_of(graph, rate)
+        problem = problem_of(graph, rate, link)
         if options.write_before:
             answer = solve(problem)
             written[name] = [answer.placement.tolist(), answer.value_s]

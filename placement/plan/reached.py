@@ -29,7 +29,8 @@ def reached(problem: Problem, solution: Solution) -> str:
 
     called_s = problem.called_s(solution.placement)
     value_s, bound_s = solution.value_s + called_s, least_s(problem) + problem.called_s()
-    bound_s = max(bound_s, solution.lower_bound_s or 0.0)
+    if not problem.cluster.streaming:  # else a planner's own is of this size of buffers
+        bound_s = max(bound_s, solution.lower_bound_s or 0.0)
     count = 1 if own is Objective.LATENCY and solution.schedule is None else None
     line = simulate(problem, np.atleast_2d(solution.placement)[0], solution.schedule, count)
     if bound_s <= 0 or not np.isfinite(value_s):

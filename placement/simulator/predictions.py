@@ -127,7 +127,8 @@ def timeline_of(
         called_s, start_s, end_s = 0.0, start_s[1:] - since_s, end_s[1:] - since_s
         transfers = _since(since_s, *transfers, transfers[0][:, 1] == 1)
         transfers[0][:, 1] = 0
-        copies = _since(since_s, *copies, copies[1] >= since_s)
+        rows, began_s, came_s = _since(since_s, *copies, copies[2] > since_s)
+        copies = rows, np.maximum(began_s, 0.0), came_s  # what was under way, from then on
     phases = np.atleast_2d(placement)[: len(end_s)]
     sums = summing(problem, phases, len(end_s), float(end_s.max()))
     both = [np.concatenate([a, b]) for a, b in zip(transfers, sums, strict=True)]
