@@ -636,7 +636,7 @@ class Runner:
         """Where those of the operators that read parameters in host memory get them.
 
         Raises:
-            MemoryError: there is not so much pinned memory.
+            ClusterError: there is not so much pinned memory.
         """
         reads: dict[int, list[int]] = {op: [] for op in sorted(ops, key=self._priority.__getitem__)}
         uses = self.graph.param_use_op.tolist(), self.graph.param_use.tolist()

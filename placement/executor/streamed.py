@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from placement.buffer import Buffer
-from placement.cluster import Cluster, Device, Link
+from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.executor import weights
 from placement.executor.backend import CudaBackend, backend_for, is_cuda_here
 from placement.graph import OpGraph
@@ -38,7 +38,7 @@ class Streamed:
 
     Raises:
         OutOfMemoryError: there is no room for the buffer.
-        MemoryError: the machine does not page-lock that much memory.
+        ClusterError: the machine does not page-lock that much memory.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Streamed:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise MemoryError(
+                raise ClusterError(
                     f"{total:,} bytes of parameters are to be streamed from pinned host memory, of "
                     f"which this machine gave {done:,} ({error}): say pinned_bytes: {done} of the "
                     "CPU in the cluster's YAML file, and plan again"

@@ -62,9 +62,10 @@ class Residence:
         bound = lower_bound(problem)
         if self.way == "exact":
             return search.solution(max(bound, self._exact(search)), way=self.way)
-        each = np.arange(problem.graph.num_groups)
+        each = np.arange(problem.graph.num_groups, dtype=np.int32)
         units = [each, layer_units(problem)] if problem.cluster.streaming else []
-        for unit, spread, price, filled in product(units, (True, False), _PRICES, _FILLED):
+        rules = product((True, False), _PRICES, _FILLED)
+        for unit, (spread, price, filled) in ((u, rule) for rule in rules for u in units):
             count = int(unit.max()) + 1
             turn = np.argsort(np.arange(count) * _GOLDEN % 1.0) if spread else np.arange(count)
             search.cost(_by_saving(problem, unit, turn, price, filled))
