@@ -22,7 +22,7 @@ from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search
 from placement.search.list_schedule import room_bytes
-from placement.simulator import score
+from placement.simulator import evaluate, score
 from placement.tools.lp import EXACT
 
 Floats = NDArray[np.float64]
@@ -152,14 +152,18 @@ def _searched(problem: Problem) -> Solution:
 
 
 def refitted(problem: Problem, solution: Solution) -> tuple[Problem, Solution]:
-    """The size of buffers that is best for a placement, with the memory that it leaves."""
+    """The size of buffers that is best for a placement, with the memory that it leaves.
+
+    A plan is called and streamed through: of sizes that leave room for both, where there are any.
+    """
     streaming, most = problem.cluster.streaming, int(problem.graph.op_param_bytes.max())
     if not streaming or not most or solution.schedule is not None:
         return problem, solution
     tries = [problem, *(_with(problem, streaming, int(room * most)) for room in _ROOMS)]
     values = [float(score(x, solution.placement[None])[0]) for x in tries]
-    best = int(np.argmin(values))
-    if not values[best] < values[0] * (1 - 1e-3):
+    fits = [bool(evaluate(x, solution.placement[None]).feasible[0]) for x in tries]
+    best = min(range(len(tries)), key=lambda i: (not fits[i], values[i]))
+    if fits[best] == fits[0] and not values[best] < values[0] * (1 - 1e-3):
         return problem, solution
     return tries[best], replace(solution, value_s=values[best], lower_bound_s=None)
 
