@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import placement
+from experiments.pieces_equality import in_random_pieces
 from placement import exporters, pieces, planners
 from placement.cluster import Cluster, Device
 from placement.costs.calibration import _for_calibration
@@ -73,15 +74,6 @@ def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
 
 def devices(count: int = 2) -> Cluster:
     return Cluster("two", tuple(Device(f"cpu:{i}", cores=(i % 2,)) for i in range(count)))
-
-
-def in_random_pieces(
-    graph: placement.OpGraph, found: list[Options], shares: pieces.Shares, seed: int
-) -> pieces.Pieces:
-    """Cuts that are best for random costs: any combination that can be."""
-    rng = np.random.default_rng(seed)
-    options = [Options(1.0, o.rules, tuple(rng.uniform(0.0, 1.5, len(o.rules)))) for o in found]
-    return decide(graph, shares, options, Moves(hop_s=rng.uniform(0.0, 0.5)))
 
 
 @pytest.mark.parametrize("size, shares, expected", [
