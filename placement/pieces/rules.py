@@ -276,7 +276,7 @@ def _windows(call: Any, arguments: Any, num_tensors: int, shares: Shares) -> Ite
         return  # no batch, or one number for all dimensions
     window = Window(2, (spans[0] - 1) * dilation + 1, stride, pad, "weight" not in given)
     if x.shape[2] + 2 * pad >= window.span:
-        inputs = (window, *[WHOLE] * (num_tensors - 1))
+        inputs: tuple[Cut, ...] = (window, *[WHOLE] * (num_tensors - 1))
         yield Rule(inputs, (), (), (int(first["padding"]),) if pad else ())
 
 
