@@ -125,12 +125,13 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
     able = problem.supported.all(axis=0)
     replicas = [singles] if able.all() and problem.buffers_stay(singles[None])[0] else []
-    cuts = pieces(problem, CUTS, SEED)
+    parts = pieces(problem, CUTS, SEED)
+    cuts = [*parts]
     if (number := problem.graph.piece) is not None:
         of_group = problem.graph.per_group(number, np.maximum)[problem.graph.group]
-        dealt = (np.concatenate([0 * cuts[:1], cuts[::2]]) + of_group) % problem.num_devices
+        dealt = (np.concatenate([0 * parts[:1], parts[::2]]) + of_group) % problem.num_devices
         fits = np.isfinite(problem.compute_s[np.arange(problem.num_ops), dealt]).all(axis=1)
-        cuts = [*dealt[fits].astype(np.int32), *cuts[1::2]]
+        cuts = [*dealt[fits].astype(np.int32), *parts[1::2]]
     return [*singles[able], *cuts, *replicas]
 
 
