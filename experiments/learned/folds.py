@@ -679,21 +679,22 @@ def is_finished(rows: Sequence[Row], seed: int) -> bool:
 
 
 def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
-    """Value over processor time, one line an arm."""
-    figure = gantt.figure_class()(figsize=(9, 4), dpi=120)
+    """Value over processor time on four devices, a line for each arm that is judged everywhere."""
+    figure = gantt.figure_class()(figsize=(9, 4), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(OBJECTIVES), sharey=True)
     for axis, objective in zip(axes, OBJECTIVES, strict=True):
-        mine = [r for r in decides(rows) if r.objective == objective]
-        for arm in (BEST_RULE, *LEARNED, *OTHERS):
-            points = {s: over(mine, arm, s, BEST_RULE, True) for s in COLUMNS if s < LONG_S}
-            points = {s: m.value for s, m in points.items() if m.count}
+        mine = [r for r in rows if (r.objective, r.machine) == (objective, FOUR)]
+        for number, arm in enumerate((BEST_RULE, *LEARNED, *OTHERS)):
+            means = {s: over(mine, arm, s, BEST_RULE, True) for s in COLUMNS if s < LONG_S}
+            points = {s: m.value for s, m in means.items() if m.count == FOLDS * TESTED}
             if points:
                 style = "-" if arm in LEARNED else "--"
-                axis.plot(list(points), list(points.values()), style, marker=".", label=arm)
+                line = axis.plot(list(points), list(points.values()), style, marker=".", label=arm)
+                line[0].set_color(f"C{number}" if number < 10 else "black")
         axis.set(title=objective, xscale="log", xlabel="processor seconds")
+        axis.legend(fontsize="x-small")
     axes[0].set_ylabel("value over that of the best of all rules")
     axes[0].set_ylim(0.9, 1.1)
-    axes[-1].legend(fontsize="x-small")
     gantt.save_figure(figure, path)
 
 
