@@ -360,13 +360,15 @@ class _Text:
             token = torch.multinomial(likely, 1, generator=self._random).squeeze(1)
         else:
             token = scores.argmax(-1)
-        token = torch.where(self._ended, self._pad, token)
+        if self._criteria:
+            token = torch.where(self._ended, self._pad, token)
         self._all[:, self._length] = token
         self._length += 1
         if self._streamer is not None:
             self._streamer.put(token)
-        self._ended |= self._criteria(self.tokens, scores)
-        self.is_complete = bool(self._ended.all())
+        if self._criteria:
+            self._ended |= self._criteria(self.tokens, scores)
+        self.is_complete = self._length == self._all.shape[1] or bool(self._ended.all())
         if self.is_complete:
             self._cache = []
             if self._streamer is not None:
@@ -374,12 +376,13 @@ class _Text:
 
 
 def _prepared(model: Any, prompt: Tensor, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What changes scores, and what ends rows: of the options and the model's own configuration."""
+    """What changes scores, and what ends rows before their time: of options and configuration."""
 
     def prepared(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **_: Any
     ) -> tuple[Any, Any]:
-        return logits_processor, stopping_criteria
+        mine = [x for x in stopping_criteria if not isinstance(x, transformers.MaxLengthCriteria)]
+        return logits_processor, transformers.StoppingCriteriaList(mine)
 
     everything = torch.ones_like(prompt)
     facts: dict[str, Any] = {"attention_mask": everything, "num_beams": 1, **options}

@@ -43,11 +43,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", FEWER | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", FEWER | {"head_dim": 8}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", LOCAL | {"num_hidden_layers": 2}),
-    "gemma3": (
-        "Gemma3ForCausalLM", "Gemma3TextConfig", LOCAL | {
-            "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", LOCAL),
     "phi": ("PhiForCausalLM", "PhiConfig", FEWER),
     "falcon": ("FalconForCausalLM", "FalconConfig", SMALL),
     "gpt2": (
@@ -64,6 +60,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+IN_CHUNKS = {"llama", "mixtral", "gemma2", "phi", "gpt2", "deepseek_v3"}
 DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16}
 
 
@@ -123,7 +120,7 @@ def llama(made: dict[int, LanguageModel]) -> LanguageModel:
 @pytest.fixture
 def two_rows(made: dict[int, LanguageModel]) -> LanguageModel:
     if 2 not in made:
-        made[2] = writer_of(model_of("llama"), batch=2)
+        made[2] = writer_of(model_of("llama"), batch=2, chunk=1)
     return made[2]
 
 
@@ -151,25 +148,24 @@ def in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_generate(family: str) -> None:
-    """Prompts shorter than a chunk, of one, and of several whose last is moved back to be full."""
+    """Prompts shorter than a chunk, of one, and of several whose last is moved back to be full.
+
+    Half of the families read theirs by steps: a capture takes longer than all else here.
+    """
     model = model_of(family).to(DTYPES.get(family, torch.float32))
-    with writer_of(model) as writer:
-        assert writer.prompt is not writer.step and writer.chunk == 8
-        for length in (3, 8, 19):
-            tokens = prompt_of(length)
-            assert torch.equal(writer.generate(tokens, 11), expected(model, tokens, 11))
+    chunk = 8 if family in IN_CHUNKS else 1
+    with writer_of(model, chunk=chunk) as writer:
+        assert (writer.prompt is writer.step) == (chunk == 1) and writer.chunk == chunk
+        prompts = [prompt_of(3), prompt_of(8), prompt_of(19)]
+        for text, tokens in zip(writer.generate(prompts, 11), prompts, strict=True):
+            assert torch.equal(text, expected(model, tokens, 11))
     with pytest.raises(RunnerError, match="closed"):
         writer.generate(prompt_of(3), 2)
 
 
-def test_a_text_may_fill_the_context_and_chunks_may_be_of_one_token(llama: LanguageModel) -> None:
+def test_a_text_may_fill_the_context(llama: LanguageModel) -> None:
     tokens = prompt_of(31)
     assert torch.equal(llama.generate(tokens, 1), expected(llama.model, tokens, 1))
-    with writer_of(llama.model, chunk=1) as writer:
-        assert writer.prompt is writer.step
-        texts = [prompt_of(5), prompt_of(2), prompt_of(9)]
-        for text, tokens in zip(writer.generate(texts, 4), texts, strict=True):
-            assert torch.equal(text, expected(writer.model, tokens, 4))
 
 
 def test_rows_end_at_stop_tokens_and_go_on_with_padding(two_rows: LanguageModel) -> None:
