@@ -7,8 +7,8 @@ At batch 1, seconds between two results of a stream. With one thread: plain PyTo
 device, compiled. With two: the same two, and what ``optimize`` keeps. All of a case take turns,
 each with threads of its own; medians of the rounds. A second process then loads what was compiled,
 and a stream of five seconds says how much of both cores it uses. ``--placements``: so many random
-placements of compiled runs are predicted and measured, of few cuts each, as every run that no other
-has is compiled; 0: none. What is finished lies in ``runs/compiled``: the same command continues.
+placements of compiled runs are predicted and measured, of the same five blocks, as every run that
+no other has is compiled; 0: none. What is finished lies in ``runs/compiled``: the same command continues.
 Writes ``experiments/results/compiled.md`` and ``.json``.
 """
 
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from placement.workloads import load
 WORKLOADS = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm", "inception")
 WORKLOADS += ("convnext", "gpt2")
 ROUND_S, STREAM_S = 0.2, 5.0  # of a round, as items may be short; and of the stream of both cores
+BLOCKS = 5  # of which random placements are made: at most fifteen runs to compile
 SECOND = """
 import sys, time
 from placement.capturing import capture
@@ -149,14 +151,14 @@ def second_process_s(name: str) -> float | None:
 
 
 def placements(problem: Problem, count: int) -> list[Placement]:
-    """Cuts of the groups, in the order of their operators, at one to three random places."""
+    """Random ones of five blocks of groups, none on one device alone: they share compiled runs."""
     rng, groups = np.random.default_rng(0), problem.graph.num_groups
-    answers = []
-    for i in range(count):
-        cuts = np.sort(rng.choice(np.arange(1, groups), min(1 + i % 3, groups - 1), replace=False))
-        device = (np.searchsorted(cuts, np.arange(groups), side="right") + i) % problem.num_devices
-        answers.append(device[problem.graph.group].astype(np.int32))
-    return answers
+    blocks = min(BLOCKS, groups)
+    cuts = np.sort(rng.choice(np.arange(1, groups), blocks - 1, replace=False))
+    block = np.searchsorted(cuts, np.arange(groups), side="right")
+    every = np.array([*product(range(problem.num_devices), repeat=blocks)], np.int32)
+    mixed = rng.permutation(every[every.min(axis=1) < every.max(axis=1)])
+    return [device[block][problem.graph.group] for device in mixed[:count]]
 
 
 def prediction(graph: Any, cluster: Any, inputs: Any, count: int) -> dict[str, Any]:

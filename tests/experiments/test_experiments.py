@@ -312,23 +312,15 @@ def test_the_committed_page_follows_from_the_committed_rows(name: str) -> None:
     assert lines(page) == lines(committed)
 
 
-def test_tables_of_pipelines_have_compiled_columns_where_rows_have_them(tmp_path: Path) -> None:
-    file = json.loads((study.RESULTS / "pipelining.json").read_text())
-    for row in file["rows"]:
-        for key in [k for k in row if k.startswith("compiled, ")]:
-            del row[key]
-    heads = []
-    for times in ({}, {"compiled, 1 thread": None, "compiled, 2 threads": 0.0125}):
-        file["rows"] = [row | times for row in file["rows"]]
-        (tmp_path / "pipelining.json").write_text(json.dumps(file))
-        lines = results.first_table(tmp_path).splitlines()
-        heads.append(lines[0])
-    assert "compiled" not in heads[0]
-    assert "| plain, 2 cores | compiled, 1 core | compiled, 2 cores | one device |" in heads[1]
-    assert heads[1].endswith("| over compiled, 2 cores |")
-    assert results.second_device(tmp_path).count("| – | 12.5 ms |") == len(results.MODELS)
-    first = file["rows"][0]  # of the ResNet-50
-    assert lines[2].endswith(f"| {0.0125 / first[first['better']]:.2f}x |")
+def test_the_first_table_compares_what_is_kept_with_the_best_of_pytorch(tmp_path: Path) -> None:
+    file = json.loads((study.RESULTS / "compiled.json").read_text())
+    took = {"plain, 2 core_s": 0.01, "compiled, 2 core_s": 0.008, "kept_s": 0.005}
+    file["rows"] = [file["rows"][0] | took, file["rows"][0] | took | {"compiled, 2 core_s": None}]
+    (tmp_path / "compiled.json").write_text(json.dumps(file))
+    head, _, compiled, without = results.first_table(tmp_path).splitlines()
+    assert "| compiled, 1 core | compiled, 2 cores | ours, 1 core | ours, 2 cores |" in head
+    assert "| 8.0 ms |" in compiled and compiled.endswith("| 1.60x |")  # 8 over 5 ms
+    assert "| – |" in without and without.endswith("| 2.00x |")
 
 
 # --- small runs ----------------------------------------------------------------------------------
