@@ -8,8 +8,8 @@ device, compiled. With two: the same two, and what ``optimize`` keeps. All of a 
 each with threads of its own; medians of the rounds. A second process then loads what was compiled,
 and a stream of five seconds says how much of both cores it uses. ``--placements``: so many random
 placements of compiled runs are predicted and measured, of the same five blocks, as every run that
-no other has is compiled; 0: none. What is finished lies in ``runs/compiled``: the same command continues.
-Writes ``experiments/results/compiled.md`` and ``.json``.
+no other has is compiled; 0: none. What is finished lies in ``runs/compiled``: the same command
+continues. Writes ``experiments/results/compiled.md`` and ``.json``.
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ def first_table(results: Path) -> str:
         Column("model", lambda r: MODELS[r["workload"]]),
         *(ms(head, f"{way.removesuffix('s')}_s") for way, head in heads.items()),
         Column("what ours is", "kept"),
-        Column("speed over the best of PyTorch's, 2 cores", compiled.RATIOS["two devices"], 2, 1, "x"),
+        Column("speed over PyTorch's best, 2 cores", compiled.RATIOS["two devices"], 2, 1, "x"),
     )
 
 
