@@ -5,15 +5,15 @@
 A case is a workload at batch 1, for throughput; ``WORKLOAD:0.6`` lets each device hold that share
 of what the model takes on one device, ``WORKLOAD:latency`` is of one item alone. Two replicas take
 turns, the best cut runs all items alike, and the best found may do both; beside them one device,
-and plain PyTorch with one and two threads, and compiled by ``torch.compile``, with freezing where
-that is faster. All of a case are interleaved; medians of the rounds. Writes
+and plain PyTorch with one and two threads. All of a case are interleaved; medians of the rounds.
+Writes
 ``experiments/results/pipelining.md``, ``.json`` and ``.png``: the cut of the first case, predicted
 and measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,14 +33,13 @@ from placement.planners import PlannerError
 from placement.problem import Placement, Problem
 from placement.program import split_inputs
 from placement.report import gantt
-from placement.runs.ways import inferring, timed, torch_compiled, torch_threads
+from placement.runs.ways import timed
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
 PLANNED = {"one device": "single_device", "two replicas": "data_parallel", "best cut": "best_of"}
 PLANNED |= {"best found": "phase_search"}
 PLAIN = ("plain, 1 thread", "plain, 2 threads")
-COMPILED = ("compiled, 1 thread", "compiled, 2 threads")
 CASES = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm")
 CASES += ("resnet50:0.6", "bert_base:0.6", "inception:latency")
 ROUND_S = 0.1  # of a round: of items of less than a millisecond a few are only the beginning
@@ -121,10 +120,11 @@ def row(
         for way, plan in plans.items()
     }  # fmt: skip
 
-    def called(call: Callable[..., Any], threads: int, items: int) -> Iterator[Any]:
+    def plain(threads: int, items: int) -> Iterator[Any]:
         torch.set_num_threads(threads)
-        for _ in range(items):
-            yield call(*args, **kwargs)
+        with torch.inference_mode():
+            for _ in range(items):
+                yield module(*args, **kwargs)
 
     def planned_s(runner: Runner, count: int) -> float:
         return seconds_per_item(
@@ -133,20 +133,15 @@ def row(
 
     count = max(count, int(ROUND_S / problem.compute_s.sum(axis=0).min()))
     streams = {way: partial(planned_s, runner, count) for way, runner in runners.items()}
-    for k in (1, 2):
-        with torch_threads(k):
-            by_torch = torch_compiled(module, inputs, problem.cluster, lambda *_: None)
-        for way, call in ((PLAIN[k - 1], inferring(module)), (COMPILED[k - 1], by_torch)):
-            if call is not None:
-                one = partial(called, call, k)
-                streams[way] = partial(seconds_per_item, lambda n, one=one: ended(one(n)), count)
+    for k, way in enumerate(PLAIN, 1):
+        streams[way] = partial(seconds_per_item, lambda n, k=k: ended(plain(k, n)), count)
     seconds = in_turns(streams, rounds)
     if picture is not None:
         few = replace(problem, num_microbatches=8)
         measured = Executor(few).run(plans["best cut"])
         predicted = simulate(few, plans["best cut"])
         gantt.plot_gantt(predicted, measured, picture, f"{case}, cut by best_of")
-    ways = (*PLANNED, *PLAIN, *COMPILED)
+    ways = (*PLANNED, *PLAIN)
     took = {way: float(np.median(seconds[way])) if way in seconds else None for way in ways}
     values = {way: evaluate(problem, plan[None]) for way, plan in plans.items()}
     alone = problem.objective is Objective.LATENCY
@@ -192,7 +187,7 @@ STUDY = Study(
     columns=(
         Column("case", "case"),
         Column("ops", "ops"),
-        *(Column(way, way, 1, 1e3, " ms") for way in (*PLANNED, *PLAIN, *COMPILED)),
+        *(Column(way, way, 1, 1e3, " ms") for way in (*PLANNED, *PLAIN)),
         Column("better", "better"),
         *(Column(x, x, 2, unit="x") for x in ("against one device", "against plain")),
         *(Column(x, x, 1, 100, " %") for x in ("error of replicas", "error of cut")),

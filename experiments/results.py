@@ -297,7 +297,6 @@ def second_device(results: Path) -> str:
         results,
         *WAYS,
         Column("plain PyTorch, both cores", "plain, 2 threads", 1, 1e3, " ms"),
-        *by_compile(results),
         Column("gain over one device", "against one device", 2, 1, "x"),
         Column("gain over plain PyTorch", "against plain", 2, 1, "x"),
     )
@@ -333,13 +332,6 @@ def models_table(results: Path, *columns: Column) -> str:
     rows = of_models(results)
     name = Column("model", lambda r: MODELS[r["case"]])
     return table([rows[case] for case in MODELS if case in rows], name, *columns)
-
-
-def by_compile(results: Path) -> list[Column]:
-    """What ``torch.compile`` takes, where the rows of pipelines have it."""
-    keys = next(iter(of_models(results).values()))
-    there = {k: x[1] for k in keys if (x := re.fullmatch(r"compiled, (\d) threads?", k))}
-    return [Column(f"compiled, {n} threads", key, 1, 1e3, " ms") for key, n in there.items()]
 
 
 def first_table(results: Path) -> str:

@@ -123,7 +123,7 @@ def test_wrong_labels_are_found() -> None:
         (results_page, r"\| hand-written \| untrained network \|", "| hand-written | frozen |"),
         (results_page, r"learned_zero_shot\.md", "learned_dispatch.md"),  # of another study
         (results_page, r"(\| `\w+` \| )([\d.]+)", r"\1**\2**"),
-        (readme, r"\| one device \|", "| policy (learned) |"),
+        (readme, r"\| ours, 1 core \|", "| policy (learned) |"),
         (readme, r"\| ([\d.]+ ms) \|", r"| **\1** |"),
     ):
         changed = re.sub(old, new, page, count=1)

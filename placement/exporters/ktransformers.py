@@ -16,6 +16,7 @@ from placement.problem import Problem
 class Ktransformers:
     """Options of ``python -m sglang.launch_server``: ``--kt-num-gpu-experts`` and the strategy.
 
+    Format: options of the command line.
     ``--kt-num-gpu-experts`` is times the number of layers with experts; where that leaves some
     over, ``--kt-gpu-experts-ratio`` is the share of all. The experts are the most
     frequent of all layers (``frequency``, of a plan with ``--experts``), or those of the first
