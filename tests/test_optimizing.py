@@ -462,7 +462,7 @@ def test_the_command_refuses(
 def test_operators_in_pieces_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same module, whole and cut; what is kept computes what the module does."""
     large = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).eval()
-    x = torch.randn(128, 256)
+    x = torch.randn(1024, 256)  # some ms of work, for pieces have to hand over
     ran: list[bool] = []
 
     def faster(whole: Any, cut: Any) -> Any:

@@ -501,7 +501,7 @@ def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
     profile = Profile(("cpu", "gpu"), seconds, 0 * seconds).for_cluster(cluster)
     problem = Problem(graph, cluster, profile)
     assert evaluate(problem, [1, 2, 2, 2]).latency_s[0] == pytest.approx(6.0)
-    assert lower_bounds(problem)["latency"] == pytest.approx(6.0, rel=0.01)
+    assert 5.5 < lower_bounds(problem)["latency"] <= 6.0  # of fractions of operators, any buffer
     with pytest.raises(ProblemError, match="'s' has no time of its own: leave that device out"):
         problem.with_objective("max_load")
     assert score(problem.by_loads, [1, 2, 2, 2]).tolist() == [6.0]  # of `s` alone

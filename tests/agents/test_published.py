@@ -233,7 +233,7 @@ def test_cold_policies_do_not_see_warm_starts() -> None:
 
 def test_clusters_are_not_imitated() -> None:
     chosen = ProblemSet.build([identity()])
-    with pytest.raises(PolicyError, match="a hdp:formulation policy does not place one group"):
+    with pytest.raises(PolicyError, match="a hdp:formulation policy does not choose devices"):
         demonstrations(chosen, [np.zeros(6, np.int32)], "hdp:formulation")
 
 
