@@ -21,7 +21,7 @@ from placement.problem import Problem, Solution
 from tests.problems import chain, problem_on, random_problem
 
 LIMIT = 4 << 30
-SECONDS = 0.5
+SECONDS = 0.2
 # Other reasons to refuse: a file is wanted, a package may lack, a planner is for one objective.
 REFUSE = ("needs a file", "needs the package", "latency is of one alone", "order_search:")
 
