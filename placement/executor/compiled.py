@@ -45,7 +45,7 @@ from placement.executor.constants import is_known, with_constants
 from placement.executor.generated import Call, Generated
 from placement.executor.graphs import launches
 from placement.executor.share import Share
-from placement.program import Param, Program, Ref, leaves_of, run_program, view_of
+from placement.program import Param, Program, Ref, leaves_of, mapped, run_program, view_of
 from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError, cache_folder, write_atomic
 from placement.tools.progress import Progress, say
@@ -146,15 +146,12 @@ def graph_of(
     def filled(x: Any) -> Any:
         if isinstance(x, Ref | Param):
             return nodes[x]
-        if isinstance(x, list | tuple):
-            return type(x)(map(filled, x))
-        if isinstance(x, dict):
-            return {k: filled(v) for k, v in x.items()}
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     for op in run.ops:
         step = with_constants(program.steps[op], known)
-        value = graph.call_function(step.target, filled(step.args), filled(step.kwargs))
+        args, kwargs = mapped((step.args, step.kwargs), filled)
+        value = graph.call_function(step.target, args, kwargs)
         value.meta["custom"] = {"op": op}
         for t, i in zip(step.outputs, step.output_index, strict=True):
             nodes[Ref(t)] = (

@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from placement.graph import OpGraph
 from placement.pieces.split import ONE, Pieces, PiecesError, _Cutter, check_can_be_cut
-from placement.program import Param, Program, Ref, Step, run_program
+from placement.program import Param, Program, Ref, Step, mapped, run_program
 
 Counts = Mapping[str, NDArray[np.number[Any]]]
 _aten = torch.ops.aten
@@ -216,7 +215,7 @@ class _Rows(_Cutter):
         if mask is None:
             super()._whole(n)
             return
-        table, ids, *rest = pytree.tree_map(self._one, step.args, is_leaf=_is_ref)
+        table, ids, *rest = mapped(step.args, self._one)
         module, dtype = self.old.op_module[n], self.value[ids.tensor].dtype
         rows, at = self._hot(table.index, mask, dtype)
         moved = self._move(_aten.take.default, (at, ids), f"{name}.rows#0", module)
@@ -259,7 +258,3 @@ class _Rows(_Cutter):
         if name not in self.param_at:
             self.param_at[name] = self._new_param(made(), name)
         return Param(self.param_at[name])
-
-
-def _is_ref(x: Any) -> bool:
-    return isinstance(x, Ref)
