@@ -11,8 +11,6 @@ What is compared is a prediction with a measurement: read ``at_least_theirs_at_t
 
 from __future__ import annotations
 
-import csv
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -21,7 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.public_models import Lacking, Model, model_of, shape_of, shapes
+from experiments.public_models import (
+    Lacking,
+    Model,
+    accuracy,
+    model_of,
+    rows_of,
+    shape_of,
+    shapes,
+    understood,
+)
 from placement.cluster import Cluster, Device, Link
 from placement.costs.runtimes import runtimes
 from placement.costs.serving import Serving, interval, serving_problem
@@ -169,30 +176,22 @@ def row(line: Mapping[str, str], table: str) -> tuple[float, Planned, float]:
 
 def figures(path: Path) -> dict[str, Any]:
     """What ``--json`` prints: errors are of our speed over theirs, as if ours should be theirs."""
-    skipped: Counter[str] = Counter()
-    found = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for line in csv.DictReader(file):
-            try:
-                found.append(row(line, path.stem))
-            except (ValueError, ArithmeticError, LookupError) as why:
-                skipped[str(why)] += 1
-    facts: dict[str, Any] = {"rows": len(found), "skipped": sum(skipped.values())}
-    facts["why"] = dict(skipped.most_common(5))
+    found, facts = understood(rows_of(path), lambda line: row(line, path.stem))
     if not found:
-        return facts | {"median_error": None, "worst_decile": None, "coverage": None}
+        return accuracy((), (), 0.0) | facts
     theirs = np.array([x for x, _, _ in found])
     ours, low, most = (
         np.array([getattr(plan, field) / base for _, plan, base in found])
         for field in ("ours", "low", "most")
     )
-    error, width = np.abs(ours / theirs - 1), runtimes()["llama.cpp/cuda"].decode
-    return facts | {
-        "median_error": float(np.median(error)),
-        "worst_decile": float(np.quantile(error, 0.9)),
-        "coverage": float(np.mean(np.abs(np.log(ours / theirs)) <= width)),
-        "at_least_theirs": float(np.mean(ours + ROUNDED[path.stem] >= theirs)),
-        "at_least_theirs_at_the_low_end": float(np.mean(low + ROUNDED[path.stem] >= theirs)),
-        "share_of_bound": float(np.median(ours / most)),
-        "bound": [round(float(x), 3) for x in most],
-    }
+    told = accuracy(ours, theirs, runtimes()["llama.cpp/cuda"].decode)
+    return (
+        told
+        | facts
+        | {
+            "at_least_theirs": float(np.mean(ours + ROUNDED[path.stem] >= theirs)),
+            "at_least_theirs_at_the_low_end": float(np.mean(low + ROUNDED[path.stem] >= theirs)),
+            "share_of_bound": float(np.median(ours / most)),
+            "bound": [round(float(x), 3) for x in most],
+        }
+    )

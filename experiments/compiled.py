@@ -35,7 +35,7 @@ from placement.executor import Runner
 from placement.optimizing import optimize
 from placement.problem import Placement, Problem
 from placement.program import split_inputs
-from placement.report.table import mape, spearman
+from placement.report.table import geometric_mean, mape, spearman
 from placement.runs.ways import difference, inferring, torch_compiled, torch_threads
 from placement.simulator import simulate
 from placement.workloads import load
@@ -202,8 +202,9 @@ def parts(found: Any, options: Options) -> dict[str, Any]:
     for name, ratio in RATIOS.items():
         values = [x for x in map(ratio, found) if x is not None]
         if values:
-            mean = float(np.exp(np.mean(np.log(values))))
-            lines.append(f"* {name}: {mean:.2f}x, geometric mean; {min(values):.2f}x at least")
+            lines.append(
+                f"* {name}: {geometric_mean(values):.2f}x, geometric mean; {min(values):.2f}x at least"
+            )
     errors = [r["error"] for r in found if r["error"] is not None]
     ranks = [r["rank"] for r in found if r["rank"] is not None]
     if errors:

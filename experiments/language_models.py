@@ -31,7 +31,18 @@ from typing import Any
 import numpy as np
 
 from experiments import budgets, expert_strategies, rough_rules
-from experiments.public_models import Lacking, Model, llama_cpp_file, machine, model_of, shape_of
+from experiments.public_models import (
+    Lacking,
+    Model,
+    Row,
+    accuracy,
+    llama_cpp_file,
+    machine,
+    model_of,
+    rows_of,
+    shape_of,
+    understood,
+)
 from experiments.study import Option, Options, Rows, Study, StudyError, run
 from experiments.tables import Column, finite, table
 from placement.costs import runtimes as runtimes_module
@@ -40,7 +51,6 @@ from placement.costs.efficiency import Peak
 from placement.costs.runtimes import Runtime, runtimes
 from placement.tools.files import write_atomic
 
-Row = Mapping[str, str]
 Runtimes = Mapping[str, Runtime]
 PREFILL, DECODE = "prefill", "decode"
 
@@ -298,19 +308,17 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-def cases(path: Path) -> tuple[list[Case], Counter[str]]:
-    """Of a file: what is measured, and how often rows were skipped, by reason."""
-    found, skipped = [], Counter[str]()
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            try:
-                some = [replace(c, table=path.stem) for c in TABLES[path.stem](row)]
-                if not all(0 < c.predict(runtimes()) < np.inf for c in some):
-                    raise Lacking("sizes that cannot be")
-                found += some
-            except (ValueError, ArithmeticError, LookupError) as why:  # whatever a row says
-                skipped[str(why)] += 1
-    return found, skipped
+def cases(path: Path) -> tuple[list[Case], dict[str, Any]]:
+    """Of a file: what is measured, and which rows were skipped (see ``understood``)."""
+
+    def read(row: Row) -> list[Case]:
+        some = [replace(c, table=path.stem) for c in TABLES[path.stem](row)]
+        if not all(0 < c.predict(runtimes()) < np.inf for c in some):
+            raise Lacking("sizes that cannot be")
+        return some
+
+    found, skipped = understood(rows_of(path), read)
+    return [case for some in found for case in some], skipped
 
 
 def folder_of(data: Path) -> list[Path]:
@@ -342,13 +350,7 @@ def figures(some: Sequence[Case], all_: Runtimes) -> dict[str, Any]:
     told = np.array([c.predict(all_) for c in some])
     measured = np.array([c.measured_s for c in some])
     half = np.array([max(getattr(all_[r], c.phase) for r in c.runtime) for c in some])
-    error = np.abs(told / measured - 1)
-    return {
-        "rows": len(some),
-        "median_error": float(np.median(error)),
-        "worst_decile": float(np.quantile(error, 0.9)),
-        "coverage": float(np.mean(np.abs(np.log(told / measured)) <= half)),
-    }
+    return accuracy(told, measured, half)
 
 
 def summary(path: Path) -> dict[str, Any]:
@@ -357,11 +359,10 @@ def summary(path: Path) -> dict[str, Any]:
         return OTHERS[path.stem](path)
     found, skipped = cases(path)
     by = {phase: [c for c in found if c.phase == phase] for phase in (DECODE, PREFILL)}
-    empty = {"rows": 0, "median_error": None, "worst_decile": None, "coverage": None}
-    facts = figures(by[DECODE], runtimes()) if by[DECODE] else empty
+    facts = figures(by[DECODE], runtimes())
     if by[PREFILL]:
         facts[PREFILL] = figures(by[PREFILL], runtimes())
-    return facts | {"skipped": sum(skipped.values()), "why": dict(skipped.most_common(5))}
+    return facts | skipped
 
 
 # --- the fit ------------------------------------------------------------------------------------

@@ -6,12 +6,17 @@ Shapes of the models are in ``shapes.yaml``, machines that the library of device
 
 from __future__ import annotations
 
+import csv
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from placement.costs.efficiency import Peak
 from placement.devices import library
@@ -23,6 +28,46 @@ HERE = Path(__file__).parent
 
 class Lacking(ValueError):
     """A row lacks what the rule needs, or names what nobody knows; it is skipped and counted."""
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+Row = Mapping[str, str]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a CSV."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def understood(rows: Iterable[Row], read: Callable[[Row], T]) -> tuple[list[T], dict[str, Any]]:
+    """What ``read`` makes of each row; how many were skipped, and the five most common reasons."""
+    found, skipped = [], Counter[str]()
+    for row in rows:
+        try:
+            found.append(read(row))
+        except (ValueError, ArithmeticError, LookupError) as why:  # whatever a row says
+            skipped[str(why)] += 1
+    return found, {"skipped": sum(skipped.values()), "why": dict(skipped.most_common(5))}
+
+
+def accuracy(told: Any, measured: Any, half: Any) -> dict[str, Any]:
+    """How far predictions are off, and how many are within ``half`` of an interval (a logarithm).
+
+    None of each where there are no rows.
+    """
+    told, measured = np.asarray(told), np.asarray(measured)
+    if not len(told):
+        return {"rows": 0, "median_error": None, "worst_decile": None, "coverage": None}
+    error = np.abs(told / measured - 1)
+    return {
+        "rows": len(told),
+        "median_error": float(np.median(error)),
+        "worst_decile": float(np.quantile(error, 0.9)),
+        "coverage": float(np.mean(np.abs(np.log(told / measured)) <= half)),
+    }
 
 
 # --- models -------------------------------------------------------------------------------------

@@ -15,16 +15,12 @@ others.
 
 from __future__ import annotations
 
-import csv
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from experiments.public_models import Lacking
+from experiments.public_models import Lacking, Row, accuracy, rows_of, understood
 
 DIFFUSERS, SAILOR = "diffusers_offload_benchmark", "sailor_36_runs"
 TABLES = (DIFFUSERS, SAILOR)
@@ -38,7 +34,6 @@ LAYER_S, NUMBER_S = 1.76e-3, {"gh": 0.92e-6, "other": 50e-6}
 WIDTH = {DIFFUSERS: 0.35, SAILOR: 0.4}  # half of a 90 % interval, as a logarithm
 _HIDDEN = {"125m": 768, "350m": 1024, "1.3b": 2048, "2.7b": 2560, "6.7b": 4096, "7b": 4096,
            "8b": 4096, "13b": 5120, "20b": 6144, "30b": 7168, "66b": 9216, "70b": 8192}  # fmt: skip
-Row = Mapping[str, str]
 
 
 def positive(row: Row, name: str) -> float:
@@ -86,25 +81,7 @@ def sailor(row: Row, rows: Sequence[Row]) -> tuple[float, float]:
 
 def figures(path: Path) -> dict[str, Any]:
     """What ``--json`` prints."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    skipped: Counter[str] = Counter()
-    found = []
-    for row in rows:
-        try:
-            found.append((diffusers if path.stem == DIFFUSERS else sailor)(row, rows))
-        except (ValueError, ArithmeticError, LookupError) as why:
-            skipped[str(why)] += 1
-    facts = {
-        "rows": len(found), "skipped": sum(skipped.values()), "why": dict(skipped.most_common(5)),
-    }  # fmt: skip
-    if not found:
-        return facts | {"median_error": None, "worst_decile": None, "coverage": None}
-    told, measured = np.array(found).T
-    error = np.abs(told / measured - 1)
-    inside = np.abs(np.log(told / measured)) <= WIDTH[path.stem]
-    return facts | {
-        "median_error": float(np.median(error)),
-        "worst_decile": float(np.quantile(error, 0.9)),
-        "coverage": float(np.mean(inside)),
-    }
+    rows, rule = rows_of(path), diffusers if path.stem == DIFFUSERS else sailor
+    found, facts = understood(rows, lambda row: rule(row, rows))
+    told, measured = zip(*found, strict=True) if found else ((), ())
+    return accuracy(told, measured, WIDTH[path.stem]) | facts
