@@ -202,9 +202,8 @@ def parts(found: Any, options: Options) -> dict[str, Any]:
     for name, ratio in RATIOS.items():
         values = [x for x in map(ratio, found) if x is not None]
         if values:
-            lines.append(
-                f"* {name}: {geometric_mean(values):.2f}x, geometric mean; {min(values):.2f}x at least"
-            )
+            mean = geometric_mean(values)
+            lines.append(f"* {name}: {mean:.2f}x, geometric mean; {min(values):.2f}x at least")
     errors = [r["error"] for r in found if r["error"] is not None]
     ranks = [r["rank"] for r in found if r["rank"] is not None]
     if errors:
