@@ -5,6 +5,7 @@
     python -m experiments.learned dispatch                   # one decode, and the best of many
     python -m experiments.learned resched --checkout FOLDER  # beside a published network
     python -m experiments.learned folds [--seeds N] [--minutes M]  # leave-architecture-out
+    python -m experiments.learned split [--seeds N]          # the same, operators in pieces
 
 Policies are the released ones; ``--also`` names further ones. Each study writes
 ``experiments/results/learned_NAME.csv`` and ``.md``. A budget of seconds is processor time: every
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.learned import dispatch, folds, published, resched, zero_shot
+from experiments.learned import dispatch, folds, published, resched, split, zero_shot
 from experiments.study import run
 
-STUDIES = (zero_shot.STUDY, published.STUDY, dispatch.STUDY, resched.STUDY, folds.STUDY)
+STUDIES = (
+    zero_shot.STUDY, published.STUDY, dispatch.STUDY, resched.STUDY, folds.STUDY, split.STUDY
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

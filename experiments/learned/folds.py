@@ -58,7 +58,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -66,7 +66,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from envs.generators import Latency, Pipelines
+from envs.generators import Generator, Latency, Pipelines
 from envs.perturbation import Perturbation
 from envs.problem_set import Sizes, choice_of
 from experiments import study
@@ -113,7 +113,7 @@ SAMPLES = 64  # before parts of the best are drawn anew
 GOAL = -0.01
 MESSAGES, PERCEPTRON, DRAWN, LABELS = "message passing", "perceptron", "drawn", "labels"
 PPO, PPO_UNTRAINED = "PPO", "PPO, untrained"
-TUNED, UNTRAINED, BEST_RULE = "tuned rule", "untrained", "rules"
+TUNED, UNTRAINED, BEST_RULE, ONE_DEVICE = "tuned rule", "untrained", "rules", "single_device"
 LEARNED = (UNTRAINED, MESSAGES, PERCEPTRON, DRAWN, LABELS, TUNED, PPO_UNTRAINED, PPO)
 OTHERS = ("contiguous_dp", "order_search", "best_of", "cp_sat")
 
@@ -173,7 +173,7 @@ class Case:
     family: str
     fold: int
     problem: Problem
-    long: bool  # also judged at 10 s
+    seconds: tuple[float, ...]  # it is judged by; after the first with seed 0 alone
 
 
 @cache
@@ -221,27 +221,25 @@ def cases(objective: str) -> tuple[Case, ...]:
             path = paths[int(rng.integers(len(paths)))]
             four, name = measured(path, objective), path.name.removesuffix(".json.gz")
             unlike = Perturbation().draw(four, np.random.default_rng([SPLIT_SEED, fold, number]))
-            made.append(Case(FOUR, name, family, fold, four, number < LONG))
-            made.append(Case(UNLIKE, name, family, fold, unlike, False))
+            long = (1.0, LONG_S) if number < LONG else (1.0,)
+            made.append(Case(FOUR, name, family, fold, four, long))
+            made.append(Case(UNLIKE, name, family, fold, unlike, (0.3,)))
     fold_of = {family: fold for fold, names in enumerate(folds()) for family in names}
     for path in sorted((DATASET / CARD).glob("*.json.gz")):
         problem, family = importers.load(path, objective=objective), family_of(path)
         if problem.num_devices == 2 and problem.num_ops >= LEAST:
             name = path.name.removesuffix(".json.gz")
-            made.append(Case(GPU, name, family, fold_of.get(family, 0), problem, False))
+            made.append(Case(GPU, name, family, fold_of.get(family, 0), problem, (0.3,)))
     return tuple(made)
 
 
 class Machines:
     """Fresh problems of families: one of the graphs, half the time on a drawn machine."""
 
-    def __init__(self, names: Sequence[str], objective: str) -> None:
-        self.families = [
-            [p for path in families()[name] if (p := measured(path, objective)).num_ops <= MOST]
-            for name in names
-        ]
-        self.families = [problems for problems in self.families if problems]
-        self.sizes = Sizes(MOST, 4, 4 * MOST)
+    def __init__(self, families: Iterable[Sequence[Problem]], most: int) -> None:
+        small = ([p for p in problems if p.num_ops <= most] for problems in families)
+        self.families = [problems for problems in small if problems]
+        self.sizes = Sizes(most, 4, 4 * most)
 
     def __call__(self, rng: np.random.Generator) -> Problem:
         """A fresh problem."""
@@ -253,7 +251,8 @@ class Machines:
 @cache
 def training_problems(fold: int, objective: str) -> Machines:
     """Of all folds but one."""
-    return Machines(others(fold), objective)
+    paths = (families()[name] for name in others(fold))
+    return Machines(([measured(path, objective) for path in some] for some in paths), MOST)
 
 
 @dataclass(frozen=True)
@@ -324,11 +323,12 @@ class Asked(NamedTuple):
     training_s: float | None = None
 
 
-def asked(arm: str, objective: str, fold: int, seed: int, options: Options) -> Asked:
+def asked(unit: Unit, options: Options) -> Asked:
     """The planner of an arm; trained now if it is not."""
+    arm, objective, fold, seed = unit.arm, unit.objective, unit.fold, unit.seed or 0
     if arm == BEST_RULE:
         return Asked(RulesThenDecodes())
-    if arm in OTHERS:
+    if arm in (ONE_DEVICE, *OTHERS):
         return Asked(load(arm))
     if arm == TUNED:
         begun = time.process_time()
@@ -378,7 +378,23 @@ def network(
             f"{arm}-{objective}-{fold}", config, options.work, problems,
             baseline=load("contiguous_dp"),
         )  # fmt: skip
-    common: dict[str, Any] = {
+    name = f"{arm}-{objective}-{fold}"
+    if arm == LABELS:
+        problems, solutions = labels(objective, others(fold), options)
+        config = TrainConfig(
+            total_steps=1, cold=True, num_checks=1, imitation_epochs=EPOCHS,
+            imitation_rate=IMITATION_RATE, **group_relative(arm, seed),
+        )  # fmt: skip
+        return trained(name, config, options.work, problems, solutions=solutions)
+    if arm == DRAWN:
+        drawn = {"latency": Latency, "period": Pipelines}[objective]()
+        return by_groups(arm, f"{arm}-{objective}", seed, drawn, options)
+    return by_groups(arm, name, seed, training_problems(fold, objective), options)
+
+
+def group_relative(arm: str, seed: int) -> dict[str, Any]:
+    """What trainings of ``dispatch`` have in common."""
+    return {
         "formulation": "dispatch",
         "algorithm": "agents.dispatch.train:GroupRelative",
         "seed": seed,
@@ -388,22 +404,20 @@ def network(
         "last_entropy": 0.0,
         "network": network_of(arm),
     }
-    name = f"{arm}-{objective}-{fold}"
-    if arm == LABELS:
-        problems, solutions = labels(objective, others(fold), options)
-        config = TrainConfig(
-            total_steps=1, cold=True, num_checks=1, imitation_epochs=EPOCHS,
-            imitation_rate=IMITATION_RATE, **common,
-        )  # fmt: skip
-        return trained(name, config, options.work, problems, solutions=solutions)
+
+
+def by_groups(
+    arm: str, name: str, seed: int, problems: Generator, options: Options
+) -> tuple[Path, dict[str, Any]]:
+    """The file of the network of an arm that is trained on fresh problems, and what it cost."""
+    from agents.training import TrainConfig
+
     config = TrainConfig(
         total_steps=options.steps, steps_per_env=ROLLOUT, minibatches=8, samples=SAMPLED,
-        num_checks=CHECKS, learning_rate=RATE, last_learning_rate=RATE / 10, **common,
+        num_checks=CHECKS, learning_rate=RATE, last_learning_rate=RATE / 10,
+        **group_relative(arm, seed),
     )  # fmt: skip
-    if arm == DRAWN:
-        drawn = {"latency": Latency, "period": Pipelines}[objective]()
-        return trained(f"{arm}-{objective}", config, options.work, drawn)
-    return trained(name, config, options.work, training_problems(fold, objective))
+    return trained(name, config, options.work, problems)
 
 
 def one_of(family: str, objective: str) -> Problem:
@@ -461,18 +475,29 @@ def units(options: Options) -> Iterator[Unit]:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """Those that are there, and those that there is time for; all are written after every unit."""
-    done = {row.key: row for row in STUDY.read(options.out)}
+    """Those that are there, and those that there is time for."""
+    return judge(STUDY, units(options), lambda unit: cases(unit.objective), asked, options)
+
+
+def judge(
+    study: Study,
+    units: Iterable[Unit],
+    cases_of: Callable[[Unit], Iterable[Case]],
+    ask: Callable[[Unit, Options], Asked],
+    options: Options,
+) -> Iterator[Row]:
+    """The rows of a study, and those that there is time for; all are written after every unit."""
+    done = {row.key: row for row in study.read(options.out)}
     begun = time.process_time()
     is_warm = False
-    for unit in units(options):
+    for unit in units:
         if options.arms and unit.arm not in options.arms:
             continue
+        cases = [case for case in cases_of(unit) if case.fold == unit.fold]
         missing = [
             case
-            for case in cases(unit.objective)
-            if case.fold == unit.fold
-            and (case.machine, case.name, unit.objective, unit.arm, unit.seed) not in done
+            for case in cases
+            if (case.machine, case.name, unit.objective, unit.arm, unit.seed) not in done
         ]
         if not missing:
             continue
@@ -480,23 +505,23 @@ def rows(options: Options) -> Iterator[Row]:
             say("no time for more: the same command goes on")
             break
         if not is_warm:
-            load_all(options)
+            load_all(cases, options)
             is_warm = True
         say(f"{unit.arm}, {unit.objective}, fold {unit.fold}, seed {unit.seed}")
-        planner, training_s = asked(unit.arm, unit.objective, unit.fold, unit.seed or 0, options)
+        planner, training_s = ask(unit, options)
         for case in missing:
             row = judged(case, unit, planner, training_s)
             if row is not None:
                 done[row.key] = row
         # Another process may have added others meanwhile.
-        done = {row.key: row for row in STUDY.read(options.out)} | done
-        write_atomic(options.out / f"{NAME}.csv", to_csv(in_order(done.values())))
+        done = {row.key: row for row in study.read(options.out)} | done
+        write_atomic(options.out / f"{study.name}.csv", to_csv(in_order(done.values())))
     return iter(in_order(done.values()))
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """By arm and seed, as they are made."""
-    arms = [BEST_RULE, *LEARNED, *OTHERS]
+    arms = [ONE_DEVICE, BEST_RULE, *LEARNED, *OTHERS]
     return sorted(rows, key=lambda r: (r.seed or 0, arms.index(r.arm), r.objective, r.fold))
 
 
@@ -506,14 +531,15 @@ def child_s() -> float:
     return times.children_user + times.children_system
 
 
-def load_all(options: Options) -> None:
+def load_all(cases: Iterable[Case], options: Options) -> None:
     """Packages and kernels, before processes are forked."""
     import torch
 
     torch.set_num_threads(1)
     warm([*RULES, *OTHERS], [Objective.LATENCY, Objective.PERIOD])
+    least = min(cases, key=lambda case: case.problem.num_ops).problem
     for objective in OBJECTIVES:
-        smallest = min(cases(objective), key=lambda case: case.problem.num_ops).problem
+        smallest = least.with_objective(objective)
         RulesThenDecodes(str(untrained(options)), seconds=0.5)(smallest)
         sequential = str(untrained(options, "sequential"))
         RulesThenDecodes(sequential, builds=True, seconds=0.5)(smallest)
@@ -521,13 +547,10 @@ def load_all(options: Options) -> None:
 
 def judged(case: Case, unit: Unit, planner: Planner, training_s: float | None) -> Row | None:
     """The row of an arm on a problem; None: it has to be made again."""
-    limits = [1.0 if case.machine == FOUR else 0.3]
-    limits += [LONG_S] * (case.long and unit.seed in (0, None))
+    limits = case.seconds if unit.seed in (0, None) else case.seconds[:1]
     searches = unit.arm in OTHERS and unit.arm != "contiguous_dp"
-    if searches:
-        limits = [0.1, *(s for s in limits if s >= 1)]
-    elif len(limits) > 1:
-        limits = limits[1:]  # what is decoded does not depend on when it ends
+    # What is decoded does not depend on when it ends, and the longest says all.
+    limits = (0.1, *(s for s in limits if s >= 1)) if searches else limits[-1:]
     values: dict[str, float | None] = dict.fromkeys(COLUMNS.values())
     first_s = None
     for seconds in limits:

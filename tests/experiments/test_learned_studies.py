@@ -17,7 +17,7 @@ from experiments import grid as cells
 from experiments import measured as by_clock
 from experiments import results, study
 from experiments.grid import Cell, Task, least, ratios
-from experiments.learned import dispatch, folds, resched
+from experiments.learned import dispatch, folds, resched, split
 from experiments.learned import problems as made
 from experiments.study import Finished
 from experiments.tables import geometric, share, to_csv
@@ -371,6 +371,25 @@ def test_an_arm_is_compared_with_rules_and_with_another_of_the_same_seed() -> No
     page = folds.parts(rows, Namespace())
     assert "| latency | message passing | 1 | – |" in page["budgets"]
     assert page["seeds_done"] == 0
+
+
+def test_headroom_of_pieces_by_hand() -> None:
+    def rows_of(machine: str, one: float, rules: float, search: float) -> list[folds.Row]:
+        arms = {folds.ONE_DEVICE: one, folds.BEST_RULE: rules, "order_search": search}
+        rows = [fold_row("vit", arm, None, value) for arm, value in arms.items()]
+        return [replace(row, machine=machine) for row in rows]
+
+    # Whole: 8 s alone, rules 4, search 4. In pieces: 6 and 5, then 3 s.
+    rows = [*rows_of(split.WHOLE, 8.0, 4.0, 4.0), *rows_of(folds.FOUR, 6.0, 5.0, 3.0)]
+    named, every = split.of_pieces(rows)
+    assert named == ("vit", 9, 9, 2.0, 2.0, 1.6, pytest.approx(8 / 3))
+    assert every[0] == "all 1" and every[3:] == pytest.approx(named[3:])
+    rows += [replace(fold_row("vit", folds.MESSAGES, 0, x), machine=folds.FOUR) for x in (2.9,)]
+    page = split.parts(rows, Namespace())
+    assert "| order_search | +0.00 % (+0.00 to +0.00) |" in page["budgets"]  # whole, 0.1 s
+    assert page["reached"] == "reached" and page["seeds_done"] == 1  # 2.9 is 3.3 % below 3
+    rows[-1] = replace(rows[-1], by_1_s=2.98)  # 0.7 % is not enough
+    assert not split.reached(rows)
 
 
 # --- by the clock --------------------------------------------------------------------------------
