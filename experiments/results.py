@@ -21,14 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import baselines, compiled, fidelity, gpu_results, leaderboard, pipelining, public
-from experiments.grid import (
-    Cell,
-    best_known,
-    gain,
-    policy_digests,
-    ratios,
-    released_folder,
-)
+from experiments.grid import Cell, best_known, gain, policy_digests, ratios, released_folder
 from experiments.learned import dispatch, folds, zero_shot
 from experiments.learned.problems import DRAWN, FAMILIES, REAL
 from experiments.study import RESULTS, ROOT, filled, origin, say

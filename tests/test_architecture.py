@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -82,3 +84,21 @@ def test_the_walk_names_every_room(package: str) -> None:
     }
     named = set(re.findall(rf"`({package}/[\w.]+/?)`", page))
     assert named == there
+
+
+WITHOUT = {  # what runs, and the packages that nothing of it imports
+    "import placement.runs.compare, placement.report.gantt, placement.report.table": (
+        "matplotlib", "torch", "rich", "numba", "scipy"
+    ),
+    "from placement import workloads; workloads.names()": ("torch",),
+    "from placement.workloads.synthetic import families; families()['inception'](0)": ("torch",),
+    "from placement import planners; assert 'heft' in planners.names()": ("numba",),
+    "from agents.cli.compare import main; assert not main(['--help'])": ("numba", "torch", "scipy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", WITHOUT)
+def test_what_is_not_needed_is_not_imported(code: str) -> None:
+    code += f"; import sys; print(set({WITHOUT[code]}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["set()"], done

@@ -14,14 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agents.dispatch.decodes import PROMISES
-from agents.encoder import (
-    ILLEGAL,
-    NetworkConfig,
-    PlacementNet,
-    PolicyError,
-    greedy,
-    sample,
-)
+from agents.encoder import ILLEGAL, NetworkConfig, PlacementNet, PolicyError, greedy, sample
 from agents.planner import RELEASED, PolicyPlanner, _warm_up
 from agents.policy import PlacementPolicy
 from agents.store import GraphStore

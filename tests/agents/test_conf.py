@@ -7,8 +7,6 @@ import json
 import logging
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -51,14 +49,6 @@ GROUPS = {
 def hydra_conf() -> Iterator[None]:
     with initialize_config_module("conf", version_base="1.3"):
         yield
-
-
-def test_help_imports_no_compiler() -> None:
-    code = """import sys
-from agents.cli.compare import main
-assert main(["--help"]) == 0
-assert not {"numba", "torch", "scipy"} & set(sys.modules)"""
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.usefixtures("hydra_conf")
@@ -312,10 +302,7 @@ def test_an_interrupted_comparison_continues(
     ],
 )
 def test_what_a_wrong_command_says(
-    run: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert run("compare", *PREDICT, *words) == 2
     stderr = capsys.readouterr().err

@@ -74,10 +74,7 @@ def test_one_device_runs_more_groups_than_fit_into_the_others(
     seconds = np.array([[1, 1, 1, 3.5]] * 14)
     for devices in (3, 4):
         problem = small_problem(
-            seconds[:, :devices],
-            pairs,
-            profile={"io_s": io_s[:, :devices]},
-            objective="max_load",
+            seconds[:, :devices], pairs, profile={"io_s": io_s[:, :devices]}, objective="max_load"
         )
         assert lower_bounds(problem)["max_load"] == pytest.approx(6)
         assert load("macro_search", evaluations=400)(problem).value_s == pytest.approx(6)

@@ -379,8 +379,7 @@ def test_dropout_uses_one_mask_for_forward_and_backward():
 
 
 @pytest.mark.parametrize(
-    "result",
-    [lambda x: x, lambda x: (x, x + 1), lambda x: {"other": 3, "loss": x}],
+    "result", [lambda x: x, lambda x: (x, x + 1), lambda x: {"other": 3, "loss": x}]
 )
 def test_the_module_may_return_its_loss(result):
     class Own(nn.Module):

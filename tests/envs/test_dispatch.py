@@ -316,11 +316,7 @@ def test_features_are_what_they_are_said_to_be(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("options", "gain", "encoder"),
-    [
-        ({}, 0.15, "sage"),
-        ({"imitate": True}, 0.07, None),
-        ({"without": [5, 6]}, 0.15, None),
-    ],
+    [({}, 0.15, "sage"), ({"imitate": True}, 0.07, None), ({"without": [5, 6]}, 0.15, None)],
 )
 def test_training_improves_it(options: dict[str, Any], gain: float, encoder: str | None) -> None:
     """From chance, on four problems: what it samples gets shorter, and the best check is kept."""

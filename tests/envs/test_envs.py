@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 
 from envs.one_shot import DevicePlacementEnv, OneShotRules
 from envs.perturbation import Perturbation
-from envs.problem_set import (
-    EnvError,
-    Measured,
-    ProblemSet,
-    canonical,
-    group_order,
-)
+from envs.problem_set import EnvError, Measured, ProblemSet, canonical, group_order
 from envs.rewards import INFEASIBLE_REWARD, WORST_REWARD
 from envs.sb3 import PlacementVecEnv
 from envs.sequential import SequentialDevicePlacementEnv, SequentialRules
@@ -34,11 +28,7 @@ from placement.simulator import score, simulate
 from tests.problems import chain as edges_of
 from tests.problems import random_problem, small_problem
 
-IDS = (
-    "envs:DevicePlacement-v0",
-    "envs:SequentialDevicePlacement-v0",
-    "envs:Dispatch-v0",
-)
+IDS = ("envs:DevicePlacement-v0", "envs:SequentialDevicePlacement-v0", "envs:Dispatch-v0")
 
 
 def chain(compute_s: Any, *, latency_s: float = 0.5, **settings: Any) -> Problem:

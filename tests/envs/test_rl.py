@@ -506,10 +506,7 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(PolicyError, match=r"a dispatch network does not read .*devices.*problem"):
         PPO(PlacementPolicy, env, policy_kwargs={"formulation": "dispatch"})
     for wrong, why in (
-        (
-            {"network": {"hiden": 8}},
-            r"no 'hiden'; did you mean 'hidden'.* fields of NetworkConfig",
-        ),
+        ({"network": {"hiden": 8}}, r"no 'hiden'; did you mean 'hidden'.* fields of NetworkConfig"),
         ({"net": "policy.safetensors"}, r"is no network: TrainedPolicy.load\(FILE\).net is"),
     ):
         with pytest.raises(PolicyError, match=why):

@@ -28,13 +28,7 @@ from placement.program import InputError, run_program, split_inputs
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.workloads import tiny
-from tests.machine import (
-    CORES,
-    THREE,
-    alive,
-    problem_of,
-    random_placement,
-)
+from tests.machine import CORES, THREE, alive, problem_of, random_placement
 
 pytestmark = pytest.mark.usefixtures("nothing_left_running")
 

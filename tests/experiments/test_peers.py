@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,30 +182,6 @@ def test_options_of_a_graph_of_doppler(tmp_path: Path) -> None:
         load(path, devices=0)
     with pytest.raises(FormatError, match="3 lines: there must be four"):
         load(written(tmp_path / "graph.txt", "3\n0, 1\n1\n"))
-
-
-GRAPHS = os.environ.get("DOPPLER_GRAPHS")  # compute_graph/ of github.com/xinyuyao/Doppler
-
-
-@pytest.mark.skipif(GRAPHS is None, reason="DOPPLER_GRAPHS=FOLDER has DOPPLER's compute_graph/")
-@pytest.mark.parametrize(
-    ("name", "num_ops", "reached"),
-    [
-        ("chain_mm_112nodes", 76, 1300.0),
-        ("ffnn_192nodes", 180, 69.4),
-        ("transformer_block_215nodes", 182, 179.8),
-        ("full_transformer_layer_261nodes", 229, 155.7),
-    ],
-)
-def test_released_graphs_of_doppler(name: str, num_ops: int, reached: float) -> None:
-    """Plain hill climbing from random placements comes near what it is known to reach."""
-    problem = load(Path(GRAPHS or "") / f"{name}.txt")
-    assert problem.num_ops == num_ops
-    best = min(
-        planner("local_search", start="random", evaluations=4000, seed=s)(problem).value_s
-        for s in range(3)
-    )
-    assert best <= 1.05 * reached
 
 
 # -- GiPH's problems

@@ -48,11 +48,7 @@ DNN: dict[str, Any] = {
 MOIRAI: dict[str, Any] = {
     "model": "tiny",
     "num_devices": 2,
-    "nodes": [
-        {"id": 4, "time": [3, 6]},
-        {"id": 1, "time": [1, 2]},
-        {"id": 6, "time": [0, 5]},
-    ],
+    "nodes": [{"id": 4, "time": [3, 6]}, {"id": 1, "time": [1, 2]}, {"id": 6, "time": [0, 5]}],
     "edges": [
         {"src": 1, "dst": 4, "transfer": [[0, 0.5], [0.25, 0]]},
         {"src": 1, "dst": 6, "transfer": [[0, 0.5], [0.25, 0]]},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -83,13 +82,10 @@ def random_problem(seed: int, **options) -> Problem:
 
 
 @pytest.mark.parametrize("name", CONSTRUCTIVE)
-def test_keeps_the_contract(name: str) -> None:
+def test_keeps_the_contract_whatever_the_objective(name: str) -> None:
     # It compares all pairs of states: few of them, because what it promises needs no more.
     planner = load(name, **({"max_states": 60} if name == "antichain_dp" else {}))
-    check_planner(planner)
-    problems = [random_problem(seed) for seed in range(8)]
-    check_planner(planner, problems)
-    check_planner(planner, [p.with_objective("period") for p in problems])
+    check_planner(planner, [random_problem(seed) for seed in range(8)])
     for objective in Objective:
         tight = [random_problem(s, param_bytes=10, memory_bytes=50) for s in range(4)]
         check_planner(planner, [replace(p, objective=objective) for p in tight])
@@ -493,9 +489,7 @@ def test_critical_path_greedy_moves_a_branch_away() -> None:
     assert solution.value_s <= load("single_device")(problem).value_s
 
 
-def test_critical_path_greedy_gives_up_what_it_cannot_beat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_critical_path_greedy_gives_up_what_it_cannot_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at placements takes 0.1 s of 2: it walks on where its pace leads there."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -719,15 +713,6 @@ def test_families_are_twenty_and_have_the_ccr_they_state() -> None:
         work_s = (problem.compute_s * speed).mean()
         send_s = problem.mean_transfer_s[produced].mean() - 1e-6
         assert send_s / work_s == pytest.approx(family.ccr, rel=0.25), name
-
-
-def test_families_need_no_torch() -> None:
-    code = (
-        "import sys; from placement.workloads.synthetic import families;"
-        "families()['inception'](0); print('torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("name", ["towers", "reduction_tree"])

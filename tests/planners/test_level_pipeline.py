@@ -24,11 +24,7 @@ def make(compute_s, edges, send_s: float = 0.0, group=None) -> Problem:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    num_stages=st.integers(1, 4),
-    num_levels=st.integers(1, 6),
-    seed=st.integers(0, 10**6),
-)
+@given(num_stages=st.integers(1, 4), num_levels=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_stages_have_the_least_slowest_stage(num_stages: int, num_levels: int, seed: int) -> None:
     seconds = np.random.default_rng(seed).integers(0, 5, (num_stages, num_levels)).astype(float)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -282,16 +281,3 @@ def test_without_matplotlib_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PlotError, match=r"pip install 'device-placement-rl\[plots\]'"):
         plot_gantt(pipeline(), None, tmp_path / "x.png")
-
-
-def test_importing_reports_imports_neither_matplotlib_nor_torch() -> None:
-    code = (
-        "import sys, placement.runs.compare, placement.report.gantt, placement.report.table, "
-        "placement.report.trace; "
-        "print([m for m in ('matplotlib', 'torch', 'rich', 'numba', 'scipy') if m in sys.modules])"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
-    )
-    assert done.stdout.strip() == "[]"

@@ -134,10 +134,7 @@ def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("offline")
 def test_a_run_that_fails_is_finished_as_failed(tmp_path: Path) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        WandbTracker(mode="offline").run(tmp_path, {}, "train"),
-    ):
+    with pytest.raises(KeyboardInterrupt), WandbTracker(mode="offline").run(tmp_path, {}, "train"):
         raise KeyboardInterrupt
     assert wandb.run is None
     assert [r.exit.exit_code for r in records(tmp_path) if r.HasField("exit")] == [1]

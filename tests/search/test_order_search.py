@@ -361,10 +361,7 @@ def test_a_search_begins_where_another_ended_with_its_order() -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ({"objective": "period"}, "not period"),
-        ({"ready_order": "arrival"}, "arrival"),
-    ],
+    [({"objective": "period"}, "not period"), ({"ready_order": "arrival"}, "arrival")],
 )
 def test_problems_whose_orders_are_not_searched(change: dict[str, Any], words: str) -> None:
     problem = replace(plain(random_problem(3, 10, 3)), **change)

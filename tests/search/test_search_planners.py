@@ -128,10 +128,7 @@ def test_macro_search_finds_the_least_latency_of_small_problems(seed: int, kinds
 def test_macro_search_obeys_memory_that_forbids_the_balanced_split() -> None:
     # Two heavy operators (60 bytes each) do not fit together in 100 bytes; alone they do.
     problem = make(
-        [[1, 9], [1, 9], [1, 9]],
-        param_bytes=[60, 60, 10],
-        memory_bytes=100,
-        objective="max_load",
+        [[1, 9], [1, 9], [1, 9]], param_bytes=[60, 60, 10], memory_bytes=100, objective="max_load"
     )
     solution = load("macro_search", evaluations=200)(problem)
     assert solution.value_s == 9.0
