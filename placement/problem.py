@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,9 +16,7 @@ from placement.cluster import Cluster, Ends, Link, Power, pairs_of
 from placement.graph import OpGraph, reuse_position
 from placement.objective import Objective
 from placement.profile import Profile
-
-if TYPE_CHECKING:
-    from placement.schedule import Schedule
+from placement.schedule import Schedule
 
 Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator, or [K, N]: in each phase

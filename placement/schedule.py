@@ -9,8 +9,8 @@ from numbers import Integral
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.cluster import Cluster
 from placement.graph import OpGraph, topological_order
-from placement.problem import Placement, Problem
 from placement.tools.files import short
 
 
@@ -36,19 +36,17 @@ class Schedule:
             )
         object.__setattr__(self, "order", tuple(map(_pairs, self.order)))
 
-    def check(self, problem: Problem, placement: Placement) -> None:
+    def check(self, graph: OpGraph, cluster: Cluster, placement: ArrayLike) -> None:
         """Every (operator, micro-batch) once, on its device, and no cyclic waiting.
 
-        What one micro-batch writes for the next (a running statistic) is waited for, too.
+        ``placement`` is ``[N]`` or ``[K, N]``. What one micro-batch writes for the next (a running
+        statistic) is waited for, too.
 
         Raises:
             ScheduleError: naming the device and the operator.
         """
-        self.check_order(problem.graph, problem.num_devices, problem.worker[placement])
-
-    def check_order(self, graph: OpGraph, num_devices: int, placement: Placement) -> None:
-        """``check`` of a graph alone, with ``placement`` int32 ``[N]`` or ``[K, N]``."""
-        n, m, phases = graph.num_ops, self.num_microbatches, np.atleast_2d(placement)
+        n, m, num_devices = graph.num_ops, self.num_microbatches, cluster.num_devices
+        phases = np.atleast_2d(cluster.worker[np.asarray(placement)])
         if len(self.order) != num_devices:
             raise ScheduleError(
                 f"schedule is for {len(self.order)} devices, problem has {num_devices}"
@@ -123,8 +121,10 @@ def _pairs(rows: ArrayLike) -> NDArray[np.int32]:
     )
 
 
-def in_sequence(problem: Problem, placement: Placement, sequence: NDArray[np.int32]) -> Schedule:
+def in_sequence(
+    placement: NDArray[np.int32], sequence: NDArray[np.int32], num_devices: int
+) -> Schedule:
     """One micro-batch whose operators run in ``sequence`` int32 ``[N]``, each on its device."""
     on = placement[sequence]
     rows = np.stack([sequence, np.zeros_like(sequence)], axis=1)
-    return Schedule(tuple(rows[on == d] for d in range(problem.num_devices)), 1)
+    return Schedule(tuple(rows[on == d] for d in range(num_devices)), 1)

@@ -134,7 +134,7 @@ def check_scheduler(
             got = schedule.num_microbatches
             _need(got == num, where, f"is for {got} micro-batches")
             try:
-                schedule.check(problem, placement)
+                schedule.check(problem.graph, problem.cluster, placement)
             except ScheduleError as error:
                 raise ContractError(f"{where}: {error}") from error
             simulate(problem, placement, schedule)

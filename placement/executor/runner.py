@@ -139,7 +139,7 @@ class Runner:
         if sorted(self._priority) != list(range(graph.num_ops)):
             raise RunnerError(f"priority must hold each of 0..{graph.num_ops - 1} once")
         if schedule is not None:
-            schedule.check_order(graph, cluster.num_devices, self.placement)
+            schedule.check(graph, cluster, placed)
             if schedule.num_microbatches % len(phases):
                 raise RunnerError(
                     f"a schedule of {schedule.num_microbatches} micro-batches runs again and "

@@ -5,12 +5,12 @@ else: loading one imports nothing that it names. It knows operators and devices 
 holds fingerprints, so that it is refused, with the reason, for a model or a machine that it was
 not made for.
 
-``document``: ``Plan``, of ``parts``; ``reading`` and ``checking``: files of others; ``comparing``:
-graphs, clusters and machines that may be others; ``making``: a plan of a planner's answer.
+``content``: the keys, of ``parts``; ``document``: ``Plan``, which can do something with them;
+``reading`` and ``checking``: files of others; ``comparing``: graphs, clusters and machines that may
+be others; ``making``: a plan of a planner's answer.
 """
 
 # ruff: noqa: F401
-from placement.plan.comparing import graph_parts
 from placement.plan.document import Plan
 from placement.plan.making import make_plan, memory_excess, now, parameters_of, proved_bound_s
 from placement.plan.parts import (
@@ -29,6 +29,7 @@ from placement.plan.parts import (
     Spread,
     Stage,
     ancestry,
+    graph_parts,
     stages_of,
     whole_modules,
 )

@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from math import isclose
-from typing import TYPE_CHECKING
 
 from placement.cluster import Cluster
 from placement.graph import OpGraph
+from placement.plan.content import Content
 from placement.plan.parts import PiecesInfo, stages_of, whole_modules
 from placement.problem import ROUNDING
 from placement.schedule import ScheduleError
 from placement.tools.files import some
 
-if TYPE_CHECKING:
-    from placement.plan.document import Plan
 
-
-def inconsistencies(plan: Plan) -> list[str]:
+def inconsistencies(plan: Content) -> list[str]:
     """All of them; of the rest nothing is said where the devices themselves are in doubt."""
     try:
         cluster = plan.cluster.build()
@@ -42,7 +39,7 @@ def inconsistencies(plan: Plan) -> list[str]:
     return lines or [*_of_order(plan, cluster)]
 
 
-def _of_names(plan: Plan) -> Iterator[str]:
+def _of_names(plan: Content) -> Iterator[str]:
     """Devices that are not listed, operators that the assignment does not have."""
     devices = [d.name for d in plan.cluster.devices]
     phases = {f"phases[{i}]": phase for i, phase in enumerate(plan.phases)}
@@ -86,7 +83,7 @@ def _of_pieces(pieces: PiecesInfo) -> Iterator[str]:
             )
 
 
-def _of_operators(plan: Plan) -> Iterator[str]:
+def _of_operators(plan: Content) -> Iterator[str]:
     """Numbers of operators: how many there are, and which."""
     graph, n = plan.graph, plan.graph.num_ops
     if len(plan.assignment) != n:
@@ -106,7 +103,7 @@ def _of_operators(plan: Plan) -> Iterator[str]:
             yield f"graph: {key!r} is about operator {max(numbers)}, num_ops = {n}"
 
 
-def _of_what_follows(plan: Plan) -> Iterator[str]:
+def _of_what_follows(plan: Content) -> Iterator[str]:
     """Stages and whole modules say again what the assignment says."""
     on, modules = list(plan.assignment.values()), plan.graph.modules
     if plan.stages != stages_of(list(plan.assignment), on):
@@ -115,7 +112,7 @@ def _of_what_follows(plan: Plan) -> Iterator[str]:
         yield "device_map does not follow from assignment and graph.modules"
 
 
-def _of_tables(plan: Plan) -> Iterator[str]:
+def _of_tables(plan: Content) -> Iterator[str]:
     """Tables that have an entry for every device."""
     devices = [d.name for d in plan.cluster.devices]
     for key, table in (
@@ -128,7 +125,7 @@ def _of_tables(plan: Plan) -> Iterator[str]:
             yield f"{key} is about {sorted(table)}, devices are {devices}"
 
 
-def _of_memory(plan: Plan) -> Iterator[str]:
+def _of_memory(plan: Content) -> Iterator[str]:
     """Of every device: limit, peak and what is free of it."""
     for d in plan.cluster.devices:
         peak, limit = plan.predicted.peak_bytes[d.name], plan.limits.memory_bytes[d.name]
@@ -144,7 +141,7 @@ def _of_memory(plan: Plan) -> Iterator[str]:
             )
 
 
-def _of_values(plan: Plan) -> Iterator[str]:
+def _of_values(plan: Content) -> Iterator[str]:
     """Values that say the objective twice must agree, and none is below a proved bound."""
     twins = {"latency": "latency_s", "period": "period_s"}
     if not plan.second_j:
@@ -163,7 +160,7 @@ def _of_values(plan: Plan) -> Iterator[str]:
                 yield f"{key}: {what} {value} is below lower_bound_s.{what} = {bound}"
 
 
-def _of_order(plan: Plan, cluster: Cluster) -> Iterator[str]:
+def _of_order(plan: Content, cluster: Cluster) -> Iterator[str]:
     """An order runs every operator of every micro-batch once, where its phase has it, and ends."""
     names, entries = list(plan.assignment), chain.from_iterable((plan.order or {}).values())
     unknown = {op for op, _ in entries}.difference(names)
@@ -175,12 +172,12 @@ def _of_order(plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from order_failures(plan, graph, cluster)
 
 
-def order_failures(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[str]:
+def order_failures(plan: Content, graph: OpGraph, cluster: Cluster) -> list[str]:
     """What is wrong with the order of a plan of ``graph``, if it has one."""
     placed = [[cluster.index(on[op]) for op in graph.op_name] for on in plan.assignments]
     try:
         if (schedule := plan.schedule(graph)) is not None:
-            schedule.check_order(graph, cluster.num_devices, cluster.worker[placed])
+            schedule.check(graph, cluster, placed)
     except ScheduleError as error:
         return [f"order: {error}"]
     return []

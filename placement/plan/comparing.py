@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
+from placement.plan.content import Content
+from placement.plan.parts import graph_parts
 from placement.tools.files import some
-
-if TYPE_CHECKING:
-    from placement.plan.document import Plan
 
 # A device with less than this share of the planned bytes is another device. What is free, or what
 # the machine says that it has, is never quite the same.
@@ -33,7 +26,7 @@ _PART_NAMES = {
 }
 
 
-def graph_differences(plan: Plan, graph: OpGraph) -> list[str]:
+def graph_differences(plan: Content, graph: OpGraph) -> list[str]:
     """In which parts ``graph`` is not the one of the plan; empty if it is."""
     planned = plan.graph
     if graph.fingerprint == planned.fingerprint:
@@ -50,7 +43,7 @@ def graph_differences(plan: Plan, graph: OpGraph) -> list[str]:
     return [text + (f" (not in the plan: {some(new)})" if new else "")]
 
 
-def cluster_differences(plan: Plan, cluster: Cluster) -> list[str]:
+def cluster_differences(plan: Content, cluster: Cluster) -> list[str]:
     """In which devices and links ``cluster`` is not the one of the plan; empty if it is."""
     planned = plan.cluster.build()
     differences: list[str] = []
@@ -78,7 +71,7 @@ def _device_differences(planned: Device, here: Device) -> Iterator[str]:
         yield f"device {planned.name!r} has {field.name} {now!r}, planned {then!r}"
 
 
-def missing_devices(plan: Plan) -> list[str]:
+def missing_devices(plan: Content) -> list[str]:
     """Why this machine cannot run the plan: one line per device in use that it lacks."""
     used, missing = plan.devices_in_use, []
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -101,68 +94,3 @@ def missing_devices(plan: Plan) -> list[str]:
                 count = torch.cuda.device_count()
                 missing.append(f"device {d.name!r} is not there; {count} CUDA devices")
     return missing
-
-
-def graph_parts(graph: OpGraph) -> dict[str, str]:
-    """A short hash of each part of the graph's fingerprint, so that a difference has a name."""
-
-    g = graph
-    uses = (g.tensor_src, g.tensor_root, g.use_tensor, g.use_dst, g.output_tensor)
-    return {
-        "names": _hash(g.op_name),
-        "operators": _hash(g.op_signature),
-        "structure": _hash(*uses),
-        "tensors": _hash(g.tensor_bytes),
-        "parameters": _hash(g.param_bytes, g.param_use_op, g.param_use),
-        "colocation": _hash(g.group),
-        "backward": _hash(g.is_backward),
-    }
-
-
-def _hash(*items: tuple[str, ...] | NDArray[Any]) -> str:
-    """12 hex digits of names and of arrays, as little-endian int64 on every machine."""
-    digest = hashlib.sha256()
-    for item in items:
-        if isinstance(item, tuple):
-            digest.update("\0".join(item).encode() + b"\0\0")
-        else:
-            digest.update(np.ascontiguousarray(item).astype("<i8").tobytes() + b"|")
-    return digest.hexdigest()[:12]
-
-
-def sources_of(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the operators that each operator reads from; -1 stands for the model's inputs.
-
-    What hands on its whole input (``x.to(x.dtype)``) is read along with where that is from: it may
-    return ``x`` itself, and the trace then names it in the place of ``x`` from there on.
-    """
-    src, root, size = graph.tensor_src, graph.tensor_root, graph.tensor_bytes
-
-    def origins(tensor: int) -> Iterator[int]:
-        while True:
-            op = int(src[tensor])
-            yield op
-            inputs = graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]] if op >= 0 else ()
-            same = [t for t in inputs if root[t] == root[tensor] and size[t] == size[tensor]]
-            if not same:
-                return
-            tensor = same[0]
-
-    return tuple(
-        tuple(sorted({op for t in graph.in_tensor[a:b] for op in origins(t)}))
-        for a, b in pairwise(graph.in_ptr.tolist())
-    )
-
-
-def readers_of(graph: OpGraph) -> dict[str, tuple[int, ...]]:
-    """Name of each parameter -> numbers of the operators that read it."""
-    if graph.program is None:
-        return {}
-    program = graph.program
-    readers: dict[str, list[int]] = {
-        name: [] for name in (*program.state_names, *program.param_names)
-    }
-    for op, p in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
-        if p < len(program.param_names):  # gradients and state of the optimizer have no name
-            readers[program.param_names[p]].append(op)
-    return {name: tuple(ops) for name, ops in readers.items()}

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from placement.cluster import Cluster
 from placement.graph import OpGraph
-from placement.objective import ObjectiveName
-from placement.plan import checking, comparing, parts, showing
-from placement.plan.parts import Count, Name, PlanError, PlanMismatch, Seconds
-from placement.problem import MOST_PHASES, Placement, Problem
+from placement.plan import checking, comparing, showing
+from placement.plan.content import Content
+from placement.plan.parts import PlanError, PlanMismatch
+from placement.problem import Placement, Problem
 from placement.profile import error_in
 from placement.tools.files import write_atomic
 
 if TYPE_CHECKING:
     from placement.executor import Runner, Trainer
-    from placement.schedule import Schedule
     from placement.timeline import Timeline
 
 
-class Plan(parts.Strict):
+class Plan(Content):
     """One decision for one graph on one cluster.
 
     Attributes:
@@ -49,65 +47,10 @@ class Plan(parts.Strict):
             one device.
     """
 
-    schema_version: Literal[1, 2, 3] = 1
-    planner: parts.PlannerInfo
-    graph: parts.GraphInfo
-    cluster: parts.ClusterInfo
-    objective: ObjectiveName
-    num_microbatches: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    max_in_flight: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    cuda_graphs: bool = False
-    compiled: bool = False
-    second_j: Seconds = 0.0
-    assignment: dict[Name, Name]
-    phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
-    priority: tuple[Count, ...]
-    order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
-    pieces: parts.PiecesInfo | None = None
-    stages: tuple[parts.Stage, ...]
-    device_map: dict[Name, Name]
-    predicted: parts.Predicted
-    measured: parts.Measured | None = None
-    lower_bound_s: dict[Name, Seconds]
-    limits: parts.Limits
-    fallback: parts.Fallback | None = None
-    provenance: parts.Provenance
-
     graph_differences = comparing.graph_differences
     cluster_differences = comparing.cluster_differences
     missing_devices = comparing.missing_devices
     inconsistencies = checking.inconsistencies
-
-    @model_serializer(mode="wrap")
-    def _as_of_version(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = write(self)
-        for name in (
-            "phases",
-            "cuda_graphs",
-            "compiled",
-            "pieces",
-        ):  # which older versions do not know
-            if not getattr(self, name):
-                data.pop(name, None)
-        if not self.predicted.overhead_s:
-            data["predicted"].pop("overhead_s", None)
-        return data
-
-    @property
-    def assignments(self) -> tuple[dict[str, str], ...]:
-        """Operator name -> device name in each phase; one, unless micro-batches take turns."""
-        return (self.assignment, *(self.assignment | phase for phase in self.phases))
-
-    @property
-    def goal(self) -> str:
-        """What was asked for: the objective, or of what a language model's ``latency`` is."""
-        asked = self.provenance.profile.get("objective")
-        return asked if asked in ("prefill", "decode", "serve") else self.objective
-
-    @property
-    def devices_in_use(self) -> set[str]:
-        """Names of the devices that run anything."""
-        return {device for phase in self.assignments for device in phase.values()}
 
     def _repr_html_(self) -> str:
         """What a notebook shows: values, devices and stages."""
@@ -135,11 +78,6 @@ class Plan(parts.Strict):
             f"predicted {gain:.1%} better than {one}, and the calibration error is {error:.1%}: "
             "placement run --against-single-device tells which is faster"
         )
-
-    def measured_s(self, what: str) -> float | None:
-        """The measured ``latency`` or ``period``; None if it was not measured."""
-        spread: parts.Spread | None = getattr(self.measured, f"{what}_s", None)
-        return None if spread is None else spread.median_s
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all.
@@ -320,20 +258,6 @@ class Plan(parts.Strict):
         # An order needs room for all of its micro-batches.
         window = self.max_in_flight if schedule is None else self.num_microbatches
         return {"max_in_flight": window, "priority": self.priority, "schedule": schedule}
-
-    def schedule(self, graph: OpGraph) -> Schedule | None:
-        """The order, if the plan has one, with operators by number in ``graph``."""
-        from placement.schedule import Schedule
-
-        if self.order is None:
-            return None
-        number = {name: i for i, name in enumerate(graph.op_name)}
-        entries = [
-            [(number[op], batch) for op, batch in self.order.get(d.name, ())]
-            for d in self.cluster.devices
-        ]
-        rows = tuple(np.array(row).reshape(-1, 2) for row in entries)
-        return Schedule(rows, self.num_microbatches)
 
     def timeline(self, problem: Problem, num_microbatches: int | None = None) -> Timeline:
         """What the simulator predicts for so many micro-batches; None: as planned, in its order.

@@ -5,13 +5,14 @@ Docstrings of these classes are in ``docs/plan.schema.json``, which is what othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -24,7 +25,6 @@ from pydantic import (
 
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
-from placement.plan.comparing import graph_parts, readers_of, sources_of
 from placement.problem import Problem
 
 # Names are shown in terminals and pages: control and direction-changing characters are refused.
@@ -355,3 +355,67 @@ def ancestry(path: str) -> list[str]:
     """``a.b`` -> ``["", "a", "a.b"]``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
+
+
+def graph_parts(graph: OpGraph) -> dict[str, str]:
+    """A short hash of each part of the graph's fingerprint, so that a difference has a name."""
+    g = graph
+    uses = (g.tensor_src, g.tensor_root, g.use_tensor, g.use_dst, g.output_tensor)
+    return {
+        "names": _hash(g.op_name),
+        "operators": _hash(g.op_signature),
+        "structure": _hash(*uses),
+        "tensors": _hash(g.tensor_bytes),
+        "parameters": _hash(g.param_bytes, g.param_use_op, g.param_use),
+        "colocation": _hash(g.group),
+        "backward": _hash(g.is_backward),
+    }
+
+
+def _hash(*items: tuple[str, ...] | NDArray[Any]) -> str:
+    """12 hex digits of names and of arrays, as little-endian int64 on every machine."""
+    digest = hashlib.sha256()
+    for item in items:
+        if isinstance(item, tuple):
+            digest.update("\0".join(item).encode() + b"\0\0")
+        else:
+            digest.update(np.ascontiguousarray(item).astype("<i8").tobytes() + b"|")
+    return digest.hexdigest()[:12]
+
+
+def sources_of(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the operators that each operator reads from; -1 stands for the model's inputs.
+
+    What hands on its whole input (``x.to(x.dtype)``) is read along with where that is from: it may
+    return ``x`` itself, and the trace then names it in the place of ``x`` from there on.
+    """
+    src, root, size = graph.tensor_src, graph.tensor_root, graph.tensor_bytes
+
+    def origins(tensor: int) -> Iterator[int]:
+        while True:
+            op = int(src[tensor])
+            yield op
+            inputs = graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]] if op >= 0 else ()
+            same = [t for t in inputs if root[t] == root[tensor] and size[t] == size[tensor]]
+            if not same:
+                return
+            tensor = same[0]
+
+    return tuple(
+        tuple(sorted({op for t in graph.in_tensor[a:b] for op in origins(t)}))
+        for a, b in pairwise(graph.in_ptr.tolist())
+    )
+
+
+def readers_of(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """Name of each parameter -> numbers of the operators that read it."""
+    if graph.program is None:
+        return {}
+    program = graph.program
+    readers: dict[str, list[int]] = {
+        name: [] for name in (*program.state_names, *program.param_names)
+    }
+    for op, p in zip(graph.param_use_op.tolist(), graph.param_use.tolist(), strict=True):
+        if p < len(program.param_names):  # gradients and state of the optimizer have no name
+            readers[program.param_names[p]].append(op)
+    return {name: tuple(ops) for name, ops in readers.items()}

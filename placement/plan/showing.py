@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from placement.objective import Objective
+from placement.plan.content import Content
 from placement.tools.shown import byte_size, count, seconds
-
-if TYPE_CHECKING:
-    from placement.plan.document import Plan
 
 _NUM_PHASES = 4  # as few as show how they repeat
 
 
-def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(plan: Content) -> list[tuple[str, list[str], list[list[str]]]]:
     """``(title, header, rows)`` of the values, of what each device does, and of the stages."""
     values = [_values(plan, "latency"), _values(plan, "period")]
     runs = f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)}"
@@ -63,7 +59,7 @@ def tables(plan: Plan) -> list[tuple[str, list[str], list[list[str]]]]:
     ]
 
 
-def _values(plan: Plan, what: str, name: str = "") -> list[str]:
+def _values(plan: Content, what: str, name: str = "") -> list[str]:
     """A row: predicted, measured, proved, by how much above that, and of one device."""
     unit = Objective(what).unit
     key = f"{what}_s" if what in ("latency", "period") else "value_s"

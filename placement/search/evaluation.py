@@ -213,7 +213,7 @@ class Search:
         The evaluations that found it are counted already.
         """
         if cost < self.best_cost * (1.0 - 1e-12):
-            schedule = in_sequence(self.problem, placement, sequence)
+            schedule = in_sequence(placement, sequence, self.problem.num_devices)
             self._keep(self.choice(placement), cost, self.num_evaluations, schedule)
 
     def choice(self, placement: Placement) -> Choice:

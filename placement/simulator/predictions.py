@@ -371,7 +371,7 @@ def checked(
     """The placement, and the number of micro-batches; raises as ``simulate``."""
     p = problem.check_placement(placement)
     if schedule is not None:
-        schedule.check(problem, p)
+        schedule.check(problem.graph, problem.cluster, p)
         if num_microbatches not in (None, schedule.num_microbatches):
             raise ScheduleError(
                 f"num_microbatches = {num_microbatches}, but the schedule is for "

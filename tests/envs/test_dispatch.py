@@ -83,7 +83,7 @@ def test_the_value_is_that_of_the_order_that_was_made() -> None:
         assert solution.value_s == pytest.approx(value_of(problem, solution), rel=1e-9)
         assert solution.stats["evaluations"] <= 4
         if solution.schedule is not None:
-            solution.schedule.check(problem, solution.placement)
+            solution.schedule.check(problem.graph, problem.cluster, solution.placement)
         else:
             assert solution.value_s == score(problem, solution.placement[None])[0]
 
@@ -109,7 +109,7 @@ def test_from_the_end_it_is_an_order_that_can_run(seed: int) -> None:
         episode.construct(no_network(), 1.0, draw)
         place, position = problem.check_placement(episode.placement), np.argsort(episode.sequence)
         assert (position[edges[:, 0]] < position[edges[:, 1]]).all()
-        schedule = in_sequence(problem, place, episode.sequence)
+        schedule = in_sequence(place, episode.sequence, problem.num_devices)
         run = simulate(problem, place, schedule, num_microbatches=1)
         assert episode.value_s() == pytest.approx(float(run.end_s.max()), rel=1e-9)
         if not problem.mean_transfer_s.any():  # what waits for nothing but operators turns round

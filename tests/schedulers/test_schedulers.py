@@ -81,7 +81,7 @@ def pipeline(
 def draw(problem: Problem, placement: Placement, schedule: Schedule) -> str:
     """A line per device, a character per second: letters are micro-batches, capitals backward,
     digits weight gradients."""
-    schedule.check(problem, placement)
+    schedule.check(problem.graph, problem.cluster, placement)
     timeline = simulate(problem, placement, schedule)
     cells = [["."] * round(timeline.makespan_s) for _ in range(problem.num_devices)]
     for m in range(schedule.num_microbatches):
@@ -258,7 +258,7 @@ def test_blocks_of_any_graph_have_no_circle(seed: int) -> None:
 def test_generators_order_any_graph(seed: int, name: str) -> None:
     problem = random_problem(seed, num_devices=2)
     place = np.random.default_rng(seed).integers(0, 2, problem.num_ops).astype(np.int32)
-    load(name)(problem, place, 5).check(problem, place)
+    load(name)(problem, place, 5).check(problem.graph, problem.cluster, place)
 
 
 @given(st.integers(0, 10_000))
@@ -280,7 +280,7 @@ def test_a_device_that_streams_shares_the_order_of_the_one_that_runs_it(seed: in
 def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None:
     """Late gradients stand behind what they wait for, whatever that is."""
     problem, place = pipeline(4, chunks=2, split=True)
-    load("zero_bubble")(problem, place, 8).check(problem, place)
+    load("zero_bubble")(problem, place, 8).check(problem.graph, problem.cluster, place)
     # f0 f1 f2 | b2 | b1b w1b b1a w1a acc | b0 | w2, where acc adds the gradients of two pieces.
     uses = [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (4, 6), (4, 7), (5, 8), (7, 8), (6, 9), (3, 10)]
     backward = {"is_backward": [False] * 3 + [True] * 8}

@@ -89,7 +89,7 @@ def test_timetables_are_the_simulators(seed: int, contention: bool, like: Any) -
     )
     assert not why_not(problem) and bool(why_simulated(problem)) == (like is measured)
     state = started(problem, seed)[1]
-    schedule = in_sequence(problem, state.place, state.sequence)
+    schedule = in_sequence(state.place, state.sequence, problem.num_devices)
     for run in (simulate, simulate_reference):
         timeline = run(problem, state.place, schedule)
         if not np.isfinite(timeline.end_s).all():
@@ -126,8 +126,8 @@ def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, tabu: bool, l
     for name in ("after_s", "users_s", "from_s"):
         np.testing.assert_array_equal(getattr(state, name), getattr(again, name), err_msg=name)
     problem.check_placement(state.best_place)  # colocation, support
-    best = in_sequence(problem, state.best_place, state.best_sequence)
-    best.check(problem, state.best_place)
+    best = in_sequence(state.best_place, state.best_sequence, problem.num_devices)
+    best.check(problem.graph, problem.cluster, state.best_place)
     timeline = simulate(problem, state.best_place, best).latency_s
     if np.isfinite(timeline):
         assert timeline == pytest.approx(state.best_s, rel=1e-9)
@@ -322,7 +322,7 @@ def test_the_best_of_all_placements_and_orders(like: Any) -> None:
             if all(o.index(s) < o.index(d) for s, d in g.edges.tolist())
         ]
         best = min(
-            simulate(problem, p, in_sequence(problem, p, np.array(o, np.int32))).latency_s
+            simulate(problem, p, in_sequence(p, np.array(o, np.int32), 2)).latency_s
             for p in (np.array(x, np.int32) for x in product(range(2), repeat=5))
             for o in orders
         )
@@ -403,7 +403,8 @@ def test_a_plan_keeps_the_order(tmp_path: Path) -> None:
     problem = plain(problem)
     solution = OrderSearch(evaluations=500)(problem)
     sequence = sequence_of(problem, solution.placement)
-    solution = replace(solution, schedule=in_sequence(problem, solution.placement, sequence))
+    schedule = in_sequence(solution.placement, sequence, problem.num_devices)
+    solution = replace(solution, schedule=schedule)
     plan = make_plan(problem, solution, planner="order_search")
     assert plan.predicted.value_s == pytest.approx(solution.value_s)
     assert plan.predicted.latency_s == pytest.approx(solution.value_s)

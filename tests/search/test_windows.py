@@ -26,7 +26,7 @@ RNG = np.random.default_rng
 
 def latency_s(problem: Problem, placement: np.ndarray, sequence: np.ndarray) -> float:
     """What the simulator says of devices that run their operators in ``sequence``."""
-    schedule = in_sequence(problem, placement, sequence)
+    schedule = in_sequence(placement, sequence, problem.num_devices)
     return float(simulate(problem, placement, schedule).latency_s)
 
 

@@ -172,12 +172,12 @@ def test_analytic_loads_are_means_over_phases(seed: int) -> None:
 def test_a_given_order(seed: int) -> None:
     problem, p = periodic(seed)
     schedule = list_schedule(problem, p, problem.num_microbatches)
-    schedule.check(problem, p)
+    schedule.check(problem.graph, problem.cluster, p)
     simulate(problem, p, schedule)
     other = (p[:, :] + 1) % problem.num_devices
     if problem.num_devices > 1:
         with pytest.raises(ScheduleError, match="is told to run operator"):
-            schedule.check(problem, other)
+            schedule.check(problem.graph, problem.cluster, other)
 
 
 def test_what_is_no_periodic_placement_is_refused() -> None:
