@@ -29,7 +29,6 @@ from placement.cli import (
     optimize,
     plan,
     profile,
-    pull,
     report,
     run,
     schedule,
@@ -72,7 +71,6 @@ VERBS = {
     "export": _of(export, "write a plan in the format of another program"),
     "audit": _of(audit, "what a runtime did with a plan, from its log"),
     "report": _of(report, "one HTML page of a run folder"),
-    "pull": _of(pull, "fetch a plan or a policy from W&B"),
     "schema": Verb(
         "print the JSON schema of plans",
         show.configure_schema,
@@ -92,6 +90,7 @@ GONE = {
     "replan": "placement plan --without DEVICE --start plan.json",
     "features": "placement profile MODEL --features",
     "power": "placement doctor --power",
+    "pull": "wandb artifact get ENTITY/PROJECT/NAME:ALIAS; validate checks a plan",
 }
 
 _START = """start with:

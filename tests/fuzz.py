@@ -685,24 +685,12 @@ def _answered(value_s: float) -> None:
     assert not np.isnan(value_s)
 
 
-def _pulls(problem: Any) -> Target:
-    from placement.cli.pull import _check_plan, _check_policy
-
-    plan, policy = _plans(problem).files["plan.json"], _policies(problem).files
-
-    def use(path: Path) -> None:
-        check = _check_plan if path.suffix == ".json" else _check_policy
-        check(path.read_bytes(), "a/b/c:d", path.parent)
-
-    return Target({"plan.json": plan, "p.safetensors": policy["dispatch.safetensors"]}, use)
-
-
 _MAKERS: dict[str, Callable[[Any], Target]] = {
     "problem": _problem_files, "dnn_partitioning": _dnn_partitioning, "moirai": _moirai,
     "pipedream": _pipedream, "doppler": _doppler, "config": _configs, "gguf": _gguf,
     "shop": _shop, "stg": _stg, "neusight": _neusight, "wfformat": _wfformat, "onnx": _onnx,
     "cluster": _clusters, "plan": _plans, "schedule": _schedules, "profile": _profiles,
-    "trials": _trials, "policy": _policies, "report": _reports, "expert": _experts, "pull": _pulls,
+    "trials": _trials, "policy": _policies, "report": _reports, "expert": _experts,
 }  # fmt: skip
 NAMES = tuple(_MAKERS)
 

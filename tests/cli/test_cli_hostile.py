@@ -54,9 +54,9 @@ READERS = {
     "cluster": ["plan", "tiny_mlp", "--planner", "heft", "--cluster", "FILE", "--out", "OUT"],
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
 }
-# The last four have tests of their own.
+# The last three have tests of their own.
 WITHOUT_A_FILE = {
-    "schema", "doctor", "completion", "report", "pull", "dataset", "optimize",
+    "schema", "doctor", "completion", "report", "dataset", "optimize",
 }  # fmt: skip
 
 
