@@ -143,7 +143,8 @@ class TrainedPolicy:
             _check_foreign(path, allow, getattr(config, "encoder", "sage"))
             net = with_weights(lambda: kind(config, formulation), weights)
             card = dict(head["card"])
-            _check_card(card)
+            if not isinstance(card.get("config", {}), dict):
+                raise ValueError("the card's config is no object")
             return cls(net, card)
         except _ForeignError:
             raise
@@ -189,12 +190,6 @@ def _check_foreign(path: str | Path, allow: Collection[str], *names: str | None)
             find(name, "code")
         except EnvError as error:
             raise _ForeignError(f"{path}: {error}; run it where Python finds it") from error
-
-
-def _check_card(card: Mapping[str, Any]) -> None:
-    """Raises: ValueError, what is read from it is not what it must be."""
-    if not isinstance(card.get("config", {}), dict):
-        raise ValueError("the card's config is no object")
 
 
 def with_weights(make: Callable[[], Net], weights: Mapping[str, Tensor]) -> Net:

@@ -59,18 +59,39 @@ if TYPE_CHECKING:
     from placement.profile import Profile
 
 PLANNER = "best_of"
-MAX_PHASES = 8  # replicas may take so many turns
-_LEAST_BATCHES = 8  # of a stream that tells a period
-_UNLIKE = 1.5  # times as long as the profile says: other programs took turns on the cores
-_CLOSE = 2.0  # times the best device's prediction: another device may be the best one
-_LONGER = 1.1  # times as long as predicted: planned again with what that shows of the costs
-_WORTH = 0.95  # of the time of one device: several that take longer are not kept
 # What else a plan or a device alone may be, and the attribute of ``Runner`` that says so.
 _VARIANTS = {" as CUDA graphs": "cuda_graphs", ", compiled": "compiled"}
 MODULE = ("plain", "compiled")  # ways that call the module
-_COMPILE = 12  # times as long as planning may take, after which nothing more is compiled
-_CAPTURED = 6  # calls after which what can be one is a graph
-_LEAST_TOLD_S = 1e-3  # below, waking threads takes as long as such a difference
+
+
+@dataclass(frozen=True)
+class OptimizeParams:
+    """The numbers of ``optimize``.
+
+    Attributes:
+        max_phases: replicas may take so many turns.
+        least_batches: of a stream that tells a period.
+        unlike: times as long as the profile says: other programs took turns on the cores.
+        close: times the best device's prediction: another device may be the best one.
+        longer: times as long as predicted: planned again with what that shows of the costs.
+        worth: of the time of one device: several that take longer are not kept.
+        compiling: times as long as planning may take, after which nothing more is compiled.
+        captured: calls after which what can be one is a graph.
+        least_told_s: below, waking threads takes as long as such a difference.
+    """
+
+    max_phases: int = 8
+    least_batches: int = 8
+    unlike: float = 1.5
+    close: float = 2.0
+    longer: float = 1.1
+    worth: float = 0.95
+    compiling: float = 12.0
+    captured: int = 6
+    least_told_s: float = 1e-3
+
+
+PARAMS = OptimizeParams()
 
 
 class OptimizeError(ValueError):
@@ -210,7 +231,7 @@ def optimize(
                 graph,
                 *streaming_where_short(graph, cluster, profile),
                 objective=goal,
-                max_phases=MAX_PHASES if goal.is_throughput else 1,
+                max_phases=PARAMS.max_phases if goal.is_throughput else 1,
             )
 
         runner, profile = optimized(
@@ -306,7 +327,9 @@ def fastest(
     planned = _plan(problem, workload, solution, planner)
     if problem.graph.program.is_random or (compiled is None and missing_compiler()):
         compiled = False  # where results are random nothing can be compared
-    patience = Patience(np.inf if compiled else 0.0 if compiled is False else _COMPILE * seconds)
+    patience = Patience(
+        np.inf if compiled else 0.0 if compiled is False else PARAMS.compiling * seconds
+    )
     whole: dict[str, Callable[..., Any]] = {} if module is None else {"plain": inferring(module)}
     by_torch = None
     if module is not None and patience.is_left():
@@ -445,7 +468,10 @@ def _with_costs_of(problem: Problem, plan: Plan, ways: Mapping[str, Measured]) -
     """
     told_s = getattr(plan.predicted, f"{plan.objective}_s")
     singles = ways.keys() - {"plan", *MODULE}
-    unlike = len(devices_of(plan)) > 1 and median_s(ways["plan"], plan.objective) > _LONGER * told_s
+    unlike = (
+        len(devices_of(plan)) > 1
+        and median_s(ways["plan"], plan.objective) > PARAMS.longer * told_s
+    )
     if not (unlike and singles):
         return None
     graph, cluster = problem.graph, problem.cluster
@@ -484,7 +510,7 @@ def _is_faster(one: Measured, other: Measured, objective: str, *, clearly: bool)
     (a, a_iqr), (b, b_iqr) = (
         (x.median_s, x.iqr_s) for x in (_spread(m, objective) for m in (one, other))
     )
-    return a < min(_WORTH * b, b - (a_iqr + b_iqr) / 2) if clearly else a <= b
+    return a < min(PARAMS.worth * b, b - (a_iqr + b_iqr) / 2) if clearly else a <= b
 
 
 def verdict(runner: OptimizedRunner) -> str:
@@ -536,7 +562,7 @@ def _doubt(runner: OptimizedRunner) -> str:
     if plan.fallback is None:
         return ""
     told_s = getattr(plan.fallback, f"{plan.objective}_s")
-    if told_s < _LEAST_TOLD_S or max(one_s / told_s, told_s / one_s) < _UNLIKE:
+    if told_s < PARAMS.least_told_s or max(one_s / told_s, told_s / one_s) < PARAMS.unlike:
         return ""
     return f"one device took {shown(one_s)}, by its profile {shown(told_s)}"
 
@@ -611,10 +637,10 @@ def _in_turns(
     """
     short = bool(problem.cluster.streaming)  # of memory: a GPU has room for one at a time
     others = _singles(problem, plan, seconds / 4)
-    close_s = _CLOSE * (plan.fallback or plan.predicted).value_s
+    close_s = PARAMS.close * (plan.fallback or plan.predicted).value_s
     expected_s = plan.fallback.period_s if plan.fallback else plan.predicted.latency_s
     fit = seconds / ((2 + len(others)) * (ROUNDS + 1) * max(expected_s, 1e-9))
-    batches = int(np.clip(fit, _LEAST_BATCHES, plan.num_microbatches))
+    batches = int(np.clip(fit, PARAMS.least_batches, plan.num_microbatches))
     runners = {"plan": runner}
     variants: set[str] = set()
     with ExitStack() as stack:
@@ -654,7 +680,7 @@ def _is_same(variant: Runner, runner: Runner, inputs: Any, report: Progress) -> 
     try:
         if variant.compiled:
             variant.compile(report)
-        for _ in range(_CAPTURED if variant.cuda_graphs else 1):
+        for _ in range(PARAMS.captured if variant.cuda_graphs else 1):
             outputs = pytree.tree_leaves(variant(*args, **kwargs))
     except RuntimeError:  # there is no room for both, or a library refuses
         return False
@@ -678,7 +704,7 @@ def _singles(problem: Problem, plan: Plan, most_s: float) -> dict[str, bool]:
     best_of_kind: dict[tuple[str, str, int], tuple[str, bool]] = {}  # of devices that are alike
     for i in np.argsort(alone_s, kind="stable"):
         device = devices[able[i]]
-        is_close = bool(alone_s[i] <= _CLOSE * plan.fallback.value_s)
+        is_close = bool(alone_s[i] <= PARAMS.close * plan.fallback.value_s)
         asks = device.kind == "cpu" and all(kind != "cpu" for kind, *_ in best_of_kind)
         if is_close or (asks and alone_s[i] <= most_s):
             kind = device.kind, device.model, device.threads

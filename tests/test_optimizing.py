@@ -154,14 +154,14 @@ def test_devices_of_another_kind_are_tried_where_the_profile_finds_them_close(
     if planner_uses == "one":
         alone = Solution(np.zeros(4, np.int32), 1.0)
         monkeypatch.setattr(planners, "load", lambda *_, **__: lambda problem: alone)
-    monkeypatch.setattr(optimizing, "_CLOSE", np.inf)
+    monkeypatch.setattr(optimizing, "PARAMS", replace(optimizing.PARAMS, close=np.inf))
     with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
         assert runner.kept == "single" and set(runner.plan.assignment.values()) == {second.name}
         assert median_s(runner.plan.measured.period_s) == 2e-3
         torch.testing.assert_close(runner(INPUT), module()(INPUT))
         message = verdict(runner)
     assert f"2 ms on {second.name}" in message and "3 ms as it was planned" in message
-    monkeypatch.setattr(optimizing, "_CLOSE", 0.0)
+    monkeypatch.setattr(optimizing, "PARAMS", replace(optimizing.PARAMS, close=0.0))
     in_turns(**{"plan": 3e-3, "plain": 9e-3})  # nothing else is measured
     with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
         assert runner.kept == "plan" and set(runner.measured) == {"plan", "plain"}
@@ -271,7 +271,7 @@ def test_what_is_compiled_takes_turns(
     monkeypatch.setattr(optimizing, "torch_compiled", by_torch)
     monkeypatch.setattr(optimizing, "_compiled_costs", lambda *_: None)
     monkeypatch.setattr(placement.Runner, "num_compiled", 1)  # its runs stay as they are
-    monkeypatch.setattr(optimizing, "_CLOSE", np.inf)
+    monkeypatch.setattr(optimizing, "PARAMS", replace(optimizing.PARAMS, close=np.inf))
     single = {k.replace("single", f"cpu:{n}"): s for k, s in took.items() for n in (0, 1)}
     in_turns(5e-3, **({"plan": 9e-3, "plain": 9e-3, "compiled": 9e-3} | single))
     with optimize(net, INPUT, quiet=True) as runner:

@@ -265,7 +265,8 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             cli.progress() as report,
             cli.says_when_compiling(),
         ):
-            versions = _versions()
+            versions = {"python": platform.python_version(), "platform": platform.platform()}
+            versions |= {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
             write_atomic(folder / "versions.json", json.dumps(versions, indent=1))
             run = partial(tracker.run, folder, config | {"versions": versions}, job_type, group)
             yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
@@ -311,11 +312,6 @@ def _tracker(cfg: DictConfig) -> Tracker:
     from_shell = os.environ.get("WANDB_MODE") in ("online", "offline", "shared")
     chosen = any(x.startswith("tracker") for x in HydraConfig.get().overrides.task)
     return WandbTracker() if from_shell and not chosen and tracker == LocalTracker() else tracker
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    return versions | {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
 
 
 def make_problems(job: Job, chosen: Sequence[Workload]) -> dict[str, Problem]:

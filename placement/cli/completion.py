@@ -6,11 +6,12 @@ The script of a shell asks this command, so that new planners and models are kno
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Callable
-from typing import Any
 
 from placement import cli
+from placement.objective import Objective
 
 EXAMPLE = """examples:
   eval "$(placement completion bash)"                         in ~/.bashrc
@@ -55,43 +56,18 @@ def with_names(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _workloads(**_: Any) -> list[str]:
-    from placement import workloads
-
-    return list(workloads.names())
-
-
-def _planners(**_: Any) -> list[str]:
-    from placement import planners
-
-    return planners.names()
-
-
-def _schedulers(**_: Any) -> list[str]:
-    from placement import schedulers
-
-    return schedulers.names()
-
-
-def _exporters(**_: Any) -> list[str]:
-    from placement import exporters
-
-    return exporters.names()
-
-
-def _objectives(**_: Any) -> list[str]:
-    from placement.objective import Objective
-
-    return list(Objective)
+def _names(package: str) -> Callable[..., list[str]]:
+    """A completer: the names of what a package of ``placement`` has."""
+    return lambda **_: list(importlib.import_module(f"placement.{package}").names())
 
 
 _NAMES: dict[str, Callable[..., list[str]]] = {
-    "workload": _workloads,
-    "model": _workloads,
-    "planner": _planners,
-    "scheduler": _schedulers,
-    "to": _exporters,
-    "objective": _objectives,
+    "workload": _names("workloads"),
+    "model": _names("workloads"),
+    "planner": _names("planners"),
+    "scheduler": _names("schedulers"),
+    "to": _names("exporters"),
+    "objective": lambda **_: list(Objective),
     "mode": lambda **_: ["inference", "training"],
     "optimizer": lambda **_: ["Adam", "AdamW", "RMSprop", "SGD"],
 }

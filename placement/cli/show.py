@@ -123,7 +123,8 @@ def run_diff(args: argparse.Namespace) -> int:
     rows = [
         [what, *("-" if x is None else cli.seconds(x) for x in pair), "" if two_models else by]
         for what, pair in metrics.items()
-        for by in [_change(*pair)]
+        for was, now in [pair]
+        for by in [f"{now / was - 1:+.1%}" if was and now is not None else "-"]
     ]
     rows += [[key, str(was), str(now), ""] for key, (was, now) in settings.items()]
     cli.print_table("what differs", ["", "a", "b", "change"], rows)
@@ -146,11 +147,6 @@ def run_diff(args: argparse.Namespace) -> int:
     if alone and not two_models:
         print(f"{cli.count(alone, 'operator')} of one of the graphs not in the other")
     return cli.OK
-
-
-def _change(was: float | None, now: float | None) -> str:
-    """By how much; of a value that one plan lacks, nothing."""
-    return f"{now / was - 1:+.1%}" if was and now is not None else "-"
 
 
 def _wheres(plan: Plan) -> dict[str, str]:

@@ -115,7 +115,8 @@ def grouped(cluster: Cluster, groups: Sequence[Group], copies_bytes: int = 0) ->
     for (a, first), (b, second) in permutations(enumerate(groups), 2):
         between = [link[x, y] for x in first for y in second if (x, y) in link]
         if between:
-            slowest = max(between, key=_slowness)
+            # By the seconds of a megabyte.
+            slowest = max(between, key=lambda x: x.latency_s + 1e6 / x.bandwidth_bytes_per_s)
             links.append(replace(slowest, src=devices[a].name, dst=devices[b].name))
     return Cluster(cluster.name, tuple(devices), tuple(links))
 
@@ -123,11 +124,6 @@ def grouped(cluster: Cluster, groups: Sequence[Group], copies_bytes: int = 0) ->
 def _each(a: Any, b: Any, link: Link) -> dict[tuple[int, int], Link]:
     sources, targets = (x.ravel().tolist() if hasattr(x, "ravel") else [x] for x in (a, b))
     return dict.fromkeys(product(sources, targets), link)
-
-
-def _slowness(link: Link) -> float:
-    """Seconds of a megabyte."""
-    return link.latency_s + 1e6 / link.bandwidth_bytes_per_s
 
 
 def _device(

@@ -407,10 +407,6 @@ def _turned(node: Any) -> bool:
     return bool(attribute(node, "transA", 0))
 
 
-def _gemm(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
-    return 2 * y[0].size * x[0].shape[0 if _turned(node) else 1]
-
-
 def _recurrent(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
     return 2 * math.prod(x[0].shape[:2]) * (x[1].size + x[2].size)
 
@@ -442,7 +438,7 @@ _OPERATIONS: dict[str, Count] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "QLinearMatMul": _matmul,
-    "Gemm": _gemm,
+    "Gemm": lambda node, x, y: 2 * y[0].size * x[0].shape[0 if _turned(node) else 1],
     "Einsum": _einsum,
     "LSTM": _recurrent,
     "GRU": _recurrent,

@@ -25,15 +25,36 @@ from placement.search.evaluation import (
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import Moves, Placed, piecewise_tables
 
-_HOT = 0.2  # of the moves start on the busiest device; more of them, and it digs in there
 # Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
 _FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.03, 1e-5, 2, 8)
-_ROUNDS = (_FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH)
-# Rounds of piecewise_latency: temperatures as a share of the best so far.
-_PIECES = ((3e-3, 1e-4), (0.1, 1e-3), (0.01, 1e-4))
-_WARM = (0.02, 0.005)  # of other objectives, in turn, as a share of the best so far
-_CUT = 0.2  # of the moves for piecewise_latency are parts of stages
-_STEPS = 1024  # between two looks at the clock
+
+
+@dataclass(frozen=True)
+class MacroParams:
+    """The numbers of ``MacroSearch``.
+
+    Attributes:
+        hot: share of the moves of loads that start on the busiest device; more of them, and it
+            digs in there.
+        rounds: of ``max_load``.
+        pieces: temperatures of rounds of ``piecewise_latency``, at first and at last, as a share
+            of the best so far.
+        cut: share of its moves that are parts of stages.
+        warm: of other objectives, in turn, as a share of the best so far.
+        steps: of loads, between two looks at the clock.
+    """
+
+    hot: float = 0.2
+    rounds: tuple[tuple[float, float, int, int], ...] = (
+        _FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH
+    )  # fmt: skip
+    pieces: tuple[tuple[float, float], ...] = ((3e-3, 1e-4), (0.1, 1e-3), (0.01, 1e-4))
+    cut: float = 0.2
+    warm: tuple[float, float] = (0.02, 0.005)
+    steps: int = 1024
+
+
+PARAMS = MacroParams()
 
 
 @dataclass(frozen=True)
@@ -143,13 +164,13 @@ def _anneal_loads(planner: MacroSearch, search: Search) -> None:
     draws = _draws(planner, problem, tables.compute_s, 0.0, 64)
 
     def anneal(best: Choice, best_s: float, steps: int, this: int, part: float) -> float:
-        warm, cold, first, last = _ROUNDS[this % len(_ROUNDS)]
+        warm, cold, first, last = PARAMS.rounds[this % len(PARAMS.rounds)]
         temperature = warm * (cold / warm) ** part
         power = min(last, first + int((last - first + 1) * part))
         moves = tables, state, draws, best, best_s, steps
-        return float(macro.anneal(*moves, _HOT, temperature, power))
+        return float(macro.anneal(*moves, PARAMS.hot, temperature, power))
 
-    _in_rounds(search, state, rounds, _STEPS, [], anneal)
+    _in_rounds(search, state, rounds, PARAMS.steps, [], anneal)
 
 
 def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -> None:
@@ -160,10 +181,10 @@ def _anneal_pieces(planner: MacroSearch, search: Search, starts: list[Choice]) -
     tables = Moves(**dict(tables.items(), compute_s=_one_cpu(problem)))
     pieces = piecewise_tables(problem)
     members = macro.Members(ptr=g.group_ptr, op=g.group_op, device=np.empty(g.num_ops, np.int32))
-    draws = _draws(planner, problem, tables.compute_s, _CUT, g.num_groups)
+    draws = _draws(planner, problem, tables.compute_s, PARAMS.cut, g.num_groups)
 
     def anneal(best: Choice, best_s: float, steps: int, this: int, part: float) -> float:
-        warm, cold = _PIECES[0 if this == rounds - 1 else this % len(_PIECES)]
+        warm, cold = PARAMS.pieces[0 if this == rounds - 1 else this % len(PARAMS.pieces)]
         level_s = search.best_s if search.best_s < np.inf else 1e3
         temperature = level_s * warm * (cold / warm) ** part
         moves = tables, state, draws, pieces, members, best, best_s, steps
@@ -228,7 +249,8 @@ def _anneal_any(planner: MacroSearch, search: Search) -> None:
             if this:
                 descend(search, planner.seed + this)  # of another best, and with other walks
             here, cost, current = search.best, search.best_cost, this
-        temperature = search.best_cost * _WARM[this % 2] * (1e-5 / _WARM[this % 2]) ** part
+        warm = PARAMS.warm[this % 2]
+        temperature = search.best_cost * warm * (1e-5 / warm) ** part
         rows = np.tile(here, (width, 1))
         for row in rows:
             count = macro.propose(draws, here, -1)

@@ -26,11 +26,29 @@ from placement.simulator import evaluate, score
 from placement.tools.lp import EXACT
 
 Floats = NDArray[np.float64]
-_PRICES = (0.0, 0.25, 0.5, 0.75, 1.0, 2.0)  # of a second of the link, in seconds of a device
-_FILLED = (1.0, 0.95, 0.85, 0.7, 0.5)  # of the memory; the rest is for tensors
-_GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less the whole, are spread evenly
-_TRIES, _WORK = 300, 60_000  # placements for each buffer, and operators in them, at most
-_ROOMS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of buffers, in the most that an operator reads
+
+
+@dataclass(frozen=True)
+class ResidenceParams:
+    """The numbers of ``Residence`` and of buffers.
+
+    Attributes:
+        prices: of a second of the link, in seconds of a device.
+        filled: shares of the memory that are filled; the rest is for tensors.
+        golden: multiples of it, less the whole, are spread evenly.
+        tries, work: placements for each buffer, and operators in them, at most.
+        rooms: of buffers, in the most that an operator reads.
+    """
+
+    prices: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 2.0)
+    filled: tuple[float, ...] = (1.0, 0.95, 0.85, 0.7, 0.5)
+    golden: float = (5**0.5 - 1) / 2
+    tries: int = 300
+    work: int = 60_000
+    rooms: tuple[float, ...] = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+
+
+PARAMS = ResidenceParams()
 
 
 @dataclass(frozen=True)
@@ -64,10 +82,11 @@ class Residence:
             return search.solution(max(bound, self._exact(search)), way=self.way)
         each = np.arange(problem.graph.num_groups, dtype=np.int32)
         units = [each, layer_units(problem)] if problem.cluster.streaming else []
-        rules = product((True, False), _PRICES, _FILLED)
+        rules = product((True, False), PARAMS.prices, PARAMS.filled)
         for unit, (spread, price, filled) in ((u, rule) for rule in rules for u in units):
             count = int(unit.max()) + 1
-            turn = np.argsort(np.arange(count) * _GOLDEN % 1.0) if spread else np.arange(count)
+            turn = np.arange(count)
+            turn = np.argsort(turn * PARAMS.golden % 1.0) if spread else turn
             search.cost(_by_saving(problem, unit, turn, price, filled))
         return search.solution(bound, way=self.way)
 
@@ -138,7 +157,7 @@ def with_buffers(problem: Problem) -> Problem:
     if not open_ or problem.objective.is_analytic:
         return problem
     most = int(problem.graph.op_param_bytes.max())
-    tries = [problem, *(_with(problem, open_, int(room * most)) for room in _ROOMS)]
+    tries = [problem, *(_with(problem, open_, int(room * most)) for room in PARAMS.rooms)]
     values = [_searched(x).value_s for x in tries]
     best = int(np.argmin(values))
     return tries[best] if values[best] < values[0] * (1 - 1e-3) else problem
@@ -147,7 +166,7 @@ def with_buffers(problem: Problem) -> Problem:
 def _searched(problem: Problem) -> Solution:
     """The answer of a short search that begins with ``Residence``'s."""
     start = Residence()(problem)
-    tries = max(30, min(_TRIES, _WORK // problem.num_ops))
+    tries = max(30, min(PARAMS.tries, PARAMS.work // problem.num_ops))
     return load("macro_search", start=lambda _: start, evaluations=tries)(problem)
 
 
@@ -159,7 +178,7 @@ def refitted(problem: Problem, solution: Solution) -> tuple[Problem, Solution]:
     streaming, most = problem.cluster.streaming, int(problem.graph.op_param_bytes.max())
     if not streaming or not most or solution.schedule is not None:
         return problem, solution
-    tries = [problem, *(_with(problem, streaming, int(room * most)) for room in _ROOMS)]
+    tries = [problem, *(_with(problem, streaming, int(room * most)) for room in PARAMS.rooms)]
     values = [float(score(x, solution.placement[None])[0]) for x in tries]
     fits = [bool(evaluate(x, solution.placement[None]).feasible[0]) for x in tries]
     best = min(range(len(tries)), key=lambda i: (not fits[i], values[i]))

@@ -218,7 +218,8 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     ]
     num_seeds = max(len(rows) for rows in by_planner.values())
     front = [name for name, rows in by_planner.items() if any(r.pareto for r in rows)]
-    notes = [f"best trade-offs of {_traded(first)}: {', '.join(front)}"] if front else []
+    traded = "latency and period" if first.energy_source is None else "latency, period and energy"
+    notes = [f"best trade-offs of {traded}: {', '.join(front)}"] if front else []
     if first.energy_source == "declared":
         notes.append("energy is computed from declared watts, not from measured ones")
     every = [row for rows in by_planner.values() for row in rows]
@@ -243,11 +244,6 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
         tuple(lines),
         tuple(notes),
     )
-
-
-def _traded(row: Row) -> str:
-    """What the Pareto front is of."""
-    return "latency and period" if row.energy_source is None else "latency, period and energy"
 
 
 def _measured(workload: str, by_planner: dict[str, list[Row]]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -26,17 +27,36 @@ from placement.tools.progress import Progress
 
 Floats = NDArray[np.float64]
 
-BATCH = 4  # new measurements of a round, beside the incumbent
-_START = 8  # times as many simulated placements go into the first answer as into a round
 # Placements of other kinds than a search's, which are many small pieces: the simulator may be
 # wrong about what these have in common.
 _OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
-_DESIGN = 0.12  # of the measurements are for those, and for random ones, before anything is chosen
-_DRAWN = 0.25  # of the proposals of a round are random placements
-_PARENTS = 16  # the best so far, from which proposals come
-_CHILDREN = 64  # proposals between two looks at who is best
-_FINAL = 0.3  # of the measurements are for the finalists, who take turns
-_FINALISTS = 5
+
+
+@dataclass(frozen=True)
+class MeasuredParams:
+    """The numbers of ``search_measured``.
+
+    Attributes:
+        start: times as many simulated placements go into the first answer as into a round.
+        design: share of the measurements for placements of other kinds, before anything is chosen.
+        batch: new measurements of a round, beside the incumbent.
+        drawn: share of the proposals of a round that are random placements.
+        parents: the best so far, from which proposals come.
+        children: proposals between two looks at who is best.
+        final: share of the measurements for the ``finalists``, who take turns.
+    """
+
+    start: int = 8
+    design: float = 0.12
+    batch: int = 4
+    drawn: float = 0.25
+    parents: int = 16
+    children: int = 64
+    final: float = 0.3
+    finalists: int = 5
+
+
+PARAMS = MeasuredParams()
 
 
 def search_measured(
@@ -84,7 +104,7 @@ def search_measured(
     say("measuring the starts", 0.0)
     trials.measure(first)
     state.learn()
-    while trials.used < 1.0 - _FINAL and can_move(trials.problem):
+    while trials.used < 1.0 - PARAMS.final and can_move(trials.problem):
         say(f"{trials.num_measurements} measurements, fastest {state.best_s:.4g} s", trials.used)
         chosen = state.choose()
         if not len(chosen):
@@ -133,7 +153,7 @@ class _State:
     def first(self, start: ArrayLike | None) -> Placement:
         """int32 ``[K, N]`` what is measured first, without repetitions and what does not fit."""
         problem = self.trials.problem
-        answer = MacroSearch(evaluations=_START * self.evaluations, seed=self.seed)(problem)
+        answer = MacroSearch(evaluations=PARAMS.start * self.evaluations, seed=self.seed)(problem)
         self.num_evaluations += int(answer.stats["evaluations"])
         starts = [] if start is None else list(np.atleast_2d(start))
         singles = list(single_devices(problem)[:, problem.graph.group])
@@ -148,7 +168,7 @@ class _State:
 
     def others(self) -> list[Placement]:
         """Constructed placements, and of random cuts and scatterings those simulated best."""
-        problem, most = self.trials.problem, int(_DESIGN * self.trials.num_left)
+        problem, most = self.trials.problem, int(PARAMS.design * self.trials.num_left)
         rows: list[Placement] = []
         for name in _OTHERS[:most]:
             with suppress(PlannerError):
@@ -175,10 +195,12 @@ class _State:
 
     def finalists(self) -> Placement:
         """int32 ``[K, N]`` the lowest that ran."""
-        return self.trials.samples.placements[np.argsort(self.levels, kind="stable")[:_FINALISTS]]
+        return self.trials.samples.placements[
+            np.argsort(self.levels, kind="stable")[: PARAMS.finalists]
+        ]
 
     def choose(self) -> list[Placement]:
-        """What to measure next beside the incumbent: the best ``BATCH`` that have not run.
+        """What to measure next beside the incumbent: the best ``batch`` that have not run.
 
         Proposals come from the best so far, at first those that measured fastest.
         """
@@ -196,14 +218,14 @@ class _State:
                 simulated = self.simulate(list(np.array(list(new.values()))[:, group]))
                 costs.update(zip(new, simulated.tolist(), strict=True))
 
-        add(list(ran[np.argsort(self.levels, kind="stable")[:_PARENTS]][:, first]))
-        drawn = int(_DRAWN * self.evaluations)
+        add(list(ran[np.argsort(self.levels, kind="stable")[: PARAMS.parents]][:, first]))
+        drawn = int(PARAMS.drawn * self.evaluations)
         add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
         left = self.evaluations - drawn
         while left > 0:
-            parents = sorted(costs, key=costs.__getitem__)[:_PARENTS]
+            parents = sorted(costs, key=costs.__getitem__)[: PARAMS.parents]
             rows = []
-            for _ in range(min(_CHILDREN, left)):
+            for _ in range(min(PARAMS.children, left)):
                 # The better half of the parents has three quarters of the children.
                 choice = choices[parents[int(len(parents) * self.rng.random() ** 2)]].copy()
                 for _ in range(min(4, self.rng.geometric(0.6))):
@@ -215,4 +237,4 @@ class _State:
         barred = {p.tobytes() for p in ran}
         best = sorted((k for k in costs if np.isfinite(costs[k])), key=costs.__getitem__)
         fastest = (np.ascontiguousarray(choices[k][group]) for k in best)
-        return list(islice((p for p in fastest if p.tobytes() not in barred), BATCH))
+        return list(islice((p for p in fastest if p.tobytes() not in barred), PARAMS.batch))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from placement.bounds.loads import balanced
@@ -19,18 +21,40 @@ from placement.search.pipeline import MOST, SQUARINGS, Pipeline, can_foresee
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import TENSOR
 
-_BODY = 64  # most groups of a move
-_STEPS = 1000  # of loads, between two looks at the budget
-_FIRST = 8  # moves that the first walk makes
-_WAIT, _WAITS = 0.1, 2.0  # periods that a hand-over waits, at first and at most
-# Walks in a row that lead to nothing better end it: so many, or so much of the seconds left, as a
-# walk takes as long as ten evaluations.
-_VAIN, _LOST = 40, 0.1
-_FIRST_START = 0.6  # of the budget that is left, where there is a second one
-_LP_SIZE = 20_000  # groups x devices: those of a program take a moment
-# Of loads: moves that are estimated for one that is evaluated, the share of them that starts on
-# the busiest device, and how many that were evaluated in vain, in a row, end it.
-_WIDTH, _HOT_LOADS, _REFUSED = 256, 0.8, 128
+
+@dataclass(frozen=True)
+class DescentParams:
+    """The numbers of ``descend``.
+
+    Attributes:
+        body: most groups of a move of loads.
+        steps: of loads, between two looks at the budget.
+        width: moves of loads that are estimated for one that is evaluated.
+        hot: share of them that starts on the busiest device.
+        refused: moves of loads that were evaluated in vain, in a row, after which it ends.
+        first: moves that the first walk makes.
+        wait, most_wait: periods that a hand-over waits, at first and at most.
+        vain, lost: walks in a row that lead to nothing better, or the share of the seconds left
+            that they take (a walk takes as long as ten evaluations), after which it ends.
+        first_start: share of the budget that is left, where there is a second start.
+        lp_size: groups x devices of the largest program of loads: it takes a moment.
+    """
+
+    body: int = 64
+    steps: int = 1000
+    width: int = 256
+    hot: float = 0.8
+    refused: int = 128
+    first: int = 8
+    wait: float = 0.1
+    most_wait: float = 2.0
+    vain: int = 40
+    lost: float = 0.1
+    first_start: float = 0.6
+    lp_size: int = 20_000
+
+
+PARAMS = DescentParams()
 
 
 def descend(search: Search, seed: int) -> None:
@@ -49,17 +73,17 @@ def descend(search: Search, seed: int) -> None:
 
 
 def _descend_loads(search: Search, seed: int) -> None:
-    """Of ``_WIDTH`` moves the one of the best estimate is evaluated, and made if it is better.
+    """Of ``width`` moves the one of the best estimate is evaluated, and made if it is better.
 
     An estimate takes each edge between two devices for a tensor of its own that takes both the
-    mean of what the two groups send and receive. It ends where ``_REFUSED`` moves in a row were
+    mean of what the two groups send and receive. It ends where ``refused`` moves in a row were
     no better.
     """
     problem = search.problem
     assert search.best is not None
     t, state = load_moves(problem, search.best[problem.graph.group])
     graph, groups = neighbours(problem), problem.graph.num_groups
-    draws = draws_of(t.compute_s, graph, seed, SHARE, 0.0, min(_BODY, groups))
+    draws = draws_of(t.compute_s, graph, seed, SHARE, 0.0, min(PARAMS.body, groups))
     touches = np.diff(t.touch_ptr)
     owner = np.repeat(np.arange(groups), touches)
     total_s = np.bincount(owner, t.io_s.mean(axis=1)[t.touch[:, TENSOR]], groups)
@@ -69,13 +93,13 @@ def _descend_loads(search: Search, seed: int) -> None:
         near_s=np.minimum(mean_s[here], mean_s[graph.near]),
         group=np.zeros(groups, np.int32),
         where=np.zeros(groups, np.int32),
-        refused=np.zeros(_REFUSED, np.int64),
+        refused=np.zeros(PARAMS.refused, np.int64),
     )
     best, tried, steps = search.best.copy(), 0, 0
     while search.left and tried == steps:
-        steps, before_s = int(min(search.num_left, _STEPS)), search.best_s
+        steps, before_s = int(min(search.num_left, PARAMS.steps)), search.best_s
         args = t, state, draws, offers, best, before_s
-        best_s, tried = macro.descend(*args, steps, _WIDTH, _HOT_LOADS)
+        best_s, tried = macro.descend(*args, steps, PARAMS.width, PARAMS.hot)
         search.consider(best if best_s < before_s else None, tried)
 
 
@@ -87,8 +111,8 @@ def _descend_period(search: Search, seed: int) -> None:
     """
     assert search.best is not None
     pipeline, seconds = Pipeline(search.problem, seed), search.problem.group_compute_s
-    unlike = seconds.size <= _LP_SIZE and bool((seconds != seconds[:, :1]).any())
-    until = search.used + _FIRST_START * (1.0 - search.used) if unlike else 1.0
+    unlike = seconds.size <= PARAMS.lp_size and bool((seconds != seconds[:, :1]).any())
+    until = search.used + PARAMS.first_start * (1.0 - search.used) if unlike else 1.0
     if search.best_s < np.inf:
         _walk_down(search, pipeline, search.best, search.best_s, until)
     if unlike and search.left and search.best_s < np.inf:
@@ -107,12 +131,12 @@ def _walk_down(
     micro-batches in flight. The estimate is the largest of them, where each hand-over on the path
     waits for what its receiver is doing: ``wait`` periods, fitted to what was evaluated. Walks are
     twice as long after one that was better, and half as long after one that was not. It ends
-    where ``_VAIN`` of them in a row lead to nothing better, or take ``_LOST`` of the seconds that
+    where ``vain`` of them in a row lead to nothing better, or take ``lost`` of the seconds that
     are left, or that share of the budget is used.
     """
-    most, wait, vain, number, since_s = _FIRST, _WAIT, 0, 0, search.seconds
-    while search.left and search.used < until and vain < _VAIN:
-        if search.seconds - since_s > _LOST * search.seconds_left:
+    most, wait, vain, number, since_s = PARAMS.first, PARAMS.wait, 0, 0, search.seconds
+    while search.left and search.used < until and vain < PARAMS.vain:
+        if search.seconds - since_s > PARAMS.lost * search.seconds_left:
             break
         squarings = SQUARINGS[number % len(SQUARINGS)]
         number, vain = number + 1, vain + 1
@@ -127,5 +151,5 @@ def _walk_down(
         if value_s < INFEASIBLE:
             estimated_s = pipeline.estimate(choice, wait * before_s)
             if not 0.999 * estimated_s <= value_s <= 1.005 * estimated_s:
-                fitted = pipeline.wait_of(choice, value_s, _WAITS * before_s) / before_s
+                fitted = pipeline.wait_of(choice, value_s, PARAMS.most_wait * before_s) / before_s
                 wait = min(fitted, 4.0 * wait + 0.05)

@@ -80,7 +80,9 @@ def recognise(graph: OpGraph) -> Grid:
     classes = list(_classes(graph).values())
     reached = _last_reached(graph, classes)  # [N, K]
     before = _before(graph, reached)
-    chain = [_is_chain(before[ops, k]) for k, ops in enumerate(classes)]
+    steps = [before[ops, k] for k, ops in enumerate(classes)]
+    # Whether each operator of a class depends on the one before it.
+    chain = [bool((x[1:] == np.arange(len(x) - 1)).all()) for x in steps]
     lengths = Counter(len(ops) for ops, is_chain in zip(classes, chain, strict=True) if is_chain)
     num_steps = max(lengths, key=lambda n: (lengths[n], n), default=0)
     if num_steps < LEAST_STEPS:
@@ -141,11 +143,6 @@ def _before(graph: OpGraph, reached: Ints) -> Ints:
 def _by_consumer(graph: OpGraph) -> Ints:
     """The edges ``[E', 2]`` in an order in which every producer is complete before its uses."""
     return graph.edges[np.argsort(graph.edges[:, 1], kind="stable")]
-
-
-def _is_chain(before: Ints) -> bool:
-    """Whether each operator of a class depends on the one before it."""
-    return bool((before[1:] == np.arange(len(before) - 1)).all())
 
 
 def _layers(depends: NDArray[np.bool_], recurrent: NDArray[np.bool_], first: Ints) -> Ints:

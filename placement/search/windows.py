@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from placement.search import order_times
 from placement.search.order_state import State, Tables
 from placement.tools import cpsat
-from placement.tools.clock import loads
 
 Ints = NDArray[np.int32]
 
@@ -49,16 +48,10 @@ class Window:
     bound_s: float = 0.0
 
 
-@loads
-def _load_solver() -> None:
-    """Import OR-Tools, outside of every budget."""
-    from ortools.sat.python import cp_model  # noqa: F401
-
-
 def available() -> bool:
     """Whether OR-Tools is installed (the extra ``cp``)."""
     try:
-        _load_solver()
+        from ortools.sat.python import cp_model  # noqa: F401
     except ImportError:
         return False
     return True

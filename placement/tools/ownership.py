@@ -54,7 +54,8 @@ def check_packages() -> None:
             package that `import` finds does not lie beside this `placement`.
     """
     for distribution, package in _claims():
-        if _normalized(distribution) != DISTRIBUTION:
+        # As package indexes compare names (PEP 503).
+        if re.sub(r"[-_.]+", "-", distribution).lower() != DISTRIBUTION:
             raise OwnershipError(
                 f"the distribution '{distribution}' also installs a package '{package}', which "
                 f"overwrites or hides that of {DISTRIBUTION}.\n{_ADVICE}"
@@ -93,8 +94,3 @@ def _import_folder(package: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return Path(spec.origin).resolve() if spec and spec.origin else None
     return Path(next(iter(spec.submodule_search_locations))).resolve()
-
-
-def _normalized(distribution: str) -> str:
-    """The name as package indexes compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", distribution).lower()
