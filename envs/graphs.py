@@ -1,4 +1,4 @@
-"""The graph in the observation: padded arrays, a ``spaces.Graph``, or PyG's ``Data``.
+"""The graph in the observation: padded arrays, or PyG's ``Data``.
 
 ``observe="graph"`` adds these keys to the observation of every environment, of ``G`` groups,
 ``E`` edges between groups and ``D`` devices, padded to the largest problem:
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -94,24 +93,6 @@ def _spaces(groups: int, devices: int, edges: int) -> dict[str, spaces.Box]:
 KEYS = tuple(_spaces(1, 1, 1))
 
 
-def graph_space() -> spaces.Graph:
-    """What ``to_graph`` makes: any number of groups and edges between them."""
-    return spaces.Graph(
-        spaces.Box(-_BOUND, _BOUND, (len(GROUP_FEATURES),), np.float32),
-        spaces.Box(-_BOUND, _BOUND, (_EDGE_FEATURES,), np.float32),
-    )
-
-
-def to_graph(observation: Mapping[str, Any]) -> spaces.GraphInstance:
-    """The graph of one observation, without padding, as Gymnasium has it."""
-    groups, edges, _ = np.asarray(observation["sizes"]).tolist()
-    return spaces.GraphInstance(
-        np.asarray(observation["nodes"])[:groups],
-        np.asarray(observation["edge_features"])[:edges],
-        np.asarray(observation["edges"])[:, :edges].T,
-    )
-
-
 def to_data(observation: Mapping[str, Any]) -> Data:
     """The graph of one observation, without padding, as ``torch_geometric.data.Data``.
 
@@ -132,22 +113,3 @@ def to_data(observation: Mapping[str, Any]) -> Data:
         pair=seen["pair_features"][:groups],
         supported=seen["supported"][:groups].bool(),
     )
-
-
-class GraphObservation(gym.ObservationWrapper[dict[str, Any], Any, dict[str, Any]]):
-    """``observe="graph"`` with one key ``graph``, a ``spaces.Graph``, instead of padded arrays.
-
-    ``device_features``, ``pair_features``, ``supported`` and ``sizes`` stay as they are, and what
-    changes from step to step too.
-    """
-
-    def __init__(self, env: gym.Env[dict[str, Any], Any]) -> None:
-        super().__init__(env)
-        assert isinstance(env.observation_space, spaces.Dict)
-        others = {k: v for k, v in env.observation_space.items() if k not in KEYS[:3]}
-        self.observation_space = spaces.Dict({**others, "graph": graph_space()})
-
-    def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """One observation with its graph as a ``GraphInstance``."""
-        others = {k: v for k, v in observation.items() if k not in KEYS[:3]}
-        return {**others, "graph": to_graph(observation)}

@@ -63,7 +63,7 @@ def compare(
             one that cannot be run; None: only predict. All placements of a workload take turns,
             ``rounds`` times; equal ones share one measurement.
         budget: of every planner that has such fields; what is not limited is left to its own.
-        parallel: where planners run: ``serial``, ``processes`` or ``ray`` (see
+        parallel: where planners run: ``serial`` or ``processes`` (see
             ``placement.tools.parallel``). The answers are the same, unless a budget of seconds ends
             a search; measurements never run side by side.
 

@@ -1,13 +1,10 @@
-"""``parallel_map``: equal results, retries and errors, here, in processes and on Ray."""
+"""``parallel_map``: equal results, retries and errors, here and in processes."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,31 +18,7 @@ from placement.runs.compare import compare
 from placement.tools.parallel import ParallelError, parallel_map
 from tests.problems import random_problem
 
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="the package ray is not installed"
-)
-
-
-@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=needs_ray)])
-def parallel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each way, one after the other: a Ray of two workers lasts for all its tests."""
-    if request.param != "ray":
-        yield request.param
-        return
-    import ray
-
-    os.environ.setdefault("RAY_health_check_failure_threshold", "100")  # a busy machine is alive
-    path = os.pathsep.join(x for x in sys.path if x)  # workers import this file
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
-    )
-    try:
-        yield "ray"
-    finally:
-        ray.shutdown()
+PROCESSES = "processes"
 
 
 def draw(seed: int) -> list[float]:
@@ -73,27 +46,27 @@ def die(x: int) -> int:
     return x
 
 
-def test_results_come_in_order(parallel: str) -> None:
+def test_results_come_in_order() -> None:
     reported: dict[int, list[float]] = {}
-    results = parallel_map(draw, range(4), parallel, done=reported.__setitem__)
+    results = parallel_map(draw, range(4), PROCESSES, done=reported.__setitem__)
     assert results == [draw(x) for x in range(4)]
     assert sorted(reported) == [0, 1, 2, 3] and [reported[i] for i in range(4)] == results
-    assert parallel_map(draw, [], parallel) == []
+    assert parallel_map(draw, [], PROCESSES) == []
 
 
-def test_errors_are_the_function_s_own(parallel: str) -> None:
+def test_errors_are_the_function_s_own() -> None:
     with pytest.raises(ParallelError, match=r"^no 2$"):
-        parallel_map(refuse, range(4), parallel)
+        parallel_map(refuse, range(4), PROCESSES)
 
 
-def test_a_worker_that_died_is_replaced(parallel: str, tmp_path: Path) -> None:
+def test_a_worker_that_died_is_replaced(tmp_path: Path) -> None:
     call = partial(die_once, str(tmp_path))
-    assert parallel_map(call, range(3), parallel) == [0, 10, 20]
+    assert parallel_map(call, range(3), PROCESSES) == [0, 10, 20]
 
 
-def test_not_for_ever(parallel: str) -> None:
+def test_not_for_ever() -> None:
     with pytest.raises(ParallelError, match="died 3 times at item 0"):
-        parallel_map(die, [1], parallel)
+        parallel_map(die, [1], PROCESSES)
 
 
 def test_here() -> None:
@@ -102,15 +75,12 @@ def test_here() -> None:
         parallel_map(refuse, range(4))
 
 
-def test_unknown_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParallelError, match="'threads' is unknown; use one of serial, processes"):
+def test_unknown_ways() -> None:
+    with pytest.raises(ParallelError, match=r"'threads' is unknown.*launcher=ray"):
         parallel_map(draw, [1], "threads")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ParallelError, match=r"pip install 'device-placement-rl\[ray\]'"):
-        parallel_map(draw, [1], "ray")
 
 
-def test_a_comparison_and_a_data_set_are_the_same(parallel: str, tmp_path: Path) -> None:
+def test_a_comparison_and_a_data_set_are_the_same(tmp_path: Path) -> None:
     from agents.training.expert import solve  # here: workers import this file, and torch takes long
 
     problems = {"p": random_problem(0, 8, 3)}  # workers start for each, and that takes long
@@ -120,9 +90,9 @@ def test_a_comparison_and_a_data_set_are_the_same(parallel: str, tmp_path: Path)
         comparison = compare(problems, planners, seeds=(0, 1), out_dir=tmp_path / way, parallel=way)
         return [(r.workload, r.planner, r.seed, r.placement_id, r.value_s) for r in comparison.rows]
 
-    assert rows(parallel) == rows("serial")
+    assert rows(PROCESSES) == rows("serial")
     placements = [
         [p.tolist() for p in solve(problems, planners["a"], tmp_path / f"{x}.npz", parallel=x)]
-        for x in ("serial", parallel)
+        for x in ("serial", PROCESSES)
     ]
     assert placements[0] == placements[1]
