@@ -71,8 +71,12 @@ def rapl_meters(folder: str | Path = POWERCAP) -> tuple[Meter, ...]:
         counter = zone / "energy_uj"
         _text(counter)  # may it be read?
         wraps = float(_text(zone / "max_energy_range_uj")) * 1e-6
-        meters.append(Meter(name, "cpu", lambda x=counter: 1e-6 * float(_text(x)), wraps))
+        meters.append(Meter(name, "cpu", partial(_joules, counter), wraps))
     return tuple(meters)
+
+
+def _joules(counter: Path) -> float:
+    return float(_text(counter)) * 1e-6
 
 
 def _text(path: Path) -> str:

@@ -286,7 +286,7 @@ def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None
     backward = {"is_backward": [False] * 3 + [True] * 8}
     tied = small_problem(np.ones((11, 3)), uses, tensor_bytes=1, graph=backward)
     place = np.array([0, 1, 2, 2, 1, 1, 1, 1, 1, 0, 2], np.int32)
-    load("zero_bubble")(tied, place, 4).check(tied, place)
+    load("zero_bubble")(tied, place, 4).check(tied.graph, tied.cluster, place)
 
 
 def test_what_several_operators_of_a_block_wait_for_is_sent_once() -> None:
