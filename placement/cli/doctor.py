@@ -7,6 +7,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import shutil
 import time
 import tomllib
@@ -71,9 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.power:
-        from placement.cli import power
-
-        return power.run(args)
+        return _power(args)
     for name in ("cluster", "seconds", "out"):
         if getattr(args, name) is not None:
             raise cli.UsageError(f"--{name} is for --power: add it")
@@ -103,6 +102,37 @@ def run(args: argparse.Namespace) -> int:
         if not problems:
             print("next: placement profile tiny_mlp    (or your own package.module:function)")
     return cli.NO if problems else cli.OK
+
+
+def _power(args: argparse.Namespace) -> int:
+    """Watts of this machine's devices, measured where it has meters."""
+    from placement.costs.power import measured
+
+    cli.check_outputs(args.out)
+    cluster = cli.cluster_of(args.cluster)
+    with cli.progress() as report:
+        report("nothing runs, then each device works", None)
+        cluster = measured(cluster, seconds=2.0 if args.seconds is None else args.seconds)
+    if args.out is not None:
+        cluster.to_yaml(args.out)
+    if args.json:
+        names = ("name", "busy_w", "idle_w", "power_source")
+        devices = [{name: getattr(d, name) for name in names} for d in cluster.devices]
+        cli.print_json({"power_source": cluster.power_source, "devices": devices})
+        return cli.OK
+    rows = [
+        [d.name, *(_watts(w) for w in (d.busy_w, d.idle_w)), d.power_source if d.busy_w else "-"]
+        for d in cluster.devices
+    ]
+    cli.print_table(cluster.name, ["device", "busy W", "idle W", "source"], rows)
+    if args.out is not None:
+        out = shlex.quote(args.out)
+        cli.say(f"devices written to {args.out}; next: placement plan ... --cluster {out}")
+    return cli.OK
+
+
+def _watts(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _compile(name: str) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from placement import cli
 from placement.cli import profiled
-from placement.tools.files import FileError, cache_folder
+from placement.tools.files import FileError, cache_folder, csv_text, write_atomic
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
+
+NUM_SHOWN = 15  # operators of --features
 
 EXAMPLE = """examples:
   placement profile resnet50
@@ -77,11 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if args.seconds is not None and (mode == "training" or args.distributed is not None):
         raise cli.UsageError("--seconds is for a model's inference on the devices of one machine")
     if args.features:
-        from placement.cli import features
-
         if args.workload is None or args.distributed is not None:
             raise cli.UsageError("--features is of a model: name it, without --distributed")
-        return features.run(args)
+        return _features(args)
     _check_output(args.out)
     if args.distributed is not None:
         from placement.cli import ranks
@@ -120,6 +120,66 @@ def run(args: argparse.Namespace) -> int:
     words += ["--cluster", args.cluster] if args.cluster else []
     words += ["--profile", str(path)] if args.out or args.seconds is not None else []
     cli.say(f"profile saved to {path}; next: {shlex.join(words)} --out plan.json")
+    return cli.OK
+
+
+def _features(args: argparse.Namespace) -> int:
+    """What every operator costs by its description.
+
+    Slack and the critical path are those of a device that is nothing special, or, with
+    ``--profile``, of its first device.
+    """
+    from placement.costs.features import CLASSES, features, slack
+    from placement.profile import Profile
+
+    cli.check_outputs(args.out)
+    profile = None if args.profile is None else Profile.load(args.profile)
+    with cli.progress() as report:
+        graph = cli.capture_workload(args.workload, report, cli.mode_of(args), args.optimizer)
+    described = features(graph)
+    if profile is None:
+        from placement.costs.table import reference_s
+
+        seconds = reference_s(described)
+    else:
+        profile.check(graph)
+        seconds = profile.compute_s[:, 0]
+    where = slack(graph, seconds)
+    columns = described.columns | {"seconds": seconds, "start_s": where.start_s}
+    columns |= {"slack_s": where.slack_s, "critical": where.critical.astype(float)}
+    del columns["op_class"]
+    rows = []
+    for n in range(graph.num_ops):
+        words = {"operator": graph.op_name[n], "kind": graph.op_kind[n]}
+        words |= {"class": CLASSES[described.op_class[n]], "module": graph.op_module[n]}
+        rows.append(words | {name: float(values[n]) for name, values in columns.items()})
+    if args.out:
+        write_atomic(args.out, csv_text(rows[0], (row.values() for row in rows)))
+        cli.say(f"{len(rows)} operators written to {args.out}")
+    if args.json:
+        source = "reference" if profile is None else profile.device_names[0]
+        answer: dict[str, object] = {"workload": graph.name, "graph_fingerprint": graph.fingerprint}
+        answer |= {"num_ops": graph.num_ops, "num_edges": len(graph.edges)}
+        answer |= {"critical_path_s": where.path_s, "seconds_from": source}
+        cli.print_json(answer | {"operators": rows})
+        return cli.OK
+    largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[:NUM_SHOWN]
+    cells = [
+        [
+            graph.op_name[n],
+            described.kind[n],
+            f"{described.flops[n] / 1e6:.3g}",
+            f"{(described.read_bytes[n] + described.written_bytes[n]) / 2**20:.3g}",
+            f"{described.intensity[n]:.3g}",
+            f"{described.fan_in[n]:.0f}/{described.fan_out[n]:.0f}",
+            f"{described.level[n]:.0f}",
+            "*" if where.critical[n] else cli.seconds(where.slack_s[n]),
+        ]
+        for n in largest
+    ]
+    header = ["operator", "kind", "MFLOP", "MiB", "FLOP/B", "in/out", "level", "slack"]
+    cli.print_table(f"{graph.name}: the largest of {graph.num_ops} operators", header, cells)
+    print(f"* on the critical path, {where.critical.sum()} operators; all columns: --json, --out")
     return cli.OK
 
 

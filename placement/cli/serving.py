@@ -136,7 +136,7 @@ def load(args: argparse.Namespace) -> Problem:
     """
     from placement.costs.groups import best_groups
     from placement.costs.hot_experts import with_hot_experts
-    from placement.costs.op_offload import min_batch
+    from placement.costs.serving import min_batch
     from placement.planners import load
 
     size = group_size(args)

@@ -7,6 +7,7 @@ objective is the ``latency`` of a chain of operators, so that planners for laten
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -28,6 +29,7 @@ from placement.profile import Profile
 
 Floats = NDArray[np.float64]
 PIECE = 512  # tokens of a prompt at a time: of llama.cpp (--ubatch-size), vLLM takes some more
+NEVER_PAYS = PIECE + 1  # tokens: more than are computed at a time
 MOST_TOKENS = 2**31
 Tokens = tuple[int, float, float]  # how many, of how many sequences, how many are before each
 _KEPT, _BUFFER = "kv_cache", "buffers"
@@ -396,3 +398,36 @@ def interval(
     found = [runtime_of(kind, decoder.format == "gguf") for kind in used]
     half = {str(x): max(getattr(one, x) for one in found) for x in (Phase.PREFILL, Phase.DECODE)}
     return {phase: (exp(-x), exp(x)) for phase, x in half.items()}
+
+
+def min_batch(decoder: Decoder, cluster: Cluster) -> int | None:
+    """From how many tokens at a time on it pays to copy weights of the processor to a GPU.
+
+    So many that the copy and the GPU's seconds are fewer than the processor's: ``r* = copy / (CPU -
+    GPU)`` of a matrix that is read whole, and of experts those that the tokens are routed to. It
+    is of experts where there are some, else of feed-forwards, and of the first processor and the
+    GPU with the fastest memory. ``NEVER_PAYS``: it never does, so
+    long as no more are computed at a time (``--ubatch-size``). None: no GPU, processor or link.
+    """
+    hosts = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
+    gpus = [d for d, device in enumerate(cluster.devices) if device.kind != "cpu"]
+    kinds = {part.kind: part for part in decoder.parts}
+    part = kinds.get("experts") or kinds.get("feed_forward")
+    if not hosts or not gpus or part is None:
+        return None
+    rates = peaks(decoder, cluster)
+    host, gpu = hosts[0], max(gpus, key=lambda d: rates[d].bytes_per_s)
+    names = cluster.device_names[host], cluster.device_names[gpu]
+    link = next((x for x in cluster.links if (x.src, x.dst) == names), None)
+    if link is None:
+        return None
+
+    def pays(tokens: int) -> bool:
+        asked = Serving(Phase.PREFILL, tokens, 1, tokens)
+        there, here = (
+            part_seconds(part, decoder, asked, rates[d], cluster.devices[d]) for d in (gpu, host)
+        )
+        copied = part.weight_bytes * part.read(tokens)
+        return link.latency_s + copied / link.bandwidth_bytes_per_s + there < here
+
+    return 1 + bisect_left(range(1, NEVER_PAYS), True, key=pays)

@@ -16,8 +16,15 @@ from placement.__main__ import main
 from placement.cli import BAD_INPUT, OK
 from placement.cluster import Cluster, Device, Link
 from placement.costs.hot_experts import with_hot_experts
-from placement.costs.op_offload import MOST, min_batch
-from placement.costs.serving import Phase, Serving, part_seconds, peaks, serving_problem
+from placement.costs.serving import (
+    NEVER_PAYS,
+    Phase,
+    Serving,
+    min_batch,
+    part_seconds,
+    peaks,
+    serving_problem,
+)
 from placement.costs.serving_bound import bound, least
 from placement.importers.decoder import Decoder
 from placement.importers.routing import hottest, split, with_counts
@@ -235,10 +242,10 @@ def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
 def test_the_least_batch_that_pays_for_a_copy(config: dict[str, Any]) -> None:
     model = decoder(config)
     found = min_batch(model, HOME)
-    assert found is not None and 1 < found <= MOST
+    assert found is not None and 1 < found <= NEVER_PAYS
     part = next(p for p in model.parts if p.kind in ("experts", "feed_forward") and p.numel > 1e5)
     gpu, host = peaks(model, HOME)
-    for tokens, pays in ((found - 1, False), (found, True))[: 2 if found < MOST else 1]:
+    for tokens, pays in ((found - 1, False), (found, True))[: 2 if found < NEVER_PAYS else 1]:
         asked = Serving(Phase.PREFILL, tokens, 1, tokens)
         copy_s = 1e-5 + part.weight_bytes * part.read(tokens) / 25e9
         here_s, there_s = (
@@ -248,7 +255,7 @@ def test_the_least_batch_that_pays_for_a_copy(config: dict[str, Any]) -> None:
         saved_s = here_s - there_s
         assert (copy_s < saved_s) is pays
     slow = (Link("cpu:0", "cuda:0", 1e-5, 1e4), Link("cuda:0", "cpu:0", 1e-5, 1e4))
-    assert min_batch(model, Cluster("c", (GPU, HOST), slow)) == MOST
+    assert min_batch(model, Cluster("c", (GPU, HOST), slow)) == NEVER_PAYS
     assert min_batch(model, Cluster("c", (HOST,))) is None
 
 
