@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -170,14 +171,12 @@ def _least_memory(work: Work, period: int) -> int:
     """The smallest limit, the same for all devices, in which one micro-batch fits."""
     low = max(b.memory for b in work.blocks)
     high = sum(max(0, b.memory) for b in work.blocks)
-    while low < high:
-        middle = (low + high) // 2
-        roomy = Work(work.blocks, work.num_devices, (middle,) * work.num_devices)
-        if solve(roomy, 1, period, 1.0)[0] is None:
-            low = middle + 1
-        else:
-            high = middle
-    return high
+
+    def fits(limit: int) -> bool:
+        roomy = Work(work.blocks, work.num_devices, (limit,) * work.num_devices)
+        return solve(roomy, 1, period, 1.0)[0] is not None
+
+    return low + bisect_left(range(low, high), True, key=fits)
 
 
 def _search_unrolled(work: Work, k: int, one: Pattern, end: float) -> Outcome:
