@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.plan import Plan, make_plan
@@ -40,6 +42,12 @@ def family(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
         return t.BertModel(t.BertConfig(intermediate_size=24, **words)).eval(), ids
     config = t.ViTConfig(intermediate_size=24, image_size=8, patch_size=4, **SMALL)
     return t.ViTForImageClassification(config).eval(), {"pixel_values": torch.randn(2, 3, 8, 8)}
+
+
+@cache
+def captured(name: str) -> OpGraph:
+    """The graph of a family's model: a capture takes seconds."""
+    return capture(*family(name))
 
 
 def problem_of(graph: OpGraph, devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Problem:

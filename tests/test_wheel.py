@@ -71,21 +71,12 @@ def test_the_wheel_contains_the_packages_and_nothing_else(wheel: Path) -> None:
     assert configs <= set(files)
 
 
-@pytest.mark.parametrize("package", ["placement", "envs", "agents", "conf"])
-def test_packages_come_from_the_fresh_environment(
-    python: Path, installed: Path, tmp_path: Path, package: str
+def test_the_packages_are_ours_and_hydra_finds_every_config(
+    python: Path, installed: Path, tmp_path: Path
 ) -> None:
-    where = run(python, "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path)
-    assert Path(where.strip()).is_relative_to(installed)
-
-
-def test_the_packages_are_ours(python: Path, tmp_path: Path) -> None:
-    code = "from placement.tools.ownership import check_packages; check_packages()"
-    run(python, "-c", code, cwd=tmp_path)
-
-
-def test_hydra_finds_every_config(python: Path, tmp_path: Path) -> None:
-    # The entry configs compose, and every group offers what the checkout has.
+    """They are those of the fresh environment; the entry configs compose, and every group offers
+    what the checkout has.
+    """
     conf = ROOT / "conf"
     entries = sorted(path.stem for path in conf.glob("*.yaml"))
     groups = {
@@ -94,6 +85,11 @@ def test_hydra_finds_every_config(python: Path, tmp_path: Path) -> None:
         if any(folder.glob("*.yaml"))
     }
     code = f"""
+import agents, conf, envs, placement
+from placement.tools.ownership import check_packages
+check_packages()
+for package in (agents, conf, envs, placement):
+    assert package.__file__.startswith({str(installed)!r}), package
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 with initialize_config_module("conf", version_base="1.3"):

@@ -6,7 +6,9 @@ time limit is what turns a deadlock into a failure.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -311,14 +313,15 @@ def in_pieces(rank: int, folder: str) -> list[str]:
     return [graph.program.param_names[q] for q in own]
 
 
-def exported(rank: int, script: str) -> int:
-    """What ``torchrun`` would run."""
+def exported(rank: int, script: str, model: str) -> tuple[int, str]:
+    """What ``torchrun`` would run: its exit code, and what it prints."""
     spec = importlib.util.spec_from_file_location("exported", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.argv = [script, f"{__name__}:block"]
-    return module.main()
+    sys.argv = [script, model]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return module.main(), printed.getvalue()
 
 
 def block() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -351,8 +354,23 @@ def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
     script = load_exporter("dtensor")(plan).files[""]
     assert "    'up': ColwiseParallel(use_local_output=False),\n" in str(script)
     (tmp_path / "parallel.py").write_text(str(script))
-    with Ranks(exported, 2, str(tmp_path / "parallel.py")) as ranks:
-        assert [ranks.answer(r) for r in range(2)] == [("value", 0)] * 2
+    with Ranks(exported, 2, str(tmp_path / "parallel.py"), f"{__name__}:block") as ranks:
+        assert [ranks.answer(r)[1][0] for r in range(2)] == [0, 0]
+
+
+def test_an_exported_pipeline_takes_turns(tmp_path: Path) -> None:
+    """Four stages on two ranks; a test of exporters has ``torchrun`` start a training."""
+    from tests.exporters.test_exporters import cores_plan
+
+    files = load_exporter("torch_pipelining")(cores_plan("inference")).files
+    for suffix, text in files.items():
+        (tmp_path / f"pipeline{suffix or '.py'}").write_text(str(text))
+    module = "placement.workloads.tiny:tiny_mlp"
+    with Ranks(exported, 2, str(tmp_path / "pipeline.py"), module) as ranks:
+        (kind, first), (_, second) = ranks.answer(0), ranks.answer(1)
+    assert kind == "value" and first[0] == second[0] == 0, (first, second)
+    answer = json.loads((first[1] or second[1]).splitlines()[-1])
+    assert (answer["stages"], answer["schedule"]) == (4, "LoopedBFS") and answer["equal"]
 
 
 def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
@@ -774,6 +792,13 @@ def test_without_torchrun_the_message_says_how_to_start(monkeypatch):
 # --- the command ---------------------------------------------------------------------------------
 
 
+def commanded(rank: int, folder: str, words: list[str]) -> tuple[int, str]:
+    """A rank of ``placement``: its exit code, and what it prints."""
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return main(words), printed.getvalue()
+
+
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, monkeypatch, capfd):
     """In the order of a plan, and of a model that is called in turns."""
@@ -797,6 +822,15 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
     )
     plan.save(tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
+
+    def forked(count: int, words: list[str], _: Any) -> int:
+        with Ranks(commanded, count, str(tmp_path), words) as ranks:
+            (code, printed), *others = [ranks.answer(r)[1] for r in range(count)]
+        print(printed)
+        return max(code, *(code for code, _ in others))
+
+    if mode == "training":  # else processes of their own are started, as users' are
+        monkeypatch.setattr("placement.cli.distributed.spawn", forked)
     command = ["run", "plan.json", "--distributed", "--json", "--batches", "6"]
     assert main([*command, "--trace", "trace.json", "--timeout", "120"]) == 0
     out, err = capfd.readouterr()
