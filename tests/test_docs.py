@@ -172,6 +172,7 @@ def run_block(page: Path, block: Block, names: dict[str, Any]) -> None:
         text = re.sub(r"\.learn\([\d_]+\)", ".learn(1)", block.text)
         text = text.replace("optimize(module, inputs)", "optimize(module, inputs, seconds=0.3)")
         text = text.replace("seconds=1)", "seconds=0.3)")
+        text = text.replace("hidden_layers=2", "hidden_layers=1")
         # Line numbers of the page, so that a traceback points into it.
         exec(compile("\n" * block.line + text, str(page), "exec"), names)
     for arguments in commands(block):
