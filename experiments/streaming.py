@@ -1,21 +1,20 @@
 """Models twice as large as a GPU's memory, on the emulated GPU: predicted, run, and the bound.
 
-    python -m experiments.streaming [--calls 5] [--before FILE]
+    python -m experiments.streaming [--calls 5] [--link 4e6]
 
 Each kernel takes as long as what it reads at a rate, each copy as long as its bytes; the CPU takes
-no part, as its times would be this machine's. A row has milliseconds of a call: the bound, what is
-predicted of the plan and what it takes, and the same of ``before``: the placements of another
-checkout, which ``--write-before FILE`` writes there.
+no part, as its times would be this machine's. The link is slow, so that what the emulator's threads
+take, which no GPU does, is of no account. Operators are whole, or matrices are in pieces (columns
+of what they make), whichever is predicted to be faster. A row has milliseconds of a call: the bound
+of whole operators, what is predicted of the plan, and what it takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,16 +23,20 @@ from torch import nn
 
 from experiments.gpu_baselines import Decoder
 from placement import planners
-from placement.bounds import lower_bound
 from placement.capturing import capture
 from placement.cluster import Cluster, Device, Link
 from placement.executor import Runner
 from placement.graph import OpGraph
-from placement.problem import Problem
+from placement.pieces import Pieces, split
+from placement.pieces.decide import options_of
+from placement.pieces.rules import WHOLE
+from placement.plan.reached import least_s, reached
+from placement.planners.residence import refitted, with_buffers
+from placement.problem import Placement, Problem, Solution
 from placement.profile import Profile
-from placement.simulator import evaluate
+from placement.program import Param, Ref, leaves_of
 
-LINK, LATENCY_S = 4e7, 2e-4  # bytes per second, and seconds for each copy
+LINK, BEGINS = 4e6, 8e3  # bytes per second, and those of which each copy takes the time besides
 NAMES = ("cpu:0", "cuda:0")
 
 
@@ -54,34 +57,47 @@ class Unlike(nn.Module):
 
 
 def models() -> dict[str, tuple[nn.Module, Any, float]]:
-    """Module, inputs, and bytes per second that a kernel reads."""
+    """Module, inputs, and how many times as fast as the link a kernel reads."""
     torch.manual_seed(0)
     decoder = Decoder(6, 192).eval()
     tokens = torch.randn(1, 16, 192)
     wide = Unlike().eval(), (torch.randn(8, 768), torch.randn(1024, 96))
     return {
-        "decoder, copies take long": (decoder, tokens, 4 * LINK),
-        "decoder, kernels take as long": (decoder, tokens, LINK),
-        "decoder, kernels take long": (decoder, tokens, LINK / 2),
-        "wide and narrow layers": (*wide, 4 * LINK),
+        "decoder, copies take long": (decoder, tokens, 4.0),
+        "decoder, kernels take as long": (decoder, tokens, 1.0),
+        "decoder, kernels take long": (decoder, tokens, 0.5),
+        "wide and narrow layers": (*wide, 4.0),
     }
 
 
-def measured_link() -> tuple[float, float]:
+def measured_link(rate: float) -> tuple[float, float]:
     """Seconds to begin a copy on the emulated GPU, and bytes per second, as they are measured."""
     from placement.executor.streamed import _copying
     from tests import emulated_gpu
 
-    with emulated_gpu.emulated(poison=False, copy_bytes_per_s=LINK, copy_s=LATENCY_S):
+    with emulated_gpu.emulated(poison=False, copy_bytes_per_s=rate, copy_s=BEGINS / rate):
         return _copying(Device("cuda:0", "cuda", memory_bytes=2**22))
 
 
-def problem_of(graph: OpGraph, rate: float, measured: tuple[float, float]) -> Problem:
-    """A call on a GPU with half of the memory that parameters take."""
-    half = int(graph.param_bytes.sum()) // 2 + int(graph.tensor_bytes.max()) * 3
+def in_pieces(graph: OpGraph) -> OpGraph:
+    """The graph with its large matrices, those of half the largest or more, in two pieces each."""
+    shares, large = (0.5, 0.5), graph.op_param_bytes.max() / 2
+    rules = {}
+    for n, options in enumerate(options_of(graph, shares)):
+        step = graph.program.steps[n]
+        tensors = [x for x in leaves_of((step.args, step.kwargs)) if isinstance(x, Ref | Param)]
+        cut = [i for i, x in enumerate(tensors) if isinstance(x, Param)]
+        each = [rule for rule in options.rules if all(rule.inputs[i] != WHOLE for i in cut)]
+        if graph.op_param_bytes[n] >= large and each:
+            rules[graph.op_name[n]] = each[0]
+    return split(graph, Pieces(shares, rules))
+
+
+def problem_of(graph: OpGraph, rate: float, measured: tuple[float, float], memory: int) -> Problem:
+    """A call on a GPU with so many bytes of memory."""
     devices = (
         Device("cpu:0"),
-        Device("cuda:0", "cuda", memory_bytes=half),
+        Device("cuda:0", "cuda", memory_bytes=memory),
         Device("streamed/cuda:0", "cuda", streams="cuda:0"),
     )
     link = Link("cpu:0", "cuda:0", *measured)
@@ -101,68 +117,62 @@ def problem_of(graph: OpGraph, rate: float, measured: tuple[float, float]) -> Pr
 OVERHEAD_S = 3e-4  # of a kernel on the emulated GPU: a thread that wakes up, and Python
 
 
-def called_s(problem: Problem, placement: Any, inputs: Any, rate: float, calls: int) -> float:
-    """The median of calls one after another, on the emulated GPU."""
+def planned(problem: Problem, evaluations: int) -> tuple[Problem, Solution]:
+    """The best of all planners, and the size of its buffer."""
+    problem = with_buffers(problem)
+    return refitted(problem, planners.load("best_of", evaluations=evaluations)(problem))
+
+
+def called_s(
+    problem: Problem, placement: Placement, inputs: Any, rates: Mapping[str, float], calls: int
+) -> list[float]:
+    """Seconds of calls one after another, on the emulated GPU."""
     from tests import emulated_gpu
 
     args = inputs if isinstance(inputs, tuple) else (inputs,)
-    rates = {"copy_bytes_per_s": LINK, "kernel_bytes_per_s": rate, "copy_s": LATENCY_S}
     spans = []
     with (
-        emulated_gpu.emulated(poison=False, **rates),
+        emulated_gpu.emulated(poison=False, **rates) as gpu,
         Runner(problem.graph, problem.cluster, placement, priority=problem.priority) as runner,
     ):
         for _ in range(calls + 2):
             began = time.perf_counter()
             runner(*args)
             spans.append(time.perf_counter() - began)
-    return float(np.median(spans[2:]))
+        assert not gpu.num_races, "a buffer was written or read too early"
+    return spans[2:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--evaluations", type=int, default=8000)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--write-before", type=Path)
+    parser.add_argument("--link", type=float, default=LINK, help="bytes per second")
     parser.add_argument("--no-run", action="store_true", help="predictions only")
     options = parser.parse_args(argv)
-    before = json.loads(options.before.read_text()) if options.before else {}
-    written: dict[str, Any] = {}
-    solve: Callable[..., Any] = planners.load("best_of", evaluations=options.evaluations)
-    link = measured_link()
-    for name, (module, inputs, rate) in models().items():
+    link = measured_link(options.link)
+    rates = {"copy_bytes_per_s": options.link, "copy_s": BEGINS / options.link}
+    for name, (module, inputs, times) in models().items():
         graph = capture(module, inputs, name="model")
-        problem = problem_of(graph, rate, link)
-        if options.write_before:
-            answer = solve(problem)
-            written[name] = [answer.placement.tolist(), answer.value_s]
-            options.write_before.write_text(json.dumps(written))
-            continue
-        from placement.plan.reached import least_s, reached
-        from placement.planners.residence import Residence, refitted, with_buffers
-
-        own, answer = refitted(*(lambda p: (p, solve(p)))(with_buffers(problem)))
-        row: dict[str, Any] = {
-            "bound": least_s(own),
-            "greedy": Residence()(problem).value_s,
-            "predicted": answer.value_s,
-        }
-        if name in before:
-            placed = np.array(before[name][0], np.int32)
-            row["before, as predicted then"] = before[name][1]
-            row["before, predicted"] = float(evaluate(problem, placed[None]).latency_s[0])
-        if not options.no_run:
-            row["run"] = called_s(own, answer.placement, inputs, rate, options.calls)
-            if name in before:
-                row["before, run"] = called_s(problem, placed, inputs, rate, options.calls)
-        size = graph.param_bytes.sum() / 2**20
-        room = own.cluster.devices[2].buffer_bytes
-        figures = ", ".join(f"{key} {value * 1e3:.1f}" for key, value in row.items())
-        print(f"{name} ({size:.0f} MiB, buffer {room}): {figures} ms", flush=True)
-        print(
-            f"  {reached(own, answer)}; {lower_bound(own) * 1e3:.1f} with this buffer", flush=True
+        half = int(graph.param_bytes.sum()) // 2 + int(graph.tensor_bytes.max()) * 3
+        whole, cut = (
+            problem_of(x, times * options.link, link, half) for x in (graph, in_pieces(graph))
         )
+        answers = [planned(x, options.evaluations) for x in (whole, cut)]
+        problem, answer = min(answers, key=lambda x: x[1].value_s)
+        bound_s, predicted_s = least_s(whole), answer.value_s
+        line = f"{name} ({'whole' if problem.graph is graph else 'in pieces'}): "
+        line += f"bound {bound_s * 1e3:.1f}, predicted {predicted_s * 1e3:.1f} ms "
+        line += f"({bound_s / predicted_s:.0%} of the bound)"
+        if not options.no_run:
+            now = rates | {"kernel_bytes_per_s": times * options.link}
+            took = called_s(problem, answer.placement, inputs, now, options.calls)
+            took_s = float(np.median(took))
+            line += (
+                f", run {took_s * 1e3:.1f} ({min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}; "
+                f"{bound_s / took_s:.0%} of the bound, predicted {predicted_s / took_s - 1:+.1%})"
+            )
+        print(f"{line}\n  {reached(problem, answer)}", flush=True)
     return 0
 
 

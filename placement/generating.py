@@ -36,7 +36,7 @@ from placement.optimizing import (
 from placement.plan import Plan
 from placement.problem import Problem, ProblemError, host_of
 from placement.profile import Profile
-from placement.program import view_of
+from placement.program import DependsOnValues, view_of
 from placement.tools.progress import progress, say, says_when_compiling
 from placement.workloads import import_transformers
 
@@ -425,18 +425,23 @@ class _Layer(transformers.cache_utils.StaticLayer):  # type: ignore[misc]
 class _Step(nn.Module):
     """Scores of the token after one of ``tokens``, ``[batch, vocabulary]``, and the new cache.
 
-    ``last``: int64 ``[1]``, behind which of them; None: the last.
+    ``last``: int64 ``[1]``, behind which of them; None: the last. ``told``: whether the model is
+    given the places of the tokens and a mask, of which it makes tensors as long as the text so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.told = model, False
 
     def forward(
         self, tokens: Tensor, cache: _Cache, seen: Tensor, last: Tensor | None = None
     ) -> tuple[Tensor, _Cache]:
         past = transformers.Cache(layers=[_Layer(*pair, seen) for pair in cache])
         options = {} if last is None else {"logits_to_keep": last}
+        if self.told:
+            at = seen + torch.arange(tokens.shape[1], device=tokens.device)
+            options["position_ids"] = at.expand(tokens.shape)
+            options["attention_mask"] = tokens.new_ones(len(tokens), cache[0][0].shape[2])
         logits = self.model(tokens, past_key_values=past, use_cache=True, **options).logits
         return logits[:, -1], [(layer.keys, layer.values) for layer in past.layers]
 
@@ -481,7 +486,14 @@ class _Maker:
     ) -> OptimizedRunner:
         options["report"](f"capturing {size} tokens", None)
         inputs = _example(self.cache, size)
-        graph = capture(self.module, inputs, name=type(self.module.model).__name__)
+        name = type(self.module.model).__name__
+        try:
+            graph = capture(self.module, inputs, name=name)
+        except DependsOnValues:  # OPT counts the tokens that it has seen
+            if self.module.told:
+                raise
+            self.module.told = True
+            graph = capture(self.module, inputs, name=name)
         runner, _ = optimized(graph, cluster, problem, inputs, self.seconds, self.module, **options)
         runner.stop()
         runner.outputs_stay = runner.has_company = True
@@ -509,6 +521,7 @@ def _beside(step: OptimizedRunner, prompt: Problem) -> Problem:
             may = on | ({host, *streaming} if is_host and streaming else set())
             compute_s[op, [d not in may for d in range(cluster.num_devices)]] = np.inf
     resident = graph.param_bytes @ _held(graph, at, cluster.num_devices)
+    resident[host] += resident[streaming].sum()  # one page-locked copy, for both
     left = step.plan.limits.headroom_bytes
     devices = tuple(
         d if d.streams else replace(d, memory_bytes=max(left[d.name] + int(resident[i]), 1))

@@ -76,6 +76,8 @@ slow = [HealthCheck.too_slow]
 settings.register_profile(
     "suite", max_examples=50, deadline=None, derandomize=True, suppress_health_check=slow
 )
+# For a property whose claim is a number of cases: pytest --hypothesis-profile many -k NAME
+settings.register_profile("many", settings.get_profile("suite"), max_examples=2000)
 settings.load_profile("suite")
 
 

@@ -50,6 +50,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GPT2LMHeadModel", "GPT2Config",
         {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64},
     ),
+    "opt": (
+        "OPTForCausalLM", "OPTConfig",
+        {"vocab_size": 100, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64,
+         "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM", "DeepseekV3Config", SMALL | {

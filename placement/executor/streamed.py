@@ -54,7 +54,7 @@ class Streamed:
         for p in params:
             value = program.params[p].detach()
             try:
-                copy = torch.empty_like(value, device=_HOST, pin_memory=True).copy_(value)
+                copy = weights.pinned(program, p)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:

@@ -28,6 +28,8 @@ Kept = dict[Key, tuple[State, Tensor]]
 
 # By device: the program of the runner that was started last, and the copies that it uses.
 _kept: dict[torch.device, tuple[weakref.ref[Program], Kept]] = {}
+# What runners stream, by the parameter that it is a copy of, which they keep alive.
+_pinned: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
 
 
 class Copies:
@@ -87,6 +89,22 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
         if copy is not None and known == state:
             return state, copy
     return state, value.to(device)
+
+
+def pinned(program: Program, p: int) -> Tensor:
+    """Parameter ``p`` in page-locked host memory: one copy for all runners that stream it.
+
+    Raises:
+        RuntimeError: the machine does not page-lock that much memory.
+    """
+    value = program.params[p].detach()
+    copy = _pinned.get(view_of(value))
+    if copy is None:
+        copy = torch.empty_like(value, device=torch.device("cpu"), pin_memory=True)
+        _pinned[view_of(value)] = copy
+    with torch.inference_mode():  # in which it may have been made
+        copy.copy_(value)
+    return copy
 
 
 def flatten(program: Program, ops: Iterable[int], params: dict[int, Tensor]) -> None:

@@ -1,9 +1,9 @@
 """``config.json`` of Hugging Face as a decoder: the model of transformers, without its weights.
 
 transformers builds the model on the device ``meta``, where tensors have shapes and no numbers, and
-one token runs through it. The parameters of each layer, the order of what is around the layers, and
-what each layer keeps of a token are therefore the library's own. No code that comes with a model
-runs, and nothing is downloaded.
+one token runs through it, and of layers that are alike through the first. The parameters of each
+layer, the order of what is around the layers, and what each layer keeps of a token are therefore
+the library's own. No code that comes with a model runs, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from placement.importers.decoder import MOST_LAYERS, Decoder, Part
 from placement.tools.files import short
 
 _MOST_GROUP, _MOST_BYTES = 2**24, 2**55
-_MOST_RUN = 1024  # layers: a token runs through each, which takes 3 ms
+_MOST_RUN = 1024  # layers: a token runs through each that is unlike those before, 3 ms
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
 _NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 # Bits of a weight, and of what goes with a block of them.
@@ -36,6 +36,7 @@ _SAME = {"kimi_k2": "deepseek_v3"}  # a name of its own for a type of transforme
 _ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")  # names of lists
 # Names of how many experts a token is routed to.
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+_NUMBER = ("layer_idx", "layer_id", "layer_number")  # names of which layer a module is in
 # Names within a layer.
 _FEED_FORWARD = re.compile(r"((shared_)?mlp|(\w+_)?moe|ffn?|feed_forward|mlp_block|fc\d)\.")
 _ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router(\.layer)?)\.weight$")
@@ -197,7 +198,10 @@ class _Model:
         inside, first = f"{self.path}.", f"{self.path}.0"
         around = [name for name, x in modules.items() if x._parameters]
         around = [name for name in around if not name.startswith(inside)]
-        ran, cache = _run(called, {name: modules[name] for name in (first, *around)})
+        alike = _alike(layers, getattr(config, "layer_types", None))
+        watched = {name: modules[name] for name in (first, *around)}
+        ran, caches = _run(called, layers, watched, alike)
+        cache = [caches[i] for i in alike if i < len(caches)]
         if len(cache) != len(layers) or not {type(x).__name__ for x in cache} <= _CACHES:
             raise ValueError("what its layers keep of a token is not known")
         self.before = ran[: ran.index(first)]
@@ -292,18 +296,47 @@ def _on_meta(config: Any, dtype: str) -> tuple[Any, Any]:
     return model.eval(), called
 
 
-def _run(model: Any, modules: Mapping[str, Any]) -> tuple[list[str], Sequence[Any]]:
-    """In which order these modules run, and the caches of the layers after one token."""
+def _alike(layers: Sequence[Any], types: Sequence[str] | None) -> list[int]:
+    """Of each layer, the first that is like it in all but its number."""
+    first: dict[Any, int] = {}
+    return [
+        first.setdefault((types[i] if types else None, *_look(layer)), i)
+        for i, layer in enumerate(layers)
+    ]
+
+
+def _look(layer: Any) -> Iterator[Any]:
+    """Names and shapes of the parameters of a layer, and the plain settings of its modules."""
+    for name, p in layer.named_parameters():
+        yield name, *p.shape
+    for name, module in layer.named_modules():
+        settings = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str)}
+        yield name, type(module), *sorted((settings | dict.fromkeys(_NUMBER, "")).items(), key=str)
+
+
+def _run(
+    model: Any, layers: Sequence[Any], modules: Mapping[str, Any], alike: Sequence[int]
+) -> tuple[list[str], Sequence[Any]]:
+    """In which order these modules run, and the caches of the layers after one token.
+
+    Of layers that are ``alike`` the first one runs, and the others return what it did.
+    """
     import torch
 
     ran: dict[str, None] = {}
+    made: dict[int, Any] = {}
+    for i, (layer, first) in enumerate(zip(layers, alike, strict=True)):
+        if i == first:
+            layer.register_forward_hook(lambda *told, i=i: made.__setitem__(i, told[2]))
+        else:
+            layer.forward = lambda *_, first=first, **__: made[first]
     for name, module in modules.items():
         module.register_forward_pre_hook(lambda *_, name=name: ran.setdefault(name))
     with torch.no_grad():
         out = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
     caches = [getattr(out, name, None) for name in ("past_key_values", "cache_params")]
-    layers: list[Any] = [getattr(x, "layers", None) for x in caches]
-    return list(ran), next((x for x in layers if x is not None), ())
+    each: list[Any] = [getattr(x, "layers", None) for x in caches]
+    return list(ran), next((x for x in each if x is not None), ())
 
 
 def _keys(cache: Any, config: Any) -> _Kept | None:

@@ -368,9 +368,11 @@ def why_infinite(problem: Problem, placement: Placement) -> str:
         peak = simulate(problem, placement, num_microbatches=problem.num_run).peak_bytes
     assert peak is not None, "a prediction tracks memory"
     over = [
-        f"device {device.name!r} needs {int(need)} bytes, has {device.memory_bytes}"
-        for device, need in zip(problem.cluster.devices, peak, strict=True)
-        if need > device.memory_bytes
+        f"device {name!r} needs {int(need)} bytes, has {int(most)}"
+        for name, need, most in zip(
+            problem.cluster.device_names, peak, problem.memory_bytes, strict=True
+        )
+        if need > most
     ]
     if over:
         proof, closest = cannot_fit(problem), ", ".join(over)

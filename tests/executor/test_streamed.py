@@ -24,7 +24,7 @@ from placement.buffer import Buffer
 from placement.capturing import capture
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.measure import cached_path, load_or_measure
-from placement.executor import Executor, Runner
+from placement.executor import Executor, Runner, weights
 from placement.executor.streamed import Streamed, streaming_where_short, with_streaming
 from placement.graph import OpGraph
 from placement.objective import Objective
@@ -35,6 +35,7 @@ from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.program import split_inputs
 from placement.runs import ways
+from placement.search.evaluation import Search
 from placement.simulator import evaluate, score, simulate, simulate_reference
 from placement.workloads import load
 from tests import emulated_gpu
@@ -56,7 +57,6 @@ def chosen(graph, seed, devices=(0, 1, 2)):
 # --- the simulator -------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_kernel_equals_reference_where_devices_stream(seed: int) -> None:
     problem = with_twins(seed)
@@ -176,6 +176,9 @@ def test_a_buffer_is_as_large_as_the_largest_parameters_and_pinned_memory_is_lim
     assert np.isfinite(score(short, [[2, 2, 1], [2, 2, 2]])).tolist() == [True, False]
     with pytest.raises(ValueError, match=r"'streamed/cuda:0' needs 6 bytes of pinned.* it has 5"):
         make_plan(short, Solution(np.array([2, 2, 2]), 1.0), planner="mine")
+    search = Search(short)
+    search.cost(np.array([2, 2, 2], np.int32))
+    assert "'streamed/cuda:0' needs 6 bytes, has 5" in search.solution().stats["infeasible"]
 
 
 def test_what_cannot_be_streamed_is_refused_by_name() -> None:
@@ -430,14 +433,26 @@ def test_parameters_are_copied_while_operators_run() -> None:
     assert 3 * 2 * 6 <= gpu.copies["pinned"] <= 3 * 2 * 12 + 3 and not gpu.copies["pageable"]
 
 
-def test_what_was_written_since_shows_in_the_next_call() -> None:
+def test_what_was_written_since_shows_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both runners, which have one page-locked copy of what the module holds."""
     module, (x,), graph = layers()
+    pinned, locked, placement = weights.pinned, set(), chosen(graph, 0, (2,))
+
+    def logged(*parameter: Any) -> torch.Tensor:
+        copy = pinned(*parameter)
+        locked.add(id(copy))
+        return copy
+
+    monkeypatch.setattr(weights, "pinned", logged)
     with (
         emulated_gpu.emulated(copy_s=1e-3),
-        Runner(graph, THREE, chosen(graph, 0, (2,))) as runner,
+        Runner(graph, THREE, placement) as runner,
+        Runner(capture(module, (x[:2],)), THREE, placement) as other,
     ):
         for _ in range(3):
             torch.testing.assert_close(runner(x), module(x))
+            torch.testing.assert_close(other(x[:2]), module(x[:2]))
+            assert len(locked) == len([*module.parameters()])
             with torch.no_grad():
                 module.layers[0].weight.mul_(1.5)  # which was copied ahead
                 module.layers[-1].bias.add_(1.0)
