@@ -10,12 +10,16 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from gymnasium import spaces
 from stable_baselines3 import PPO
 
-from agents.training import TrainConfig
+from agents.training import TrainConfig, train
 from placement import planners
 from placement.testing import small_problems
+from tests.envs.test_envs import chain
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOK = EXAMPLES / "tour.ipynb"
@@ -67,6 +71,38 @@ def test_a_seam_of_ones_own(
         "grpo.py": "320 steps: reward",
     }
     assert expected[name] in out
+
+
+@pytest.mark.parametrize("formulation", ["sequential", "one_shot"])
+def test_episodes_that_are_compared_solve_the_bandit(
+    formulation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[1, 0] takes 2.1 s, the best device 3 s."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    config = TrainConfig(
+        total_steps=512, formulation=formulation, learning_rate=1e-2, num_checks=1,
+        network={"hidden": 32, "layers": 2, "finish_weight": 0.0}, algorithm="grpo:GRPO",
+    )  # fmt: skip
+    rows: list[Any] = []
+    train([chain([[2, 1], [1, 3]], latency_s=0.1)], config=config, callback=rows.append)
+    assert rows[-1]["reward_mean"] > 0.8 * np.log(3 / 2.1)
+
+
+def test_advantages_of_episodes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of two: of problem 0 episodes earn 1 and 3, that of problem 1 is alone."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    space = spaces.Dict({"problem": spaces.Box(0, 9, (1,), np.int64)})
+    kind = importlib.import_module("grpo").Relative
+    buffer = kind(3, space, spaces.Discrete(2), "cpu", n_envs=2)
+    problem = np.array([[[0], [0]], [[0], [1]], [[0], [1]]])
+    starts, rewards = np.array([[1, 1], [0, 1], [1, 0]]), np.array([[0, 3], [1, 0], [0, 5]])
+    for t in range(3):
+        step = np.zeros((2, 1)), rewards[t], starts[t], torch.zeros(2), torch.zeros(2)
+        buffer.add({"problem": problem[t]}, *step)
+    buffer.compute_returns_and_advantage(torch.zeros(2), np.array([False, True]))
+    # Mean 2, deviation 1; the third step of the first environment is of one that goes on.
+    expected = np.array([[-1, 1], [-1, 0], [0, 0]]) / 1.01
+    assert buffer.advantages == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.usefixtures("published")

@@ -66,7 +66,7 @@ from experiments.learned.folds import (
     percent,
 )
 from experiments.study import Option, Options, Study, say
-from experiments.tables import Column, geometric, groups, table
+from experiments.tables import DASH, Column, geometric, groups, table
 from placement import importers, pieces, workloads
 from placement.capturing import capture
 from placement.cluster import Cluster
@@ -87,6 +87,7 @@ SEED = 59  # of the models, the folds and the machines
 LEARNED = (UNTRAINED, MESSAGES, PERCEPTRON)
 OTHERS = ("contiguous_dp", "order_search", "best_of")
 ARMS = (ONE_DEVICE, BEST_RULE, *LEARNED, *OTHERS)
+BASES = ("order_search", UNTRAINED, PERCEPTRON)
 OBJECTIVE = "latency"
 
 
@@ -234,15 +235,17 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def against(arm: str, machine: str, seconds: float) -> str:
         return percent(over(where[machine], arm, seconds, BEST_RULE, True))
 
-    def end(x: tuple[str, str]) -> str:
-        return percent(over(in_pieces, MESSAGES, 1.0, x[0], x[0] == BEST_RULE))
+    def end(arm: str, base: str) -> str:
+        same = arm == base
+        return DASH if same else percent(over(in_pieces, arm, 1.0, base, base == BEST_RULE))
 
     seeds = len({r.seed for r in rows if r.arm == MESSAGES})
     return {
         "endpoint": table(
-            [(a, a) for a in (BEST_RULE, "order_search", "best_of", UNTRAINED, PERCEPTRON)],
-            Column("message passing, 1 s, against", lambda x: x[0]),
-            Column("pieces, four and unlike", end),
+            [a for a in arms if a not in (ONE_DEVICE, BEST_RULE)],
+            Column("arm", lambda a: a),
+            Column("against the best of all rules", partial(end, base=BEST_RULE)),
+            *(Column(f"against {base}", partial(end, base=base)) for base in BASES if base in arms),
         ),
         "reached": "reached" if reached(rows) else "not reached",
         "budgets": table(
