@@ -44,6 +44,12 @@ OTHERS = (
 SHARES = ((0.5, 0.5), (0.25, 0.75), (0.25,) * 4)
 
 
+def small(name: str) -> tuple[Any, Any]:
+    """A model of this project or of the zoo, and its inputs."""
+    of_zoo = next((m for m in zoo.MODELS if m.name == name), None)
+    return zoo.small(name, *of_zoo.sizes[0]) if of_zoo else load(name)
+
+
 def in_random_pieces(graph: OpGraph, found: Sequence[Ways], shares: Shares, seed: int) -> Pieces:
     """Cuts that are best for random costs: any combination that can be."""
     rng = np.random.default_rng(seed)
@@ -61,9 +67,7 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
 def row(name: str, draws: int) -> dict[str, Any]:
     """What came out of a model."""
     torch.set_num_threads(1)
-    small = next((m for m in zoo.MODELS if m.name == name), None)
-    batch, size = small.sizes[0] if small else (1, 0)
-    module, inputs = zoo.small(name, batch, size) if small else load(name)
+    module, inputs = small(name)
     facts: dict[str, Any] = {"model": name, "ops": 0, "cuttable": 0, "cut": [], "wrong": ""}
     try:
         graph = capture(module, inputs, name=name)

@@ -367,7 +367,8 @@ def fastest(
             known = replace(costs.profile, graph_fingerprint=problem.graph.fingerprint)
             own = replace(costs, graph=problem.graph, profile=known)  # plans know no kernels
             again = _plan(own, workload, solution, planner)
-            if len(devices_of(again)) > 1 and again.assignments != ran.plan.assignments:
+            fits = np.isfinite(solution.value_s)  # with packed weights
+            if fits and len(devices_of(again)) > 1 and again.assignments != ran.plan.assignments:
                 ran, slower = sorted((ran, run(again, own)), key=lambda x: x.over_single)
                 slower.runner.close()
         on_error.pop_all()

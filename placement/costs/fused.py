@@ -5,7 +5,10 @@ whole graph is scheduled once by Inductor, which says what shares a kernel; thes
 colocation group, so that a cut between groups changes no kernel. Then the graph runs on every CPU
 device in blocks, each compiled, of which the ends lie between groups, through the same workers as a
 placed pipeline. What a block takes is divided among its operators as they take it uncompiled: sums
-over blocks are measured, and what is inside of a block is an estimate.
+over blocks are measured, and what is inside of a block is an estimate. Where blocks meet, layouts are
+converted and kernels are not fused, which a placement of few runs hardly has: all is scaled to what
+the graph takes as one run. Weights that are packed for
+the processor are a second copy: its bytes are counted with the parameter, on every device.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def measure_compiled(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of compiled runs; ``provenance`` has the ``groups`` of the fused graph.
+    """The profile of compiled runs; ``provenance`` has the ``groups`` of the fused graph,
+    and ``packed``, bytes beside each parameter.
 
     Args:
         graph: with its program; of inference.
@@ -81,30 +85,35 @@ def measure_compiled(
     priority = reuse_position(graph) if by_reuse else of_one.rank_position
     cpus = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
     begins = _begins(joined, priority, profile.compute_s[:, cpus].mean(axis=1))
-    runners = []
+    runners, wholes = [], []
     try:
         for d in cpus:
-            runners.append(on_one_device(graph, cluster, d, priority))
-            runners[-1].begins = frozenset(begins.tolist())
-            runners[-1].compile(say)
+            for begun, into in ((begins.tolist(), runners), ((), wholes)):
+                into.append(on_one_device(graph, cluster, d, priority))
+                into[-1].begins = frozenset(begun)
+                into[-1].compile(say)
         if not any(runner.num_compiled for runner in runners):
             why = next(iter(runners[0].not_compiled.values()), "nothing in it computes")
             raise ProfileError(f"nothing of the graph is compiled: {why}")
-        alone, loaded = measured_rounds(runners, graph.program.timing_inputs(), repeats, say)
+        inputs = graph.program.timing_inputs()
+        alone, loaded = measured_rounds(runners, inputs, repeats, say)
+        whole_s = typical(np.array(measured_rounds(wholes, inputs, repeats, say)[0])).sum(axis=0)
         names = [sorted(runner.not_compiled) for runner in runners]
+        packed = np.max([runner.packed for runner in runners], axis=0)
     finally:
-        for runner in runners:
+        for runner in (*runners, *wholes):
             runner.close()
+    scale = whole_s / typical(np.array(alone)).sum(axis=0)
     block = np.searchsorted(np.sort(priority[begins]), priority, side="right")
     compute_s, spread_s = profile.compute_s.copy(), profile.spread_s.copy()
     loaded_s = None if profile.loaded_s is None else profile.loaded_s.copy()
 
     def divided(seconds: NDArray[np.float64], like: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum of each block [N, D], divided as ``like`` is."""
+        """The sum of each block [N, D], divided as ``like`` is, as part of one run."""
         sums = [np.zeros((block.max() + 1, x.shape[1])) for x in (seconds, like)]
         for total, x in zip(sums, (seconds, like), strict=True):
             np.add.at(total, block, x)
-        return like * (sums[0] / np.maximum(sums[1], 1e-12))[block]
+        return like * (scale * sums[0] / np.maximum(sums[1], 1e-12))[block]
 
     own = profile.compute_s[:, cpus]
     compute_s[:, cpus] = divided(typical(np.array(alone)), own)
@@ -113,7 +122,7 @@ def measure_compiled(
     if loaded_s is not None and loaded:
         loaded_s[:, cpus] = divided(typical(np.array(loaded)), own)
     facts: dict[str, Any] = {"compiled": True, "groups": joined.group.tolist()}
-    facts |= {"blocks": len(begins), "interpreted": names}
+    facts |= {"blocks": len(begins), "interpreted": names, "packed": packed.tolist()}
     facts |= {"seconds": round(time.time() - began, 2)}
     return replace(
         profile,
@@ -154,9 +163,12 @@ def load_or_measure_compiled(
     path = path.with_name(f"{path.stem}-compiled{path.suffix}")
     when = profile.provenance.get("when")
     saved = Profile.load(path) if path.exists() else None
-    if saved is None or saved.provenance.get("when") != when:
+    if saved is None or saved.provenance.get("when") != when or "packed" not in saved.provenance:
         saved = measure_compiled(graph, cluster, profile, progress=progress)
         saved.save(path)
-    group = np.array(saved.provenance["groups"], np.int32)
-    joined = replace(graph, group=group)
+    joined = replace(
+        graph,
+        group=np.array(saved.provenance["groups"], np.int32),
+        param_bytes=graph.param_bytes + np.array(saved.provenance["packed"], np.int64),
+    )
     return joined, replace(saved.for_cluster(cluster), graph_fingerprint=joined.fingerprint)

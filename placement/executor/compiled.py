@@ -588,7 +588,8 @@ class Artefacts:
     Attributes:
         eager: the first operator of each run that is none, and why not.
         frozen: parameters whose values are part of artefacts.
-        bytes: of constants beside the module's parameters.
+        packed: by parameter, bytes of constants that runs have beside it: what is made of several
+            parameters is divided as their sizes are.
         compiled: how many runs are artefacts.
         seconds: spent on compiling; 0 where all of them were kept.
     """
@@ -603,7 +604,8 @@ class Artefacts:
     ) -> None:
         self.eager: dict[int, str] = {}
         self.frozen: set[int] = set()
-        self.bytes, self.compiled, self.seconds = 0, 0, 0.0
+        self.packed: dict[int, float] = {}
+        self.compiled, self.seconds = 0, 0.0
         self._program, self._device, self._report = program, device, report
         self._params, self._known = params, known
         self._recipes: dict[int, Recipe] = {}
@@ -635,13 +637,20 @@ class Artefacts:
                     made = self._recipes[first], artefact, fixed
                     calls[first] = CompiledRun(run, *made, clock)
                     self.compiled += 1
-                    self.bytes += artefact.bytes
+                    self._pack(self._recipes[first], artefact.bytes)
         finally:
             torch.set_num_threads(before)
             self.__dict__.pop("_values", None)
             if clock is not None:
                 clock[0].clear()
         return replace(generated, calls=calls)
+
+    def _pack(self, run: Recipe, size: int) -> None:
+        """Count the constants of a run."""
+        sizes = {p: self._params[p].nbytes for p in run.params}
+        for p, own in sizes.items():
+            share = size * own / max(1, sum(sizes.values()))
+            self.packed[p] = self.packed.get(p, 0.0) + share
 
     def _fastest(self, first: int, call: Call) -> Artefact | None:
         """The run that begins with ``first``, as the fastest kind; None: as it is."""

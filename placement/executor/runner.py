@@ -719,9 +719,17 @@ class Runner:
         return sum(x.seconds for x in self._artefacts)
 
     @property
+    def packed(self) -> NDArray[np.int64]:
+        """int64 ``[P]`` memory of packed weights, beside the module's own parameters."""
+        total = np.zeros(len(self.graph.param_bytes))
+        for artefacts in self._artefacts:
+            total[[*artefacts.packed]] += [*artefacts.packed.values()]
+        return np.rint(total).astype(np.int64)
+
+    @property
     def packed_bytes(self) -> int:
-        """Memory of packed weights, which compiled runs have beside the module's own."""
-        return sum(x.bytes for x in self._artefacts)
+        """Of all parameters."""
+        return int(self.packed.sum())
 
     def _is_topological(self) -> bool:
         """Otherwise runs of operators in order of priority could wait for each other."""

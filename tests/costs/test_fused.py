@@ -12,8 +12,8 @@ from torch import nn
 from placement import capture
 from placement.cluster import Cluster, Device
 from placement.costs import fused as fused_module
-from placement.costs.fused import _begins, fused, measure_compiled
-from placement.executor import Runner
+from placement.costs.fused import _begins, fused, load_or_measure_compiled, measure_compiled
+from placement.executor import Runner, compiled
 from placement.profile import Profile
 
 TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
@@ -64,13 +64,31 @@ def test_seconds_of_blocks_are_divided_as_operators_take_them(
     monkeypatch.setattr(Runner, "num_compiled", 1)
     # Of each block all is the first operator's, as compiled runs record it.
     took = np.array([[6, 0, 0, 8, 0, 0, 0], [3, 0, 0, 4, 0, 0, 0]], float).T * 1e-3
-    monkeypatch.setattr(fused_module, "measured_rounds", lambda *_: ([took] * 3, [2 * took] * 3))
+    # As one run, in which nothing is converted between blocks, it takes nine tenths.
+    rounds = iter([([took] * 3, [2 * took] * 3), ([0.9 * took] * 3, [])])
+    monkeypatch.setattr(fused_module, "measured_rounds", lambda *_: next(rounds))
     alone = np.array([[1, 1, 2, 1, 1, 1, 1]] * 2, float).T * 1e-2
     profile = Profile(TWO.device_names, alone, 0 * alone, loaded_s=alone)
     got = measure_compiled(graph, TWO, profile)
     # 6 ms in shares of 1, 1, 2; 8 ms in four equal ones.
-    expected = np.array([1.5, 1.5, 3, 2, 2, 2, 2]) * 1e-3
+    expected = 0.9 * np.array([1.5, 1.5, 3, 2, 2, 2, 2]) * 1e-3
     np.testing.assert_allclose(got.compute_s, np.stack([expected, expected / 2], axis=1))
     assert got.loaded_s is not None
     np.testing.assert_allclose(got.loaded_s, 2 * got.compute_s)
     assert got.provenance["compiled"] and got.provenance["groups"] == group.tolist()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_packed_weights_are_counted_with_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        compiled, "_timed", lambda ways: {way: 2.0**-i for i, way in enumerate(ways)}
+    )
+    net = nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(3)))
+    graph = capture(net.eval(), torch.randn(1, 8, 9, 9))
+    profile = Profile(
+        TWO.device_names, np.full((graph.num_ops, 2), 1e-5), np.zeros((graph.num_ops, 2))
+    )
+    joined, _ = load_or_measure_compiled(graph, TWO, profile)
+    more = joined.param_bytes - graph.param_bytes
+    weights = graph.param_bytes > 32  # the others are biases of 8 numbers
+    assert (more[weights] >= graph.param_bytes[weights]).all()  # a packed copy has as many or more
