@@ -5,10 +5,10 @@ whole graph is scheduled once by Inductor, which says what shares a kernel; thes
 colocation group, so that a cut between groups changes no kernel. Then the graph runs on every CPU
 device in blocks, each compiled, of which the ends lie between groups, through the same workers as a
 placed pipeline. What a block takes is divided among its operators as they take it uncompiled: sums
-over blocks are measured, and what is inside of a block is an estimate. Where blocks meet, layouts are
-converted and kernels are not fused, which a placement of few runs hardly has: all is scaled to what
-the graph takes as one run. Weights that are packed for
-the processor are a second copy: its bytes are counted with the parameter, on every device.
+over blocks are measured, and what is inside of a block is an estimate. Where blocks meet, layouts
+are converted and kernels are not fused, which a placement of few runs hardly has: all is scaled to
+what the graph takes as one run. Weights that are packed for the processor are a second copy: its
+bytes are counted with the parameter, on every device.
 """
 
 from __future__ import annotations

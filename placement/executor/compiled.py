@@ -412,6 +412,7 @@ def load(
         data = torch.from_file(name, shared=False, size=described["bytes"], dtype=torch.uint8)
     values = {"param": [params[p] for p in run.params], "known": [known[t] for t in run.known]}
     slots: list[tuple[int, int]] = []
+    packed: dict[str, Tensor] = {}
     own_bytes = described["bytes"]
 
     def operand(what: str, place: Any, *rest: Any) -> Tensor:
@@ -419,9 +420,11 @@ def load(
         if what in values:
             return values[what][place]
         if what == "packed":
-            packed: Tensor = _PACK(operand(*place), *rest)
-            own_bytes += torch.ops.mkldnn._nbytes(packed)
-            return packed
+            key = repr((place, rest))
+            if key not in packed:  # steps of a recurrent network read the same weights
+                packed[key] = _PACK(operand(*place), *rest)
+                own_bytes += torch.ops.mkldnn._nbytes(packed[key])
+            return packed[key]
         assert data is not None, "it has constants"
         return _read(data, place, *rest)
 
@@ -657,6 +660,7 @@ class Artefacts:
         run = self._recipes[first]
         forms = [_form(self._params[p]) for p in run.params]
         forms += [_form(self._known[t]) for t in run.known]
+        forms += [_form(self._values[t]) for t in run.reads]  # heads and groups of heads
         name = digest(here(), run.text, str(forms), str(self._device.threads))
         noted = folder() / f"{name}.kind"
         kind, why = None, ""

@@ -48,7 +48,7 @@ class Generated:
         """Which operator of the run that begins with ``op`` raised ``error``."""
         at = error.__traceback__
         while at is not None:
-            if at.tb_frame.f_code is self.calls[op].__code__:
+            if at.tb_frame.f_code is getattr(self.calls[op], "__code__", None):  # else compiled
                 return self.op_at[at.tb_lineno - 1]
             at = at.tb_next
         return op

@@ -99,6 +99,25 @@ def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(prefers
         assert (again.num_compiled, again.compile_s, calls) == (1, 0, [])
 
 
+def test_what_is_kept_is_for_the_shapes_that_it_was_made_for(prefers, monkeypatch) -> None:
+    """As where heads and groups of heads are turned by the same operators."""
+    prefers("plain")
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(8, 16)
+    with runner_of(module, x) as runner:
+        runner.compile()
+        assert runner.num_compiled == 1
+
+    def asked(*_: object, **__: object) -> None:
+        raise RuntimeError("built anew")
+
+    monkeypatch.setattr(compiled, "build", asked)
+    with runner_of(module, x[:2]) as other:
+        other.compile()
+        assert [*other.not_compiled.values()] == ["RuntimeError: built anew"]
+        torch.testing.assert_close(other(x[:2]), module(x[:2]))
+
+
 def test_a_kind_that_is_no_faster_is_not_used(prefers) -> None:
     prefers("eager")
     module, x = Net(), torch.randn(8, 16)
