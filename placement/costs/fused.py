@@ -25,6 +25,7 @@ from placement.cluster import Cluster
 from placement.costs.measure import cached_path, measured_rounds, typical
 from placement.executor.alone import on_one_device
 from placement.executor.compiled import kernels_of
+from placement.executor.runner import Runner
 from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
@@ -85,7 +86,8 @@ def measure_compiled(
     priority = reuse_position(graph) if by_reuse else of_one.rank_position
     cpus = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
     begins = _begins(joined, priority, profile.compute_s[:, cpus].mean(axis=1))
-    runners, wholes = [], []
+    runners: list[Runner] = []
+    wholes: list[Runner] = []
     try:
         for d in cpus:
             for begun, into in ((begins.tolist(), runners), ((), wholes)):
