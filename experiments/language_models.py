@@ -463,8 +463,12 @@ FLAWED = {("strix_halo_two_hosts_rpc", PREFILL)}  # 30 to 103 tokens/s of one mo
 
 
 def group_of(case: Case) -> str:
-    """What is left out together: a machine of Geerling's, a model of the other tables."""
-    own = case.device if case.table.startswith("geerling") else case.model
+    """What is left out together: a machine of Geerling's, a GPU of AIConfigurator's, else a model.
+
+    AIConfigurator's are five GPUs, and plans are for others, too.
+    """
+    by_device = case.table.startswith(("geerling", "aiconfigurator"))
+    own = case.device if by_device else case.model
     return f"{case.table.partition('_')[0]} {own}"
 
 

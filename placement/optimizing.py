@@ -293,7 +293,7 @@ def _faster_of(whole: OptimizedRunner, cut: OptimizedRunner) -> OptimizedRunner:
         / median_s(x.measured["plain"], x.plan.objective)
         for x in (whole, cut)
     )
-    if cut.kept != "plan" or cut_s >= whole_s:
+    if cut.kept != "plan" or cut_s >= PARAMS.worth * whole_s:
         cut.close()
         return whole
     whole.close()

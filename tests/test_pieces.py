@@ -20,7 +20,7 @@ from placement.cluster import Cluster, Device
 from placement.costs.calibration import _for_calibration
 from placement.pieces.choose import Factor, least
 from placement.pieces.decide import Moves, Options, decide, options_of
-from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, rules_of, sizes
+from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, known_rules, rules_of, sizes
 from placement.pieces.split import cut_graph
 from placement.plan import PlanMismatch, make_plan
 from placement.problem import Problem, Solution
@@ -46,6 +46,14 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
         return x + self.down(F.gelu(self.up(x)))
+
+
+class Viewed(nn.Module):
+    """A view and a mean of what is cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(x.t()).t().view(-1)  # of ``relu`` in memory as the input is: a view can be taken
+        return y.view(4, -1).pow(2).mean(-1)
 
 
 class Convolutions(nn.Module):
@@ -217,6 +225,50 @@ def test_pieces_compute_what_the_module_does(name: str, shares: tuple[float, ...
         where = np.random.default_rng(seed).integers(0, 2, cut.num_groups)[cut.group]
         with placement.Runner(cut, devices(), where.astype(np.int32)) as runner:
             torch.testing.assert_close(runner(*inputs), expected)
+
+
+def test_a_view_and_a_mean_of_what_is_cut() -> None:
+    """Whole, ``relu`` keeps its input's strides; put together of pieces, it does not.
+
+    The mean of 6 numbers, in two pieces, is that of sums of 3 over 6, added up.
+    """
+    module, x = Viewed(), torch.randn(6, 4)
+    cut = pieces.split(placement.capture(module, (x,)), pieces.Pieces(HALVES, {
+        "relu": Rule((0,), (), (0,)),
+        "mean": Rule((1,), (), (SUM,)),
+    }))  # fmt: skip
+    kinds = dict(zip(cut.op_name, cut.op_kind, strict=True))
+    assert kinds["view"] == "aten.reshape.default" and kinds["view_1"] == "aten.view.default"
+    assert kinds["mean#1"] == "aten.sum.dim_IntList" and kinds["mean.mean#1"] == "aten.div.Scalar"
+    (result,) = run_program(cut.program, [x])
+    torch.testing.assert_close(result, module(x))
+    y = torch.randn(2, 6)
+    assert Rule((1,), (), (SUM,)) in rules_of(aten.mean.dim, ((y, [-1]), {}), [False], None, HALVES)
+
+
+def test_rules_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An equal call is not run again; another mask, or a damaged file, is looked at anew."""
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    x, mask = torch.randn(1, 2, 8, 8), torch.tensor([True, False])
+    window = aten.conv2d.default, ((x, torch.randn(4, 2, 3, 3)), {}), [False, True], None, HALVES
+    found = known_rules(*window)
+    assert any(isinstance(rule.inputs[0], Window) for rule in found)
+    (path,) = (tmp_path / "rules").iterdir()
+    monkeypatch.setattr("placement.pieces.rules.rules_of", lambda *_: [])
+    assert known_rules(*window) == found
+    masked = (
+        aten.masked_fill.Scalar,
+        ((torch.zeros(3, 2), mask, 1.0), {}),
+        [False] * 2,
+        None,
+        HALVES,
+    )
+    known_rules(*masked)
+    mask[1] = True
+    known_rules(*masked)
+    assert len([*(tmp_path / "rules").iterdir()]) == 3
+    path.write_text("[[1]]", encoding="utf-8")
+    assert known_rules(*window) == []  # by the function that finds none
 
 
 def test_pieces_of_parameters_are_views() -> None:

@@ -32,7 +32,9 @@ EVALUATIONS = 400
 # less than ``RUN_S`` it runs more, up to so many times as many.
 WARM, RUNS = 3, (3, 8)
 RUN_S, MOST_TIMES = 0.05, 32
-ROUNDS = 2  # of which the faster counts: others disturb one of them
+# Rounds of which the faster counts, as others disturb one of them; after so many seconds the second
+# is left out, as long runs are disturbed alike.
+ROUNDS, LONG_S = 2, 20.0
 SIMULATED = 16  # micro-batches at most when costs are tried
 # Costs are found in so many steps at most, while each leaves less than this share of what is
 # unlikely. Slopes are over steps of this size, and damped by one of these.
@@ -158,9 +160,12 @@ def _ran(
     Returns float64 ``[P, 2]`` latency and period. Replicas, whose turns are unlike, have no latency
     (nan).
     """
-    rows = np.arange(problem.num_ops)
+    rows, began = np.arange(problem.num_ops), time.perf_counter()
     rounds = np.full((ROUNDS, len(placements), 2), np.nan)
     for r in range(ROUNDS):
+        if r and time.perf_counter() - began > LONG_S:
+            rounds = rounds[:r]
+            break
         for i, p in enumerate(placements):
             whole_s = problem.compute_s[rows, p].sum(axis=-1).mean()
             times = _repeated(whole_s)

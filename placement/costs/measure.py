@@ -56,6 +56,9 @@ Floats = NDArray[np.float64]
 # Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
 # so much, up to so many times as many.
 _SPREAD, PATIENCE = 0.15, 3
+# A graph that takes long has fewer rounds than it was to have: no more begin after so many seconds,
+# but for the first.
+_ENOUGH_S, _FEWEST = 10.0, 3
 _RULES = 14  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
 _RISING_S, _MOST_RUNS = 0.03, 50  # until a GPU's clock has risen, and runs meanwhile at most
 _LEAST_SHARE = 0.5  # of an operator's seconds stays when those of recording it are taken off
@@ -142,16 +145,23 @@ def measured_rounds(
 ) -> tuple[list[Floats], list[Floats]]:
     """Seconds of the operators, float64 ``[N, D]`` for each round: alone, and beside all devices.
 
-    There are none of the latter where there is one device.
+    There are none of the latter where there is one device. Where a round takes seconds there are
+    fewer than ``repeats``.
     """
     alone, loaded = list[Floats](), list[Floats]()
-    runs = [_runs(runner, 0.0) for runner in runners]
+    runs, began = [_runs(runner, 0.0) for runner in runners], time.perf_counter()
+
+    def go_on() -> bool:
+        if len(alone) < min(_FEWEST, repeats):
+            return True
+        if time.perf_counter() - began > _ENOUGH_S or len(alone) >= PATIENCE * repeats:
+            return False
+        return len(alone) < repeats or not (_steady(alone) and _steady(loaded))
+
     # What a round has recorded is dropped at its end, and the next makes as many objects: so
     # collections would interrupt the same operator in each, which no median takes out.
     with nothing_collected():
-        while len(alone) < repeats or (
-            len(alone) < PATIENCE * repeats and not (_steady(alone) and _steady(loaded))
-        ):
+        while go_on():
             done = len(alone)
             of = f"{repeats}"
             if done >= repeats:

@@ -33,6 +33,9 @@ NEVER_PAYS = PIECE + 1  # tokens: more than are computed at a time
 MOST_TOKENS = 2**31
 Tokens = tuple[int, float, float]  # how many, of how many sequences, how many are before each
 _KEPT, _BUFFER = "kv_cache", "buffers"
+# Half of the interval, as a logarithm, where groups have layers: nothing was fitted to groups, and
+# six runs of an older vLLM took up to so many times as long (``experiments.tensor_parallel``).
+_GROUPED = 0.68
 
 
 class ServingError(ValueError):
@@ -394,9 +397,13 @@ def interval(
     decoder: Decoder, cluster: Cluster, placement: Placement
 ) -> Mapping[str, tuple[float, float]]:
     """By phase, by which factors seconds may be less and more: 90 % of other runs are between."""
-    used = [cluster.devices[d].kind for d in sorted(set(placement.tolist()))]
-    found = [runtime_of(kind, decoder.format == "gguf") for kind in used]
-    half = {str(x): max(getattr(one, x) for one in found) for x in (Phase.PREFILL, Phase.DECODE)}
+    used = [cluster.devices[d] for d in sorted(set(placement.tolist()))]
+    found = [runtime_of(device.kind, decoder.format == "gguf") for device in used]
+    least = _GROUPED if any(device.members for device in used) else 0.0
+    half = {
+        str(x): max(least, *(getattr(one, x) for one in found))
+        for x in (Phase.PREFILL, Phase.DECODE)
+    }
     return {phase: (exp(-x), exp(x)) for phase, x in half.items()}
 
 

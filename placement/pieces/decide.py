@@ -27,8 +27,8 @@ from placement.pieces.rules import (
     Window,
     cut_tensor,
     is_tensor,
+    known_rules,
     piece_leaves,
-    rules_of,
     target_of,
 )
 from placement.pieces.split import ONE, Pieces
@@ -126,7 +126,7 @@ def _looked_at(
 ) -> Options:
     outputs = step.output_index if step.multi else None
     copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), arguments)  # it may write
-    rules = rules_of(step.target, copies, is_param, outputs, shares)
+    rules = known_rules(step.target, copies, is_param, outputs, shares)
     if not sums:
         rules = [r for r in rules if SUM not in r.outputs]
     leaves, tree = pytree.tree_flatten(copies)

@@ -8,9 +8,12 @@ sharding strategies know.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+
+from placement.program import signature
+from placement.tools.files import FileError, cache_folder, parse_json, read_text, write_atomic
 
 Shares = tuple[float, ...]
 WHOLE, SUM = "whole", "sum"
@@ -58,11 +64,13 @@ class Window(NamedTuple):
 Cut = int | str | Window
 
 _aten = torch.ops.aten
-# A piece may lie in memory as no view can be taken of it.
-_COPYING = {
+# What was put together of pieces may lie in memory as no view can be taken of it.
+COPYING = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
+# What its pieces are along what it averages: sums, each divided by the number of all elements.
+SUMMED = {_aten.mean.dim: _aten.sum.dim_IntList}
 # Operators that slide windows over rows of images (dimension 2), and what says which.
 _SLIDING = (
     _aten.conv1d.default,
@@ -73,6 +81,7 @@ _SLIDING = (
 )
 _MOST_INPUTS = 6  # tensors, a list counting as one, that can be cut independently
 _MOST_TRIES = 20_000  # ways to cut the inputs of an operator
+_VERSION = 1  # to be raised with what finds other rules
 _ROUNDING = 1e-3  # of the largest value: sums in another order; a wrong piece is off by far more
 
 
@@ -106,8 +115,8 @@ def sizes(size: int, shares: Shares) -> tuple[int, ...]:
 
 def target_of(target: Any) -> Any:
     """What a piece calls; None: the operator cannot be cut, as it writes where it is told to."""
-    if target in _COPYING:
-        return _COPYING[target]
+    if target in COPYING:
+        return COPYING[target]
     if not isinstance(target, torch._ops.OpOverload):
         return None
     if not target._schema.is_mutable:
@@ -161,6 +170,43 @@ def is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or type(leaf).__name__ in ("Ref", "Param")
 
 
+def known_rules(
+    target: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    is_param: Sequence[bool],
+    outputs: Sequence[int] | None,
+    shares: Shares,
+) -> list[Rule]:
+    """``rules_of``, which are kept: a call that is alike has the rules that were found before.
+
+    Alike are shapes, dtypes, strides and constants, and the values of indices and masks, in the
+    same version of PyTorch and of what finds rules.
+    """
+    args, kwargs = arguments
+    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+    values = [
+        hashlib.blake2b(x.contiguous().numpy().tobytes()).hexdigest()
+        for x in tensors
+        if not x.is_floating_point()
+    ]
+    called = signature(target, args, kwargs, lambda x: x), [x.stride() for x in tensors]
+    facts = _VERSION, torch.__version__, called, values, [*is_param], outputs, shares
+    name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    path = cache_folder() / "rules" / f"{name}.json"
+    with suppress(OSError, ValueError, TypeError):  # none is there, or it is damaged
+        return [_rule(*row) for row in parse_json(read_text(path))]
+    rules = rules_of(target, arguments, is_param, outputs, shares)
+    with suppress(FileError):  # found again next time
+        write_atomic(path, json.dumps([astuple(rule) for rule in rules]))
+    return rules
+
+
+def _rule(inputs: Any, *rest: Any) -> Rule:
+    """From a file, where windows are lists."""
+    cuts = tuple(Window(*cut) if isinstance(cut, list) else cut for cut in inputs)
+    return Rule(cuts, *map(tuple, rest))
+
+
 def rules_of(
     target: Any,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -208,7 +254,20 @@ def rules_of(
         )
         if None not in made and any(m != WHOLE for m in made):
             found.setdefault((rule.inputs, made), replace(rule, outputs=made))  # type: ignore[arg-type]
+    for rule in _tries(leaves, at, is_param, arguments, shares) if target in SUMMED else ():
+        rule = replace(rule, outputs=(SUM,))
+        parts = _run(SUMMED[target], exact, at, tree, outputs, rule, shares)
+        if parts and is_mean(target, rule):
+            many = exact[at[0]].numel() / max(1, whole[0].numel())
+            total = torch.stack([part for (part,) in parts]).sum(0)
+            if _equal(total / many, whole[0]):
+                found.setdefault((rule.inputs, rule.outputs), rule)
     return list(found.values())
+
+
+def is_mean(target: Any, rule: Rule) -> bool:
+    """Whether pieces of this operator are sums, which have to be divided."""
+    return target in SUMMED and isinstance(rule.inputs[0], int) and rule.outputs == (SUM,)
 
 
 def _is_float(x: Any) -> bool:

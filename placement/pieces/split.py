@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from placement.graph import OpGraph
 from placement.pieces.rules import (
+    COPYING,
     SUM,
+    SUMMED,
     WHOLE,
     Cut,
     Rule,
@@ -21,6 +23,7 @@ from placement.pieces.rules import (
     Window,
     bounds,
     cut_tensor,
+    is_mean,
     is_tensor,
     piece_leaves,
     target_of,
@@ -168,13 +171,20 @@ class _Cutter:
     def _whole(self, n: int) -> None:
         step = self.program.steps[n]
         args, kwargs = mapped((step.args, step.kwargs), self._one)
-        made = self._add(step.target, args, kwargs, n, self.old.op_name[n], step)
+        name = self.old.op_name[n]
+        try:
+            made = self._add(step.target, args, kwargs, n, name, step)
+        except RuntimeError as error:
+            if step.target not in COPYING:
+                raise PiecesError(f"operator {name!r} cannot run behind pieces: {error}") from error
+            made = self._add(COPYING[step.target], args, kwargs, n, name, step)
         for t, new in zip(step.outputs, made, strict=True):
             self.there[t][ONE] = [new]
 
     def _cut(self, n: int, rule: Rule) -> None:
         step, name = self.program.steps[n], self.old.op_name[n]
-        target = target_of(step.target)
+        divided = is_mean(step.target, rule)
+        target = SUMMED[step.target] if divided else target_of(step.target)
         leaves, tree = pytree.tree_flatten((step.args, step.kwargs), is_leaf=_is_place)
         places = [x for x in leaves if is_tensor(x)]
         if (
@@ -203,6 +213,12 @@ class _Cutter:
                 raise PiecesError(
                     f"piece {i} of operator {name!r} ({step.target}) cannot run: {error}"
                 ) from error
+        if divided:
+            many = sum(self._value(x).numel() for x in reads[0]) // self.value[made[0][0]].numel()
+            made = [
+                [self._move(_aten.div.Scalar, (Ref(x), many), f"{name}.mean#{i}", self.module[-1])]
+                for i, (x,) in enumerate(made)
+            ]
         for o, (t, c) in enumerate(zip(step.outputs, rule.outputs, strict=True)):
             self.made[t] = c
             self.there[t][c] = [row[o] for row in made]

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments import tensor_parallel
 from placement.__main__ import main
 from placement.cli import BAD_INPUT, NO, OK
 from placement.cluster import Cluster, Device, Link
 from placement.costs.efficiency import Peak
 from placement.costs.groups import GroupError, best_groups, grouped, groupings
 from placement.costs.runtimes import NOTHING, Cost, runtimes
-from placement.costs.serving import Serving, memory, serving_problem, terms
+from placement.costs.serving import Serving, interval, memory, serving_problem, terms
 from placement.exporters import ExportError
 from placement.exporters import load as load_exporter
 from placement.plan import load_plan, make_plan
@@ -33,6 +34,19 @@ def cluster(count: int = 4, link: Link | None = None, **facts: object) -> Cluste
     likes = {"like": "nvidia/a100", "memory_bytes": 40 * 10**9} | facts
     devices = tuple(Device(f"cuda:{i}", "cuda", **likes) for i in range(count))  # type: ignore[arg-type]
     return Cluster("c", devices, () if link is None else (link,))
+
+
+def test_what_others_measured_of_groups_is_in_their_interval() -> None:
+    """Of vLLM on groups of A100 nothing was fitted: its interval is wider than that of one GPU."""
+    of = tensor_parallel.decoder("QwQ 32B")
+    for _, batch, prompt, answer, ways, measured_s in tensor_parallel.MEASURED:
+        serving = Serving("decode", prompt + answer // 2, batch)  # type: ignore[arg-type]
+        group = grouped(tensor_parallel.CLUSTERS["NVLink"], [tuple(range(ways))])
+        placement = np.zeros(len(of.parts), np.int32)
+        low, high = interval(of, group, placement)["decode"]
+        predicted_s = serving_problem(of, group, serving).compute_s.sum()
+        assert low * predicted_s <= measured_s <= high * predicted_s
+    assert interval(of, cluster(1), placement)["decode"][1] < high
 
 
 def test_seconds_of_a_group() -> None:
