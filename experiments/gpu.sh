@@ -52,11 +52,13 @@ fi
 
 mib=$(($({ git ls-files -z | xargs -0 cat; cat $wheels/* && find $kernels -type f -exec cat {} +; } | wc -c) >> 20))
 command="rm -rf $there && cp -r . $there && cd $there && $touched && python3 $install $wheels/*.whl && \
-export $settings NUMBA_CACHE_DIR=$there/$kernels && python3 -m experiments.gpu --out \$OUT"
+export $settings NUMBA_CACHE_DIR=$there/$kernels && python3 -m experiments.gpu --out \$OUT --more"
 [ "$mib" -lt 64 ] || { echo "$mib MiB are more than the 64 that travel" >&2 && exit 1; }
 [ ${#command} -le 2000 ] || { echo "the command has ${#command} letters, more than 2,000" >&2 && exit 1; }
 cat <<END
-$mib MiB travel. Carry $wheels and $kernels along, allow 530 s, and run there:
+$mib MiB travel. Carry $wheels and $kernels along, allow 530 s for each, and run there first this, then that:
+
+${command% --more}
 
 $command
 END

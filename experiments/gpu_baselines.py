@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,43 +90,127 @@ def tensors_of(inputs: Any) -> list[Tensor]:
 class Layer(nn.Module):
     """Attention and a perceptron; PyTorch's own may take another way where nothing is trained."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 0) -> None:
         super().__init__()
-        self.heads = max(1, width // 64)
+        self.heads = heads or max(1, width // 64)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attended(self, x: Tensor, is_causal: bool = True) -> Tensor:
         q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for y in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1)
         )
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return self.out(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attended(self.norm1(x))
+        return x + self.mixed(self.norm2(x))
+
+
+class ExpertLayer(Layer):
+    """With two experts for every token; all are computed, as a batch: sixteen tokens need all."""
+
+    def __init__(self, width: int, experts: int = 8) -> None:
+        super().__init__(width)
+        del self.up, self.down
+        self.router = nn.Linear(width, experts)
+        self.ups = nn.Parameter(torch.randn(experts, width, 2 * width) / width**0.5)
+        self.downs = nn.Parameter(torch.randn(experts, 2 * width, width) / width**0.5)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        best = scores.topk(2)
+        share = torch.zeros_like(scores).scatter(-1, best.indices, best.values)
+        rows = x.flatten(0, -2).expand(len(self.ups), -1, -1)
+        made = torch.bmm(nn.functional.gelu(torch.bmm(rows, self.ups)), self.downs)
+        return (made * share.flatten(0, -2).T.unsqueeze(-1)).sum(0).view_as(x)
+
+
+class BlockLayer(Layer):
+    """Of a diffusion transformer: what a step is conditioned on scales and shifts."""
+
+    def __init__(self, width: int, heads: int = 0) -> None:
+        super().__init__(width, heads)
+        self.modulation = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:  # type: ignore[override]
+        scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(condition).chunk(6, dim=-1)
+        x = x + gate1 * self.attended(self.norm1(x) * (1 + scale1) + shift1, is_causal=False)
+        return x + gate2 * self.mixed(self.norm2(x) * (1 + scale2) + shift2)
+
+
+LAYERS = (Layer, ExpertLayer, BlockLayer)
 
 
 class Decoder(nn.Module):
-    """Layers that are equal in form."""
+    """Layers that are equal in form, between what makes their inputs and what makes the output."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, of: Callable[[int], Layer] = Layer) -> None:
         super().__init__()
-        one = Layer(width)  # drawing numbers for each would take longer than all that is measured
+        one = of(width)  # drawing numbers for each would take longer than all that is measured
         self.layers = nn.ModuleList(copy.deepcopy(one) for _ in range(layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
+    def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    def leave(self, x: Tensor) -> Tensor:
         return x
 
+    def forward(self, *inputs: Tensor) -> Tensor:
+        x, *rest = self.enter(*inputs)
+        for layer in self.layers:
+            x = layer(x, *rest)
+        return self.leave(x)
 
-def streamed(model: Decoder, x: Tensor, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+
+class DiffusionTransformer(Decoder):
+    """As ``DiTTransformer2DModel`` of diffusers, from its ``config.json``; weights are random.
+
+    Peebles and Xie, Scalable Diffusion Models with Transformers, ICCV 2023. Inputs are latents and
+    the embedding of a step and a class, which all layers share.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_attention_heads: int,
+        attention_head_dim: int,
+        in_channels: int,
+        out_channels: int,
+        patch_size: int,
+    ) -> None:
+        width = num_attention_heads * attention_head_dim
+        super().__init__(num_layers, width, partial(BlockLayer, heads=num_attention_heads))
+        self.patches = nn.Conv2d(in_channels, width, patch_size, patch_size)
+        self.condition = nn.Linear(width, width)
+        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, patch_size**2 * out_channels)
+
+    def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        latents, condition = inputs
+        tokens = self.patches(latents).flatten(2).transpose(1, 2)
+        return tokens, nn.functional.silu(self.condition(condition))
+
+    def leave(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x))  # type: ignore[no-any-return]
+
+
+def streamed(model: Decoder, inputs: Any, device: torch.device) -> tuple[Callable[[], Tensor], int]:
     """The strong alternative, and how many layers stay: all for which there is room.
 
-    The others come from pinned memory, each in one copy, while the one before it is computed.
+    The others come from pinned memory, each in one copy, while the one before it is computed. What
+    is before and behind the layers stays.
     """
     vectors = [pinned(nn.utils.parameters_to_vector(y.parameters()).detach()) for y in model.layers]
+    whole = copy.deepcopy({k: v for k, v in model._modules.items() if k != "layers"})
+    shell = copy.copy(model)
+    shell._modules = whole | {"layers": nn.ModuleList()}
+    shell.to(device)
+    given = tensors_of(inputs)
 
     def placed(vector: Tensor) -> tuple[Tensor, nn.Module]:
         """A vector on the device, and a layer whose parameters are its parts."""
@@ -144,7 +229,7 @@ def streamed(model: Decoder, x: Tensor, device: torch.device) -> tuple[Callable[
 
     @torch.inference_mode()
     def run() -> Tensor:
-        y, come = x.to(device), [i for i in range(len(vectors)) if i not in stay]
+        come = [i for i in range(len(vectors)) if i not in stay]
 
         def fetch(n: int) -> None:
             """The ``n``-th of those that come, to its slot."""
@@ -155,16 +240,17 @@ def streamed(model: Decoder, x: Tensor, device: torch.device) -> tuple[Callable[
                     arrived[n % 2].record(copies)
 
         fetch(0)
+        y, *rest = shell.enter(*(x.to(device) for x in given))
         for i in range(len(vectors)):
             if i in stay:
-                y = stay[i](y)
+                y = stay[i](y, *rest)
                 continue
             n = come.index(i)
             fetch(n + 1)
             compute.wait_event(arrived[n % 2])
-            y = slots[n % 2][1](y)
+            y = slots[n % 2][1](y, *rest)
             used[n % 2].record(compute)
-        return y.cpu()
+        return shell.leave(y).cpu()
 
     run()  # libraries take what they need first
     # Spread over the model, however many they are: while one that stays is computed another comes.
@@ -199,7 +285,7 @@ def _offloaded_seconds(module: nn.Module, inputs: Any, limits: dict[Any, int]) -
     import accelerate
 
     args, kwargs = split_inputs(inputs)
-    module, whole = copy.deepcopy(module), ["Layer", "EmbeddingBag"]
+    module, whole = copy.deepcopy(module), [*(x.__name__ for x in LAYERS), "EmbeddingBag"]
     where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
     accelerate.dispatch_model(module, where, main_device=next(iter(limits)))
     return timed(

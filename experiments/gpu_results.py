@@ -52,7 +52,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
     """The lines of runs as they came; what is infinite is null. Renews the problems of their card.
 
     Sections of a later run replace those of earlier ones; ``run`` says when that of a row began.
-    Problems are those of the first run.
+    Of the same problem that of the first run is taken.
 
     Raises:
         StudyError: a folder is not that of a run, or a run measured no model or another card.
@@ -69,7 +69,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
             raise StudyError(f"{folder}: there is no section {', '.join(sorted(unknown))}")
         facts = [r for r in facts if kind_of(r["section"]) not in named - {"facts"}]
         facts += [r for r in own if kind_of(r["section"]) in named | {"facts"}]
-        measured = measured or problems
+        measured = problems | measured
     cards = {r["model"] for r in facts if (r["section"], r["item"]) == ("facts", "cuda:0")}
     if len(cards) > 1:
         raise StudyError(f"these runs are of {' and '.join(sorted(cards))}: give those of one card")
@@ -187,20 +187,38 @@ def slower(rows: Sequence[Fact]) -> str:
 
 
 def half(rows: Sequence[Fact]) -> str:
-    """Models with memory for half of them."""
+    """Models with memory for some of them."""
     return table(
-        of(rows, "memory", "model_mib"),
+        of(rows, "memory", "model_mib") + of(rows, "streaming", "model_mib"),
         Column("model", "item"),
         fact("parameters", "model_mib", 0, " MiB"),
+        fact("at least", "bound_ms", 1),
+        fact("predicted", "predicted_ms", 1),
         fact("plan", "plan_ms", 1),
         fact("all streamed", "stream_ms", 1),
-        fact("best cut", "cut_ms", 1),
         fact("streamed by hand", "streamed_ms", 1),
+        fact("whole layers", "layers_ms", 1),
         fact("accelerate", "accelerate_ms", 1),
         fact("CPU alone", "cpu_ms", 1),
         fact("plan over accelerate", "plan_over_accelerate", 2, "x"),
         fact("plan over by hand", "plan_over_streamed", 2, "x"),
-        Column("of cut and stream the better", lambda r: r.get("better", "")),
+        fact("plan over the best of the others", "plan_over_others", 2, "x"),
+    )
+
+
+def compiled(rows: Sequence[Fact]) -> str:
+    """What is compiled, by model and objective."""
+    return table(
+        of(rows, "compiled", "eager_ms"),
+        Column("model", "item"),
+        fact("eager PyTorch", "eager_ms"),
+        fact("one CUDA graph", "graph_ms"),
+        fact("reduce-overhead", "reduce_overhead_ms"),
+        fact("max-autotune", "max_autotune_ms"),
+        fact("here, CUDA graphs", "gpu_graphs_ms"),
+        fact("here, compiled", "gpu_compiled_ms"),
+        Column("kept", lambda r: r["kept"].replace("_", ", ")),
+        fact("that over reduce-overhead", "kept_over_torch", 2, "x"),
     )
 
 
@@ -240,6 +258,23 @@ def run_parts(rows: Sequence[Fact], options: Options) -> dict[str, str]:
         "speeds": speeds(rows),
         "slower": slower(rows),
         "half": half(rows),
+        "compiled": compiled(rows),
+        "pieces": table(
+            of(rows, "pieces", "plan_ms"),
+            Column("memory, and pieces", "item"),
+            fact("plan", "plan_ms"),
+            fact("predicted", "predicted_ms"),
+            Column("shares of pieces", "shares"),
+            Column("on CPU, GPU, copied there", "bytes_on"),
+        ),
+        "learning": table(
+            of(rows, "learning", "gain"),
+            Column("way", "item"),
+            Column("runs", "ran"),
+            fact("predicted", "predicted_ms"),
+            fact("measured", "measured_ms"),
+            fact("over the better device", "gain", 2, "x"),
+        ),
         "predicted": predicted(rows),
         "ended": ended(rows),
     }
@@ -267,16 +302,19 @@ RUN = Study(
 # --- plans, made at home -------------------------------------------------------------------------
 
 
+def last_home() -> Path:
+    """Where the problems of the last run are."""
+    text = (RESULTS / f"{RUN.name}.json").read_text("utf-8")
+    return home_of(json.loads(text)["provenance"], DATASET)
+
+
 def problems(patterns: Sequence[str] = ()) -> dict[str, Problem]:
     """``latency/<model>`` and ``period/<model>`` of the machine of the last run.
 
     Raises:
         StudyError: no name matches.
     """
-    chosen = {}
-    home = home_of(
-        json.loads((RESULTS / f"{RUN.name}.json").read_text("utf-8"))["provenance"], DATASET
-    )
+    chosen, home = {}, last_home()
     for path in sorted(home.glob(f"*{SUFFIX}")):
         problem = importers.load(path)
         for objective in ("latency",) if problem.cluster.streaming else ("latency", "period"):
@@ -394,9 +432,11 @@ def headlines(results: Path = RESULTS, most: int | None = None) -> str:
     text = (results / f"{RUN.name}.json").read_text("utf-8")
     facts, rows = (json.loads(text)[k] for k in ("provenance", "rows"))
     by_model: dict[str, dict[str, Fact]] = {}
-    for row in of(rows, "plans", "gpu_ms"):
+    compiled = of(rows, "compiled", "gpu_compiled_ms")
+    for row in [*of(rows, "plans", "gpu_ms"), *compiled]:
         model, _, objective = row["item"].partition(", ")
-        by_model.setdefault(model, {})[objective] = row
+        known = by_model.setdefault(model, {})
+        known[objective] = {**row, **known.get(objective, {})}
 
     def value(name: str, objective: str, model: str) -> float | None:
         return by_model[model].get(objective, {}).get(name)
@@ -405,6 +445,8 @@ def headlines(results: Path = RESULTS, most: int | None = None) -> str:
         "eager PyTorch": "eager_ms",
         "one CUDA graph": "graph_ms",
         "here": "gpu_graphs_ms",
+        **({"reduce-overhead": "reduce_overhead_ms"} if compiled else {}),
+        **({"here, compiled": "gpu_compiled_ms"} if compiled else {}),
     }
     columns = [
         Column(f"{what}: {way}", partial(value, name, objective), 2, 1, " ms")
@@ -432,7 +474,8 @@ def headlines(results: Path = RESULTS, most: int | None = None) -> str:
         + f". Answers of `best_of`, run, had of its speed: {span(rows, 'planned_over_single')}.",
         "",
         table(
-            of(rows, "memory", "plan_ms"),
+            of(rows, "memory", "plan_ms")
+            + [r for r in of(rows, "streaming", "plan_ms") if r["budget"] in (1 / 2, 1 / 4)],
             Column("a call with memory for half of the model", "item"),
             fact("plan", "plan_ms", 1),
             fact("streamed by hand", "streamed_ms", 1),

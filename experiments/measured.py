@@ -175,17 +175,33 @@ def compete(
     workload: str, problem: Problem, runtime: Runtime, runs: int, seed: int, folder: Path
 ) -> Iterator[Row]:
     """Every way with so many runs, then the finals."""
-    answers: dict[str, Placement] = {}
-    ran: dict[str, tuple[int, int]] = {}
+    done: dict[str, Trials] = {}
     for way, work in WAYS.items():
         say(f"{workload}: {way}, {runs} runs, seed {seed}")
         path = folder / f"{way}-{runs}-{seed}.jsonl"
-        trials = Trials(problem, runtime, measurements=runs, path=path, limit_s=LIMIT_S)
-        with suppress(BudgetSpent):
-            work(trials, seed)
-        assert trials.incumbent is not None
-        answers[way] = trials.incumbent
-        ran[way] = trials.num_measurements, len(trials.samples.placements)
+        done[way] = Trials(problem, runtime, measurements=runs, path=path, limit_s=LIMIT_S)
+        spent(work, done[way], seed)
+    yield from judged(workload, problem, runtime, done, runs, seed, folder)
+
+
+def spent(work: Callable[[Trials, int], None], trials: Trials, seed: int) -> None:
+    """The work of a way, which ends with its runs."""
+    with suppress(BudgetSpent):
+        work(trials, seed)
+
+
+def judged(
+    workload: str,
+    problem: Problem,
+    runtime: Runtime,
+    done: Mapping[str, Trials],
+    runs: int,
+    seed: int,
+    folder: Path,
+) -> Iterator[Row]:
+    """The finals: answers of the ways, and single devices."""
+    answers = {way: x.incumbent for way, x in done.items() if x.incumbent is not None}
+    ran = {way: (x.num_measurements, len(x.samples.placements)) for way, x in done.items()}
     singles = single_devices(problem)[:, problem.graph.group]
     path = folder / f"finals-{runs}-{seed}.jsonl"
     seconds = finals(problem, runtime, [*singles, *answers.values()], path)

@@ -59,8 +59,13 @@ if TYPE_CHECKING:
     from placement.profile import Profile
 
 PLANNER = "best_of"
-# What else a plan or a device alone may be, and the attribute of ``Runner`` that says so.
-_VARIANTS = {" as CUDA graphs": "cuda_graphs", ", compiled": "compiled"}
+# What else a plan or a device alone may be, and the attributes of ``Runner`` that say so.
+_OPTIONS = ("cuda_graphs", "compiled")
+_VARIANTS = {
+    " as CUDA graphs": _OPTIONS[:1],
+    ", compiled": _OPTIONS[1:],
+    ", compiled, as CUDA graphs": _OPTIONS,
+}
 MODULE = ("plain", "compiled")  # ways that call the module
 
 
@@ -426,12 +431,12 @@ def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
     """The fastest of the ways."""
     plan, runner, ways, objective = ran.plan, ran.runner, dict(ran.ways), ran.plan.objective
     one_s = median_s(ways[_best_single(ways, objective) or "plan"], objective)
-    options: dict[str, str] = {}  # by way, the attribute that makes it what it is
-    for suffix, option in _VARIANTS.items():
+    options: dict[str, tuple[str, ...]] = {}  # by way, the attributes that make it what it is
+    for suffix, variant in _VARIANTS.items():
         for name in ran.ways:
             other = ran.variants.get(name + suffix)
             if other and _is_faster(other, ways[name], objective, clearly=True):
-                ways[name], options[name] = other, option
+                ways[name], options[name] = other, variant
     best = _best_single(ways, objective)
     named = {"plan": "plan", "single": best} | {str(name): name for name in MODULE}
     measured = {way: ways[name] for way, name in named.items() if name in ways}
@@ -444,9 +449,10 @@ def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
         runner = _runner(problem, plan)
     if named[kept] in options:
         runner.stop()  # it is made so when it begins
-        setattr(runner, options[named[kept]], True)
+        for option in options[named[kept]]:
+            setattr(runner, option, True)
     facts: dict[str, Any] = {"measured": measured[kept]}
-    facts |= {option: getattr(runner, option) for option in _VARIANTS.values()}
+    facts |= {option: getattr(runner, option) for option in _OPTIONS}
     runner.plan = plan.model_copy(update=facts)
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
     runner.measured, runner.kept, runner._one_s = measured, kept, one_s
@@ -520,7 +526,8 @@ def verdict(runner: OptimizedRunner) -> str:
     took_s = {way: median_s(m, plan.objective) for way, m in runner.measured.items()}
     devices = devices_of(plan)
     used = " and ".join(devices) + (", in pieces" if plan.pieces else "")
-    graphs = "".join(x for x, option in _VARIANTS.items() if getattr(runner, option))
+    on = tuple(option for option in _OPTIONS if getattr(runner, option))
+    graphs = next((x for x, options in _VARIANTS.items() if options == on), "")
     plain = f"plain PyTorch with {count(torch.get_num_threads(), 'thread')}"
     ways = {"plan": f"{'in turns ' if plan.phases else ''}on {used}{graphs}", "plain": plain}
     ways["compiled"] = runner.compiled_as
@@ -651,12 +658,13 @@ def _in_turns(
             if is_close or min(timed(once) for _ in range(2)) <= close_s:
                 runners[name] = single
         for name, other in [] if short else [*runners.items()]:
-            for suffix, option in _VARIANTS.items():
-                if not _may_be(option, other, patience):
+            for suffix, options in _VARIANTS.items():
+                if not _may_be(options, other, patience):
                     continue
                 variant = _runner(problem, plan) if other is runner else alone(plan, runner, name)
-                setattr(variant, option, True)
-                with patience.spent(option == "compiled"):
+                for option in options:
+                    setattr(variant, option, True)
+                with patience.spent("compiled" in options):
                     is_same = _is_same(stack.enter_context(variant), other, inputs, report)
                 if is_same:
                     runners[name + suffix] = variant
@@ -667,16 +675,17 @@ def _in_turns(
     return measured, {name: measured.pop(name) for name in variants}
 
 
-def _may_be(option: str, runner: Runner, patience: Patience) -> bool:
+def _may_be(options: Sequence[str], runner: Runner, patience: Patience) -> bool:
     """Whether a variant has something to work on, and computes the same again."""
     kinds = {runner.cluster.devices[d].kind for d in np.unique(runner.placement)}
-    if runner.graph.program.is_random:
+    if runner.graph.program.is_random or ("compiled" in options and not patience.is_left()):
         return False
-    return "cuda" in kinds if option == "cuda_graphs" else "cpu" in kinds and patience.is_left()
+    # What a GPU launches kernel by kernel is not worth compiling.
+    return ("cuda" if "cuda_graphs" in options else "cpu") in kinds
 
 
 def _is_same(variant: Runner, runner: Runner, inputs: Any, report: Progress) -> bool:
-    """Whether something of it is a CUDA graph, or compiled, and computes what others do."""
+    """Whether something of it is what it is to be, and computes what others do."""
     args, kwargs = split_inputs(inputs)
     try:
         if variant.compiled:
@@ -687,7 +696,8 @@ def _is_same(variant: Runner, runner: Runner, inputs: Any, report: Progress) -> 
         return False
     expected = pytree.tree_leaves(runner(*args, **kwargs))
     tolerance = equality.Tolerance.of([*runner.graph.program.params, *expected], runner.cluster)
-    is_another = variant.num_graphs > 0 or variant.num_compiled > 0
+    does = {"cuda_graphs": variant.num_graphs, "compiled": variant.num_compiled}
+    is_another = all(does[option] for option in _OPTIONS if getattr(variant, option))
     return is_another and not equality.difference(outputs, expected, tolerance)
 
 

@@ -40,6 +40,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+_ASKED = {  # operators that tell the host a number
+    aten._local_scalar_dense.default: lambda value: value,
+    aten.item.default: lambda value: value,
+    aten.is_nonzero.default: bool,
+}
 _here = threading.local()
 
 
@@ -528,9 +533,9 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             pinned.pinned = []
             weakref.finalize(pinned, _gpu.pinned_is_free, pinned.pinned).atexit = False
             return pinned
-        if func is aten._local_scalar_dense.default:
+        if func in _ASKED:
             current_stream(cuda[0].device).synchronize()
-            return cuda[0].cell[0].item()
+            return _ASKED[func](cuda[0].cell[0].item())
         if to_host or (func is aten.copy_.default and not isinstance(args[0], CudaTensor)):
             return _to_host(func, args, kwargs, cuda[0])
         if device is not None:

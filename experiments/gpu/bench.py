@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 import placement.costs.measure as measuring
 from experiments.gpu.models import PREDICTED, Model, captured
-from experiments.study import StudyError, say
+from experiments.study import ROOT, StudyError, say
 from placement import importers
 from placement.cluster import Cluster
 from placement.costs.measure import measure
@@ -29,6 +30,7 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.tools.files import write_atomic
 
+DATASET, HOME = ROOT / "experiments" / "dataset", "plans.json"
 LONGEST_S = 470.0  # all sections together: a machine is lent for eight minutes
 # Python drops an exception that is raised within a destructor, and ``Late`` is one: it comes again.
 AGAIN_S = 5.0
@@ -222,6 +224,17 @@ class Bench:
             with self.item(f"{key}, calibration", 0.8 * self.fair_s):
                 return by(graph, cluster, profile)  # type: ignore[no-any-return]
         return profile
+
+    def home(self, name: str, graph: OpGraph) -> np.ndarray | None:
+        """int32 ``[N]``: what ``experiments.gpu.home`` planned from an earlier run.
+
+        None: there is none of this very graph.
+        """
+        for path in sorted(DATASET.glob(f"*/{HOME}")):
+            known = json.loads(path.read_text("utf-8")).get(name, {})
+            if known.get("graph") == graph.fingerprint:
+                return np.array(known["placement"], np.int32)
+        return None
 
     def keep(self, key: str, problem: Problem) -> None:
         """As a file, to plan from with other versions of PyTorch, which capture another graph."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,8 @@ from experiments.gpu.bench import Bench
 from experiments.gpu.models import all_on, bytes_of, expected_of
 from experiments.gpu_baselines import (
     Decoder,
+    DiffusionTransformer,
+    ExpertLayer,
     offloaded_seconds,
     ratio,
     streamed,
@@ -33,12 +37,21 @@ from placement.executor.equality import error
 from placement.executor.streamed import with_streaming
 from placement.graph import OpGraph
 from placement.optimizing import fastest
-from placement.problem import Problem
+from placement.plan.reached import least_s
+from placement.planners.residence import refitted
+from placement.problem import Problem, Solution
 from placement.program import split_inputs
 from placement.runs import ways
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
+Models = dict[str, Callable[[], tuple[nn.Module, Any]]]  # by name, with inputs
+Placed = dict[str, tuple[Problem, np.ndarray]]  # by way, with the sizes of buffers that it is for
+BUDGETS = {"three quarters": 3 / 4, "half": 1 / 2, "quarter": 1 / 4, "eighth": 1 / 8}
+OTHERS = ("cpu", "layers", "streamed", "accelerate")  # what does without our plans
+# Of the ``config.json`` of facebook/DiT-XL-2-256.
+DIT_XL_2 = {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72,
+            "in_channels": 4, "out_channels": 8, "patch_size": 2}  # fmt: skip
 PROMISED = 0.85  # the rest is for what a plan does not count, as how the allocator cuts blocks
 
 
@@ -49,16 +62,36 @@ def memory(bench: Bench) -> None:
     width, layers = (128, 6) if bench.emulated else (2048, 8)
     shape = {"tables": 3, "rows": 20_000, "batch": 16} if bench.emulated else {
         "tables": 26, "rows": 100_000, "batch": 512}  # fmt: skip
-    decoder = Decoder(layers, width).eval()
-    models: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-        "decoder, few tokens": lambda: (decoder, torch.randn(1, 16, width)),
+    models: Models = {
+        "decoder, few tokens": lambda: (
+            Decoder(layers, width).eval(), torch.randn(1, 16, width)
+        ),
         "dlrm": lambda: load("dlrm", dim=64, lookups=1, **shape),
-        "decoder, many tokens": lambda: (decoder, torch.randn(1, 256, width)),
+    }  # fmt: skip
+    _capped(bench, models, {"half": 1 / 2}, skip=1)
+
+
+def streaming(bench: Bench) -> None:
+    """Three models, each with memory for several shares of it: the copies that go ahead."""
+    config = dict(DIT_XL_2)
+    width, dense, sparse = 1536, 16, 12
+    if bench.emulated:
+        width, dense, sparse = 64, 2, 2
+        config |= {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 16}
+    size = config["num_attention_heads"] * config["attention_head_dim"]
+    tokens, side = (16, 8) if bench.emulated else (256, 32)
+    models: Models = {
+        "dense decoder": lambda: (Decoder(dense, width).eval(), torch.randn(1, tokens, width)),
+        "mixture of experts": lambda: (
+            Decoder(sparse, width // 3 * 2, ExpertLayer).eval(),
+            torch.randn(1, 16, width // 3 * 2),
+        ),
+        "diffusion transformer": lambda: (
+            DiffusionTransformer(**config).eval(),
+            (torch.randn(1, config["in_channels"], side, side), torch.randn(1, 1, size)),
+        ),
     }
-    names = list(models)[: 2 if bench.emulated else 3]
-    for i, name in enumerate(names):
-        with bench.item(name, bench.part_s(len(names) - i)):
-            _capped(bench, name, *models[name]())
+    _capped(bench, models, {"three quarters": 3 / 4} if bench.emulated else BUDGETS, skip=2)
 
 
 def _in_parts(bench: Bench) -> None:
@@ -104,95 +137,139 @@ def memory_of(bench: Bench, num_bytes: float) -> Iterator[Cluster]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _capped(bench: Bench, name: str, module: nn.Module, inputs: Any) -> None:
-    """One model: measured without the cap, which would take longer; then all ways under it."""
-    graph, size = capture(module, inputs, name=name), bytes_of(module)
-    key = name.replace(", ", "_").replace(" ", "_")
-    profile = bench.measured(key, graph, bench.cluster, calibrate=False)
-    streaming = with_streaming(bench.cluster)  # whose copies are measured with memory of their own
-    args, kwargs = split_inputs(inputs)
-    with torch.no_grad():
-        expected = [x.clone() for x in tensors_of(module(*args, **kwargs))]
+def _capped(bench: Bench, models: Models, shares: Mapping[str, float], skip: int) -> None:
+    """Each model measured without a cap, which would take longer; then all ways under each.
+
+    ``skip``: so many of them on an emulated GPU.
+    """
+    models = dict([*models.items()][skip if bench.emulated else 0 :])
+    for i, (name, made) in enumerate(models.items()):
+        with bench.item(name, bench.part_s(len(models) - i)):
+            module, inputs = made()
+            graph, key = capture(module, inputs, name=name), re.sub(r"\W+", "_", name)
+            profile = bench.measured(key, graph, bench.cluster, calibrate=False)
+            more = with_streaming(bench.cluster)  # whose copies are measured with memory of its own
+            args, kwargs = split_inputs(inputs)
+            with torch.no_grad():
+                expected = [x.clone() for x in tensors_of(module(*args, **kwargs))]
+            problem = Problem(graph, more, profile.for_cluster(more), "latency", num_microbatches=1)
+            case = Case(module, inputs, problem, expected)
+            until = bench.until if i == len(models) - 1 else bench.limits[-1].until
+            for j, (budget, share) in enumerate(shares.items()):
+                left_s = (until - time.perf_counter()) / (len(shares) - j)
+                with bench.item(f"{name}, {budget}", max(left_s, 1.0)):
+                    _under(bench, case, budget, share)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its problem without a cap, and what it computes."""
+
+    module: nn.Module
+    inputs: Any
+    problem: Problem
+    expected: list[torch.Tensor]
+    known: dict[str, float] = field(default_factory=dict)  # milliseconds that no budget changes
+
+
+def _under(bench: Bench, case: Case, budget: str, share: float) -> None:
+    """All ways with memory for a ``share`` of the parameters, and the bound of what they can do."""
+    module, graph, size = case.module, case.problem.graph, bytes_of(case.module)
+    name, others_of = graph.name, case.problem.cluster.devices
+    key = re.sub(r"\W+", "_", f"{name}_{budget}")
     forget(graph)
-    with memory_of(bench, 0.5 * size) as cluster:
-        more = replace(streaming, devices=(*cluster.devices, streaming.devices[2]))
-        alike = {"objective": "latency", "num_microbatches": 1}
-        problem = Problem(graph, more, profile.for_cluster(more), **alike)
-        bench.keep(f"{key}_half", problem)
-        placed = _placements(bench, problem, Problem(graph, cluster, profile, **alike), inputs)
-        ms, facts = _run(bench, problem, placed, inputs, expected)
+    with memory_of(bench, share * size) as capped:
+        cluster = replace(case.problem.cluster, devices=(*capped.devices, others_of[2]))
+        problem = replace(case.problem, cluster=cluster)
+        bench.keep(key, problem)
+        placed = placements(bench, problem, capped, case.inputs)
+        if "cpu_ms" not in case.known:
+            placed["cpu"] = problem, all_on(graph, 0)
+        if (earlier := bench.home(f"latency/{key}", graph)) is not None:
+            own, _ = refitted(problem, Solution(earlier, 0.0))
+            placed["home"] = own, earlier
+        ms, facts = run(bench, placed, case.inputs, case.expected)
+        case.known.update({way: ms[way] for way in ("cpu_ms",) if way in ms})
+        ms |= case.known
         forget(graph)
         if isinstance(module, Decoder):
-            with bench.item(f"{name}, streamed", 30):
-                by_hand, num_stay = streamed(module, inputs, bench.gpu)
-                ms["streamed_ms"] = timed(by_hand, 5) * 1e3
-                facts |= {"streamed_error": error(by_hand(), expected[0])}
+            with bench.item(f"{name}, {budget}, streamed", 30):
+                by_hand, num_stay = streamed(module, case.inputs, bench.gpu)
+                ms["streamed_ms"] = timed(by_hand, 1 if bench.emulated else 5) * 1e3
+                facts |= {"streamed_error": error(by_hand(), case.expected[0])}
                 facts["streamed_kept"] = num_stay
             by_hand = None  # or its memory would be held
         forget()
-        with bench.item(f"{name}, accelerate", 30), torch.no_grad():
-            limits = {} if bench.emulated else {0: cluster.devices[1].memory_bytes}
-            offloaded_s = offloaded_seconds(module, inputs, limits | {"cpu": 2**40})
+        with bench.item(f"{name}, {budget}, accelerate", 30), torch.no_grad():
+            limits = {} if bench.emulated else {0: capped.devices[1].memory_bytes}
+            offloaded_s = offloaded_seconds(module, case.inputs, limits | {"cpu": 2**40})
             ms["accelerate_ms"] = offloaded_s * 1e3
-    plan = placed["planned"]
-    others = ("cpu", "accelerate", "streamed", "cut")
+    own, plan = placed["planned"]
+    others = {way: ms.get(f"{way}_ms", math.inf) for way in OTHERS}
+    best = min(others, key=others.__getitem__)
+    bound_ms = (least_s(own) + own.called_s()) * 1e3
+    told_ms = (float(evaluate(own, plan[None]).latency_s[0]) + own.called_s(plan)) * 1e3
     bench.emit(
-        name,
+        f"{name}, {budget}",
         model_mib=size / 2**20,
+        budget=share,
         **ms,
-        **{f"plan_over_{way}": ratio(ms.get(f"{way}_ms"), ms.get("plan_ms")) for way in others},
-        better=min(("cut", "stream", "streamed"), key=lambda way: ms.get(f"{way}_ms", math.inf)),
-        predicted_ms=float(evaluate(problem, plan[None]).latency_s[0]) * 1e3,
-        on_gpu=float((problem.worker[plan] == 1).mean()),
-        from_host_mib=float(problem.param_bytes_on(plan)[0]) / 2**20,
-        link_gb_per_s=streaming.links[-1].bandwidth_bytes_per_s * 1e-9,
+        **{f"plan_over_{way}": ratio(ms.get(f"{way}_ms"), ms.get("plan_ms")) for way in OTHERS},
+        plan_over_others=ratio(ms.get(f"{best}_ms"), ms.get("plan_ms")),
+        best_other=best,
+        bound_ms=bound_ms,
+        of_bound=ratio(bound_ms, ms.get("plan_ms")),
+        predicted_ms=told_ms,
+        latency_off=ratio(told_ms, ms.get("planned_ms")) - 1,
+        on_gpu=float((own.worker[plan] == 1).mean()),
+        from_host_mib=float(own.param_bytes_on(plan)[0]) / 2**20,
+        link_gb_per_s=own.cluster.links[-1].bandwidth_bytes_per_s * 1e-9,
         **facts,
         ok=all(value <= 3e-3 for key, value in facts.items() if key.endswith("_error")),
     )
 
 
-def _placements(
-    bench: Bench, problem: Problem, two_choices: Problem, inputs: Any
-) -> dict[str, np.ndarray]:
+def placements(bench: Bench, problem: Problem, capped: Cluster, inputs: Any) -> Placed:
     """By the way to it: ``plan`` is what ``placement.optimize`` keeps, ``planned`` the planner's.
 
-    ``cut`` is the best of ``two_choices``: what stays on the CPU is computed there.
+    ``stream`` computes all on the GPU; ``layers`` has the most whole layers there that fit, and
+    computes the others on the CPU.
     """
-    graph, cluster = problem.graph, problem.cluster
+    graph, profile = problem.graph, problem.profile.for_cluster(capped)
+    two = replace(problem, cluster=capped, profile=profile)
     planner = planners.load("best_of", seconds=bench.planning_s)
-    placed: dict[str, np.ndarray] = {}
+    placed: Placed = {}
     with (
         bench.item(f"{graph.name}, optimize", 20),
         patch.object(ways, "ROUNDS", 2),
         fastest(problem, inputs, 2 * bench.planning_s) as runner,
     ):
-        placed["planned"] = runner.planned.placement(graph, cluster)
-        placed["plan"] = runner.plan.placement(graph, cluster)
+        own = replace(problem, cluster=runner.cluster)  # with the buffer that its plan is for
+        for way, plan in {"planned": runner.planned, "plan": runner.plan}.items():
+            placed[way] = own, plan.placement(graph, own.cluster)
     if "plan" not in placed:
-        placed["planned"] = placed["plan"] = planner(problem).placement
-    placed["cpu"] = all_on(graph, 0)
+        own, solution = refitted(problem, planner(problem))
+        placed["planned"] = placed["plan"] = own, solution.placement
     if evaluate(problem, all_on(graph, 2)[None]).feasible.all():  # two buffers have room
-        placed["stream"] = all_on(graph, 2)
-    return placed | {"cut": planner(two_choices).placement}
+        placed["stream"] = problem, all_on(graph, 2)
+    return placed | {"layers": (two, planners.load("llama_cpp_split")(two).placement)}
 
 
-def _run(
-    bench: Bench,
-    problem: Problem,
-    placed: dict[str, np.ndarray],
-    inputs: Any,
-    expected: list[torch.Tensor],
+def run(
+    bench: Bench, placed: Placed, inputs: Any, expected: list[torch.Tensor]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Milliseconds of a call and errors of each way; and memory beside what was predicted."""
-    graph, (args, kwargs) = problem.graph, split_inputs(inputs)
+    args, kwargs = split_inputs(inputs)
     ms: dict[str, float] = {}
     facts: dict[str, Any] = {}
-    ran: dict[bytes, str] = {}
-    for way, placement in placed.items():
-        if same := ran.get(placement.tobytes()):
+    ran: dict[tuple[bytes, Any], str] = {}
+    for way, (problem, placement) in placed.items():
+        graph = problem.graph
+        buffers = [d.buffer_bytes for d in problem.cluster.devices if (placement == 2).any()]
+        same = ran.setdefault((placement.tobytes(), str(buffers)), way)
+        if same != way:
             ms |= {f"{way}_ms": ms[f"{same}_ms"]} if f"{same}_ms" in ms else {}
             continue
-        ran[placement.tobytes()] = way
         forget(graph)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,54 +16,67 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from experiments.gpu.bench import Bench
 from experiments.gpu.memory import peaks
-from experiments.gpu.models import all_on, uses
+from experiments.gpu.models import PROFILED, all_on, uses
 from experiments.gpu.predictions import predicted
 from experiments.gpu_baselines import WholeGraph, moved, pinned, ratio, resident
 from experiments.runs import in_turns
 from placement import planners
 from placement.costs import power
 from placement.executor import Runner
+from placement.executor import compiled as artefacts
 from placement.graph import OpGraph
 from placement.optimizing import fastest, median_s
 from placement.problem import Problem
 from placement.program import split_inputs
-from placement.runs.ways import timed
+from placement.runs import ways as measuring
+from placement.runs.ways import timed, torch_compiled
 
 LONG_S = 0.25  # a call of so many seconds or more is not made more often than it must be
+AUTOTUNED = ("tiny_mlp", "bert_base", "dlrm_b256")  # the convolutions of others take minutes
 ENOUGH_S = 2.0  # of a way in all: it has no more turns then
 Plain = dict[str, Callable[[Any], list[Tensor]]]  # ways that do without this project
 Seconds = Callable[[], Sequence[float]]  # runs a way some times, and says how long each took
 
 
-def plans(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
+def plans(
+    bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph, compiled: bool = False
+) -> None:
     """Plans beside one device, plain PyTorch on the GPU and a CUDA graph of the whole model.
 
     ``plan`` is what ``placement.optimize`` keeps when it has run the planner's answer beside single
     devices, each as CUDA graphs too (``kept`` says which); ``planned`` that answer. For a latency
     inputs are in pinned memory of the host, and results are wanted there; for a period both are on
     the GPU, except for ways that use the CPU, which are compared with the GPU alone as it is fed
-    from there. Ways are compared turn by turn.
+    from there. Ways are compared turn by turn. ``home`` was planned before, of an earlier profile.
+
+    ``compiled``: what is compiled, by us and by ``torch.compile``, beside the CUDA graphs.
     """
     cluster = bench.cluster
-    profile = bench.measured(key, graph, cluster)
+    profile = bench.measured(key, graph, cluster, 1 if compiled else 3, calibrate=not compiled)
     problem = Problem(graph, cluster, profile, objective="period", num_microbatches=16)
     plain: Plain = {"eager": resident(module, bench.gpu)}
     with bench.item(f"{key}, CUDA graph of the whole model"):
         plain["graph"] = WholeGraph(plain["eager"], inputs, bench.gpu)
+    if compiled:
+        plain |= by_torch(bench, key, module, inputs)
     for objective in ("latency", "period"):
         with bench.item(f"{key}, {objective}"):
             posed = replace(problem, objective=objective)
-            with fastest(posed, inputs, bench.planning_s) as runner:
+            with fastest(posed, inputs, bench.planning_s, compiled=compiled) as runner:
                 answers = {"plan": runner.plan, "planned": runner.planned}
                 chosen_s = {way: median_s(m, objective) for way, m in runner.measured.items()}
-                kept = "plan_graphs" if runner.cuda_graphs else "plan"
+                kept = "plan_compiled" if runner.compiled else "plan"
+                kept = "plan_graphs" if runner.cuda_graphs and not runner.compiled else kept
             placed = {way: plan.placement(graph, cluster) for way, plan in answers.items()}
+            home = bench.home(f"{objective}/{key}", graph)
+            placed |= {} if home is None or compiled else {"home": home}
             share = 0.25 if objective == "latency" else 0.45
             until = time.perf_counter() + share * bench.fair_s
-            turns = compared(bench, posed, placed, plain, inputs, until)
+            turns = compared(bench, posed, placed, plain, inputs, until, compiled)
             seconds = {way: statistics.median(each) for way, each in turns.items()}
             bench.emit(
                 f"{key}, {objective}",
@@ -71,6 +85,7 @@ def plans(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph
                 gpu_over_eager=times_as_fast(turns, "gpu", "eager"),
                 graphs_over_graph=times_as_fast(turns, "gpu_graphs", "graph"),
                 kept_over_eager=times_as_fast(turns, kept, "eager"),
+                kept_over_torch=times_as_fast(turns, kept, "reduce_overhead"),
                 kept=kept,
                 turns=len(turns.get("gpu", ())),
                 **{f"{way}_uses": uses(on) for way, on in placed.items()},
@@ -78,10 +93,17 @@ def plans(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph
                 planned=np.packbits(placed["planned"]).tobytes().hex(),  # by operator: 1 the GPU
                 chosen_from=", ".join(f"{way} {s * 1e3:.3g} ms" for way, s in chosen_s.items()),
             )
-            if uses(placed["planned"]) == "both":
+            if uses(placed["planned"]) == "both" and not compiled:
                 bench.emit(f"{key}, {objective}, peak", **peaks(problem, placed["planned"]))
-    with bench.item(f"{key}, peak"):
+    with bench.item(f"{key}, peak") if not compiled else nullcontext():
         bench.emit(f"{key}, peak", **peaks(problem, all_on(graph, 1)))
+
+
+def compiled(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGraph) -> None:
+    """``plans`` of what is compiled. Runs on the CPU are not: that takes minutes."""
+    no_compiler = patch.object(artefacts, "missing_compiler", lambda: "for this section")
+    with no_compiler, patch.object(measuring, "ROUNDS", 2):
+        plans(bench, key, module, inputs, graph, compiled=True)
 
 
 def over_single(seconds: dict[str, float], placement: np.ndarray, way: str) -> float:
@@ -98,21 +120,21 @@ def compared(
     plain: Plain,
     inputs: Any,
     until: float,
+    compiled: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds by turn: each device alone, the plans, as graphs too, plain PyTorch."""
     graph, latency = problem.graph, problem.objective == "latency"
     host, there = pinned(inputs), moved(inputs, bench.gpu)
     name = f"{graph.name}, {problem.objective}"
-    placed = _placements(problem, plans)
+    placed = _placements(problem, plans, compiled)
     ways: dict[str, Seconds] = {}
-    first: dict[tuple[bytes, bool, bool], str] = {}  # of several ways that run the same
+    first: dict[tuple[bytes, bool, str], str] = {}  # of several ways that run the same
     alike: dict[str, str] = {}  # the others of them -> the first
-    graphed: dict[str, Callable[[], Any]] = {}  # of which each call launches one graph
     with ExitStack() as stack:
         for way, on in placed.items():
             is_there = bool(on.all()) and not latency and way != "gpu_fed"
-            as_graphs = way.endswith("_graphs")
-            if (same := (on.tobytes(), is_there, as_graphs)) in first:
+            kind = way.partition("_")[2].removeprefix("fed")
+            if (same := (on.tobytes(), is_there, kind)) in first:
                 alike[way] = first[same]
                 continue
             if not problem.supported[np.arange(graph.num_ops), on].all():
@@ -121,32 +143,28 @@ def compared(
                 stays = "device" if is_there else "host"
                 options: dict[str, Any] = {"priority": problem.priority, "outputs": stays}
                 runner = stack.enter_context(Runner(graph, problem.cluster, on, **options))
-                runner.cuda_graphs = as_graphs
+                runner.cuda_graphs, runner.compiled = bool(kind), kind == "compiled"
                 item = there if is_there else host
                 list(runner.stream([item] * (4 if on.any() else 1)))
                 ways[way] = _timer(runner, item, latency)
                 first[same] = way
-                if latency and way == "gpu_graphs":
-                    args, kwargs = split_inputs(item)
-                    graphed["here"] = partial(runner, *args, **kwargs)
+                if kind == "compiled":
+                    bench.emit(f"{name}, {way}", **compiling(runner))
         for way, call in plain.items():
             if latency:
                 ways[way] = partial(warm_calls, partial(_to_and_fro, call, host, bench.gpu))
-                if way == "graph":
-                    graphed["one graph"] = partial(_to_and_fro, call, host, bench.gpu)
             else:
                 ways[way] = lambda c=call: [period_of_calls(lambda: c(there), 24)]  # type: ignore[misc]
-        for what, run in graphed.items():
-            with bench.item(f"{name}, parts of a call, {what}", 10):
-                bench.emit(f"{name}, parts of a call, {what}", **parts(run))
         # Threads of CPU cores go on for a while, beside what comes next: they come last.
         ways = dict(sorted(ways.items(), key=lambda x: x[0] in placed and not placed[x[0]].all()))
         turns = medians(bench, name, ways, 2 if bench.emulated else 15 if latency else 7, until)
     return turns | {way: turns[same] for way, same in alike.items() if same in turns}
 
 
-def _placements(problem: Problem, plans: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Each device alone, the plans, and what of these is run as CUDA graphs too.
+def _placements(
+    problem: Problem, plans: dict[str, np.ndarray], compiled: bool
+) -> dict[str, np.ndarray]:
+    """Each device alone, the plans, and what of these is run as CUDA graphs, or compiled, too.
 
     In a stream also the GPU ``fed`` from the host, as plans are that use both devices.
     """
@@ -154,7 +172,48 @@ def _placements(problem: Problem, plans: dict[str, np.ndarray]) -> dict[str, np.
     if problem.objective != "latency" and any(uses(on) == "both" for on in plans.values()):
         placed["gpu_fed"] = placed["gpu"]
     placed |= plans
+    if compiled:  # beside graphs and what is launched one by one, which the other section measures
+        ways = ("gpu_graphs", "gpu_compiled", "plan", "plan_graphs", "plan_compiled")
+        return {way: placed[way.partition("_")[0]] for way in ways}
     return placed | {f"{x}_graphs": placed[x] for x in ("gpu", "plan") if placed[x].any()}
+
+
+def by_torch(bench: Bench, key: str, module: nn.Module, inputs: Any) -> Plain:
+    """What ``torch.compile`` makes of the module on the GPU; how long that took is a row."""
+    ways: Plain = {}
+    there = copy.deepcopy(module).to(bench.gpu)
+    given = moved(inputs, bench.gpu)
+    for mode in ("reduce-overhead", *(("max-autotune",) if key in AUTOTUNED else ())):
+        with bench.item(f"{key}, {mode}", 0.4 * bench.fair_s):
+            one = torch_compiled(there, given, bench.cluster, lambda *_: None, mode)
+            if one is not None:
+                bench.emit(f"{key}, {mode}", compile_s=one.seconds)
+                ways[mode.replace("-", "_")] = partial(_called, one)
+    return ways
+
+
+def _called(call: Callable[..., Any], inputs: Any) -> list[Tensor]:
+    args, kwargs = split_inputs(inputs)
+    return [x for x in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor)]
+
+
+def compile_ahead(bench: Bench, part: int) -> None:
+    """Fill Inductor's caches with one of the models, beside sections that do it with others."""
+    key = "tiny_mlp" if bench.emulated else tuple(PROFILED)[part]
+    module, inputs, graph = bench.model(key)
+    bench.fair_s = bench.until - time.perf_counter()
+    by_torch(bench, key, module, inputs)
+    with bench.item(f"{key}, ours"), Runner(graph, bench.cluster, all_on(graph, 1)) as runner:
+        runner.compiled = True
+        list(runner.stream([inputs] * 2))
+        bench.emit(f"{key}, ours", **compiling(runner))
+
+
+def compiling(runner: Runner) -> dict[str, Any]:
+    """How many runs are compiled, what that took, and what is in the way of others."""
+    why = next(iter(runner.not_compiled.values()), "")
+    facts = {"compiled": runner.num_compiled, "as_they_are": len(runner.not_compiled), "why": why}
+    return {"compile_s": runner.compile_s, **facts}
 
 
 def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
@@ -169,25 +228,6 @@ def _timer(runner: Runner, item: Any, latency: bool) -> Seconds:
     # Of few that a GPU computes a period may be that of launches: one slow call does not decide.
     items = [item] * counted(min(call_s, timed(call), timed(call)))
     return lambda: [runner.period_of(runner.stream(items))]
-
-
-def parts(call: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds of a call until its CUDA graph is launched, while it is, and until its end."""
-    rows, launch = list[list[float]](), torch.cuda.CUDAGraph.replay
-
-    def timed_launch(graph: Any) -> None:
-        rows[-1].append(time.perf_counter())
-        launch(graph)
-        rows[-1].append(time.perf_counter())
-
-    with patch.object(torch.cuda.CUDAGraph, "replay", timed_launch):
-        for _ in range(60):
-            rows.append([time.perf_counter()])
-            call()
-            rows[-1].append(time.perf_counter())
-    whole = np.diff([row for row in rows[20:] if len(row) == 4]) * 1e6  # of one graph
-    names = ("before_us", "launch_us", "after_us")
-    return dict(zip(names, np.median(whole, axis=0).tolist(), strict=True)) if len(whole) else {}
 
 
 def _to_and_fro(call: Callable[[Any], list[Tensor]], host: Any, gpu: torch.device) -> list[Tensor]:

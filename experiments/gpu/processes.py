@@ -25,13 +25,16 @@ import torch
 import experiments.gpu
 from experiments.gpu.bench import LONGEST_S, Bench
 from experiments.gpu.checks import correct, errors, facts, index, kernels, train, warm_up
-from experiments.gpu.memory import memory
+from experiments.gpu.learning import learning
+from experiments.gpu.memory import memory, streaming
 from experiments.gpu.models import CHECKED, PREDICTED, PROFILED, Model, captured
-from experiments.gpu.plans import energy, plans
+from experiments.gpu.pieces import one_matrix
+from experiments.gpu.plans import compile_ahead, compiled, energy, plans
 from experiments.gpu.predictions import each, fidelity, profile
 from experiments.gpu.training import policy, training
 from experiments.gpu_goals import table
 from experiments.study import ROOT, StudyError, launch
+from placement.executor import kernels as kernels_module
 from placement.tools.files import write_atomic
 
 # Into so many parts CPU cores are shared out at most. Of two sections with the same part, one has
@@ -52,17 +55,30 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "energy": energy,
     "policy": policy,
     "fidelity": each(PREDICTED, fidelity),
+    **{f"ahead_{i + 1}": partial(compile_ahead, part=i) for i in range(len(PROFILED))},
+    "compiled": each(tuple(PROFILED), compiled),
+    "streaming": streaming,
+    "pieces": one_matrix,
+    "learning": learning,
 }
-# Parts of the time. Sections that are not here time nothing: they run beside each other, first. The
-# last one measures as often as what the others have left over allows.
+# Parts of the time, by command. The last section measures as often as what the others have left
+# over allows.
 TIMED = {
     "profile": 55, "plans": 80, "memory": 40, "training": 26, "energy": 12, "policy": 15,
     "fidelity": 60,
 }  # fmt: skip
-ROUNDS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (tuple(name for name in SECTIONS if name not in TIMED), 40),
-    *(((name,), part) for name, part in TIMED.items()),
-)
+MORE = {"compiled": 125, "streaming": 130, "pieces": 15, "learning": 85}
+# These time nothing: they run beside each other, first.
+AHEAD = tuple(name for name in SECTIONS if name.startswith("ahead"))
+CHECKS = tuple(name for name in SECTIONS if name not in {*TIMED, *MORE, *AHEAD})
+
+
+def rounds_of(more: bool, emulated: bool = False) -> list[tuple[tuple[str, ...], float]]:
+    """Sections that run beside each other, and their part of the time; emulated: of all."""
+    first, timed = (("facts", "kernels", *AHEAD), MORE) if more else (CHECKS, TIMED)
+    if emulated and not more:
+        first, timed = (*CHECKS, AHEAD[0]), TIMED | MORE
+    return [(first, 55 if more else 40), *(((name,), part) for name, part in timed.items())]
 
 
 def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any) -> None:
@@ -81,6 +97,13 @@ def section(name: str, limit_s: float, options: argparse.Namespace, **known: Any
             import emulated_gpu
 
             stack.enter_context(emulated_gpu.emulated(library_bytes=2**15))
+            # What compiles for a real one: a graph is run as it is.
+            for target, of, stand_in in (
+                (kernels_module, "inductor", lambda graph, inputs: graph),
+                (torch, "compile", lambda module, **_: module),
+                (torch.compiler, "cudagraph_mark_step_begin", lambda: None),
+            ):
+                stack.enter_context(patch.object(target, of, stand_in))
             # Or ``module.to`` would put its tensors, which are of another class, into parameters.
             set_overwrite = torch.__future__.set_overwrite_module_params_on_conversion
             stack.callback(set_overwrite, False)
@@ -112,8 +135,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StudyError: a section that is none.
     """
-    if unknown := set(options.sections) - set(SECTIONS):
-        raise StudyError(f"--sections {sorted(unknown)}: there are {list(SECTIONS)}")
+    there = [name for names, _ in rounds_of(options.more, options.emulated) for name in names]
+    if unknown := set(options.sections) - set(there):
+        raise StudyError(f"--sections {sorted(unknown)}: there are {there}")
     options.out.mkdir(parents=True, exist_ok=True)
     options.work = Path(tempfile.mkdtemp(prefix="placement-gpu-"))
     torch.set_num_threads(1)  # threads do not survive a fork
@@ -152,9 +176,9 @@ def _left_s(options: argparse.Namespace) -> float:
 
 
 def _rounds(options: argparse.Namespace) -> list[tuple[list[str], float]]:
-    """``ROUNDS`` of the sections that are wanted, with seconds of the time that is left."""
-    wanted = options.sections or list(SECTIONS)
-    rounds = [([name for name in names if name in wanted], part) for names, part in ROUNDS]
+    """Those of the sections that are wanted, with seconds of the time that is left."""
+    wanted, every = options.sections or list(SECTIONS), rounds_of(options.more, options.emulated)
+    rounds = [([name for name in names if name in wanted], part) for names, part in every]
     scale = (_left_s(options) - 3) / sum(part for names, part in rounds if names)
     return [(names, scale * part) for names, part in rounds if names]
 
@@ -214,10 +238,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--sections", nargs="*", default=[], metavar="NAME", help="only these")
+    parser.add_argument("--more", action="store_true", help="the second command")
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="in all: 470")
     parser.add_argument("--emulated", action="store_true", help="tiny models, no real GPU")
     options = parser.parse_args(argv)
     options.out, options.began = options.out.resolve(), time.perf_counter()
     # Or the first question for a GPU would be one that a forked process cannot ask again.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")  # of each section that compiles
     return launch(lambda: run(options))

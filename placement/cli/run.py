@@ -40,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
     parser.add_argument("--wandb", metavar="PROJECT", help="mirror what was measured to W&B")
     parser.add_argument(
-        "--compiled", action="store_true", help="compile what a CPU runs at a stretch (inference)"
+        "--compiled",
+        action="store_true",
+        help="compile what a device runs at a stretch (inference)",
     )
     parser.add_argument(
         "--distributed", action="store_true", help="spread the devices over processes"

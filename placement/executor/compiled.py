@@ -50,6 +50,7 @@ from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError, cache_folder, write_atomic
 from placement.tools.progress import Progress, say
 
+_CPU = torch.device("cpu")
 PLAIN, FROZEN, EAGER = "plain", "frozen", "eager"
 _FORMAT = 1  # of the files; to be raised with what artefacts of this module look like
 _ENTRY = "inductor_entry_cpp"  # the function of the extension module, and its name
@@ -126,9 +127,11 @@ def graph_of(
     params: Mapping[int, Tensor],
     known: Mapping[int, Tensor],
     frozen: bool,
+    device: torch.device = _CPU,
 ) -> fx.GraphModule:
     """The graph of a run, of which the inputs are its ``reads``, and unless ``frozen`` the rest.
 
+    ``device`` takes the place of every ``torch.device`` constant.
     Nodes have the number of their operator in ``meta["custom"]``, which Inductor keeps.
     """
     graph, root = fx.Graph(), nn.Module()
@@ -146,7 +149,7 @@ def graph_of(
     def filled(x: Any) -> Any:
         if isinstance(x, Ref | Param):
             return nodes[x]
-        return torch.device("cpu") if isinstance(x, torch.device) else x
+        return device if isinstance(x, torch.device) else x
 
     for op in run.ops:
         step = with_constants(program.steps[op], known)
@@ -548,7 +551,7 @@ def _bytes_of(x: Tensor) -> bytes:
     return hashlib.blake2b(values).digest()  # type: ignore[arg-type]
 
 
-def _said(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """What is wrong, in one line."""
     line = next((x.strip()[:200] for x in str(error).splitlines() if x.strip()), "")
     return line if isinstance(error, Refused | NoCompiler) else f"{type(error).__name__}: {line}"
@@ -674,7 +677,7 @@ class Artefacts:
                 self.frozen |= set(run.params) if kind == FROZEN else set()
                 return self._artefact(run, kind, name, call)
         except Exception as error:  # e.g. Inductor's own, of an operator or of the compiler
-            kind, why = EAGER, _said(error)
+            kind, why = EAGER, reason_of(error)
             if isinstance(error, Refused):
                 self._write(noted, json.dumps([kind, why]))
         self.eager[first] = why

@@ -46,9 +46,9 @@ class Generated:
 
     def failed_op(self, error: BaseException, op: int) -> int:
         """Which operator of the run that begins with ``op`` raised ``error``."""
-        at = error.__traceback__
+        at, own = error.__traceback__, getattr(self.calls[op], "__code__", None)
         while at is not None:
-            if at.tb_frame.f_code is getattr(self.calls[op], "__code__", None):  # else compiled
+            if at.tb_frame.f_code is own:
                 return self.op_at[at.tb_lineno - 1]
             at = at.tb_next
         return op

@@ -31,7 +31,7 @@ from placement.tools.clock import nothing_collected
 # In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
 # know every thread by itself.
 _WARM_CALLS = 2
-_LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
+LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
 _failed: list[Any] = []
@@ -72,8 +72,8 @@ class Graphs:
                 self.eager[run[0]] = "parameters are copied from host memory meanwhile"
             elif why := _obstacle(program, run[0], set(), known):
                 self.eager[run[0]] = why
-            elif sum(launches(program.steps[op], known) for op in run) < _LEAST:
-                self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
+            elif sum(launches(program.steps[op], known) for op in run) < LEAST:
+                self.eager[run[0]] = f"fewer than {LEAST} operators that compute something"
             else:
                 reads, makes = share.inputs[run[0]], share.outputs[run[0]]
                 calls[run[0]] = Replayed(self, run[0], calls[run[0]], reads, makes)

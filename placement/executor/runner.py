@@ -37,6 +37,7 @@ from placement.executor.compiled import Artefacts
 from placement.executor.constants import constants
 from placement.executor.generated import Generated, generate
 from placement.executor.graphs import Graphs, pieces_of
+from placement.executor.kernels import Kernels
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
 from placement.executor.share import Share, cut, fused, runs_of, shares
 from placement.executor.streamed import Streamed
@@ -83,8 +84,8 @@ class Runner:
             CUDA graphs, where they can be (``not_graphed`` says where not). Off, as a GPU has shown
             it for some models only.
         compiled: to be set before the first call, which then compiles (see ``compile``): runs of
-            operators on a CPU are artefacts of PyTorch's Inductor, where they can be and are faster
-            (``not_compiled`` says where not). Inference only.
+            operators are artefacts of PyTorch's Inductor, where they can be, and on a CPU where
+            they are faster (``not_compiled`` says where not). Inference only.
         begins: operators before which a compiled run ends, whatever could be one with it.
         outputs_stay: to be set before the first call: ``outputs`` are on the ``device``.
         has_company: to be set before the first call: another runner of the module is used beside
@@ -152,7 +153,7 @@ class Runner:
         self.outputs_stay = outputs == "device"
         self.cuda_graphs = self.compiled = False
         self._graphs: list[Graphs] = []
-        self._artefacts: list[Artefacts] = []
+        self._artefacts: list[Artefacts | Kernels] = []
         self._frozen: list[Tensor] = []  # parameters whose values are part of artefacts
         self._frozen_as: list[weights.State] = []
         self._report: Progress = lambda *_: None
@@ -598,7 +599,7 @@ class Runner:
                 target = backend.torch_device
                 # Operators of a graph end together: nothing tells when each of them did.
                 replay = fuse and clock is None and self.cuda_graphs and target.type == "cuda"
-                compiles = fuse and self.compiled and bool(ops) and target.type == "cpu"
+                compiles = fuse and self.compiled and bool(ops)
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 runs = pieces_of(self._program, runs, known) if replay or compiles else runs
                 runs = cut(runs, self.begins) if compiles else runs
@@ -607,12 +608,16 @@ class Runner:
                     self._program, runs, own, params, gradients, target, clock, streamed, known
                 )
                 whole = fused(share, runs) if fuse else share
+                if compiles and target.type == "cuda" and clock is None:
+                    kernels = Kernels(self._program, device, target)
+                    self._artefacts.append(kernels)
+                    generated = kernels.of(runs, whole, generated, params, known, streamed)
                 if replay:
                     self._graphs.append(Graphs(target))
                     generated = self._graphs[-1].of(
                         self._program, runs, whole, generated, frozenset(streamed), known
                     )
-                elif compiles:
+                elif compiles and target.type == "cpu":
                     artefacts = Artefacts(self._program, device, params, known, self._report)
                     self._artefacts.append(artefacts)
                     generated = artefacts.of(runs, whole, generated, clock)
@@ -689,6 +694,7 @@ class Runner:
     def compile(self, report: Progress | None = None) -> None:
         """Compile runs of operators now, as the first call does where ``compiled`` is set.
 
+        Those of a GPU are compiled in a call, for which the example inputs are taken.
         What is compiled is kept in the cache folder, for other processes too. A parameter that is
         written later is seen: what was compiled for its values is made again in the next call.
 
@@ -701,10 +707,13 @@ class Runner:
         self.compiled = True
         self._report = report or self._report
         self._start()
+        if any(isinstance(x, Kernels) for x in self._artefacts):
+            for _ in self.stream_tensors([self._program.timing_inputs()]):
+                pass
 
     @property
     def not_compiled(self) -> dict[str, str]:
-        """The first operator of each run on a CPU that is interpreted, and why."""
+        """The first operator of each run that is interpreted, and why."""
         names = self.graph.op_name
         return {names[n]: why for x in self._artefacts for n, why in x.eager.items()}
 

@@ -100,11 +100,11 @@ class TorchCompiled:
 
 
 def torch_compiled(
-    module: Any, inputs: Any, cluster: Cluster, report: Progress
+    module: Any, inputs: Any, cluster: Cluster, report: Progress, mode: str = "reduce-overhead"
 ) -> TorchCompiled | None:
     """What a user would type first: the faster of ``torch.compile`` and the same with freezing.
 
-    On a GPU with ``mode="reduce-overhead"``. In CPU kernels PyTorch has the threads that it has in
+    On a GPU with ``mode``. In CPU kernels PyTorch has the threads that it has in
     this process. None: it fails, or computes something else, which is said.
     """
     import torch
@@ -123,7 +123,7 @@ def torch_compiled(
     on_gpu = any(x.is_cuda for x in module.parameters())
     kinds: dict[str, Any] = {"torch.compile": {}, "torch.compile with freezing": {}}
     if on_gpu:
-        kinds = {'torch.compile(mode="reduce-overhead")': {"mode": "reduce-overhead"}}
+        kinds = {f'torch.compile(mode="{mode}")': {"mode": mode}}
     made: list[TorchCompiled] = []
     for name, options in kinds.items():
         report(f"{name} of the module", None)

@@ -12,6 +12,7 @@ import pytest
 
 from agents.cli.train import main as learn
 from experiments import gpu_results, study
+from experiments.gpu import bench, home
 from experiments.grid import Cell
 from placement import importers
 from placement.__main__ import main
@@ -33,7 +34,17 @@ FACTS: tuple[dict[str, Any], ...] = (
     },
     {"section": "plans", "item": "m, latency", "gpu_ms": 2.0, "eager_ms": 1.5, "cpu_ms": 9.0},
     {"section": "correct_1", "item": "m", "way": "x", "error": float("inf"), "ok": False},
-)
+)  # fmt: skip
+
+MORE: tuple[dict[str, Any], ...] = (
+    {"section": "compiled", "item": "m, latency", "eager_ms": 4.0, "gpu_compiled_ms": 1.0,
+     "kept": "gpu_compiled", "kept_over_torch": 1.25},
+    {"section": "streaming", "item": "dense, half", "model_mib": 8.0, "plan_ms": 2.0,
+     "plan_over_others": 1.5},
+    {"section": "pieces", "item": "memory for half, equal", "plan_ms": 3.5, "shares": "0.5, 0.5",
+     "bytes_on": "0.4, 0.6, 0.0"},
+    {"section": "learning", "item": "m, bandit", "ran": 7, "measured_ms": 2.5, "gain": 1.75},
+)  # fmt: skip
 
 
 def problem(name: str) -> Problem:
@@ -64,7 +75,10 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     out, data = tmp_path / "out", tmp_path / "data"
     words = ["--out", str(out), "--dataset", str(data), "--work", str(tmp_path / "work")]
     assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "old", "resnet50")), *words]) == 0
-    assert gpu_results.main(["run", str(folder_of_a_run(tmp_path, "resnet50")), *words]) == 0
+    later = folder_of_a_run(tmp_path, "resnet50")
+    lines = (later / "gpu.jsonl").read_text()
+    (later / "gpu.jsonl").write_text("".join(json.dumps(x) + "\n" for x in MORE) + lines)
+    assert gpu_results.main(["run", str(later), *words]) == 0
     read = json.loads((out / "gpu.json").read_text())
     assert read["rows"][-1] == FACTS[-1] | {"error": None, "run": "unknown"}
     about = read["provenance"]
@@ -72,6 +86,9 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     assert (about["torch"], about["cores"], about["when"][:10]) == ("2.11", 8, "2026-11-27")
     page = capsys.readouterr().out
     assert "m, latency, operator by operator (0.75x)" in page
+    assert "| 1.00 ms | gpu, compiled | 1.25x |" in page and "| 1.50x |" in page
+    assert "| 3.50 ms | – | 0.5, 0.5 | 0.4, 0.6, 0.0 |" in page
+    assert "| m, bandit | 7 | – | 2.50 ms | 1.75x |" in page
     assert (
         "| results of 12 models | all equal, the same bits twice | 0 of 1; 1 of 96 were done | no |"
         in page
@@ -101,7 +118,7 @@ def test_a_later_run_replaces_sections_of_an_earlier_one(tmp_path: Path, capsys:
     page = capsys.readouterr().out
     assert "Runs of 10:00, 90 s (facts, correct); 12:00, 50 s (facts, plans): ACME G (1)" in page
     assert "| 3.00 ms |" in page and "| 2.00 ms |" not in page and "0 of 1; 1 of 96" in page
-    assert {*dataset.load(tmp_path)} == {"acme-g-1-6-cores/one"}
+    assert {*dataset.load(tmp_path)} == {f"acme-g-1-6-cores/{x}" for x in ("one", "two")}
     some = [str(folders[0]), f"{folders[1]}:correct"]
     assert gpu_results.main(["run", *some, *words]) == 2
     assert "there is no section correct" in capsys.readouterr().err
@@ -168,3 +185,21 @@ def test_planners_are_compared_on_the_committed_problems(tmp_path: Path, capsys:
     assert "| latency/resnet50 |" in capsys.readouterr().out
     assert study.run(gpu_results.STUDIES, ["plans", "latency/nothing", *places]) == 2
     assert "latency/nothing" in capsys.readouterr().err
+
+
+def test_plans_are_made_at_home_for_the_same_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both operators are faster on the GPU, and one runs nowhere else."""
+    posed = problem("m").with_objective("latency")
+    (tmp_path / "card").mkdir()
+    monkeypatch.setattr(gpu_results, "last_home", lambda: tmp_path / "card")
+    monkeypatch.setattr(gpu_results, "problems", lambda patterns: {"latency/m": posed})
+    monkeypatch.setattr(bench, "DATASET", tmp_path)
+    assert home.main(["--seconds", "0.1"]) == 0
+    there = bench.Bench(tmp_path, tmp_path, "plans", emulated=False)
+    placement = there.home("latency/m", posed.graph)
+    assert placement is not None and placement.tolist() == [1, 1]
+    assert there.home("period/m", posed.graph) is None
+    other = OpGraph.build("m", ["a", "b", "c"], [0, 1, 2], [8, 8, 8], [(0, 1), (1, 2)])
+    assert there.home("latency/m", other) is None

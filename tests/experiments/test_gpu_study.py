@@ -37,7 +37,7 @@ def script(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_section_runs_to_its_end(tmp_path: Path) -> None:
-    names = [n for names, _ in processes.ROUNDS for n in names]
+    names = [n for names, _ in processes.rounds_of(False, emulated=True) for n in names]
     done = script(tmp_path, "--emulated")
     assert done.returncode == 0, done.stderr
     results = rows(tmp_path)
@@ -135,6 +135,25 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
     assert "| 0 of 1; 1 of 2 were done | no |" in line(
         "training with half of the activations", training
     )
+    kept = [row("compiled", f"m{i}, latency", kept_over_torch=x) for i, x in enumerate([0.96, 2.0])]
+    what = "latency: what optimize keeps, compiled too, over reduce-overhead"
+    assert "| 0.960 to 2.000 | yes |" in line(what, *kept * 3)  # 0.95 is a 1.05th
+    assert "| 0.950 to 2.000 | no |" in line(
+        what, *kept * 3, row("compiled", "m, latency", kept_over_torch=0.95)
+    )
+    over = [row("streaming", f"m{i}, half", plan_over_others=x) for i, x in enumerate([1.3, 1, 2])]
+    what = "memory for a half: plan over the best of the others"
+    assert "| 1.300x, 1.000x, 2.000x | yes |" in line(what, *over)
+    assert "| no |" in line(what, over[0], over[1], over[1])
+    ran = row("memory", "dlrm, half", model_mib=1.0)
+    short = row("streaming", "moe, optimize", failed="OutOfMemoryError: CUDA out of memory")
+    what = "another plan where memory is short"
+    assert "| 14 of 14 | yes |" in line(what, *[ran] * 14)
+    assert "| 13 of 14 | no |" in line(what, *[ran] * 13, short)
+    slow = row("profile", "resnet50_b32", kernels_ms=4.0)
+    what = "resnet50_b32: period, launched one by one, over its kernels"
+    for ms, met in ((4.0, "1.000 | yes"), (3.9, "0.975 | no")):
+        assert f"| {met} |" in line(what, slow, row("plans", "resnet50_b32, period", gpu_ms=ms))
     facts = (
         row("facts", "cuda:0", model="NVIDIA H200"),
         row("facts", "cpu:0", model="Xeon", cores=14),
@@ -278,8 +297,14 @@ def test_predictions_are_compared_with_the_middle_turn_of_placements() -> None:
 
 
 def test_all_sections_take_less_than_eight_minutes(tmp_path: Path) -> None:
-    assert sum(part for _, part in processes.ROUNDS) <= 330 and bench.LONGEST_S == 470
-    assert [n for names, _ in processes.ROUNDS for n in names] == list(processes.SECTIONS)
+    first, second = map(processes.rounds_of, (False, True))
+    assert sum(part for _, part in first) <= 330 and sum(part for _, part in second) <= 420
+    assert bench.LONGEST_S == 470
+    both = {name for names, _ in first + second for name in names}
+    assert both == {*processes.SECTIONS}  # and these only are in both
+    assert {n for x, _ in first for n in x} & {n for x, _ in second for n in x} == {
+        "facts", "kernels",
+    }  # fmt: skip
     assert len({name for names in models.CHECKED for name in names}) == 12
     assert len(models.PROFILED) == 6 and len(models.PREDICTED) == 3
     assert processes.main(["--out", str(tmp_path), "--sections", "nothing"]) == 2
