@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ class Kernels:
         eager: the first operator of each run that is not compiled, and why not.
         compiled: how many runs are, by now.
         seconds: spent on compiling.
-        bytes, frozen: of ``compiled.Artefacts``: a run has no constants of its own here.
+        packed, frozen: of ``compiled.Artefacts``: a run has no constants of its own here.
     """
 
-    bytes = 0
+    packed: Mapping[int, float] = MappingProxyType({})
     frozen: frozenset[int] = frozenset()
 
     def __init__(self, program: Program, device: Device, where: torch.device) -> None:
