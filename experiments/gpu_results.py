@@ -151,6 +151,10 @@ def of(rows: Iterable[Fact], section: str, has: str = "item") -> list[Fact]:
     return [r for r in rows if r["section"] == section and r.get(has) is not None]
 
 
+def shown(rows: Sequence[Fact], *columns: Column) -> str:
+    return table(rows, *columns) if rows else "Not run."
+
+
 def fact(head: str, name: str, digits: int = 2, unit: str = " ms") -> Column:
     """A column of a fact that not all rows have."""
     return Column(head, lambda r: r.get(name), digits, 1, unit)
@@ -196,6 +200,7 @@ def half(rows: Sequence[Fact]) -> str:
         fact("predicted", "predicted_ms", 1),
         fact("plan", "plan_ms", 1),
         fact("all streamed", "stream_ms", 1),
+        fact("best cut", "cut_ms", 1),
         fact("streamed by hand", "streamed_ms", 1),
         fact("whole layers", "layers_ms", 1),
         fact("accelerate", "accelerate_ms", 1),
@@ -208,7 +213,7 @@ def half(rows: Sequence[Fact]) -> str:
 
 def compiled(rows: Sequence[Fact]) -> str:
     """What is compiled, by model and objective."""
-    return table(
+    return shown(
         of(rows, "compiled", "eager_ms"),
         Column("model", "item"),
         fact("eager PyTorch", "eager_ms"),
@@ -259,7 +264,7 @@ def run_parts(rows: Sequence[Fact], options: Options) -> dict[str, str]:
         "slower": slower(rows),
         "half": half(rows),
         "compiled": compiled(rows),
-        "pieces": table(
+        "pieces": shown(
             of(rows, "pieces", "plan_ms"),
             Column("memory, and pieces", "item"),
             fact("plan", "plan_ms"),
@@ -267,7 +272,7 @@ def run_parts(rows: Sequence[Fact], options: Options) -> dict[str, str]:
             Column("shares of pieces", "shares"),
             Column("on CPU, GPU, copied there", "bytes_on"),
         ),
-        "learning": table(
+        "learning": shown(
             of(rows, "learning", "gain"),
             Column("way", "item"),
             Column("runs", "ran"),
