@@ -186,7 +186,7 @@ def test_the_users_own_function(users_own):
         ("users_own:not_a_function", "is of type int, not a function"),
         ("users_own:a_module", "is of type Linear, not a function: name one that returns"),
         ("broken:f", "'broken:f' cannot be imported: .*'no_such_package'$"),
-        ("a_script:f", "'a_script:f' cannot be imported: SystemExit. Keep .* behind: if __name__"),
+        ("a_script:f", "'a_script:f' cannot be imported: SystemExit.*Keep .* behind: if __name__"),
         ("users_own.py:good", "Name it without .py: users_own:good"),
         ("no_such_file:f", "'no_such_file:f' cannot be imported.*PYTHONPATH"),
     ],
