@@ -38,35 +38,53 @@ def kind_of(section: str) -> str:
     return section.partition("_")[0]
 
 
-def goals(rows: Sequence[dict[str, Any]]) -> str:
-    """What was to be shown, what was, and whether that is enough."""
+def span(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
+    low, high = (number(f(values), 3, scale, unit) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
 
-    def of(section: str, name: str, item: str = "") -> list[float]:
-        mine = [r for r in rows if kind_of(r["section"]) == section and item in r["item"]]
+
+percent = partial(span, scale=100, unit=" %")
+
+
+def listed(values: Sequence[float], digits: int = 3, unit: str = "") -> str:
+    return ", ".join(number(x, digits, unit=unit) for x in values)
+
+
+def counted(oks: Sequence[Any]) -> str:
+    return f"{sum(oks)} of {len(oks)}"
+
+
+class Goals:
+    """Lines of the table: what was to be shown, the goal, what was reached, if that is enough."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.lines: list[tuple[str, str, str, bool | None]] = []
+
+    def of(self, section: str, name: str, item: str = "") -> list[float]:
+        mine = [r for r in self.rows if kind_of(r["section"]) == section and item in r["item"]]
         return [r[name] for r in mine if isinstance(r.get(name), int | float)]
 
-    def span(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
-        low, high = (number(f(values), 3, scale, unit) for f in (min, max))
-        return low if low == high else f"{low} to {high}"
-
-    def listed(values: Sequence[float], digits: int = 3, unit: str = "") -> str:
-        return ", ".join(number(x, digits, unit=unit) for x in values)
-
-    lines: list[tuple[str, str, str, bool | None]] = []
-
     def add(
-        what: str, goal: str, values: Sequence[Any], wanted: int, reached: Any, met: Any = None
+        self,
+        what: str,
+        goal: str,
+        values: Sequence[Any],
+        wanted: int,
+        reached: Any,
+        met: Any = None,
     ) -> None:
         """``reached`` and ``met`` of the values, of which so many are ``wanted``."""
         text = reached(values) if values else "nothing"
         text += f"; {len(values)} of {wanted} were done" if len(values) < wanted else ""
         enough = None if met is None else bool(len(values) >= wanted and met(values))
-        lines.append((what, goal, text, enough))
+        self.lines.append((what, goal, text, enough))
 
-    def counted(oks: Sequence[Any]) -> str:
-        return f"{sum(oks)} of {len(oks)}"
 
-    percent = partial(span, scale=100, unit=" %")
+def goals(rows: Sequence[dict[str, Any]]) -> str:
+    """What was to be shown, what was, and whether that is enough."""
+    shown = Goals(rows)
+    of, add = shown.of, shown.add
     more = not LATER.isdisjoint(kind_of(r["section"]) for r in rows)
     results, many = [r["ok"] for r in rows if "way" in r], of("correct", "ok", "many")
     add("results of 12 models", "all equal, the same bits twice", results, 96, counted, all)
@@ -115,41 +133,10 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
          for y in of("profile", "kernels_ms", "resnet50_b32")], 1, span,
         lambda v: min(v) >= 0.98)  # fmt: skip
     if more:
-        for what in ("latency", "period"):
-            add(f"{what}: what optimize keeps, compiled too, over reduce-overhead",
-                "at least 0.95x",
-                of("compiled", "kept_over_torch", what), 6, span,
-                lambda v: min(v) >= 1 / 1.05)  # fmt: skip
-        for what, models in (("reduce-overhead", 6), ("max-autotune", 2), ("ours", 6)):
-            add(f"seconds of compiling, six models at a time: {what}", "named",
-                of("ahead", "compile_s", what), models, span)  # fmt: skip
-        add("compiled runs of a GPU, of these models", "named",
-            of("compiled", "compiled", "period"), 6, lambda v: f"{sum(v)}")  # fmt: skip
-        add("some of the memory: results", "all equal", of("streaming", "ok"), 12, counted, all)
-        for budget in ("half", "quarter"):
-            add(f"memory for a {budget}: plan over the best of the others",
-                "at least 1.3x on two of three models, never below 0.98x",
-                of("streaming", "plan_over_others", budget), 3, partial(listed, unit="x"),
-                lambda v: sorted(v)[-2] >= 1.3 and min(v) >= 0.98)  # fmt: skip
-        for name, what, goal, enough in (
-            ("of_bound", "the plan's share of what the machine can do", "at least 85 %",
-             lambda v: min(v) >= 0.85),
-            ("latency_off", "latency predicted", "within 10 %", lambda v: max(map(abs, v)) <= 0.10),
-        ):  # fmt: skip
-            both = [x for budget in ("half", "quarter") for x in of("streaming", name, budget)]
-            add(f"memory for a half and a quarter: {what}", goal, both, 6, percent, enough)
-        for room in ("all", "half"):
-            ms = {r["item"].rpartition(", ")[2]: r["plan_ms"] for r in rows
-                  if r["section"] == "pieces" and room in r["item"] and "plan_ms" in r}  # fmt: skip
-            gains = [ms["whole"] / x for way, x in ms.items() if way != "whole" and "whole" in ms]
-            add(f"one matrix, memory for {room}: equal pieces, by speed, over whole", "named",
-                gains, 2, partial(listed, unit="x"))  # fmt: skip
-        add("learning from runs, over the better device", "named",
-            [f"{r['item'].partition(', ')[2]} {number(r['gain'], 2, unit='x')} of {r['ran']}"
-             for r in rows if "gain" in r], 5, "; ".join)  # fmt: skip
+        second_command(shown)
     else:
         what = "compiled runs, four budgets, pieces of a matrix, real runs"
-        lines.append((what, "named", "not run", None))
+        shown.lines.append((what, "named", "not run", None))
     add("peak memory predicted", "within 10 % of the allocator's",
         [x for part in ("plans", "memory", "streaming") for x in of(part, "predicted_off")], 8,
         percent, lambda v: max(map(abs, v)) <= 0.10)  # fmt: skip
@@ -163,7 +150,44 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
     add("learning on the GPU over the CPU", "named", of("policy", "gpu_over_cpu"), 2, span)
     met = {True: "yes", False: "no", None: "–"}
     head = ("what", "goal", "reached", "met")
-    return f"{origin(rows)}\n\n{to_table(head, [(*x[:3], met[x[3]]) for x in lines])}"
+    return f"{origin(rows)}\n\n{to_table(head, [(*x[:3], met[x[3]]) for x in shown.lines])}"
+
+
+def second_command(shown: Goals) -> None:
+    """What only the second command asks: compiled runs, four budgets, pieces, real runs."""
+    of, add = shown.of, shown.add
+    for what in ("latency", "period"):
+        add(f"{what}: what optimize keeps, compiled too, over reduce-overhead",
+            "at least 0.95x",
+            of("compiled", "kept_over_torch", what), 6, span,
+            lambda v: min(v) >= 1 / 1.05)  # fmt: skip
+    for what, models in (("reduce-overhead", 6), ("max-autotune", 2), ("ours", 6)):
+        add(f"seconds of compiling, six models at a time: {what}", "named",
+            of("ahead", "compile_s", what), models, span)  # fmt: skip
+    add("compiled runs of a GPU, of these models", "named",
+        of("compiled", "compiled", "period"), 6, lambda v: f"{sum(v)}")  # fmt: skip
+    add("some of the memory: results", "all equal", of("streaming", "ok"), 12, counted, all)
+    for budget in ("half", "quarter"):
+        add(f"memory for a {budget}: plan over the best of the others",
+            "at least 1.3x on two of three models, never below 0.98x",
+            of("streaming", "plan_over_others", budget), 3, partial(listed, unit="x"),
+            lambda v: sorted(v)[-2] >= 1.3 and min(v) >= 0.98)  # fmt: skip
+    for name, what, goal, enough in (
+        ("of_bound", "the plan's share of what the machine can do", "at least 85 %",
+         lambda v: min(v) >= 0.85),
+        ("latency_off", "latency predicted", "within 10 %", lambda v: max(map(abs, v)) <= 0.10),
+    ):  # fmt: skip
+        both = [x for budget in ("half", "quarter") for x in of("streaming", name, budget)]
+        add(f"memory for a half and a quarter: {what}", goal, both, 6, percent, enough)
+    for room in ("all", "half"):
+        ms = {r["item"].rpartition(", ")[2]: r["plan_ms"] for r in shown.rows
+              if r["section"] == "pieces" and room in r["item"] and "plan_ms" in r}  # fmt: skip
+        gains = [ms["whole"] / x for way, x in ms.items() if way != "whole" and "whole" in ms]
+        add(f"one matrix, memory for {room}: equal pieces, by speed, over whole", "named",
+            gains, 2, partial(listed, unit="x"))  # fmt: skip
+    add("learning from runs, over the better device", "named",
+        [f"{r['item'].partition(', ')[2]} {number(r['gain'], 2, unit='x')} of {r['ran']}"
+         for r in shown.rows if "gain" in r], 5, "; ".join)  # fmt: skip
 
 
 def origin(rows: Sequence[dict[str, Any]]) -> str:

@@ -347,7 +347,7 @@ def models_table(results: Path, *columns: Column) -> str:
 
 def first_table(results: Path) -> str:
     """The README's: PyTorch as it is and compiled, and what ``optimize`` keeps."""
-    ms = partial(Column, digits=1, scale=1e3, unit=" ms")
+    ms = partial(Column, digits=2, scale=1e3, unit=" ms")
     heads = {"plain, 1 core": "plain PyTorch, 1 core"}
     heads |= {w: w for w in ("plain, 2 cores", "compiled, 1 core", "compiled, 2 cores")}
     heads |= {"our run": "ours, 1 core", "kept": "ours, 2 cores"}
