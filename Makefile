@@ -27,7 +27,7 @@ demo: $(INSTALLED)  ## the whole path on a real model, in under 3 minutes on two
 # A hundred processes of the tests import our files, which Python may be told to compile anew each time.
 test: $(INSTALLED)  ## the whole test suite, on two processes
 	@$(BIN)/python -m compileall -q agents conf envs experiments placement
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 0
 
 fuzz: $(INSTALLED)  ## thousands of mutated files for everything that reads one
 	$(BIN)/python -m tests.fuzz

@@ -319,7 +319,7 @@ def test_the_first_table_compares_what_is_kept_with_the_best_of_pytorch(tmp_path
     (tmp_path / "compiled.json").write_text(json.dumps(file))
     head, _, compiled, without = results.first_table(tmp_path).splitlines()
     assert "| compiled, 1 core | compiled, 2 cores | ours, 1 core | ours, 2 cores |" in head
-    assert "| 8.0 ms |" in compiled and compiled.endswith("| 1.60x |")  # 8 over 5 ms
+    assert "| 8.00 ms |" in compiled and compiled.endswith("| 1.60x |")  # 8 over 5 ms
     assert "| – |" in without and without.endswith("| 2.00x |")
 
 
