@@ -1,145 +1,158 @@
 """One call on two cores: one device, or operators in pieces on both?
 
     python -m experiments.pieces [WORKLOAD ...] [--rounds 7] [--seconds 20] [--placements 20]
-        [--compiled]
 
 For every workload at batch 1, for latency: one device alone, and what ``best_of`` makes of
-operators in two pieces, with ``--compiled`` also as compiled runs (which takes minutes to build, as
-pieces make many); beside them plain PyTorch and ``torch.compile`` (the better of frozen and not),
-with two threads. All take turns; medians of the rounds. ``prediction`` is of the pieces, as they
-are; ``error`` and ``rank`` are of random placements of pieces (``random_placements``): by how much
-their predicted latencies miss what they take, on average, and Spearman's correlation. Writes
-``experiments/results/pieces.md`` and ``.json``.
+operators in two pieces, each as operators and as compiled runs; pieces that are to be compiled are
+cut and placed by compiled costs. Beside them plain PyTorch and ``torch.compile`` (the better of
+frozen and not), with two threads. All take turns; medians of the rounds. ``prediction`` is of the
+pieces as operators, then of the compiled ones; ``error`` and ``rank`` are of random placements of
+pieces (``random_placements``), as operators: by how much their predicted latencies miss what they
+take, on average, and Spearman's correlation. What is cut, and rows that are finished, lie in
+``runs/pieces``: the same command continues. Writes ``experiments/results/pieces.md`` and ``.json``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from experiments.runs import in_turns, two_cores
 from experiments.study import Option, Options, Study, run, say
-from experiments.tables import Column
+from experiments.tables import Column, geometric_mean, table
 from placement import pieces, planners
 from placement.capturing import capture
 from placement.cluster import cpu_model
 from placement.costs.calibration import run_placement
+from placement.costs.fused import load_or_measure_compiled
 from placement.costs.measure import measure
 from placement.executor import Runner
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Problem
 from placement.program import split_inputs
-from placement.runs.ways import difference, inferring, timed, torch_compiled
+from placement.runs.ways import (
+    compiled_in_words,
+    difference,
+    inferring,
+    timed,
+    torch_compiled,
+    torch_threads,
+)
 from placement.simulator import evaluate
 from placement.workloads import load
 
 WORKLOADS = ("bert_base", "gpt2", "vit", "convnext", "resnet50")
-OURS = ("one device", "pieces", "pieces, compiled")
+OURS = ("one device", "one device, compiled", "pieces", "pieces, compiled")
 PLAIN = ("plain, 2 threads", "torch.compile, 2 threads")
 REPEATS = 3  # of measuring operators, which rounds of seconds would make longer than the rest
 CALLS = 3  # of a random placement
 
 
 @dataclass
-class Case:
-    """A workload, its graph in pieces, the plan of these, and what calls it with two threads."""
+class Cut:
+    """A graph in pieces, as operators or to be compiled, its costs, and where pieces are."""
 
-    name: str
-    module: Any
-    inputs: Any
     graph: OpGraph
-    cut: OpGraph
-    plain: dict[str, Callable[..., Any]]
-    compiled_as: str
-    problem: Problem | None = None
-    placement: NDArray[np.int32] | None = None
+    problem: Problem
+    placement: NDArray[np.int32]
+
+    @property
+    def latency_s(self) -> float:
+        """As it is predicted."""
+        return float(evaluate(self.problem, self.placement[None]).latency_s[0])
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
     """Those of other machines, as they are; and one of each workload, unless it is finished."""
     yield from (x for x in STUDY.read() if x["machine"] != cpu_model())
     for name in options.workloads:
-        what = what_decides(name, options)
+        what = name, options.rounds, options.seconds, options.placements
         yield options.finished.row(dict, what, partial(row, name, options), name=name)
-
-
-def what_decides(name: str, options: Options) -> tuple[Any, ...]:
-    """A row, beside the machine."""
-    return name, options.rounds, options.seconds, options.placements, options.compiled
 
 
 def row(name: str, options: Options) -> dict[str, Any]:
     """Its row, measured now."""
-    case = cut(name)
-    profile(case)
-    plan(case, options.seconds)
-    return compare(case, options)
-
-
-def cut(name: str) -> Case:
-    """The workload, cut, and compiled by ``torch.compile``."""
     module, inputs = load(name)
     graph = capture(module, inputs, name=name)
-    torch.set_num_threads(1)  # as a device has
-    in_two = pieces.split(graph, 2)
-    torch.set_num_threads(2)
+    cuts = {way: cut(graph, way == OURS[3], options) for way in OURS[2:]}
+    with torch_threads(2):
+        return compare(graph, cuts, module, inputs, options)
+
+
+def cut(graph: OpGraph, compiled: bool, options: Options) -> Cut:
+    """The graph in pieces, measured and placed; the same pieces as the last time."""
+    name = f"{graph.name} in pieces{', compiled' * compiled}"
+    found = options.finished.row(dict, name, partial(rules, graph, compiled), name=name)
+    chosen = {
+        op: pieces.Rule(tuple(map(as_cut, cuts)), *map(tuple, rest))
+        for op, (cuts, *rest) in found.items()
+    }
+    with torch_threads(1):  # as a device has
+        parted = pieces.split(graph, pieces.Pieces((0.5, 0.5), chosen))
+    say(f"{name}: costs")
+    cluster = two_cores()
+    latency: Any = {"objective": Objective.LATENCY, "max_in_flight": 1}
+    profile = measure(parted, cluster, repeats=REPEATS)
+    problem = Problem(parted, cluster, profile, **latency)
+    if compiled:
+        joined, profile = load_or_measure_compiled(parted, cluster, profile)
+        problem = Problem(joined, cluster, profile, **latency)
+    placement = planners.load("best_of", seconds=options.seconds)(problem).placement
+    return Cut(parted, problem, placement)
+
+
+def rules(graph: OpGraph, compiled: bool) -> dict[str, Any]:
+    """How each operator is cut that is."""
+    with torch_threads(1):
+        parted = pieces.split(graph, 2, compiled=compiled)
+    chosen = parted.program.pieces
+    return {} if chosen is None else {op: astuple(rule) for op, rule in chosen.rules.items()}
+
+
+def as_cut(x: Any) -> Any:
+    """From a file, where windows are lists."""
+    return pieces.Window(*x) if isinstance(x, list) else x
+
+
+def compare(
+    graph: OpGraph, cuts: dict[str, Cut], module: Any, inputs: Any, options: Options
+) -> dict[str, Any]:
+    """The row, from ways that take turns."""
+    name, cluster, (args, kwargs) = graph.name, two_cores(), split_inputs(inputs)
     plain = {PLAIN[0]: inferring(module)}
-    compiled = torch_compiled(module, inputs, two_cores(), lambda *_: None)
+    compiled = torch_compiled(module, inputs, cluster, lambda *_: None)
     if compiled is not None:
         plain[PLAIN[1]] = compiled
-    return Case(name, module, inputs, graph, in_two, plain, compiled.what if compiled else "-")
-
-
-def profile(case: Case) -> None:
-    """Measure the pieces."""
-    cluster = two_cores()
-    measured = measure(case.cut, cluster, repeats=REPEATS)
-    latency = {"objective": Objective.LATENCY, "max_in_flight": 1}
-    case.problem = Problem(case.cut, cluster, measured, **latency)  # type: ignore[arg-type]
-
-
-def plan(case: Case, seconds: float) -> None:
-    """Place the pieces."""
-    assert case.problem is not None
-    case.placement = planners.load("best_of", seconds=seconds)(case.problem).placement
-
-
-def compare(case: Case, options: Options) -> dict[str, Any]:
-    """The row, from ways that take turns."""
-    name, problem, placement = case.name, case.problem, case.placement
-    assert problem is not None and placement is not None
-    args, kwargs = split_inputs(case.inputs)
-    one = np.zeros(case.graph.num_ops, np.int32)
-    runners = {"one device": Runner(case.graph, problem.cluster, one, max_in_flight=1)}
-    for way in OURS[1 : 3 if options.compiled else 2]:
-        runners[way] = Runner(
-            case.cut, problem.cluster, placement, max_in_flight=1, priority=problem.priority
-        )
-        runners[way].compiled = way == OURS[2]
+    one: Any = np.zeros(graph.num_ops, np.int32)
+    runners = {way: Runner(graph, cluster, one, max_in_flight=1) for way in OURS[:2]}
+    for way, own in cuts.items():
+        order = {"priority": own.problem.priority, "max_in_flight": 1}
+        runners[way] = Runner(own.graph, cluster, own.placement, **order)
+    for way, runner in runners.items():
+        if way.endswith("compiled"):
+            runner.compile()
+            say(f"{name}, {way}: {compiled_in_words(runner)}")
     calls = {
-        way: partial(timed, partial(r, *args, **kwargs))
-        for way, r in {**runners, **case.plain}.items()
+        way: partial(timed, partial(r, *args, **kwargs)) for way, r in {**runners, **plain}.items()
     }
-    wrong = {way: difference(r, case.module, case.inputs) for way, r in runners.items()}
+    wrong = {way: difference(r, module, inputs) for way, r in runners.items()}
     for way, why in wrong.items():
         if why:
             say(f"{name}, {way}: {why}")
     seconds = in_turns(calls, options.rounds)
     for runner in runners.values():
         runner.close()
-    told, took = random_runs(problem, options.placements)
-    own = {way: float(np.median(seconds[way])) for way in calls}
-    ours = min(runners.keys() - OURS[:1], key=own.__getitem__)
-    plain = min(case.plain, key=own.__getitem__)
-    own_s = evaluate(problem, placement[None]).latency_s[0]
+    told, took = random_runs(cuts[OURS[2]].problem, options.placements)
+    own_s = {way: float(np.median(seconds[way])) for way in calls}
+    ours = min(OURS, key=own_s.__getitem__)
+    fastest = min(plain, key=own_s.__getitem__)
 
     def ratio(a: str, b: str) -> float:
         return float(np.median(seconds[a] / seconds[b]))
@@ -147,16 +160,17 @@ def compare(case: Case, options: Options) -> dict[str, Any]:
     return {
         "case": name,
         "machine": cpu_model(),
-        "ops": case.graph.num_ops,
-        "cut": len(case.cut.program.pieces.rules) if case.cut.program.pieces else 0,
-        **{way: own.get(way) for way in (*OURS, *PLAIN)},
-        "compiled": case.compiled_as,
+        "ops": graph.num_ops,
+        "cut": len(cuts[OURS[2]].graph.program.pieces.rules),
+        **{way: own_s.get(way) for way in (*OURS, *PLAIN)},
+        "compiled": "-" if compiled is None else compiled.what,
         "better": ours,
-        "pieces over one device": ratio("one device", "pieces"),
-        "better over one device": ratio("one device", ours),
+        "pieces over one device": ratio(OURS[0], OURS[2]),
+        "better over one device": ratio(OURS[0], ours),
         "better over plain": ratio(PLAIN[0], ours),
-        "better over the best of PyTorch": ratio(plain, ours),
-        "prediction": float(own_s / own["pieces"] - 1),
+        "better over the best of PyTorch": ratio(fastest, ours),
+        "prediction": cuts[OURS[2]].latency_s / own_s[OURS[2]] - 1,
+        "prediction, compiled": cuts[OURS[3]].latency_s / own_s[OURS[3]] - 1,
         "error": float(np.abs(told / took - 1).mean()) if len(told) else None,
         "rank": float(spearmanr(told, took).statistic) if len(told) else None,
         "equal": not any(wrong.values()),
@@ -190,11 +204,35 @@ def random_placements(problem: Problem, count: int, seed: int = 0) -> NDArray[np
     return np.array(placed, np.int32).reshape(count, graph.num_ops)
 
 
+def parts(found: Any, options: Options) -> dict[str, Any]:
+    """The table, and geometric means of each machine."""
+    lines = []
+    for machine in dict.fromkeys(r["machine"] for r in found):
+        own = [r for r in found if r["machine"] == machine]
+        means = [f"{geometric_mean([r[x] for r in own]):.2f}x {x}" for x in RATIOS[1:]]
+        lines.append(f"* {machine}, {len(own)} models: {', '.join(means)}")
+    return {"table": table(found, *COLUMNS), "means": "\n".join(lines)}
+
+
 RATIOS = (
     "pieces over one device",
     "better over one device",
     "better over plain",
     "better over the best of PyTorch",
+)
+COLUMNS = (
+    Column("case", "case"),
+    Column("machine", "machine"),
+    Column("ops", "ops"),
+    Column("cut", "cut"),
+    *(Column(way, lambda r, way=way: r.get(way), 1, 1e3, " ms") for way in (*OURS, *PLAIN)),
+    Column("better", "better"),
+    *(Column(x, x, 2, unit="x") for x in RATIOS),
+    Column("prediction", "prediction", 1, 100, " %"),
+    Column("compiled", lambda r: r.get("prediction, compiled"), 1, 100, " %"),
+    Column("error", "error", 1, 100, " %"),
+    Column("rank", "rank", 2),
+    Column("equal", "equal"),
 )
 STUDY = Study(
     name="pieces",
@@ -204,21 +242,8 @@ STUDY = Study(
         "rounds": 7,
         "seconds": Option(20.0, "of a plan"),
         "placements": Option(20, "that are predicted and run"),
-        "compiled": Option(False, "ours too"),
     },
-    columns=(
-        Column("case", "case"),
-        Column("machine", "machine"),
-        Column("ops", "ops"),
-        Column("cut", "cut"),
-        *(Column(way, way, 1, 1e3, " ms") for way in (*OURS, *PLAIN)),
-        Column("better", "better"),
-        *(Column(x, x, 2, unit="x") for x in RATIOS),
-        Column("prediction", "prediction", 1, 100, " %"),
-        Column("error", "error", 1, 100, " %"),
-        Column("rank", "rank", 2),
-        Column("equal", "equal"),
-    ),
+    parts=parts,
     facts=lambda options: {"rounds": options.rounds, "seconds": options.seconds},
 )
 

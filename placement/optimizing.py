@@ -34,6 +34,7 @@ from placement.profile import ProfileError
 from placement.program import split_inputs
 from placement.runs.ways import (
     ROUNDS,
+    TorchCompiled,
     Way,
     alone,
     calls,
@@ -134,6 +135,7 @@ class OptimizedRunner(Runner):
     kept: str
     compiled_as: str = ""
     _one_s: float  # of the best device alone, as it is
+    _by_torch: TorchCompiled | None = None
     _module: Callable[..., Any] | None = None  # called itself, where PyTorch is the fastest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,10 +246,13 @@ def optimize(
         )
         if shares:
             report("cutting operators", None)
+            compiles = compiled is not False and not missing_compiler()
             with torch_threads(cluster.devices[0].threads):
-                cut = split(graph, shares, moves=Moves.of(profile.links))
+                moves = Moves.of(profile.links)
+                cut = split(graph, shares, moves=moves, compiled=compiles)
             if cut is not graph:
                 costs = problem(cut, load_or_measure(cut, cluster, progress=report))
+                options["by_torch"] = runner._by_torch
                 runner = _faster_of(runner, fastest(costs, inputs, seconds, module, **options))
     if not quiet:
         say(verdict(runner))
@@ -316,11 +321,13 @@ def fastest(
     report: Progress = lambda *_: None,
     workload: str | None = None,
     compiled: bool | None = False,
+    by_torch: TorchCompiled | None = None,
 ) -> OptimizedRunner:
     """``optimize`` from the problem on: plans, and keeps what is the fastest when it runs.
 
     Args:
         module: whose results are to be equal, and which takes part itself; None: neither.
+        by_torch: the module as ``torch.compile`` made it before.
 
     Raises:
         OptimizeError: results that differ, or nothing that fits.
@@ -336,10 +343,9 @@ def fastest(
         np.inf if compiled else 0.0 if compiled is False else PARAMS.compiling * seconds
     )
     whole: dict[str, Callable[..., Any]] = {} if module is None else {"plain": inferring(module)}
-    by_torch = None
     if module is not None and patience.is_left():
         with patience.spent():
-            by_torch = torch_compiled(module, inputs, problem.cluster, report)
+            by_torch = by_torch or torch_compiled(module, inputs, problem.cluster, report)
         whole |= {} if by_torch is None else {"compiled": by_torch}
 
     def run(plan: Plan, problem: Problem) -> _Ran:
@@ -379,7 +385,7 @@ def fastest(
         on_error.pop_all()
     runner = _kept(problem, ran, workload)
     runner.planned, runner.reached = planned, reached(problem, solution)
-    runner.compiled_as = "" if by_torch is None else by_torch.what
+    runner._by_torch, runner.compiled_as = by_torch, "" if by_torch is None else by_torch.what
     if runner.kept in MODULE:
         runner.stop()
         runner._module = whole[runner.kept]
@@ -659,7 +665,9 @@ def _in_turns(
                 runners[name] = single
         for name, other in [] if short else [*runners.items()]:
             for suffix, options in _VARIANTS.items():
-                if not _may_be(options, other, patience):
+                # One device alone that matters has whole operators.
+                is_beside = other is not runner and problem.graph.program.pieces is not None
+                if is_beside or not _may_be(options, other, patience):
                     continue
                 variant = _runner(problem, plan) if other is runner else alone(plan, runner, name)
                 for option in options:

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import placement
-from placement import optimizing, planners
+from placement import optimizing, pieces, planners
 from placement.__main__ import main
 from placement.capturing import CaptureError
 from placement.cli import BAD_INPUT, OK
 from placement.cluster import Cluster, ClusterError, Device
-from placement.executor import RunnerError
+from placement.executor import Runner, RunnerError
 from placement.optimizing import OptimizeError, optimize, verdict
 from placement.plan import Measured, Spread, load_plan
 from placement.problem import Problem, Solution
@@ -475,3 +475,46 @@ def test_operators_in_pieces_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     with optimize(large, (x,), objective="latency", **options) as runner:
         assert ran == [False, True] and runner.plan.pieces is not None
         torch.testing.assert_close(runner(x), large(x))
+
+
+@needs_two
+def test_pieces_are_tried_as_compiled_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cut for such, planned by their costs, and kept where they are the fastest."""
+    large = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).eval()
+    x = torch.randn(1024, 256)
+    cut_for: list[bool] = []
+    costs: list[bool] = []
+    names: list[str] = []
+
+    def cut(graph: Any, shares: Any, **options: Any) -> Any:
+        cut_for.append(options["compiled"])
+        return pieces.split(graph, shares, **options)
+
+    def built(self: Any, runs: Any, share: Any, generated: Any, clock: Any = None) -> Any:
+        return generated
+
+    def measured_compiled(graph: Any, *_: Any, **__: Any) -> Any:
+        costs.append(graph.piece is not None)
+        raise ProfileError("not measured")
+
+    def measured(ways: Any, report: Any) -> Any:
+        names[:] = ways
+        took = {w: 1.0 if "compiled" in w and costs == [False] else 2.0 for w in ways}
+        spreads = {w: Spread.of([s] * 3) for w, s in took.items()}
+        facts: Any = {"n": 3, "when": "2026-11-29T00:00:00+00:00", "machine": "here"}
+        return {w: Measured(latency_s=s, period_s=s, **facts) for w, s in spreads.items()}
+
+    monkeypatch.setattr("placement.optimizing.missing_compiler", lambda: "")
+    monkeypatch.setattr("placement.optimizing._doubt", lambda _: "")
+    monkeypatch.setattr("placement.optimizing.torch_compiled", lambda *_: None)
+    monkeypatch.setattr("placement.optimizing.split", cut)
+    monkeypatch.setattr("placement.optimizing.load_or_measure_compiled", measured_compiled)
+    monkeypatch.setattr("placement.optimizing.measure", measured)
+    monkeypatch.setattr("placement.executor.compiled.Artefacts.of", built)
+    monkeypatch.setattr(Runner, "num_compiled", 1)
+    with optimize(large, (x,), objective="latency", quiet=True, seconds=1.0, pieces=2) as runner:
+        assert cut_for == [True] and costs == [False, True]
+        assert runner.compiled and runner.plan.compiled and runner.plan.pieces is not None
+        torch.testing.assert_close(runner(x), large(x))
+    # One device alone, beside which pieces run, is compiled with whole operators only.
+    assert [name for name in names if "compiled" in name] == ["plan, compiled"]

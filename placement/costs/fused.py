@@ -9,12 +9,18 @@ over blocks are measured, and what is inside of a block is an estimate. Where bl
 are converted and kernels are not fused, which a placement of few runs hardly has: all is scaled to
 what the graph takes as one run. Weights that are packed for the processor are a second copy: its
 bytes are counted with the parameter, on every device.
+
+Of a graph in pieces each piece is compiled with its own, as if piece ``k`` was on device ``k``: as
+one run, a compiler would fuse what is to be apart. It is measured so, with pieces on every device
+in turns, which are beside busy ones then.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +29,33 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster
 from placement.costs.measure import cached_path, measured_rounds, typical
-from placement.executor.alone import on_one_device
+from placement.executor.alone import on_one_device, placed, run_seconds
 from placement.executor.compiled import kernels_of
 from placement.executor.runner import Runner
+from placement.executor.share import runs_of, shares
 from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
+from placement.tools.clock import nothing_collected
 from placement.tools.progress import Progress
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 _BLOCK_S, _MOST_BLOCKS = 1e-3, 12  # a block takes so long at least: a call of it takes microseconds
+_ENOUGH_S, _FEWEST = 10.0, 3  # rounds end after so long, but for the first ones
 
 
-def fused(graph: OpGraph) -> OpGraph:
+def fused(graph: OpGraph, runs: Sequence[Sequence[int]] | None = None) -> OpGraph:
     """The graph, operators that share a kernel in one colocation group.
+
+    ``runs``: operators that are compiled together; None: all are.
 
     Raises:
         Exception: Inductor refuses the graph.
     """
     group = graph.group.copy()
-    for ops in kernels_of(graph.program):
+    for ops in kernels_of(graph.program, runs):
         joined = np.isin(group, group[sorted(ops)])
         group[joined] = group[joined].min()
     _, numbered = np.unique(group, return_inverse=True)
@@ -75,56 +87,25 @@ def measure_compiled(
     say = progress or (lambda what, share: None)
     say("asking the compiler what it fuses", None)
     began = time.time()
+    cpus = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
+    in_pieces = graph.piece is not None and len(cpus) > 1
+    measured = _in_pieces if in_pieces else _in_blocks
+    runs = None
+    if in_pieces:
+        runs = _runs(Problem(graph, cluster, profile), _dealt(graph, cpus, 0))
     try:
-        joined = fused(graph)
+        joined = fused(graph, runs)
     except Exception as error:  # e.g. of Inductor, of an operator that it does not know
         line = next(iter(str(error).splitlines()), "")[:200]
         raise ProfileError(f"the graph is not compiled: {type(error).__name__}: {line}") from error
-    one = Cluster("one", cluster.devices[:1])
-    of_one = Problem(graph, one, replace(profile.for_cluster(one), loaded_s=None))
-    by_reuse = profile.provenance.get("order") == "reuse"
-    priority = reuse_position(graph) if by_reuse else of_one.rank_position
-    cpus = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
-    begins = _begins(joined, priority, profile.compute_s[:, cpus].mean(axis=1))
-    runners: list[Runner] = []
-    wholes: list[Runner] = []
-    try:
-        for d in cpus:
-            for begun, into in ((begins.tolist(), runners), ((), wholes)):
-                into.append(on_one_device(graph, cluster, d, priority))
-                into[-1].begins = frozenset(begun)
-                into[-1].compile(say)
-        if not any(runner.num_compiled for runner in runners):
-            why = next(iter(runners[0].not_compiled.values()), "nothing in it computes")
-            raise ProfileError(f"nothing of the graph is compiled: {why}")
-        inputs = graph.program.timing_inputs()
-        alone, loaded = measured_rounds(runners, inputs, repeats, say)
-        whole_s = typical(np.array(measured_rounds(wholes, inputs, repeats, say)[0])).sum(axis=0)
-        names = [sorted(runner.not_compiled) for runner in runners]
-        packed = np.max([runner.packed for runner in runners], axis=0)
-    finally:
-        for runner in (*runners, *wholes):
-            runner.close()
-    scale = whole_s / typical(np.array(alone)).sum(axis=0)
-    block = np.searchsorted(np.sort(priority[begins]), priority, side="right")
-    compute_s, spread_s = profile.compute_s.copy(), profile.spread_s.copy()
-    loaded_s = None if profile.loaded_s is None else profile.loaded_s.copy()
-
-    def divided(seconds: NDArray[np.float64], like: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum of each block [N, D], divided as ``like`` is, as part of one run."""
-        sums = [np.zeros((block.max() + 1, x.shape[1])) for x in (seconds, like)]
-        for total, x in zip(sums, (seconds, like), strict=True):
-            np.add.at(total, block, x)
-        return like * (scale * sums[0] / np.maximum(sums[1], 1e-12))[block]
-
-    own = profile.compute_s[:, cpus]
-    compute_s[:, cpus] = divided(typical(np.array(alone)), own)
-    low, high = np.percentile(alone, [25, 75], axis=0)
-    spread_s[:, cpus] = divided(high - low, own)
-    if loaded_s is not None and loaded:
-        loaded_s[:, cpus] = divided(typical(np.array(loaded)), own)
     facts: dict[str, Any] = {"compiled": True, "groups": joined.group.tolist()}
-    facts |= {"blocks": len(begins), "interpreted": names, "packed": packed.tolist()}
+    got = measured(graph, joined, cluster, cpus, profile, repeats, say)
+    compute_s, spread_s = profile.compute_s.copy(), profile.spread_s.copy()
+    compute_s[:, cpus], spread_s[:, cpus] = got.compute_s, got.spread_s
+    loaded_s = None if profile.loaded_s is None else profile.loaded_s.copy()
+    if loaded_s is not None and got.loaded_s is not None:
+        loaded_s[:, cpus] = got.loaded_s
+    facts |= {"blocks": got.blocks, "interpreted": got.names, "packed": got.packed.tolist()}
     facts |= {"seconds": round(time.time() - began, 2)}
     return replace(
         profile,
@@ -133,6 +114,138 @@ def measure_compiled(
         loaded_s=loaded_s,
         provenance=profile.provenance | facts,
     )
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Of the operators on CPU devices, float64 ``[N, C]``, and how they were measured.
+
+    Attributes:
+        loaded_s: beside busy devices, if that was measured.
+        blocks: how many were timed.
+        names: of each runner, the first operators of runs that are interpreted.
+        packed: ``[P]`` bytes beside each parameter.
+    """
+
+    compute_s: Floats
+    spread_s: Floats
+    loaded_s: Floats | None
+    blocks: int
+    names: list[list[str]]
+    packed: NDArray[np.int64]
+
+
+def _in_blocks(
+    graph: OpGraph,
+    joined: OpGraph,
+    cluster: Cluster,
+    cpus: Sequence[int],
+    profile: Profile,
+    repeats: int,
+    say: Progress,
+) -> _Seconds:
+    """All of the graph on one device after another, in blocks."""
+    one = Cluster("one", cluster.devices[:1])
+    of_one = Problem(graph, one, replace(profile.for_cluster(one), loaded_s=None))
+    by_reuse = profile.provenance.get("order") == "reuse"
+    priority = reuse_position(graph) if by_reuse else of_one.rank_position
+    own = profile.compute_s[:, cpus]
+    begins = _begins(joined, priority, own.mean(axis=1))
+    inputs = graph.program.timing_inputs()
+    with ExitStack() as stack:
+        made: list[list[Runner]] = [[], []]
+        for d in cpus:
+            for begun, into in zip((begins.tolist(), ()), made, strict=True):
+                into.append(stack.enter_context(on_one_device(graph, cluster, d, priority)))
+                into[-1].begins = frozenset(begun)
+                into[-1].compile(say)
+        runners, wholes = made
+        _check_some(runners)
+        alone, loaded = measured_rounds(runners, inputs, repeats, say)
+        whole_s = typical(np.array(measured_rounds(wholes, inputs, repeats, say)[0])).sum(axis=0)
+        names = [sorted(runner.not_compiled) for runner in runners]
+        packed = np.max([runner.packed for runner in runners], axis=0)
+    scale = whole_s / typical(np.array(alone)).sum(axis=0)  # as part of one run
+    block = np.searchsorted(np.sort(priority[begins]), priority, side="right")
+
+    def divided(seconds: Floats) -> Floats:
+        columns = zip(seconds.T, own.T, scale, strict=True)
+        return np.stack([x * _divided(s, like, block) for s, like, x in columns], axis=1)
+
+    low, high = np.percentile(alone, [25, 75], axis=0)
+    loaded_s = divided(typical(np.array(loaded))) if loaded else None
+    seconds = divided(typical(np.array(alone))), divided(high - low), loaded_s
+    return _Seconds(*seconds, len(begins), names, packed)
+
+
+def _in_pieces(
+    graph: OpGraph,
+    joined: OpGraph,
+    cluster: Cluster,
+    cpus: Sequence[int],
+    profile: Profile,
+    repeats: int,
+    say: Progress,
+) -> _Seconds:
+    """Pieces on devices beside each other, each on every device in turns."""
+    inputs, rows = graph.program.timing_inputs(), np.arange(graph.num_ops)
+    problem, began = Problem(graph, cluster, profile), time.perf_counter()
+    placements = [_dealt(graph, cpus, first) for first in range(len(cpus))]
+    rounds: list[list[Floats]] = []
+    with ExitStack() as stack:
+        runners = []
+        for p in placements:
+            runner = placed(graph, cluster, p.tolist(), problem.priority)
+            runners.append(stack.enter_context(runner))
+            runner.compile(say)
+        _check_some(runners)
+        with nothing_collected():
+            while len(rounds) < repeats:
+                say(f"measuring, round {len(rounds) + 1} of {repeats}", len(rounds) / repeats)
+                rounds.append([run_seconds(runner, inputs, 2) for runner in runners])
+                if time.perf_counter() - began > _ENOUGH_S and len(rounds) >= _FEWEST:
+                    break
+        names = [sorted(runner.not_compiled) for runner in runners]
+        packed = np.max([runner.packed for runner in runners], axis=0)
+    took = np.array(rounds).transpose(0, 2, 1)  # [R, N, C]
+    low, high = np.percentile(took, [25, 75], axis=0)
+    busy = profile.compute_s if profile.loaded_s is None else profile.loaded_s
+    loaded_s, spread_s = np.zeros((2, graph.num_ops, cluster.num_devices))
+    num_blocks = 0
+    for p, each_s, wide_s in zip(placements, typical(took).T, (high - low).T, strict=True):
+        block = np.zeros(graph.num_ops, np.int32)
+        for num_blocks, run in enumerate(_runs(problem, p), 1):
+            block[list(run)] = num_blocks
+        loaded_s[rows, p] = _divided(each_s, busy[rows, p], block)
+        spread_s[rows, p] = _divided(wide_s, busy[rows, p], block)
+    alike = profile.compute_s / np.maximum(busy, 1e-12)  # what company costs
+    seconds = (x[:, cpus] for x in (alike * loaded_s, spread_s, loaded_s))
+    return _Seconds(*seconds, num_blocks, names, packed)
+
+
+def _divided(seconds: Floats, like: Floats, block: Ints) -> Floats:
+    """The sum of each block, ``[N]``, divided as ``like`` is."""
+    total, own = (np.bincount(block, x) for x in (seconds, like))
+    return like * (total / np.maximum(own, 1e-12))[block]
+
+
+def _check_some(runners: Sequence[Runner]) -> None:
+    """Raises: ProfileError, nothing is compiled."""
+    if not any(runner.num_compiled for runner in runners):
+        why = next(iter(runners[0].not_compiled.values()), "nothing in it computes")
+        raise ProfileError(f"nothing of the graph is compiled: {why}")
+
+
+def _dealt(graph: OpGraph, cpus: Sequence[int], first: int) -> Ints:
+    """int32 ``[N]``: piece ``k`` is on the ``first + k``-th of the devices, what is whole as 0."""
+    number = graph.per_group(graph.piece, np.maximum)[graph.group]
+    return np.array(cpus, np.int32)[(number + first) % len(cpus)]
+
+
+def _runs(problem: Problem, placement: Ints) -> list[tuple[int, ...]]:
+    """Those of all devices."""
+    own = shares(problem.graph, placement, problem.num_devices)
+    return [run for share in own for run in runs_of(share, problem.priority.tolist())]
 
 
 def _begins(graph: OpGraph, priority: Ints, seconds: NDArray[np.float64]) -> Ints:

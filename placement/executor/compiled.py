@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -52,16 +52,22 @@ from placement.tools.progress import Progress, say
 
 _CPU = torch.device("cpu")
 PLAIN, FROZEN, EAGER = "plain", "frozen", "eager"
-_FORMAT = 1  # of the files; to be raised with what artefacts of this module look like
+_FORMAT = 2  # of the files; to be raised with what artefacts of this module look like
 _ENTRY = "inductor_entry_cpp"  # the function of the extension module, and its name
 _ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where the extension looks for PyTorch's
 _LEAST = 3  # operators that compute something: a call of an artefact costs as much as two
 _ROUNDS, _LONG_S = 5, 0.5  # in which kinds take turns, and after which a kind is not timed again
 _ALIGN = 64  # bytes: libraries read packed weights in lines of the cache
-_PACK: Any = getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None)
+# What packs the weights of a linear layer for a number of rows, by library.
+_MKL, _ONEDNN = "mkl", "onednn"
+_PACKS: dict[str, Any] = {
+    _MKL: getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None),
+    _ONEDNN: getattr(torch.ops.mkldnn, "_reorder_linear_weight", None),
+}
 _MKLDNN = 3  # PyTorch's number of this layout
 _WORTH = 0.97  # of the time of a kind that needs less
-_FROZEN_KEPT = 3  # artefacts of a run for other values of its parameters
+_FROZEN_KEPT = 3  # artefacts of a run for other values of its parameters, beside those in use
+_CONVOLUTIONS = torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default
 _COMPILING = threading.Lock()  # Inductor compiles for one thread at a time
 
 
@@ -171,14 +177,15 @@ class Built:
     Attributes:
         path: the extension module.
         operands: what its function was called with: inputs of the graph, and constants.
-        packed: by address, those that MKL has packed: of which weights, for how many rows.
+        packed: by address, packed weights of linear layers: the layer's, for how many rows, by
+            which library.
         outputs: what it gave.
         seconds: how long it took.
     """
 
     path: Path
     operands: list[Tensor]
-    packed: dict[int, tuple[Tensor, int]]
+    packed: dict[int, tuple[Tensor, int, str]]
     outputs: list[Tensor]
     seconds: float
 
@@ -211,14 +218,15 @@ def build(
         entries.append(load(*args, **kwargs))
         return entries[-1]
 
-    packed: dict[int, tuple[Tensor, int]] = {}
+    packed: dict[int, tuple[Tensor, int, str]] = {}
     fold = ConstantFolder._deduce_value
 
     def folded(folder: Any, node: fx.Node) -> Any:
         value = fold(folder, node)
-        if node.target is _PACK and isinstance(value, Tensor):
-            weights, rows = folder.fetch_args_kwargs_from_env(node)[0]
-            packed[torch.ops.mkldnn.data_ptr(value)] = weights, rows
+        for library, pack in _PACKS.items():
+            if pack is not None and node.target is pack and isinstance(value, Tensor):
+                weights, rows = folder.fetch_args_kwargs_from_env(node)[0]
+                packed[torch.ops.mkldnn.data_ptr(value)] = weights, rows, library
         return value
 
     def given(values: list[Tensor]) -> Any:
@@ -243,6 +251,7 @@ def build(
         patch = mock.patch.object
         stack.enter_context(patch(codecache.CppWrapperCodeCache, "load_pybinding", loaded))
         stack.enter_context(patch(ConstantFolder, "_deduce_value", folded))
+        stack.enter_context(_faster_linears())
         artefact = standalone_compile(
             graph,
             list(inputs),
@@ -265,12 +274,102 @@ def build(
     return Built(Path(entries[0].__self__.__file__), operands, packed, raw, seconds)
 
 
-def kernels_of(program: Program) -> list[set[int]]:
+@contextmanager
+def _faster_linears() -> Iterator[None]:
+    """Frozen linear layers are of oneDNN meanwhile, where it is faster than MKL.
+
+    Inductor takes MKL for float32, which has no kernels of their own for processors of others: on
+    an EPYC (Zen 5) it takes 2.3 times as long.
+    """
+    from torch._inductor.fx_passes import mkldnn_fusion
+
+    packs: Any = getattr(mkldnn_fusion, "CpuMkldnnDeviceOp", None)
+    if packs is None or None in _PACKS.values():  # a build without one of them
+        yield
+        return
+    pack_weight, pack = packs.pack_linear_weight, packs.pack_linear
+
+    def chosen(own: Any, graph: Any, is_lp: bool, weight: fx.Node, rows: Any) -> Any:
+        value = weight.args[0].meta["val"]  # type: ignore[union-attr]
+        if type(rows) is int and value.dtype == torch.float32:
+            is_lp = is_lp or _onednn_is_faster(rows, *value.shape, torch.get_num_threads())
+        return pack_weight(own, graph, is_lp, weight, rows)
+
+    def as_chosen(own: Any, graph: Any, is_lp: bool, rows: Any, x: Any, weight: Any, b: Any) -> Any:
+        return pack(own, graph, is_lp or weight.target is _PACKS[_ONEDNN], rows, x, weight, b)
+
+    with (
+        mock.patch.object(packs, "pack_linear_weight", chosen),
+        mock.patch.object(packs, "pack_linear", as_chosen),
+    ):
+        yield
+
+
+@cache
+def _onednn_is_faster(rows: int, width: int, columns: int, threads: int) -> bool:
+    """Whether a linear layer of float32 takes less time than with MKL, with so many threads."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
+        x, weight, bias = (
+            torch.randn(rows, width),
+            torch.randn(columns, width),
+            torch.zeros(columns),
+        )
+        own, other = (_PACKS[library](weight, rows) for library in (_ONEDNN, _MKL))
+        by_onednn, by_mkl = torch.ops.mkldnn._linear_pointwise, torch.ops.mkl._mkl_linear
+        took_s = _timed({
+            _MKL: lambda: by_mkl(x, other, weight, bias, rows),
+            _ONEDNN: lambda: by_onednn(x, own, bias, "none", [], ""),
+        })  # fmt: skip
+    return took_s[_ONEDNN] < _WORTH * took_s[_MKL]
+
+
+def kernels_of(program: Program, runs: Sequence[Sequence[int]] | None = None) -> list[set[int]]:
     """Operators by the kernel that Inductor makes of them; of one in several the first counts.
 
+    Args:
+        runs: operators that are compiled together, where they are enough; None: all are.
+
     Raises:
-        Exception: Inductor refuses the program.
+        Exception: Inductor refuses all of it.
     """
+    if runs is None:
+        runs = [range(len(program.steps))]
+    else:
+        runs = [run for run in runs if sum(launches(program.steps[n], ()) for n in run) >= _LEAST]
+    readers: dict[int, set[int]] = {}
+    for n, step in enumerate(program.steps):
+        for x in leaves_of((step.args, step.kwargs)):
+            if isinstance(x, Ref):
+                readers.setdefault(x.tensor, set()).add(n)
+    leave = {x.tensor for x in program.output_leaves if isinstance(x, Ref)}
+    recipes = []
+    for run in runs:
+        made = [t for op in run for t in program.steps[op].outputs]
+        made = [t for t in made if t in leave or readers.get(t, set()) - set(run)]
+        recipes.append(recipe(program, run, made, {}))
+    values = values_of(program, {t for run in recipes for t in run.reads})
+    params = {p: x.detach() for p, x in enumerate(program.params)}
+    known: dict[tuple[str, ...], list[set[int]]] = {}  # of runs that are alike, by their places
+    found: list[set[int]] = []
+    refused: Exception | None = None
+    for run in recipes:
+        inputs = [*(values[t] for t in run.reads), *(params[p] for p in run.params)]
+        key = run.text, *map(_form, inputs)
+        if key not in known:
+            number, kernels = {op: i for i, op in enumerate(run.ops)}, list[set[int]]()
+            try:
+                kernels = _kernels_of(graph_of(program, run, params, {}, frozen=False), inputs)
+            except Exception as error:  # e.g. of an operator that it does not know
+                refused = error
+            known[key] = [{number[op] for op in ops} for ops in kernels]
+        found += [{run.ops[i] for i in places} for places in known[key]]
+    if refused is not None and not found:
+        raise refused
+    return found
+
+
+def _kernels_of(graph: fx.GraphModule, inputs: list[Tensor]) -> list[set[int]]:
+    """Operators of a graph by kernel."""
     from torch._inductor import scheduler, standalone_compile
 
     found: list[set[int]] = []
@@ -289,17 +388,11 @@ def kernels_of(program: Program) -> list[set[int]]:
             taken |= ops
         raise Enough
 
-    params = {p: x.detach() for p, x in enumerate(program.params)}
-    leave = {x.tensor for x in program.output_leaves if isinstance(x, Ref)}
-    made = [t for step in program.steps for t in step.outputs if t in leave]
-    run = recipe(program, range(len(program.steps)), made, {})
-    values = dict(zip(program.input_tensors, program.timing_inputs(), strict=True))
-    inputs: list[Any] = [*(values[t] for t in run.reads), *(params[p] for p in run.params)]
     options = {"cpp_wrapper": True, "fx_graph_cache": False, "compile_threads": 1}
     with compiling(), mock.patch.object(scheduler.Scheduler, "codegen", seen):
         try:
             standalone_compile(
-                graph_of(program, run, params, {}, frozen=False),
+                graph,
                 inputs,
                 dynamic_shapes="from_example_inputs",
                 options={"config_patches": options},
@@ -308,6 +401,52 @@ def kernels_of(program: Program) -> list[set[int]]:
             if not found:
                 raise
     return [ops for ops in found if ops]
+
+
+def values_of(
+    program: Program, needed: Container[int], images_last: bool = False
+) -> dict[int, Tensor]:
+    """Tensors of the program where its inputs are the example's: inputs, and what is ``needed``."""
+    inputs = program.timing_inputs()
+    if images_last:
+        inputs = [with_channels_last(x) for x in inputs]
+    values = dict(zip(program.input_tensors, inputs, strict=True))
+
+    def watch(tensor: int, value: Tensor) -> None:
+        if tensor in needed:
+            values[tensor] = value
+
+    here = replace(program, params=tuple(x.detach().cpu() for x in program.params))
+    run_program(here, [x.cpu() for x in inputs], watch, _CPU)
+    return values
+
+
+def with_channels_last(x: Tensor) -> Tensor:
+    """An input that may be images, with the channels of each pixel side by side; or another."""
+    return x.contiguous(memory_format=torch.channels_last) if _may_be_images(x) else x
+
+
+def _may_be_images(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()
+
+
+def reads_channels_last(program: Program) -> bool:
+    """Whether compiled runs are to read images with channels last, and hand them on so.
+
+    Inductor's convolutions have them so inside of a run, and would lay out again what comes in and
+    what leaves it. Not where an operator cannot read it, or results of the model would be laid out
+    in another way.
+    """
+    if not any(step.target in _CONVOLUTIONS for step in program.steps):
+        return False
+    if not any(map(_may_be_images, program.example_tensors)):
+        return False
+    leave = {x.tensor for x in program.output_leaves if isinstance(x, Ref)}
+    try:
+        before, after = (values_of(program, leave, last) for last in (False, True))
+    except RuntimeError:  # a view of what lies in another order
+        return False
+    return all(before[t].stride() == after[t].stride() for t in leave)
 
 
 @contextmanager
@@ -366,7 +505,7 @@ def write(built: Built, places: Mapping[Any, Any], path: Path) -> None:
 
     def described(x: Tensor) -> Any:
         if x.is_mkldnn and (of := built.packed.get(torch.ops.mkldnn.data_ptr(x))):
-            return ["packed", described(of[0].detach()), of[1]]
+            return ["packed", described(of[0].detach()), *of[1:]]
         return (None if x.is_mkldnn else places.get(view_of(x))) or _written(x, data)
 
     operands = [*map(described, built.operands)]
@@ -414,6 +553,7 @@ def load(
         name = str(path.with_suffix(".bin"))
         data = torch.from_file(name, shared=False, size=described["bytes"], dtype=torch.uint8)
     values = {"param": [params[p] for p in run.params], "known": [known[t] for t in run.known]}
+    values["transposed"] = [_transposed(x) for x in values["param"]]
     slots: list[tuple[int, int]] = []
     packed: dict[str, Tensor] = {}
     own_bytes = described["bytes"]
@@ -425,7 +565,8 @@ def load(
         if what == "packed":
             key = repr((place, rest))
             if key not in packed:  # steps of a recurrent network read the same weights
-                packed[key] = _PACK(operand(*place), *rest)
+                rows, library = rest
+                packed[key] = _PACKS[library](operand(*place), rows)
                 own_bytes += torch.ops.mkldnn._nbytes(packed[key])
             return packed[key]
         assert data is not None, "it has constants"
@@ -546,6 +687,17 @@ def _form(x: Tensor) -> str:
     return f"{x.dtype}{tuple(x.shape)}{x.stride()}"
 
 
+def _transposed(x: Tensor) -> Tensor:
+    """A parameter as a product reads it whose weights have a row for each input."""
+    return x.t() if x.ndim == 2 else x
+
+
+def _layout(x: Tensor) -> Any:
+    """Where its elements lie: a dimension of one has any stride."""
+    strides = [n for n, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return x.dtype, x.shape, strides
+
+
 def _bytes_of(x: Tensor) -> bytes:
     values = x.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(values).digest()  # type: ignore[arg-type]
@@ -589,6 +741,8 @@ class Artefacts:
     Args:
         params: the parameters on this device, by number.
         known: tensors that are the same in every call (see ``constants``).
+        images_last: whether inputs are ``with_channels_last``.
+        since: when the first device of the runner began, by the clock of files (``time.time``).
         report: called as the work proceeds.
 
     Attributes:
@@ -606,6 +760,8 @@ class Artefacts:
         device: Device,
         params: Mapping[int, Tensor],
         known: Mapping[int, Tensor],
+        images_last: bool,
+        since: float,
         report: Progress,
     ) -> None:
         self.eager: dict[int, str] = {}
@@ -614,6 +770,7 @@ class Artefacts:
         self.compiled, self.seconds = 0, 0.0
         self._program, self._device, self._report = program, device, report
         self._params, self._known = params, known
+        self._images_last, self._since = images_last, since
         self._recipes: dict[int, Recipe] = {}
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
@@ -707,9 +864,12 @@ class Artefacts:
         if kind == FROZEN:
             name = f"{name}-{digest(*map(_bytes_of, values))}"
         path = folder() / f"{name}.so"
-        if path.exists():
-            with suppress(OSError, ValueError, KeyError, ImportError):  # damaged: made again
-                return load(path, run, self._params, self._known)
+        for file in [path, *(self._of_other_values(path) if kind == FROZEN else ())]:
+            with suppress(OSError, ValueError, KeyError, ImportError):  # damaged, or not there
+                artefact = load(file, run, self._params, self._known)
+                if file == path or not self._difference(artefact, run, call):
+                    os.utime(file)  # what was used last is kept
+                    return artefact
         if compiler := missing_compiler():
             raise NoCompiler(f"there is no C++ compiler {compiler!r} here: placement doctor")
         reads = [self._values[t] for t in run.reads]
@@ -720,28 +880,49 @@ class Artefacts:
         self.seconds += time.perf_counter() - began
         path = self._kept(built, run, reads, path)
         artefact = load(path, run, self._params, self._known)
-        with torch.inference_mode():
-            outputs, expected = artefact(reads), self._interpreted(run, call)
-        tolerance = equality.Tolerance.of([*inputs, *expected], Cluster("one", (self._device,)))
-        wrong = equality.difference(outputs, expected, tolerance)
-        if not wrong and [*map(_form, outputs)] != [*map(_form, expected)]:
-            wrong = "what it makes is laid out in another way"
-        if wrong:
+        if wrong := self._difference(artefact, run, call):
             remove(path)
             raise Refused(f"it computes something else: {wrong}")
         return artefact
 
+    def _of_other_values(self, path: Path) -> Iterator[Path]:
+        """What was built for other parameters of the same shapes, as of another layer.
+
+        Only what has none of their values: it packs those that it is loaded with.
+        """
+        if path.exists():
+            return
+        for other in sorted(path.parent.glob(f"{path.stem.partition('-')[0]}-*.so")):
+            with suppress(OSError, ValueError, KeyError):
+                if json.loads(other.with_suffix(".json").read_text())["bytes"] == 0:
+                    yield other
+
+    def _difference(self, artefact: Artefact, run: Recipe, call: Call) -> str:
+        """What it computes of the example that its operators do not; empty: it is the same."""
+        reads = [self._values[t] for t in run.reads]
+        with torch.inference_mode():
+            outputs, expected = artefact(reads), self._interpreted(run, call)
+        values = [*(self._params[p] for p in run.params), *(self._known[t] for t in run.known)]
+        here = Cluster("one", (self._device,))
+        tolerance = equality.Tolerance.of([*reads, *values, *expected], here)
+        wrong = equality.difference(outputs, expected, tolerance)
+        if not wrong and [*map(_layout, outputs)] != [*map(_layout, expected)]:
+            wrong = "what it makes is laid out in another way"
+        return wrong
+
     def _kept(self, built: Built, run: Recipe, reads: Sequence[Tensor], path: Path) -> Path:
         """Where the files of an artefact are: in the cache, or where they end with this process."""
-        values = {"known": [self._known[t] for t in run.known], "read": reads}
-        values["param"] = [self._params[p] for p in run.params]
+        params = [self._params[p] for p in run.params]
+        values = {"transposed": [*map(_transposed, params)], "param": params, "read": reads}
+        values["known"] = [self._known[t] for t in run.known]
         places = {view_of(x): (what, i) for what, xs in values.items() for i, x in enumerate(xs)}
         if self._temporary is None:
             try:
                 write(built, places, path)
                 if "-" in path.stem:  # of other values, which may never come again
                     others = path.parent.glob(f"{path.stem.partition('-')[0]}-*.so")
-                    for old in sorted(others, key=lambda x: x.stat().st_mtime)[:-_FROZEN_KEPT]:
+                    used = sorted((x.stat().st_mtime, x) for x in others)
+                    for _, old in [x for x in used if x[0] < self._since][:-_FROZEN_KEPT]:
                         remove(old)
                 return path
             except FileError as error:
@@ -759,18 +940,8 @@ class Artefacts:
     @cached_property
     def _values(self) -> dict[int, Tensor]:
         """What runs read where the inputs are the example's."""
-        program = self._program
         needed = {t for run in self._recipes.values() for t in run.reads}
-        inputs = program.timing_inputs()
-        values = dict(zip(program.input_tensors, inputs, strict=True))
-
-        def watch(tensor: int, value: Tensor) -> None:
-            if tensor in needed:
-                values[tensor] = value
-
-        here = replace(program, params=tuple(x.detach().cpu() for x in program.params))
-        run_program(here, [x.cpu() for x in inputs], watch, torch.device("cpu"))
-        return values
+        return values_of(self._program, needed, self._images_last)
 
     def _interpreted(self, run: Recipe, call: Call) -> list[Tensor]:
         """What the run makes of the example inputs, operator by operator."""

@@ -33,7 +33,7 @@ from placement.executor.backend import (
     callers_stream,
     used_on,
 )
-from placement.executor.compiled import Artefacts
+from placement.executor.compiled import Artefacts, reads_channels_last, with_channels_last
 from placement.executor.constants import constants
 from placement.executor.generated import Generated, generate
 from placement.executor.graphs import Graphs, pieces_of
@@ -156,6 +156,8 @@ class Runner:
         self._artefacts: list[Artefacts | Kernels] = []
         self._frozen: list[Tensor] = []  # parameters whose values are part of artefacts
         self._frozen_as: list[weights.State] = []
+        self._images_last = False  # compiled runs read inputs with channels last
+        self._since = 0.0
         self._report: Progress = lambda *_: None
         self.begins: frozenset[int] = frozenset()
         self.has_company = False
@@ -453,6 +455,8 @@ class Runner:
             self.admitted_ns[batch] = time.perf_counter_ns()
         phase = batch % self.num_phases
         workers = self.workers  # none any more, once another thread has closed the runner
+        if self._images_last:
+            inputs = {t: with_channels_last(x) for t, x in inputs.items()}
         for d in self._fed[phase] if workers else ():
             admit = workers[d].backend.admit
             mine = {t: admit(inputs[t]) for t in self._shares[phase][d].model_inputs}
@@ -528,6 +532,9 @@ class Runner:
                 "compiled runs are for inference: a training step, or a module in training mode, "
                 "is not compiled; leave compiled=True out, or call module.eval() first"
             )
+        on_cpus = all(self.cluster.devices[d].kind == "cpu" for d in self._used)
+        self._since = time.time()
+        self._images_last = self.compiled and on_cpus and reads_channels_last(self._program)
         self._graphs.clear()
         self._artefacts.clear()
         self._streamed.clear()
@@ -618,7 +625,8 @@ class Runner:
                         self._program, runs, whole, generated, frozenset(streamed), known
                     )
                 elif compiles and target.type == "cpu":
-                    artefacts = Artefacts(self._program, device, params, known, self._report)
+                    facts = params, known, self._images_last, self._since, self._report
+                    artefacts = Artefacts(self._program, device, *facts)
                     self._artefacts.append(artefacts)
                     generated = artefacts.of(runs, whole, generated, clock)
                 by_share[id(share)] = whole, generated

@@ -1,8 +1,8 @@
 """Operators cut into pieces, which planners place like any others.
 
-``rules``: how an operator can be cut; ``decide``: which to cut, by measured times; ``choose``: the
-search for the best of all combinations; ``split``: the graph that comes of it; ``rows``: hot rows
-of embeddings apart from the others.
+``rules``: how an operator can be cut; ``decide``: which to cut, by measured times (``frozen``: of
+compiled ones); ``choose``: the search for the best of all combinations; ``split``: the graph that
+comes of it; ``rows``: hot rows of embeddings apart from the others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def split(
     *,
     sums: bool = True,
     moves: Moves | None = None,
+    compiled: bool = False,
 ) -> OpGraph:
     """The captured graph with operators cut into pieces where that makes a call on several devices
     shorter.
@@ -44,6 +45,7 @@ def split(
         sums: whether pieces may make summands of a result, which differs then in its last digits.
         moves: what moving tensors between devices costs, as ``Moves.of(profile.links)``; if not
             given, what it does between two cores.
+        compiled: whether what follows is to run compiled, where other cuts are the best.
 
     Returns:
         OpGraph: of which ``program.pieces`` says what was cut; ``graph`` itself where nothing pays.
@@ -57,7 +59,7 @@ def split(
     if not isinstance(pieces, Pieces):
         shares = shares_of(pieces)
         _check_sizes(graph, shares)
-        options = options_of(graph, shares, sums)
+        options = options_of(graph, shares, sums, compiled)
         pieces = decide(graph, shares, options, moves or Moves())
         if not pieces.rules:
             return graph

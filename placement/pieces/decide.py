@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from placement.cluster import Link
 from placement.graph import OpGraph
 from placement.pieces.choose import Factor, least
+from placement.pieces.frozen import frozen_calls, share_of
 from placement.pieces.rules import (
     SUM,
     WHOLE,
@@ -37,6 +38,8 @@ from placement.program import Param, Program, Ref, fill, leaves_of
 Floats = NDArray[np.float64]
 _ROUNDS = 3
 _LEAST_S = 0.01  # of timing a call
+_CACHE_BYTES = 2**25  # of parameters, more than which caches of a processor do not hold
+_FAR_BYTES = 2**19  # of an operator's: fewer are read in less time than can be told
 _SUMS = 1.05  # times as long: what is added up differs in its last digits, so it has to pay
 _MANY = 4  # readers of a tensor beyond which each is charged its part of a move
 
@@ -88,12 +91,17 @@ class Options:
     piece_s: tuple[float, ...]
 
 
-def options_of(graph: OpGraph, shares: Shares, sums: bool = True) -> list[Options]:
+def options_of(
+    graph: OpGraph, shares: Shares, sums: bool = True, compiled: bool = False
+) -> list[Options]:
     """``[N]``: what can be done with each operator; equal operators are looked at once.
 
-    Seconds are measured here, on the calling thread and its threads.
+    Seconds are measured here, on the calling thread and its threads; ``compiled``: as part of
+    compiled runs (see ``frozen``). Where no cache has room for all parameters, those of a large
+    operator are read from memory, as they are in a call of the model.
     """
     program: Program = graph.program
+    far = sum(x.nbytes for x in program.params) > _CACHE_BYTES
     values = dict(zip(program.input_tensors, program.example_tensors, strict=True))
     last = {t: n for n, step in enumerate(program.steps) for t in _reads(step)}
     seen: dict[Any, Options] = {}
@@ -105,7 +113,10 @@ def options_of(graph: OpGraph, shares: Shares, sums: bool = True) -> list[Option
             key = graph.op_signature[n], tuple(isinstance(x, Param) for x in places)
             arguments = fill(template, values, program.params)
             if key not in seen:
-                seen[key] = _looked_at(step, arguments, key[1], shares, sums)
+                own = [x for x, is_p in zip(_tensors(arguments), key[1], strict=True) if is_p]
+                is_far = far and sum(x.nbytes for x in own) > _FAR_BYTES
+                clock = _Clock(step.target, key[1], compiled, is_far)
+                seen[key] = _looked_at(step, arguments, key[1], shares, sums, clock)
             options.append(seen[key])
             value = step.target(*arguments[0], **arguments[1])
             for t, i in zip(step.outputs, step.output_index, strict=True):
@@ -121,8 +132,43 @@ def _reads(step: Any) -> list[int]:
     )
 
 
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Times calls of an operator, or of its pieces.
+
+    Attributes:
+        target: which operator, and ``is_param`` of each tensor among its arguments.
+        compiled: as part of a compiled run.
+        far: with its parameters in memory, not in a cache.
+    """
+
+    target: Any
+    is_param: Sequence[bool]
+    compiled: bool
+    far: bool
+
+    def seconds(self, call: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+        """Of a call."""
+        calls: list[Any] = []
+        if self.compiled and not kwargs:
+            calls = frozen_calls(self.target, args, self.is_param)
+        if calls:
+            return min(_seconds(each, self.far) for each in calls)
+        share = share_of(self.target) if self.compiled else 1.0
+        return share * _seconds(lambda: call(*args, **kwargs), self.far) if share else 0.0
+
+
 def _looked_at(
-    step: Any, arguments: Any, is_param: Sequence[bool], shares: Shares, sums: bool
+    step: Any,
+    arguments: Any,
+    is_param: Sequence[bool],
+    shares: Shares,
+    sums: bool,
+    clock: _Clock,
 ) -> Options:
     outputs = step.output_index if step.multi else None
     copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), arguments)  # it may write
@@ -132,7 +178,7 @@ def _looked_at(
     leaves, tree = pytree.tree_flatten(copies)
     tensors = [x for x in leaves if is_tensor(x)]
     args, kwargs = copies
-    whole_s = _seconds(lambda: step.target(*args, **kwargs))
+    whole_s = clock.seconds(step.target, args, kwargs)
     call = target_of(step.target)
     times = []
     for rule in rules:
@@ -140,15 +186,21 @@ def _looked_at(
         pieces = piece_leaves(leaves, rule, shares, list(zip(*cut, strict=True)))
         widest = int(np.argmax(shares))
         own_args, own_kwargs = pytree.tree_unflatten(pieces[widest], tree)
-        piece_s = _seconds(lambda: call(*own_args, **own_kwargs))  # noqa: B023
+        piece_s = clock.seconds(call, own_args, own_kwargs)
         times.append(piece_s * (_SUMS if SUM in rule.outputs else 1.0))
     return Options(whole_s, tuple(rules), tuple(times))
 
 
-def _seconds(call: Any) -> float:
-    """The least of a few timings, of the processor: other programs may take turns on the cores."""
+def _seconds(call: Any, far: bool = False) -> float:
+    """The least of a few timings, of the processor: other programs may take turns on the cores.
+
+    ``far``: before each, something else fills the caches.
+    """
     best, begin = np.inf, time.perf_counter()
+    filler = torch.zeros(2 * _CACHE_BYTES // 4) if far else None
     for i in itertools.count():
+        if filler is not None:
+            filler.add_(1.0)
         start = time.process_time()
         call()
         best = min(best, (time.process_time() - start) / torch.get_num_threads())

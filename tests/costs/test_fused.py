@@ -14,6 +14,8 @@ from placement.cluster import Cluster, Device
 from placement.costs import fused as fused_module
 from placement.costs.fused import _begins, fused, load_or_measure_compiled, measure_compiled
 from placement.executor import Runner, compiled
+from placement.pieces import Pieces, Rule, split
+from placement.pieces.rules import WHOLE
 from placement.profile import Profile
 
 TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
@@ -76,6 +78,43 @@ def test_seconds_of_blocks_are_divided_as_operators_take_them(
     assert got.loaded_s is not None
     np.testing.assert_allclose(got.loaded_s, 2 * got.compute_s)
     assert got.provenance["compiled"] and got.provenance["groups"] == group.tolist()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_pieces_are_fused_and_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled together, a compiler would make one kernel of both pieces, which none could part."""
+    module = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()).eval()
+    rows, each = Rule((0, WHOLE, WHOLE), (), (0,)), Rule((0,), (), (0,))
+    cuts = {"linear": rows, "gelu": each, "tanh": each}
+    graph = split(capture(module, torch.randn(4, 16)), Pieces((0.5, 0.5), cuts))
+    ran: list[np.ndarray] = []
+
+    def took(runner: Runner, *_: object) -> np.ndarray:
+        ran.append(runner.placement)
+        # All of a run is its first operator's, as compiled runs record it: device 1 takes longer.
+        seconds, first = np.zeros(graph.num_ops), graph.op_name.index
+        for k in (0, 1):
+            seconds[first(f"linear#{k}")] = (2 + runner.placement[first(f"linear#{k}")]) * 1e-3
+        return seconds
+
+    monkeypatch.setattr(Runner, "compile", lambda self, report: None)
+    monkeypatch.setattr(Runner, "num_compiled", 1)
+    monkeypatch.setattr(fused_module, "run_seconds", took)
+    alone = np.full((graph.num_ops, 2), 1e-2)
+    profile = Profile(TWO.device_names, alone, 0 * alone, loaded_s=2 * alone)
+    got = measure_compiled(graph, TWO, profile, repeats=1)
+    piece = graph.piece
+    assert piece is not None and len(ran) == 2 and (ran[0][piece == 1] == 1).all()
+    assert (ran[1] == 1 - ran[0]).all()  # each piece on every device
+    group = np.array(got.provenance["groups"])
+    at = {name: n for n, name in enumerate(graph.op_name)}
+    for k in (0, 1):
+        assert group[at[f"gelu#{k}"]] == group[at[f"tanh#{k}"]]  # one kernel
+    assert group[at["gelu#0"]] != group[at["gelu#1"]]
+    assert got.loaded_s is not None
+    own = [at[f"{x}#1"] for x in ("linear", "gelu", "tanh")]
+    np.testing.assert_allclose(got.loaded_s[own].sum(axis=0), [2e-3, 3e-3], rtol=0.5)
+    np.testing.assert_allclose(got.compute_s, got.loaded_s / 2)  # as operators alone
 
 
 @pytest.mark.usefixtures("compiler")

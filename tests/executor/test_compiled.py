@@ -67,10 +67,18 @@ def prefers(builds, tmp_path, monkeypatch, compiler):
     return prefer
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen"])
-def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(prefers, kind) -> None:
+@pytest.mark.parametrize("kind", ["plain", "frozen", "frozen by onednn"])
+def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(
+    prefers, kind, monkeypatch
+) -> None:
+    if kind == "frozen by onednn":
+        kind = "frozen"
+        monkeypatch.setattr(compiled, "_onednn_is_faster", lambda *_: True)
+        torch.manual_seed(1)  # another module than the one that MKL's are built of
+    else:
+        monkeypatch.setattr(compiled, "_onednn_is_faster", lambda *_: False)
+        torch.manual_seed(0)
     calls = prefers(kind)
-    torch.manual_seed(0)
     module, x = Net(), torch.randn(8, 16)
     with runner_of(module, x) as runner:
         runner.compile()
@@ -269,3 +277,40 @@ def test_operators_that_draw_are_interpreted_and_training_is_refused(prefers) ->
     runner = Runner(graph, CPU, np.zeros(graph.num_ops, int))
     with runner, pytest.raises(RunnerError, match="compiled runs are for inference"):
         runner.compile()
+
+
+class Images(nn.Module):
+    """Two convolutions, and what the last module makes of them."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3, padding=1)
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x).relu()))
+
+
+@pytest.mark.parametrize("last", ["mean", "image", "view"])
+def test_runs_hand_on_images_with_channels_last(monkeypatch, last) -> None:
+    """As compiled convolutions have them: else each run would lay them out twice.
+
+    Not where the module's result, or a view, would be another than the module's.
+    """
+    found = {}
+
+    def noted(self, first, call):
+        found[first] = [self._values[t].stride() for t in self._recipes[first].reads]
+
+    monkeypatch.setattr(compiled, "_LEAST", 1)
+    monkeypatch.setattr(compiled.Artefacts, "_fastest", noted)
+    ends = {"mean": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), "image": nn.ReLU()}
+    module = Images(ends.get(last, nn.Unflatten(1, (2, 2)))).eval()
+    x = torch.randn(1, 3, 9, 7)
+    with runner_of(module, x) as runner:
+        second = runner.graph.op_kind.index("aten.conv2d.default", 1)
+        runner.begins = frozenset([second])
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x), check_stride=True)
+        (strides,) = found[second]
+    assert (strides[1] == 1) == (last == "mean")
