@@ -66,6 +66,7 @@ _PACKS: dict[str, Any] = {
 }
 _MKLDNN = 3  # PyTorch's number of this layout
 _WORTH = 0.97  # of the time of a kind that needs less
+_FAR_AHEAD = 0.7  # of the time of operators: weights are most of such a run
 _FROZEN_KEPT = 3  # artefacts of a run for other values of its parameters, beside those in use
 _CONVOLUTIONS = torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default
 _COMPILING = threading.Lock()  # Inductor compiles for one thread at a time
@@ -841,15 +842,23 @@ class Artefacts:
         return None
 
     def _chosen(self, run: Recipe, name: str, call: Call) -> tuple[str, str]:
-        """The fastest kind of a run, and why if it is none."""
+        """The fastest kind of a run, and why if it is none.
+
+        A plain one is not built where a frozen one is far ahead of what is to be beaten.
+        """
         reads = [self._values[t] for t in run.reads]
         ways: dict[str, Callable[[], Any]] = {EAGER: lambda: self._interpreted(run, call)}
-        for kind in (PLAIN, FROZEN) if run.params else (PLAIN,):
-            ways[kind] = partial(self._artefact(run, kind, name, call), reads)
+        if run.params:
+            ways[FROZEN] = partial(self._artefact(run, FROZEN, name, call), reads)
+            took_s = _timed(ways)
+            if took_s[FROZEN] < _FAR_AHEAD * took_s[EAGER]:
+                return FROZEN, ""
+        ways[PLAIN] = partial(self._artefact(run, PLAIN, name, call), reads)
         took_s = _timed(ways)
         kind = EAGER
-        for other, took in took_s.items():  # each needs more than those before: memory too
-            kind = other if took < _WORTH * took_s[kind] else kind
+        for other in (PLAIN, FROZEN):  # each needs more than those before: memory too
+            if other in took_s and took_s[other] < _WORTH * took_s[kind]:
+                kind = other
         times = ", ".join(f"{s * 1e6:.0f} us {way}" for way, s in took_s.items())
         return kind, f"it takes {times}" if kind == EAGER else ""
 
