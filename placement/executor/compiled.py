@@ -849,7 +849,9 @@ class Artefacts:
         reads = [self._values[t] for t in run.reads]
         ways: dict[str, Callable[[], Any]] = {EAGER: lambda: self._interpreted(run, call)}
         if run.params:
-            ways[FROZEN] = partial(self._artefact(run, FROZEN, name, call), reads)
+            with suppress(Exception):  # a plain one may do, or says what is wrong with it
+                ways[FROZEN] = partial(self._artefact(run, FROZEN, name, call), reads)
+        if FROZEN in ways:
             took_s = _timed(ways)
             if took_s[FROZEN] < _FAR_AHEAD * took_s[EAGER]:
                 return FROZEN, ""
