@@ -484,8 +484,11 @@ class Problem:
         """int32 ``[N]`` which ready operator of a micro-batch goes first (smallest).
 
         The order that the profile was measured in, as the order decides what caches hold:
-        ``rank_position``, or ``reuse_position(graph)`` where that was found to be faster.
+        ``rank_position``, or ``reuse_position(graph)`` where that was found to be faster; of a
+        graph in pieces its own, where what is sent comes before what waits for others.
         """
+        if self.profile.order == "graph":
+            return np.arange(self.num_ops, dtype=np.int32)
         return reuse_position(self.graph) if self.profile.order == "reuse" else self.rank_position
 
     @cached_property

@@ -126,7 +126,7 @@ class Profile:
 
     @property
     def order(self) -> str:
-        """In which order the operators ran, and will: ``"rank"`` or ``"reuse"``.
+        """In which order the operators ran, and will: ``"rank"``, ``"reuse"`` or ``"graph"``.
 
         See ``Problem.priority``.
         """

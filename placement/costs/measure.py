@@ -352,8 +352,10 @@ def better_order(
     is what upward ranks do, takes up to twice as long as layer by layer, because every step
     reads the weights of all layers. So upward rank, the better order across devices, is left
     where reading parameters again while they are cached is clearly faster on one kind of device,
-    and not clearly slower on another.
+    and not clearly slower on another. A graph in pieces has an order of its own.
     """
+    if graph.piece is not None:
+        return "graph", np.arange(graph.num_ops, dtype=np.int32)
     with on_one_device(graph, cluster, 0, range(graph.num_ops)) as runner:
         seconds = run_seconds(runner, inputs, 2)[:, None]
     one = Cluster("one", cluster.devices[:1])

@@ -336,7 +336,7 @@ def kernels_of(program: Program, runs: Sequence[Sequence[int]] | None = None) ->
     if runs is None:
         runs = [range(len(program.steps))]
     else:
-        runs = [run for run in runs if sum(launches(program.steps[n], ()) for n in run) >= _LEAST]
+        runs = [run for run in runs if is_worth(program, run, ())]
     readers: dict[int, set[int]] = {}
     for n, step in enumerate(program.steps):
         for x in leaves_of((step.args, step.kwargs)):
@@ -367,6 +367,14 @@ def kernels_of(program: Program, runs: Sequence[Sequence[int]] | None = None) ->
     if refused is not None and not found:
         raise refused
     return found
+
+
+def is_worth(program: Program, run: Sequence[int], known: Container[int]) -> bool:
+    """Whether a run may be faster compiled: of several operators, or of one whose weights count."""
+    steps = [program.steps[op] for op in run if launches(program.steps[op], known)]
+    leaves = [x for step in steps for x in leaves_of((step.args, step.kwargs))]
+    packs = any(isinstance(x, Param) and program.params[x.index].ndim > 1 for x in leaves)
+    return bool(steps) and (packs or len(steps) >= _LEAST)
 
 
 def _kernels_of(graph: fx.GraphModule, inputs: list[Tensor]) -> list[set[int]]:
@@ -786,7 +794,7 @@ class Artefacts:
         calls, wholes, known = dict(generated.calls), dict[int, tuple[int, ...]](), self._known
         for run in runs:
             num_kernels = sum(launches(self._program.steps[op], known) for op in run)
-            if num_kernels >= _LEAST:
+            if is_worth(self._program, run, known):
                 self._recipes[run[0]] = recipe(self._program, run, share.outputs[run[0]], known)
                 wholes[run[0]] = run
             elif num_kernels:

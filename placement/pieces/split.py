@@ -314,8 +314,9 @@ class _Cutter:
     ) -> list[int]:
         """What is read of a tensor that is there as a whole, or in pieces along its dimension."""
         at = (0, *itertools.accumulate(self.value[x].shape[cut.dim] for x in own))
-        made = []
-        for i, (begin, end) in enumerate(cut.rows(at[-1], self.pieces.shares)):
+        rows = cut.rows(at[-1], self.pieces.shares)
+        each: list[list[Any]] = []
+        for i, (begin, end) in enumerate(rows):  # what is sent comes before what waits for it
             parts: list[Any] = []
             for j, x in enumerate(own):
                 a, b = max(begin, at[j]) - at[j], min(end, at[j + 1]) - at[j]
@@ -330,6 +331,9 @@ class _Cutter:
                 raise PiecesError(
                     f"{name!r} has {at[-1]} rows: {cut} would be those from {begin} to {end}"
                 )
+            each.append(parts)
+        made = []
+        for i, ((begin, end), parts) in enumerate(zip(rows, each, strict=True)):
             if begin < 0:
                 parts.insert(0, self._padding(t, parts[0].tensor, cut, -begin))
             if end > at[-1]:
