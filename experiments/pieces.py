@@ -30,7 +30,7 @@ from placement import pieces, planners
 from placement.capturing import capture
 from placement.cluster import cpu_model
 from placement.costs.calibration import run_placement
-from placement.costs.fused import load_or_measure_compiled
+from placement.costs.fused import dealt_or, load_or_measure_compiled
 from placement.costs.measure import measure
 from placement.executor import Runner
 from placement.graph import OpGraph
@@ -105,7 +105,7 @@ def cut(graph: OpGraph, compiled: bool, options: Options) -> Cut:
         joined, profile = load_or_measure_compiled(parted, cluster, profile)
         problem = Problem(joined, cluster, profile, **latency)
     placement = planners.load("best_of", seconds=options.seconds)(problem).placement
-    return Cut(parted, problem, placement)
+    return Cut(parted, problem, dealt_or(problem, placement))
 
 
 def rules(graph: OpGraph, compiled: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.costs.calibration import corrected
-from placement.costs.fused import load_or_measure_compiled
+from placement.costs.fused import dealt_or, load_or_measure_compiled
 from placement.costs.measure import check_here, load_or_measure
 from placement.executor import Runner, equality
 from placement.executor.runner import without_mode
@@ -375,6 +375,8 @@ def fastest(
         if costs := _compiled_costs(problem, patience, report):
             report(f"planning compiled runs with {PLANNER}", None)
             solution = planners.solve(planner, costs)
+            if (apart := dealt_or(costs, solution.placement)) is not solution.placement:
+                solution = Solution(apart, float(score(costs, apart[None])[0]))
             known = replace(costs.profile, graph_fingerprint=problem.graph.fingerprint)
             own = replace(costs, graph=problem.graph, profile=known)  # plans know no kernels
             again = _plan(own, workload, solution, planner)

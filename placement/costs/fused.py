@@ -36,6 +36,7 @@ from placement.executor.share import runs_of, shares
 from placement.graph import OpGraph, reuse_position
 from placement.problem import Problem
 from placement.profile import Profile, ProfileError
+from placement.simulator import score
 from placement.tools.clock import nothing_collected
 from placement.tools.progress import Progress
 
@@ -43,6 +44,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 _BLOCK_S, _MOST_BLOCKS = 1e-3, 12  # a block takes so long at least: a call of it takes microseconds
+_CLEARLY = 0.97  # of the predicted time of what was measured: else what is planned is no better
 _ENOUGH_S, _FEWEST = 10.0, 3  # rounds end after so long, but for the first ones
 
 
@@ -92,7 +94,7 @@ def measure_compiled(
     measured = _in_pieces if in_pieces else _in_blocks
     runs = None
     if in_pieces:
-        runs = _runs(Problem(graph, cluster, profile), _dealt(graph, cpus, 0))
+        runs = _runs(Problem(graph, cluster, profile), dealt(graph, cpus, 0))
     try:
         joined = fused(graph, runs)
     except Exception as error:  # e.g. of Inductor, of an operator that it does not know
@@ -190,7 +192,7 @@ def _in_pieces(
     """Pieces on devices beside each other, each on every device in turns."""
     inputs, rows = graph.program.timing_inputs(), np.arange(graph.num_ops)
     problem, began = Problem(graph, cluster, profile), time.perf_counter()
-    placements = [_dealt(graph, cpus, first) for first in range(len(cpus))]
+    placements = [dealt(graph, cpus, first) for first in range(len(cpus))]
     rounds: list[list[Floats]] = []
     with ExitStack() as stack:
         runners = []
@@ -219,11 +221,11 @@ def _in_pieces(
         loaded_s[rows, p] = _divided(each_s, busy[rows, p], block)
         spread_s[rows, p] = _divided(wide_s, busy[rows, p], block)
     alike = profile.compute_s / np.maximum(busy, 1e-12)  # what company costs
-    seconds = (x[:, cpus] for x in (alike * loaded_s, spread_s, loaded_s))
-    return _Seconds(*seconds, num_blocks, names, packed)
+    compute_s, spread_s, loaded_s = (x[:, cpus] for x in (alike * loaded_s, spread_s, loaded_s))
+    return _Seconds(compute_s, spread_s, loaded_s, num_blocks, names, packed)
 
 
-def _divided(seconds: Floats, like: Floats, block: Ints) -> Floats:
+def _divided(seconds: Floats, like: Floats, block: NDArray[Any]) -> Floats:
     """The sum of each block, ``[N]``, divided as ``like`` is."""
     total, own = (np.bincount(block, x) for x in (seconds, like))
     return like * (total / np.maximum(own, 1e-12))[block]
@@ -236,10 +238,24 @@ def _check_some(runners: Sequence[Runner]) -> None:
         raise ProfileError(f"nothing of the graph is compiled: {why}")
 
 
-def _dealt(graph: OpGraph, cpus: Sequence[int], first: int) -> Ints:
+def dealt(graph: OpGraph, cpus: Sequence[int], first: int) -> Ints:
     """int32 ``[N]``: piece ``k`` is on the ``first + k``-th of the devices, what is whole as 0."""
-    number = graph.per_group(graph.piece, np.maximum)[graph.group]
+    piece = np.zeros(graph.num_ops, np.int32) if graph.piece is None else graph.piece
+    number = graph.per_group(piece, np.maximum)[graph.group]
     return np.array(cpus, np.int32)[(number + first) % len(cpus)]
+
+
+def dealt_or(problem: Problem, placement: Ints) -> Ints:
+    """The placement, or piece ``k`` on CPU ``k`` where it is not clearly predicted to be faster.
+
+    So compiled runs of a graph in pieces were measured; of others it is not known what is fused.
+    """
+    cpus = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
+    if problem.graph.piece is None or len(cpus) < 2:
+        return placement
+    apart = dealt(problem.graph, cpus, 0)
+    other_s, apart_s = score(problem, np.stack([placement, apart]))
+    return placement if other_s < _CLEARLY * apart_s else apart
 
 
 def _runs(problem: Problem, placement: Ints) -> list[tuple[int, ...]]:

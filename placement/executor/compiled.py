@@ -348,22 +348,22 @@ def kernels_of(program: Program, runs: Sequence[Sequence[int]] | None = None) ->
         made = [t for op in run for t in program.steps[op].outputs]
         made = [t for t in made if t in leave or readers.get(t, set()) - set(run)]
         recipes.append(recipe(program, run, made, {}))
-    values = values_of(program, {t for run in recipes for t in run.reads})
+    values = values_of(program, {t for own in recipes for t in own.reads})
     params = {p: x.detach() for p, x in enumerate(program.params)}
     known: dict[tuple[str, ...], list[set[int]]] = {}  # of runs that are alike, by their places
     found: list[set[int]] = []
     refused: Exception | None = None
-    for run in recipes:
-        inputs = [*(values[t] for t in run.reads), *(params[p] for p in run.params)]
-        key = run.text, *map(_form, inputs)
+    for own in recipes:
+        inputs = [*(values[t] for t in own.reads), *(params[p] for p in own.params)]
+        key = own.text, *map(_form, inputs)
         if key not in known:
-            number, kernels = {op: i for i, op in enumerate(run.ops)}, list[set[int]]()
+            number, kernels = {op: i for i, op in enumerate(own.ops)}, list[set[int]]()
             try:
-                kernels = _kernels_of(graph_of(program, run, params, {}, frozen=False), inputs)
+                kernels = _kernels_of(graph_of(program, own, params, {}, frozen=False), inputs)
             except Exception as error:  # e.g. of an operator that it does not know
                 refused = error
             known[key] = [{number[op] for op in ops} for ops in kernels]
-        found += [{run.ops[i] for i in places} for places in known[key]]
+        found += [{own.ops[i] for i in places} for places in known[key]]
     if refused is not None and not found:
         raise refused
     return found
@@ -377,7 +377,7 @@ def is_worth(program: Program, run: Sequence[int], known: Container[int]) -> boo
     return bool(steps) and (packs or len(steps) >= _LEAST)
 
 
-def _kernels_of(graph: fx.GraphModule, inputs: list[Tensor]) -> list[set[int]]:
+def _kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[set[int]]:
     """Operators of a graph by kernel."""
     from torch._inductor import scheduler, standalone_compile
 
@@ -402,7 +402,7 @@ def _kernels_of(graph: fx.GraphModule, inputs: list[Tensor]) -> list[set[int]]:
         try:
             standalone_compile(
                 graph,
-                inputs,
+                list(inputs),
                 dynamic_shapes="from_example_inputs",
                 options={"config_patches": options},
             )

@@ -71,7 +71,8 @@ def prefers(builds, tmp_path, monkeypatch, compiler):
 def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(
     prefers, kind, monkeypatch
 ) -> None:
-    if kind == "frozen by onednn":
+    packs_all = kind == "frozen by onednn"  # MKL's has a bias in it
+    if packs_all:
         kind = "frozen"
         monkeypatch.setattr(compiled, "_onednn_is_faster", lambda *_: True)
         torch.manual_seed(1)  # another module than the one that MKL's are built of
@@ -97,8 +98,10 @@ def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(
             module.first.weight.mul_(-1)
         torch.testing.assert_close(runner(x), module(x))
         assert not torch.allclose(runner(x), before)
-        # A plain one reads parameters where they are; a frozen one packs others.
-        assert calls == ([True] if kind == "frozen" else [True, False])
+        # A plain one reads parameters where they are, a frozen one is built again unless it has
+        # no values of theirs but those that it packs when it is loaded.
+        built = [True] if packs_all else [True, True]
+        assert calls == (built if kind == "frozen" else [True, False])
         with torch.no_grad():
             module.first.weight.mul_(-1)
     calls.clear()
