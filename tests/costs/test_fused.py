@@ -60,7 +60,7 @@ def test_seconds_of_blocks_are_divided_as_operators_take_them(
 ) -> None:
     graph = capture(Net().eval(), torch.randn(4, 16))
     group = np.array([0, 1, 1, 2, 3, 3, 3], np.int32)
-    monkeypatch.setattr(fused_module, "fused", lambda g: replace(g, group=group))
+    monkeypatch.setattr(fused_module, "fused", lambda g, _: replace(g, group=group))
     monkeypatch.setattr(fused_module, "_begins", lambda *_: np.array([0, 3], np.int32))
     monkeypatch.setattr(Runner, "compile", lambda self, report: None)
     monkeypatch.setattr(Runner, "num_compiled", 1)
