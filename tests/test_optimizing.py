@@ -25,6 +25,7 @@ from placement.cli import BAD_INPUT, OK
 from placement.cluster import Cluster, ClusterError, Device
 from placement.executor import Runner, RunnerError
 from placement.optimizing import OptimizeError, optimize, verdict
+from placement.pieces import Moves
 from placement.plan import Measured, Spread, load_plan
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
@@ -471,6 +472,7 @@ def test_operators_in_pieces_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
         return cut
 
     monkeypatch.setattr("placement.optimizing._faster_of", faster)
+    monkeypatch.setattr("placement.optimizing.Moves.of", lambda _: Moves())  # of a quiet machine
     options: Any = {"quiet": True, "compiled": False, "seconds": 1.0, "pieces": 2}
     with optimize(large, (x,), objective="latency", **options) as runner:
         assert ran == [False, True] and runner.plan.pieces is not None
@@ -508,6 +510,7 @@ def test_pieces_are_tried_as_compiled_runs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("placement.optimizing._doubt", lambda _: "")
     monkeypatch.setattr("placement.optimizing.torch_compiled", lambda *_: None)
     monkeypatch.setattr("placement.optimizing.split", cut)
+    monkeypatch.setattr("placement.optimizing.Moves.of", lambda _: Moves())  # of a quiet machine
     monkeypatch.setattr("placement.optimizing.load_or_measure_compiled", measured_compiled)
     monkeypatch.setattr("placement.optimizing.measure", measured)
     monkeypatch.setattr("placement.executor.compiled.Artefacts.of", built)

@@ -967,6 +967,8 @@ class Artefacts:
         env: list[Any] = [None] * (1 + max(t for s in self._program.steps for t in s.outputs))
         for t in run.reads:
             env[t] = self._values[t]
+        for t in run.known:  # another run hands them on
+            env[t] = self._known[t]
         with torch.inference_mode():
             for _ in call(env, lambda: True) or ():
                 pass
