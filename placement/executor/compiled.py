@@ -279,8 +279,7 @@ def build(
 def _faster_linears() -> Iterator[None]:
     """Frozen linear layers are of oneDNN meanwhile, where it is faster than MKL.
 
-    Inductor takes MKL for float32, which has no kernels of their own for processors of others: on
-    an EPYC (Zen 5) it takes 2.3 times as long.
+    Inductor takes MKL for float32, which takes 2.3 times as long on an EPYC (Zen 5).
     """
     from torch._inductor.fx_passes import mkldnn_fusion
 

@@ -351,6 +351,8 @@ class _Cutter:
         key = "padding", x.dtype, *x.shape[: cut.dim], rows, *x.shape[cut.dim + 1 :], cut.least
         if key not in self.param_at:
             value = cut.padding(x.shape, rows).to(x.dtype)
+            if value.ndim == 4:  # put together with images it has their layout, whichever that is
+                value = value.contiguous(memory_format=torch.channels_last)
             self.param_at[key] = self._new_param(value, f"{t}[padding]")
         return Param(self.param_at[key])
 

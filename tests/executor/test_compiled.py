@@ -318,3 +318,28 @@ def test_runs_hand_on_images_with_channels_last(monkeypatch, last) -> None:
         torch.testing.assert_close(runner(x), module(x), check_stride=True)
         (strides,) = found[second]
     assert (strides[1] == 1) == (last == "mean")
+
+
+def test_operators_of_a_run_read_the_mask_that_another_hands_on(monkeypatch) -> None:
+    """Nothing says that attention has none: what an artefact is compared with was wrong then."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones(8, 8, dtype=torch.bool).tril()[2:]
+            return nn.functional.scaled_dot_product_attention(x[:, 2:], x, x, attn_mask=mask)
+
+    compared = []
+
+    def compares(self, first, call):
+        run = self._recipes[first]
+        expected = compiled.values_of(self._program, set(run.makes))
+        for t, value in zip(run.makes, self._interpreted(run, call), strict=True):
+            compared.append((bool(run.known), torch.equal(value, expected[t])))
+
+    monkeypatch.setattr(compiled, "_LEAST", 1)
+    monkeypatch.setattr(compiled.Artefacts, "_fastest", compares)
+    with runner_of(Masked(), torch.randn(2, 8, 4)) as runner:
+        attention = runner.graph.op_name.index("scaled_dot_product_attention")
+        runner.begins = frozenset([attention])
+        runner.compile()
+    assert (True, True) in compared and all(same for _, same in compared)
