@@ -11,6 +11,12 @@ The rule, which the simulator predicts by and the runtime follows:
 4. What is still there when its turn comes is not copied again: it stays for another use.
 5. Where the device takes an operator whose parameters are not there (another order, or several
    micro-batches in flight) they are copied next, over whatever; the order goes on behind it.
+6. What is copied next is decided when an operator is taken and when its use ends, for all copies
+   that may begin then; they wait for their turn on the link. So the order of copies follows from
+   the order in which operators are taken, whatever takes how long.
+
+A call after another finds the buffer as the first left it, or another part of the ring is next:
+then calls differ, until the first part is next again.
 """
 
 from __future__ import annotations
@@ -18,6 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import NamedTuple
+
+CALLS = 9  # at most, one after another, that are simulated until a buffer is as after the first
+NOT_LONGER = 1.0 + 1e-12  # than others, but for rounding
 
 
 class Copy(NamedTuple):
@@ -58,9 +67,15 @@ class Buffer:
         self.promised.discard(op)
 
     def forget(self) -> None:
-        """Nothing is there any more."""
+        """Nothing is there any more; the order begins again."""
         self.there.clear()
         self.promised.clear()
+        self._turn, self._wanted = 0, None
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Where what comes next begins, and which in turn that is."""
+        return self._end % self.room, self._turn
 
     def copy(self) -> Copy | None:
         """The next copy, which is under way from now on; None: none can begin."""

@@ -272,6 +272,11 @@ class LanguageModel:
         ends = [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
         if any(type(x) is not int or x < 0 for x in ends):
             raise LanguageModelError(f"stop = {stop!r}: give a token's number, or several, or ()")
+        size = self.model.get_input_embeddings().num_embeddings
+        if stop is not None and (never := [x for x in ends if x >= size]):
+            raise LanguageModelError(
+                f"stop = {stop!r}: the model has tokens 0 to {size - 1}, so {never[0]} never comes"
+            )
         pad = config.pad_token_id
         pad = pad if isinstance(pad, int) or not ends else ends[0]
         return {"eos_token_id": ends or None, "pad_token_id": pad}

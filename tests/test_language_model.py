@@ -365,6 +365,7 @@ def test_what_was_written_to_the_model_shows(llama: LanguageModel) -> None:
         ({"seed": -1}, "seed = -1"),
         ({"stop": -1}, "stop = -1: give a token's number"),
         ({"stop": "."}, "stop = '.'"),
+        ({"stop": [3, 1000]}, r"stop = \[3, 1000\]: the model has tokens 0 to 99, so 1000 never"),
         ({"tokens": [prompt_of(5)] * 2, "streamer": Kept()}, "a streamer shows one text, 2 are"),
     ],
 )

@@ -587,7 +587,11 @@ class Runner:
                 for op in some
                 if on[op] == s
             }
-            come |= self._from_host(backend, mine, self.cluster.devices[s].buffer_bytes)
+            room = self.cluster.devices[s].buffer_bytes
+            first = None
+            if self._schedule is not None:
+                first = [*dict.fromkeys(self._schedule.order[d][:, 0].tolist())]
+            come |= self._from_host(backend, mine, room, first)
         order = None
         if self._schedule is not None:
             order = _repeated(self._schedule, d, self.next_batch)
@@ -645,13 +649,18 @@ class Runner:
             backend.results_stay = self.outputs_stay
         return worker
 
-    def _from_host(self, backend: Backend, ops: set[int], room: int | None) -> dict[int, Streamed]:
+    def _from_host(
+        self, backend: Backend, ops: set[int], room: int | None, order: Sequence[int] | None
+    ) -> dict[int, Streamed]:
         """Where those of the operators that read parameters in host memory get them.
+
+        ``order``: of their first use, in a schedule.
 
         Raises:
             ClusterError: there is not so much pinned memory.
         """
-        reads: dict[int, list[int]] = {op: [] for op in sorted(ops, key=self._priority.__getitem__)}
+        turn = self._priority if order is None else {op: i for i, op in enumerate(order)}
+        reads: dict[int, list[int]] = {op: [] for op in sorted(ops, key=turn.__getitem__)}
         uses = self.graph.param_use_op.tolist(), self.graph.param_use.tolist()
         for op, p in zip(*uses, strict=True):
             if op in reads and p not in reads[op]:

@@ -89,6 +89,7 @@ class Streamed:
 
     def take(self, op: int) -> list[Tensor]:
         """The parameters of ``op``, for what is launched until ``give_back``."""
+        self._copy()  # what is first in the order, if this is the first that is taken
         self._buffer.take(op)
         self._copy()
         self._compute.wait_event(self._arrived[op])

@@ -20,7 +20,15 @@ import numba as nb
 import numpy as np
 from numba.extending import intrinsic
 
-from placement.simulator.copy_kernels import begin_copies, copy, next_copy_s, take
+from placement.simulator.copy_kernels import (
+    begin_copies,
+    copy,
+    end_call,
+    give_back,
+    mean_call,
+    next_copy_s,
+    take,
+)
 from placement.simulator.memory_kernels import free, hold, hold_local, hold_sent, release, remember
 from placement.simulator.run_state import MANY, State, Tables, room, state_of, tables
 from placement.tools.jit import inlined, kernel
@@ -244,9 +252,8 @@ def _admit(t, s):
 def _finish(t, s, slot):
     """A micro-batch has ended: its slot is free."""
     s.finish[s.batch_of[slot]] = s.now
-    if s.alone:
-        for d in range(len(s.busy)):
-            s.busy[d] *= s.batch_of[slot] == s.num_batches - 1
+    if s.alone and s.streams:
+        end_call(t, s, np.int64(s.batch_of[slot]))
     s.free_slots[s.num_free] = slot
     s.num_free += 1
     s.num_active -= 1
@@ -292,7 +299,7 @@ def _end(t, s, op, d, slot):
     s.running[d] = -1
     s.num_running -= s.alone
     if s.streams and s.streamed[s.row[slot] + op] >= 0:
-        s.promised[s.streamed[s.row[slot] + op] * len(t.priority) + op] = False
+        give_back(t, s, np.int64(s.streamed[s.row[slot] + op]), op)
     if s.record:
         s.end[s.batch_of[slot], op] = s.now
 
@@ -537,9 +544,7 @@ def run_batch(t, s, placements, finish, busiest, busy, peak):
             continue
         run(t, s)
         if s.alone:
-            finish[b, 0] = s.finish[0]
-            if s.num_batches > 1:
-                finish[b, 0] = max(s.finish[1] - s.finish[0], s.round_s)
+            finish[b, 0] = mean_call(s) if s.streams else s.finish[0]
         else:
             for m in range(len(s.finish)):
                 finish[b, m] = s.finish[m]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.buffer import CALLS, NOT_LONGER
 from placement.objective import Objective
 from placement.problem import ROUNDING, Placement, Problem, Solution
 from placement.schedule import Schedule, ScheduleError
@@ -68,7 +69,7 @@ def simulate(
         with kernels.room(problem, m, window, True, True, num_phases) as run:
             return _run(problem, placed, run)
     most_sent = len(problem.graph.use_dst) * m
-    order = _flat_order(schedule, 2 if m == 1 and problem.cluster.streaming else 1)
+    order = _flat_order(schedule, CALLS if m == 1 and problem.cluster.streaming else 1)
     run = kernels.state_of(problem, m, m, True, order, most_sent, num_phases)
     return _run(problem, placed, run)
 
@@ -97,7 +98,7 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
         run.peak + problem.resident_bytes_on(placement),
         (run.copies[:copied], run.copy_start[:copied], run.copy_end[:copied]),
         run.round_s,
-        is_second=run.alone and m == 2,
+        are_calls=run.alone and run.streams,
     )
 
 
@@ -114,20 +115,25 @@ def timeline_of(
     copies: Rows,
     round_s: float,
     *,
-    is_second: bool,
+    are_calls: bool,
 ) -> Timeline:
     """With what replicas add up behind the ``transfers``: int32 ``[X, 4]``, begins and ends.
 
-    ``round_s``: that copies for a micro-batch take. If ``is_second``, of two micro-batches the
-    second counts, and takes so long at least.
+    ``round_s``: that copies for a micro-batch take. If ``are_calls``, one after another, a call is
+    as long as those after the first are on average, and so long at least. The longest of them that
+    is not longer is shown: what it lacks is before its first operator.
     """
     called_s = None
-    if is_second:
-        since_s = min(float(end_s[0].max()), float(end_s[1].max()) - round_s)
-        called_s, start_s, end_s = 0.0, start_s[1:] - since_s, end_s[1:] - since_s
-        transfers = _since(since_s, *transfers, transfers[0][:, 1] == 1)
+    if are_calls:
+        finish_s = end_s.max(axis=1)
+        took_s, mean_s = np.diff(finish_s), (finish_s[-1] - finish_s[0]) / (len(finish_s) - 1)
+        m = 1 + int(np.where(took_s <= mean_s * NOT_LONGER, took_s, -1.0).argmax())
+        since_s = float(finish_s[m] - max(mean_s, round_s))
+        called_s, start_s, end_s = 0.0, start_s[m : m + 1] - since_s, end_s[m : m + 1] - since_s
+        transfers = _since(since_s, *transfers, transfers[0][:, 1] == m)
         transfers[0][:, 1] = 0
-        rows, began_s, came_s = _since(since_s, *copies, copies[2] > since_s)
+        is_late = (copies[2] > finish_s[m - 1]) & (copies[1] < finish_s[m])
+        rows, began_s, came_s = _since(since_s, *copies, is_late)
         copies = rows, np.maximum(began_s, 0.0), came_s  # what was under way, from then on
     phases = np.atleast_2d(placement)[: len(end_s)]
     sums = summing(problem, phases, len(end_s), float(end_s.max()))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.buffer import Buffer
+from placement.buffer import CALLS, Buffer
 from placement.problem import Placement, Problem, host_of
 from placement.schedule import Schedule
 from placement.simulator.memory import memory_steps
@@ -47,10 +48,11 @@ def simulate_reference(
     came = np.reshape(np.array(run.copied, float), (-1, 4))
     copies = came[:, :2].astype(np.int32), came[:, 2], came[:, 3]
     nothing = np.zeros(problem.num_devices, np.int64)
-    of = run.start, run.end, transfers, nothing, copies, run.round_s
-    both = timeline_of(problem, np.atleast_2d(placed)[:num_batches], *of, is_second=False)
-    steps = memory_steps(problem, placed, both, run.window)
-    timeline = timeline_of(problem, placed, *of, is_second=run.num_batches > num_batches)
+    ran = slice(run.num_batches)
+    of = run.start[ran], run.end[ran], transfers, nothing, copies, run.round_s
+    every = timeline_of(problem, np.atleast_2d(placed)[:num_batches], *of, are_calls=False)
+    steps = memory_steps(problem, placed, every, run.window)
+    timeline = timeline_of(problem, placed, *of, are_calls=run.num_batches > num_batches)
     return replace(timeline, peak_bytes=np.array([held.max() for _, held in steps]))
 
 
@@ -69,12 +71,14 @@ class Reference:
         self.seconds = durations(problem, placed, num_batches)
         self.beside_s = beside(problem, placed[0], num_batches)
         self._fill_buffers(placed, num_batches)
-        if num_batches == 1 and self.buffers:  # what comes for the next call comes in this one
-            self.num_batches = num_batches = 2
+        self.are_calls = num_batches == 1 and bool(self.buffers)
+        if self.are_calls:  # what comes for the next call comes in this one
+            self.num_batches = num_batches = CALLS
             self.window = 1
             if schedule is not None:
-                orders = (np.concatenate([x, x + np.array([0, 1])]) for x in schedule.order)
-                self.schedule = Schedule(tuple(orders), 2)
+                calls = [np.array([0, m]) for m in range(CALLS)]
+                orders = (np.concatenate([x + m for m in calls]) for x in schedule.order)
+                self.schedule = Schedule(tuple(orders), CALLS)
         self.host, self.shares_host = host_of(problem)
         self.consumers = [g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]] for t in range(g.num_tensors)]
         self.produced = [g.out_tensor[g.out_ptr[i] : g.out_ptr[i + 1]] for i in range(n)]
@@ -115,6 +119,11 @@ class Reference:
         self.placed = placed
         self.here_s: dict[tuple[int, int], float] = {}  # when parameters are there
         self.copier_free: dict[int, float] = dict.fromkeys(self.buffers, 0.0)
+        # Copies that wait for their turn on the link: operator, and where it comes to.
+        self.coming: dict[int, deque[tuple[int, int]]] = {k: deque() for k in self.buffers}
+        self.first_layout: list[tuple[int, int]] = []
+        for k in self.buffers:
+            self._launch(k)
         self.reserved: list[tuple[int, int] | None] = [None] * problem.num_devices
         self.copied: list[tuple[int, int, float, float]] = []
 
@@ -124,18 +133,35 @@ class Reference:
         k = self.streamed_by.get(int(self.placed[batch % len(self.placed), op]))
         return k if k in self.buffers and op in self.buffers[k].sizes else None
 
+    def _launch(self, k: int) -> None:
+        """All copies that may begin, as far as is known, wait for their turn on the link."""
+        buffer = self.buffers[k]
+        while (came := buffer.copy()) is not None:
+            self.coming[k].append((came.op, buffer.there[came.op]))
+            self.here_s[k, came.op] = np.inf
+
     def copy(self, now: float) -> None:
-        """Parameters begin to come, where nothing else does and there is room."""
+        """Parameters begin to come, where nothing else does."""
         problem = self.problem
-        for k, buffer in self.buffers.items():
-            while self.copier_free[k] <= now and (came := buffer.copy()) is not None:
+        for k, coming in self.coming.items():
+            while coming and self.copier_free[k] <= now:
+                op, to = coming.popleft()
                 channel = problem.copy_channel[k]
                 begin = max(now, self.channel_free[channel]) if problem.contention else now
-                finish = begin + float(problem.copy_s[k, came.op])
+                finish = begin + float(problem.copy_s[k, op])
                 self.channel_free[channel] = self.copier_free[k] = finish
-                self.here_s[k, came.op] = finish
-                self.copied.append((came.op, k, begin, finish))
+                self.copied.append((op, k, begin, finish))
                 heapq.heappush(self.events, (finish, problem.cluster.streaming[k]))
+                if self.buffers[k].there.get(op) == to:  # else it is overwritten, and comes again
+                    self.here_s[k, op] = finish
+
+    def _end_call(self, batch: int) -> None:
+        """The last, if what is in the buffers is where it was after the first."""
+        layout = [buffer.layout for buffer in self.buffers.values()]
+        if batch == 0:
+            self.first_layout = layout
+        elif layout == self.first_layout:
+            self.num_batches = batch + 1
 
     def admit(self, now: float) -> None:
         """Micro-batches begin where there is room, and their inputs are delivered."""
@@ -162,6 +188,7 @@ class Reference:
         self.end[batch, op] = now
         if (k := self._buffer(key)) is not None:
             self.buffers[k].give_back(op)
+            self._launch(k)
         own, sending = np.arange(self.problem.num_devices) == device, 0.0
         for tensor in self.produced[op]:
             until, sending = self._deliver(int(tensor), batch, device, now, own, sending)
@@ -171,6 +198,8 @@ class Reference:
         self.unfinished[batch] -= 1
         if self.unfinished[batch] == 0:
             del self.unfinished[batch]
+            if self.are_calls:
+                self._end_call(batch)
 
     def begin(self, now: float) -> None:
         """Free devices take what they run next."""
@@ -185,8 +214,9 @@ class Reference:
                     del self.waiting[device][key]
                 self.reserved[device] = key
                 if (k := self._buffer(key)) is not None:
-                    is_there = self.buffers[k].take(key[1])
-                    if not is_there or self.here_s[k, key[1]] > now:
+                    self.buffers[k].take(key[1])
+                    self._launch(k)
+                    if self.here_s[k, key[1]] > now:
                         continue  # it waits for its parameters
                 self.reserved[device] = None
                 self.running[device] = key

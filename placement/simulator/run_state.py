@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.buffer import CALLS
 from placement.problem import Problem, host_of
 from placement.tools.jit import Struct, array
 
@@ -233,6 +234,13 @@ class State(Struct):
     end_bytes: Array = array("S", np.int64)  # of what came last
     wanted: Array = array("S", np.int64)  # operator that comes next whatever the order; -1: none
     copier_s: Array = array("S")  # when the copy that is under way ends
+    coming: Array = array("2*S*N", np.int32)  # operators whose copies wait for the link, a ring
+    coming_to: Array = array("2*S*N", np.int64)  # where each comes to, as ``there``
+    first_coming: Array = array("S", np.int64)
+    num_coming: Array = array("S", np.int64)
+    first_end: Array = array("S", np.int64)  # of the first call: ``end_bytes`` in the buffer
+    first_turn: Array = array("S", np.int64)
+    busy_in: Array = array("Y*D")  # as ``busy``, of each call
 
 
 def state_of(
@@ -248,19 +256,20 @@ def state_of(
     """Room for a run; where ``num_transfers`` is not negative times are recorded.
 
     ``order``: the fields ``order`` and ``order_ptr`` of a schedule; None: list scheduling. Where
-    devices stream, a run of one micro-batch has room for the one before it. ``num_copies`` of
+    devices stream, a run of one micro-batch has room for several in turn. ``num_copies`` of
     parameters have room if times are recorded; negative: twice as many as are needed, mostly.
     """
     g, n, d = problem.graph, problem.num_ops, problem.num_devices
     record, words = num_transfers >= 0, (n + 63) >> 6
     alone, streaming = num_batches == 1, len(problem.cluster.streaming)
-    if alone and streaming:
-        num_batches, num_transfers = 2, 2 * num_transfers
+    num_calls = CALLS if alone and streaming else 0
+    if num_calls:
+        num_batches, num_transfers = num_calls, num_calls * num_transfers
     sizes = {"K": num_phases, "N": n, "D": d, "W": window, "M": num_batches}
     sizes |= {"R": num_batches if record else 0, "X": max(num_transfers, 0)}
     sizes |= {"words": words, "tops": (words + 63) >> 6, "blocks": (d + MANY - 1) // MANY}
     sizes |= {"T": g.num_tensors if track else 0, "E": len(g.use_dst) if track else 0}
-    sizes |= {"S": streaming, "A": min(streaming, 1), "C": 0}
+    sizes |= {"S": streaming, "A": min(streaming, 1), "C": 0, "Y": num_calls}
     if record and streaming:
         sizes["C"] = 2 * num_batches * n if num_copies < 0 else num_copies
     sizes["channels"] = problem.num_channels

@@ -36,7 +36,7 @@ from placement.profile import Profile
 from placement.program import split_inputs
 from placement.runs import ways
 from placement.search.evaluation import Search
-from placement.simulator import evaluate, score, simulate, simulate_reference
+from placement.simulator import evaluate, list_schedule, score, simulate, simulate_reference
 from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import Event
@@ -46,7 +46,10 @@ from tests.problems import with_twins
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 STREAMED = Device("streamed/cuda:0", "cuda", streams="cuda:0")
 THREE = Cluster("three", (CPU, GPU, STREAMED))
-FIELDS = ("start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes")
+FIELDS = (
+    "start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes", "copies", "copy_start_s",
+    "copy_end_s", "busy_s",
+)  # fmt: skip
 
 
 def chosen(graph, seed, devices=(0, 1, 2)):
@@ -68,13 +71,23 @@ def test_kernel_equals_reference_where_devices_stream(seed: int) -> None:
         p = p[0] if phases == 1 else p
         if not problem.supported[:, 0].all():
             continue
-        fast, slow = simulate(problem, p), simulate_reference(problem, p)
-        for what in FIELDS:
-            np.testing.assert_allclose(getattr(fast, what), getattr(slow, what), rtol=1e-9)
+        lines = [equal_lines(problem, p)]
         if phases == 1:
+            lines.append(equal_lines(replace(problem, num_microbatches=1), p))
             value = evaluate(problem, p[None])
-            np.testing.assert_allclose(value.period_s, fast.period_s, rtol=1e-9)
-            assert value.peak_bytes is None or (value.peak_bytes[0] == fast.peak_bytes).all()
+            found = np.append(value.period_s, value.latency_s)
+            np.testing.assert_allclose(found, [lines[0].period_s, lines[1].latency_s], rtol=1e-9)
+            assert value.peak_bytes is None or (value.peak_bytes[0] == lines[0].peak_bytes).all()
+            equal_lines(problem, p, list_schedule(problem, p, problem.num_microbatches))
+
+
+def equal_lines(problem: Problem, placement: Any, order: Any = None) -> Any:
+    """The timeline of kernel and reference."""
+    fast, slow = (f(problem, placement, order) for f in (simulate, simulate_reference))
+    for what in FIELDS:
+        both = getattr(fast, what), getattr(slow, what)
+        np.testing.assert_allclose(*both, rtol=1e-9, atol=1e-9, err_msg=what)
+    return fast
 
 
 @settings(max_examples=15)
@@ -125,6 +138,17 @@ def test_parameters_come_in_the_order_of_use_as_early_as_the_buffer_has_room() -
     assert (once.latency_s, once.start_s.tolist()) == (6.0, [[1, 3, 5]])
     # The host has all parameters, what is page-locked is what streams; two buffers' worth is there.
     assert line.peak_bytes is not None and line.peak_bytes.tolist() == [6, 4 + 2, 6]
+
+
+def test_a_call_is_as_long_as_those_are_on_average_until_the_buffer_is_as_it_was() -> None:
+    """3 bytes: behind a and b, of one each, c, of 2, has no room; behind c and a b has."""
+    problem = chain(1, 1, 2, buffer_bytes=3)
+    many = simulate(replace(problem, num_microbatches=9), [2, 2, 2])
+    assert np.diff(many.end_s.max(axis=1)).tolist() == [4, 5] * 4
+    once = simulate(problem, [2, 2, 2], None, 1)
+    # The call of 4 s is shown, half a second of which is before anything happens.
+    assert once.latency_s == once.makespan_s == 4.5 and once.end_s.max() == 4.5
+    assert evaluate(problem, [2, 2, 2]).latency_s.tolist() == [4.5]
 
 
 def test_a_copy_hides_behind_operators_that_have_none() -> None:
@@ -367,12 +391,15 @@ def test_parameters_that_all_have_room_are_copied_once() -> None:
     assert copies[0] == copies[1] <= copies[2] - 2 * 12
 
 
-@settings(max_examples=6, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([None, 1.0, 1.5, 3.0]))
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([None, 1.0, 1.5, 3.0]), st.sampled_from([1, 3]))
 def test_parameters_are_copied_in_the_order_that_is_predicted(
-    seed: int, part: float | None
+    seed: int, part: float | None, in_flight: int
 ) -> None:
-    """By random placements in calls, one after another; a part of the largest is the buffer."""
+    """By random placements in calls, one after another, and several at a time in an order.
+
+    The buffer is a part of the largest.
+    """
     module, (x,), graph = layers()
     most = int(graph.op_param_bytes.max())
     room = None if part is None else -(-int(part * most) // 256) * 256 + 256  # as biases are cut
@@ -380,8 +407,9 @@ def test_parameters_are_copied_in_the_order_that_is_predicted(
     cluster = replace(THREE, devices=(host, card, replace(streams, buffer_bytes=room)))
     seconds = np.ones((graph.num_ops, 2))
     profile = Profile(("cpu:0", "cuda:0"), seconds, 0 * seconds).for_cluster(cluster)
-    problem = Problem(graph, cluster, profile, num_microbatches=4, max_in_flight=1)
+    problem = Problem(graph, cluster, profile, num_microbatches=4, max_in_flight=in_flight)
     placement = chosen(graph, seed, (0, 1, 2, 2))
+    order = list_schedule(problem, placement, 4) if in_flight > 1 else None
     copied: list[int] = []
     launch = Streamed._views_at
 
@@ -391,11 +419,14 @@ def test_parameters_are_copied_in_the_order_that_is_predicted(
 
     with pytest.MonkeyPatch.context() as patch, emulated_gpu.emulated(copy_s=1e-4) as gpu:
         patch.setattr(Streamed, "_views_at", logged)
-        with Runner(graph, cluster, placement, priority=problem.priority) as runner:
-            for i in range(4):
-                torch.testing.assert_close(runner(x + i), module(x + i), rtol=1e-4, atol=1e-5)
+        how = {"priority": problem.priority, "schedule": order}
+        with Runner(graph, cluster, placement, **how) as runner:
+            items = [x + i for i in range(4)]
+            results = map(runner, items) if order is None else runner.stream(items)
+            for item, result in zip(items, results, strict=True):
+                torch.testing.assert_close(result, module(item), rtol=1e-4, atol=1e-5)
     assert gpu.num_races == 0
-    predicted = simulate(problem, placement).copies[:, 0].tolist()
+    predicted = simulate(problem, placement, order).copies[:, 0].tolist()
     assert copied[: len(predicted)] == predicted  # then what comes for a call that was not made
 
 
