@@ -4,9 +4,9 @@
 
 Each kernel takes as long as what it reads at a rate, each copy as long as its bytes; the CPU takes
 no part, as its times would be this machine's. The link is slow, so that what the emulator's threads
-take, which no GPU does, is of no account. Operators are whole, or matrices are in pieces (columns
-of what they make), whichever is predicted to be faster. A row has milliseconds of a call: the bound
-of whole operators, what is predicted of the plan, and what it takes.
+take, which no GPU does, is of no account. Operators are whole, or matrices are in two or in four
+pieces (columns of what they make), whichever is predicted to be faster. A row has milliseconds of a
+call: the least bound of these, what is predicted of the plan, and what it takes on average.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from placement.problem import Placement, Problem, Solution
 from placement.profile import Profile
 from placement.program import Param, Ref, leaves_of
 
+PIECES = (2, 4)  # that large matrices may be in
 LINK, BEGINS = 4e6, 8e3  # bytes per second, and those of which each copy takes the time besides
 NAMES = ("cpu:0", "cuda:0")
 
@@ -79,9 +80,9 @@ def measured_link(rate: float) -> tuple[float, float]:
         return _copying(Device("cuda:0", "cuda", memory_bytes=2**22))
 
 
-def in_pieces(graph: OpGraph) -> OpGraph:
-    """The graph with its large matrices, those of half the largest or more, in two pieces each."""
-    shares, large = (0.5, 0.5), graph.op_param_bytes.max() / 2
+def in_pieces(graph: OpGraph, count: int) -> OpGraph:
+    """The graph with its large matrices, those of half the largest or more, in pieces."""
+    shares, large = (1 / count,) * count, graph.op_param_bytes.max() / 2
     rules = {}
     for n, options in enumerate(options_of(graph, shares)):
         step = graph.program.steps[n]
@@ -155,19 +156,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (module, inputs, times) in models().items():
         graph = capture(module, inputs, name="model")
         half = int(graph.param_bytes.sum()) // 2 + int(graph.tensor_bytes.max()) * 3
-        whole, cut = (
-            problem_of(x, times * options.link, link, half) for x in (graph, in_pieces(graph))
-        )
-        answers = [planned(x, options.evaluations) for x in (whole, cut)]
-        problem, answer = min(answers, key=lambda x: x[1].value_s)
-        bound_s, predicted_s = least_s(whole), answer.value_s
-        line = f"{name} ({'whole' if problem.graph is graph else 'in pieces'}): "
+        problems = {
+            count: problem_of(
+                in_pieces(graph, count) if count > 1 else graph, times * options.link, link, half
+            )
+            for count in (1, *PIECES)
+        }
+        answers = {k: planned(x, options.evaluations) for k, x in problems.items()}
+        best = min(answers, key=lambda k: answers[k][1].value_s)
+        problem, answer = answers[best]
+        bound_s, predicted_s = min(map(least_s, problems.values())), answer.value_s
+        line = f"{name} ({'whole' if best == 1 else f'in {best} pieces'}): "
         line += f"bound {bound_s * 1e3:.1f}, predicted {predicted_s * 1e3:.1f} ms "
         line += f"({bound_s / predicted_s:.0%} of the bound)"
         if not options.no_run:
             now = rates | {"kernel_bytes_per_s": times * options.link}
             took = called_s(problem, answer.placement, inputs, now, options.calls)
-            took_s = float(np.median(took))
+            took_s = float(np.mean(took))
             line += (
                 f", run {took_s * 1e3:.1f} ({min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}; "
                 f"{bound_s / took_s:.0%} of the bound, predicted {predicted_s / took_s - 1:+.1%})"

@@ -430,11 +430,11 @@ class Problem:
 
     @cached_property
     def mean_transfer_s(self) -> Floats:
-        """float64 ``[T]`` transfer seconds averaged over ordered pairs of distinct devices."""
-        d = self.num_devices
-        if d == 1:
+        """float64 ``[T]`` transfer seconds averaged over ordered pairs of devices that compute."""
+        if self.num_workers == 1:
             return np.zeros(self.graph.num_tensors)
-        off = ~np.eye(d, dtype=bool)
+        own = self.worker == np.arange(self.num_devices)
+        off = ~np.eye(self.num_devices, dtype=bool) & own & own[:, None]
         if self.profile.transfer_s is not None:
             return self.profile.transfer_s[:, off].mean(axis=1)
         size = self.graph.tensor_bytes.astype(np.float64)
@@ -442,9 +442,13 @@ class Problem:
 
     @cached_property
     def mean_compute_s(self) -> Floats:
-        """float64 ``[N]`` seconds averaged over the devices that can run the operator."""
-        finite = np.isfinite(self.compute_s)
-        return np.where(finite, self.compute_s, 0.0).sum(axis=1) / finite.sum(axis=1)
+        """float64 ``[N]`` seconds averaged over the devices that can run the operator.
+
+        Of those that compute: a copy of parameters is work of a link, ahead of their use.
+        """
+        compute_s = self.compute_s[:, self.worker == np.arange(self.num_devices)]
+        finite = np.isfinite(compute_s)
+        return np.where(finite, compute_s, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
 
     @cached_property
     def upward_rank_s(self) -> Floats:
@@ -485,7 +489,8 @@ class Problem:
 
         The order that the profile was measured in, as the order decides what caches hold:
         ``rank_position``, or ``reuse_position(graph)`` where that was found to be faster; of a
-        graph in pieces its own, where what is sent comes before what waits for others.
+        graph in pieces its own, where what is sent comes before what waits for others. Where
+        parameters are copied meanwhile it may be the graph's own, too.
         """
         if self.profile.order == "graph":
             return np.arange(self.num_ops, dtype=np.int32)

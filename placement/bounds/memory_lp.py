@@ -14,6 +14,7 @@ from placement.timeline import least_window
 from placement.tools.lp import EXACT, Columns, Program, Terms
 
 _NARROW = 1 / 256  # shares so close are not told apart
+_WORKING = 2  # operators whose tensors count beside parameters, a row of each device for each
 
 
 def own_bytes(problem: Problem) -> Floats:
@@ -22,6 +23,23 @@ def own_bytes(problem: Problem) -> Floats:
     share = g.param_bytes / np.maximum(np.bincount(g.param_use, minlength=len(g.param_bytes)), 1)
     held = np.bincount(g.group[g.param_use_op], share[g.param_use], g.num_groups)
     return held.astype(np.float64)
+
+
+def working_bytes(problem: Problem) -> Floats:
+    """``[N]`` that a device holds at least while it runs an operator, besides parameters."""
+    g, size = problem.graph, problem.graph.tensor_bytes
+    every, count = np.arange(g.num_tensors), g.num_ops
+    made = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == every))
+    held = np.bincount(g.tensor_src[made], size[made], count)
+    stored = np.minimum(size, size[g.tensor_root])[g.use_tensor]
+    read, which = np.unique(
+        np.stack([g.use_dst, g.tensor_root[g.use_tensor]]), axis=1, return_inverse=True
+    )
+    least = np.full(read.shape[1], np.inf)
+    np.minimum.at(least, which.ravel(), stored)
+    held = held + np.bincount(read[0], least, count)
+    workspace = problem.profile.workspace_bytes
+    return held if workspace is None else held + workspace
 
 
 def taken_in(problem: Problem) -> NDArray[np.bool_]:
@@ -86,6 +104,7 @@ class Placed:
 
     def _hold(self) -> None:
         g, problem, on, held = self.problem.graph, self.problem, self.on, own_bytes(self.problem)
+        working = working_bytes(problem)
         for d, *streaming in self.sides:
             placed: list[Terms] = [(on[:, d], held)]
             buffers: list[Terms] = []
@@ -100,7 +119,11 @@ class Placed:
                     buffers.append(self.buffers[s])
             if d == host_of(problem)[0]:
                 placed += [(on[:, s], held) for s in self.streaming]
-            self._within(float(problem.memory_bytes[d]), *placed, *buffers)
+            # Some operators that need most while they run, wherever they are.
+            here, room = [d, *streaming], float(problem.memory_bytes[d])
+            for op in np.argsort(-working, kind="stable")[:_WORKING]:
+                runs = on[g.group[op], here], working[op]
+                self._within(room, *placed, *buffers, runs)
             for s in streaming:  # what may be page-locked
                 self._within(float(problem.memory_bytes[s]), (on[:, s], held))
 

@@ -1,6 +1,6 @@
 """Which parameters stay on a GPU, which are streamed there, and which the CPU reads where they lie.
 
-And how much of the GPU's memory is the buffer that they are streamed through.
+And how much of the GPU's memory is the buffer that they are streamed through, in which order.
 """
 
 from __future__ import annotations
@@ -147,17 +147,26 @@ def _by_saving(
 
 
 def with_buffers(problem: Problem) -> Problem:
-    """The problem with the size of each buffer that is best in a short search.
+    """The problem with the size of each buffer, and the order, that are best in a short search.
 
-    What is said of a buffer is kept; the same problem where nothing streams, or nothing fits.
+    Operators run in the order that the problem has, or as they are written, in which copies often
+    come between operators that need none. What is said of a buffer is kept; the same problem where
+    nothing streams, or nothing fits.
     """
-    open_ = [
-        d for d in problem.cluster.streaming if problem.cluster.devices[d].buffer_bytes is None
-    ]
-    if not open_ or problem.objective.is_analytic:
+    streaming = problem.cluster.streaming
+    if not streaming or problem.objective.is_analytic:
         return problem
+    open_ = [d for d in streaming if problem.cluster.devices[d].buffer_bytes is None]
     most = int(problem.graph.op_param_bytes.max())
-    tries = [problem, *(_with(problem, open_, int(room * most)) for room in PARAMS.rooms)]
+    rooms = PARAMS.rooms if open_ else ()
+    facts = problem.profile.provenance | {"order": "graph"}
+    written = replace(problem, profile=replace(problem.profile, provenance=facts))
+    is_same = np.array_equal(written.priority, problem.priority)
+    tries = []
+    for x in [problem] if is_same else [problem, written]:
+        tries += [x, *(_with(x, open_, int(room * most)) for room in rooms)]
+    if len(tries) == 1:
+        return problem
     values = [_searched(x).value_s for x in tries]
     best = int(np.argmin(values))
     return tries[best] if values[best] < values[0] * (1 - 1e-3) else problem
