@@ -47,8 +47,8 @@ CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 STREAMED = Device("streamed/cuda:0", "cuda", streams="cuda:0")
 THREE = Cluster("three", (CPU, GPU, STREAMED))
 FIELDS = (
-    "start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes", "copies", "copy_start_s",
-    "copy_end_s", "busy_s",
+    "start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes", "copies",
+    "copy_start_s", "copy_end_s", "busy_s",
 )  # fmt: skip
 
 
@@ -103,6 +103,18 @@ def test_no_placement_beats_the_bound(seed: int, num_ops: int) -> None:
     for objective in (Objective.PERIOD, Objective.LATENCY):
         problem = replace(problem, objective=objective, max_in_flight=1 + seed % 3)
         assert lower_bound(problem) <= score(problem, placed).min() * (1 + 1e-9)
+
+
+def test_what_an_operator_reads_and_makes_takes_memory_from_parameters() -> None:
+    """8 bytes have room for all parameters; with an operator's tensors, of 2, for half of them."""
+    problem = replace(chain(4, 4, buffer_bytes=4), objective=Objective.LATENCY)
+    host, card, streams = problem.cluster.devices
+    devices = [(host, replace(card, memory_bytes=room), streams) for room in (10, 8)]
+    least_s = [
+        lower_bound(replace(problem, cluster=replace(problem.cluster, devices=some)))
+        for some in devices
+    ]
+    assert least_s[0] == 2.0 and least_s[1] >= 4.0
 
 
 def chain(*sizes: int, buffer_bytes: int | None = None) -> Problem:
