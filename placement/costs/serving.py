@@ -115,9 +115,15 @@ def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Pro
     head the logits of a token of each sequence.
 
     Raises:
-        ServingError: more cache than any memory has.
+        ServingError: a device streams: what copies take beside a runtime is not known.
         RatesError: a device of which nothing is known, see ``Peak``.
     """
+    if streaming := [d for d in cluster.devices if d.streams]:
+        raise ServingError(
+            f"device {streaming[0].name!r} streams, which is for captured modules: leave it out; or "
+            f"describe a device like {streaming[0].streams!r} with the bytes_per_s of its slot, and "
+            "the memory of the host, that reads weights where they lie"
+        )
     check_table(decoder.name, len(decoder.parts) + 1, cluster.num_devices)
     here = list(zip(peaks(decoder, cluster), cluster.devices, strict=True))
     seconds = [
