@@ -30,7 +30,7 @@ def working_bytes(problem: Problem) -> Floats:
     g, size = problem.graph, problem.graph.tensor_bytes
     every, count = np.arange(g.num_tensors), g.num_ops
     made = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == every))
-    held = np.bincount(g.tensor_src[made], size[made], count)
+    held: Floats = np.bincount(g.tensor_src[made], size[made].astype(np.float64), count)
     stored = np.minimum(size, size[g.tensor_root])[g.use_tensor]
     read, which = np.unique(
         np.stack([g.use_dst, g.tensor_root[g.use_tensor]]), axis=1, return_inverse=True
@@ -39,7 +39,7 @@ def working_bytes(problem: Problem) -> Floats:
     np.minimum.at(least, which.ravel(), stored)
     held = held + np.bincount(read[0], least, count)
     workspace = problem.profile.workspace_bytes
-    return held if workspace is None else held + workspace
+    return held if workspace is None else held + workspace.astype(np.float64)
 
 
 def taken_in(problem: Problem) -> NDArray[np.bool_]:

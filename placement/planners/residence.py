@@ -45,7 +45,7 @@ class ResidenceParams:
     golden: float = (5**0.5 - 1) / 2
     tries: int = 300
     work: int = 60_000
-    rooms: tuple[float, ...] = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+    rooms: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 2.25, 2.5, 3.0, 4.0, 6.0, 8.0)
 
 
 PARAMS = ResidenceParams()

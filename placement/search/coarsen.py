@@ -265,7 +265,14 @@ def _merged(problem: Problem, label: Ints) -> Problem:
         library_bytes=merged(p.library_bytes, np.maximum),
         graph_fingerprint="",
     )
-    return replace(problem, graph=graph, profile=profile)
+    # A buffer has room for what several operators read together.
+    most = int(graph.op_param_bytes.max())
+    devices = tuple(
+        d if d.buffer_bytes is None else replace(d, buffer_bytes=max(d.buffer_bytes, most))
+        for d in problem.cluster.devices
+    )
+    cluster = replace(problem.cluster, devices=devices)
+    return replace(problem, graph=graph, profile=profile, cluster=cluster)
 
 
 def _colocation(label: Ints, group: Ints, count: int) -> Ints:

@@ -101,8 +101,8 @@ def test_a_name_that_is_not_in_the_library(tmp_path: Path) -> None:
         serving_problem(
             decoder(), cluster("devices: [{name: a, like: l4}]", tmp_path), Serving("decode", 9)
         )
-    streams = "[{name: c, kind: cpu}, {name: a, kind: cuda}, {name: s/a, streams: a}]"
-    with pytest.raises(ServingError, match=r"'s/a' streams, .*a device like 'a' with the bytes_pe"):
+    streams = "[{name: c, kind: cpu}, {name: a, kind: cuda}, {name: s/a, kind: cuda, streams: a}]"
+    with pytest.raises(ServingError, match=r"'s/a' streams, .*a device like 'a', with the bytes_p"):
         serving_problem(decoder(), cluster(f"devices: {streams}", tmp_path), Serving("decode", 9))
 
 
