@@ -30,16 +30,16 @@ def working_bytes(problem: Problem) -> Floats:
     g, size = problem.graph, problem.graph.tensor_bytes
     every, count = np.arange(g.num_tensors), g.num_ops
     made = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == every))
-    held: Floats = np.bincount(g.tensor_src[made], size[made].astype(np.float64), count)
+    held = np.bincount(g.tensor_src[made], size[made], count).astype(np.float64)
     stored = np.minimum(size, size[g.tensor_root])[g.use_tensor]
     read, which = np.unique(
         np.stack([g.use_dst, g.tensor_root[g.use_tensor]]), axis=1, return_inverse=True
     )
     least = np.full(read.shape[1], np.inf)
     np.minimum.at(least, which.ravel(), stored)
-    held = held + np.bincount(read[0], least, count)
+    held += np.bincount(read[0], least, count)
     workspace = problem.profile.workspace_bytes
-    return held if workspace is None else held + workspace.astype(np.float64)
+    return held if workspace is None else held + workspace
 
 
 def taken_in(problem: Problem) -> NDArray[np.bool_]:

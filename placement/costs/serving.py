@@ -120,9 +120,9 @@ def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Pro
     """
     if streaming := [d for d in cluster.devices if d.streams]:
         raise ServingError(
-            f"device {streaming[0].name!r} streams, which is for captured modules: leave it out, or "
-            f"describe a device like {streaming[0].streams!r}, with the bytes_per_s of its slot and "
-            "the memory of the host, that reads weights where they lie"
+            f"device {streaming[0].name!r} streams, which is for captured modules: leave it out, "
+            f"or describe a device like {streaming[0].streams!r}, with the bytes_per_s of its slot "
+            "and the memory of the host, that reads weights where they lie"
         )
     check_table(decoder.name, len(decoder.parts) + 1, cluster.num_devices)
     here = list(zip(peaks(decoder, cluster), cluster.devices, strict=True))
