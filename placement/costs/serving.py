@@ -157,6 +157,8 @@ def serving_problem(decoder: Decoder, cluster: Cluster, serving: Serving) -> Pro
 def peaks(decoder: Decoder, cluster: Cluster) -> list[Peak]:
     """``[D]`` what the devices can do: as stated, as that of which they are described, or measured.
 
+    Of a device of this machine what is stated counts, and what is not is measured.
+
     Raises:
         RatesError: a device is not here, and nothing is stated of it.
     """
@@ -171,7 +173,9 @@ def peaks(decoder: Decoder, cluster: Cluster) -> list[Peak]:
         except RatesError:
             if device.like is not None or not is_here(device):
                 raise
-            by_device.append(calibrate(device))
+            rates = {x: getattr(device, x) for x in ("flops_per_s", "bytes_per_s", "call_s")}
+            stated = {name: rate for name, rate in rates.items() if rate is not None}
+            by_device.append(replace(calibrate(device), **stated))
     return by_device
 
 

@@ -15,6 +15,7 @@ from placement.__main__ import main
 from placement.cli import BAD_INPUT, NO, OK
 from placement.cli.serving import fits
 from placement.cluster import Cluster, ClusterError, Device
+from placement.costs import serving
 from placement.costs.efficiency import FITTED, Peak, RatesError
 from placement.costs.predictors import profile_of
 from placement.costs.predictors.roofline import Roofline
@@ -85,6 +86,15 @@ def test_a_device_like_one_of_the_library(tmp_path: Path) -> None:
     assert speed["a", "b"] == 1e9 and speed["b", "a"] == 12e9 and speed["a", "c"] == 25e9
     machine.to_yaml(tmp_path / "again.yaml")
     assert Cluster.from_yaml(tmp_path / "again.yaml").fingerprint == machine.fingerprint
+
+
+def test_what_is_stated_of_a_device_of_this_machine_counts_and_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "calibrate", lambda device: Peak(1e9, 2e9, 3e-6, is_reached=True))
+    here = cluster('devices: [{name: "cpu:0", kind: cpu, bytes_per_s: 80e9}]', tmp_path)
+    (peak,) = serving.peaks(decoder(), here)
+    assert (peak.flops_per_s, peak.bytes_per_s, peak.call_s) == (1e9, 80e9, 3e-6)
 
 
 def test_a_name_that_is_not_in_the_library(tmp_path: Path) -> None:
