@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,23 +35,14 @@ from placement.tools.clock import loads
 from placement.tools.lp import EXACT
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much may be spent on a bound; programs with more variables are not asked.
+class Effort(NamedTuple):
+    """How much may be spent on a bound; programs with more variables are not asked."""
 
-    Attributes:
-        load_lp: variables of a program of loads. 0: none asks for loads.
-        call_lp: of a call; 5,000 take a moment.
-        period_lp: of a period, in all of its programs; 20,000 take a second.
-        end_work: numbers that are looked at for the earliest end of a call; 250 million take 0.3 s.
-        flight_work: of a micro-batch of a stream; three million take 5 ms.
-    """
-
-    load_lp: int = LP_SIZE
-    call_lp: int = 20_000
-    period_lp: int = LP_SIZE
-    end_work: int = 250_000_000
-    flight_work: int = 3_000_000
+    load_lp: int = LP_SIZE  # variables of a program of loads. 0: none asks for loads
+    call_lp: int = 20_000  # of a call; 5,000 take a moment
+    period_lp: int = LP_SIZE  # of a period, in all of its programs; 20,000 take a second
+    end_work: int = 250_000_000  # numbers looked at for the earliest end of a call: 0.3 s
+    flight_work: int = 3_000_000  # ... and of a micro-batch of a stream: 5 ms
 
 
 _QUICK = Effort(call_lp=5_000, period_lp=20_000)
@@ -81,7 +72,7 @@ def lower_bound(problem: Problem) -> float:
     if bound_s is None:
         own = problem.objective
         load_lp = {"latency": _QUICK.call_lp, "piecewise_latency": 0}.get(own, LP_SIZE)
-        bound_s = _bounds(problem, (own,), replace(_QUICK, load_lp=load_lp))[own]
+        bound_s = _bounds(problem, (own,), _QUICK._replace(load_lp=load_lp))[own]
         problem.__dict__["_lower_bound_s"] = bound_s
     return bound_s
 
@@ -140,7 +131,7 @@ def _period_bound_s(problem: Problem, path_s: float, load_s: float, effort: Effo
     if problem.max_phases > 1 or not np.isfinite(periods):
         return bound_s
     if periods == 1.0:  # a call, each time
-        quick = replace(effort, call_lp=min(effort.period_lp, _QUICK.call_lp))
+        quick = effort._replace(call_lp=min(effort.period_lp, _QUICK.call_lp))
         return max(bound_s, _latency_bound_s(problem, path_s, load_s, quick))
     bound_s = max(bound_s, path_s / periods * EXACT)
     bare = problem.without_copies

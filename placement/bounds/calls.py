@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,20 @@ from placement.bounds.memory_lp import Placed
 from placement.problem import Floats, Problem
 from placement.tools.lp import EXACT, TOLERANCE, Program, Terms
 
-_NEAR = 0.985  # of another bound: a program that is below it is not asked for more
-_CALL_WORK, _APART_WORK = 20_000, 60_000  # numbers in all programs that are solved
-_PATHS = 30_000_000  # forks x operators x joins: seconds between each two are summed up
-COVERED = 3  # rows that an operator is in, at most, of those that are added at a time
-_LATE = 1e-5  # of a call, by which a row is worth adding
-_SLOW = 1e-3  # of a bound: a round that raises it by less is slow
+
+class CallEffort(NamedTuple):
+    """What may be spent on the programs of a call: more of it raises the bound by little."""
+
+    work: int = 20_000  # numbers in all programs that are solved while groups may be in parts
+    apart_work: int = 60_000  # ... and in those where some groups are on one device each
+    near: float = 0.985  # of another bound: below it no group is put on one device
+    paths: int = 30_000_000  # forks x operators x joins: seconds between each two are summed up
+    covered: int = 3  # rows that an operator is in, at most, of those that are added at a time
+    late: float = 1e-5  # of a call, by which a row is worth adding
+    slow: float = 1e-3  # of a bound: a round that raises it by less is slow
+
+
+EFFORT = CallEffort()
 
 
 def tighten(program: Program, more: Callable[[Floats], bool], work: float) -> float:
@@ -28,7 +37,7 @@ def tighten(program: Program, more: Callable[[Floats], bool], work: float) -> fl
     least, slow = 0.0, 0
     while True:
         before, least = least, max(least, program.solve()[0])
-        work, slow = work - program.size, slow + 1 if least < before * (1 + _SLOW) else 0
+        work, slow = work - program.size, slow + 1 if least < before * (1 + EFFORT.slow) else 0
         if work <= 0 or slow == 2 or program.answer is None or not more(program.answer):
             return least
 
@@ -46,7 +55,7 @@ class Regions:
         self.forks, self.joins = (
             np.flatnonzero(np.bincount(edges[:, k], minlength=n) > 1) for k in (0, 1)
         )
-        if max(len(self.forks) * len(self.joins), n) * n > _PATHS:
+        if max(len(self.forks) * len(self.joins), n) * n > EFFORT.paths:
             self.forks = self.joins = np.zeros(0, np.intp)
         some = len(self.forks) + len(self.joins) > 0
         leads = np.zeros((n, n) if some else (0, 0), bool)
@@ -74,13 +83,13 @@ class Regions:
         took = np.einsum("fw,wj->fj", self._after.astype(np.float64), until)  # not by BLAS
         late = begun[:, None] + took + own - np.append(end, last)[self.joins]
         late[~self._leads | (took <= 0)] = 0.0
-        nearest = len(late) - 1 - (late[::-1] > _LATE).argmax(axis=0)
+        nearest = len(late) - 1 - (late[::-1] > EFFORT.late).argmax(axis=0)
         for fork in (nearest, late.argmax(axis=0)):
             covered, latest = np.zeros(len(end) + 1), late[fork, np.arange(len(fork))]
             for k in np.argsort(-latest, kind="stable").tolist():
-                if latest[k] <= _LATE:
+                if latest[k] <= EFFORT.late:
                     break
-                if covered[self.joins[k]] < COVERED:
+                if covered[self.joins[k]] < EFFORT.covered:
                     between = np.flatnonzero(self._after[fork[k]] & self._until[:, k])
                     covered[between] += 1
                     covered[self.joins[k]] += 1
@@ -165,7 +174,7 @@ class Call:
 def call_s(problem: Problem, known_s: float = 0.0) -> float:
     """A call, at least. Of groups in parts little is asked where more is ``known_s`` by far."""
     call = Call(problem)
-    least = tighten(call.program, call.tighten, _CALL_WORK)
-    if least * call.unit_s > _NEAR * known_s and call.program.answer is not None:
-        least = call.apart(least, _APART_WORK)
+    least = tighten(call.program, call.tighten, EFFORT.work)
+    if least * call.unit_s > EFFORT.near * known_s and call.program.answer is not None:
+        least = call.apart(least, EFFORT.apart_work)
     return least * call.unit_s * EXACT

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,17 @@ from placement.tools.lp import EXACT
 
 Array = NDArray[Any]
 
-_PLACED = 200  # of groups put somewhere, that are looked at
-_COUNTED = 4  # groups per device
-_LOOKS = 60_000_000  # at arcs (0.3 s), a third of them for groups alone, half before these are put
-_LEAST = 1e-13  # of all capacities, that a path is worth
+
+class CutEffort(NamedTuple):
+    """What may be spent on the cuts of a problem: more of it raises the bound by little."""
+
+    looks: int = 60_000_000  # at arcs (0.3 s); a third for groups alone, half before some are put
+    counted: int = 4  # groups per device, of which it is asked how many one device can run
+    placed: int = 200  # answers, some groups on a device each, from which one more group is put
+    least: float = 1e-13  # of all capacities, that a path is worth
+
+
+EFFORT = CutEffort()
 
 
 class _Arcs(Struct):
@@ -140,7 +147,7 @@ class _Network:
         """With more groups that the device runs, or pays for, and more that it does not."""
         left = flow.left.copy()
         left[2 * outside], left[2 * (self.groups + inside)] = np.inf, price
-        least = _LEAST * float(left[np.isfinite(left)].sum())
+        least = EFFORT.least * float(left[np.isfinite(left)].sum())
         seconds = flow.seconds + _augment(self.arcs, left, least)
         return _Flow(seconds, self.arcs.level[: self.groups] >= 0, left)
 
@@ -174,7 +181,7 @@ def _counted_s(
     every, many = alone, dict.fromkeys(alone, 0)
     heap = [(-s, g, 0) for g, s in enumerate(np.minimum(took_s, least_s).sum(axis=1).tolist())]
     heapify(heap)
-    while heap and len(chosen) < _COUNTED * len(kind) and net.arcs.looks < _LOOKS / 2:
+    while heap and len(chosen) < EFFORT.counted * len(kind) and net.arcs.looks < EFFORT.looks / 2:
         _, g, when = heappop(heap)
         more = {k: net.more(every[k], np.array([g]), none) for k in alone}
         if when < len(chosen):  # it takes less since
@@ -221,7 +228,7 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     none, io = np.zeros(0, int), b.io_s.max(axis=0) > 0
     covered = np.zeros(b.num_blocks, np.bool_)
     for g in np.argsort(-took_s.min(axis=1), kind="stable").tolist():
-        if covered[g] or net.arcs.looks > _LOOKS / 3:
+        if covered[g] or net.arcs.looks > EFFORT.looks / 3:
             continue  # it may be with a group that takes as long
         ways = {k: net.more(alone[k], np.array([g]), none) for k in alone if io[k]}
         for k in ways:
@@ -234,9 +241,9 @@ def cut_load_s(problem: Problem, prices: Floats, least_s: float) -> float:
     # A bound, minus the groups that are put, a number, their devices, two flows of each device.
     begun: Any = least_s, 0, 0, none, [(alone[k], spent[k]) for k in kind]
     open_, number = [begun], 0
-    for _ in range(_PLACED):
+    for _ in range(EFFORT.placed):
         bound_s, put, _, device, flows = open_[0]
-        if -put == len(order) or net.arcs.looks > _LOOKS:
+        if -put == len(order) or net.arcs.looks > EFFORT.looks:
             break
         heappop(open_)
         group, tried = int(order[-put]), set()

@@ -13,7 +13,6 @@ from placement.problem import Floats, Problem, host_of
 from placement.timeline import least_window
 from placement.tools.lp import EXACT, Columns, Program, Terms
 
-_NARROW = 1 / 256  # shares so close are not told apart
 _WORKING = 2  # operators whose tensors count beside parameters, a row of each device for each
 
 
@@ -238,7 +237,8 @@ def busy_s(problem: Problem, load_s: float, lp_size: int) -> float:
         return max(least_s, period_s(problem, low, high, more_s)) if solves else least_s
 
     parts = [(between_s(0.0, 1.0), 0.0, 1.0)]
-    while solves and stretches and parts[0][2] - parts[0][1] > _NARROW and lp_size > 0:
+    narrow = 1 / 256  # shares so close are not told apart
+    while solves and stretches and parts[0][2] - parts[0][1] > narrow and lp_size > 0:
         bound_s, low, high = heappop(parts)
         for ends in (low, (low + high) / 2), ((low + high) / 2, high):
             heappush(parts, (max(bound_s, between_s(*ends)), *ends))

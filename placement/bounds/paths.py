@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,18 @@ from placement.tools.lp import EXACT
 
 Array = NDArray[Any]
 
-_FORKS = 8  # before a join, of those that not every way to it leads over
-_PRICED = 24  # times that prices are set anew
-_STEP, _NEAR = 1e-3, 1e-4  # of a time: by which it must grow at once, to which it is known
-_SURE = 1e-11  # of seconds, by which they must be too many
+
+class PathEffort(NamedTuple):
+    """What may be spent on a join, and how exactly its time is known: more raises it by little."""
+
+    forks: int = 8  # before a join, of those that not every way to it leads over
+    priced: int = 24  # times that prices of devices' seconds are set anew
+    step: float = 1e-3  # of the time since the fork, by which it must grow at once
+    near: float = 1e-4  # of it, to which it is known
+    sure: float = 1e-11  # of seconds, by which they must be too many
+
+
+EFFORT = PathEffort()
 
 
 class _Graph(Struct):
@@ -92,7 +100,7 @@ def _cannot(net, num, head, j, limit):
     for k in range(devices):
         room[k] = max(limit - first[k] - last[k], 0.0) if first[k] < np.inf else 0.0
     step = 0.7
-    for _ in range(_PRICED):
+    for _ in range(EFFORT.priced):
         spent, paid, largest = 0.0, 0.0, 0.0
         for k in range(devices):
             load[k] = 0.0
@@ -108,7 +116,7 @@ def _cannot(net, num, head, j, limit):
         for k in range(devices):
             paid += price[k] * room[k]
             largest = max(largest, abs(load[k] - room[k]))
-        if spent - paid > _SURE * spent:
+        if spent - paid > EFFORT.sure * spent:
             return True
         if largest == 0.0:
             return False
@@ -187,7 +195,8 @@ def _delay(net, fork, v, places):
             since = min(since, net.end[fork, d])
     for j in range(places):
         begin = net.start[v, j]
-        low, high, step, near = begin, np.inf, _STEP * (begin - since), _NEAR * (begin - since)
+        step, near = EFFORT.step * (begin - since), EFFORT.near * (begin - since)
+        low, high = begin, np.inf
         if net.own_s[v, j] == np.inf or step <= 0.0:
             continue
         for k in range(devices):
@@ -200,7 +209,7 @@ def _delay(net, fork, v, places):
                     break
             else:
                 low, step = limit, 2 * step
-        alone = _alone(net, num, fork, j) * (1 - 4 * _SURE)
+        alone = _alone(net, num, fork, j) * (1 - 4 * EFFORT.sure)
         if low < alone < np.inf:
             for k in range(devices):
                 net.price[k] = 1.0 if k == j else 0.0
@@ -238,7 +247,7 @@ def _join(net, v, places):
         net.of_join[w] = v
         ways -= to
         every = ways == 0 and not begins
-        if every or (forks < _FORKS and net.out_ptr[w + 1] - net.out_ptr[w] > 1):
+        if every or (forks < EFFORT.forks and net.out_ptr[w + 1] - net.out_ptr[w] > 1):
             _delay(net, w, v, places)
             forks += 1
         if every or net.work >= net.most:

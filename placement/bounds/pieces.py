@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.bounds.calls import COVERED, Regions, tighten
+from placement.bounds.calls import EFFORT, Regions, tighten
 from placement.bounds.memory_lp import own_bytes
 from placement.objective import Objective
 from placement.problem import Floats, Problem
 from placement.tools.lp import EXACT, Columns, Program, Terms
 
-_WORK = 160_000  # numbers in all programs that are solved
-_MOST_GROUPS = 1_500  # each two of them have a distance
 _LEAST = 1e-4  # by which an answer breaks a row of these that is worth adding
 
 
@@ -164,7 +162,7 @@ class Pieces:
         for root in np.argsort(-lacking, kind="stable"):
             if lacking[root] <= least:
                 break
-            if covered[root] >= COVERED:
+            if covered[root] >= EFFORT.covered:
                 continue
             near = np.flatnonzero(with_it[root])
             near = near[np.argsort(self.far[root, near], kind="stable")]
@@ -195,10 +193,10 @@ class Pieces:
 
 def pieces_s(problem: Problem) -> float:
     """The piecewise latency, at least: 0 where a program would take more than a moment."""
-    if problem.graph.num_groups > _MOST_GROUPS:
+    if problem.graph.num_groups > 1_500:  # each two of them have a distance
         return 0.0
     pieces, asked = Pieces(problem), problem.objective is Objective.PIECEWISE_LATENCY
-    if pieces.program.size > _WORK / 8:
+    if pieces.program.size > 20_000:
         return 0.0
-    work = _WORK if asked else _WORK / 4
+    work = 160_000 if asked else 40_000  # numbers in all programs that are solved
     return tighten(pieces.program, pieces.tighten, work) * pieces.unit_s * EXACT

@@ -19,8 +19,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.tools.ownership import PACKAGES, check_packages, is_yours
 from placement.tools.progress import Progress as Progress
@@ -42,8 +43,34 @@ if TYPE_CHECKING:
     from placement.plan import Plan
     from placement.problem import Problem
 
+
+class ExitCode(IntEnum):
+    """What a command ends with."""
+
+    OK = 0
+    NO = 1
+    BAD_INPUT = 2
+    DEFECT = 70
+    INTERRUPTED = 130
+
+
+class Limits(NamedTuple):
+    """What a command takes at most, and how much of an answer it shows; ``--json`` shows all."""
+
+    batches: int = 1_000_000  # of a run: more would only fill the memory
+    log_bytes: int = 2**28  # of a log; the rest is not read
+    log_line: int = 2**14  # characters of a line; what else is in it does not matter
+    message: int = 1_000  # characters of an error
+    prose: int = 100  # columns
+    rows: int = 20  # of what may be many: operators that moved, graphs that failed
+    operators: int = 10  # of a profile, the most expensive ones
+    features: int = 15  # operators of ``profile --features``, likewise
+    devices: int = 4  # columns of a table
+
+
+LIMITS = Limits()
 OPTIMIZER = "AdamW"
-OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
+OK, NO, BAD_INPUT, DEFECT, INTERRUPTED = ExitCode
 EXIT_CODES = (
     "exit codes: 0 done; 1 the answer is no; 2 bad input; 70 a defect of ours; 130 interrupted"
 )
@@ -56,9 +83,7 @@ FILES = (".json", ".txt", ".npz", ".onnx", ".gguf", ".yaml", ".pt", ".pt2", ".pt
 BUSY = 0.25  # other programs' share of the cores above which timings are doubtful
 IN_OPERATOR = "raised on device"  # begins the note that a runner gives to an error
 NO_MEMORY = "not enough memory for a problem of this size"
-MAX_BATCHES = 1_000_000  # more would only fill the memory
 TRACE_WRITTEN = "trace written to {}; open it at https://ui.perfetto.dev"
-MAX_MESSAGE = 1000  # characters of an error
 
 
 class UsageError(ValueError):
@@ -68,9 +93,9 @@ class UsageError(ValueError):
 def one_line(text: str) -> str:
     """What an error says, whatever a file made of it: one line, of a limited length."""
     text = " ".join(text.split())
-    if len(text) <= MAX_MESSAGE:
+    if len(text) <= LIMITS.message:
         return text
-    half = MAX_MESSAGE // 2
+    half = LIMITS.message // 2
     return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 

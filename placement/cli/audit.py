@@ -25,9 +25,6 @@ EXAMPLE = """examples:
 Exit code 1: an operator is elsewhere than planned, or the log does not say where any is, or says it
 in words that are not known.
 """
-MOST_BYTES = 2**28
-_LONGEST = 2**14  # of a line
-_SHOWN = 20
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # Before May 2025 nothing followed the device.
 _LAYER = re.compile(
@@ -72,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan)
     try:
         with open(args.log, "rb") as file:
-            lines = text_of(file.read(MOST_BYTES)).splitlines()
-        text = "\n".join(line[:_LONGEST] for line in lines)  # what else is in them does not matter
+            lines = text_of(file.read(cli.LIMITS.log_bytes)).splitlines()
+        text = "\n".join(line[: cli.LIMITS.log_line] for line in lines)
     except OSError as error:
         raise cli.UsageError(f"{args.log}: cannot be read: {error.strerror}") from error
     seen = _read(text, plan, args)
@@ -85,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
         "told": len(known),
         "elsewhere": elsewhere,
         "memory": seen.memory,
-        "unknown": seen.unknown[:_SHOWN],
+        "unknown": seen.unknown[: cli.LIMITS.rows],
     }
     if args.json:
         cli.print_json(answer)
     else:
-        rows = [[op, *pair] for op, pair in list(elsewhere.items())[:_SHOWN]]
+        rows = [[op, *pair] for op, pair in list(elsewhere.items())[: cli.LIMITS.rows]]
         if rows:
             title = f"{len(elsewhere)} operators are elsewhere"
             cli.print_table(title, ["operator", "planned", "log"], rows, figures=False)

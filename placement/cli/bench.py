@@ -34,7 +34,6 @@ how many. A value below a proved bound or the best known ends the command with e
 that cannot be read is a row without an answer, and in the end exit code 2. The same object is kept
 in --out FILE after every problem, and the same command continues it.
 """
-WIDE = 18  # of a problem's name; of longer ones the end says more
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -171,9 +170,10 @@ def _finished(
 def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:
     from placement.runs.bench import mean_of
 
+    wide = 18  # of a problem's name; of longer ones the end says more
     cells = [
         [
-            row.problem if len(row.problem) <= WIDE else f"…{row.problem[1 - WIDE :]}",
+            row.problem if len(row.problem) <= wide else f"…{row.problem[1 - wide :]}",
             str(row.devices),
             *map(_figure, (row.value, row.lower_bound, row.best_known)),
             _gap(row),

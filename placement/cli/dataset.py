@@ -20,8 +20,6 @@ EXAMPLE = """examples:
 
 The same command continues what a time budget or Ctrl-C ended.
 """
-MAX_FAILED = 20  # reasons shown
-NOISY = 0.1  # spread of whole runs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +69,10 @@ def _say(built: Built, folder: str) -> None:
         f"{cli.count(len(built.made), 'graph')} measured, {len(built.kept)} were there, "
         f"{len(built.failed)} failed, {len(built.left)} left; next: placement dataset show {folder}"
     )
-    for name, reason in list(built.failed.items())[:MAX_FAILED]:
+    for name, reason in list(built.failed.items())[: cli.LIMITS.rows]:
         cli.say(f"{name}: {reason}")
-    if len(built.failed) > MAX_FAILED:
-        cli.say(f"{len(built.failed) - MAX_FAILED} more failed; all of them: --json")
+    if len(built.failed) > cli.LIMITS.rows:
+        cli.say(f"{len(built.failed) - cli.LIMITS.rows} more failed; all of them: --json")
     if built.left:
         cli.say("the time is over; the same command measures what is left")
 
@@ -99,7 +97,7 @@ def _show(args: argparse.Namespace) -> int:
         f"interquartile range over time, median: {card.spread:.1%} of an operator, "
         f"{card.whole_spread:.1%} of a whole run"
     )
-    if card.whole_spread > NOISY:
+    if card.whole_spread > 0.1:
         cli.say("these times are noisy: build it again on a machine that does nothing else")
     for reason in card.damaged.values():
         cli.say(f"damaged: {reason}")

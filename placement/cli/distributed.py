@@ -108,7 +108,7 @@ def _rank(args: argparse.Namespace, plan: Plan, batches: int) -> int:
     except RankError as error:
         if world.speaks:
             cli.say(f"the run has ended: {error}")
-        code = cli.NO
+        code: int = cli.NO
     except Exception as error:
         code = cli.told(error, cli.explain, debug=args.debug)
     finally:

@@ -54,7 +54,6 @@ EXTRAS = {  # what there is not without them
     "ray": "no sweeps by ray",
     "tensorboard": "no files for TensorBoard",
 }
-SHAKY = 1.3  # the slow runs of a fixed piece of work over the fast ones
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
 
 
@@ -226,7 +225,7 @@ def advice(machine: dict[str, Any]) -> tuple[list[str], list[str]]:
             f"other programs keep {cpu['load']:.1f} of {cpu['usable']} cores busy: what is "
             "measured now is too slow, and differs from run to run"
         )
-    if noisy["slow_over_fast"] > SHAKY:
+    if noisy["slow_over_fast"] > 1.3:
         hints.append(
             f"timing is noisy: the same work takes up to {noisy['slow_over_fast']:.1f} times as "
             "long; use more rounds (placement profile --repeats 30), or wait for a quiet machine"

@@ -13,14 +13,12 @@ from typing import Any, NoReturn
 from placement import cli
 from placement.tools.named import meant
 
-WIDEST = 100  # columns of prose
-
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Paragraphs are as wide as the terminal; those with indented lines, as examples, stay."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        wrapper = textwrap.TextWrapper(min(width, WIDEST), indent, indent)
+        wrapper = textwrap.TextWrapper(min(width, cli.LIMITS.prose), indent, indent)
         wrapper.break_long_words = wrapper.break_on_hyphens = False
 
         def filled(paragraph: str) -> str:

@@ -47,8 +47,6 @@ nothing fits. Where --experts parts layers, hot_experts has those that stay with
 """
 
 
-_RESTART_S = 0.5  # of a search from a plan whose devices are gone: a line is waiting
-_LONG_STREAM, _LONGER = 512, 0.03  # micro-batches; what is worth a line
 _FILE_OPTIONS = (
     ("devices", int, "K", "number of devices"),
     ("bandwidth", float, "BYTES_PER_S", "of the links between them"),
@@ -283,7 +281,7 @@ def _start(args: argparse.Namespace) -> Plan | None:
     if args.planner is None and not plan.phases:
         args.planner = "macro_search"
         if args.seconds is None and args.evaluations is None:
-            args.seconds = _RESTART_S
+            args.seconds = 0.5  # its devices are gone: a line is waiting
     return plan
 
 
@@ -460,15 +458,15 @@ def _say_longer(problem: Problem, solution: Solution) -> None:
     from placement.objective import Objective
     from placement.simulator import score
 
-    count = problem.num_microbatches
-    if problem.objective is not Objective.PERIOD or count >= _LONG_STREAM or not solution.value_s:
+    count, long = problem.num_microbatches, 512
+    if problem.objective is not Objective.PERIOD or count >= long or not solution.value_s:
         return
-    long = replace(problem, num_microbatches=_LONG_STREAM)
-    more = float(score(long, solution.placement[None])[0]) / solution.value_s - 1
-    if more > _LONGER:
+    stream = replace(problem, num_microbatches=long)
+    more = float(score(stream, solution.placement[None])[0]) / solution.value_s - 1
+    if more > 0.03:
         cli.say(
-            f"in a stream of {_LONG_STREAM} items each takes {more:.0%} longer than in one of "
-            f"{count}, which this plan is for; --microbatches {_LONG_STREAM} plans for it"
+            f"in a stream of {long} items each takes {more:.0%} longer than in one of "
+            f"{count}, which this plan is for; --microbatches {long} plans for it"
         )
 
 
@@ -697,8 +695,8 @@ def _check_settings(args: argparse.Namespace) -> None:
         names = ", ".join(Objective)
         raise cli.UsageError(f"--objective {args.objective} is unknown{near} use one of {names}")
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
-        if value is not None and not 1 <= value <= cli.MAX_BATCHES:
-            raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.MAX_BATCHES:,}")
+        if value is not None and not 1 <= value <= cli.LIMITS.batches:
+            raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.LIMITS.batches:,}")
     if args.max_phases is not None and not 1 <= args.max_phases <= MOST_PHASES:
         raise cli.UsageError(f"--max-phases {args.max_phases}: must be from 1 to {MOST_PHASES}")
     if args.second_j is not None and not 0 <= args.second_j < float("inf"):

@@ -13,8 +13,6 @@ from placement.tools.files import FileError, cache_folder, csv_text, write_atomi
 if TYPE_CHECKING:
     from placement.cluster import Cluster
 
-NUM_SHOWN = 15  # operators of --features
-
 EXAMPLE = """examples:
   placement profile resnet50
   placement profile my_package.my_module:my_function --out profile.npz
@@ -163,7 +161,7 @@ def _features(args: argparse.Namespace) -> int:
         answer |= {"critical_path_s": where.path_s, "seconds_from": source}
         cli.print_json(answer | {"operators": rows})
         return cli.OK
-    largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[:NUM_SHOWN]
+    largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[: cli.LIMITS.features]
     cells = [
         [
             graph.op_name[n],

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from placement.graph import OpGraph
     from placement.profile import Profile
 
-NUM_SHOWN = 10
-MAX_COLUMNS = 4  # devices
-
 
 def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -> None:
     """The most expensive operators, and where devices of unlike kind differ most."""
@@ -24,7 +21,7 @@ def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -
     unlike, expensive, differ, ratio = _noteworthy(cluster, profile)
     # One device of each kind first: more columns than fit into a line would say nothing.
     count = cluster.num_devices
-    shown = [*unlike, *(d for d in range(count) if d not in unlike)][:MAX_COLUMNS]
+    shown = [*unlike, *(d for d in range(count) if d not in unlike)][: cli.LIMITS.devices]
     rows = [_cells(graph, profile, n, shown) for n in expensive]
     rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0)[shown])])
     columns = ["operator", "kind", *(profile.device_names[d] for d in shown)]
@@ -61,12 +58,12 @@ def _noteworthy(
     """A device of each kind; the most expensive operators; where kinds differ, and ``[N]`` how."""
     import numpy as np
 
-    kinds = [d.kind for d in cluster.devices]
+    most, kinds = cli.LIMITS.operators, [d.kind for d in cluster.devices]
     unlike = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    expensive = np.argsort(-profile.compute_s.min(axis=1), kind="stable")[:NUM_SHOWN]
+    expensive = np.argsort(-profile.compute_s.min(axis=1), kind="stable")[:most]
     ratio = profile.compute_s[:, unlike[0]] / profile.compute_s[:, unlike].min(axis=1)
     gain = profile.compute_s[:, unlike].max(axis=1) - profile.compute_s[:, unlike].min(axis=1)
-    differ = np.argsort(-gain, kind="stable")[: NUM_SHOWN if len(unlike) > 1 else 0]
+    differ = np.argsort(-gain, kind="stable")[: most if len(unlike) > 1 else 0]
     return unlike, expensive.tolist(), differ.tolist(), ratio.tolist()
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from placement.costs.links import Measured
 
 CLUSTER = "cluster.yaml"  # unless --cluster-out says otherwise
-_GRACE_S = 5.0
-_MEASURING_S = 3600.0  # ranks wait so long for the host that measures longest
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +99,7 @@ def spawn(num_ranks: int, words: Sequence[str], defaults: Mapping[str, str] | No
             while None in (codes := [p.poll() for p in processes]) and not any(codes):
                 time.sleep(0.02)
             with suppress(subprocess.TimeoutExpired):  # rank 0 may be about to say the same
-                processes[0].wait(_GRACE_S)
+                processes[0].wait(5.0)
             codes[0] = processes[0].poll()
         finally:
             for process in processes:
@@ -225,7 +223,7 @@ def _profile(
     from placement.costs.links import merged
     from placement.costs.measure import measure
 
-    patient: Any = dist.new_group(timeout=timedelta(seconds=_MEASURING_S))
+    patient: Any = dist.new_group(timeout=timedelta(hours=1))  # for the slowest host to measure
     mine = None
     if hosts.index(hosts[rank]) == rank:
         pairs = zip(cluster.devices, device_hosts, strict=True)

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     plan = load_plan(args.plan)
     batches = args.batches if args.batches is not None else plan.num_microbatches
-    if not 1 <= batches <= cli.MAX_BATCHES:
-        raise cli.UsageError(f"--batches {batches}: must be from 1 to {cli.MAX_BATCHES:,}")
+    if not 1 <= batches <= cli.LIMITS.batches:
+        raise cli.UsageError(f"--batches {batches}: must be from 1 to {cli.LIMITS.batches:,}")
     if plan.order is not None and batches != plan.num_microbatches:
         raise cli.UsageError(
             f"--batches {batches}: the plan's order is for {plan.num_microbatches} micro-batches"

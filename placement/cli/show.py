@@ -29,7 +29,6 @@ Exit code 1: the plan is not valid; every reason is listed.
 SCHEMA_EXAMPLE = """example:
   placement schema > plan.schema.json
 """
-NUM_SHOWN = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -129,11 +128,14 @@ def run_diff(args: argparse.Namespace) -> int:
     rows += [[key, str(was), str(now), ""] for key, (was, now) in settings.items()]
     cli.print_table("what differs", ["", "a", "b", "change"], rows)
     if moved:
-        shown = [[op, was or "-", now or "-"] for op, (was, now) in list(moved.items())[:NUM_SHOWN]]
+        shown = [
+            [op, was or "-", now or "-"]
+            for op, (was, now) in list(moved.items())[: cli.LIMITS.rows]
+        ]
         more = len(moved) - len(shown)
         cli.print_table(
             f"{cli.count(len(moved), 'operator')} moved"
-            + (f", the first {NUM_SHOWN}" if more else ""),
+            + (f", the first {cli.LIMITS.rows}" if more else ""),
             ["operator", "a", "b"],
             shown,
         )

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from placement.executor import Trainer
     from placement.plan import Plan
 
-STEPS = 2  # that are compared with plain PyTorch
-
 
 def here(args: argparse.Namespace, plan: Plan, batches: int) -> Work:
     """Training on this machine."""
@@ -87,10 +85,10 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
     optimizer.register_step_pre_hook(keep_gradients)
     state = [*module.parameters(), *module.buffers()]
     tolerance = Tolerance.of(state, trainer.runner.cluster)
-    threads = torch.get_num_threads()
+    threads, steps = torch.get_num_threads(), 2
     try:
         torch.set_num_threads(max(d.threads for d in trainer.runner.cluster.devices))
-        for _ in range(STEPS):
+        for _ in range(steps):
             losses = trainer.accumulate([example] * batches)
             gradients = trainer.gradients()
             trainer.update()
@@ -101,7 +99,7 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
         trainer.sync()
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         on_gpu = any(d.kind == "cuda" for d in trainer.runner.cluster.devices)
-        free = 2.1 * STEPS * max(rates, default=0.0) if on_gpu else 0.0
+        free = 2.1 * steps * max(rates, default=0.0) if on_gpu else 0.0
         return compare(module.state_dict(), plain.state_dict(), free)
     finally:
         torch.set_num_threads(threads)

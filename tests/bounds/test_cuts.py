@@ -39,7 +39,7 @@ def drawn(seed: int) -> Problem:
 
 @pytest.mark.parametrize("placed", [0, 4, 200])
 def test_no_placement_has_less(placed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "_PLACED", placed)
+    monkeypatch.setattr(cuts, "EFFORT", cuts.CutEffort(placed=placed))
     reached = 0
     for seed in range(60):
         problem = drawn(seed)
@@ -67,7 +67,7 @@ def test_a_group_takes_what_it_costs_to_part_it_from_the_rest() -> None:
 def test_one_device_runs_more_groups_than_fit_into_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuts, "_PLACED", 0)
+    monkeypatch.setattr(cuts, "EFFORT", cuts.CutEffort(placed=0))
     # Seven pairs, 2 s each, that 5 s per tensor keep together: one of three devices runs three. A
     # fourth takes longer than that for any.
     pairs, io_s = [(2 * k, 2 * k + 1) for k in range(7)], np.full((14, 4), 5.0)
