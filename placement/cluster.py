@@ -20,16 +20,12 @@ from numpy.typing import NDArray
 
 from placement.devices import library, nearest
 from placement.tools.files import parse_yaml, read_text, short, write_atomic
+from placement.tools.limits import MOST
 
 Floats = NDArray[np.float64]
 
-# The longest (30,000 years) that anything may take, sending a byte included. Sums over operators,
-# or over all the bytes that a graph may have, stay below what planners take for infeasible (1e30).
-LONGEST_S = 1e12
-MOST_DEVICES = 4096  # of a cluster: a table of all pairs of them, of float64, is 128 MiB then
-MOST_THREADS = 2**16  # of a device, and the number of a core is below it
 _RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
-    "threads": (1, MOST_THREADS),
+    "threads": (1, MOST.threads),
     "memory_bytes": (1, 2**63 - 1),
     "speed": (1e-30, 1e30),
     "busy_w": (0, 1e30),
@@ -37,16 +33,11 @@ _RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
     "flops_per_s": (1e-30, 1e30),
     "bytes_per_s": (1e-30, 1e30),
     "call_s": (0, 1e30),
-    "ring_latency_s": (0, LONGEST_S),
+    "ring_latency_s": (0, MOST.seconds),
     "ring_bytes_per_s": (1e-30, 1e30),
     "buffer_bytes": (1, 2**63 - 1),
     "pinned_bytes": (1, 2**63 - 1),
 }
-# Of a GPU's free memory, what no tensor is promised: for workspaces of other threads than the one
-# that launches, kernels, and blocks that are cut badly or waited for.
-_GPU_MARGIN, _GPU_MARGIN_BYTES = 0.06, 2**28
-_SLOT_LATENCY_S = 15e-6  # of a copy from one device to another of the same host
-_MOST_SLOTS = 64  # devices of the library in one host: each two of them have a link
 _ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
 _NUMBER = int | float | np.number
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
@@ -119,10 +110,10 @@ class Device:
                     f"device {short(self.name)}: {what} = {short(value)}, must be from {least} to "
                     f"{most}"
                 )
-        if not all(0 <= core < MOST_THREADS for core in self.cores):
+        if not all(0 <= core < MOST.threads for core in self.cores):
             raise ClusterError(
                 f"device {short(self.name)}: cores = {short(self.cores)}, must be from 0 to "
-                f"{MOST_THREADS - 1}"
+                f"{MOST.threads - 1}"
             )
         for what, owner, is_owner in (
             ("buffer_bytes", "streams another", self.streams is not None),
@@ -196,12 +187,12 @@ class Link:
         costs = {name: getattr(self, name) for name in names}
         speed = self.bandwidth_bytes_per_s
         # Comparisons with NaN are false.
-        are_times = all(isinstance(x, _NUMBER) and 0 <= x < LONGEST_S for x in costs.values())
-        if not (are_times and isinstance(speed, _NUMBER) and speed > 1 / LONGEST_S):
+        are_times = all(isinstance(x, _NUMBER) and 0 <= x < MOST.seconds for x in costs.values())
+        if not (are_times and isinstance(speed, _NUMBER) and speed > 1 / MOST.seconds):
             each = ", ".join(f"{name} = {x}" for name, x in costs.items())
             raise ClusterError(
-                f"link {self.src} -> {self.dst}: {each} must be >= 0 and below {LONGEST_S:g}, and "
-                f"bandwidth_bytes_per_s = {speed} must be > 0 (a link that must not be used: a "
+                f"link {self.src} -> {self.dst}: {each} must be >= 0 and below {MOST.seconds:g}, "
+                f"and bandwidth_bytes_per_s = {speed} must be > 0 (a link that must not be used: a "
                 "latency of hours)"
             )
 
@@ -270,9 +261,9 @@ class Cluster:
         names = [d.name for d in self.devices]
         if not names:
             raise ClusterError(f"cluster {self.name!r} has no devices")
-        if len(names) > MOST_DEVICES:
+        if len(names) > MOST.devices:
             raise ClusterError(
-                f"cluster {short(self.name)} has {len(names)} devices, at most {MOST_DEVICES} are "
+                f"cluster {short(self.name)} has {len(names)} devices, at most {MOST.devices} are "
                 "possible"
             )
         if len(set(names)) != len(names):
@@ -502,14 +493,14 @@ def _slots(cluster: Cluster) -> list[Link]:
     }
     if not speed or cluster.joins[~np.eye(cluster.num_devices, dtype=bool)].all():
         return []
-    if len(speed) > _MOST_SLOTS:
+    if len(speed) > 64:  # each two of them have a link
         raise ClusterError(
-            f"{len(speed)} devices of the library in one host, at most {_MOST_SLOTS}: declare "
+            f"{len(speed)} devices of the library in one host, at most 64: declare "
             "links, e.g. {src: '*', dst: '*', bandwidth_bytes_per_s: 1.2e9, latency_s: 5e-5}"
         )
     at = {name: cluster.index(name) for name in speed}
     return [
-        Link(a, b, _SLOT_LATENCY_S, min(speed[a], speed[b]))
+        Link(a, b, 15e-6, min(speed[a], speed[b]))
         for a, b in permutations(speed, 2)
         if not cluster.joins[at[a], at[b]]
     ]
@@ -602,7 +593,9 @@ def _cuda_devices() -> tuple[Device, ...]:
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         free = facts.total_memory
+        # Promised to no tensor: workspaces of other threads than the one that launches, kernels,
+        # and blocks that are cut badly or waited for.
         with suppress(RuntimeError, AssertionError):  # a device that nobody may use tells nothing
-            free = int(torch.cuda.mem_get_info(i)[0] * (1 - _GPU_MARGIN)) - _GPU_MARGIN_BYTES
+            free = int(torch.cuda.mem_get_info(i)[0] * (1 - 0.06)) - 2**28
         devices.append(Device(f"cuda:{i}", "cuda", (), 1, max(free, 1), model=facts.name))
     return tuple(devices)

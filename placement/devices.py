@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_LIKE = 0.6  # of two texts: 1 if equal
 _WIDER = {"fp8": "fp16", "fp16": "fp32", "bf16": "fp32"}
 
 
@@ -68,5 +67,5 @@ def nearest(name: str, count: int = 3) -> list[str]:
         ends = ((text, known), (text.rpartition("/")[2], known.partition("/")[2]))
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in ends)
 
-    alike = [known for known in library() if likeness(known) >= _LIKE]
+    alike = [known for known in library() if likeness(known) >= 0.6]
     return sorted(alike, key=likeness, reverse=True)[:count] or sorted(library())

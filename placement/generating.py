@@ -44,7 +44,6 @@ transformers: Any = import_transformers()
 _Cache = list[
     tuple[Tensor, Tensor]
 ]  # keys and values of each layer, [batch, heads, context, width]
-_IN_FLIGHT = 4  # texts at once, or one for each device
 
 
 class LanguageModelError(ValueError):
@@ -465,7 +464,7 @@ class _Maker:
 
         def problem(graph: OpGraph, profile: Profile) -> Problem:
             cluster, costs = streaming_where_short(graph, devices, profile)
-            in_flight = max(_IN_FLIGHT, cluster.num_devices)
+            in_flight = max(4, cluster.num_devices)  # texts at once
             return Problem(graph, cluster, costs, self.objective, max_in_flight=in_flight)
 
         return self._runner(1, devices, problem, options)

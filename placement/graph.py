@@ -18,10 +18,11 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.tools.limits import MOST
+
 Ints = NDArray[np.int32]
 
 
-MOST_BYTES = 2**53  # so that no sum over copies and micro-batches leaves int64
 _ARRAYS = {  # of a graph: their types, in the order in which the fingerprint has them
     "tensor_src": np.int32,
     "tensor_bytes": np.int64,
@@ -212,9 +213,9 @@ class OpGraph:
                 raise GraphError(f"{what}[{bad}] = {a[bad]} is outside {low}..{high - 1}")
         for what in ("tensor_bytes", "param_bytes"):
             sizes = getattr(self, what).tolist()
-            if min(sizes, default=0) < 0 or sum(sizes) > MOST_BYTES:
+            if min(sizes, default=0) < 0 or sum(sizes) > MOST.graph_bytes:
                 raise GraphError(
-                    f"{what} must not be negative, nor more than {MOST_BYTES} together; they "
+                    f"{what} must not be negative, nor more than {MOST.graph_bytes} together; they "
                     f"reach from {min(sizes)} to {max(sizes)}, together {sum(sizes)}"
                 )
         back = np.flatnonzero(self.tensor_src[self.use_tensor] >= self.use_dst)

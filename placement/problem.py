@@ -17,12 +17,10 @@ from placement.graph import OpGraph, reuse_position
 from placement.objective import Objective
 from placement.profile import Profile
 from placement.schedule import Schedule
+from placement.tools.limits import MOST
 
 Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator, or [K, N]: in each phase
-MOST_RUNS = 2**24  # operators x micro-batches: a timetable of them has half a GiB
-MOST_PHASES = 1024  # of a periodic placement
-MOST_WAITING = 2**36  # micro-batches x those in flight: the simulator looks at all that wait
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
 
@@ -111,21 +109,21 @@ class Problem:
                 f"num_microbatches = {self.num_microbatches} and max_in_flight = "
                 f"{self.max_in_flight} must be at least 1"
             )
-        if not 1 <= self.max_phases <= MOST_PHASES:
+        if not 1 <= self.max_phases <= MOST.phases:
             raise ProblemError(
                 f"max_phases = {self.max_phases} must be from 1 (all micro-batches run alike) to "
-                f"{MOST_PHASES}"
+                f"{MOST.phases}"
             )
         waiting = self.num_microbatches * min(self.num_microbatches, self.max_in_flight)
         if (
-            self.num_microbatches * self.num_ops > MOST_RUNS
-            or waiting > MOST_WAITING
+            self.num_microbatches * self.num_ops > MOST.runs
+            or waiting > MOST.waiting
             or self.max_in_flight >= 2**31
         ):
             raise ProblemError(
                 f"num_microbatches = {self.num_microbatches} of {self.num_ops} operators, "
-                f"max_in_flight = {self.max_in_flight}: too many to simulate, at most {MOST_RUNS} "
-                f"runs of an operator, and {MOST_WAITING} micro-batches x in flight"
+                f"max_in_flight = {self.max_in_flight}: too many to simulate, at most {MOST.runs} "
+                f"runs of an operator, and {MOST.waiting} micro-batches x in flight"
             )
         if not 0 <= self.second_j < np.inf:
             raise ProblemError(f"second_j = {self.second_j} must be a number of at least 0")
@@ -593,7 +591,7 @@ class Problem:
                 buffer for the next micro-batch; the message names the operator, and the phase.
         """
         p = np.array(whole_numbers(placement))  # of its own, whoever changes the caller's
-        if p.ndim == 2 and 1 <= len(p) <= MOST_PHASES:
+        if p.ndim == 2 and 1 <= len(p) <= MOST.phases:
             p = np.stack([self._check_phase(row, f" in phase {k}") for k, row in enumerate(p)])
             ops, names = self.graph.carried_op, self.cluster.device_names
             for k, i in np.argwhere(p[:, ops] != p[0, ops])[:1]:
@@ -610,7 +608,7 @@ class Problem:
         if p.shape != (self.num_ops,):
             raise ProblemError(
                 f"placement has shape {p.shape}, expected ({self.num_ops},), or "
-                f"(K, {self.num_ops}) of a periodic one with at most {MOST_PHASES} phases"
+                f"(K, {self.num_ops}) of a periodic one with at most {MOST.phases} phases"
             )
         if p.min() < 0 or p.max() >= self.num_devices:
             n = int(np.flatnonzero((p < 0) | (p >= self.num_devices))[0])

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import LONGEST_S, Cluster, Link, from_record
-from placement.graph import MOST_BYTES, OpGraph
+from placement.cluster import Cluster, Link, from_record
+from placement.graph import OpGraph
 from placement.tools.files import parse_json, read_arrays, short, write_arrays
+from placement.tools.limits import MOST
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
@@ -44,9 +45,9 @@ def _check(
     ):
         expected = ", ".join("T" if x is None else str(x) for x in shape)
         raise ProfileError(f"{what} has shape {array.shape}, expected [{expected}]")
-    limit, unit = LONGEST_S, "a time in seconds"
+    limit, unit = MOST.seconds, "a time in seconds"
     if what.endswith("_bytes"):
-        limit, unit = MOST_BYTES, "a number of bytes"
+        limit, unit = MOST.graph_bytes, "a number of bytes"
     bad = ~((array >= 0) & (array <= limit) | excused)  # comparisons with NaN are false
     if bad.any():
         at = tuple(np.argwhere(bad)[0].tolist())
@@ -118,8 +119,8 @@ class Profile:
                 excused = cannot if what in ("compute_s", "loaded_s") else any_value
                 _check(what, array, [sizes[axis] for axis in axes], excused)
                 object.__setattr__(self, what, array)
-        if not 0 <= self.batch_s < LONGEST_S:
-            raise ProfileError(f"batch_s = {self.batch_s} is not a time below {LONGEST_S:g} s")
+        if not 0 <= self.batch_s < MOST.seconds:
+            raise ProfileError(f"batch_s = {self.batch_s} is not a time below {MOST.seconds:g} s")
         stuck = np.flatnonzero(np.isinf(self.compute_s).all(axis=1))
         if len(stuck):
             raise ProfileError(f"operator {int(stuck[0])} can run on no device of the profile")

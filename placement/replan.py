@@ -12,9 +12,7 @@ from placement.planners.contiguous_dp import ContiguousDp
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, cannot_fit
 
-_HEIRS = 8  # devices of which each alone takes over all that lost its own
 _DP = ContiguousDp(max_blocks=100, candidates=4)  # coarse: a twentieth of a second
-_DP_DEVICES = 16  # its tables grow with them
 
 
 class ReplanError(ValueError):
@@ -81,7 +79,7 @@ class Kept:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
         search.costs(first_choices(problem, self.was(problem)))
-        if search.left and 1 < problem.num_devices <= _DP_DEVICES:
+        if search.left and 1 < problem.num_devices <= 16:  # its tables grow with them
             search.run(_DP)
         return search.solution()
 
@@ -114,7 +112,7 @@ def first_choices(problem: Problem, was: Choice) -> Choice:
         filled[dealt[group]] += seconds[group, dealt[group]]
     rows.append(dealt)
     if len(lost):
-        for d in np.argsort(load, kind="stable")[:_HEIRS]:
+        for d in np.argsort(load, kind="stable")[:8]:  # each alone takes over all
             row = was.copy()
             row[lost] = np.where(able[lost, d], d, dealt[lost])
             rows.append(row)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import LONGEST_S, Power
+from placement.cluster import Power
 from placement.tools.files import parse_json, read_arrays, write_arrays
+from placement.tools.limits import MOST
 from placement.tools.shown import Track, byte_size, lanes, seconds, table
 
 Floats = NDArray[np.float64]
@@ -104,7 +105,7 @@ class Timeline:
         phases = np.shape(self.placement)[:-1]
         if len(phases) > 1 or 0 in phases:
             raise TimelineError(f"placement has shape {np.shape(self.placement)}, expected [K, N]")
-        times, watts = (-LONGEST_S, LONGEST_S), (0.0, np.inf)
+        times, watts = (-MOST.seconds, MOST.seconds), (0.0, np.inf)
         power = {} if self.power is None else vars(self.power)
         for what, array, kind, expected, (low, high) in (
             ("placement", self.placement, "i", (*phases, n), (0, d - 1)),

@@ -39,6 +39,7 @@ from placement.profile import Profile
 from placement.program import CaptureError
 from placement.schedule import Schedule
 from placement.simulator import list_schedule
+from placement.tools.limits import Limits
 
 ROOT = Path(__file__).parents[1]
 
@@ -442,7 +443,7 @@ def test_a_plan_may_be_compressed(path: Path, monkeypatch: pytest.MonkeyPatch) -
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert load_plan(packed) == load_plan(path)
     size = path.stat().st_size
-    monkeypatch.setattr("placement.plan.reading.MAX_FILE_BYTES", size - 1)
+    monkeypatch.setattr("placement.plan.reading.MOST", Limits(plan_bytes=size - 1))
     with pytest.raises(PlanError, match=rf"gz: {size} bytes, a plan has at most"):
         load_plan(packed)
 
@@ -459,7 +460,7 @@ def test_no_file_folder_or_too_much(path: Path, monkeypatch: pytest.MonkeyPatch)
         load_plan(path.with_name("nowhere.json"))
     with pytest.raises(PlanError, match="cannot be read: Is a directory"):
         load_plan(path.parent)
-    monkeypatch.setattr("placement.plan.reading.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("placement.plan.reading.MOST", Limits(plan_bytes=100))
     with pytest.raises(PlanError, match="bytes, a plan has at most 100"):
         load_plan(path)
 

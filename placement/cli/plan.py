@@ -687,7 +687,7 @@ def _check_settings(args: argparse.Namespace) -> None:
         UsageError: an unknown objective, or a number out of range.
     """
     from placement.objective import Objective
-    from placement.problem import MOST_PHASES
+    from placement.tools.limits import MOST
     from placement.tools.named import meant
 
     if args.objective is not None and args.objective not in list(Objective):
@@ -697,8 +697,8 @@ def _check_settings(args: argparse.Namespace) -> None:
     for option, value in (("--microbatches", args.microbatches), ("--in-flight", args.in_flight)):
         if value is not None and not 1 <= value <= cli.LIMITS.batches:
             raise cli.UsageError(f"{option} {value}: must be from 1 to {cli.LIMITS.batches:,}")
-    if args.max_phases is not None and not 1 <= args.max_phases <= MOST_PHASES:
-        raise cli.UsageError(f"--max-phases {args.max_phases}: must be from 1 to {MOST_PHASES}")
+    if args.max_phases is not None and not 1 <= args.max_phases <= MOST.phases:
+        raise cli.UsageError(f"--max-phases {args.max_phases}: must be from 1 to {MOST.phases}")
     if args.second_j is not None and not 0 <= args.second_j < float("inf"):
         raise cli.UsageError(f"--second-j {args.second_j}: joules must be a number of at least 0")
 

@@ -40,12 +40,12 @@ from placement.importers._read import FormatError, check_table, stem
 from placement.importers.decoder import Decoder
 from placement.problem import Problem
 from placement.tools.files import model_file, parse_json, read_file, read_json, short
+from placement.tools.limits import MOST
 
 __all__ = ["SUFFIX", "FormatError", "check_table", "is_decoder", "load", "load_decoder", "save",
            "stem"]  # fmt: skip
 
 SUFFIX = ".json.gz"  # of our own files where there are many: they are compressed
-_MOST_CONFIG = 2**24
 
 KNOWN = (
     "formats are problem files (problem_version), dnn-partitioning JSON (nodes with fpgaLatency, "
@@ -150,7 +150,7 @@ def load(
 def is_decoder(path: str | Path) -> bool:
     """Whether the file is one that ``load_decoder`` reads; false of one that cannot be read."""
     try:
-        is_small = os.path.isfile(path) and os.path.getsize(path) <= _MOST_CONFIG
+        is_small = os.path.isfile(path) and os.path.getsize(path) <= MOST.config_bytes
         return _is_gguf(path) or (
             is_small and hf_config.looks_like(read_json(path, FormatError, infinite=True))
         )

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from placement.importers._read import FormatError
 
 MANY = 2**16  # elements: values of larger tensors are weights or data, and of no use here
-_FEW = 512  # elements: no rule for sizes reads the value of a larger one
 
 _BITS = {"FLOAT": 32, "DOUBLE": 64, "BOOL": 8}  # other types have a number in their names
 _NAMELESS = {"", "?", "-1", "None"}  # what tools write for "any size"
@@ -479,7 +478,8 @@ class Sizes:
             one = [x for x, kind in kinds.items() if _sizes(kind) == [1]]
             kinds |= {x: _type(kinds[x].tensor_type.elem_type, []) for x in one}
             values |= {x: values[x].reshape(()) for x in one if x in values}
-        data = {x: numpy_helper.from_array(a, x) for x, a in values.items() if a.size <= _FEW}
+        few = {x: a for x, a in values.items() if a.size <= 512}  # no rule reads larger ones
+        data = {x: numpy_helper.from_array(a, x) for x, a in few.items()}
         kinds |= {x: _type(data[x].data_type, data[x].dims) for x in extra or {}}
         imports = [o for o in self.model.opset_import if o.domain != "ai.onnx"]
         try:

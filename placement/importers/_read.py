@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import MOST_DEVICES, Cluster, Device, Link
+from placement.cluster import Cluster, Device, Link
 from placement.graph import GraphError, OpGraph, topological_order
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile, ProfileError
 from placement.tools.files import short
+from placement.tools.limits import MOST
 
 # A time in a text: with more digits, or a larger exponent, it is no time.
 DECIMAL = re.compile(r"\d{1,18}(\.\d*)?([eE][+-]?\d{1,2})?")
-_MOST_ENTRIES = 2**23  # times of tensors between devices, or of operators on them
-_MOST_JOINED = 512  # devices whose every pair is a link of its own
 
 
 class FormatError(ValueError):
@@ -131,10 +130,10 @@ def check_table(path: str, num_tensors: int, num_devices: int) -> None:
     file, is made.
     """
     entries = num_tensors * num_devices**2
-    if num_devices > MOST_DEVICES or entries > _MOST_ENTRIES:
+    if num_devices > MOST.devices or entries > MOST.times:
         raise FormatError(
-            f"{path}: {num_devices} devices and {num_tensors} tensors: at most {MOST_DEVICES} "
-            f"devices are possible, and {_MOST_ENTRIES} times of a tensor between two of them"
+            f"{path}: {num_devices} devices and {num_tensors} tensors: at most {MOST.devices} "
+            f"devices are possible, and {MOST.times} times of a tensor between two of them"
         )
 
 
@@ -142,9 +141,9 @@ def equal_devices(
     path: str, name: str, kind: str, devices: int, bandwidth: float, memory: int = 2**63 - 1
 ) -> Cluster:
     """``devices`` alike, ``KIND:0..``, every pair joined both ways by ``bandwidth`` bytes per s."""
-    if not 1 <= devices <= _MOST_JOINED or not bandwidth > 0 or memory < 1:
+    if not 1 <= devices <= MOST.joined or not bandwidth > 0 or memory < 1:
         raise FormatError(
-            f"{path}: devices = {devices} must be from 1 to {_MOST_JOINED}, bandwidth = "
+            f"{path}: devices = {devices} must be from 1 to {MOST.joined}, bandwidth = "
             f"{bandwidth} bytes per second and memory = {memory} bytes must be positive"
         )
     parts = [Device(f"{kind}:{i}", kind, memory_bytes=int(memory)) for i in range(devices)]
@@ -160,10 +159,10 @@ def all_joined(name: str, devices: Sequence[Device], bandwidth: float) -> Cluste
 
 def named_devices(path: str, name: str, kind: str, devices: int, operators: int) -> Cluster:
     """``devices`` called ``KIND:0..`` between which nothing takes time."""
-    if not 1 <= devices <= MOST_DEVICES or devices * operators > _MOST_ENTRIES:
+    if not 1 <= devices <= MOST.devices or devices * operators > MOST.times:
         raise FormatError(
-            f"{path}: devices = {devices} must be from 1 to {MOST_DEVICES}, and with {operators} "
-            f"operators at most {_MOST_ENTRIES} times can be"
+            f"{path}: devices = {devices} must be from 1 to {MOST.devices}, and with {operators} "
+            f"operators at most {MOST.times} times can be"
         )
     return Cluster(name, tuple(Device(f"{kind}:{i}", kind) for i in range(devices)))
 

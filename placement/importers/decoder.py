@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 CLASSES = ("embedding", "attention", "feed_forward", "experts", "head")
-MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 4096, 4096, 2**40
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from placement.cluster import Cluster, Device
-from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     check_table,
@@ -28,8 +27,7 @@ from placement.importers._read import (
 )
 from placement.problem import Problem
 from placement.tools.files import short
-
-_COST_TOLERANCE = 1e-6  # their programs stop above it
+from placement.tools.limits import MOST
 
 
 def looks_like(data: Any) -> bool:
@@ -117,7 +115,7 @@ def _node(
         acc_s = np.inf
     is_backward = _flag(record, "isBackwardNode", where)
     size = math.ceil(number(record.get("size", 0), f"{where}: size"))
-    num_bytes = whole(size, f"{where}: size", most=MOST_BYTES)
+    num_bytes = whole(size, f"{where}: size", most=MOST.graph_bytes)
     own = record.get("colorClass") is None
     colour = None if own else id_of(record, "colorClass", where)
     return acc_s, cpu_s, is_backward, num_bytes, colour, str(record.get("name", ""))
@@ -135,7 +133,7 @@ def _joined(
         where = f"{path}: edge {names[u][:60]} -> {names[v][:60]}"
         edge_cost = number_of(edge, "cost", where)
         first = cost.setdefault(u, edge_cost)
-        if abs(first - edge_cost) > _COST_TOLERANCE:
+        if abs(first - edge_cost) > 1e-6:  # above which their programs stop
             raise FormatError(
                 f"{where}: cost = {edge_cost}, but another edge out of node {names[u][:60]} has "
                 f"cost = {first}; all out-edges of a node carry its one output"

@@ -11,17 +11,18 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from placement.importers._read import FormatError
-from placement.importers.decoder import MOST_EXPERTS, MOST_LAYERS, MOST_SIZE, Decoder, Part
+from placement.importers.decoder import Decoder, Part
+from placement.tools.limits import MOST
 
 MAGIC = b"GGUF"
 # By type of a value: how ``struct`` reads it.
 _FORMATS = {**dict(enumerate("BbHhIif?")), **dict(enumerate("Qqd", start=10))}
-_STRING, _ARRAY = 8, 9
-_MOST_TEXT, _MOST_ITEMS, _MOST_TENSORS, _MOST_NUMBERS = 2**24, 2**24, 2**20, 2**16
+_Type = IntEnum("_Type", {"STRING": 8, "ARRAY": 9})  # of a value that is not one number
 # Elements of a block and its bytes, by type of a tensor (GGML_QUANT_SIZES).
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
@@ -120,26 +121,26 @@ class _Bytes:
         return total
 
     def text(self) -> str:
-        return self.take(self.count("bytes of a text", _MOST_TEXT)).decode("utf-8", "replace")
+        return self.take(self.count("bytes of a text", MOST.text_bytes)).decode("utf-8", "replace")
 
     def value(self, kind: int, key: str) -> Any:
         """A value; None for a list that is too long to matter, or of texts."""
-        if kind == _STRING:
+        if kind == _Type.STRING:
             return self.text()
         if kind in _FORMATS:
             return self.number(_FORMATS[kind])
-        if kind != _ARRAY:
+        if kind != _Type.ARRAY:
             raise FormatError(f"{self.path}: damaged GGUF header: {key[:60]!r} is of type {kind}")
         inner = self.number("I")
-        length = self.count(f"items of {key[:60]!r}", _MOST_ITEMS)
+        length = self.count(f"items of {key[:60]!r}", MOST.items)
         if inner in _FORMATS:
             form = f"<{length}{_FORMATS[inner]}"
             data = self.take(struct.calcsize(form))
-            return list(struct.unpack(form, data)) if length <= _MOST_NUMBERS else None
-        if inner != _STRING:
+            return list(struct.unpack(form, data)) if length <= MOST.read_items else None
+        if inner != _Type.STRING:
             raise FormatError(f"{self.path}: damaged GGUF header: {key[:60]!r} lists type {inner}")
         for _ in range(length):
-            self.take(self.count("bytes of a text", _MOST_TEXT))
+            self.take(self.count("bytes of a text", MOST.text_bytes))
         return None
 
 
@@ -150,8 +151,8 @@ def _header(reader: _Bytes) -> Header:
     version = reader.number("I")
     if version not in (2, 3):
         raise FormatError(f"{path}: GGUF version {version}, only 2 and 3 (little-endian) are known")
-    num_tensors = reader.count("tensors", _MOST_TENSORS)
-    num_values = reader.count("keys", _MOST_TENSORS)
+    num_tensors = reader.count("tensors", MOST.tensors)
+    num_values = reader.count("keys", MOST.tensors)
     for _ in range(num_values):
         key = reader.text()
         header.values[key] = reader.value(reader.number("I"), key)
@@ -163,10 +164,10 @@ def _header(reader: _Bytes) -> Header:
         dims = tuple(reader.number("Q") for _ in range(rank))
         kind = reader.number("I")
         reader.number("Q")  # where it is
-        if kind not in _BLOCKS or math.prod(dims) > MOST_SIZE:
+        if kind not in _BLOCKS or math.prod(dims) > MOST.elements:
             raise FormatError(
                 f"{path}: tensor {name[:60]!r} of type {kind} and dimensions {list(dims)[:8]}: "
-                f"types are {sorted(_BLOCKS)}, and at most {MOST_SIZE} elements"
+                f"types are {sorted(_BLOCKS)}, and at most {MOST.elements} elements"
             )
         block, size = _BLOCKS[kind]
         rows = math.prod(dims[1:])
@@ -195,7 +196,7 @@ class _Model:
         if not isinstance(name, str):
             raise FormatError(f"{path}: the GGUF header names no general.architecture")
         self.name = name
-        self.num_layers = self._number("block_count", 1, MOST_LAYERS)
+        self.num_layers = self._number("block_count", 1, MOST.layers)
         self.hidden = self._number("embedding_length", 1)
         self.layers: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
         self.before: list[Tensor] = []
@@ -281,7 +282,7 @@ class _Model:
         if feeds:
             yield Part(f"{path}.{kind}", "feed_forward", path, i, *of(feeds))
         if experts:
-            count = self._number("expert_count", 1, MOST_EXPERTS, i)
+            count = self._number("expert_count", 1, MOST.experts, i)
             used = self._number("expert_used_count", 1, count, i)
             name, share = f"{path}.experts", used / count
             yield Part(name, "experts", path, i, *of(experts), share, num_experts=count)

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from placement.importers._read import FormatError, whole
-from placement.importers.decoder import MOST_LAYERS, Decoder, Part
+from placement.importers.decoder import Decoder, Part
 from placement.tools.files import short
+from placement.tools.limits import MOST
 
-_MOST_GROUP, _MOST_BYTES = 2**24, 2**55
-_MOST_RUN = 1024  # layers: a token runs through each that is unlike those before, 3 ms
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
 _NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 # Bits of a weight, and of what goes with a block of them.
@@ -97,7 +96,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         )
     for key, value in data.items():
         if re.search("(^|_)num(ber)?_|layers?$|experts?$", key) and type(value) is int:
-            most = _MOST_RUN if re.search("layers?$", key) else MOST_LAYERS
+            most = MOST.built_layers if re.search("layers?$", key) else MOST.layers
             whole(value, f"{path}: {key}", -1, most)  # of each there is an object
     weights = _Weights(data, path)
     try:
@@ -112,7 +111,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         raise FormatError(
             f"{path}: no {kind} can be run with these numbers: {reason[:300]}"
         ) from error
-    if sum(part.weight_bytes + part.kv_bytes for part in parts) > _MOST_BYTES:
+    if sum(part.weight_bytes + part.kv_bytes for part in parts) > MOST.model_bytes:
         raise FormatError(f"{path}: a model of these numbers is larger than any memory")
     source = "text_config" if inside else "config.json"
     return Decoder(name, parts, hidden, widest, vocabulary, weights.dtype, source)
@@ -427,7 +426,7 @@ class _Weights:
             default = 0 if method[0] == "c" else 128
             group = known.get("group_size")
             group = default if group is None else group
-            group = whole(group, f"{where}: group_size", -1, _MOST_GROUP)
+            group = whole(group, f"{where}: group_size", -1, MOST.quantized)
             return bits + (16 + bits) / group if group > 0 else float(bits)
         if method == "bitsandbytes" and known.get("load_in_4bit") is True:
             return 4.5  # and a scale of 32 bits for each 64 numbers

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Device
-from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     Tasks,
@@ -30,6 +29,7 @@ from placement.importers._read import (
 )
 from placement.problem import Problem
 from placement.tools.files import read_text
+from placement.tools.limits import MOST
 
 MS = ("fw_latency", "bw_latency", "acc_latency")
 COLUMNS = ("op", "Name", "_input_nodes", *MS, "output_shape", "dtype")
@@ -141,6 +141,6 @@ def _bytes(shape: str, dtype: str, where: str) -> int:
     bits = re.search(r"\d{1,3}$", dtype)
     sides = [int(word) for word in re.findall(r"\d{1,18}", shape)]
     size = prod(sides) * (int(bits[0]) // 8 if bits else 1)
-    if size > MOST_BYTES:
+    if size > MOST.graph_bytes:
         raise FormatError(f"{where}: output_shape = {shape[:60]!r} is larger than any memory")
     return size

@@ -25,7 +25,6 @@ from placement.importers._onnx_sizes import (
 from placement.importers._read import FormatError, equal_devices, problem_of, stem, topological
 from placement.problem import Problem
 
-DEVICES, BANDWIDTH, MEMORY = 4, 12e9, 16 * 2**30
 RATES = {"flops": 14e12, "memory_bandwidth": 900e9}
 
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
@@ -120,7 +119,7 @@ def read(
 
 
 def _cluster(path: str, options: Options) -> Cluster:
-    equal = {"devices": DEVICES, "bandwidth": BANDWIDTH, "memory": MEMORY}
+    equal = {"devices": 4, "bandwidth": 12e9, "memory": 16 * 2**30}
     settings: dict[str, Any] = {k: v for k, v in options.items() if k in equal and v is not None}
     cluster = options.get("cluster")
     if cluster is None:

@@ -8,7 +8,6 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     decimal,
@@ -21,6 +20,7 @@ from placement.importers._read import (
     whole,
 )
 from placement.problem import Problem
+from placement.tools.limits import MOST
 
 # "node7 -- Conv2d(3, 64) -- forward_compute_time=1.0, ... -- stage_id=2"; descriptions may
 # hold anything, so the fields are what follows the last " -- ", but for a stage.
@@ -159,6 +159,8 @@ def _fields(text: str, where: str) -> list[float]:
         words = re.split("[;,]", by_name[name].strip().strip("[]"))
         total = sum(decimal(word, f"{where}: {name}") for word in words)
         if name.endswith("_size"):
-            total = whole(math.ceil(number(total, where)), f"{where}: {name}", most=MOST_BYTES)
+            total = whole(
+                math.ceil(number(total, where)), f"{where}: {name}", most=MOST.graph_bytes
+            )
         values.append(number(total, f"{where}: {name}"))
     return values

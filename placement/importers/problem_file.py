@@ -39,9 +39,10 @@ from placement.cluster import Cluster, ClusterError, Device, Link, changed_field
 from placement.graph import GraphError, OpGraph
 from placement.importers._read import FormatError, labels
 from placement.objective import ObjectiveName
-from placement.problem import MOST_PHASES, Problem, ProblemError, ReadyOrder
+from placement.problem import Problem, ProblemError, ReadyOrder
 from placement.profile import ARRAYS, Profile, ProfileError
 from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.limits import MOST
 from placement.tools.strict import explain
 
 VERSION = 1
@@ -148,7 +149,7 @@ class ProblemRecord(_Strict):
     contention: bool = Problem.contention
     ready_order: ReadyOrder = Problem.ready_order
     second_j: Seconds = Problem.second_j
-    max_phases: Annotated[int, Field(ge=1, le=MOST_PHASES)] = Problem.max_phases
+    max_phases: Annotated[int, Field(ge=1, le=MOST.phases)] = Problem.max_phases
     fingerprint: str | None = None
     measured_graph: str = ""
     batch_s: Seconds = Profile.batch_s

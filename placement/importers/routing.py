@@ -16,7 +16,6 @@ from placement.importers.decoder import Decoder, Part
 from placement.tools.files import read_file
 
 COLUMNS = ("layer", "expert", "count")
-_MOST_SHARE = 1.0 + 1e-6  # counts of a run may be of some more tokens in one layer
 
 
 def with_counts(decoder: Decoder, path: str | Path) -> Decoder:
@@ -85,7 +84,7 @@ def _shares(counts: Sequence[float], part: Part, path: str | Path) -> tuple[floa
     if not total:
         raise FormatError(f"{path}: nothing is counted in layer {part.layer}, which has experts")
     shares = np.array(counts) / total * chosen
-    if shares.max() > _MOST_SHARE:
+    if shares.max() > 1.0 + 1e-6:  # a run may count some more tokens in one layer
         most = int(shares.argmax())
         raise FormatError(
             f"{path}: expert {most} of layer {part.layer} has {counts[most]:g} of {total:g} "

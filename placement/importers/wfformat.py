@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from placement.graph import MOST_BYTES
 from placement.importers._read import (
     FormatError,
     Tasks,
@@ -19,6 +18,7 @@ from placement.importers._read import (
 )
 from placement.problem import Problem
 from placement.tools.files import short
+from placement.tools.limits import MOST
 
 
 def looks_like(data: Any) -> bool:
@@ -129,7 +129,7 @@ def _tensors(
 
 
 def _size(record: Any, where: str) -> int:
-    return whole_of(record, _either("sizeInBytes", "size", record), where, most=MOST_BYTES)
+    return whole_of(record, _either("sizeInBytes", "size", record), where, most=MOST.graph_bytes)
 
 
 def _either(new: str, old: str, record: Any) -> str:

@@ -12,9 +12,6 @@ from placement.plan.content import Content
 from placement.plan.parts import graph_parts
 from placement.tools.files import some
 
-# A device with less than this share of the planned bytes is another device. What is free, or what
-# the machine says that it has, is never quite the same.
-_SAME_MEMORY = 0.95
 _PART_NAMES = {
     "names": "the operators' names",
     "operators": "kinds, shapes, dtypes or constants of operators",
@@ -66,7 +63,8 @@ def cluster_differences(plan: Content, cluster: Cluster) -> list[str]:
 def _device_differences(planned: Device, here: Device) -> Iterator[str]:
     for field in fields(Device):
         then, now = getattr(planned, field.name), getattr(here, field.name)
-        if then == now or (field.name == "memory_bytes" and now >= _SAME_MEMORY * then):
+        # What is free, or what the machine says that it has, is never quite the same.
+        if then == now or (field.name == "memory_bytes" and now >= 0.95 * then):
             continue
         yield f"device {planned.name!r} has {field.name} {now!r}, planned {then!r}"
 

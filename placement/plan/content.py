@@ -11,8 +11,8 @@ from placement.graph import OpGraph
 from placement.objective import ObjectiveName
 from placement.plan import parts
 from placement.plan.parts import Count, Name, Seconds
-from placement.problem import MOST_PHASES
 from placement.schedule import Schedule
+from placement.tools.limits import MOST
 
 
 class Content(parts.Strict):
@@ -29,7 +29,7 @@ class Content(parts.Strict):
     compiled: bool = False
     second_j: Seconds = 0.0
     assignment: dict[Name, Name]
-    phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST_PHASES - 1)] = ()
+    phases: Annotated[tuple[dict[Name, Name], ...], Field(max_length=MOST.phases - 1)] = ()
     priority: tuple[Count, ...]
     order: dict[Name, tuple[tuple[Name, Count], ...]] | None = None
     pieces: parts.PiecesInfo | None = None

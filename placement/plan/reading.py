@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from placement.plan.document import Plan
 from placement.plan.parts import PlanError, Strict
 from placement.tools.files import check_is_file, model_file, parse_json, read_text, short, some
+from placement.tools.limits import MOST
 from placement.tools.strict import explain
 
 SCHEMA_VERSIONS = (1, 2, 3)  # 2: with phases; 3: with pieces
-MAX_FILE_BYTES = 256 * 2**20
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -56,11 +56,11 @@ def read_plan(path: str | Path) -> Plan:
 def _text(path: Path) -> str:
     try:
         size, text = check_is_file(path), ""
-        if size <= MAX_FILE_BYTES:
+        if size <= MOST.plan_bytes:
             text = read_text(path)
             size = max(size, len(text))  # of what was compressed
-        if size > MAX_FILE_BYTES:
-            raise PlanError(f"{path}: {size} bytes, a plan has at most {MAX_FILE_BYTES}")
+        if size > MOST.plan_bytes:
+            raise PlanError(f"{path}: {size} bytes, a plan has at most {MOST.plan_bytes}")
         return text
     except UnicodeDecodeError as error:
         what = model_file(path, error.object) or f"byte {error.start} is not UTF-8"

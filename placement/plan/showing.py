@@ -6,8 +6,6 @@ from placement.objective import Objective
 from placement.plan.content import Content
 from placement.tools.shown import byte_size, count, seconds
 
-_NUM_PHASES = 4  # as few as show how they repeat
-
 
 def tables(plan: Content) -> list[tuple[str, list[str], list[list[str]]]]:
     """``(title, header, rows)`` of the values, of what each device does, and of the stages."""
@@ -30,7 +28,9 @@ def tables(plan: Content) -> list[tuple[str, list[str], list[list[str]]]]:
     devices = []
     for device in (d.name for d in plan.cluster.devices):
         counts = [f"{phase.count(device)}" for phase in on]
-        operators = " / ".join(counts if len(on) <= _NUM_PHASES else [*counts[:_NUM_PHASES], "..."])
+        if len(on) > 4:  # which show how they repeat
+            counts[4:] = ["..."]
+        operators = " / ".join(counts)
         stages = str(sum(s.device == device for s in plan.stages))
         memory = (x.get(device, 0) for x in (plan.predicted.peak_bytes, plan.limits.memory_bytes))
         busy = seconds(plan.predicted.busy_s.get(device, 0.0))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from placement.bounds import lower_bound
 from placement.bounds.grain import grain_s
-from placement.graph import MOST_BYTES, OpGraph
+from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import PlannerError, check_least
 from placement.planners.heft import Heft
@@ -23,6 +23,7 @@ from placement.search.evaluation import Search, two_operators
 from placement.search.justification import justify
 from placement.search.order_state import State, Tables
 from placement.simulator import kernels, simulate
+from placement.tools.limits import MOST
 
 # Where else to begin, and the share of what is left then that finding it may take.
 Starts = tuple[tuple[str | Planner, float], ...]
@@ -219,7 +220,7 @@ def turned(problem: Problem) -> Problem:
             g.name,
             g.op_name[::-1],
             n - 1 - g.use_dst[inner],
-            np.minimum(g.tensor_bytes[tensor], MOST_BYTES // max(len(tensor), 1)),
+            np.minimum(g.tensor_bytes[tensor], MOST.graph_bytes // max(len(tensor), 1)),
             uses,
             group=g.group[::-1],
         ),

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from placement.cluster import LONGEST_S
 from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.tools.files import append, parse_json, read_text, short, write_atomic
+from placement.tools.limits import MOST
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -459,4 +459,4 @@ def _placement(numbers: Any, problem: Problem) -> Placement:
 
 def _is_time(value: Any) -> bool:
     """Seconds above 0; infinite ones are of what did not fit."""
-    return type(value) in (int, float) and (0 < value <= LONGEST_S or value == np.inf)
+    return type(value) in (int, float) and (0 < value <= MOST.seconds or value == np.inf)

@@ -24,14 +24,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 2**31  # of a file that is read whole: as much as protobuf, and so ONNX, allows
-LEAST_BYTES = 2**16  # of room on a disk that is to be written: about one plan
-MAX_DEPTH = 100  # of lists and objects in each other: far below what Python's own recursion allows
-_MAX_DIGITS = 308  # of a number that float64 holds
-MAX_UNPACKED = 2**30  # of a compressed file's content, and no more than text compresses to
-_MAX_RATIO = 50
-_MOST_PACKED = 200  # times as many bytes as the file of them has
-_FEW_ALIASES = 100_000  # values that a short text of YAML may repeat by its aliases
+from placement.tools.limits import MOST
 
 
 class FileError(ValueError):
@@ -42,18 +35,18 @@ def read_file(path: str | Path) -> bytes:
     """All bytes of a file, or what is compressed in it (gzip).
 
     Raises:
-        OSError: it cannot be read; or is larger than ``MOST_BYTES``, or a device or a named pipe,
-            which may never end.
+        OSError: it cannot be read; or is larger than ``MOST.file_bytes``, or a device or a named
+            pipe, which may never end.
     """
     size = check_is_file(path)
-    if size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"{size} bytes, at most {MOST_BYTES} are read")
+    if size > MOST.file_bytes:
+        raise OSError(errno.EFBIG, f"{size} bytes, at most {MOST.file_bytes} are read")
     content = Path(path).read_bytes()
     return _unpacked(content) if content[:2] == b"\x1f\x8b" else content
 
 
 def _unpacked(content: bytes) -> bytes:
-    most = min(MAX_UNPACKED, 2**24 + _MAX_RATIO * len(content))
+    most = min(MOST.unpacked_bytes, 2**24 + MOST.unpacked_times * len(content))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:  # perhaps several that were joined
             data = file.read(most + 1)
@@ -148,16 +141,16 @@ def check_writable(path: str | Path) -> None:
     """Find out before long work whether ``write_atomic`` could write there now; leaves no trace.
 
     Raises:
-        FileError: as ``write_atomic``; a disk is full if it has no room for ``LEAST_BYTES``.
+        FileError: as ``write_atomic``; a disk is full if it has no room for one plan.
     """
     path = _followed(Path(path))
     temporary = _beside(path)
     if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
         temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
     try:
-        temporary.write_bytes(bytes(LEAST_BYTES))
+        temporary.write_bytes(bytes(2**16))
     except OSError as error:
-        raise FileError(f"cannot write {path}: {_reason(error, path, LEAST_BYTES)}") from error
+        raise FileError(f"cannot write {path}: {_reason(error, path, 2**16)}") from error
     finally:
         _discard(temporary)
 
@@ -207,7 +200,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
 
     Raises:
         ValueError: not JSON, a key twice in one object, a number that float64 does not hold, or
-            nested deeper than ``MAX_DEPTH``; the message is one line.
+            nested deeper than ``MOST.depth``; the message is one line.
     """
     try:
         value = json.loads(
@@ -228,7 +221,7 @@ def parse_yaml(text: str) -> Any:
 
     Raises:
         ValueError: not YAML, a key twice in one mapping, a number that float64 does not hold,
-            nested deeper than ``MAX_DEPTH``, or aliases of aliases that together repeat more than
+            nested deeper than ``MOST.depth``, or aliases of aliases that together repeat more than
             the text says; the message is one line.
     """
     import yaml
@@ -238,7 +231,7 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_depth([node], _inside_yaml, len(text) + _FEW_ALIASES)
+        _check_depth([node], _inside_yaml, len(text) + MOST.aliases)
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
@@ -277,7 +270,7 @@ def read_arrays(path: str | Path) -> dict[str, Any]:
         try:
             with zipfile.ZipFile(file) as parts:
                 held = sum(part.file_size for part in parts.infolist())
-            most = 2**26 + _MOST_PACKED * os.fstat(file.fileno()).st_size
+            most = 2**26 + MOST.packed_times * os.fstat(file.fileno()).st_size
             if held > most:
                 raise ValueError(f"it holds {held} bytes, more than {most}")
             file.seek(0)
@@ -311,9 +304,8 @@ def some(items: Sequence[str], sep: str = ", ", most: int = 5) -> str:
 
 
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlong = 3, 40
-_SHORT.maxstring = _SHORT.maxother = 60
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+vars(_SHORT).update(maxlevel=3, maxlong=40, maxstring=60, maxother=60)
+_TOO_DEEP = f"nested deeper than {MOST.depth} levels"
 
 
 def _check_depth(
@@ -321,7 +313,7 @@ def _check_depth(
 ) -> None:
     """Raise ``ValueError`` unless values in each other end, and are ``most`` together."""
     count = 0
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MOST.depth + 1):
         level = [value for outer in level for value in inside(outer)]
         if not level:
             return
@@ -343,7 +335,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _inside_yaml(node: Any) -> Iterable[Any]:
     """The nodes in a node of YAML, which is checked."""
     if node.id == "scalar":
-        if node.tag.endswith((":int", ":float")) and len(node.value) > _MAX_DIGITS:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > MOST.digits:
             raise ValueError(_too_large(node.value))
         return ()
     if node.id == "sequence":
@@ -377,7 +369,7 @@ def _finite(word: str) -> float:
 
 
 def _whole(word: str) -> int:
-    if len(word) > _MAX_DIGITS:
+    if len(word) > MOST.digits:
         raise ValueError(_too_large(word))
     return int(word)
 

@@ -11,7 +11,6 @@ R = TypeVar("R")
 Done = Callable[[int, R], None] | None  # told the number and the result of each item
 
 Parallel = Literal["serial", "processes"]
-RETRIES = 2
 
 
 class ParallelError(ValueError):
@@ -24,12 +23,13 @@ def parallel_map(
     parallel: str = "serial",
     *,
     done: Done[R] = None,
+    retries: int = 2,
 ) -> list[R]:
     """``[call(x) for x in items]``.
 
     ``call`` must depend on its item alone, seeds included: then the results are the same however
     it runs, except for what depends on a clock. An item whose worker died (killed, out of memory,
-    its node lost) is tried again, ``RETRIES`` times; an exception of ``call`` is raised as it is
+    its node lost) is tried again, ``retries`` times; an exception of ``call`` is raised as it is
     and ends the map.
 
     Args:
@@ -50,7 +50,7 @@ def parallel_map(
     todo = list(items)
     if not todo:
         return []
-    return _in_processes(call, todo, done)
+    return _in_processes(call, todo, done, retries)
 
 
 def check(parallel: str) -> None:
@@ -66,14 +66,16 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _in_processes(call: Callable[[T], R], items: Sequence[T], done: Done[R]) -> list[R]:
+def _in_processes(
+    call: Callable[[T], R], items: Sequence[T], done: Done[R], retries: int
+) -> list[R]:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
     results: dict[int, R] = {}
     context = get_context("spawn")  # a fork would copy the locks of threads that it does not copy
-    for attempt in range(RETRIES + 1):  # a pool breaks as a whole: what is unfinished goes again
+    for attempt in range(retries + 1):  # a pool breaks as a whole: what is unfinished goes again
         left = [i for i in range(len(items)) if i not in results]
         pool = ProcessPoolExecutor(min(_num_cores(), len(left)), mp_context=context)
         try:
@@ -85,9 +87,9 @@ def _in_processes(call: Callable[[T], R], items: Sequence[T], done: Done[R]) -> 
                     done(i, results[i])
             break
         except BrokenProcessPool as error:
-            if attempt == RETRIES:
+            if attempt == retries:
                 raise ParallelError(
-                    f"a worker died {RETRIES + 1} times at item {min(set(left) - set(results))} or "
+                    f"a worker died {retries + 1} times at item {min(set(left) - set(results))} or "
                     "later: out of memory, or a script that begins again in every worker "
                     "(if __name__ == '__main__':)? Use parallel = 'serial' to see what happens"
                 ) from error

@@ -7,11 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-FIRST_SIGN_S, LIFE_SIGN_S = 3.0, 15.0  # in a log: when the first line comes, and how often
-COMPILING_S = 1.0  # of compiling, after which it is said
 
+class Signs(NamedTuple):
+    """When something is said that nobody asked for."""
+
+    first_s: float = 3.0  # of work, after which a log has a first line
+    every_s: float = 15.0  # between two lines of it
+    compiling_s: float = 1.0  # of compiling, after which it is said
+
+
+SIGNS = Signs()
 _UNPRINTABLE = dict.fromkeys(
     [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
     "?",
@@ -35,7 +42,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def says_when_compiling(quiet: bool = False) -> Iterator[None]:
-    """A message, once, where compiling kernels takes more than ``COMPILING_S`` inside."""
+    """A message, once, where compiling kernels takes more than ``SIGNS.compiling_s`` inside."""
     from numba.core import event
 
     class Message(event.Listener):  # type: ignore[misc]
@@ -47,7 +54,7 @@ def says_when_compiling(quiet: bool = False) -> Iterator[None]:
             if not self.depth:
                 self.began = time.perf_counter()
             self.depth += 1
-            if not self.is_said and self.now_s() > COMPILING_S:
+            if not self.is_said and self.now_s() > SIGNS.compiling_s:
                 self.is_said = True
                 say("compiling kernels, once after installation: up to a minute")
 
@@ -66,7 +73,7 @@ def says_when_compiling(quiet: bool = False) -> Iterator[None]:
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
     """What reports progress: a bar on a terminal; elsewhere (in a log) a line after
-    ``FIRST_SIGN_S``, then one every ``LIFE_SIGN_S``."""
+    ``SIGNS.first_s``, then one every ``SIGNS.every_s``."""
     if quiet:
         yield lambda what, share: None
         return
@@ -103,9 +110,9 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         doing = what + ("" if share is None else f" ({share:.0%})")
 
     def tell() -> None:  # of its own: who works long may report nothing for long
-        wait_s = FIRST_SIGN_S
+        wait_s = SIGNS.first_s
         while not ended.wait(wait_s):
-            wait_s = LIFE_SIGN_S
+            wait_s = SIGNS.every_s
             took_s = round(time.monotonic() - began)
             took = f"{took_s} s" if took_s < 120 else f"{took_s // 60} min"
             say(f"{doing}, after {took}", stream)

@@ -13,10 +13,7 @@ from typing import Any
 
 from placement.tools.progress import printable
 
-NARROWEST, WIDTH = 60, 80  # columns of a table: narrower ones would be letters below letters
-SHORT = 20  # letters of what is not broken
-MAX_ROWS = 40
-MAX_LANES = 16
+WIDTH = 80  # columns of a table, at most
 IDLE = "·"
 Track = tuple[str, Any, Any, Any, float]
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.3);"
@@ -63,14 +60,14 @@ def print_table(
 
     # Names come from files: no markup, no emoji.
     out = Console(markup=False, emoji=False, highlight=False)
-    out.width = min(max(out.width, NARROWEST), WIDTH)
+    out.width = min(max(out.width, 60), WIDTH)  # narrower ones would be letters below letters
     wide = out.width == WIDTH
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, column in enumerate(header):
         if i and figures and not wide:
             column = re.sub(r"(?<=.{4})[ -](?=.)", lambda x: x[0].strip() + "\n", column)
         # A figure that is cut is a wrong figure; one with a unit may be broken before that.
-        whole = all(len(row[i]) <= SHORT and not (i and " " in row[i]) for row in rows)
+        whole = all(len(row[i]) <= 20 and not (i and " " in row[i]) for row in rows)
         shown.add_column(
             printable(column),
             justify="right" if i and figures else "left",
@@ -85,17 +82,17 @@ def print_table(
         out.print(printable(note), style="dim")
 
 
-def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], most: int = 40) -> str:
     """HTML of a table of text; the first column is names, the others are figures.
 
-    Of more than ``MAX_ROWS`` rows the first are shown, and how many there are.
+    Of more than ``most`` rows the first are shown, and how many there are.
     """
     head = "".join(_cell("th", text, i) for i, text in enumerate(header))
     body = "".join(
         f"<tr>{''.join(_cell('td', text, i) for i, text in enumerate(row))}</tr>"
-        for row in rows[:MAX_ROWS]
+        for row in rows[:most]
     )
-    more = f"<div>and {len(rows) - MAX_ROWS} more</div>" if len(rows) > MAX_ROWS else ""
+    more = f"<div>and {len(rows) - most} more</div>" if len(rows) > most else ""
     return (
         '<div style="overflow-x:auto;margin:4px 0 10px">'
         f"<div><b>{escape(title)}</b></div>"
@@ -104,10 +101,10 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     )
 
 
-def lanes(title: str, tracks: Sequence[Track], span_s: float) -> str:
-    """HTML with ``text_lanes``, of ``MAX_LANES`` devices at most."""
-    more = f", the first {MAX_LANES} of {len(tracks)} devices" if len(tracks) > MAX_LANES else ""
-    text = escape(text_lanes(tracks[:MAX_LANES], span_s, 120))
+def lanes(title: str, tracks: Sequence[Track], span_s: float, most: int = 16) -> str:
+    """HTML with ``text_lanes``, of ``most`` devices at most."""
+    more = f", the first {most} of {len(tracks)} devices" if len(tracks) > most else ""
+    text = escape(text_lanes(tracks[:most], span_s, 120))
     return f"<div><b>{escape(title)}</b>{more}</div><pre>{text}</pre>"
 
 

@@ -80,7 +80,7 @@ def plan_path(home: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placement.tools.progress.FIRST_SIGN_S", 600)  # however slow the machine
+    monkeypatch.setattr(progress, "SIGNS", progress.Signs(first_s=600))  # however slow the machine
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "cache"))
 
 
@@ -340,8 +340,7 @@ def liar(problem):
 def test_a_log_has_a_sign_of_life_though_nothing_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST_SIGN_S", 0.02)
-    monkeypatch.setattr(progress, "LIFE_SIGN_S", 0.02)
+    monkeypatch.setattr(progress, "SIGNS", progress.Signs(first_s=0.02, every_s=0.02))
     threads = set(threading.enumerate())
     with cli.progress() as report:
         report("planning with slow", None)
@@ -1119,11 +1118,11 @@ def test_compiling_kernels_is_said_once(
 ) -> None:
     import numba
 
-    monkeypatch.setattr(progress, "COMPILING_S", float("inf"))
+    monkeypatch.setattr(progress, "SIGNS", progress.Signs(compiling_s=float("inf")))
     with says_when_compiling():  # in a moment
         assert numba.njit(lambda x: x + 2)(1) == 3
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "COMPILING_S", 0.0)
+    monkeypatch.setattr(progress, "SIGNS", progress.Signs(compiling_s=0.0))
 
     with says_when_compiling():
         for kernel in (lambda x: x + 1, lambda x: x - 1):

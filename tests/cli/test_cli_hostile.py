@@ -23,6 +23,7 @@ from placement.plan import make_plan
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.heft import Heft
 from placement.problem import Problem, Solution
+from placement.tools.progress import Signs
 from tests.problems import chain, small_problem
 from tests.served import LLAMA, written
 
@@ -63,7 +64,7 @@ WITHOUT_A_FILE = {
 @pytest.fixture(autouse=True)
 def _errors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sign of life, however slow the machine: what is refused is one line."""
-    monkeypatch.setattr("placement.tools.progress.FIRST_SIGN_S", 600)
+    monkeypatch.setattr("placement.tools.progress.SIGNS", Signs(first_s=600))
 
 
 def problem(names: list[str] | None = None, name: str = "small") -> Problem:

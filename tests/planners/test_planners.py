@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from placement import importers
 from placement.bounds import lower_bounds
-from placement.cluster import LONGEST_S, Cluster, Device, Link
-from placement.graph import MOST_BYTES
+from placement.cluster import Cluster, Device, Link
 from placement.objective import Objective
 from placement.planners import PlannerError, load, names
 from placement.problem import Problem, ProblemError, Solution, host_of
@@ -29,6 +28,7 @@ from placement.search.evaluation import (
 from placement.search.stages import Stages, merge_blocks
 from placement.simulator import score
 from placement.testing import check_planner
+from placement.tools.limits import MOST
 from tests.problems import chain, every_placement, random_problem, small_problem
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
@@ -797,9 +797,9 @@ def test_device_classes_by_definition(seed: int, num_devices: int) -> None:
 
 @pytest.mark.parametrize("name", ["heft", "local_search"])
 def test_the_longest_times_are_not_taken_for_infeasible(name: str) -> None:
-    seconds = np.full((3, 2), LONGEST_S)
+    seconds = np.full((3, 2), MOST.seconds)
     seconds[1, 0] = seconds[2, 1] = np.inf
-    size = MOST_BYTES // 3
+    size = MOST.graph_bytes // 3
     problem = make(seconds, chain(3), tensor_bytes=size, memory_bytes=2**62, bandwidth=2e-12)
     assert 1e27 < load(name)(problem).value_s < np.inf
 

@@ -23,7 +23,7 @@ def test_what_may_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)
     (tmp_path / "long").write_bytes(b"x" * 9)
-    monkeypatch.setattr(files, "MOST_BYTES", 8)
+    monkeypatch.setattr(files, "MOST", files.MOST._replace(file_bytes=8))
     with pytest.raises(OSError, match="9 bytes, at most 8"):
         read_file(tmp_path / "long")
     ends = os.pipe()

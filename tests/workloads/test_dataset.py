@@ -296,6 +296,6 @@ def test_a_compressed_problem_is_the_same_problem(tmp_path, monkeypatch) -> None
     (tmp_path / "bad.json.gz").write_bytes(packed[:30] + b"xxxx" + packed[34:])
     with pytest.raises(FormatError, match=r"bad.json.gz: .*(damaged|the compressed file|not)"):
         importers.load(tmp_path / "bad.json.gz")
-    monkeypatch.setattr(files, "MAX_UNPACKED", 100)
+    monkeypatch.setattr(files, "MOST", files.MOST._replace(unpacked_bytes=100))
     with pytest.raises(FormatError, match="holds more than 100 bytes"):
         importers.load(tmp_path / "a.json.gz")

@@ -15,22 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from placement.cluster import MOST_DEVICES
 from placement.graph import topological_order
 from placement.tools.files import short
+from placement.tools.limits import MOST
 from placement.tools.strict import explain
 
 Ints = NDArray[np.int64]
 
 # "Cannot be reached" in tables of longest paths; sums of two still fit int64.
 NEVER = -(2**60)
-
-# Of one micro-batch, so that sums over many of them fit int64 too.
-MOST_BLOCKS = 4096
-MOST_ENTRIES = 2**17  # predecessors, and devices, of all blocks together
-MOST_RUNS = 2**20  # blocks x micro-batches of a schedule
-MOST = 2**36  # time, or memory
-_MOST_MATCHED = 1024  # blocks of a device: what more of them hold is not matched for a bound
 
 
 class BlocksError(ValueError):
@@ -76,26 +69,27 @@ class Work:
     limit: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.blocks) <= MOST_BLOCKS:
-            raise BlocksError(f"{len(self.blocks)} blocks; from 1 to {MOST_BLOCKS} are possible")
-        if not 1 <= self.num_devices <= MOST_DEVICES:
+        if not 1 <= len(self.blocks) <= MOST.blocks:
+            raise BlocksError(f"{len(self.blocks)} blocks; from 1 to {MOST.blocks} are possible")
+        if not 1 <= self.num_devices <= MOST.devices:
             raise BlocksError(
-                f"ndevs = {self.num_devices}; from 1 to {MOST_DEVICES} devices are possible"
+                f"ndevs = {self.num_devices}; from 1 to {MOST.devices} devices are possible"
             )
         for what, total in (
             ("predecessors", sum(len(b.preds) for b in self.blocks)),
             ("devices", sum(len(b.devices) for b in self.blocks)),
         ):
-            if total > MOST_ENTRIES:
+            if total > MOST.block_entries:
                 raise BlocksError(
-                    f"all blocks together have {total} {what}, at most {MOST_ENTRIES} are possible"
+                    f"all blocks together have {total} {what}, at most {MOST.block_entries} "
+                    "are possible"
                 )
         time, memory = (sum(b.time for b in self.blocks), sum(abs(b.memory) for b in self.blocks))
         for what, total in (("take a time of", time), ("change memory by", memory)):
-            if total > MOST:
+            if total > MOST.block_total:
                 raise BlocksError(
-                    f"all blocks together {what} {short(total)}, at most {MOST} is possible: "
-                    "use a coarser unit"
+                    f"all blocks together {what} {short(total)}, at most {MOST.block_total} is "
+                    "possible: use a coarser unit"
                 )
         for i, b in enumerate(self.blocks):
             if b.time < 1:
@@ -191,7 +185,7 @@ class Work:
 
     def _pairs(self, on: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         pairs: list[tuple[int, int, int]] = []
-        if len(on) > _MOST_MATCHED:
+        if len(on) > 1024:
             return ()
         held = {v: -self.blocks[v].memory for v in on if self.blocks[v].memory < 0}
         for u in on:

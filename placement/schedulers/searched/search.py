@@ -9,11 +9,9 @@ from fractions import Fraction
 import numpy as np
 
 from placement.schedulers.searched import retime
-from placement.schedulers.searched.blocks import MOST_RUNS, BlocksError, Ints, Work
+from placement.schedulers.searched.blocks import BlocksError, Ints, Work
 from placement.schedulers.searched.repetend import Outcome, search, solve
-
-# Up to so many devices patterns are found and proved in well under a second.
-_FEW_DEVICES = 4
+from placement.tools.limits import MOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +38,7 @@ class Answer:
 
 def default_seconds(work: Work) -> float:
     """Budget of a search: just under 1 second for up to 4 devices, under 10 for more."""
-    return 0.8 if work.num_devices <= _FEW_DEVICES else 8.0
+    return 0.8 if work.num_devices <= 4 else 8.0
 
 
 def search_schedule(
@@ -61,10 +59,10 @@ def search_schedule(
     """
     from ortools.sat.python import cp_model  # noqa: F401  (its import is not part of the search)
 
-    if num_micro_batches * work.num_blocks > MOST_RUNS:
+    if num_micro_batches * work.num_blocks > MOST.block_runs:
         raise BlocksError(
-            f"{num_micro_batches} micro-batches of {work.num_blocks} blocks: at most {MOST_RUNS} "
-            "runs of a block are possible; ask for fewer micro-batches"
+            f"{num_micro_batches} micro-batches of {work.num_blocks} blocks: at most "
+            f"{MOST.block_runs} runs of a block are possible; ask for fewer micro-batches"
         )
     retime.warm_up()
     budget = default_seconds(work) if seconds is None else seconds
