@@ -107,9 +107,13 @@ def shared() -> Path:
 @pytest.fixture
 def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles and plans as measured, but in the fewest runs: for tests to which all are equal."""
-    few = {"measure.PATIENCE": 1, "transfers.STREAMED": 8, "calibration.MOST_TIMES": 1}
-    for name, value in (few | {"calibration.ROUNDS": 1, "calibration.STEPS": 1}).items():
-        monkeypatch.setattr(f"placement.costs.{name}", value)
+    from placement.costs import calibration, measure, transfers
+
+    few = {"most_times": 1, "rounds": 1, "steps": 1}
+    for module, changes in (
+        (measure, {"patience": 1}), (transfers, {"streamed": 8}), (calibration, few)
+    ):  # fmt: skip
+        monkeypatch.setattr(module, "EFFORT", module.EFFORT._replace(**changes))
     monkeypatch.setattr("placement.runs.ways.ROUNDS", 2)
 
 

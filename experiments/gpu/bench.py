@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -37,33 +38,26 @@ AGAIN_S = 5.0
 GIB = 2**30
 HOST_BYTES = 96 * GIB  # at least: memory of a lent machine grows as it is used, and says little
 
-# Constants of ``placement.costs`` here: what is learned once is not measured again, and what
+# What differs in ``placement.costs`` here: what is learned once is not measured again, and what
 # costs most is done once.
-_QUICK: dict[str, Any] = {
-    "measure.PATIENCE": 1,
-    "measure.ORDER_ROUNDS": 2,
-    "calibration.RUN_S": 0.02,
-    "calibration.CUTS": (1, 3, 7, 15, 31),
-    "calibration.ROUNDS": 1,
-    "calibration.LIKELY_ERROR": 0.08,  # of one run on a virtual machine
+_QUICK: dict[str, dict[str, Any]] = {
+    "measure.EFFORT": {"patience": 1, "order_rounds": 2},
+    "calibration.EFFORT": {"run_s": 0.02, "cuts": (1, 3, 7, 15, 31), "rounds": 1},
+    "calibration.LIKELY": {"error": 0.08},  # of one run on a virtual machine
 }
 # And of models of which many placements run, to be compared with what is predicted.
-_WELL: dict[str, Any] = _QUICK | {"calibration.ROUNDS": 2, "calibration.LIKELY_ERROR": 0.05}
-# And on the emulated GPU, whose times mean nothing.
-_BRIEF: dict[str, Any] = {
-    "measure.PATIENCE": 1,
-    "measure.ORDER_ROUNDS": 1,
-    "measure.TOGETHER_S": 0.0,
-    "transfers.LINK_BYTES": (2**12, 2**16),
-    "transfers.LONG_BYTES": 2**18,
-    "transfers.STREAMED": 4,
-    "calibration.RUN_S": 0.0,
-    "calibration.RUNS": (2, 3),
-    "calibration.CUTS": (1, 3),
-    "calibration.ROUNDS": 1,
-    "calibration.STEPS": 2,
-    "calibration.EVALUATIONS": 20,
+_WELL: dict[str, dict[str, Any]] = _QUICK | {
+    "calibration.EFFORT": _QUICK["calibration.EFFORT"] | {"rounds": 2},
+    "calibration.LIKELY": {"error": 0.05},
 }
+# And on the emulated GPU, whose times mean nothing.
+_BRIEF: dict[str, dict[str, Any]] = {
+    "measure.EFFORT": {"patience": 1, "order_rounds": 1, "together_s": 0.0},
+    "transfers.EFFORT": {"link_bytes": (2**12, 2**16), "long_bytes": 2**18, "streamed": 4},
+    "calibration.EFFORT": {
+        "run_s": 0.0, "runs": (2, 3), "cuts": (1, 3), "rounds": 1, "steps": 2, "evaluations": 20
+    },
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -203,9 +197,11 @@ class Bench:
             if earlier.graph_fingerprint == graph.fingerprint:
                 return earlier
         with ExitStack() as stack:
-            constants = _BRIEF if self.emulated else _WELL if key in PREDICTED else _QUICK
-            for constant, value in constants.items():
-                stack.enter_context(patch(f"placement.costs.{constant}", value))
+            changed = _BRIEF if self.emulated else _WELL if key in PREDICTED else _QUICK
+            for what, changes in changed.items():
+                usual = resolve_name(f"placement.costs.{what}")
+                other = usual._replace(**changes)
+                stack.enter_context(patch(f"placement.costs.{what}", other))
             for name in ("measure_links", "batch_seconds"):  # of the machine, not of a model
                 shared = partial(once, self.work / f"{name}.pickle", getattr(measuring, name))
                 stack.enter_context(patch.object(measuring, name, shared))

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,30 +25,44 @@ from placement.simulator import evaluate
 Floats = NDArray[np.float64]
 Way = frozenset[tuple[str, str]]  # pairs of devices, by name
 
-# Placements that run: a random one for each number of cuts, of which there are at most a share of
-# the operators; and what a planner answers that may try so many placements.
-CUTS, CUT_SHARE, SEED = (1, 3, 7, 15, 31, 63, 127), 0.25, 20
-EVALUATIONS = 400
-# Each runs so many micro-batches to warm up, then one by one, and in a pipeline. Where that takes
-# less than ``RUN_S`` it runs more, up to so many times as many.
-WARM, RUNS = 3, (3, 8)
-RUN_S, MOST_TIMES = 0.05, 32
-# Rounds of which the faster counts, as others disturb one of them; after so many seconds the second
-# is left out, as long runs are disturbed alike.
-ROUNDS, LONG_S = 2, 20.0
-SIMULATED = 16  # micro-batches at most when costs are tried
-# Costs are found in so many steps at most, while each leaves less than this share of what is
-# unlikely. Slopes are over steps of this size, and damped by one of these.
-STEPS, ENOUGH = 12, 0.99
-SLOPE_STEP, DAMPING = 0.1, (0.0, 0.3, 3.0, 30.0)
-# How far from what was measured a cost is likely to be. A prediction is off by this logarithm,
-LIKELY_ERROR = 0.03
-# ... and what a GPU takes alone by a part of that. Launched by the calling thread it is faster
-# than beside others, which transfers must explain then: with nothing is more compared.
-SURE = 3.0
-LIKELY_FACTOR = 1.0  # ... and by this are what transfers, waking and neighbours cost,
-LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # ... and all operators of a device of this kind.
-LIKELY_S, LIKELY_UNLIKE_S = 4e-5, 2e-4  # Seconds more, of one kind of devices and of several.
+
+class CalibrationEffort(NamedTuple):
+    """What runs, and how costs are found then: more of it takes longer and misses less."""
+
+    # Random placements, and what a planner answers.
+    cuts: tuple[int, ...] = (1, 3, 7, 15, 31, 63, 127)  # of each random one
+    cut_share: float = 0.25  # of the operators: there are no more cuts
+    seed: int = 20
+    evaluations: int = 400  # placements that the planner may try
+    # How often each of them runs.
+    warm: int = 3  # micro-batches that are not counted
+    runs: tuple[int, int] = (3, 8)  # micro-batches one by one, and in a pipeline
+    run_s: float = 0.05  # what takes less runs more micro-batches ...
+    most_times: int = 32  # ... up to so many times as many
+    rounds: int = 2  # of which the faster counts, as others disturb one of them
+    long_s: float = 20.0  # after which there is no second round: long runs are disturbed alike
+    # How costs are found that explain it.
+    simulated: int = 16  # micro-batches at most
+    steps: int = 12  # at most
+    enough: float = 0.99  # share of what is unlikely: a step that leaves more is the last
+    slope_step: float = 0.1  # over which slopes are: over small ones they would see one schedule
+    damping: tuple[float, ...] = (0.0, 0.3, 3.0, 30.0)  # of slopes; the best step is taken
+
+
+class Likely(NamedTuple):
+    """How far a cost is from what was measured, as likely as not."""
+
+    error: float = 0.03  # logarithm by which a prediction is off
+    # ... and what a GPU takes alone by a part of that. Launched by the calling thread it is faster
+    # than beside others, which transfers must explain then: with nothing is more compared.
+    sure: float = 3.0
+    factor: float = 1.0  # logarithm for what transfers, waking and neighbours cost
+    seconds: float = 4e-5  # more, of devices of one kind ...
+    unlike_s: float = 2e-4  # ... and of several
+
+
+EFFORT, LIKELY = CalibrationEffort(), Likely()
+LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # logarithm for all operators of a device of this kind
 
 
 def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
@@ -67,8 +82,8 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     memory for tells nothing; where that are all, the profile stays as it is.
     """
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
-    many = RUNS[1] * _repeated(least.sum(axis=0).max())
-    few = min(many, SIMULATED)
+    many = EFFORT.runs[1] * _repeated(least.sum(axis=0).max())
+    few = min(many, EFFORT.simulated)
     problem = Problem(graph, cluster, profile, num_microbatches=few)
     ran, measured = _ran(problem, _for_calibration(problem))
     if not ran:
@@ -116,7 +131,7 @@ def _overhead_s(
 
 def _repeated(whole_s: float) -> int:
     """How many times as often something runs that takes so long: a GPU is warm late."""
-    return int(np.clip(RUN_S / whole_s, 1, MOST_TIMES))
+    return int(np.clip(EFFORT.run_s / whole_s, 1, EFFORT.most_times))
 
 
 def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
@@ -127,7 +142,7 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
     singles = np.repeat(np.arange(problem.num_devices, dtype=np.int32)[:, None], problem.num_ops, 1)
     able = problem.supported.all(axis=0)
     replicas = [singles] if able.all() and problem.buffers_stay(singles[None])[0] else []
-    parts = pieces(problem, CUTS, SEED)
+    parts = pieces(problem, EFFORT.cuts, EFFORT.seed)
     cuts = [*parts]
     if (number := problem.graph.piece) is not None:
         of_group = problem.graph.per_group(number, np.maximum)[problem.graph.group]
@@ -139,7 +154,7 @@ def _for_calibration(problem: Problem) -> list[NDArray[np.int32]]:
 
 def _answers(problem: Problem) -> list[NDArray[np.int32]]:
     """What a planner answers, for a call and for a stream, where it uses several devices."""
-    search = planners.load("local_search", evaluations=EVALUATIONS)
+    search = planners.load("local_search", evaluations=EFFORT.evaluations)
     answers = {}
     for objective in (Objective.LATENCY, Objective.PERIOD):
         try:
@@ -161,16 +176,16 @@ def _ran(
     (nan).
     """
     rows, began = np.arange(problem.num_ops), time.perf_counter()
-    rounds = np.full((ROUNDS, len(placements), 2), np.nan)
-    for r in range(ROUNDS):
-        if r and time.perf_counter() - began > LONG_S:
+    rounds = np.full((EFFORT.rounds, len(placements), 2), np.nan)
+    for r in range(EFFORT.rounds):
+        if r and time.perf_counter() - began > EFFORT.long_s:
             rounds = rounds[:r]
             break
         for i, p in enumerate(placements):
             whole_s = problem.compute_s[rows, p].sum(axis=-1).mean()
             times = _repeated(whole_s)
-            alone, many = (runs * times for runs in RUNS)
-            warm = WARM * times
+            alone, many = (runs * times for runs in EFFORT.runs)
+            warm = EFFORT.warm * times
             try:
                 rounds[r, i] = run_placement(problem, p, alone if p.ndim == 1 else 1, many, warm)
             except RuntimeError as error:
@@ -209,7 +224,7 @@ def corrected(problem: Problem, placements: list[NDArray[np.int32]], measured: F
     ``measured`` float64 ``[P, 2]``: latency and period, nan where it is not known. A periodic
     placement is the last.
     """
-    few = min(problem.num_microbatches, SIMULATED)
+    few = min(problem.num_microbatches, EFFORT.simulated)
     costs, _ = _most_probable(replace(problem, num_microbatches=few), placements, measured)
     return scaled(problem.profile, costs)
 
@@ -220,7 +235,7 @@ def _most_probable(
     """The most probable costs after ``measured`` float64 ``[P, 2]``, nan where there is nothing.
 
     Each number is likely within one of its scale (``_costs``) and each measurement within
-    ``LIKELY_ERROR`` (of a GPU alone a part of it: ``SURE``); what is far from that counts less than
+    ``LIKELY.error`` (of a GPU alone a part of it: ``sure``); what is far from that counts less than
     its square. All are looked for at once: what one takes away another can give. Returns them, and
     float64 ``[P, 2]`` by how much predictions miss then, as logarithms of ratios. Periodic
     placements come last.
@@ -230,7 +245,7 @@ def _most_probable(
     batches = [np.stack(alike) for alike in by_ndim if alike]
     known, (scale, least) = np.isfinite(measured), _scale(problem.cluster)
     gpus = [{d} for d, device in enumerate(problem.cluster.devices) if device.kind == "cuda"]
-    sure = np.array([SURE if {*p.ravel().tolist()} in gpus else 1.0 for p in placements])
+    sure = np.array([LIKELY.sure if {*p.ravel().tolist()} in gpus else 1.0 for p in placements])
 
     def missed(numbers: Floats) -> Floats:
         costs = _costs(problem.cluster, numbers * scale)
@@ -243,7 +258,7 @@ def _most_probable(
         return np.log(np.stack([latency_s, period_s], axis=1) / measured)
 
     def unlikely(numbers: Floats) -> Floats:
-        rows = missed(numbers) * sure[:, None] / LIKELY_ERROR
+        rows = missed(numbers) * sure[:, None] / LIKELY.error
         return np.concatenate([rows[known], numbers])
 
     def sum_of(rows: Floats) -> float:
@@ -251,21 +266,21 @@ def _most_probable(
 
     numbers = np.zeros(len(scale))
     rows = unlikely(numbers)
-    for _ in range(STEPS):
+    for _ in range(EFFORT.steps):
         # Levenberg-Marquardt. Slopes of small steps would see one schedule, which changes.
-        aside = numbers + SLOPE_STEP * np.eye(len(numbers))
-        slopes = np.stack([unlikely(others) - rows for others in aside], axis=1) / SLOPE_STEP
+        aside = numbers + EFFORT.slope_step * np.eye(len(numbers))
+        slopes = np.stack([unlikely(others) - rows for others in aside], axis=1) / EFFORT.slope_step
         weighted = slopes / np.sqrt(1 + rows**2)[:, None]
         down, curved = weighted.T @ rows, weighted.T @ slopes
         # What is least and would be less stays: else the others would step as if it moved too.
         free = np.flatnonzero((numbers > least) | (down < 0))
-        tried = [numbers.copy() for _ in DAMPING]
-        for others, damping in zip(tried, DAMPING, strict=True):
+        tried = [numbers.copy() for _ in EFFORT.damping]
+        for others, damping in zip(tried, EFFORT.damping, strict=True):
             damped = curved[np.ix_(free, free)] + damping * np.eye(len(free))
             step = np.linalg.solve(damped, down[free])
             others[free] = np.maximum(least[free], others[free] - step)
         best = min(tried, key=lambda others: sum_of(unlikely(others)))
-        if sum_of(unlikely(best)) > ENOUGH * sum_of(rows):
+        if sum_of(unlikely(best)) > EFFORT.enough * sum_of(rows):
             break
         numbers, rows = best, unlikely(best)
     return _costs(problem.cluster, numbers * scale), missed(numbers)
@@ -305,9 +320,9 @@ def _costs(cluster: Cluster, numbers: Floats) -> Costs:
 def _scale(cluster: Cluster) -> tuple[Floats, Floats]:
     """Float64 ``[C]`` how far each of these numbers is likely to be from 0, and the least of it."""
     kinds, ways = [device.kind for device in cluster.devices], _ways(cluster)
-    seconds = LIKELY_S if len(set(kinds)) == 1 else LIKELY_UNLIKE_S
-    factors = [LIKELY_TIMES[kind] for kind in kinds] + [LIKELY_FACTOR] * (len(set(kinds)) + 2)
-    scale = [*factors, *[LIKELY_FACTOR, *[seconds] * 3] * len(ways)]
+    seconds = LIKELY.seconds if len(set(kinds)) == 1 else LIKELY.unlike_s
+    factors = [LIKELY_TIMES[kind] for kind in kinds] + [LIKELY.factor] * (len(set(kinds)) + 2)
+    scale = [*factors, *[LIKELY.factor, *[seconds] * 3] * len(ways)]
     least = [-np.inf] * len(factors) + [-np.inf, *[0.0] * 3] * len(ways)
     return np.array(scale), np.array(least)
 
@@ -323,7 +338,7 @@ def pieces(problem: Problem, counts: Sequence[int], seed: int) -> NDArray[np.int
     graph, devices = problem.graph, problem.num_devices
     rng = np.random.default_rng(seed)
     first = graph.per_group(problem.priority, np.minimum, graph.num_ops)
-    most = max(1, int(CUT_SHARE * graph.num_ops))
+    most = max(1, int(EFFORT.cut_share * graph.num_ops))
     able = np.isfinite(problem.compute_s)
     speed = 1 / np.maximum(problem.compute_s.sum(axis=0, where=able), 1e-12)
     choices = []

@@ -50,11 +50,8 @@ FITTED = {
     "elementwise": Efficiency(1.0, 0.80, calls=2.0),
     "view": Efficiency(1.0, 1.0),
 }
-# By which share times of whole models err on a GPU left out of the fit, root mean square.
-ERROR = 0.16
 _ALL = Efficiency(1.0, 1.0)
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm")
-_MOST = 0.95  # of a peak, whatever the watts
 _WATTS = 10.0  # of a TFLOP/s, with which devices reach what was fitted
 
 
@@ -118,7 +115,7 @@ class Peak:
         """Of operators of a kind of ``FITTED`` with so many operations, and bytes moved."""
         share = share or (_ALL if self.is_reached else FITTED[kind])
         compute = share.compute * (self.watts / _WATTS) ** share.power
-        compute = compute if self.is_reached else min(compute, _MOST)
+        compute = compute if self.is_reached else min(compute, 0.95)  # whatever the watts
         return share.calls * self.call_s + np.maximum(
             np.asarray(flops) / (compute * self.flops_per_s),
             np.asarray(moved) / (share.memory * self.bytes_per_s),

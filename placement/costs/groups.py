@@ -20,7 +20,6 @@ from placement.importers.decoder import Decoder
 from placement.problem import Problem, Solution
 from placement.tools.files import some
 
-MOST_GROUPINGS = 512
 _UNLIMITED = float("inf")
 Group = tuple[int, ...]  # numbers of devices
 
@@ -71,7 +70,7 @@ def groupings(decoder: Decoder, cluster: Cluster, size: int | None = None) -> li
 
     Raises:
         GroupError: ``size`` is below 2, does not divide the heads, or is more than there are alike
-            devices; or there are more than ``MOST_GROUPINGS`` ways.
+            devices; or there are more than 512 ways.
     """
     if any(d.streams or d.members for d in cluster.devices):
         raise GroupError(
@@ -90,10 +89,10 @@ def groupings(decoder: Decoder, cluster: Cluster, size: int | None = None) -> li
         else [_cut(alike, size if len(alike) >= size else 1, set())]
         for alike in kinds.values()
     ]
-    if (count := prod(map(len, ways))) > MOST_GROUPINGS:
+    if (count := prod(map(len, ways))) > 512:
         raise GroupError(
             f"{len(kinds)} kinds of devices make {count:,} ways to form groups, more than "
-            f"{MOST_GROUPINGS}: say how many devices a group has, --tensor-parallel 2"
+            "512: say how many devices a group has, --tensor-parallel 2"
         )
     return [sorted(group for kind in way for group in kind) for way in product(*ways)]
 

@@ -14,9 +14,6 @@ from placement.importers.routing import hottest, split
 from placement.planners.layer_dp import LayerDp
 from placement.problem import Placement, Problem
 
-# Of the experts that there seems to be room for: stages of whole layers do not fill every device.
-_TRIED = (1.0, 0.98, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2)
-
 
 def with_hot_experts(
     decoder: Decoder, cluster: Cluster, serving: Serving
@@ -45,7 +42,8 @@ def with_hot_experts(
     others = int(best[1].graph.param_bytes.sum()) - expert_bytes
     num = sum(part.num_experts for part in routed)
     count = min(num, max(0, (room - others) * num // expert_bytes))
-    for tried in sorted({int(count * share) for share in _TRIED} - {0, num}, reverse=True):
+    shares = (1.0, 0.98, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2)  # whole layers do not fill every device
+    for tried in sorted({int(count * share) for share in shares} - {0, num}, reverse=True):
         hot = hottest(decoder, tried)
         for _ in range(2):  # and again with the layers whole that it keeps whole
             parted = split(decoder, hot)

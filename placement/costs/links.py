@@ -40,15 +40,7 @@ Pair = tuple[int, int]  # sending rank, receiving rank
 
 SIZES = (2**12, 2**16, 2**20, 2**23)  # bytes
 _ROUND = (1, 1, 1, 1, *SIZES[:2], *SIZES[:2], *SIZES)  # sizes of a round; a byte comes back
-_PAIR_S = 10.0  # at most about so long for a pair: slow links have fewer rounds
-_BURST = 1.25  # the largest messages are slower than the line through all sizes says
 HANDED = ((2**8, 200), (2**18, 40))  # bytes and number of tensors: their processor time
-_PAUSE_S = 1e-3  # between them
-_DIRECT_S = 60.0  # for GPUs to find each other
-_FLOW_S = 0.05  # a message takes about so long when it is sent beside another
-_FLOW_BYTES = (2**16, 2**26)
-_FLOW_ROUNDS = 3
-SHARED = 1.5  # messages that take so many times as long beside each other share what carries them
 
 
 class LinkError(ValueError):
@@ -139,7 +131,7 @@ def measure_ranks(
     if size < 2:
         raise LinkError("one process has no links to others: --distributed needs 2 or more")
     say = progress or (lambda what, share: None)
-    groups = {} if direct is None else direct.groups(timedelta(seconds=_DIRECT_S))
+    groups = {} if direct is None else direct.groups(timedelta(minutes=1))
     mine: dict[Pair, list[float]] = {}
     used: dict[tuple[int, int, int], Floats] = {}
     pairs = list(permutations(range(size), 2))
@@ -187,7 +179,7 @@ def fit(pair: Pair, seconds: Floats) -> Link:
     """
     link = fit_link(f"rank:{pair[0]}", f"rank:{pair[1]}", SIZES, seconds)
     slope = float(seconds[-1] - seconds[-2]) / (SIZES[-1] - SIZES[-2])
-    if slope * link.bandwidth_bytes_per_s < _BURST:
+    if slope * link.bandwidth_bytes_per_s < 1.25:
         return link
     latency_s = max(float(seconds[0]) - SIZES[0] * slope, 0.0)
     return replace(link, latency_s=latency_s, bandwidth_bytes_per_s=1.0 / slope)
@@ -232,13 +224,14 @@ def shared_channels(hosts: Sequence[str], slowdown: Mapping[str, float]) -> dict
     between two hosts share one if they slow each other down. A message has one channel only, so
     that a receiver's interface is shared where two hosts share a channel, and not otherwise.
     """
+    shared = 1.5  # times as long beside each other: the same carries both
     name = {host: f"{host}:out" for host in dict.fromkeys(hosts)}
     for what, factor in slowdown.items():
         a, both_ways, b = what.partition(" <> ")
-        if both_ways and factor >= SHARED:
+        if both_ways and factor >= shared:
             old, new = name[b], name[a]
             name = {host: new if used == old else used for host, used in name.items()}
-    alone = {host for host in name if slowdown.get(f"{host}:out", SHARED) < SHARED}
+    alone = {host for host in name if slowdown.get(f"{host}:out", shared) < shared}
     return {
         (a, b): name[hosts[a]]
         for a, b in permutations(range(len(hosts)), 2)
@@ -360,7 +353,7 @@ def _ping(
         return time.perf_counter() - start
 
     took = play()  # connects, and tells how many more there is time for
-    rounds = torch.tensor([int(np.clip(_PAIR_S / took, 2, repeats))])
+    rounds = torch.tensor([int(np.clip(10.0 / took, 2, repeats))])  # in about 10 s
     dist.send(rounds, b) if me == a else dist.recv(rounds, a)
     for seconds in spans.values():
         seconds.clear()
@@ -387,7 +380,7 @@ def _hand_over(a: int, b: int, device: torch.device, groups: Mapping[Pair, Any])
             if i == 1:  # the first one connects
                 began = time.process_time()
             if me == a:
-                time.sleep(_PAUSE_S)
+                time.sleep(1e-3)
             announced = how(ticket, other)
             move(how, tensor, other, group)
             announced.wait()
@@ -404,9 +397,9 @@ def _gathered(mine: dict[Any, Any]) -> dict[Any, Any]:
 def _slowdown(flows: tuple[Pair, Pair], links: Mapping[Pair, Link], me: int) -> float:
     """How many times as long two messages take at the same time as alone: the larger of both."""
     bytes_per_s = min(links[pair].bandwidth_bytes_per_s for pair in flows)
-    size = int(np.clip(_FLOW_S * bytes_per_s, *_FLOW_BYTES))
+    size = int(np.clip(0.05 * bytes_per_s, 2**16, 2**26))  # which takes about 50 ms
     spans: dict[tuple[Pair, bool], list[float]] = {}
-    for _ in range(_FLOW_ROUNDS):
+    for _ in range(3):
         for sent in ((flows[0],), (flows[1],), flows):
             dist.barrier()
             for pair, seconds in _send(sent, size, me).items():

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,18 +53,25 @@ from placement.tools.progress import Progress
 
 Floats = NDArray[np.float64]
 
-# Others disturb a core for seconds at a time: rounds go on while the middle half of them differ by
-# so much, up to so many times as many.
-_SPREAD, PATIENCE = 0.15, 3
-# A graph that takes long has fewer rounds than it was to have: no more begin after so many seconds,
-# but for the first.
-_ENOUGH_S, _FEWEST = 10.0, 3
+
+class MeasuringEffort(NamedTuple):
+    """How often a graph runs: more often takes longer, and is less disturbed by others."""
+
+    patience: int = 3  # times as many rounds as are asked for: others disturb for seconds at a time
+    spread: float = 0.15  # of the middle half of the rounds: if they differ by less, no more follow
+    # A graph that takes long has fewer rounds than it was to have.
+    enough_s: float = 10.0  # after which no more begin ...
+    fewest: int = 3  # ... but for the first
+    rising_s: float = 0.03  # in which a GPU's clock rises before a round ...
+    most_runs: int = 50  # ... and runs meanwhile, at most
+    least_share: float = 0.5  # of an operator's seconds stays without those of recording it
+    together_s: float = 0.02  # at least, in which devices run the graph beside each other
+    order_rounds: int = 5  # in which two orders of the operators take turns ...
+    clearly: float = 0.95  # ... the second is taken where it needs less than this share of the time
+
+
+EFFORT = MeasuringEffort()
 _RULES = 14  # to be raised with what profiles of this machine say, or ``simulate`` makes of them
-_RISING_S, _MOST_RUNS = 0.03, 50  # until a GPU's clock has risen, and runs meanwhile at most
-_LEAST_SHARE = 0.5  # of an operator's seconds stays when those of recording it are taken off
-TOGETHER_S = 0.02  # at least, in which devices run the graph beside each other
-ORDER_ROUNDS = 5  # two orders of the operators take turns so often ...
-_CLEARLY = 0.95  # ... and the second is taken where it needs less than this share of the time
 
 
 def measure(
@@ -119,7 +126,7 @@ def measure(
 
     def unmarked(rounds: list[Floats]) -> Floats:
         seconds = typical(np.array(rounds))
-        return np.maximum(seconds - marks_s, _LEAST_SHARE * seconds) + lacking
+        return np.maximum(seconds - marks_s, EFFORT.least_share * seconds) + lacking
 
     profile = Profile(
         device_names=cluster.device_names,
@@ -152,9 +159,9 @@ def measured_rounds(
     runs, began = [_runs(runner, 0.0) for runner in runners], time.perf_counter()
 
     def go_on() -> bool:
-        if len(alone) < min(_FEWEST, repeats):
+        if len(alone) < min(EFFORT.fewest, repeats):
             return True
-        if time.perf_counter() - began > _ENOUGH_S or len(alone) >= PATIENCE * repeats:
+        if time.perf_counter() - began > EFFORT.enough_s or len(alone) >= EFFORT.patience * repeats:
             return False
         return len(alone) < repeats or not (_steady(alone) and _steady(loaded))
 
@@ -165,8 +172,8 @@ def measured_rounds(
             done = len(alone)
             of = f"{repeats}"
             if done >= repeats:
-                most = PATIENCE * repeats
-                of = f"at most {most}, as rounds differ by more than {_SPREAD:.0%}"
+                most = EFFORT.patience * repeats
+                of = f"at most {most}, as rounds differ by more than {EFFORT.spread:.0%}"
             say(f"measuring, round {done + 1} of {of}", min(1.0, done / repeats))
             # The first of the runs finds the caches as another device left them.
             each = [run_seconds(r, inputs, count) for r, count in zip(runners, runs, strict=True)]
@@ -186,8 +193,8 @@ def _runs(runner: Alone, whole_s: float) -> int:
     """
     if isinstance(runner, InParts):
         return 1
-    rising = _RISING_S / whole_s if whole_s and _on_gpu(runner) else 0.0
-    return int(np.clip(2 + rising, 2, _MOST_RUNS))
+    rising = EFFORT.rising_s / whole_s if whole_s and _on_gpu(runner) else 0.0
+    return int(np.clip(2 + rising, 2, EFFORT.most_runs))
 
 
 def _mark_seconds(
@@ -225,7 +232,7 @@ def _steady(rounds: Sequence[Floats]) -> bool:
         return True
     whole = [r.sum(axis=0) for r in rounds]
     low, middle, high = np.percentile(whole, [25, 50, 75], axis=0)
-    return bool(np.all(high - low <= _SPREAD * middle))
+    return bool(np.all(high - low <= EFFORT.spread * middle))
 
 
 def typical(rounds: Floats) -> Floats:
@@ -240,7 +247,7 @@ def typical(rounds: Floats) -> Floats:
     as long, and that may be most of the rounds.
     """
     whole: Floats = rounds.sum(axis=1)
-    disturbed = whole > (1 + _SPREAD) * np.percentile(whole, 25, axis=0)
+    disturbed = whole > (1 + EFFORT.spread) * np.percentile(whole, 25, axis=0)
     calm = np.where(disturbed[:, None], np.nan, rounds)
     middle = np.nanmedian(calm, axis=0)
     total: Floats = np.nanmedian(np.where(disturbed, np.nan, whole), axis=0)
@@ -368,7 +375,7 @@ def better_order(
     ratios = [
         _share_of_time(graph, cluster, d, reuse, rank, inputs) for d in sorted(first.values())
     ]
-    better = min(ratios) < _CLEARLY and max(ratios) < 1 / _CLEARLY
+    better = min(ratios) < EFFORT.clearly and max(ratios) < 1 / EFFORT.clearly
     return ("reuse", reuse) if better else ("rank", rank)
 
 
@@ -388,7 +395,7 @@ def _share_of_time(
         try:
             ratios = [
                 run_seconds(by_order, inputs, 2).sum() / run_seconds(by_other, inputs, 2).sum()
-                for _ in range(ORDER_ROUNDS)
+                for _ in range(EFFORT.order_rounds)
             ]
         except Exception as error:
             if not (is_short(error) or lacks_kernel(error, cluster, d)):
@@ -407,7 +414,7 @@ def _run_together(runners: Sequence[Alone], inputs: Sequence[Tensor], whole_s: f
     the cache that they share what the other has just fetched.
     """
     means = np.empty((runners[0].graph.num_ops, len(runners)))
-    times = max(3, int(TOGETHER_S / max(whole_s, 1e-4)))
+    times = max(3, int(EFFORT.together_s / max(whole_s, 1e-4)))
     gate = threading.Barrier(len(runners))
     busy = set(range(len(runners)))
 

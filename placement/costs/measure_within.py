@@ -27,8 +27,7 @@ from placement.profile import Profile
 from placement.program import check_captured
 from placement.tools.progress import Progress
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 10  # in which each chosen operator runs once
-_FEWEST = 3  # operators of a class that tell how fast the machine is now
+_FEWEST_ROUNDS = 3  # in which each chosen operator runs once
 
 
 def predict_here(graph: OpGraph, cluster: Cluster, method: Method | None = None) -> Profile:
@@ -145,7 +144,7 @@ def _measure(graph: OpGraph, cluster: Cluster, seconds: float) -> Floats:
             run_seconds(runner, inputs, 1)
         began = time.monotonic()
         while len(rounds) < _FEWEST_ROUNDS or (
-            len(rounds) < _MOST_ROUNDS and time.monotonic() - began < seconds
+            len(rounds) < 10 and time.monotonic() - began < seconds
         ):
             rounds.append(np.stack([run_seconds(runner, inputs, 1) for runner in runners], axis=1))
     return np.stack(rounds)
@@ -160,7 +159,7 @@ def correction(
     for c in np.unique(op_class):
         alike = op_class == c
         known = alike & is_measured
-        if known.sum() >= _FEWEST:
+        if known.sum() >= 3:  # which tell how fast the machine is now
             factor[alike] = compute[known].sum(axis=0) / predicted[known].sum(axis=0)
     return factor
 

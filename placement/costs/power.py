@@ -27,8 +27,6 @@ DECLARE = (
     "state busy_w and idle_w (watts) of every device in the cluster's YAML file, e.g. from data "
     "sheets: they count as declared"
 )
-_SIZE, _GPU_SIZE = 512, 8192  # of the matrices whose product keeps a device busy
-_WAKE_S = 0.5  # in which a GPU gets its context, and its kernels
 
 
 class PowerError(ValueError):
@@ -193,7 +191,7 @@ def measured(
 
     for device in cluster.devices:
         if device.kind == "cuda" and own[device.name]:
-            (work or keep_busy)(device, _WAKE_S)
+            (work or keep_busy)(device, 0.5)  # it gets its context, and its kernels
     rest = watts(lambda: wait(seconds))
     num_cpus = sum(d.kind == "cpu" and bool(own[d.name]) for d in cluster.devices)
     devices = []
@@ -232,10 +230,10 @@ def keep_busy(device: Device, seconds: float) -> None:
             os.sched_setaffinity(0, device.cores)  # of this thread
         if device.kind == "cuda":
             # Large, or launching is what takes the time; random, or hardly a bit changes.
-            x = torch.randn(_GPU_SIZE, _GPU_SIZE, device=device.name, dtype=torch.bfloat16)
+            x = torch.randn(8192, 8192, device=device.name, dtype=torch.bfloat16)
             x /= x.float().square().sum().sqrt()  # products neither grow nor overflow
         else:
-            x = torch.ones(_SIZE, _SIZE) / _SIZE
+            x = torch.ones(512, 512) / 512
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             for _ in range(16):

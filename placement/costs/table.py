@@ -14,10 +14,6 @@ from placement.costs.features import Features, features
 from placement.costs.predictors import Floats, LatencyError, Sample
 from placement.graph import OpGraph
 
-SMALLEST_S = 1e-8  # a clock's zero has no logarithm
-# A device that is nothing special. Times are learned relative to it: it need not be right, only
-# have their shape, so that what no sample is like is still predicted in proportion to its work.
-_FLOPS_PER_S, _BYTES_PER_S, _CALL_S = 4e10, 8e9, 3e-6
 NAMES = (
     "flops", "read_bytes", "written_bytes", "batch", "rows", "inner", "outer", "intensity",
     "num_inputs", "item_bytes", "threads", "param_gap_bytes", "kind_gap_bytes",
@@ -55,10 +51,15 @@ def columns(described: Features, device: Device) -> Floats:
 
 
 def reference_s(described: Features, threads: int = 1) -> Floats:
-    """float64 ``[N]`` seconds of operators on a device that is nothing special."""
+    """float64 ``[N]`` seconds of operators on a device that is nothing special.
+
+    Times are learned relative to it: it need not be right, only have their shape, so that what no
+    sample is like is still predicted in proportion to its work.
+    """
     moved = described.read_bytes + described.written_bytes
-    work: Floats = described.flops / _FLOPS_PER_S / threads + moved / _BYTES_PER_S
-    return work + _CALL_S
+    flops_per_s, bytes_per_s, call_s = 4e10, 8e9, 3e-6
+    work: Floats = described.flops / flops_per_s / threads + moved / bytes_per_s
+    return work + call_s
 
 
 def guess(described: Features, device: Device) -> Floats:
@@ -89,7 +90,8 @@ def tables(samples: Sequence[Sample]) -> dict[str, Table]:
         _, first, row, count = np.unique(
             sample.graph.op_signature, return_index=True, return_inverse=True, return_counts=True
         )
-        mean = np.bincount(row, np.maximum(sample.compute_s, SMALLEST_S)) / count
+        measured = np.maximum(sample.compute_s, 1e-8)  # a clock's zero has no logarithm
+        mean = np.bincount(row, measured) / count
         x = columns(described, sample.device)
         x = np.stack([np.bincount(row, column) / count for column in x.T], axis=1)
         part = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,19 @@ from placement.executor.runner import Runner
 
 Floats = NDArray[np.float64]
 
-LINK_BYTES = (2**12, 2**16, 2**20, 2**23)  # of tensors that are sent
-LONG_BYTES = 2**26  # besides, where a GPU is: its link is not full before
-CHAIN_OPS, CHAIN_SIZE = 17, 2**17  # of the chain that tells what waking costs
-STREAMED, STREAM_SIZE = 64, 2**6  # micro-batches, and of a chain that tells what each costs
+
+class TransferEffort(NamedTuple):
+    """What is sent, and which chains of operators run, to learn what sending costs."""
+
+    link_bytes: tuple[int, ...] = (2**12, 2**16, 2**20, 2**23)  # of tensors that are sent
+    long_bytes: int = 2**26  # besides, where a GPU is: its link is not full before
+    chain_ops: int = 17
+    chain_size: int = 2**17  # elements, of the chain that tells what waking costs
+    stream_size: int = 2**6  # elements, of the chain that tells what a micro-batch costs
+    streamed: int = 64  # micro-batches of it
+
+
+EFFORT = TransferEffort()
 
 
 def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
@@ -38,7 +47,7 @@ def measure_links(cluster: Cluster, *, repeats: int = 5) -> tuple[Link, ...]:
     """
     pairs = [(a, b) for a in range(cluster.num_devices) for b in range(cluster.num_devices)]
     on_gpu = any(d.kind == "cuda" for d in cluster.devices)
-    sizes = (*LINK_BYTES, LONG_BYTES) if on_gpu else LINK_BYTES
+    sizes = (*EFFORT.link_bytes, EFFORT.long_bytes) if on_gpu else EFFORT.link_bytes
     extra: dict[tuple[int, int], Floats] = {
         (a, b): np.empty(len(sizes)) for a, b in pairs if a != b
     }
@@ -73,7 +82,7 @@ def _wake_seconds(
     cluster: Cluster, pairs: list[tuple[int, int]], repeats: int
 ) -> dict[tuple[int, int], float]:
     """Seconds that waking an idle receiver keeps the sender busy, by (sender, receiver)."""
-    x = torch.ones(CHAIN_SIZE)
+    x = torch.ones(EFFORT.chain_size)
     watched = capture(Watched(True), x, name="watched")
     chain = [i for i, kind in enumerate(watched.op_kind) if "add" in kind]
     waking, silent = {}, {}
@@ -105,7 +114,7 @@ def batch_seconds(cluster: Cluster, repeats: int) -> float:
     unlike kinds of devices the one that this costs most counts: what a GPU is asked to do it does
     later, and its period hides what the threads cost.
     """
-    x = torch.ones(STREAM_SIZE)
+    x = torch.ones(EFFORT.stream_size)
     graph = capture(Watched(False), x, name="chain")
     inputs, more = graph.program.timing_inputs(), dict[str, list[float]]()
     for d, device in enumerate(cluster.devices):
@@ -114,8 +123,8 @@ def batch_seconds(cluster: Cluster, repeats: int) -> float:
             Runner(graph, cluster, [d] * graph.num_ops) as streaming,
         ):
             for r in range(3 * repeats + 1):
-                period_s = streaming.period_of(streaming.stream([x] * STREAMED))
-                operators_s = run_seconds(alone, inputs, STREAMED // 4).sum()
+                period_s = streaming.period_of(streaming.stream([x] * EFFORT.streamed))
+                operators_s = run_seconds(alone, inputs, EFFORT.streamed // 4).sum()
                 if r:
                     excess = period_s - operators_s
                     more.setdefault(device.kind, []).append(excess)
@@ -158,7 +167,7 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         seen = []
-        for _ in range(CHAIN_OPS):
+        for _ in range(EFFORT.chain_ops):
             x = x + 1.0
             if self.watched:
                 seen.append(x[:1])

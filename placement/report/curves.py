@@ -17,9 +17,7 @@ from placement.report.table import Comparison
 from placement.tools.shown import count
 
 Floats = NDArray[np.float64]
-_SHORTEST_S = 1e-3
 _LEAST = 0.05  # per cent above the best found that the picture tells from none
-_LABEL = 9  # points that a label is high
 
 
 def best_so_far(comparison: Comparison, at_s: Floats) -> dict[str, Floats]:
@@ -71,7 +69,8 @@ def plot_curves(comparison: Comparison, path: str | Path) -> Path:
     plan_s = {planner: [row.plan_s for row in rows] for planner, rows in of_planner.items()}
     drawn = {row.planner for row in comparison.rows if row.seed is not None}
     shown = [s for planner in drawn or plan_s.keys() for s in plan_s[planner]]
-    at_s = np.geomspace(_SHORTEST_S, max([10 * _SHORTEST_S, *shown]), 300)
+    shortest_s = 1e-3
+    at_s = np.geomspace(shortest_s, max([10 * shortest_s, *shown]), 300)
     above = {
         planner: np.maximum(100 * (ratio - 1), _LEAST)
         for planner, ratio in best_so_far(comparison, at_s).items()
@@ -86,7 +85,7 @@ def plot_curves(comparison: Comparison, path: str | Path) -> Path:
         label = f"{gantt.as_text(planner)}  {_percent(ended[planner])}"
         axis.plot(at_s, above[planner], dash, color=colour, lw=1.8, label=label)
     dots = {
-        planner: (max(_SHORTEST_S, float(np.median(plan_s[planner]))), ended[planner])
+        planner: (max(shortest_s, float(np.median(plan_s[planner]))), ended[planner])
         for planner in order
         if planner not in drawn
     }
@@ -118,17 +117,18 @@ def plot_curves(comparison: Comparison, path: str | Path) -> Path:
 
 def _label(axis: Any, dots: Mapping[str, tuple[float, float]]) -> None:
     """Names beside the dots, moved up, with a line to its dot, where one would cover another."""
+    high = 9  # points
     to_points = 72 / axis.figure.dpi
     at = {name: axis.transData.transform(xy) * to_points for name, xy in dots.items()}
     # Left, right and bottom of what labels must not cover: dots, and labels that are there.
-    taken = [(x - 2, x + 2, y - _LABEL / 2) for x, y in at.values()]
+    taken = [(x - 2, x + 2, y - high / 2) for x, y in at.values()]
     for name, (left, middle) in sorted(at.items(), key=lambda item: item[1][1]):
-        left, bottom = left + 5, middle - _LABEL / 2
+        left, bottom = left + 5, middle - high / 2
         right = left + 4.2 * len(name)
         for other_left, other_right, other_bottom in sorted(taken, key=lambda t: t[2]):
             beside = left > other_right or right < other_left
-            if not beside and abs(bottom - other_bottom) < _LABEL:
-                bottom = other_bottom + _LABEL
+            if not beside and abs(bottom - other_bottom) < high:
+                bottom = other_bottom + high
         taken.append((left, right, bottom))
         where: dict[str, Any] = {"xytext": (5, bottom - middle), "textcoords": "offset points"}
         if bottom > middle:

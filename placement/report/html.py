@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from placement.plan import Plan
 
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "graph.js", "main.js")
-NUM_BINS = 400  # of utilisation and memory over time
 MAX_BARS = 2_000_000  # operators x micro-batches of all timelines: about 10 MB of page
-NUM_POINTS = 200  # of a best-so-far curve
 
 _UNSAFE = re.compile("[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -379,13 +377,14 @@ def _timeline(
         sent,
         until - sent,
     )
-    edges = begin + np.linspace(0.0, timeline.makespan_s, NUM_BINS + 1)
+    bins = 400  # of utilisation and memory over time
+    edges = begin + np.linspace(0.0, timeline.makespan_s, bins + 1)
     memory = None
     # Timelines do not say which operators of a device have parameters in host memory.
     if problem is not None and not problem.cluster.streaming:
         steps = memory_steps(problem, timeline.placement, timeline, window)
         memory = [largest(s, edges).tolist() for s in steps]
-    busy = usage.busy_share(timeline, NUM_BINS)
+    busy = usage.busy_share(timeline, bins)
     return {
         "bars": _packed(*(b.astype("<i8").astype("<u4") for b in bars)),
         "tick_s": tick_s,
@@ -467,8 +466,8 @@ def _curves(rows: Sequence[Row], comparison: Comparison) -> list[dict[str, Any]]
         if len(when):
             best = np.minimum.accumulate(value)
             drops = np.flatnonzero(np.append(True, best[1:] < best[:-1]))
-            if len(drops) > NUM_POINTS:
-                drops = drops[np.linspace(0, len(drops) - 1, NUM_POINTS).astype(int)]
+            if len(drops) > 200:
+                drops = drops[np.linspace(0, len(drops) - 1, 200).astype(int)]
             points = [[_short(float(when[k])), float(best[k])] for k in drops]
             end = max(row.plan_s, float(when[-1]))
             shown.append({"planner": row.planner, "seed": row.seed, "points": points, "end_s": end})

@@ -16,8 +16,6 @@ _COLUMNS = {
     "period_s": ("period", "ms"),
     "energy_j": ("energy", "mJ"),
 }
-_FEW = 12  # rows of a workload that can all have names
-_MAX_WORKLOADS = 12  # rows of a picture that can still be looked at
 
 
 def plot_pareto(comparison: Comparison, path: str | Path) -> Path:
@@ -35,7 +33,7 @@ def plot_pareto(comparison: Comparison, path: str | Path) -> Path:
     workloads = groups((row for row in comparison.rows if row.feasible), "workload")
     if not workloads:
         raise gantt.PlotError("no placement that fits was found for any workload")
-    shown = dict(list(workloads.items())[:_MAX_WORKLOADS])
+    shown = dict(list(workloads.items())[:12])  # more rows are not looked at
     with_energy = any(rows[0].energy_j is not None for rows in shown.values())
     pairs = [("latency_s", "period_s")]
     if with_energy:
@@ -61,7 +59,7 @@ def _panel(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
     named: dict[tuple[float, float], list[str]] = {}
     for row, point in zip(rows, points, strict=True):
         axis.plot(*point, "o", ms=5, color=COLOURS[0] if row.pareto else FAINT)
-        if (row.pareto or len(rows) <= _FEW) and row.planner not in named.setdefault(point, []):
+        if (row.pareto or len(rows) <= 12) and row.planner not in named.setdefault(point, []):
             named[point].append(row.planner)
     for (px, py), names in named.items():
         more = f" +{len(names) - 3}" if len(names) > 3 else ""

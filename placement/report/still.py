@@ -15,8 +15,6 @@ from placement.report.gantt import COLOURS, merged
 from placement.timeline import Timeline
 from placement.tools.shown import duration, seconds
 
-WIDTH, LEFT, LANE, TITLE = 1000, 110, 22, 24  # pixels; what is left is for names of devices
-MOST_BARS = 4_000  # micro-batches x devices of a timeline
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "period": ("period_s", "measured_period_s"),
     "latency": ("latency_s", "measured_latency_s"),
@@ -25,31 +23,32 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 def picture(timelines: Sequence[Timeline], planner: str) -> str:
     """SVG: a lane per device, a colour per micro-batch, all timelines on one time axis."""
+    width, left, lane, title = 1000, 110, 22, 24  # pixels; what is left is for names of devices
     span_s = max([1e-12, *(t.makespan_s for t in timelines)])
     shapes, top = [], 0
     for timeline in timelines:
         count = len(timeline.device_names)
-        num_shown = min(timeline.num_microbatches, max(1, MOST_BARS // count))
+        num_shown = min(timeline.num_microbatches, max(1, 4_000 // count))
         what = f"{planner}, {named(timeline)}: {seconds(timeline.period_s)} per micro-batch"
         shapes.append(_text(0, top + 16, what, "name"))
-        top += TITLE
+        top += title
         for device, name in enumerate(timeline.device_names):
-            y = top + LANE * device
+            y = top + lane * device
             short = name if len(name) < 15 else f"{name[:13]}…"
-            shapes.append(_text(LEFT - 8, y + 15, short, "device"))
-            shapes.append(_bar(LEFT, y, WIDTH - LEFT, 'class="lane"'))
+            shapes.append(_text(left - 8, y + 15, short, "device"))
+            shapes.append(_bar(left, y, width - left, 'class="lane"'))
             for batch in range(num_shown):
                 ops = np.flatnonzero(timeline.device_of[batch] == device)
                 begin = timeline.start_s[batch, ops] - timeline.begin_s
                 end = timeline.end_s[batch, ops] - timeline.begin_s
-                for a, b in merged(begin, end, span_s / WIDTH):
-                    scale = (WIDTH - LEFT) / span_s
-                    at, width = LEFT + a * scale, (b - a) * scale
-                    shapes.append(_bar(at, y, width, f'fill="{COLOURS[batch % len(COLOURS)]}"'))
-        top += LANE * count + 6
-    shapes.append(_text(LEFT, top + 12, "0"))
-    shapes.append(_text(WIDTH, top + 12, duration(span_s), "end"))
-    size = f'viewBox="0 0 {WIDTH} {top + 18}" role="img"'
+                for a, b in merged(begin, end, span_s / width):
+                    scale = (width - left) / span_s
+                    at, long = left + a * scale, (b - a) * scale
+                    shapes.append(_bar(at, y, long, f'fill="{COLOURS[batch % len(COLOURS)]}"'))
+        top += lane * count + 6
+    shapes.append(_text(left, top + 12, "0"))
+    shapes.append(_text(width, top + 12, duration(span_s), "end"))
+    size = f'viewBox="0 0 {width} {top + 18}" role="img"'
     return f'<svg class="gantt" {size} aria-label="Timeline">{"".join(shapes)}</svg>'
 
 

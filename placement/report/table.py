@@ -195,9 +195,6 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
     return (*every, *overall(comparison))
 
 
-_SEEN = 0.01  # of the latencies: what is less is not worth a line
-
-
 def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
     first = next(iter(by_planner.values()))[0]
     # Period and latency always have a column; another objective has one of its own.
@@ -224,7 +221,7 @@ def _predicted(workload: str, by_planner: dict[str, list[Row]]) -> Table:
         notes.append("energy is computed from declared watts, not from measured ones")
     every = [row for rows in by_planner.values() for row in rows]
     overhead_s = max(row.overhead_s or 0.0 for row in every)
-    if overhead_s > _SEEN * min(row.latency_s for row in every):
+    if overhead_s > 0.01 * min(row.latency_s for row in every):
         notes.append(
             "latencies are from a call's first operator to its last; the call takes up to "
             f"{shown.seconds(overhead_s)} more, which plans have"

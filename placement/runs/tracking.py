@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 ArtifactKind = Literal["plan", "policy", "profile", "report"]
 NUM_POINTS = 50  # of a best-so-far curve
 SECONDS = "best_so_far/plan_s"  # the axis of these curves
-INIT_TIMEOUT_S = 30.0  # after which a run that was to be online is offline
 
 
 class Mirror:
@@ -179,7 +178,7 @@ class WandbTracker(Tracker):
             "config": dict(config),
             "reinit": "finish_previous",
             "settings": wandb.Settings(
-                silent=True, console="off", save_code=False, init_timeout=INIT_TIMEOUT_S
+                silent=True, console="off", save_code=False, init_timeout=30.0
             ),
         }
         try:

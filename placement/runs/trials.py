@@ -24,9 +24,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
-PATIENCE = 4  # limits that a run beyond its limit is waited for
-_BATCH = 16  # new placements between two looks at the incumbent
-_STEPS = 10  # of a median polish
 
 
 class TrialError(ValueError):
@@ -103,7 +100,7 @@ class Trials:
         measurements: most runs. None: no limit.
         path: of the file (JSON lines). None: nothing is kept.
         limit_s: seconds of a run, its start and its warm-up included. A placement that takes
-            longer is worth inf; the next one waits for its end, ``PATIENCE`` times as long at most.
+            longer is worth inf; the next one waits for its end, four times as long at most.
             None: no limit.
 
     Raises:
@@ -211,13 +208,13 @@ class Trials:
         # Every second round backwards: who follows whom, and who is first, changes.
         for i in np.arange(len(rows))[:: -1 if self._played % 2 else 1]:
             seconds[i], left = self._in_time(rows[i])
-            if left is not None and not _ends(left, PATIENCE * (self.limit_s or 0.0)):
+            if left is not None and not _ends(left, 4 * (self.limit_s or 0.0)):
                 # What has run is kept, and that this one hangs: who goes on does not run it again.
                 at = np.isfinite(seconds)
                 at[i] = True
                 self._keep(Round(rows[at], np.where(np.isnan(seconds[at]), np.inf, seconds[at])))
                 raise TrialError(
-                    f"a placement has not ended after {(1 + PATIENCE) * (self.limit_s or 0):g} s, "
+                    f"a placement has not ended after {5 * (self.limit_s or 0):g} s, "
                     f"and disturbs what would run next: end this process, and go on in a new one "
                     f"(placement-train: resume=true), which knows it and does not run it again"
                 )
@@ -264,8 +261,8 @@ class Trials:
         distinct = {p.tobytes(): p for p in rows if p.tobytes() not in ran}
         fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
-        for at in range(0, len(new), _BATCH):
-            part, first = new[at : at + _BATCH], self.incumbent
+        for at in range(0, len(new), 16):
+            part, first = new[at : at + 16], self.incumbent
             batch = part if first is None else [first, *part]
             if self._played < len(self._rounds) and not self._is_next(batch):
                 self._played = len(self._rounds)
@@ -359,7 +356,7 @@ def two_way(index: Ints, round: Ints, values: Floats) -> tuple[Floats, Floats]:
     told = np.flatnonzero(often[index])
     there, at = np.unique(round[told], return_inverse=True)
     level = medians(index, values)
-    for _ in range(_STEPS if len(told) else 0):
+    for _ in range(10 if len(told) else 0):  # a median polish
         drift[there] = medians(at, (values - level[index])[told])
         level = medians(index, values - drift[round])
     return level, drift

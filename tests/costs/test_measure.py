@@ -18,8 +18,8 @@ from placement.cluster import Cluster, Device
 from placement.costs import calibration, transfers
 from placement.costs import measure as measure_module
 from placement.costs.calibration import Costs, _ways, at_speed, calibrated, pieces, scaled
-from placement.costs.measure import cached_path, load_or_measure, measure, typical
-from placement.costs.transfers import LINK_BYTES, fit_link, measure_links
+from placement.costs.measure import MeasuringEffort, cached_path, load_or_measure, measure, typical
+from placement.costs.transfers import fit_link, measure_links
 from placement.executor.runner import Runner
 from placement.graph import OpGraph
 from placement.plan import make_plan
@@ -32,6 +32,7 @@ from tests.machine import TWO, problem_of
 from tests.problems import every_link
 
 pytestmark = pytest.mark.timeout(60)
+LINK_BYTES = transfers.EFFORT.link_bytes
 
 
 def branches() -> OpGraph:
@@ -116,7 +117,7 @@ def test_ctrl_c_while_all_devices_measure_leaves_nobody_waiting(monkeypatch):
         main = threading.main_thread().ident
         timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
         timer.start()
-        monkeypatch.setattr(measure_module, "TOGETHER_S", 1e6)
+        monkeypatch.setattr(measure_module, "EFFORT", MeasuringEffort(together_s=1e6))
         measure_module._run_together(runners, flat, 1e-3)
     timer.join()
     assert set(threading.enumerate()) <= before
@@ -140,7 +141,7 @@ def test_one_device_has_no_load_and_no_links():
 
 def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
     watched, silent = (capture(transfers.Watched(w), torch.ones(8)) for w in (True, False))
-    assert set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == transfers.CHAIN_OPS
+    assert set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == 17
     assert watched.op_kind.count("aten.add.Tensor") == silent.num_ops
 
 
@@ -440,8 +441,8 @@ def test_a_gpu_is_predicted_alone_as_it_runs_alone_whatever_others_say(seed, mon
     took = np.array([like(profile)(problem, p) for p in placements])
     took *= np.exp(rng.normal(0.0, 0.05, took.shape))
     took[:2, 0], took[1, 1] = np.nan, 0.6 * took[1, 1]
-    for sure in (calibration.SURE, 1.0):
-        monkeypatch.setattr(calibration, "SURE", sure)
+    for sure in (calibration.LIKELY.sure, 1.0):
+        monkeypatch.setattr(calibration, "LIKELY", calibration.Likely(sure=sure))
         better = replace(problem, profile=calibration.corrected(problem, placements, took))
         off = abs(np.log(evaluate(better, np.stack(placements)).period_s / took[:, 1]))
         assert np.median(off) < 0.1 and (off[1] < 0.05) == (sure > 1), off
@@ -460,7 +461,7 @@ def test_what_takes_less_time_runs_more_often(monkeypatch):
 
     monkeypatch.setattr(calibration, "run_placement", run)
     calibrated(graph, cluster, profile)
-    (alone, many), warm = calibration.RUNS, calibration.WARM
+    (alone, many), warm = calibration.EFFORT.runs, calibration.EFFORT.warm
     assert asked[(0,) * 10] == (alone, many, warm)
     assert asked[(1,) * 10] == (12 * alone, 12 * many, 12 * warm)
     assert asked[(0,) * 10 + (1,) * 10][0] == 1  # of replicas no latency is taken
@@ -522,6 +523,6 @@ def test_a_profile_knows_how_far_its_predictions_are_off(monkeypatch, tmp_path):
 
 
 def test_placements_for_calibration_are_cut_at_few_places_to_a_quarter_of_all():
-    placements = pieces(problem_of(relus(60), TWO), calibration.CUTS, 20)
+    placements = pieces(problem_of(relus(60), TWO), calibration.EFFORT.cuts, 20)
     assert (np.diff(placements, axis=1) != 0).sum(axis=1).tolist() == [1, 3, 7, 15]
     assert placements.shape == (4, 60) and placements.dtype == np.int32

@@ -13,8 +13,6 @@ from placement.costs.features import Features
 from placement.costs.predictors import Floats, Sample
 from placement.costs.table import Fitted, Table, columns, kinds, tables
 
-_LARGEST_SPREAD = 3.0  # of a logarithm: a factor of 20
-
 
 @dataclass(frozen=True)
 class Polynomial:
@@ -93,7 +91,7 @@ class _Regression:
         unlike = ((terms @ self.inverse) * terms).sum(axis=1)
         # A square that was fitted inside of the range says nothing outside of it.
         value = _terms(np.clip(x, self.low, self.high)) @ self.coefficients
-        spread = np.minimum(self.noise * np.sqrt(1.0 + unlike), _LARGEST_SPREAD)
+        spread = np.minimum(self.noise * np.sqrt(1.0 + unlike), 3.0)  # a factor of 20
         return np.clip(value, self.least, self.most), spread
 
 

@@ -18,9 +18,6 @@ from placement.costs.features import features
 from placement.costs.predictors import Floats, LatencyError, Sample
 from placement.graph import OpGraph
 
-_SPREAD = 0.7  # standard deviation of the logarithm: within a factor of 2, two times of three
-_ROUNDS = 5
-
 
 @dataclass(frozen=True)
 class Roofline:
@@ -66,7 +63,7 @@ class Roofline:
             for kind in np.unique(kinds[of_size]).tolist():
                 at = of_size & (kinds == kind)
                 seconds[at] = peak.seconds(kind, work.flops[at], moved[at])
-        return seconds, _SPREAD * seconds
+        return seconds, 0.7 * seconds  # two times of three within a factor of 2
 
     def _peaks(self, device: Device) -> tuple[Peak, Peak]:
         """What the device does with types of 2 bytes and of more: given, published, or measured.
@@ -122,7 +119,7 @@ def _calibrate(device: Device) -> Peak:
             """Least seconds of a call, over rounds of so many."""
             call()
             spans = []
-            for _ in range(_ROUNDS):
+            for _ in range(5):
                 begin = backend.mark()
                 for _ in range(times):
                     call()

@@ -13,9 +13,6 @@ from placement.costs.features import CLASSES, Features
 from placement.costs.predictors import Floats, LatencyError, Sample
 from placement.costs.table import Fitted, Table, columns, guess, kinds, tables
 
-_MOST_KINDS = 254  # that the trees tell apart; the others are as if never measured
-_UNKNOWN = 0.5  # spread of a logarithm where too few graphs were measured to leave one out
-
 
 @dataclass(frozen=True)
 class Trees:
@@ -54,7 +51,8 @@ class Trees:
 
         def fit(table: Table) -> _Trees:
             every_kind, count = np.unique(table.kind, return_counts=True)
-            often = np.argsort(-count, kind="stable")[:_MOST_KINDS]
+            # The trees tell 254 apart; the others are as if never measured.
+            often = np.argsort(-count, kind="stable")[:254]
             names = {str(kind): i for i, kind in enumerate(every_kind[often])}
             x = _inputs(table.kind, table.op_class, table.x, table.guess, names)
             y = table.y - table.guess
@@ -79,7 +77,7 @@ class Trees:
                     missed[out] = y[out] - model.predict(x[out])
                 models.append(model)
             seen = np.isfinite(missed)
-            noise = np.full(len(CLASSES), _UNKNOWN)
+            noise = np.full(len(CLASSES), 0.5)  # of too few graphs to leave one out
             if seen.any():
                 noise[:] = np.sqrt((missed[seen] ** 2).mean())
             for c in range(len(CLASSES)):
