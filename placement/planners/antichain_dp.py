@@ -18,7 +18,6 @@ from placement.search.stages import cut_in_order, merge_blocks
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-_FEW_STATES = 50
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class AntichainDp:
         search = Search(problem, self.seconds, self.evaluations)
         limit = self.max_states
         if self.seconds is not None:  # all pairs are compared
-            limit = min(limit, max(_FEW_STATES, int(2000 * (self.seconds / 2) ** 0.5)))
+            limit = min(limit, max(50, int(2000 * (self.seconds / 2) ** 0.5)))
         ideals, num_tasks = _states(problem, limit, search)
         inside = _inside(ideals)
         compute = _compute_s(problem, ideals)

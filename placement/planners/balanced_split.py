@@ -15,8 +15,6 @@ from placement.search.evaluation import Choice, Search, device_classes, supporte
 from placement.search.list_schedule import first_that_fits, held_bytes
 
 Floats = NDArray[np.float64]
-# Of devices orders are tried: of so many at most, and if so few of them differ.
-_MAX_ORDERED, _MAX_ORDERS = 8, 120
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,17 @@ class BalancedSplit:
 
 
 def _orders(classes: NDArray[np.int32]) -> list[tuple[int, ...]]:
-    """Orders of the devices that differ, the cluster's own first; it alone if they are too many."""
+    """Orders of the devices that differ, the cluster's own first.
+
+    It alone of more than eight devices, or if there are more than 120.
+    """
     own = tuple(range(len(classes)))
-    if len(classes) > _MAX_ORDERED:
+    if len(classes) > 8:
         return [own]
     orders: dict[tuple[int, ...], tuple[int, ...]] = {}
     for order in itertools.permutations(own):
         orders.setdefault(tuple(classes[list(order)]), order)
-        if len(orders) > _MAX_ORDERS:
+        if len(orders) > 120:
             return [own]
     return list(orders.values())
 

@@ -24,7 +24,6 @@ from placement.search.evaluation import (
     cannot_fit,
 )
 
-_LAST = 100  # the turn of planners that say none
 # What ideal_dp gets where seconds are not limited: a second or less, the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}
 
@@ -188,7 +187,7 @@ class BestOf:
     def _order(self, problem: Problem) -> list[str]:
         """Who comes first where not all of them may come."""
         loads = problem.objective.is_throughput
-        turns, last = loads and problem.max_phases > 1, _LAST
+        turns, last = loads and problem.max_phases > 1, 100  # of planners that say none
         streams = ("residence",) if problem.cluster.streaming else ()
         names = dict.fromkeys((*self.planners, *streams))
         among = {name: _among(find(name)) for name in names}

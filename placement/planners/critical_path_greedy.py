@@ -18,7 +18,6 @@ from placement.search.evaluation import (
 from placement.simulator import simulate
 
 Ints = NDArray[np.int32]
-_A_FAIR_TRY = 0.25  # of a budget
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,9 @@ def _too_slow(search: Search, first_cost: float, beat: float | None) -> bool:
     """Whether the pace since ``first_cost``, which only slows down, would not lead to ``beat``."""
     if beat is None:
         return False
-    used = search.used
+    used = search.used  # a quarter is a fair try
     gained = first_cost - search.best_cost
-    return used > _A_FAIR_TRY and search.best_cost - gained * (1 - used) / used > beat
+    return used > 0.25 and search.best_cost - gained * (1 - used) / used > beat
 
 
 def key_operators(problem: Problem, dense: float) -> NDArray[np.bool_]:

@@ -14,8 +14,6 @@ from placement.search.evaluation import INFEASIBLE, Search, single_devices
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
-_SLACK = 0.005  # how much longer than the best a period may be, as a share, for fewer phases
-
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -55,10 +53,11 @@ class DataParallel:
         alone, beside = (x[:, able].sum(axis=0) for x in (problem.compute_s, problem.loaded_s))
         seconds = seconds * np.where(alone > 0, beside / np.where(alone > 0, alone, 1.0), 1.0)
         order = np.argsort(seconds, kind="stable")
+        slack = 0.005  # for fewer phases a period may be longer by this share
         for count in range(2, int((seconds < INFEASIBLE).sum()) + 1):
             if not search.left:
                 break
-            turn = deal(seconds[order[:count]], problem.max_phases, _SLACK)
+            turn = deal(seconds[order[:count]], problem.max_phases, slack)
             if len(turn) > 1:
                 search.consider(single[order[turn]], 1)
         assert search.best is not None, "single devices were scored"

@@ -30,11 +30,7 @@ Ints = NDArray[np.int32]
 Stage = tuple[int, NDArray[np.intp]]  # kind of device, items
 Edges = set[tuple[int, int]]
 
-_TRIVIAL_S, _TRIVIAL = 1e-9, 1e-6  # an item without time; and not more of the mean than this
 _FAR = 1e300  # a load that every split beats
-_ROUNDS = 1e-9  # of a load: what sums in another order may differ by
-_STEPS = 2_000_000  # between two looks at the clock
-_RUNS = 50  # of items, where there is no time to look at each
 _STATE_BYTES = 13  # of the tables, for an ideal and a set of devices
 
 
@@ -162,7 +158,8 @@ class IdealDp:
                 left.sets += exact.sets
                 if complete and reduced.holds:
                     least_s = min(linear.load_s, exact.load_s)
-                    better = _solve(problem, loose, ideals, kinds, (1 - _ROUNDS) * least_s, left)
+                    less_s = (1 - 1e-9) * least_s  # than sums in another order are
+                    better = _solve(problem, loose, ideals, kinds, less_s, left)
                     complete, proved = better.complete, better.load_s == _FAR
                     left.sets += better.sets
                 if not complete:
@@ -291,7 +288,7 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     if int(g.param_bytes.sum()) <= int(problem.memory_bytes.min()):
         holders = holders[:0]  # everything fits everywhere
     dear = [item[meets_backward], item[group[g.use_dst[fed]]]] + [holders] * (not join_holders)
-    trivial_s = min(_TRIVIAL_S, _TRIVIAL * float(cost_s.mean()))
+    trivial_s = min(1e-9, 1e-6 * float(cost_s.mean()))  # of an item that takes no time
     cheap = (cost_s <= trivial_s) & ~np.isin(np.arange(num_items), np.concatenate(dear))
     can_run = np.ones((num_items, problem.num_devices), bool)
     np.logical_and.at(can_run, item, np.isfinite(problem.group_compute_s))
@@ -537,7 +534,7 @@ def _coarse(problem: Problem, item: Ints, b: Blocks, kinds: _Kinds) -> _Split:
     This is what there is always time for, except where operators run on few devices.
     """
     n = b.num_blocks
-    run = np.arange(n) * min(n, _RUNS) // n
+    run = np.arange(n) * min(n, 50) // n
     runs = blocks(problem, run[item].astype(np.int32))
     work = np.bincount(run, weights=kinds.work).astype(np.float64)
     order = np.arange(runs.num_blocks)
@@ -583,8 +580,8 @@ def _solve(
     # Below what no split can beat, loads need not be told apart: fewer devices then win.
     value[0, 0] = kinds.floor_s
     at = sets = 0
-    while at < ideals.count and left:
-        at, met, steps = ideal_kernels.extend(program, at, int(min(_STEPS, left.steps)))
+    while at < ideals.count and left:  # which looks at the clock
+        at, met, steps = ideal_kernels.extend(program, at, int(min(2_000_000, left.steps)))
         sets += met
         left.steps -= steps
     complete = at >= ideals.count

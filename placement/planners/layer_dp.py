@@ -19,8 +19,6 @@ from placement.search.stages import held_bytes, merge_blocks
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
-_MOST_STEPS = 2**31  # of a program with a helper: some 20 s
-
 
 @dataclass(frozen=True)
 class LayerDp:
@@ -38,7 +36,7 @@ class LayerDp:
     device as a helper: a stage may leave the last group of some of its layers to it, and what is
     before them, as few as make the stage fit (the first ones), as long as the helper has room,
     and pays its time and the way there and back. The best of all is the answer. Where the second
-    program would take too long (``_MOST_STEPS``) ``stats["no_helpers"]`` says so.
+    program would take too long (some 20 s) ``stats["no_helpers"]`` says so.
 
     Attributes:
         max_states: sets of devices.
@@ -249,10 +247,10 @@ class _Program:
             fit = (problem.memory_bytes[helper] - shared) // own.max()
             room = int(min(max(0.0, fit), most))
         counts = room + 1 if room < most else 1
-        if counts > 1 and (steps := len(nodes) * counts * size**2) > _MOST_STEPS:
+        if counts > 1 and (steps := len(nodes) * counts * size**2) > 2**31:
             raise PlannerError(
                 f"layer_dp: {size - 1} layers, of which {room} fit on the helper, and "
-                f"{len(nodes)} sets of devices take {steps:.1e} steps, more than {_MOST_STEPS:.1e}"
+                f"{len(nodes)} sets of devices take {steps:.1e} steps, more than 2.1e+09"
             )
         seconds, left = [], []
         for d in firsts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,33 +26,22 @@ from placement.search.evaluation import (
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import Moves, Placed, piecewise_tables
 
-# Rounds of max_load: temperature at first and at last, log2 of p at first and at last.
-_FIND, _POLISH = (0.05, 2e-3, 4, 4), (0.03, 1e-5, 2, 8)
+Round = tuple[float, float, int, int]  # temperature at first and at last, log2 of p likewise
+_FIND: Round = (0.05, 2e-3, 4, 4)
+_POLISH: Round = (0.03, 1e-5, 2, 8)
 
 
-@dataclass(frozen=True)
-class MacroParams:
-    """The numbers of ``MacroSearch``.
+class MacroParams(NamedTuple):
+    """The numbers of ``MacroSearch``."""
 
-    Attributes:
-        hot: share of the moves of loads that start on the busiest device; more of them, and it
-            digs in there.
-        rounds: of ``max_load``.
-        pieces: temperatures of rounds of ``piecewise_latency``, at first and at last, as a share
-            of the best so far.
-        cut: share of its moves that are parts of stages.
-        warm: of other objectives, in turn, as a share of the best so far.
-        steps: of loads, between two looks at the clock.
-    """
-
-    hot: float = 0.2
-    rounds: tuple[tuple[float, float, int, int], ...] = (
-        _FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH
-    )  # fmt: skip
+    hot: float = 0.2  # of the moves of loads start on the busiest device; with more it digs in
+    # Of max_load.
+    rounds: tuple[Round, ...] = (_FIND, _POLISH, (1.0, 1e-4, 2, 7), _POLISH, _FIND, _POLISH)
+    # Of piecewise_latency: temperatures at first and at last, as a share of the best so far.
     pieces: tuple[tuple[float, float], ...] = ((3e-3, 1e-4), (0.1, 1e-3), (0.01, 1e-4))
-    cut: float = 0.2
-    warm: tuple[float, float] = (0.02, 0.005)
-    steps: int = 1024
+    cut: float = 0.2  # of its moves are parts of stages
+    warm: tuple[float, float] = (0.02, 0.005)  # temperatures of other objectives, likewise, in turn
+    steps: int = 1024  # of loads, between two looks at the clock
 
 
 PARAMS = MacroParams()

@@ -18,8 +18,6 @@ from placement.problem import Problem, Solution
 from placement.search.coarsen import edge_seconds
 from placement.search.evaluation import Choice, Search
 
-_UNITS = 10**6  # METIS takes whole numbers: the heaviest vertex and edge weigh this much
-
 
 @dataclass(frozen=True)
 class Metis:
@@ -105,10 +103,10 @@ def _silent() -> Iterator[None]:
 
 
 def _whole(weights: Any) -> NDArray[np.int64]:
-    """int64: at least 1 each, the largest is ``_UNITS``."""
+    """int64, as METIS takes whole numbers: at least 1 each, the largest is a million."""
     w = np.asarray(weights, dtype=np.float64)
     largest = w.max(initial=0.0) or 1.0
-    return np.maximum(1, np.rint(w / largest * _UNITS)).astype(np.int64)
+    return np.maximum(1, np.rint(w / largest * 10**6)).astype(np.int64)
 
 
 def _assign(problem: Problem, part: NDArray[np.int32]) -> Choice:

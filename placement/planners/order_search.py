@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from placement.tools.limits import MOST
 
 # Where else to begin, and the share of what is left then that finding it may take.
 Starts = tuple[tuple[str | Planner, float], ...]
+# Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
 Stages = tuple[tuple[int, float, float, float], ...]
 STARTS: Starts = (
     ("heft", 0.1),
@@ -36,66 +37,44 @@ STARTS: Starts = (
 )
 _TABU_STARTS: Starts = (("m_etf", 0.1), *STARTS[1:])  # it goes far from any start
 _BACKWARD = Heft(look_ahead=0.25, busy=True)  # from the end
-# Searches that go on, the share of the budget of each, and how far they cool down meanwhile.
-_STAGES: Stages = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
-_TABU_STAGES: Stages = ((2, 0.05, 0.0, 0.1), (1, 1.0, 0.1, 1.0))
 
 
-@dataclass(frozen=True)
-class OrderParams:
-    """The numbers of ``OrderSearch``: how hot it is, what it spends on what.
+class OrderParams(NamedTuple):
+    """The numbers of ``OrderSearch``: how hot it is, what it spends on what."""
 
-    Attributes:
-        warm, cold: temperatures at first and at last, of a few steps for each operator.
-        simulated_warm: at first where the simulator tells times, of which estimates know less.
-        warm_share, cold_share: what they become with many steps: shares of what an operator of
-            mean seconds makes of the latency.
-        few, many: steps for each operator; in between temperatures are, too.
-        width, wide: moves offered at each step, and with few evaluations: an estimate costs none.
-        tabu_width, tabu_wide: the same of a tabu search, and of one without a clock.
-        few_for_width: evaluations for each operator, below which moves are ``wide``.
-        too_few: evaluations for each operator, below which starts are not raced.
-        first_windows: share of the budget of windows before the last search.
-        last: share that is used when windows get what is left.
-        least_windows: that must be affordable.
-        window, least_window, grows: operators of a window at first and at least, and the factor
-            by which it grows where one closes.
-        in_vain: windows in a row that were no better: then it ends.
-        justifying: share of the budget of forward-backward improvement, at most.
-        passes: of it between two looks at what came out.
-        justify_in_vain: looks in a row at which nothing was as good as the best: then it ends.
-        slice_s: between two looks at the clock.
-    """
-
-    warm: float = 5e-4
-    cold: float = 1e-5
-    simulated_warm: float = 3e-3
+    warm: float = 5e-4  # temperature at first, of a few steps for each operator ...
+    cold: float = 1e-5  # ... and at last
+    simulated_warm: float = 3e-3  # at first where the simulator tells times: estimates know less
+    # What they become with many steps: shares of what an operator of mean seconds makes of the
+    # latency.
     warm_share: float = 0.2
     cold_share: float = 0.1
-    few: float = 200.0
-    many: float = 10_000.0
-    width: int = 16
-    wide: int = 64
-    tabu_width: int = 40
-    tabu_wide: int = 160
-    few_for_width: float = 20.0
-    too_few: float = 0.5
-    first_windows: float = 0.15
-    last: float = 0.75
-    least_windows: int = 6
-    window: int = 40
-    least_window: int = 15
-    grows: float = 1.1
-    in_vain: int = 40
-    justifying: float = 0.3
-    passes: int = 30
-    justify_in_vain: int = 2
-    slice_s: float = 0.01
+    few: float = 200.0  # steps for each operator ...
+    many: float = 10_000.0  # ... in between temperatures are, too
+    stages: Stages = ((9, 0.03, 0.0, 0.1), (3, 0.07, 0.1, 0.25), (1, 1.0, 0.25, 1.0))
+    tabu_stages: Stages = ((2, 0.05, 0.0, 0.1), (1, 1.0, 0.1, 1.0))
+    width: int = 16  # moves offered at each step ...
+    wide: int = 64  # ... and with few evaluations: an estimate costs none
+    tabu_width: int = 40  # the same of a tabu search ...
+    tabu_wide: int = 160  # ... and of one without a clock
+    few_for_width: float = 20.0  # evaluations for each operator, below which moves are ``wide``
+    too_few: float = 0.5  # evaluations for each operator, below which starts are not raced
+    body: int = 16  # most groups that move together
+    between_rows: int = 32  # positions in the sequence at which a pass can begin
+    first_windows: float = 0.15  # of the budget, for windows before the last search
+    last: float = 0.75  # of it is used when windows get what is left
+    least_windows: int = 6  # that must be affordable
+    window: int = 40  # operators of a window at first ...
+    least_window: int = 15  # ... and at least
+    grows: float = 1.1  # factor, where a window closes
+    in_vain: int = 40  # windows in a row that were no better: then it ends
+    justifying: float = 0.3  # of the budget, for forward-backward improvement, at most
+    passes: int = 30  # of it between two looks at what came out
+    justify_in_vain: int = 2  # looks in a row at which nothing was as good as the best
+    slice_s: float = 0.01  # between two looks at the clock
 
 
 PARAMS = OrderParams()
-_LONGEST = 16  # groups that move together
-_BETWEEN_ROWS = 32  # positions in the sequence at which a pass can begin
 
 
 @dataclass(frozen=True)
@@ -278,9 +257,9 @@ def state_of(problem: Problem, width: int) -> State:
     n, d = problem.num_ops, problem.num_devices
     channels = problem.num_channels if sends(problem) else 0
     edges = len(problem.graph.use_dst)
-    rows = -(-n // max(_BETWEEN_ROWS, channels // 8))  # to note one takes a time, too
+    rows = -(-n // max(PARAMS.between_rows, channels // 8))  # to note one takes a time, too
     sizes = {"N": n, "D": d, "channels": channels, "E": edges, "R": rows, "C": width}
-    sizes["L"] = min(_LONGEST, problem.graph.num_groups) + 1
+    sizes["L"] = min(PARAMS.body, problem.graph.num_groups) + 1
     run = problem if why_simulated(problem) else two_operators()
     orders = np.zeros((run.num_ops, 2), np.int32), np.zeros(run.num_devices + 1, np.int32)
     sent = len(run.graph.use_dst)
@@ -330,9 +309,9 @@ def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
         return {"steps": 0}
     place = search.best[problem.graph.group]
     starts = [(place, sequence_of(problem, place, search.schedule))]
-    others, stages = STARTS, _STAGES
+    others, stages = STARTS, PARAMS.stages
     if tabu:
-        others, stages = _TABU_STARTS, _TABU_STAGES
+        others, stages = _TABU_STARTS, PARAMS.tabu_stages
     for name, share in () if few else others:
         if search.left:
             place = search.run(name, share, share).placement
@@ -423,9 +402,10 @@ def _solve_windows(
     left = (until - search.used) * _total(search)
     if tables.simulated:  # windows have exact times alone
         return False
-    if left < 2 * PARAMS.least_windows * windows.PER_OPERATOR * PARAMS.window or not search.left:
+    written = windows.EFFORT.per_operator * PARAMS.window
+    if left < 2 * PARAMS.least_windows * written or not search.left:
         return False
-    worth = min(windows.MOST, left / PARAMS.least_windows)
+    worth = min(windows.EFFORT.most, left / PARAMS.least_windows)
     if not windows.available():
         stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
         return False
@@ -435,7 +415,7 @@ def _solve_windows(
     start(tables, state, state.best_place, state.best_sequence, rng)
     while in_vain < PARAMS.in_vain and search.used < until and search.left:
         cost, width = state.cost_s, min(int(size), n)
-        if search.num_left < worth + windows.PER_OPERATOR * width:
+        if search.num_left < worth + windows.EFFORT.per_operator * width:
             break
         place, sequence = state.place.copy(), state.sequence.copy()
         first = int(rng.integers(n - width + 1))

@@ -16,8 +16,6 @@ from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import Search, device_classes
 
 Ints = NDArray[np.int32]
-_EVALUATIONS, _SMALL = 300_000, 100
-_SEARCH_SHARE = 0.95  # of what is left, for the search; the simulator has the last word
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,14 @@ class PhaseSearch:
                 f"phase_search: phases = {self.phases}, the problem allows {problem.max_phases}: "
                 f"--max-phases {self.phases}"
             )
-        search = Search(problem, self.seconds, self.evaluations, _EVALUATIONS)
+        search = Search(problem, self.seconds, self.evaluations, 300_000)
         search.run_start(self.start)
         assert search.best is not None, "a start is always scored"
         for planner in (DataParallel(), Replicated()):
             if search.left:
                 search.run(planner)
         known = np.atleast_2d(search.best)
-        each = 2 if problem.graph.num_groups < _SMALL else 1
+        each = 2 if problem.graph.num_groups < 100 else 1
         count = self.phases or min(problem.max_phases, each * problem.num_devices)
         count = max(count // len(known), 1) * len(known)
         starts = [np.tile(known, (count // len(known), 1))]
@@ -77,7 +75,7 @@ class PhaseSearch:
             search.consider(starts[1], 1)
         whole, copies = problem.graph.group, unrolled(problem, count)
         while starts and search.left and count > 1:
-            share = _SEARCH_SHARE / len(starts)
+            share = 0.95 / len(starts)  # the simulator has the last word
             begin = starts.pop()[:, whole].ravel()
             seconds, left = search.seconds_left, search.num_left
             answer = MacroSearch(

@@ -19,10 +19,6 @@ from placement.search.stages import held_bytes, merge_blocks, uses_of
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
-_EVERY = 32  # numbers of replicas up to here are all tried, then a grid
-_STEP = 1.1
-_HALVINGS = 60
-
 
 @dataclass(frozen=True)
 class Replicated:
@@ -114,9 +110,9 @@ class StagePeriods:
 
 def numbers(most: int) -> NDArray[np.int64]:
     """Which numbers of replicas are tried: all up to 32, then steps of a tenth, and the most."""
-    counts = list(range(1, min(most, _EVERY) + 1))
+    counts = list(range(1, min(most, 32) + 1))
     while counts[-1] < most:
-        counts.append(min(most, int(np.ceil(counts[-1] * _STEP))))
+        counts.append(min(most, int(np.ceil(counts[-1] * 1.1))))
     return np.array(counts, np.int64)
 
 
@@ -175,7 +171,7 @@ def fewest(table: StagePeriods, num_devices: int) -> tuple[float, list[tuple[int
         return float("inf"), best
     low, high = 0.0, float(values.max())
     best = _cover(table, high, num_devices)
-    for _ in range(_HALVINGS if best else 0):
+    for _ in range(60 if best else 0):
         middle = (low + high) / 2
         stages = _cover(table, middle, num_devices)
         if stages:

@@ -11,8 +11,6 @@ from placement.planners import PlannerError, check_least
 from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Position, begin, can_move, moves
 
-_LAST = 0.01  # temperature, as a share of the first
-
 
 @dataclass(frozen=True)
 class SimulatedAnnealing:
@@ -65,7 +63,7 @@ class SimulatedAnnealing:
                 if here.cost < cost < INFEASIBLE and len(worsenings) < 100:
                     worsenings.append(cost - here.cost)
                     first = float(np.median(worsenings)) / -math.log(self.accept)
-                temperature = first * _LAST**progress
+                temperature = first * 0.01**progress  # at last a hundredth
                 # With probability exp(-worsening / temperature); never at temperature 0.
                 limit = -temperature * math.log(1.0 - rng.random())
                 if cost <= here.cost or cost - here.cost < limit:

@@ -13,8 +13,6 @@ from placement.search.evaluation import Search, single_devices
 from placement.search.grid import Grid, NoGrid, recognise
 from placement.search.stages import score_splits
 
-MAX_BLOCKS = 400  # beyond, neighbouring cells are one block of the dynamic program
-
 
 @dataclass(frozen=True)
 class TimeSlices:
@@ -65,8 +63,8 @@ class TimeSlices:
         return search.solution(num_layers=grid.num_layers, num_steps=grid.num_steps, cut=cut)
 
 
-def blocks(problem: Problem, grid: Grid, weight: float) -> NDArray[np.int32]:
-    """int32 ``[G]``: the block of each colocation group, at most ``MAX_BLOCKS``.
+def blocks(problem: Problem, grid: Grid, weight: float, most: int = 400) -> NDArray[np.int32]:
+    """int32 ``[G]``: the block of each colocation group, at most ``most``: else neighbours are one.
 
     Blocks are the cells by rising ``weight * layer / L + (1 - weight) * step / T``, which never
     falls along an edge; of equal ones those of lower layers come first, and with ``weight`` 1
@@ -79,6 +77,6 @@ def blocks(problem: Problem, grid: Grid, weight: float) -> NDArray[np.int32]:
     rank = np.argsort(order)
     position = rank[grid.layer * steps + grid.step]
     position = problem.graph.per_group(position, np.minimum, layers * steps)
-    if layers * steps > MAX_BLOCKS:
-        position = position * MAX_BLOCKS // (layers * steps)
+    if layers * steps > most:
+        position = position * most // (layers * steps)
     return np.unique(position, return_inverse=True)[1].astype(np.int32)

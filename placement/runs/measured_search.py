@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,27 +32,16 @@ Floats = NDArray[np.float64]
 _OTHERS = ("contiguous_dp", "balanced_split", "pipedream", "level_balance", "heft")
 
 
-@dataclass(frozen=True)
-class MeasuredParams:
-    """The numbers of ``search_measured``.
+class MeasuredParams(NamedTuple):
+    """The numbers of ``search_measured``."""
 
-    Attributes:
-        start: times as many simulated placements go into the first answer as into a round.
-        design: share of the measurements for placements of other kinds, before anything is chosen.
-        batch: new measurements of a round, beside the incumbent.
-        drawn: share of the proposals of a round that are random placements.
-        parents: the best so far, from which proposals come.
-        children: proposals between two looks at who is best.
-        final: share of the measurements for the ``finalists``, who take turns.
-    """
-
-    start: int = 8
-    design: float = 0.12
-    batch: int = 4
-    drawn: float = 0.25
-    parents: int = 16
-    children: int = 64
-    final: float = 0.3
+    start: int = 8  # times as many simulated placements go into the first answer as into a round
+    design: float = 0.12  # of the measurements go to other kinds, before anything is chosen
+    batch: int = 4  # new measurements of a round, beside the incumbent
+    drawn: float = 0.25  # of the proposals of a round are random placements
+    parents: int = 16  # the best so far, from which proposals come
+    children: int = 64  # proposals between two looks at who is best
+    final: float = 0.3  # of the measurements are for the finalists, who take turns
     finalists: int = 5
 
 

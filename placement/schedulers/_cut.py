@@ -14,11 +14,6 @@ from placement.schedulers import check_one_phase
 
 Ints = NDArray[np.int32]
 
-# Blocks that a search still orders in seconds.
-MAX_BLOCKS = 64
-# More than this are not joined: tables of all pairs take gigabytes, and each join looks at them.
-_MOST_JOINED = 2000
-
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -75,7 +70,7 @@ def cut(
     placement: Placement,
     *,
     kind: ArrayLike | None = None,
-    max_blocks: int = MAX_BLOCKS,
+    max_blocks: int = 64,  # which a search still orders in seconds
 ) -> Cut:
     """Blocks of a placement int32 ``[N]``.
 
@@ -144,11 +139,12 @@ def _joined(
     """Fewer labels: the shortest of a place are joined where that closes no circle.
 
     What reaches what, and what does by a way through another, is known once and kept up to date:
-    joining costs a look at all pairs.
+    joining costs a look at all pairs. More than 2,000 are not joined: tables of all pairs take
+    gigabytes.
     """
     label = np.unique(label, return_inverse=True)[1].reshape(-1)
     num = int(label.max()) + 1
-    if num <= max_blocks or num > _MOST_JOINED:
+    if num <= max_blocks or num > 2_000:
         return label
     reach = np.zeros((num, num), bool)
     reach[tuple(_outer(label, edges).T)] = True

@@ -29,8 +29,6 @@ from placement.profile import Profile
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-_ROUNDS = 256  # edges are followed for about so many rounds at most
-
 
 def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
     """Merge operators until ``num_ops`` are left, or nothing can be merged.
@@ -60,7 +58,7 @@ def coarsen(problem: Problem, num_ops: int) -> tuple[Problem, Ints]:
     while merger.count > num_ops:
         before = merger.count
         merged = merger.round(num_ops, limit_s, side_by_side)
-        if merged > (before - num_ops) // _ROUNDS:
+        if merged > (before - num_ops) // 256:  # so that there are about as many rounds, at most
             continue
         if not merged and limit_s < total_s:
             limit_s *= 2.0

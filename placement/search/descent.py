@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,36 +22,23 @@ from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import TENSOR
 
 
-@dataclass(frozen=True)
-class DescentParams:
-    """The numbers of ``descend``.
+class DescentParams(NamedTuple):
+    """The numbers of ``descend``."""
 
-    Attributes:
-        body: most groups of a move of loads.
-        steps: of loads, between two looks at the budget.
-        width: moves of loads that are estimated for one that is evaluated.
-        hot: share of them that starts on the busiest device.
-        refused: moves of loads that were evaluated in vain, in a row, after which it ends.
-        first: moves that the first walk makes.
-        wait, most_wait: periods that a hand-over waits, at first and at most.
-        vain, lost: walks in a row that lead to nothing better, or the share of the seconds left
-            that they take (a walk takes as long as ten evaluations), after which it ends.
-        first_start: share of the budget that is left, where there is a second start.
-        lp_size: groups x devices of the largest program of loads: it takes a moment.
-    """
-
-    body: int = 64
-    steps: int = 1000
-    width: int = 256
-    hot: float = 0.8
-    refused: int = 128
-    first: int = 8
-    wait: float = 0.1
-    most_wait: float = 2.0
-    vain: int = 40
-    lost: float = 0.1
-    first_start: float = 0.6
-    lp_size: int = 20_000
+    # Of loads.
+    body: int = 64  # most groups of a move
+    steps: int = 1000  # between two looks at the budget
+    width: int = 256  # moves that are estimated for one that is evaluated
+    hot: float = 0.8  # of them start on the busiest device
+    refused: int = 128  # moves that were evaluated in vain, in a row, after which it ends
+    # Of pipelines, whose walks take as long as ten evaluations.
+    first: int = 8  # moves that the first walk makes
+    wait: float = 0.1  # periods that a hand-over waits, at first ...
+    most_wait: float = 2.0  # ... and at most
+    vain: int = 40  # walks in a row that lead to nothing better, after which it ends ...
+    lost: float = 0.1  # ... or the share of the seconds left that they take
+    first_start: float = 0.6  # of the budget that is left, where there is a second start
+    lp_size: int = 20_000  # groups x devices of the largest program of loads: it takes a moment
 
 
 PARAMS = DescentParams()

@@ -16,8 +16,6 @@ from placement.search.macro import uniform
 from placement.search.order_times import sending_s, timetable
 from placement.tools.jit import copy, kernel
 
-_FAR, _NEARER = 0.15, 3.0  # shaken by that share of all places at most, by e ** -3 of it at least
-
 
 @kernel
 def justify(t, s, passes, until, bound_s):
@@ -121,9 +119,12 @@ def _ready_s(t, s, i, d, back):
 
 @kernel
 def _shake(t, s):
-    """Move each operator in the sequence by some places, as far as its producers let it."""
+    """Move each operator in the sequence by some places, as far as its producers let it.
+
+    By 15 % of all places at most, or by less, down to ``e ** -3`` of that.
+    """
     n = len(s.sequence)
-    far = 2.0 * _FAR * n * np.exp(-_NEARER * uniform(s.random))
+    far = 2.0 * 0.15 * n * np.exp(-3.0 * uniform(s.random))
     for k in range(n):
         i = s.sequence[k]
         place = k + far * (uniform(s.random) + uniform(s.random) + uniform(s.random) - 1.5)

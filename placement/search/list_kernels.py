@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from placement.tools.jit import Struct, allocating, array, kernel
 
 Array = NDArray[Any]
-_OPERATORS, _TOUCHING = 0, 1
+_OPERATORS, _TOUCHING = range(2)
 
 
 class Tables(Struct):

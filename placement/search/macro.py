@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,17 @@ Array = NDArray[Any]
 
 SINGLE, RUN, CHAIN, GROWTH = range(4)  # the fifth is a swap
 SHARE = np.array([0.5, 0.6, 0.7, 0.85, 1.0])  # of them, cumulated, where nobody says
-_MANTISSA = 1.0 / (1 << 53)
-_TRIES = 16  # to hit a group on a wanted device
-_NEAR = 0.6  # of the moves go to a neighbour's device
-_STEEP = 6  # squarings of the loads that a descent adds up
+
+
+class MacroWeights(NamedTuple):
+    """How moves are drawn, and judged."""
+
+    tries: int = 16  # to hit a group on a wanted device
+    near: float = 0.6  # of the moves go to a neighbour's device
+    steep: int = 6  # squarings of the loads that a descent adds up
+
+
+WEIGHTS = MacroWeights()
 
 
 @inlined
@@ -37,7 +44,7 @@ def uniform(random):
     x ^= x << np.uint64(25)
     x ^= x >> np.uint64(27)
     random[0] = x
-    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * _MANTISSA
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
 @inlined
@@ -98,7 +105,7 @@ def propose(w, device, source):
     num_groups = len(w.compute_s)
     g = below(w.random, num_groups)
     if source >= 0:
-        for _ in range(_TRIES):
+        for _ in range(WEIGHTS.tries):
             if device[g] == source:
                 break
             g = below(w.random, num_groups)
@@ -119,7 +126,7 @@ def propose_from(w, device, g, group, where):
     old = device[g]
     new = old
     degree = near_ptr[g + 1] - near_ptr[g]
-    if degree > 0 and uniform(random) < _NEAR:
+    if degree > 0 and uniform(random) < WEIGHTS.near:
         new = device[near[near_ptr[g] + below(random, degree)]]
     if new == old:
         new = below(random, num_devices - 1)
@@ -131,7 +138,7 @@ def propose_from(w, device, g, group, where):
     if kind < share[SINGLE] or len(group) < 2:
         return 1
     if kind >= share[GROWTH]:
-        for _ in range(_TRIES):
+        for _ in range(WEIGHTS.tries):
             h = below(random, num_groups)
             if device[h] == new:
                 if compute_s[h, old] == np.inf:
@@ -215,7 +222,7 @@ def _cut(w, device, g):
         return 0
     new = below(random, num_devices - 1)
     new += new >= old
-    for _ in range(_TRIES):
+    for _ in range(WEIGHTS.tries):
         h = group[below(random, count)]
         if ptr[h + 1] > ptr[h]:
             e = device[near[ptr[h] + below(random, ptr[h + 1] - ptr[h])]]
@@ -434,8 +441,8 @@ def _estimate(t, s, w, near_s, count, scale):
     total = 0.0
     for d, change, extra in ((old, at_old, -moved), (new, at_new, moved)):
         then_s = max(load[d] + change, 0.0)
-        total += energy_term(then_s, held[d] + extra, memory[d], scale, _STEEP)
-        total -= energy_term(load[d], held[d], memory[d], scale, _STEEP)
+        total += energy_term(then_s, held[d] + extra, memory[d], scale, WEIGHTS.steep)
+        total -= energy_term(load[d], held[d], memory[d], scale, WEIGHTS.steep)
     return total
 
 
@@ -471,7 +478,7 @@ def descend(t, s, w, offers, best, best_s, steps, width, hot):
         if count == 0:
             return best_s, step
         apply_moves(t, s, group, where, count)
-        if energy_change(t, s, scale, _STEEP) >= 0.0:
+        if energy_change(t, s, scale, WEIGHTS.steep) >= 0.0:
             undo_moves(t, s, group, where, count)
             offers.refused[refused] = number
             refused += 1

@@ -28,9 +28,6 @@ from placement.search.order_times import (
 from placement.search.perceptron import choose
 from placement.tools.jit import copy, kernel, largest
 
-_IN_VAIN = 150.0  # steps after which a tabu search goes back to the best, and the next time later
-_SORT_EVERY = 64  # moves kept, until the sequence is put in order of time again
-
 
 @kernel
 def _shift(s, i, at):
@@ -161,7 +158,7 @@ def _take(t, s, k, always):
         s.stale[:] = True
         moved = np.int64(len(s.place) - 1)
     fill_tails(t, s, moved)
-    if s.num_kept % _SORT_EVERY == 0:
+    if s.num_kept % 64 == 0:
         put_in_order(t, s)
 
 
@@ -195,7 +192,7 @@ def play(t, s, steps, tabu, used, then):
     for step in range(steps):
         k = _least(s, width) if tabu else _drawn(s, width)
         _take(t, s, k, tabu)
-        if tabu and s.step - s.best_step > _IN_VAIN * (1.0 + s.num_back) ** 2:
+        if tabu and s.step - s.best_step > 150.0 * (1.0 + s.num_back) ** 2:  # the next time later
             _go_back(t, s)
         _cool(s, used + (then - used) * (step + 1) / steps)
         offer(t, s, width, tabu)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from placement.search.macro import below, uniform
@@ -11,21 +13,29 @@ from placement.search.order_estimates import elsewhere, first_in_lane, inputs_s,
 from placement.search.order_times import NEVER
 from placement.tools.jit import kernel
 
-_SCALE = 3e-4  # of the latency: an estimate that gains as much has score 1
-_BOUND = 30.0  # of scores
-_SIMULATED = 10.0  # times that where the simulator tells times: estimates know less of them
-_GAIN = -0.02  # estimates below say only that the path through the move is not the longest
 
-_FROM_CHAIN = 0.8  # of the moves begin with an operator of the critical chain
-_NEAR, _ANY = 0.35, 0.65  # cumulated: to a neighbour's device, to any; the rest: order only
-_LATER, _EARLIER = 0.3, 0.5  # cumulated: some places off where inputs are there
-_ALONE = 0.5  # of the moves to another device; others take neighbours along
-_FAR = 2.5  # order only: log of how many places at most, beside one
-# Tabu search: an operator rests for so many steps and up to so many more, unless a better best is
-# estimated.
-_REST, _REST_MORE = 8.0, 12.0
-_TRIES = 4
-_HOPELESS = 12.0  # so much below the best score a move is chosen six times in a million
+class MoveWeights(NamedTuple):
+    """Which moves are drawn, and how they are scored."""
+
+    tries: int = 4  # draws of a move, until one is possible
+    from_chain: float = 0.8  # begin with an operator of the critical chain
+    near: float = 0.35  # go to a neighbour's device ...
+    any: float = 0.65  # ... or, cumulated, to any; the rest are of the order only
+    alone: float = 0.5  # of those to another device; others take neighbours along
+    later: float = 0.3  # are some places behind where inputs are there ...
+    earlier: float = 0.5  # ... or, cumulated, one before
+    far: float = 2.5  # order only: log of how many places at most, beside one
+    scale: float = 3e-4  # of the latency: an estimate that gains as much has score 1 ...
+    simulated: float = 10.0  # ... times that where the simulator tells times: estimates know less
+    gain: float = -0.02  # below, it says only that the path through the move is not the longest
+    bound: float = 30.0  # of scores
+    hopeless: float = 12.0  # so much below the best a move is chosen six times in a million
+    # Tabu search: an operator rests for so many steps, unless a better best is estimated ...
+    rest: float = 8.0
+    rest_more: float = 12.0  # ... and up to so many more
+
+
+WEIGHTS = MoveWeights()
 
 
 @kernel
@@ -104,7 +114,7 @@ def _gather(t, s, k, i, new):
     """
     body, old = s.body[k], np.int64(s.place[i])
     most = 1
-    if uniform(s.random) >= _ALONE:
+    if uniform(s.random) >= WEIGHTS.alone:
         most = 1 + int(np.exp(uniform(s.random) * np.log(float(len(body) - 1))))
     way = below(s.random, 3)
     count = num = 0
@@ -143,7 +153,7 @@ def _reach(s, i, here):
         if a == b:
             return here, False
         return a + below(s.random, b - a) + (here == a), False
-    far = 1 + int(np.exp(uniform(s.random) * _FAR))
+    far = 1 + int(np.exp(uniform(s.random) * WEIGHTS.far))
     return min(last, here + far) if later else max(first, here - far), False
 
 
@@ -155,19 +165,19 @@ def propose(t, s, k, tabu):
     stay where they are there), and the estimated latency.
     """
     n = len(s.place)
-    for _ in range(_TRIES):
+    for _ in range(WEIGHTS.tries):
         i = below(s.random, n)
-        if tabu or uniform(s.random) < _FROM_CHAIN:
+        if tabu or uniform(s.random) < WEIGHTS.from_chain:
             i = s.chain[below(s.random, s.num_chain)]
         old = s.place[i]
         new = old
         kind = uniform(s.random)
-        if kind < _NEAR:
+        if kind < WEIGHTS.near:
             # Casts, here and elsewhere: a kernel is compiled for every integer type it is given.
             other = _neighbour(t, s, i, np.int64(2), np.int64(-1))
             if other >= 0:
                 new = s.place[other]
-        elif kind < _ANY:
+        elif kind < WEIGHTS.any:
             new = _elsewhere_than(t, s, i)
         if t.compute_s[i, new] == np.inf:
             new = old
@@ -197,9 +207,9 @@ def propose(t, s, k, tabu):
         ready = inputs_s(t, s, i, new)
         a = first_in_lane(s, new, s.start_s, ready)  # when the inputs are there
         shift = uniform(s.random)
-        if shift < _LATER:
+        if shift < WEIGHTS.later:
             a = min(a + below(s.random, 3), beyond)
-        elif shift < _EARLIER:
+        elif shift < WEIGHTS.earlier:
             a = max(a - 1, first)
         while a > first and s.position[s.lane[a - 1]] >= high:
             a -= 1
@@ -216,28 +226,28 @@ def propose(t, s, k, tabu):
 def offer(t, s, width, tabu):
     """Draw and score moves 1..width; choice 0 is to stay.
 
-    Those whose score is ``_HOPELESS`` below the best one's are withdrawn; of a ``tabu`` search
+    Those whose score is ``hopeless`` below the best one's are withdrawn; of a ``tabu`` search
     those that rest.
     """
     s.which[0] = -1
     best = -np.inf
-    scale = _SIMULATED * _SCALE if t.simulated else _SCALE
+    scale = WEIGHTS.simulated * WEIGHTS.scale if t.simulated else WEIGHTS.scale
     for k in range(1, width + 1):
         i, new, at, latency = propose(t, s, k, tabu)
         s.which[k] = i
         if i < 0:
             continue
         s.to[k], s.at[k] = new, at
-        rests = _REST + _REST_MORE * uniform(s.random) if tabu else 0.0
+        rests = WEIGHTS.rest + WEIGHTS.rest_more * uniform(s.random) if tabu else 0.0
         if s.moved[i] > 0 and s.step - s.moved[i] < rests and latency >= s.best_s:
             s.which[k] = -1
             continue
         s.estimate_s[k] = latency
         change = min(latency, NEVER) / max(s.cost_s, 1e-300) - 1.0
         # Off the critical chain an operator can only make way for others later.
-        gained = max(change, _GAIN if s.on_chain[i] else 0.0)
-        s.score[k] = max(-_BOUND, min(_BOUND, -gained / scale))
+        gained = max(change, WEIGHTS.gain if s.on_chain[i] else 0.0)
+        s.score[k] = max(-WEIGHTS.bound, min(WEIGHTS.bound, -gained / scale))
         best = max(best, s.score[k])
     for k in range(1, width + 1):
-        if s.score[k] < best - _HOPELESS and not tabu:
+        if s.score[k] < best - WEIGHTS.hopeless and not tabu:
             s.which[k] = -1

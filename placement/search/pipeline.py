@@ -11,7 +11,7 @@ that sees ``FEATURES`` (``agents.foresee``). All of them come from one pass over
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,21 +56,24 @@ FEATURES = (
 )
 NUM_FEATURES = len(FEATURES)
 WAITED = 5  # of them; it is what is foreseen by hand, and where networks begin
-_MOST_FEATURE = 20.0
 WAITS = 0.3  # of the bound, that hand-overs wait in it
-# By hand a walk is trusted only where it promises so much, and hand-overs wait less.
-_HAND_WAITS, _PROMISE = 0.1, 0.1
-
-_BODY = 64  # most groups of a move
-_HOT = 0.2  # of the moves start on the busiest device
-_STEPS = 1000  # moves of a walk that are estimated
 SQUARINGS = (2, 4, 8)  # of walks in turn: few see all loads, many see the largest alone
 MOST = 256  # moves that a walk makes
-_ROUNDING = 1e-9  # of energies
-_ROUNDS = 6  # walks in a row
-# Of splits: orders that are cut (fewer where they take long: so many steps), blocks, and what is
-# taken of an order and of all.
-_ORDERS, _CUTS, _BLOCKS, _EACH, _STARTS = 24, 3e8, 200, 3, 24
+
+
+class WalkEffort(NamedTuple):
+    """The numbers of walks, but for those that networks are trained with."""
+
+    rounds: int = 6  # walks in a row; by hand twice as many
+    steps: int = 1000  # moves of a walk that are estimated
+    body: int = 64  # most groups of a move
+    hot: float = 0.2  # of the moves start on the busiest device
+    rounding: float = 1e-9  # of energies
+    hand_waits: float = 0.1  # of the bound, that hand-overs wait in it by hand
+    promise: float = 0.1  # of the period: by hand a walk is trusted where it saves as much
+
+
+EFFORT = WalkEffort()
 
 
 class Net(Struct):
@@ -249,7 +252,7 @@ def describe(r):
     f[12] = np.log(num_devices)
     f[13] = np.log(r.window)
     for i in range(len(f)):
-        f[i] = min(f[i], _MOST_FEATURE)
+        f[i] = min(f[i], 20.0)
 
 
 @kernel
@@ -313,7 +316,7 @@ def _worked(r, scale, squarings):
 
 @kernel
 def walk(t, m, s, w, r, squarings, most, best):
-    """Draw ``_STEPS`` moves of ``s`` and make those that worsen no energy, ``most`` better ones.
+    """Draw ``steps`` moves of ``s`` and make those that worsen no energy, ``most`` better ones.
 
     What does not fit costs more than any load. ``best`` int32 ``[G]`` is where what is foreseen
     was the least, and fits; it is left as it is where that is not below the first.
@@ -331,12 +334,12 @@ def walk(t, m, s, w, r, squarings, most, best):
     best_s = r.bound_s * np.exp(extra)
     scale = 1.0 / max(r.bound_s, 1e-300)
     energy = _energy(r, extra, over, scale, squarings)
-    most_work = np.exp((energy + _ROUNDING) * 2.0**squarings)
+    most_work = np.exp((energy + EFFORT.rounding) * 2.0**squarings)
     hottest, num_better = np.int64(largest(r.load, len(r.load))), 0
-    for _ in range(_STEPS):
+    for _ in range(EFFORT.steps):
         if num_better == most:
             break
-        count = propose(w, device, hottest if uniform(random) < _HOT else np.int64(-1))
+        count = propose(w, device, hottest if uniform(random) < EFFORT.hot else np.int64(-1))
         if count == 0:
             continue
         old, new = np.int64(device[group[0]]), np.int64(where[0])
@@ -358,7 +361,7 @@ def walk(t, m, s, w, r, squarings, most, best):
         if then <= energy:
             num_better += then < energy
             energy = then
-            most_work = np.exp((energy + _ROUNDING) * 2.0**squarings)
+            most_work = np.exp((energy + EFFORT.rounding) * 2.0**squarings)
             hottest = np.int64(largest(r.load, len(r.load)))
             value_s = r.bound_s * np.exp(extra)
             if over == 0.0 and value_s < best_s * (1 - 1e-12):
@@ -386,10 +389,10 @@ class Pipeline:
     def __init__(self, problem: Problem, seed: int, net: Net | None = None) -> None:
         g, compute_s = problem.graph, problem.group_compute_s
         self.problem, self.learned = problem, net is not None
-        self._share = _HAND_WAITS if net is None else WAITS
+        self._share = EFFORT.hand_waits if net is None else WAITS
         self.tables: Tables = kernels.tables(problem)
         self.moves, self.state = load_moves(problem, compute_s.argmin(axis=1)[g.group])
-        body = min(_BODY, g.num_groups)
+        body = min(EFFORT.body, g.num_groups)
         self.draws: Draws = draws_of(compute_s, neighbours(problem), seed, SHARE, 0.0, body)
         sizes = {"N": g.num_ops, "D": problem.num_devices, "channels": problem.num_channels}
         self.room = Room.fresh(
@@ -428,10 +431,10 @@ class Pipeline:
     def descend(self, choice: Choice) -> Choice:
         """Where walks from ``choice`` int32 ``[G]`` end; by hand only if that promises much."""
         end = choice
-        for k in range(_ROUNDS if self.learned else 2 * _ROUNDS):
+        for k in range(EFFORT.rounds if self.learned else 2 * EFFORT.rounds):
             wait = self._share * self.bound(end)
             end = self.walk(end, wait, SQUARINGS[k % len(SQUARINGS)], MOST)
-        promise = 0.0 if self.learned else _PROMISE
+        promise = 0.0 if self.learned else EFFORT.promise
         return end if self.foresee(end) < (1 - promise) * self.foresee(choice) else choice
 
     def describe(self, choice: Choice) -> tuple[float, Array]:
@@ -454,20 +457,22 @@ def can_foresee(problem: Problem) -> bool:
     return pipelined and not problem.cluster.streaming and can_move(problem)
 
 
-def cheapest(problem: Problem, most: int = _ORDERS) -> list[Split]:
+def cheapest(problem: Problem, most: int = 24) -> list[Split]:
     """The cheapest contiguous splits of ``most`` orders (``contiguous_dp``), none evaluated."""
     kinds = np.bincount(device_classes(problem))
     sets = float(min(np.prod(kinds + 1.0), 512)) * len(kinds)
-    steps = sets * min(problem.graph.num_groups, _BLOCKS) ** 2
-    orders = topological_orders(problem, int(min(most, max(2, _CUTS / steps))) - 1)
+    num_blocks = 200
+    steps = sets * min(problem.graph.num_groups, num_blocks) ** 2
+    most = int(min(most, max(2, 3e8 / steps)))  # fewer where they take long
+    orders = topological_orders(problem, most - 1)
     positions, stages = [None, *orders], Stages(problem)
     for count in reversed(memory_counts(problem)):  # what surely fits, if there is any
         cuts: list[Split] = []
         for position in positions:
-            block = merge_blocks(problem, _BLOCKS, position)
-            cuts += splits(stages, block, count, _EACH)
+            block = merge_blocks(problem, num_blocks, position)
+            cuts += splits(stages, block, count, 3)
         if cuts:
-            return sorted(cuts, key=lambda split: split.cost_s)[:_STARTS]
+            return sorted(cuts, key=lambda split: split.cost_s)[:24]
     return []
 
 

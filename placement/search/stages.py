@@ -26,7 +26,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Stage = tuple[int, int, int]  # device, first block, block after the last
 State = list[tuple[range, int]]  # (states before, device of the stage that leads here)
-_LOOK = 16  # of the ready operators those that became so last are looked at
 
 
 def score_splits(
@@ -154,7 +153,8 @@ def topological_orders(problem: Problem, count: int, seed: int = 0) -> Iterator[
         factor = np.exp(0.5 * rng.standard_normal(g.num_ops))
         first = rng.permutation(g.num_ops)
         position = np.full(g.num_groups, -1, np.int32)
-        kernels.topological_order(tables, rule % 3, factor, first, _LOOK, rng, position)
+        last = 16  # of the ready operators, those that became so last
+        kernels.topological_order(tables, rule % 3, factor, first, last, rng, position)
         yield position
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,17 @@ from placement.tools import cpsat
 Ints = NDArray[np.int32]
 
 sending_s: Any = order_times.sending_s.py_func  # of one delivery: not worth a kernel's call
-_UNITS = 2**20  # integer units of the latency where its seconds are multiples of nothing
-# One unit of CP-SAT's deterministic time takes as long as so many evaluations of the annealing,
-# and to write down an operator as so many.
-PER_UNIT, PER_OPERATOR = 1_500_000, 50
-MOST = 30_000  # evaluations that one window may be worth: 0.1 to 0.2 seconds
+
+
+class WindowEffort(NamedTuple):
+    """What a window may take, and takes, in evaluations of the annealing that take as long."""
+
+    most: int = 30_000  # that it may be worth: 0.1 to 0.2 seconds
+    per_unit: int = 1_500_000  # of CP-SAT's deterministic time
+    per_operator: int = 50  # that is written down
+
+
+EFFORT = WindowEffort()
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def solve(
     part: range,
     grain_s: float,
     seed: int,
-    evaluations: float = MOST,
+    evaluations: float = EFFORT.most,
     seconds: float = np.inf,
     threads: int = 1,
     check: Callable[[], None] = lambda: None,
@@ -94,7 +100,7 @@ def solve(
     from ortools.sat.python import cp_model
 
     cost = s.cost_s
-    unit = grain_s or max(cost, 1e-300) / _UNITS
+    unit = grain_s or max(cost, 1e-300) / 2**20  # where seconds are multiples of nothing
     model = cp_model.CpModel()
     program = _Program(t, s, part.start, part.stop, unit, model)
     slack = 0 if grain_s else len(part)  # each was rounded
@@ -102,15 +108,15 @@ def solve(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = threads
     solver.parameters.random_seed = seed % 2**31
-    solver.parameters.max_deterministic_time = evaluations / PER_UNIT
+    solver.parameters.max_deterministic_time = evaluations / EFFORT.per_unit
     solver.parameters.linearization_level = 0
     solver.parameters.symmetry_level = 0
     solver.parameters.cp_model_probing_level = 0
     if np.isfinite(seconds):
         solver.parameters.max_time_in_seconds = max(0.01, seconds)
     status = cpsat.solve(solver, model)
-    spent = int(solver.response_proto.deterministic_time * PER_UNIT)
-    counted = max(1, spent + PER_OPERATOR * len(part))
+    spent = int(solver.response_proto.deterministic_time * EFFORT.per_unit)
+    counted = max(1, spent + EFFORT.per_operator * len(part))
     closed = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
     bound_s = max(0.0, solver.best_objective_bound - slack) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

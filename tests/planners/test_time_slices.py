@@ -16,7 +16,7 @@ from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import load
-from placement.planners.time_slices import MAX_BLOCKS, blocks
+from placement.planners.time_slices import blocks
 from placement.problem import Problem
 from placement.search.grid import NoGrid, recognise
 from placement.testing import check_planner
@@ -332,7 +332,7 @@ def test_many_cells_share_blocks() -> None:
     graph = unrolled(3, 200)
     block = blocks(problem_of(graph, np.ones(graph.num_ops)), recognise(graph), 0.0)
     assert np.bincount(block).max() <= 2 * 3 + 1
-    assert int(block.max()) + 1 == MAX_BLOCKS
+    assert int(block.max()) + 1 == 400
 
 
 def test_time_alone_cuts_into_slices_of_equal_time() -> None:

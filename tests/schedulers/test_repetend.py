@@ -290,7 +290,7 @@ def test_many_blocks_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
         return Work(tuple(Block((b * b % 5 % 3,), 1 + b % 4, 0, preds[b]) for b in range(num)), 3)
 
     assert solve(chain(1200), 1, 3000, 60.0) == (None, None)
-    monkeypatch.setattr(repetend, "_LEAST_S", 0.0)
+    monkeypatch.setattr(repetend, "EFFORT", repetend.RepetendEffort(least_s=0.0))
     work = chain(200)
     assert solve(work, 1, 500, 0.0) == (None, None)
     answer = search_schedule(work, 3, seconds=0.01)

@@ -21,12 +21,6 @@ from placement.schedulers.searched.search import Answer, search_schedule
 from placement.schedulers.searched.work import held_bytes, limited, work_of
 from placement.simulator import simulate
 
-# How often a search is repeated with less memory where the simulator finds too much.
-_RETRIES = 3
-# More blocks than this are refused: the model of all their pairs is written before any clock is
-# looked at, several seconds for 512 blocks.
-_MOST_BLOCKS = 512
-
 
 @dataclass(frozen=True)
 class Searched:
@@ -59,16 +53,17 @@ class Searched:
         """The schedule, what is proved about its blocks, and the seconds of their unit of time."""
         p = problem.check_placement(placement)
         pieces = cut(problem, p)
-        if pieces.num_blocks > _MOST_BLOCKS:
+        # The model of all pairs is written before any clock is looked at: several seconds of 512.
+        if pieces.num_blocks > 512:
             raise SchedulerError(
                 f"searched: the placement changes devices so often that {pieces.num_blocks} blocks "
-                f"remain, more than {_MOST_BLOCKS}; use one_f_one_b, or another placement"
+                f"remain, more than 512; use one_f_one_b, or another placement"
             )
         free, unit_s = work_of(problem, p, pieces, num_microbatches)
         held = held_bytes(problem, pieces)
         room = problem.memory_bytes - problem.resident_bytes_on(p)
         over = np.zeros(problem.num_devices, np.int64)
-        for _ in range(_RETRIES):
+        for _ in range(3):  # with less memory where the simulator finds too much
             try:
                 work = limited(free, held, room, num_microbatches)
                 answer = search_schedule(

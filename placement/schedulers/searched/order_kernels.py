@@ -18,11 +18,7 @@ from numpy.typing import NDArray
 from placement.schedulers.searched.blocks import Work
 from placement.tools.jit import allocating, copy
 
-_NO_LIMIT = 1 << 60
 ANY_LENGTH = 1 << 60
-
-# How often a move is of one micro-batch only, and how often its blocks are another step apart.
-_ALONE, _FARTHER = 0.5, 0.7
 
 # An item of an order is micro-batch << _BITS | block: a division costs more than a start.
 _BITS = 20
@@ -50,7 +46,7 @@ def table(work: Work) -> NDArray[np.int64]:
         at += len(block.devices)
     for d, on in enumerate(work.on):
         rest = min((work.tail[b] - work.blocks[b].time for b in on), default=0)
-        limit = _NO_LIMIT if work.limit is None else work.limit[d]
+        limit = 1 << 60 if work.limit is None else work.limit[d]
         rows.append([limit, work.load[d], rest])
     padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for i, row in enumerate(rows):
@@ -224,10 +220,10 @@ def anneal(work, word, start, before, best, rounds, seed, target, temperature): 
             break
         late = np.random.randint(on_path - 1)
         early = late + 1
-        while early + 1 < on_path and np.random.random() < _FARTHER:
+        while early + 1 < on_path and np.random.random() < 0.7:
             early += 1
         x, y = path[late], path[early]
-        span = 1 if np.random.random() < _ALONE else 1 + np.random.randint(num)
+        span = 1 if np.random.random() < 0.5 else 1 + np.random.randint(num)  # micro-batches
         pull = np.random.random() < 0.5
         for i in range(span):
             jy, jx = (y >> _BITS) + i, (x >> _BITS) + i

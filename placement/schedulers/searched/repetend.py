@@ -35,7 +35,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,10 +44,18 @@ from placement.schedulers.searched import packing
 from placement.schedulers.searched.blocks import NEVER, BlocksError, Ints, Work
 from placement.tools import cpsat
 
-MAX_UNROLL = 4
-_PACKING = 0.3  # of the time, at most, goes to patterns without CP-SAT
-_LEAST_S = 0.2  # a question gets these seconds to be written down, however few are left
-_MOST_NODES, _MOST_PAIRS = 2**11, 2**18  # of them on one device: more, and it fills gigabytes
+
+class RepetendEffort(NamedTuple):
+    """What may be spent on a pattern, and asked."""
+
+    packing: float = 0.3  # of the time, at most, goes to patterns without CP-SAT
+    unroll: int = 4  # micro-batches of a pattern, at most
+    least_s: float = 0.2  # a question gets as much to be written down, however little is left
+    nodes: int = 2**11  # blocks x micro-batches of a question ...
+    pairs: int = 2**18  # ... and pairs of them on one device: more fill gigabytes
+
+
+EFFORT = RepetendEffort()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,18 +121,18 @@ def search(work: Work, unroll: int | None, seconds: float) -> Outcome:
     end = time.perf_counter() + seconds
     start = _one_at_a_time(work, end)
     least = _below(work.period_bound)
-    packed = packing.shortest(work, least, start.period, end - (1 - _PACKING) * seconds)
+    packed = packing.shortest(work, least, start.period, end - (1 - EFFORT.packing) * seconds)
     if packed is not None:
         start = Pattern(packed[0][None], packed[1])
     shorter, bound = _shortest(work, 1, start.period, end)
     best = Outcome(shorter or start, Fraction(bound))
     if unroll is not None:
         return best if unroll == 1 else _search_unrolled(work, unroll, best.pattern, end)
-    for k in range(2, MAX_UNROLL + 1):
+    for k in range(2, EFFORT.unroll + 1):
         left = end - time.perf_counter()
         if left <= 0 or best.pattern.per_micro_batch <= work.period_bound:
             break
-        share = left / (MAX_UNROLL + 1 - k)
+        share = left / (EFFORT.unroll + 1 - k)
         wide = _search_unrolled(work, k, best.pattern, time.perf_counter() + share)
         if wide.pattern.per_micro_batch < best.pattern.per_micro_batch:
             best = replace(wide, others=(*best.others, best.pattern))
@@ -220,7 +228,7 @@ def _shortest(work: Work, k: int, below: int, end: float) -> tuple[Pattern | Non
             period = (cursor + below - 1) // 2
         pattern, fits = solve(work, k, period, 0.4 * left)
         if pattern is not None:
-            best = _tightened(work, pattern, cursor, max(end, time.perf_counter() + _LEAST_S))
+            best = _tightened(work, pattern, cursor, max(end, time.perf_counter() + EFFORT.least_s))
             below = best.period
             continue
         if fits is False:
@@ -289,12 +297,12 @@ def solve(
     """A pattern of ``k`` micro-batches in ``period``, and whether there is one (None: unknown).
 
     Args:
-        seconds: after which it is unknown; ``_LEAST_S`` at least to write the question down.
+        seconds: after which it is unknown; ``least_s`` at least to write the question down.
         seed: others than 0 search at random, for different patterns.
         shortest_flow: the one with the least time from its first start to its last end.
     """
     pairs = sum(len(on) ** 2 for on in work.on) * k**2 // 2
-    if k * work.num_blocks > _MOST_NODES or pairs > _MOST_PAIRS:
+    if k * work.num_blocks > EFFORT.nodes or pairs > EFFORT.pairs:
         return None, None
     try:
         return _solved(work, k, period, seconds, seed, shortest_flow)
@@ -312,7 +320,7 @@ def _solved(
     """
     from ortools.sat.python import cp_model
 
-    end = time.perf_counter() + max(seconds, _LEAST_S)
+    end = time.perf_counter() + max(seconds, EFFORT.least_s)
     far = _closure(work, k, period, end)
     lags = None if far is None else _fixed_point(work, k, period, far, end)
     if far is None or lags is None:

@@ -26,11 +26,6 @@ from placement.schedulers.searched.repetend import Pattern
 
 Keys = NDArray[Any]  # [N, n]: whatever has the smallest comes first
 
-# At most so many micro-batches shape the ends of a schedule; moves between looks at the clock.
-_FEW = 16
-_ROUNDS = 40
-_MOST_LOOKS = 2**25  # at blocks: a greedy rule looks at all of them for each that starts
-
 
 @dataclass
 class _Order:
@@ -75,7 +70,8 @@ def shortest(
     """
     end = time.perf_counter() + seconds
     table = order_kernels.table(work)
-    few = min(_FEW, num_micro_batches // 2 if num_micro_batches >= _FEW else num_micro_batches)
+    # So many micro-batches at most shape the ends of a schedule.
+    few = min(16, num_micro_batches // 2 if num_micro_batches >= 16 else num_micro_batches)
     best = _candidates(work, table, patterns, num_micro_batches)
     if num_micro_batches > few:
         small = _candidates(work, table, patterns, few)
@@ -101,7 +97,8 @@ def _candidates(work: Work, table: Ints, patterns: Sequence[Pattern], num: int) 
         work.head + batch * (far / num),
         batch * float(patterns[0].per_micro_batch) - work.tail,
     )
-    for key in rules if num * n * n <= _MOST_LOOKS else ():
+    # A greedy rule looks at all blocks for each that starts.
+    for key in rules if num * n * n <= 2**25 else ():
         arranged.append(_arranged(work, table, key, eager=True))
     orders = sorted((m for m in arranged if m is not None), key=lambda m: m.length)
     if not orders:
@@ -132,11 +129,11 @@ def _annealed(work: Work, table: Ints, orders: list[_Order], end: float) -> list
         length = order.length
         began = now = time.perf_counter()
         until = began + max(0.0, end - began) / (len(chosen) - i)
-        seed = 0
+        seed, rounds = 0, 40  # between two looks at the clock
         while now < until and length > target:
             temperature = unit * (0.3 - 0.25 * (now - began) / (until - began))
             word, start, before, length = order_kernels.anneal(
-                table, word, start, before, best, _ROUNDS, seed, target, temperature
+                table, word, start, before, best, rounds, seed, target, temperature
             )
             seed += 1
             now = time.perf_counter()
