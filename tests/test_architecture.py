@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("placement", "envs", "agents", "conf", "experiments")
 SOURCES = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))
-MOST_LINES, MOST_PARAMETERS, MOST_FILES = 120, 9, 18
+MOST_LINES, MOST_PARAMETERS, MOST_FILES, MOST_NUMBERS = 120, 9, 18, 120
 
 
 @cache
@@ -71,6 +71,19 @@ def test_no_function_is_long() -> None:
 
 def test_no_function_has_many_parameters() -> None:
     assert not [(where, count) for where, _, count in functions() if count > MOST_PARAMETERS]
+
+
+def test_few_numbers_have_a_name_at_the_top_of_a_module() -> None:
+    """Others are fields of documented objects, or stand at their one use."""
+    names, number = list[str](), set("0123456789_.e+-*/<(), ")
+    for path in (ROOT / "placement").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            if set(ast.unparse(node.value)) <= number:
+                stored = [x for x in ast.walk(node) if isinstance(x, ast.Name)]
+                names += [x.id for x in stored if isinstance(x.ctx, ast.Store)]
+    assert len(names) <= MOST_NUMBERS, names
 
 
 @pytest.mark.parametrize("package", ["placement", "envs", "agents"])
