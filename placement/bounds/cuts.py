@@ -25,7 +25,7 @@ class CutEffort(NamedTuple):
 
     looks: int = 60_000_000  # at arcs (0.3 s); a third for groups alone, half before some are put
     counted: int = 4  # groups per device, of which it is asked how many one device can run
-    placed: int = 200  # answers, some groups on a device each, from which one more group is put
+    placed: int = 200  # answers that are looked at, where some groups are put on devices
     least: float = 1e-13  # of all capacities, that a path is worth
 
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     every = [_with(args, evaluations=budget) for budget in budgets]
     planners = [load_planner(one) for one in every]
     cases = suites.cases(args.suite, args.data, args.devices, args.only)
-    code = cli.OK
+    code: int = cli.OK
     for one, planner in zip(every, planners, strict=True):
         code = max(code, _one(one, planner, cases))
     return code

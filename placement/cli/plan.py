@@ -463,7 +463,7 @@ def _say_longer(problem: Problem, solution: Solution) -> None:
         return
     stream = replace(problem, num_microbatches=long)
     more = float(score(stream, solution.placement[None])[0]) / solution.value_s - 1
-    if more > 0.03:
+    if more > 0.03:  # what is worth a line
         cli.say(
             f"in a stream of {long} items each takes {more:.0%} longer than in one of "
             f"{count}, which this plan is for; --microbatches {long} plans for it"

@@ -50,7 +50,7 @@ class CalibrationEffort(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """How far a cost is from what was measured, as likely as not."""
+    """How far from what was measured a cost is likely to be."""
 
     error: float = 0.03  # logarithm by which a prediction is off
     # ... and what a GPU takes alone by a part of that. Launched by the calling thread it is faster

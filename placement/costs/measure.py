@@ -58,7 +58,7 @@ class MeasuringEffort(NamedTuple):
     """How often a graph runs: more often takes longer, and is less disturbed by others."""
 
     patience: int = 3  # times as many rounds as are asked for: others disturb for seconds at a time
-    spread: float = 0.15  # of the middle half of the rounds: if they differ by less, no more follow
+    spread: float = 0.15  # by which the middle half of the rounds may differ: else more follow
     # A graph that takes long has fewer rounds than it was to have.
     enough_s: float = 10.0  # after which no more begin ...
     fewest: int = 3  # ... but for the first

@@ -96,7 +96,7 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         )
     for key, value in data.items():
         if re.search("(^|_)num(ber)?_|layers?$|experts?$", key) and type(value) is int:
-            most = MOST.built_layers if re.search("layers?$", key) else MOST.layers
+            most = MOST.run_layers if re.search("layers?$", key) else MOST.layers
             whole(value, f"{path}: {key}", -1, most)  # of each there is an object
     weights = _Weights(data, path)
     try:

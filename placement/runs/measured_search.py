@@ -36,7 +36,7 @@ class MeasuredParams(NamedTuple):
     """The numbers of ``search_measured``."""
 
     start: int = 8  # times as many simulated placements go into the first answer as into a round
-    design: float = 0.12  # of the measurements go to other kinds, before anything is chosen
+    design: float = 0.12  # of the measurements are of other kinds, before anything is chosen
     batch: int = 4  # new measurements of a round, beside the incumbent
     drawn: float = 0.25  # of the proposals of a round are random placements
     parents: int = 16  # the best so far, from which proposals come

@@ -261,7 +261,7 @@ class Trials:
         distinct = {p.tobytes(): p for p in rows if p.tobytes() not in ran}
         fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
-        for at in range(0, len(new), 16):
+        for at in range(0, len(new), 16):  # between two looks at the incumbent
             part, first = new[at : at + 16], self.incumbent
             batch = part if first is None else [first, *part]
             if self._played < len(self._rounds) and not self._is_next(batch):

@@ -26,9 +26,9 @@ sending_s: Any = order_times.sending_s.py_func  # of one delivery: not worth a k
 
 
 class WindowEffort(NamedTuple):
-    """What a window may take, and takes, in evaluations of the annealing that take as long."""
+    """What windows take, in evaluations of the annealing that take as long."""
 
-    most: int = 30_000  # that it may be worth: 0.1 to 0.2 seconds
+    most: int = 30_000  # that one may be worth: 0.1 to 0.2 seconds
     per_unit: int = 1_500_000  # of CP-SAT's deterministic time
     per_operator: int = 50  # that is written down
 

@@ -147,10 +147,11 @@ def check_writable(path: str | Path) -> None:
     temporary = _beside(path)
     if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
         temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
+    room = 2**16  # bytes: about one plan
     try:
-        temporary.write_bytes(bytes(2**16))
+        temporary.write_bytes(bytes(room))
     except OSError as error:
-        raise FileError(f"cannot write {path}: {_reason(error, path, 2**16)}") from error
+        raise FileError(f"cannot write {path}: {_reason(error, path, room)}") from error
     finally:
         _discard(temporary)
 
