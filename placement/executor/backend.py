@@ -35,10 +35,7 @@ from torch import Tensor
 from placement.cluster import Device
 from placement.executor.awake import wait_exactly
 
-_CLOCK_TRIES = 10  # to read the host's clock and the device's at the same time
-_DRIFT_MS = 500.0  # in which two clocks drift apart so far that it can be told
 _SMALL_BYTES = 2**16  # are copied in less time than it takes to wake a thread that does it
-FAR_MS = 100.0  # CUDA tells times as float32: further apart it loses fractions of a microsecond
 
 Deliver = Callable[[Any], None]
 # Of who captures a CUDA graph, or replays one, or says that a stream uses a tensor: PyTorch takes
@@ -145,9 +142,12 @@ class CudaBackend:
 
     Attributes:
         results_stay: outputs of the model are left in device memory.
+        drift_ms: in which its clock and the host's drift apart so far that it can be told.
+        far_ms: CUDA tells times as float32: further apart they lose fractions of a microsecond.
     """
 
     results_stay = False
+    drift_ms, far_ms = 500.0, 100.0
 
     def __init__(self, device: Device) -> None:
         self.torch_device = torch.device(device.name.rpartition("/")[2])  # without its host
@@ -199,11 +199,11 @@ class CudaBackend:
     def _both_clocks(self) -> tuple[Any, int]:
         """An event, and what the host's clock says at it.
 
-        Waking up from the wait for an event takes a while, and not always the same: of some tries
+        Waking up from the wait for an event takes a while, and not always the same: of ten tries
         the shortest counts.
         """
         shortest, moment = 2**62, None
-        for _ in range(_CLOCK_TRIES):
+        for _ in range(10):
             event = torch.cuda.Event(enable_timing=True)
             before = time.perf_counter_ns()
             event.record(self._gpu.compute)
@@ -218,7 +218,7 @@ class CudaBackend:
         """How much faster the host's clock goes than the device's, since the worker began."""
         event, now_ns = self._both_clocks()
         elapsed_ms = self._first[0].elapsed_time(event)
-        if elapsed_ms > _DRIFT_MS:
+        if elapsed_ms > self.drift_ms:
             self._rate = (now_ns - self._first[1]) / (elapsed_ms * 1e6)
         self._compared_ns = now_ns
 
@@ -376,10 +376,11 @@ class CudaBackend:
             return mark
         mark.synchronize()
         since_ms = self._base.elapsed_time(mark)
-        if since_ms > FAR_MS and time.perf_counter_ns() - self._compared_ns > _DRIFT_MS * 1e6:
+        compared_ns = time.perf_counter_ns() - self._compared_ns
+        if since_ms > self.far_ms and compared_ns > self.drift_ms * 1e6:
             self._compare_clocks()
         now_ns = self._base_ns + round(since_ms * 1e6 * self._rate)
-        if since_ms > FAR_MS:
+        if since_ms > self.far_ms:
             self._base, self._base_ns = mark, now_ns
         return now_ns
 

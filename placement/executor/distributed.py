@@ -59,7 +59,6 @@ from placement.pieces import rules
 from placement.program import Program
 from placement.tools.files import write_atomic
 
-PINGS = 20
 VALUE, SUM = range(2)  # what comes of a parameter
 MARKER = "checkpoint.json"
 _PART = re.compile(r"(.*)\[(\w+):(\d+)\]", re.DOTALL)  # name of a piece of a parameter
@@ -373,7 +372,7 @@ class DistributedRunner(Runner):
         offset_ns: dict[int, int] = {}
         for r in self.world.others:
             best = 2**62
-            for _ in range(PINGS):
+            for _ in range(20):
                 self.world.post(r, PING, (time.perf_counter_ns(),))
                 message = self._answers.get()
                 if isinstance(message, Failure):

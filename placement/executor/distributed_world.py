@@ -37,11 +37,10 @@ from torch import Tensor
 
 from placement.executor.awake import let_senders_finish
 
-TIMEOUT_S = 30.0
 FOREVER = timedelta(days=365)  # for what is sent: that nobody takes it is seen by what is received
 OF_GROUP = timedelta(0)  # as long as the process group says
 POSTED = 2  # receives of a kind that are posted ahead: one arrives while one is handed on
-TICKET, LARGE, FIRST = 0, 1, 2  # tags: tickets, pickled objects, then one per kind of tensor
+TICKET, LARGE, FIRST = range(3)  # tags: tickets, pickled objects, then one per kind of tensor
 TENSOR, INPUT, ADMIT, RESULT, DONE, PARAM, OBJECT, KIND, PING, PONG = range(10)
 ALIVE, FAULT, BYE = range(10, 13)  # nothing to send; why the run ends; nothing more is sent
 
@@ -127,7 +126,7 @@ class World:
         self._groups: dict[tuple[int, int], Any] = {}  # sending and receiving rank
 
     @classmethod
-    def join(cls, timeout_s: float = TIMEOUT_S, direct: Direct | None = None) -> World:
+    def join(cls, timeout_s: float = 30.0, direct: Direct | None = None) -> World:
         """Meet the other ranks, as ``torchrun`` has set the environment.
 
         ``direct`` names the same ranks and backend on every rank.

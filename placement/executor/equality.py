@@ -21,11 +21,6 @@ from placement.cluster import Cluster
 # Largest norm of a difference, relative to the norm of the result. ResNet-50 in float32 is 5e-7
 # from float64, and 4e-4 with factors in TF32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-TF32 = 3e-3
-OTHER = 0.1  # floats of eight bits
-_ONE = 10  # times as much an element may stray, relative to it and the typical element
-_MAYBE_ROUNDING = 1e3  # times the tolerance: what differs by more is wrong whatever it is held to
-_LARGEST_COPY = 2**31  # bytes of a module of which a float64 copy is made
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,13 @@ class Tolerance:
     def of(cls, tensors: Iterable[Any], cluster: Cluster) -> Tolerance:
         """For the coarsest floating dtype of ``tensors``, and TF32 where a GPU may use it."""
         dtypes = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
-        dtype = max(dtypes or {torch.float32}, key=lambda d: TOLERANCES.get(d, OTHER))
+        eight_bits = 0.1
+        dtype = max(dtypes or {torch.float32}, key=lambda d: TOLERANCES.get(d, eight_bits))
         name = str(dtype).removeprefix("torch.")
-        chosen = cls(TOLERANCES.get(dtype, OTHER), name)
+        chosen = cls(TOLERANCES.get(dtype, eight_bits), name)
         on_gpu = any(d.kind == "cuda" for d in cluster.devices)
         if on_gpu and dtype == torch.float32 and tf32_is_allowed():
-            return cls(TF32, "float32 with TF32 allowed on a GPU")
+            return cls(3e-3, "float32 with TF32 allowed on a GPU")
         return chosen
 
 
@@ -76,7 +72,7 @@ def error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     typical = max(b.abs().square().mean().sqrt().item(), scale) or 1.0
     apart = (a - b).abs()
     whole = apart.square().mean().sqrt().item() / typical
-    return max(whole, (apart / (typical + b.abs())).max().item() / _ONE)
+    return max(whole, (apart / (typical + b.abs())).max().item() / 10)
 
 
 def _unlike(actual: Tensor, expected: Tensor) -> str:
@@ -134,10 +130,10 @@ def module_difference(
     state = [*module.parameters(), *module.buffers()]
     tolerance = Tolerance.of([*state, *expected], cluster)
     wrong = difference(actual, expected, tolerance)
-    close = Tolerance(_MAYBE_ROUNDING * tolerance.relative, "")
+    close = Tolerance(1e3 * tolerance.relative, "")  # what is beyond is wrong
     if not wrong or difference(actual, expected, close):
         return wrong
-    if sum(x.nbytes for x in state) > _LARGEST_COPY:
+    if sum(x.nbytes for x in state) > 2**31:
         return wrong
 
     def exact(x: Any) -> Any:

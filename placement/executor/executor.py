@@ -22,9 +22,7 @@ from placement.schedule import Schedule
 from placement.simulator.predictions import checked
 from placement.timeline import Timeline
 
-# Before what is measured: CPython has specialised what it interprets after eight runs (it is 1 to
-# 3 % slower before); a model that takes longer than this spends little time there.
-_WARM_UP_RUNS, _WARM_UP_S = 8, 0.1
+_WARM_UP_S = 0.1  # a model that takes longer spends little time in the interpreter
 
 
 def batched(flat: list[Any], size: int) -> Iterator[tuple[Any, ...]]:
@@ -123,8 +121,10 @@ class Executor:
 
 
 def _warm_up(runner: Runner, inputs: Sequence[Tensor]) -> None:
+    """Before what is measured: CPython has specialised what it interprets after eight runs, and is
+    1 to 3 % slower before."""
     began, k = time.perf_counter(), runner.num_phases
-    runs = range(-(-_WARM_UP_RUNS // k) * k)  # of every phase as many: what follows begins anew
+    runs = range(-(-8 // k) * k)  # of every phase as many: what follows begins anew
     some = takewhile(lambda i: i < k or i % k or time.perf_counter() - began < _WARM_UP_S, runs)
     for _ in runner.stream_tensors(inputs for _ in some):
         pass

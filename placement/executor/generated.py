@@ -25,8 +25,6 @@ _OPTIONS = ("dtype", "layout", "device", "memory_format", "generator", "reductio
 _GAPS = "List[Optional[Tensor]]"
 Call = Callable[[list[Any], Callable[[], bool]], Iterator[int] | None]
 
-_LATE_BYTES = 2**20  # of gradients and buffers in a run, which are written together: one launch
-
 
 @dataclass(frozen=True)
 class Generated:
@@ -94,7 +92,7 @@ def generate(
         dropped = {} if share is None else writer.keep_local(run, share)
         lines.append(f"def op{run[0]}(e, nothing_arrived):")
         op_at.append(run[0])
-        late: dict[Any, list[tuple[Tensor, int]]] = {}  # what is to be written
+        late: dict[Any, list[tuple[Tensor, int]]] = {}  # to be written, 1 MiB at a launch
         drops: list[int] = []
         for op in run:
             body = [] if op == run[0] else [f"if not nothing_arrived(): yield {op}"]
@@ -102,7 +100,7 @@ def generate(
             for tensor in program.steps[op].outputs:
                 for destination, how in written.get(tensor, ()):
                     late.setdefault((how, destination.dtype), []).append((destination, tensor))
-            if op == run[-1] or sum(x.nbytes for v in late.values() for x, _ in v) > _LATE_BYTES:
+            if op == run[-1] or sum(x.nbytes for v in late.values() for x, _ in v) > 2**20:
                 body += [writer.written(how, pairs) for (how, _), pairs in late.items()]
                 late.clear()
             stay = {t for pairs in late.values() for _, t in pairs}

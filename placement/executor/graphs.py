@@ -28,9 +28,6 @@ from placement.executor.share import Share
 from placement.program import Param, Program, Ref, Step, leaves_of
 from placement.tools.clock import nothing_collected
 
-# In which libraries choose kernels, and get memory that is not the graph's; of each thread, as they
-# know every thread by itself.
-_WARM_CALLS = 2
 LEAST = 3  # kernels: copying what a shorter run reads and makes takes as many launches
 _DEPENDS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 # Graphs whose capture has failed: PyTorch's allocators ask them for ever what is theirs.
@@ -242,7 +239,8 @@ class Replayed:
         """
         if not self._tried:
             self._warm.calls = calls = getattr(self._warm, "calls", 0) + 1
-            if calls > _WARM_CALLS:
+            # In two calls of a thread its libraries choose kernels, and get memory of their own.
+            if calls > 2:
                 self._tried = True
                 self._capture(env)
         if self._graph is None:

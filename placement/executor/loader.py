@@ -29,7 +29,6 @@ from placement.program import leaves_of
 
 PREFETCH_BYTES = 2**28
 WORTH_A_THREAD_S = 2e-4  # a few times what a handover between threads costs
-SWITCH_S = 1e-5  # how long a thread may keep the interpreter that another one asks for
 
 
 class LoaderError(ValueError):
@@ -304,7 +303,7 @@ class _Switches:
         with self._lock:
             if self._count == 0:
                 self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, SWITCH_S))
+                sys.setswitchinterval(min(self._before_s, 1e-5))
             self._count += 1
 
     def restore(self) -> None:

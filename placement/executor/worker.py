@@ -33,8 +33,6 @@ from placement.executor.graphs import Replayed
 from placement.executor.share import Share
 
 _TURN = threading.Lock()  # of all runners of this process: they share its interpreter
-_SHORT_NS = 5000  # on average, of which most is the interpreter's: two threads gain nothing
-_TRIES, _AGAIN, _LONGEST_TURN_S = 10, 64, 0.01
 
 
 @dataclass
@@ -183,6 +181,9 @@ class _Turns:
     as long, which no neighbour explains. Nobody waits long.
     """
 
+    short_ns = 5000  # of an operator: most of it is the interpreter's, two threads gain nothing
+    longest_s = 0.01  # that a thread waits
+
     def __init__(self, num_ops: dict[int, int]) -> None:
         self._num_ops = num_ops
         self._times: dict[int, float] = dict.fromkeys(num_ops, 0)  # -inf: short, inf: long
@@ -193,10 +194,10 @@ class _Turns:
         Returns before which operator it stopped, and the nanoseconds waited for the turn.
         """
         self._times[op] += 1
-        if self._times[op] > _TRIES and self._times[op] % _AGAIN:  # (inf % 64 is nan, so true)
+        if self._times[op] > 10 and self._times[op] % 64:  # (inf % 64 is nan, so true)
             return next(rest, None), 0
         asked_ns = time.perf_counter_ns()
-        mine = _TURN.acquire(timeout=_LONGEST_TURN_S)
+        mine = _TURN.acquire(timeout=self.longest_s)
         try:
             began_ns = time.perf_counter_ns()
             following = next(rest, None)
@@ -204,7 +205,7 @@ class _Turns:
         finally:
             if mine:
                 _TURN.release()
-        short_ns = _SHORT_NS * self._num_ops[op]
+        short_ns = self.short_ns * self._num_ops[op]
         if whole and following is None and took_ns < short_ns:
             self._times[op] = -math.inf
         elif self._times[op] > 0 and took_ns > 10 * short_ns:

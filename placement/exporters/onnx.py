@@ -10,8 +10,6 @@ from placement.importers.onnx_model import node_names
 from placement.plan import Plan
 from placement.problem import Problem
 
-MIN_IR_VERSION = 11
-
 
 @dataclass(frozen=True)
 class Onnx:
@@ -33,7 +31,7 @@ class Onnx:
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         model = read_model(plan, self.model)
         devices = [d.name for d in plan.cluster.devices]
-        model.ir_version = max(model.ir_version, MIN_IR_VERSION)
+        model.ir_version = max(model.ir_version, 11)
         others = [x for x in model.configuration if x.name != self.configuration]
         del model.configuration[:]
         model.configuration.extend(others)

@@ -12,7 +12,6 @@ from placement.exporters._modules import Forward, decoder_units, gpu_number, mem
 from placement.plan import Plan
 from placement.problem import Problem
 
-_GIB = 2**30
 # Segments of names of parameters, by what is left to the processor.
 _SEGMENTS = {"experts": "experts", "feed_forward": "mlp"}
 
@@ -78,7 +77,7 @@ class Vllm:
         if offloads and left:
             ranks = [range(part.first, part.last + 1) for part in parts]
             most = max(sum(sizes[i] for i in left if unit[i] in rank) for rank in ranks)
-            options += f" --cpu-offload-gb {ceil(most / _GIB * 100) / 100:g}"
+            options += f" --cpu-offload-gb {ceil(most / 2**30 * 100) / 100:g}"
             last = {forward.name[i].rpartition(".")[2].partition("#")[0] for i in left}
             if len(last) == 1 and (word := last.pop()) in _SEGMENTS:
                 options += f" --cpu-offload-params {_SEGMENTS[word]}"

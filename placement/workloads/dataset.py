@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 VERSION = 1
-LARGE_S = 0.1  # of a run: then the same runner serves all rounds
 FEW_ROUNDS = 3  # of a large graph, and of one whose every operator was measured in another one
-DIGITS = 4  # of a time: more would be noise, and noise does not compress
 KINDS = {  # of the shipped workloads, by file
     "bert": "encoder", "convnext": "cnn", "dlrm": "recommendation", "gpt2": "decoder",
     "inception": "cnn", "lstm": "recurrent", "resnet": "cnn", "t5": "encoder-decoder",
@@ -194,7 +192,7 @@ def build(
 
     Every graph is a file as soon as it is measured, so whatever ends this, the same call
     continues. A graph that has operators (by signature) that no graph of this machine in the
-    folder had runs ``repeats`` times on every device; one without, or that takes ``LARGE_S``, only
+    folder had runs ``repeats`` times on every device; one without, or that takes 0.1 s, only
     ``FEW_ROUNDS`` times.
 
     Args:
@@ -376,7 +374,7 @@ def _alone(graph: OpGraph, cluster: Cluster, rounds: int) -> tuple[str, Floats]:
         for r in range(rounds):
             # Where its tensors happen to lie makes a model 10 % faster or slower for as long as
             # they lie there. Large models have enough of them to be all alike.
-            is_large = r > 0 and samples[r - 1].sum(axis=0).max() >= LARGE_S
+            is_large = r > 0 and samples[r - 1].sum(axis=0).max() >= 0.1
             if is_large and r >= FEW_ROUNDS:
                 return order, samples[:r]
             if not is_large:
@@ -402,8 +400,8 @@ def _provenance() -> dict[str, Any]:
 
 
 def _rounded(values: Floats) -> Floats:
-    """To ``DIGITS`` significant digits."""
-    return np.vectorize(lambda x: float(f"{x:.{DIGITS}g}"), otypes=[np.float64])(values)
+    """To four digits: more would be noise, and noise does not compress."""
+    return np.vectorize(lambda x: float(f"{x:.4g}"), otypes=[np.float64])(values)
 
 
 def files(folder: str | Path) -> dict[str, Path]:

@@ -337,8 +337,8 @@ def in_two_threads(turns: Turns, step: Callable[[], None], times: int) -> list[B
 def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "_LONGEST_TURN_S", 60.0)
-    monkeypatch.setattr(worker_module, "_SHORT_NS", 10**11)
+    monkeypatch.setattr(worker_module._Turns, "longest_s", 60.0)
+    monkeypatch.setattr(worker_module._Turns, "short_ns", 10**11)
     inside: list[int] = []
     seen: list[int] = []
 
@@ -351,13 +351,13 @@ def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(
     turns = Turns({0: 2})
     assert in_two_threads(turns, step, 40) == [] and seen == [1] * 80
     # Once short, for good. And only a whole run tells: its last operator may be done at once.
-    monkeypatch.setattr(worker_module, "_SHORT_NS", 0)
+    monkeypatch.setattr(worker_module._Turns, "short_ns", 0)
     assert in_two_threads(turns, step, 40) == [] and set(seen) == {1}
     turns = Turns({0: 2})
     for _ in range(10):
-        monkeypatch.setattr(worker_module, "_SHORT_NS", 0)
+        monkeypatch.setattr(worker_module._Turns, "short_ns", 0)
         turns.go_on(0, iter(()), True)
-        monkeypatch.setattr(worker_module, "_SHORT_NS", 10**11)
+        monkeypatch.setattr(worker_module._Turns, "short_ns", 10**11)
         assert turns.go_on(0, iter((1,)), True)[0] == 1
         turns.go_on(0, iter(()), False)
     both = threading.Barrier(2)
@@ -396,7 +396,7 @@ def test_nobody_waits_long_for_a_turn_and_an_error_ends_it(monkeypatch: pytest.M
 def test_waiting_for_a_turn_makes_all_operators_slower_beside_others_and_no_slice_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "_LONGEST_TURN_S", 0.2)
+    monkeypatch.setattr(worker_module._Turns, "longest_s", 0.2)
     graph = diamond()
     inputs = [torch.randn(4, 3)]
     with on_one_device(graph, CLUSTER, 0, range(6)) as runner:

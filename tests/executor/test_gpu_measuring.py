@@ -48,10 +48,9 @@ def briefly(monkeypatch):
     """Measuring without what is the same for every model, and with fewer runs."""
     monkeypatch.setattr(measure_module, "measure_links", lambda cluster, repeats: ())
     monkeypatch.setattr(measure_module, "batch_seconds", lambda cluster, repeats: 0.0)
-    monkeypatch.setattr(measure_module, "PATIENCE", 1)
-    few = {"RUNS": (2, 3), "RUN_S": 0.0, "CUTS": (1, 3), "ROUNDS": 1, "STEPS": 1}
-    for name, value in few.items():
-        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(measure_module, "EFFORT", measure_module.MeasuringEffort(patience=1))
+    few = calibration.CalibrationEffort(runs=(2, 3), run_s=0.0, cuts=(1, 3), rounds=1, steps=1)
+    monkeypatch.setattr(calibration, "EFFORT", few)
 
 
 def wide(rows=100, width=16):
@@ -183,8 +182,8 @@ def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeyp
 
 def test_links_of_a_gpu_are_measured_with_long_tensors_too(monkeypatch):
     """Where a copy takes 20 ms from 1 MiB on, sizes up to 64 KiB do not show it."""
-    monkeypatch.setattr(transfers, "LINK_BYTES", (2**12, 2**16))
-    monkeypatch.setattr(transfers, "LONG_BYTES", 2**20)
+    short = transfers.TransferEffort(link_bytes=(2**12, 2**16), long_bytes=2**20)
+    monkeypatch.setattr(transfers, "EFFORT", short)
     sizes = []
     real = transfers.fit_link
 
