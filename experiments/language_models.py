@@ -495,6 +495,14 @@ def fitted(found: Sequence[Case]) -> tuple[dict[str, Runtime], dict[tuple[str, s
         for own in [by.get((name, phase), [])]
     }
     errors = {key: np.abs(np.exp(x) - 1) for key, x in by.items() if key[0] in TABLES}
+    runtimes_ = fit.runtimes(widths)
+    # What nothing is fitted to is left out as it is: its own errors are what may be expected.
+    flawed: dict[tuple[str, str], list[float]] = {}
+    for case in found:
+        if (case.table, case.phase) in FLAWED:
+            ratio = float(np.log(case.predict(runtimes_) / case.measured_s))
+            flawed.setdefault((case.runtime[-1], case.phase), []).append(ratio)
+    widths |= {key: half_width(np.array(own)) for key, own in flawed.items()}
     return fit.runtimes(widths), errors
 
 
