@@ -16,7 +16,8 @@ from agents.encoder import PolicyError
 from agents.foresee import RELEASED as RELEASED_FORESIGHT
 from agents.foresee import load_waits
 from agents.store import GraphStore
-from agents.trained import TrainedPolicy, untrained_net, walk
+from agents.trained import RELEASED as RELEASED_FOLDER
+from agents.trained import TrainedPolicy, file_of, untrained_net, walk
 from envs.problem_set import ProblemSet, canonical, choice_of
 from envs.rules import check_range
 from placement.bounds import lower_bound
@@ -29,7 +30,7 @@ from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_mov
 from placement.search.pipeline import can_foresee, constructed
 from placement.tools.clock import loads
 
-RELEASED = Path(__file__).with_name("released") / "dispatch-latency.safetensors"
+RELEASED = RELEASED_FOLDER / "dispatch-latency.safetensors"
 UNTRAINED = "untrained"
 _AT_ONCE = 32  # samples that the network makes side by side
 _FEW, _FEW_S = 8, 0.25  # evaluations and seconds, below which a search does not come to anything
@@ -67,10 +68,11 @@ class PolicyPlanner:
     went on. ``network`` names the files of the networks that were asked, or is ``none``.
 
     Attributes:
-        policy: a policy, or the file of one. None: for ``latency`` the released one, otherwise
-            none; ``untrained``: a new network, which samples placements a few groups away from the
-            baseline's. A policy that improves placements plays episodes from the baseline's answer
-            instead, each step evaluated, until the budget or one episode ends.
+        policy: a policy, the file of one, or the name of one that ships (``gnn-period``). None: for
+            ``latency`` that is ``dispatch-latency``, otherwise none; ``untrained``: a new network,
+            which samples placements a few groups away from the baseline's. A policy that improves
+            placements plays episodes from the baseline's answer instead, each step evaluated, until
+            the budget or one episode ends.
         k: sampled placements; at most a quarter of the evaluations that the baseline left, where a
             search follows. Half of what is left then, or all of 40 or less, goes to decodes of a
             policy that dispatches which draw a part of the best one anew; none where orders are
@@ -144,7 +146,7 @@ class PolicyPlanner:
             if problem.objective is not Objective.LATENCY:
                 return None, "none"
             source = RELEASED
-        return self._load(source), Path(source).name
+        return self._load(source), file_of(source).name
 
     def _load(self, source: str | Path) -> TrainedPolicy:
         for name in self.allow:

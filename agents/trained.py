@@ -24,6 +24,7 @@ from placement.runs.ways import torch_threads
 from placement.tools.files import check_is_file, parse_json, short, write_atomic
 from placement.tools.named import meant
 
+RELEASED = Path(__file__).with_name("released")
 FORMAT = 3
 MOST_WEIGHT = 1e4
 # Fields that files of earlier versions have for every network.
@@ -108,7 +109,7 @@ class TrainedPolicy:
 
     @classmethod
     def load(cls, path: str | Path, allow: Collection[str] = ()) -> TrainedPolicy:
-        """Read a file written by ``save``. Executes nothing that is in it.
+        """Read a file written by ``save``, or what ships by its name. Executes nothing in it.
 
         An encoder or a formulation of somebody's own is in the file as its name alone,
         ``package.module:name``. A name that you ``allow`` is imported, and so executed; any other
@@ -118,6 +119,7 @@ class TrainedPolicy:
             PolicyError: missing, truncated, not a policy, of another version, or of a network
                 whose weights are not those of the file, or not numbers.
         """
+        path = file_of(path)
         try:
             head, weights = read(path, "policy")
             version, formulation = head["format"], head["formulation"]
@@ -153,6 +155,39 @@ class TrainedPolicy:
                 f"{path}: the weights do not fit this version's network ({error}); "
                 f"train again: placement-train"
             ) from error
+
+
+def released() -> list[str]:
+    """Names of the policies that ship: ``TrainedPolicy.load`` takes them, and ``policy=``."""
+    from safetensors import safe_open
+
+    names = []
+    for path in sorted(RELEASED.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:  # networks of another kind ship too
+            if "policy" in (file.metadata() or {}):
+                names.append(path.stem)
+    return names
+
+
+def file_of(policy: str | Path) -> Path:
+    """The file of a policy: itself, or one that ships, by its name.
+
+    Raises:
+        PolicyError: neither a file of that name is here, nor does such a policy ship.
+    """
+    path, name = Path(policy), str(policy)
+    if path.exists() or path.name != name:
+        return path
+    names = released()
+    if path.suffix == ".safetensors" and path.stem not in names:
+        return path  # whoever reads it says that it is not there
+    name = name.removesuffix(".safetensors")
+    if name not in names:
+        raise PolicyError(
+            f"policy {name!r} is no file, and none that ships{meant(name, names)}; those are "
+            f"{', '.join(names)}; or train one: placement-train"
+        )
+    return RELEASED / f"{name}.safetensors"
 
 
 def write(path: str | Path, what: str, head: Mapping[str, Any], net: Net) -> None:

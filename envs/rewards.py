@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 # that; one that cannot run is worse than every one that can.
 WORST_REWARD = -4.0
 INFEASIBLE_REWARD = -5.0
+_SOFT = 0.01  # of ``improvement``: the logarithm over which a loss fades to nothing
 
 
 class Outcome(NamedTuple):
@@ -49,3 +50,16 @@ def log_speedups(value_s: Floats, reference_s: float | Floats) -> Floats:
     good = np.isfinite(value_s)
     ratio = reference_s / np.maximum(np.where(good, value_s, 1.0), 1e-300)
     return np.where(good, np.maximum(np.log(ratio), WORST_REWARD), INFEASIBLE_REWARD)
+
+
+def improvement(outcome: Outcome) -> Floats:
+    """float64 ``[B]``: what a placement is worth beside a reference, which is kept if it is better.
+
+    ``log(1 + exp(gain))`` of a gain in hundredths of ``log(reference / value)``: about the gain
+    where it is large, next to 0 where the value is a few percent worse or cannot run. 0 too where
+    it is the reference's, which is known. A mean of ``log_speedup`` is highest where a policy stays
+    at its warm start; this one is highest where its best samples are.
+    """
+    able = np.isfinite(outcome.value_s)
+    gain = log_speedups(outcome.value_s, outcome.reference_s)
+    return np.where(able & (np.abs(gain) > 1e-9), np.logaddexp(0.0, gain / _SOFT), 0.0)

@@ -53,6 +53,7 @@ class Training:
         checked: whether there was a check since the last update.
         steps: of all environments.
         best_weights: of the best check, whose mean reward is ``best_greedy``.
+        last_greedy: mean reward of the last check.
         greedy_s: float64 ``[P]`` seconds of the last check; ``held_out_reward``: its mean reward on
             what is held out.
         checks: how many there were.
@@ -72,6 +73,7 @@ class Training:
     checked: bool = False
     steps: int = 0
     best_greedy: float = -np.inf
+    last_greedy: float = -np.inf
     held_out_reward: float = np.nan
     checks: int = 0
     resumed: dict[str, Any] | None = None
@@ -103,11 +105,12 @@ class Training:
                 solutions[i] = Solution(start, float(self.tasks.start_s[i]), None, stats)
         return tuple(solutions)
 
-    def trained(self) -> TrainedPolicy:
-        """The policy of the best check."""
+    def trained(self, last: bool = False) -> TrainedPolicy:
+        """The policy of the best check; or the one of now, whatever its ``last`` check said."""
         net = deepcopy(self.net).cpu()  # of whatever class it is
-        net.load_state_dict(self.best_weights)
-        last = self.rows[-1] if self.rows else {}
+        if not last:
+            net.load_state_dict(self.best_weights)
+        row = self.rows[-1] if self.rows else {}
         card = {
             "config": asdict(self.config),
             "problems": self.tasks.described(),
@@ -119,18 +122,19 @@ class Training:
             "steps": self.steps,
             "seconds": time.perf_counter() - self.started,
             "evaluations": self.env.rules.num_evaluations,
-            "greedy_speedup": float(np.exp(self.best_greedy)),
+            "greedy_speedup": float(np.exp(self.last_greedy if last else self.best_greedy)),
             "held_out": [] if self.held_out is None else self.held_out.described(),
-            "best_speedup": float(last.get("best_speedup", np.nan)),
+            "best_speedup": float(row.get("best_speedup", np.nan)),
         }
         return TrainedPolicy(net, card, self.best())
 
     def write(self, policy: bool = True) -> None:
-        """The best placements, and the policy of the best check, where there is a folder."""
+        """The best placements, and policies of the best check and of now, if there is a folder."""
         if self.out_dir is None:
             return
         if policy:
             self.trained().save(self.out_dir / "policy.safetensors")
+        self.trained(last=True).save(self.out_dir / "last.safetensors")
         best = self.best()
         arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(best)}
         write_arrays(self.out_dir / "best.npz", value_s=[s.value_s for s in best], **arrays)
@@ -191,6 +195,7 @@ class Evaluation(_Part):
         if training.held_out is not None:
             choices, held_s, _ = training.held_out.answers(training.config, net)
             greedy = training.held_out_reward = _mean_reward(training.held_out, choices, held_s)
+        training.last_greedy = greedy
         better = greedy > training.best_greedy
         if better:
             training.best_greedy = greedy

@@ -6,6 +6,7 @@
     python -m experiments.learned resched --checkout FOLDER  # beside a published network
     python -m experiments.learned folds [--seeds N] [--minutes M]  # leave-architecture-out
     python -m experiments.learned split [--seeds N]          # the same, operators in pieces
+    python -m experiments.learned gnn [--train latency]      # the released message passing
 
 Policies are the released ones; ``--also`` names further ones. Each study writes
 ``experiments/results/learned_NAME.csv`` and ``.md``. A budget of seconds is processor time: every
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.learned import dispatch, folds, published, resched, split, zero_shot
+from experiments.learned import dispatch, folds, gnn, published, resched, split, zero_shot
 from experiments.study import run
 
 STUDIES = (
-    zero_shot.STUDY, published.STUDY, dispatch.STUDY, resched.STUDY, folds.STUDY, split.STUDY
+    zero_shot.STUDY, published.STUDY, dispatch.STUDY, resched.STUDY, folds.STUDY, split.STUDY,
+    gnn.STUDY,
 )  # fmt: skip
 
 

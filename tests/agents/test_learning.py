@@ -40,7 +40,7 @@ from tests import emulated_gpu
 from tests.envs.test_envs import chain
 from tests.problems import small_problem, written
 
-FILES = ["best.npz", "checkpoint.pt", "metrics.csv", "policy.safetensors"]
+FILES = ["best.npz", "checkpoint.pt", "last.safetensors", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
 
 

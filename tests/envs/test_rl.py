@@ -35,7 +35,7 @@ from envs.formulations import FORMULATIONS, Formulation, formulation_in
 from envs.generators import Layered, small_problems
 from envs.graphs import to_data
 from envs.problem_set import EnvError, Sizes
-from envs.rewards import Outcome, log_speedup
+from envs.rewards import Outcome, improvement, log_speedup
 from envs.sb3 import PlacementVecEnv
 from placement.problem import Problem
 from placement.runs.ways import torch_threads
@@ -302,6 +302,14 @@ def test_what_generators_get_wrong() -> None:
             env.step(env.action_space.sample(info["action_mask"]))
     with pytest.raises(EnvError, match="num_envs = 0 must be at least 1"):
         gym.make_vec("envs/DevicePlacement-v0", 0)
+
+
+def test_only_what_is_better_than_the_reference_earns_much() -> None:
+    seconds = np.array([0.97, 0.99, 1.0, 1.001, 1.05, 4.0, np.inf])
+    earned = improvement(Outcome(small_problems()[0], np.zeros((7, 1), np.int32), seconds, 1.0))
+    assert earned[0] == pytest.approx(3.05 + np.log1p(np.exp(-3.05)), abs=0.01)  # 3 % better
+    assert earned[0] > earned[1] > earned[3] > earned[4] > 0.0  # nearly as good is more than bad
+    assert earned[2] == earned[6] == 0.0 and earned[5] < 1e-9  # known; cannot run; far too long
 
 
 # Seams: what is named "test_rl:..." below is code of somebody's own.
