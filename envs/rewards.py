@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 # that; one that cannot run is worse than every one that can.
 WORST_REWARD = -4.0
 INFEASIBLE_REWARD = -5.0
-_SOFT = 0.01  # of ``improvement``: the logarithm over which a loss fades to nothing
+_SOFT = 0.02  # of ``improvement``: losses of so much and more fade to nothing
 
 
 class Outcome(NamedTuple):
@@ -55,8 +55,8 @@ def log_speedups(value_s: Floats, reference_s: float | Floats) -> Floats:
 def improvement(outcome: Outcome) -> Floats:
     """float64 ``[B]``: what a placement is worth beside a reference, which is kept if it is better.
 
-    ``log(1 + exp(gain))`` of a gain in hundredths of ``log(reference / value)``: about the gain
-    where it is large, next to 0 where the value is a few percent worse or cannot run. 0 too where
+    ``log(1 + exp(gain))`` of a gain ``log(reference / value)`` in units of 2 %: about the gain
+    where it is large, next to 0 where the value is 10 % worse or cannot run. 0 too where
     it is the reference's, which is known. A mean of ``log_speedup`` is highest where a policy stays
     at its warm start; this one is highest where its best samples are.
     """
