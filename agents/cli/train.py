@@ -131,6 +131,12 @@ def _train(cfg: DictConfig) -> float:
             contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
     if cfg.evaluator == MEASURED:
         _say_measured(evaluator, machines)
+        if trained.card["updates"] == 0:
+            say(
+                f"the runs ended within the first rollout, so nothing was learned: "
+                f"training.total_steps = {config.total_steps} decides how long a rollout is; of "
+                f"one_shot about as many as measurements = {cfg.measurements}"
+            )
         contents += ", measured/*.jsonl"
     show(run, comparison, contents)
     return metric_s(replace(comparison, rows=tuple(mine)))
@@ -216,10 +222,11 @@ def _say_measured(evaluator: Any, problems: Mapping[str, Problem]) -> None:
         ran = zip(trials.samples.placements, trials.levels.tolist(), strict=True)
         alone_s = min((s for p, s in ran if p.tobytes() in singles), default=np.inf)
         best_s = float(trials.levels.min(initial=np.inf))
-        say(
-            f"{name}: fastest {seconds(best_s)} in {trials.num_measurements} runs; the fastest "
-            f"single device {seconds(alone_s)}, {alone_s / best_s:.2f} times"
-        )
+        alone = "no single device has run"
+        if np.isfinite(alone_s):
+            ratio = alone_s / best_s
+            alone = f"the fastest single device {seconds(alone_s)}, {ratio:.2f} times"
+        say(f"{name}: fastest {seconds(best_s)} in {trials.num_measurements} runs; {alone}")
 
 
 def _last_step(path: Path) -> float:

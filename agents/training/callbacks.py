@@ -51,7 +51,7 @@ class Training:
         rows: the metrics, one row per update.
         stop: whether something said that it is enough.
         checked: whether there was a check since the last update.
-        steps: of all environments.
+        steps, updates: of all environments; and of the network.
         best_weights: of the best check, whose mean reward is ``best_greedy``.
         last_greedy: mean reward of the last check.
         greedy_s: float64 ``[P]`` seconds of the last check; ``held_out_reward``: its mean reward on
@@ -72,6 +72,7 @@ class Training:
     stop: bool = False
     checked: bool = False
     steps: int = 0
+    updates: int = 0
     best_greedy: float = -np.inf
     last_greedy: float = -np.inf
     held_out_reward: float = np.nan
@@ -120,6 +121,7 @@ class Training:
                 "stable_baselines3": stable_baselines3.__version__,
             },
             "steps": self.steps,
+            "updates": self.updates,
             "seconds": time.perf_counter() - self.started,
             "evaluations": self.env.rules.num_evaluations,
             "greedy_speedup": float(np.exp(self.last_greedy if last else self.best_greedy)),

@@ -137,7 +137,7 @@ def _learn(
     """All steps that are left, watched by the callbacks; imitation before the first of them."""
     config = training.config
     watching = callbacks(training, report)
-    schedule, _, _, checkpoint, _ = watching
+    schedule, _, metrics, checkpoint, _ = watching
     went_on = resume and checkpoint.load(agent)
     if solutions is not None and not went_on:
         imitate(
@@ -149,7 +149,8 @@ def _learn(
             seed=config.seed,
         )
     schedule.tell(agent.num_timesteps / config.total_steps)  # before the first deck
-    training.steps = agent.num_timesteps
+    told: Any = agent
+    training.steps, training.updates = told.num_timesteps, told._n_updates
     left = config.total_steps - agent.num_timesteps
     if left <= 0:
         return
@@ -159,9 +160,10 @@ def _learn(
     try:
         agent.learn(left, list(watching), log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
     except BudgetSpent:  # of measurements: a limit like the others
+        metrics.record()
         training.write()
     finally:
-        training.steps = agent.num_timesteps
+        training.steps, training.updates = told.num_timesteps, told._n_updates
 
 
 def make_policy(config: TrainConfig) -> Net:

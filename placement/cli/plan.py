@@ -475,7 +475,8 @@ def _say_network(args: argparse.Namespace, problem: Problem, solution: Solution)
     if solution.stats.get("network") == "none":
         cli.say(
             f"no network is involved for {problem.objective}: a search by hand-written rules "
-            "decides; policy=FILE takes a policy that you have trained (placement-train)"
+            "decides; policy=FILE takes a policy that you have trained (placement-train), or its "
+            "name one that ships (docs/policies.md)"
         )
 
 
