@@ -243,7 +243,9 @@ def test_a_view_and_a_mean_of_what_is_cut() -> None:
     (result,) = run_program(cut.program, [x])
     torch.testing.assert_close(result, module(x))
     y = torch.randn(2, 6)
-    assert Rule((1,), (), (SUM,)) in rules_of(aten.mean.dim, ((y, [-1]), {}), [False], None, HALVES)
+    for shares in (HALVES, (0.25, 0.75)):  # or along the rows, whose parts have unlike sizes then
+        found = rules_of(aten.mean.dim, ((y, [-1]), {}), [False], None, shares)
+        assert Rule((1,), (), (SUM,)) in found and Rule((0,), (), (0,)) in found
 
 
 def test_rules_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

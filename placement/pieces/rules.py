@@ -257,7 +257,8 @@ def rules_of(
     for rule in _tries(leaves, at, is_param, arguments, shares) if target in SUMMED else ():
         rule = replace(rule, outputs=(SUM,))
         parts = _run(SUMMED[target], exact, at, tree, outputs, rule, shares)
-        if parts and is_mean(target, rule):
+        # Along what is not averaged, pieces are parts of the result, maybe of unlike sizes.
+        if parts and is_mean(target, rule) and all(x.shape == whole[0].shape for (x,) in parts):
             many = exact[at[0]].numel() / max(1, whole[0].numel())
             total = torch.stack([part for (part,) in parts]).sum(0)
             if _equal(total / many, whole[0]):
