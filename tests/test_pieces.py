@@ -242,7 +242,7 @@ def test_a_view_and_a_mean_of_what_is_cut() -> None:
     assert kinds["mean#1"] == "aten.sum.dim_IntList" and kinds["mean.mean#1"] == "aten.div.Scalar"
     (result,) = run_program(cut.program, [x])
     torch.testing.assert_close(result, module(x))
-    y = torch.randn(2, 6)
+    y = torch.randn(4, 8)
     for shares in (HALVES, (0.25, 0.75)):  # or along the rows, whose parts have unlike sizes then
         found = rules_of(aten.mean.dim, ((y, [-1]), {}), [False], None, shares)
         assert Rule((1,), (), (SUM,)) in found and Rule((0,), (), (0,)) in found
