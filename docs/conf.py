@@ -86,8 +86,11 @@ def in_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     """A docstring as napoleon reads it.
 
     Indented lines after a colon and an empty line are code or a drawing. Of several names that are
-    described together it would take the first for a type.
+    described together it would take the first for a type. Of a field of a named tuple Python's own
+    docstring says nothing.
     """
+    if lines and lines[0].startswith("Alias for field number"):
+        lines.clear()
     for i, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         block = lines[i + 1 : i + 3]
