@@ -97,6 +97,16 @@ def test_where_pieces_begin(
     assert sum(sizes(size, shares)) == size
 
 
+def test_a_small_constant_is_added_once() -> None:
+    """Of a norm's variance, which may be as small: in summands each piece would add it."""
+    x = torch.randn(4, 6)
+    for arguments, summands in (((x, 1e-5), False), ((x, 0.5 * x), True)):
+        is_param = [False] * (1 + summands)
+        rules = rules_of(aten.add.Tensor, (arguments, {}), is_param, None, HALVES)
+        assert {0, 1} <= {r.outputs[0] for r in rules}
+        assert any(SUM in r.inputs for r in rules) is summands
+
+
 def test_rules_of_a_linear_layer() -> None:
     """By outputs; by rows of the input; by what is added up, where the bias is added once."""
     x, w, b = torch.randn(4, 6), torch.randn(8, 6), torch.randn(8)

@@ -81,7 +81,8 @@ _SLIDING = (
 )
 _MOST_INPUTS = 6  # tensors, a list counting as one, that can be cut independently
 _MOST_TRIES = 20_000  # ways to cut the inputs of an operator
-_VERSION = 1  # to be raised with what finds other rules
+_VERSION = 2  # to be raised with what finds other rules
+_SMALL = 2.0**-60  # times numbers in summands: rounded alike, and below any constant
 _ROUNDING = 1e-3  # of the largest value: sums in another order; a wrong piece is off by far more
 
 
@@ -246,13 +247,18 @@ def rules_of(
         cuts = _output_cuts(call, shapes, at, tree, outputs, rule, whole, shares)
         if cuts is None or all(c == {WHOLE} for c in cuts):
             continue
-        parts = _run(call, exact, at, tree, outputs, rule, shares, summands=True)
-        if parts is None:
-            continue
-        made = tuple(
-            _which(whole[o], [p[o] for p in parts], options) for o, options in enumerate(cuts)
-        )
+        made = _made(call, exact, at, tree, outputs, rule, shares, whole, cuts)
         if None not in made and any(m != WHOLE for m in made):
+            if SUM in rule.inputs:
+                # A small constant that each piece adds (of a norm, 1e-5) is not lost in rounding.
+                small = [*exact]
+                for i, cut in zip(at, rule.inputs, strict=True):
+                    small[i] = exact[i] * _SMALL if cut == SUM else exact[i]
+                of_small, own = _call(call, small, tree, outputs), [{m} for m in made]
+                if of_small is None or made != _made(
+                    call, small, at, tree, outputs, rule, shares, of_small, own, _SMALL
+                ):
+                    continue
             found.setdefault((rule.inputs, made), replace(rule, outputs=made))  # type: ignore[arg-type]
     for rule in _tries(leaves, at, is_param, arguments, shares) if target in SUMMED else ():
         rule = replace(rule, outputs=(SUM,))
@@ -264,6 +270,25 @@ def rules_of(
             if _equal(total / many, whole[0]):
                 found.setdefault((rule.inputs, rule.outputs), rule)
     return list(found.values())
+
+
+def _made(
+    call: Any,
+    leaves: list[Any],
+    at: Sequence[int],
+    tree: Any,
+    outputs: Any,
+    rule: Rule,
+    shares: Shares,
+    whole: list[Tensor],
+    cuts: Sequence[Any],
+    scale: float = 1.0,
+) -> tuple[Cut | None, ...]:
+    """Which of these cuts of each output the pieces are; None: of none, or one fails."""
+    parts = _run(call, leaves, at, tree, outputs, rule, shares, scale)
+    if parts is None:
+        return (None,)
+    return tuple(_which(whole[o], [p[o] for p in parts], options) for o, options in enumerate(cuts))
 
 
 def is_mean(target: Any, rule: Rule) -> bool:
@@ -387,14 +412,15 @@ def _run(
     outputs: Any,
     rule: Rule,
     shares: Shares,
-    summands: bool = False,
+    summands: float = 0.0,
 ) -> list[list[Tensor]] | None:
-    """What each piece gives; None: one fails."""
+    """What each piece gives; None: one fails. Summands are random, of this size; 0: all but one
+    are 0."""
     tensors = []
     for j, i in enumerate(at):
         x = leaves[i]
         if rule.inputs[j] == SUM and summands:
-            parts = [_random(x, 1000 + 10 * j + p) for p in range(len(shares) - 1)]
+            parts = [summands * _random(x, 1000 + 10 * j + p) for p in range(len(shares) - 1)]
             tensors.append([*parts, x - sum(parts)])
         else:
             tensors.append(cut_tensor(x, rule.inputs[j], shares))
