@@ -346,7 +346,7 @@ def test_a_period_is_the_longer_of_launching_and_computing(
     """
     item, clock, until = torch.ones(2, 4), [0.0], [0.0]
     graph = capture(nn.Linear(4, 4), item)
-    ticking = SimpleNamespace(perf_counter=lambda: clock[0], perf_counter_ns=time.perf_counter_ns)
+    ticking = SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]})
     launch = Worker.launch
 
     def slowly(self, *args):
