@@ -241,23 +241,32 @@ def rules_of(
     if again is None or not all(map(_equal, again, whole)):
         return []  # it draws random numbers
     shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in exact]
+
+    def made_of(
+        rule: Rule, given: list[Any], whole: list[Tensor], cuts: Sequence[set[Cut]], scale: float
+    ) -> tuple[Cut | None, ...]:
+        """Which of these cuts of each output the pieces are; None: of none, or one fails."""
+        parts = _run(call, given, at, tree, outputs, rule, shares, scale)
+        if parts is None:
+            return (None,)
+        each = enumerate(cuts)
+        return tuple(_which(whole[o], [p[o] for p in parts], options) for o, options in each)
+
     found: dict[Any, Rule] = {}
     probed = itertools.islice(_tries(leaves, at, is_param, arguments, shares), _MOST_TRIES)
     for rule in itertools.chain(_windows(call, arguments, len(at), shares), probed):
         cuts = _output_cuts(call, shapes, at, tree, outputs, rule, whole, shares)
         if cuts is None or all(c == {WHOLE} for c in cuts):
             continue
-        made = _made(call, exact, at, tree, outputs, rule, shares, whole, cuts)
+        made = made_of(rule, exact, whole, cuts, 1.0)
         if None not in made and any(m != WHOLE for m in made):
             if SUM in rule.inputs:
                 # A small constant that each piece adds (of a norm, 1e-5) is not lost in rounding.
                 small = [*exact]
                 for i, cut in zip(at, rule.inputs, strict=True):
                     small[i] = exact[i] * _SMALL if cut == SUM else exact[i]
-                of_small, own = _call(call, small, tree, outputs), [{m} for m in made]
-                if of_small is None or made != _made(
-                    call, small, at, tree, outputs, rule, shares, of_small, own, _SMALL
-                ):
+                own = _call(call, small, tree, outputs)
+                if not own or made != made_of(rule, small, own, [{m} for m in made], _SMALL):
                     continue
             found.setdefault((rule.inputs, made), replace(rule, outputs=made))  # type: ignore[arg-type]
     for rule in _tries(leaves, at, is_param, arguments, shares) if target in SUMMED else ():
@@ -270,25 +279,6 @@ def rules_of(
             if _equal(total / many, whole[0]):
                 found.setdefault((rule.inputs, rule.outputs), rule)
     return list(found.values())
-
-
-def _made(
-    call: Any,
-    leaves: list[Any],
-    at: Sequence[int],
-    tree: Any,
-    outputs: Any,
-    rule: Rule,
-    shares: Shares,
-    whole: list[Tensor],
-    cuts: Sequence[Any],
-    scale: float = 1.0,
-) -> tuple[Cut | None, ...]:
-    """Which of these cuts of each output the pieces are; None: of none, or one fails."""
-    parts = _run(call, leaves, at, tree, outputs, rule, shares, scale)
-    if parts is None:
-        return (None,)
-    return tuple(_which(whole[o], [p[o] for p in parts], options) for o, options in enumerate(cuts))
 
 
 def is_mean(target: Any, rule: Rule) -> bool:
