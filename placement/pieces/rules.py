@@ -266,7 +266,8 @@ def rules_of(
                 for i, cut in zip(at, rule.inputs, strict=True):
                     small[i] = exact[i] * _SMALL if cut == SUM else exact[i]
                 own = _call(call, small, tree, outputs)
-                if not own or made != made_of(rule, small, own, [{m} for m in made], _SMALL):
+                same: list[set[Cut]] = [{m} for m in made if m is not None]
+                if not own or made != made_of(rule, small, own, same, _SMALL):
                     continue
             found.setdefault((rule.inputs, made), replace(rule, outputs=made))  # type: ignore[arg-type]
     for rule in _tries(leaves, at, is_param, arguments, shares) if target in SUMMED else ():
