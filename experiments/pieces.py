@@ -35,6 +35,7 @@ from placement.costs.measure import measure
 from placement.executor import Runner
 from placement.graph import OpGraph
 from placement.objective import Objective
+from placement.pieces.rules import rule_of
 from placement.problem import Problem
 from placement.program import split_inputs
 from placement.runs.ways import (
@@ -90,10 +91,7 @@ def cut(graph: OpGraph, compiled: bool, options: Options) -> Cut:
     """The graph in pieces, measured and placed; the same pieces as the last time."""
     name = f"{graph.name} in pieces{', compiled' * compiled}"
     found = options.finished.row(dict, name, partial(rules, graph, compiled), name=name)
-    chosen = {
-        op: pieces.Rule(tuple(map(as_cut, cuts)), *map(tuple, rest))
-        for op, (cuts, *rest) in found.items()
-    }
+    chosen = {op: rule_of(*row) for op, row in found.items()}
     with torch_threads(1):  # as a device has
         parted = pieces.split(graph, pieces.Pieces((0.5, 0.5), chosen))
     say(f"{name}: costs")
@@ -104,8 +102,8 @@ def cut(graph: OpGraph, compiled: bool, options: Options) -> Cut:
     if compiled:
         joined, profile = load_or_measure_compiled(parted, cluster, profile)
         problem = Problem(joined, cluster, profile, **latency)
-    placement = planners.load("best_of", seconds=options.seconds)(problem).placement
-    return Cut(parted, problem, dealt_or(problem, placement))
+    solution = planners.load("best_of", seconds=options.seconds)(problem)
+    return Cut(parted, problem, dealt_or(problem, solution).placement)
 
 
 def rules(graph: OpGraph, compiled: bool) -> dict[str, Any]:
@@ -114,11 +112,6 @@ def rules(graph: OpGraph, compiled: bool) -> dict[str, Any]:
         parted = pieces.split(graph, 2, compiled=compiled)
     chosen = parted.program.pieces
     return {} if chosen is None else {op: astuple(rule) for op, rule in chosen.rules.items()}
-
-
-def as_cut(x: Any) -> Any:
-    """From a file, where windows are lists."""
-    return pieces.Window(*x) if isinstance(x, list) else x
 
 
 def compare(

@@ -374,9 +374,7 @@ def fastest(
                     slower.runner.close()
         if costs := _compiled_costs(problem, patience, report):
             report(f"planning compiled runs with {PLANNER}", None)
-            solution = planners.solve(planner, costs)
-            if (apart := dealt_or(costs, solution.placement)) is not solution.placement:
-                solution = Solution(apart, float(score(costs, apart[None])[0]))
+            solution = dealt_or(costs, planners.solve(planner, costs))
             known = replace(costs.profile, graph_fingerprint=problem.graph.fingerprint)
             own = replace(costs, graph=problem.graph, profile=known)  # plans know no kernels
             again = _plan(own, workload, solution, planner)

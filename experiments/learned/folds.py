@@ -74,7 +74,7 @@ from experiments.grid import MEMORY_BYTES, SLACK
 from experiments.learned.dispatch import evolved
 from experiments.learned.problems import twice_the_devices
 from experiments.learned.study import trained
-from experiments.runs import limited, warm
+from experiments.runs import Run, limited, warm
 from experiments.study import Option, Options, Study, say
 from experiments.tables import DASH, Column, Mean, geometric, groups, table, to_csv
 from placement import importers
@@ -554,8 +554,7 @@ def judged(case: Case, unit: Unit, planner: Planner, training_s: float | None) -
     values: dict[str, float | None] = dict.fromkeys(COLUMNS.values())
     first_s = None
     for seconds in limits:
-        ready = prepared(planner, unit.seed, Budget(seconds, None))
-        run = limited(partial(solve, ready, case.problem), LONGEST_S, MEMORY_BYTES, True)
+        run = answered(planner, unit.seed, case.problem, seconds)
         if run.value is None:
             say(f"{unit.arm}, {case.machine}, {case.name}: {run.status} {run.note}")
             if run.status in ("out of time", "killed"):
@@ -564,14 +563,25 @@ def judged(case: Case, unit: Unit, planner: Planner, training_s: float | None) -
         value_s, stats = value_of(case.problem, run.value), run.value.stats
         curve = stats.get("curve") or [(stats.get("seconds", run.seconds), 1, value_s)]
         for budget, column in COLUMNS.items():
-            reached = [max(v, value_s) for s, _, v in curve if s <= SLACK * budget]
-            if (budget == seconds if searches else budget <= seconds) and reached:
-                values[column] = rounded(min(reached))
+            reached = best_by(budget, curve, value_s)
+            if (budget == seconds if searches else budget <= seconds) and reached is not None:
+                values[column] = rounded(reached)
         first_s = stats.get("greedy_value_s")
     return Row(
         case.machine, case.name, case.family, case.fold, unit.objective, case.problem.num_ops,
         unit.arm, unit.seed, rounded(training_s), rounded(first_s), **values,
     )  # fmt: skip
+
+
+def answered(planner: Planner, seed: int, problem: Problem, seconds: float) -> Run:
+    """What a planner answers in a process of its own, in so many processor seconds."""
+    ready = prepared(planner, seed, Budget(seconds, None))
+    return limited(partial(solve, ready, problem), LONGEST_S, MEMORY_BYTES, True)
+
+
+def best_by(seconds: float, curve: Iterable[Sequence[float]], value_s: float) -> float | None:
+    """The least value of a curve by then; none is less than what the answer is worth."""
+    return min((max(v, value_s) for s, _, v in curve if s <= SLACK * seconds), default=None)
 
 
 def rounded(value: float | None) -> float | None:

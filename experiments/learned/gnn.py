@@ -39,7 +39,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +46,11 @@ import numpy as np
 
 from envs.perturbation import Perturbation
 from envs.problem_set import canonical
-from experiments.grid import MEMORY_BYTES, SLACK
 from experiments.learned.folds import (
     BEST_RULE,
     DATASET,
     FOUR,
     LEAST,
-    LONGEST_S,
     OBJECTIVES,
     PPO_NETWORK,
     RULES,
@@ -61,6 +58,8 @@ from experiments.learned.folds import (
     UNLIKE,
     UNTRAINED,
     RulesThenDecodes,
+    answered,
+    best_by,
     families,
     folds,
     measured,
@@ -69,13 +68,11 @@ from experiments.learned.folds import (
     rounded,
     untrained,
 )
-from experiments.runs import limited, warm
+from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, say
 from experiments.tables import Column, Mean, geometric, table
 from placement.objective import Objective
-from placement.planners import solve
 from placement.problem import Problem, Solution
-from placement.search.budget import Budget, prepared
 from placement.simulator import value_of
 from placement.tools.files import write_atomic
 
@@ -229,15 +226,11 @@ def release(objective: str, options: Options) -> None:
 
 def by_100_ms(planner: RulesThenDecodes, problem: Problem) -> float | None:
     """The least value by so much processor time."""
-    ready = prepared(planner, 0, Budget(SECONDS, None))
-    run = limited(partial(solve, ready, problem), LONGEST_S, MEMORY_BYTES, True)
+    run = answered(planner, 0, problem, SECONDS)
     if run.value is None:
         return None
-    value_s = value_of(problem, run.value)
     curve = run.value.stats["curve"]
-    return rounded(
-        min((max(v, value_s) for s, _, v in curve if s <= SLACK * SECONDS), default=None)
-    )
+    return rounded(best_by(SECONDS, curve, value_of(problem, run.value)))
 
 
 def files_of(objective: str, options: Options) -> dict[str, Path]:

@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Cluster
-from placement.costs.measure import cached_path, measured_rounds, typical
+from placement.costs.measure import EFFORT, cached_path, measured_rounds, typical
 from placement.executor.alone import on_one_device, placed, run_seconds
 from placement.executor.compiled import kernels_of
 from placement.executor.runner import Runner
 from placement.executor.share import runs_of, shares
 from placement.graph import OpGraph, reuse_position
-from placement.problem import Problem
+from placement.problem import Problem, Solution
 from placement.profile import Profile, ProfileError
 from placement.simulator import score
 from placement.tools.clock import nothing_collected
@@ -45,7 +45,6 @@ Ints = NDArray[np.int32]
 
 _BLOCK_S, _MOST_BLOCKS = 1e-3, 12  # a block takes so long at least: a call of it takes microseconds
 _CLEARLY = 0.97  # of the predicted time of what was measured: else what is planned is no better
-_ENOUGH_S, _FEWEST = 10.0, 3  # rounds end after so long, but for the first ones
 
 
 def fused(graph: OpGraph, runs: Sequence[Sequence[int]] | None = None) -> OpGraph:
@@ -91,7 +90,6 @@ def measure_compiled(
     began = time.time()
     cpus = [d for d, device in enumerate(cluster.devices) if device.kind == "cpu"]
     in_pieces = graph.piece is not None and len(cpus) > 1
-    measured = _in_pieces if in_pieces else _in_blocks
     runs = None
     if in_pieces:
         runs = _runs(Problem(graph, cluster, profile), dealt(graph, cpus, 0))
@@ -101,7 +99,8 @@ def measure_compiled(
         line = next(iter(str(error).splitlines()), "")[:200]
         raise ProfileError(f"the graph is not compiled: {type(error).__name__}: {line}") from error
     facts: dict[str, Any] = {"compiled": True, "groups": joined.group.tolist()}
-    got = measured(graph, joined, cluster, cpus, profile, repeats, say)
+    facts_of = cluster, cpus, profile, repeats, say
+    got = _in_pieces(graph, *facts_of) if in_pieces else _in_blocks(graph, joined, *facts_of)
     compute_s, spread_s = profile.compute_s.copy(), profile.spread_s.copy()
     compute_s[:, cpus], spread_s[:, cpus] = got.compute_s, got.spread_s
     loaded_s = None if profile.loaded_s is None else profile.loaded_s.copy()
@@ -162,11 +161,9 @@ def _in_blocks(
                 into[-1].begins = frozenset(begun)
                 into[-1].compile(say)
         runners, wholes = made
-        _check_some(runners)
+        names, packed = _compiled_of(runners)
         alone, loaded = measured_rounds(runners, inputs, repeats, say)
         whole_s = typical(np.array(measured_rounds(wholes, inputs, repeats, say)[0])).sum(axis=0)
-        names = [sorted(runner.not_compiled) for runner in runners]
-        packed = np.max([runner.packed for runner in runners], axis=0)
     scale = whole_s / typical(np.array(alone)).sum(axis=0)  # as part of one run
     block = np.searchsorted(np.sort(priority[begins]), priority, side="right")
 
@@ -182,7 +179,6 @@ def _in_blocks(
 
 def _in_pieces(
     graph: OpGraph,
-    joined: OpGraph,
     cluster: Cluster,
     cpus: Sequence[int],
     profile: Profile,
@@ -200,15 +196,13 @@ def _in_pieces(
             runner = placed(graph, cluster, p.tolist(), problem.priority)
             runners.append(stack.enter_context(runner))
             runner.compile(say)
-        _check_some(runners)
+        names, packed = _compiled_of(runners)
         with nothing_collected():
             while len(rounds) < repeats:
                 say(f"measuring, round {len(rounds) + 1} of {repeats}", len(rounds) / repeats)
                 rounds.append([run_seconds(runner, inputs, 2) for runner in runners])
-                if time.perf_counter() - began > _ENOUGH_S and len(rounds) >= _FEWEST:
+                if len(rounds) >= EFFORT.fewest and time.perf_counter() - began > EFFORT.enough_s:
                     break
-        names = [sorted(runner.not_compiled) for runner in runners]
-        packed = np.max([runner.packed for runner in runners], axis=0)
     took = np.array(rounds).transpose(0, 2, 1)  # [R, N, C]
     low, high = np.percentile(took, [25, 75], axis=0)
     busy = profile.compute_s if profile.loaded_s is None else profile.loaded_s
@@ -231,11 +225,17 @@ def _divided(seconds: Floats, like: Floats, block: NDArray[Any]) -> Floats:
     return like * (total / np.maximum(own, 1e-12))[block]
 
 
-def _check_some(runners: Sequence[Runner]) -> None:
-    """Raises: ProfileError, nothing is compiled."""
+def _compiled_of(runners: Sequence[Runner]) -> tuple[list[list[str]], NDArray[np.int64]]:
+    """``names`` and ``packed`` of ``_Seconds``.
+
+    Raises:
+        ProfileError: nothing is compiled.
+    """
     if not any(runner.num_compiled for runner in runners):
         why = next(iter(runners[0].not_compiled.values()), "nothing in it computes")
         raise ProfileError(f"nothing of the graph is compiled: {why}")
+    names = [sorted(runner.not_compiled) for runner in runners]
+    return names, np.max([runner.packed for runner in runners], axis=0)
 
 
 def dealt(graph: OpGraph, cpus: Sequence[int], first: int) -> Ints:
@@ -245,17 +245,17 @@ def dealt(graph: OpGraph, cpus: Sequence[int], first: int) -> Ints:
     return np.array(cpus, np.int32)[(number + first) % len(cpus)]
 
 
-def dealt_or(problem: Problem, placement: Ints) -> Ints:
-    """The placement, or piece ``k`` on CPU ``k`` where it is not clearly predicted to be faster.
+def dealt_or(problem: Problem, solution: Solution) -> Solution:
+    """The solution, or piece ``k`` on CPU ``k`` where it is not clearly predicted to be faster.
 
     So compiled runs of a graph in pieces were measured; of others it is not known what is fused.
     """
     cpus = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
     if problem.graph.piece is None or len(cpus) < 2:
-        return placement
+        return solution
     apart = dealt(problem.graph, cpus, 0)
-    other_s, apart_s = score(problem, np.stack([placement, apart]))
-    return placement if other_s < _CLEARLY * apart_s else apart
+    other_s, apart_s = score(problem, np.stack([solution.placement, apart]))
+    return solution if other_s < _CLEARLY * apart_s else Solution(apart, float(apart_s))
 
 
 def _runs(problem: Problem, placement: Ints) -> list[tuple[int, ...]]:

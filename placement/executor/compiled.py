@@ -48,6 +48,7 @@ from placement.executor.share import Share
 from placement.program import Param, Program, Ref, leaves_of, mapped, run_program, view_of
 from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError, cache_folder, write_atomic
+from placement.tools.linears import MKL, ONEDNN, PACKS, linear_calls
 from placement.tools.progress import Progress, say
 
 _CPU = torch.device("cpu")
@@ -58,12 +59,6 @@ _ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where the extension look
 _LEAST = 3  # operators that compute something: a call of an artefact costs as much as two
 _ROUNDS, _LONG_S = 5, 0.5  # in which kinds take turns, and after which a kind is not timed again
 _ALIGN = 64  # bytes: libraries read packed weights in lines of the cache
-# What packs the weights of a linear layer for a number of rows, by library.
-_MKL, _ONEDNN = "mkl", "onednn"
-_PACKS: dict[str, Any] = {
-    _MKL: getattr(torch.ops.mkl, "_mkl_reorder_linear_weight", None),
-    _ONEDNN: getattr(torch.ops.mkldnn, "_reorder_linear_weight", None),
-}
 _MKLDNN = 3  # PyTorch's number of this layout
 _WORTH = 0.97  # of the time of a kind that needs less
 _FAR_AHEAD = 0.7  # of the time of operators: weights are most of such a run
@@ -224,7 +219,7 @@ def build(
 
     def folded(folder: Any, node: fx.Node) -> Any:
         value = fold(folder, node)
-        for library, pack in _PACKS.items():
+        for library, pack in PACKS.items():
             if pack is not None and node.target is pack and isinstance(value, Tensor):
                 weights, rows = folder.fetch_args_kwargs_from_env(node)[0]
                 packed[torch.ops.mkldnn.data_ptr(value)] = weights, rows, library
@@ -284,7 +279,7 @@ def _faster_linears() -> Iterator[None]:
     from torch._inductor.fx_passes import mkldnn_fusion
 
     packs: Any = getattr(mkldnn_fusion, "CpuMkldnnDeviceOp", None)
-    if packs is None or None in _PACKS.values():  # a build without one of them
+    if packs is None or None in PACKS.values():  # a build without one of them
         yield
         return
     pack_weight, pack = packs.pack_linear_weight, packs.pack_linear
@@ -296,7 +291,7 @@ def _faster_linears() -> Iterator[None]:
         return pack_weight(own, graph, is_lp, weight, rows)
 
     def as_chosen(own: Any, graph: Any, is_lp: bool, rows: Any, x: Any, weight: Any, b: Any) -> Any:
-        return pack(own, graph, is_lp or weight.target is _PACKS[_ONEDNN], rows, x, weight, b)
+        return pack(own, graph, is_lp or weight.target is PACKS[ONEDNN], rows, x, weight, b)
 
     with (
         mock.patch.object(packs, "pack_linear_weight", chosen),
@@ -314,13 +309,8 @@ def _onednn_is_faster(rows: int, width: int, columns: int, threads: int) -> bool
             torch.randn(columns, width),
             torch.zeros(columns),
         )
-        own, other = (_PACKS[library](weight, rows) for library in (_ONEDNN, _MKL))
-        by_onednn, by_mkl = torch.ops.mkldnn._linear_pointwise, torch.ops.mkl._mkl_linear
-        took_s = _timed({
-            _MKL: lambda: by_mkl(x, other, weight, bias, rows),
-            _ONEDNN: lambda: by_onednn(x, own, bias, "none", [], ""),
-        })  # fmt: skip
-    return took_s[_ONEDNN] < _WORTH * took_s[_MKL]
+        took_s = _timed(linear_calls(x, weight, bias))
+    return took_s[ONEDNN] < _WORTH * took_s[MKL]
 
 
 def kernels_of(program: Program, runs: Sequence[Sequence[int]] | None = None) -> list[set[int]]:
@@ -574,7 +564,7 @@ def load(
             key = repr((place, rest))
             if key not in packed:  # steps of a recurrent network read the same weights
                 rows, library = rest
-                packed[key] = _PACKS[library](operand(*place), rows)
+                packed[key] = PACKS[library](operand(*place), rows)
                 own_bytes += torch.ops.mkldnn._nbytes(packed[key])
             return packed[key]
         assert data is not None, "it has constants"

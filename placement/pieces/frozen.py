@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from placement.tools.linears import linear_calls
+
 _aten = torch.ops.aten
 _LINEAR = {  # places of the input, the weights and the bias; whether weights are transposed
     _aten.linear.default: (0, 1, 2, False),
@@ -20,7 +22,7 @@ _LINEAR = {  # places of the input, the weights and the bias; whether weights ar
 _CONVOLUTIONS = _aten.conv2d.default, _aten.convolution.default
 _FOLDED = _aten.batch_norm.default, _aten._native_batch_norm_legit_no_training.default
 _FUSED = 0.25  # of its time takes what is one kernel with others
-_mkl, _mkldnn = torch.ops.mkl, torch.ops.mkldnn
+_mkldnn = torch.ops.mkldnn
 
 Call = Callable[[], Any]
 
@@ -56,12 +58,7 @@ def _linears(
     if b is not None and b.ndim != 1:
         return []
     x, w = x.reshape(-1, x.shape[-1]).contiguous(), w.t() if t else w
-    own = _mkldnn._reorder_linear_weight(w, len(x))
-    calls: list[Call] = [lambda: _mkldnn._linear_pointwise(x, own, b, "none", [], "")]
-    if torch.backends.mkl.is_available():
-        other = _mkl._mkl_reorder_linear_weight(w, len(x))
-        calls.append(lambda: _mkl._mkl_linear(x, other, w, b, len(x)))
-    return calls
+    return [*linear_calls(x, w, b).values()]
 
 
 def _convolutions(target: Any, args: Sequence[Any], is_param: Sequence[bool]) -> list[Call]:

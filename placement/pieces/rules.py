@@ -195,14 +195,14 @@ def known_rules(
     name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     path = cache_folder() / "rules" / f"{name}.json"
     with suppress(OSError, ValueError, TypeError):  # none is there, or it is damaged
-        return [_rule(*row) for row in parse_json(read_text(path))]
+        return [rule_of(*row) for row in parse_json(read_text(path))]
     rules = rules_of(target, arguments, is_param, outputs, shares)
     with suppress(FileError):  # found again next time
         write_atomic(path, json.dumps([astuple(rule) for rule in rules]))
     return rules
 
 
-def _rule(inputs: Any, *rest: Any) -> Rule:
+def rule_of(inputs: Any, *rest: Any) -> Rule:
     """From a file, where windows are lists."""
     cuts = tuple(Window(*cut) if isinstance(cut, list) else cut for cut in inputs)
     return Rule(cuts, *map(tuple, rest))
