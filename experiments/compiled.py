@@ -9,7 +9,8 @@ each with threads of its own; medians of the rounds. A second process then loads
 and a stream of five seconds says how much of both cores it uses. ``--placements``: so many random
 placements of compiled runs are predicted and measured, of the same five blocks, as every run that
 no other has is compiled; 0: none. What is finished lies in ``runs/compiled``: the same command
-continues. Writes ``experiments/results/compiled.md`` and ``.json``.
+continues. Writes ``experiments/results/compiled.md`` and ``.json``, where rows of other workloads
+and machines stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -26,9 +28,10 @@ from typing import Any
 import numpy as np
 
 from experiments.runs import ended, in_turns, seconds_per_item, two_cores
-from experiments.study import Option, Options, Study, run, say
+from experiments.study import Option, Options, Study, provenance, run, say
 from experiments.tables import Column, table
 from placement.capturing import capture
+from placement.cluster import cpu_model
 from placement.costs.fused import load_or_measure_compiled
 from placement.costs.measure import load_or_measure
 from placement.executor import Runner
@@ -43,6 +46,7 @@ from placement.workloads import load
 WORKLOADS = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm", "inception")
 WORKLOADS += ("convnext", "gpt2")
 ROUND_S, STREAM_S = 0.2, 5.0  # of a round, as items may be short; and of the stream of both cores
+TURNS, ITEMS = 4, 24  # of random placements, and micro-batches of each
 BLOCKS = 5  # of which random placements are made: at most fifteen runs to compile
 SECOND = """
 import sys, time
@@ -63,7 +67,9 @@ with Runner(graph, two_cores(), [0] * graph.num_ops) as runner:
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Workload after workload; one that is finished is not measured again."""
+    """One of each workload, unless it is finished, after those of others and of other machines."""
+    mine = {(cpu_model(), name) for name in options.workloads}
+    yield from (x for x in STUDY.read() if (x["machine"], x["workload"]) not in mine)
     for name in options.workloads:
         what = (name, options.rounds, options.seconds, options.placements)
         yield options.finished.row(dict, what, partial(row, name, options), name=name)
@@ -115,6 +121,8 @@ def row(name: str, options: Options) -> dict[str, Any]:
     wrong = difference(one, module, inputs)
     facts: dict[str, Any] = {
         "workload": name,
+        "machine": cpu_model(),
+        "when": provenance()["when"],
         "ops": graph.num_ops,
         **{f"{way}_s": took.get(way) for way in (*ways, "compiled, 1 core", "compiled, 2 core")},
         "by torch": "; ".join(x.what for x in by_torch.values() if x is not None) or None,
@@ -167,19 +175,26 @@ def prediction(graph: Any, cluster: Any, inputs: Any, count: int) -> dict[str, A
         return {"error": None, "rank": None}
     costs = load_or_measure_compiled(graph, cluster, load_or_measure(graph, cluster))
     problem = Problem(costs[0], cluster, costs[1])
-    few = replace(problem, num_microbatches=32)
-    predicted, measured = [], []
-    for answer in placements(problem, count):
-        predicted.append(simulate(few, answer).period_s)
-        options: Any = {"priority": problem.priority, "max_in_flight": problem.max_in_flight}
-        with Runner(graph, cluster, answer, **options) as runner:
+    few = replace(problem, num_microbatches=ITEMS)
+    options: Any = {"priority": problem.priority, "max_in_flight": problem.max_in_flight}
+    predicted, ways = [], dict[str, Callable[[], float]]()
+    with ExitStack() as opened:
+        for i, answer in enumerate(placements(problem, count)):
+            predicted.append(simulate(few, answer).period_s)
+            runner = opened.enter_context(Runner(graph, cluster, answer, **options))
             runner.compile()
-            items = max(8, int(ROUND_S / predicted[-1]))
-            periods = [runner.period_of(runner.stream([inputs] * items)) for _ in range(4)]
-            measured.append(float(np.median(periods[1:])))
+            ways[str(i)] = partial(period_s, runner, inputs, predicted[-1])
+        rounds = in_turns(ways, TURNS, warm_up=1)
+    measured = [float(np.median(rounds[way])) for way in ways]
     a, b = np.array(predicted), np.array(measured)
     rank = spearman(a, b) if count > 1 else None
     return {"error": mape(a, b), "rank": rank, "predicted_s": predicted, "measured_s": measured}
+
+
+def period_s(runner: Runner, inputs: Any, predicted_s: float) -> float:
+    """Seconds between two results of a stream that is long enough to be steady."""
+    items = max(ITEMS, int(ROUND_S / predicted_s))
+    return runner.period_of(runner.stream([inputs] * items))
 
 
 def _ratio(a: str, b: str) -> Callable[[Any], float | None]:
@@ -216,6 +231,8 @@ def parts(found: Any, options: Options) -> dict[str, Any]:
 
 COLUMNS = (
     Column("workload", "workload"),
+    Column("machine", "machine"),
+    Column("measured", "when"),
     *(
         Column(f"{way}{'s' * way.endswith('2 core')}", f"{way}_s", 2, 1e3, " ms")
         for way in ("plain, 1 core", ONE, "our run", "plain, 2 core", "compiled, 2 core", "kept")

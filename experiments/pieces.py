@@ -71,8 +71,9 @@ class Cut:
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Those of other machines, as they are; and one of each workload, unless it is finished."""
-    yield from (x for x in STUDY.read() if x["machine"] != cpu_model())
+    """One of each workload, unless it is finished, after those of others and of other machines."""
+    mine = {(cpu_model(), name) for name in options.workloads}
+    yield from (x for x in STUDY.read() if (x["machine"], x["case"]) not in mine)
     for name in options.workloads:
         what = name, options.rounds, options.seconds, options.placements
         yield options.finished.row(dict, what, partial(row, name, options), name=name)

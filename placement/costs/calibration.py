@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +65,16 @@ EFFORT, LIKELY = CalibrationEffort(), Likely()
 LIKELY_TIMES = {"cpu": 0.1, "cuda": 0.5}  # logarithm for all operators of a device of this kind
 
 
-def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
+def calibrated(
+    graph: OpGraph,
+    cluster: Cluster,
+    profile: Profile,
+    compiled: Sequence[NDArray[np.int32]] = (),
+) -> Profile:
     """The profile with costs between devices, and speeds of devices, as they are in this graph.
+
+    Args:
+        compiled: if any, placements that run instead, compiled, periodic ones last.
 
     What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
@@ -85,7 +93,7 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
     many = EFFORT.runs[1] * _repeated(least.sum(axis=0).max())
     few = min(many, EFFORT.simulated)
     problem = Problem(graph, cluster, profile, num_microbatches=few)
-    ran, measured = _ran(problem, _for_calibration(problem))
+    ran, measured = _ran(problem, compiled or _for_calibration(problem), bool(compiled))
     if not ran:
         return profile
     on_gpu = np.array([device.kind == "cuda" for device in cluster.devices])
@@ -94,7 +102,8 @@ def calibrated(graph: OpGraph, cluster: Cluster, profile: Profile) -> Profile:
         return scaled(profile, replace(costs, times=costs.times ** np.where(on_gpu, 1.0, 0.5)))
 
     costs, missed = _most_probable(problem, ran, measured)
-    answers, took = _ran(problem, _answers(replace(problem, profile=with_costs(costs))))
+    chosen = [] if compiled else _answers(replace(problem, profile=with_costs(costs)))
+    answers, took = _ran(problem, chosen)
     if answers:
         ran, measured = [*answers, *ran], np.concatenate([took, measured])
         costs, missed = _most_probable(problem, ran, measured)
@@ -168,7 +177,7 @@ def _answers(problem: Problem) -> list[NDArray[np.int32]]:
 
 
 def _ran(
-    problem: Problem, placements: list[NDArray[np.int32]]
+    problem: Problem, placements: Sequence[NDArray[np.int32]], compiled: bool = False
 ) -> tuple[list[NDArray[np.int32]], Floats]:
     """Those of the placements that fit, and what they took: the faster of the rounds.
 
@@ -187,18 +196,24 @@ def _ran(
             alone, many = (runs * times for runs in EFFORT.runs)
             warm = EFFORT.warm * times
             try:
-                rounds[r, i] = run_placement(problem, p, alone if p.ndim == 1 else 1, many, warm)
+                alone = alone if p.ndim == 1 else 1
+                rounds[r, i] = run_placement(problem, p, alone, many, warm, compiled)
             except RuntimeError as error:
                 if not is_short(error):
                     raise
             if p.ndim > 1:
                 rounds[r, i, 0] = np.nan
-    fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
-    return [placements[i] for i in np.flatnonzero(fits)], rounds.min(axis=0)[fits]
+    fits: Any = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
+    return [p for p, fit in zip(placements, fits, strict=True) if fit], rounds.min(axis=0)[fits]
 
 
 def run_placement(
-    problem: Problem, placement: NDArray[np.int32], alone: int, many: int, warm: int
+    problem: Problem,
+    placement: NDArray[np.int32],
+    alone: int,
+    many: int,
+    warm: int,
+    compiled: bool = False,
 ) -> tuple[float, float]:
     """Latency and period as a user sees them, where nothing is recorded.
 
@@ -209,6 +224,8 @@ def run_placement(
     window, priority = problem.max_in_flight, problem.priority
     where = problem.graph, problem.cluster, placement
     with Runner(*where, max_in_flight=window, priority=priority) as runner:
+        if compiled:
+            runner.compile()
         for _ in range(warm + alone):
             began = time.perf_counter()
             for _ in runner.stream_tensors([inputs]):

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -171,8 +171,8 @@ class Built:
     """What Inductor has built of a graph.
 
     Attributes:
-        path: the extension module.
-        operands: what its function was called with: inputs of the graph, and constants.
+        path: the extension module, and ``entry``, its function.
+        operands: what it was called with: inputs of the graph, and constants.
         packed: by address, packed weights of linear layers: the layer's, for how many rows, by
             which library.
         outputs: what it gave.
@@ -180,6 +180,7 @@ class Built:
     """
 
     path: Path
+    entry: Any
     operands: list[Tensor]
     packed: dict[int, tuple[Tensor, int, str]]
     outputs: list[Tensor]
@@ -267,7 +268,8 @@ def build(
     (raw,) = results
     if [*map(view_of, raw)] != [*map(view_of, outputs)]:
         raise RuntimeError("what it makes shares memory with what it reads")
-    return Built(Path(entries[0].__self__.__file__), operands, packed, raw, seconds)
+    (entry,) = entries
+    return Built(Path(entry.__self__.__file__), entry, operands, packed, raw, seconds)
 
 
 @contextmanager
@@ -313,51 +315,6 @@ def _onednn_is_faster(rows: int, width: int, columns: int, threads: int) -> bool
     return took_s[ONEDNN] < _WORTH * took_s[MKL]
 
 
-def kernels_of(program: Program, runs: Sequence[Sequence[int]] | None = None) -> list[set[int]]:
-    """Operators by the kernel that Inductor makes of them; of one in several the first counts.
-
-    Args:
-        runs: operators that are compiled together, where they are enough; None: all are.
-
-    Raises:
-        Exception: Inductor refuses all of it.
-    """
-    if runs is None:
-        runs = [range(len(program.steps))]
-    else:
-        runs = [run for run in runs if is_worth(program, run, ())]
-    readers: dict[int, set[int]] = {}
-    for n, step in enumerate(program.steps):
-        for x in leaves_of((step.args, step.kwargs)):
-            if isinstance(x, Ref):
-                readers.setdefault(x.tensor, set()).add(n)
-    leave = {x.tensor for x in program.output_leaves if isinstance(x, Ref)}
-    recipes = []
-    for run in runs:
-        made = [t for op in run for t in program.steps[op].outputs]
-        made = [t for t in made if t in leave or readers.get(t, set()) - set(run)]
-        recipes.append(recipe(program, run, made, {}))
-    values = values_of(program, {t for own in recipes for t in own.reads})
-    params = {p: x.detach() for p, x in enumerate(program.params)}
-    known: dict[tuple[str, ...], list[set[int]]] = {}  # of runs that are alike, by their places
-    found: list[set[int]] = []
-    refused: Exception | None = None
-    for own in recipes:
-        inputs = [*(values[t] for t in own.reads), *(params[p] for p in own.params)]
-        key = own.text, *map(_form, inputs)
-        if key not in known:
-            number, kernels = {op: i for i, op in enumerate(own.ops)}, list[set[int]]()
-            try:
-                kernels = _kernels_of(graph_of(program, own, params, {}, frozen=False), inputs)
-            except Exception as error:  # e.g. of an operator that it does not know
-                refused = error
-            known[key] = [{number[op] for op in ops} for ops in kernels]
-        found += [{own.ops[i] for i in places} for places in known[key]]
-    if refused is not None and not found:
-        raise refused
-    return found
-
-
 def is_worth(program: Program, run: Sequence[int], known: Container[int]) -> bool:
     """Whether a run may be faster compiled: of several operators, or of one whose weights count."""
     steps = [program.steps[op] for op in run if launches(program.steps[op], known)]
@@ -366,49 +323,16 @@ def is_worth(program: Program, run: Sequence[int], known: Container[int]) -> boo
     return bool(steps) and (packs or len(steps) >= _LEAST)
 
 
-def _kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[set[int]]:
-    """Operators of a graph by kernel."""
-    from torch._inductor import scheduler, standalone_compile
-
-    found: list[set[int]] = []
-
-    class Enough(Exception):
-        """Nothing has to be compiled."""
-
-    def seen(self: Any) -> None:
-        taken: set[int] = set()
-        for node in self.nodes:
-            origins = {x for part in node.get_nodes() if part.node for x in part.node.origins}
-            ops = {x.meta["custom"]["op"] for x in origins if "op" in x.meta.get("custom", ())}
-            if isinstance(node, scheduler.ExternKernelSchedulerNode) and ops:
-                ops = {max(ops)}  # the others have made what it reads
-            found.append(ops - taken)
-            taken |= ops
-        raise Enough
-
-    options = {"cpp_wrapper": True, "fx_graph_cache": False, "compile_threads": 1}
-    with compiling(), mock.patch.object(scheduler.Scheduler, "codegen", seen):
-        try:
-            standalone_compile(
-                graph,
-                list(inputs),
-                dynamic_shapes="from_example_inputs",
-                options={"config_patches": options},
-            )
-        except Exception:
-            if not found:
-                raise
-    return [ops for ops in found if ops]
-
-
 def values_of(
-    program: Program, needed: Container[int], images_last: bool = False
+    program: Program, needed: Collection[int], images_last: bool = False
 ) -> dict[int, Tensor]:
     """Tensors of the program where its inputs are the example's: inputs, and what is ``needed``."""
     inputs = program.timing_inputs()
     if images_last:
         inputs = [with_channels_last(x) for x in inputs]
     values = dict(zip(program.input_tensors, inputs, strict=True))
+    if values.keys() >= set(needed):
+        return values
 
     def watch(tensor: int, value: Tensor) -> None:
         if tensor in needed:
@@ -681,7 +605,8 @@ def digest(*parts: str | bytes) -> str:
     return h.hexdigest()
 
 
-def _form(x: Tensor) -> str:
+def form_of(x: Tensor) -> str:
+    """Equal for tensors that one artefact may read."""
     return f"{x.dtype}{tuple(x.shape)}{x.stride()}"
 
 
@@ -784,7 +709,9 @@ class Artefacts:
         for run in runs:
             num_kernels = sum(launches(self._program.steps[op], known) for op in run)
             if is_worth(self._program, run, known):
-                self._recipes[run[0]] = recipe(self._program, run, share.outputs[run[0]], known)
+                # Whatever the order of a plan, the same operators are the same artefact.
+                makes = share.outputs[run[0]]
+                self._recipes[run[0]] = recipe(self._program, sorted(run), sorted(makes), known)
                 wholes[run[0]] = run
             elif num_kernels:
                 self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
@@ -816,9 +743,9 @@ class Artefacts:
     def _fastest(self, first: int, call: Call) -> Artefact | None:
         """The run that begins with ``first``, as the fastest kind; None: as it is."""
         run = self._recipes[first]
-        forms = [_form(self._params[p]) for p in run.params]
-        forms += [_form(self._known[t]) for t in run.known]
-        forms += [_form(self._values[t]) for t in run.reads]  # heads and groups of heads
+        forms = [form_of(self._params[p]) for p in run.params]
+        forms += [form_of(self._known[t]) for t in run.known]
+        forms += [form_of(self._values[t]) for t in run.reads]  # heads and groups of heads
         name = digest(here(), run.text, str(forms), str(self._device.threads))
         noted = folder() / f"{name}.kind"
         kind, why = None, ""

@@ -39,7 +39,7 @@ from placement.executor.generated import Generated, generate
 from placement.executor.graphs import Graphs, pieces_of
 from placement.executor.kernels import Kernels
 from placement.executor.loader import PREFETCH_BYTES, Dataset, InputPipeline, Unwritten
-from placement.executor.share import Share, cut, fused, runs_of, shares
+from placement.executor.share import Share, fused, runs_of, shares
 from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
@@ -86,7 +86,6 @@ class Runner:
         compiled: to be set before the first call, which then compiles (see ``compile``): runs of
             operators are artefacts of PyTorch's Inductor, where they can be, and on a CPU where
             they are faster (``not_compiled`` says where not). Inference only.
-        begins: operators before which a compiled run ends, whatever could be one with it.
         outputs_stay: to be set before the first call: ``outputs`` are on the ``device``.
         has_company: to be set before the first call: another runner of the module is used beside
             this one, and GPUs have its parameters once for both. Else, where a device streams, what
@@ -159,7 +158,6 @@ class Runner:
         self._images_last = False  # compiled runs read inputs with channels last
         self._since = 0.0
         self._report: Progress = lambda *_: None
-        self.begins: frozenset[int] = frozenset()
         self.has_company = False
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
@@ -455,8 +453,6 @@ class Runner:
             self.admitted_ns[batch] = time.perf_counter_ns()
         phase = batch % self.num_phases
         workers = self.workers  # none any more, once another thread has closed the runner
-        if self._images_last:
-            inputs = {t: with_channels_last(x) for t, x in inputs.items()}
         for d in self._fed[phase] if workers else ():
             admit = workers[d].backend.admit
             mine = {t: admit(inputs[t]) for t in self._shares[phase][d].model_inputs}
@@ -613,7 +609,6 @@ class Runner:
                 compiles = fuse and self.compiled and bool(ops)
                 runs = runs_of(share, self._priority) if fuse else [(op,) for op in share.ops]
                 runs = pieces_of(self._program, runs, known) if replay or compiles else runs
-                runs = cut(runs, self.begins) if compiles else runs
                 own = share if fuse else None
                 generated = generate(
                     self._program, runs, own, params, gradients, target, clock, streamed, known
@@ -645,6 +640,8 @@ class Runner:
             order,
             self.next_batch,
         )
+        if self._images_last:
+            worker.arrange = with_channels_last
         if isinstance(backend, CudaBackend):
             backend.results_stay = self.outputs_stay
         return worker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,17 +127,6 @@ def runs_of(share: Share, priority: Sequence[int]) -> list[tuple[int, ...]]:
         runs[-1].append(op)
         closed = not leaving.isdisjoint(share.outputs[op])
     return [tuple(run) for run in runs]
-
-
-def cut(runs: Sequence[tuple[int, ...]], begins: Container[int]) -> list[tuple[int, ...]]:
-    """The runs, cut before each operator of ``begins``."""
-    pieces: list[list[int]] = []
-    for run in runs:
-        for op in run:
-            if op == run[0] or op in begins:
-                pieces.append([])
-            pieces[-1].append(op)
-    return [tuple(piece) for piece in pieces]
 
 
 def fused(share: Share, runs: Sequence[tuple[int, ...]]) -> Share:

@@ -230,6 +230,8 @@ class Worker(threading.Thread):
         arrivals: batch, tensor, source device, sent and received mark, and so on, likewise.
         waits: batch, nanoseconds that it waited for its turn, and so on, likewise.
         takes_from_device: what is sent here may be in the memory of a CUDA device.
+        arrange: what is done with an input of the model. Here, as threads of the caller's would
+            look for more to do for milliseconds, on the cores of devices.
     """
 
     def __init__(
@@ -251,6 +253,7 @@ class Worker(threading.Thread):
         self.inbox = backend.inbox()
         self.takes_from_device = isinstance(backend, CudaBackend)
         self.workers: list[Worker] = []
+        self.arrange: Callable[[Any], Any] = lambda value: value
         self.slices: list[Any] = []
         self.arrivals: list[Any] = []
         self.waits: list[int] = []
@@ -414,7 +417,8 @@ class Worker(threading.Thread):
         if tensor < 0:
             flights.count_down(batch, flight.share.sources)
         for t, v in ((tensor, value),) if tensor >= 0 else tuple(value.items()):
-            env[t] = self.backend.receive(v)
+            received = self.backend.receive(v)
+            env[t] = received if tensor >= 0 else self.arrange(received)
             flights.count_down(batch, users[t])
         if self._marks is not None:
             self._mark = self.backend.mark()  # what runs next starts after what arrived

@@ -1,4 +1,4 @@
-"""Costs of compiled runs: what shares a kernel, where blocks end, what their seconds become."""
+"""Costs of compiled runs: what shares a kernel, where parts end, what seconds become."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from placement.cluster import Cluster, Device
 from placement.costs import fused as fused_module
 from placement.costs.fused import _begins, fused, load_or_measure_compiled, measure_compiled
 from placement.executor import Runner, compiled
+from placement.executor.inductor import kernel_seconds
 from placement.pieces import Pieces, Rule, split
 from placement.pieces.rules import WHOLE
 from placement.profile import Profile
@@ -41,43 +42,88 @@ def test_operators_of_a_kernel_are_a_group() -> None:
     assert graph.group.tolist() == [0, 1, 1, 2, 3, 3, 3]
 
 
-def test_blocks_end_between_groups() -> None:
+def test_what_is_part_of_a_kernel_with_packed_weights_goes_with_it() -> None:
+    """A linear layer whose activation its kernel computes has no seconds of its own."""
+    graph = capture(Net().eval(), torch.randn(4, 16))
+    seconds = np.array([0, 3, 1, 2, 1, 0, 1]) * 1e-3
+    assert fused(graph, seconds=seconds).group.tolist() == [0, 0, 0, 1, 2, 2, 2]
+    # Where two read from it, it is nobody's part: it stays.
+    both = capture(Both().eval(), torch.randn(4, 16))
+    assert fused(both, seconds=np.array([0, 1, 1, 1e-3])).group[0] == 0
+    assert (fused(both, seconds=np.array([0, 1, 1, 1e-3])).group == 0).sum() == 1
+
+
+class Both(nn.Module):
+    """A layer that two others read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        return self.second(x), self.third(x).softmax(-1)
+
+
+def test_parts_end_between_groups() -> None:
     graph = replace(
         capture(Net().eval(), torch.randn(4, 16)), group=np.array([0, 1, 1, 2, 3, 3, 3])
     )
     order = np.arange(7, dtype=np.int32)
-    assert _begins(graph, order, np.full(7, 1e-4)).tolist() == [0]  # 0.7 ms are one block
-    assert _begins(graph, order, np.full(7, 1e-2)).tolist() == [0, 1, 3, 4]
-    # Two blocks of 2.1 ms: half of it is within gelu and mul, which are not parted.
-    assert _begins(graph, order, np.array([0.1, 1, 0.4, 0.2, 0.1, 0.1, 0.2]) * 1e-3).tolist() == [
-        0,
-        3,
-    ]
+    assert _begins(graph, order, np.full(7, 1e-2), 1).tolist() == [0]
+    assert _begins(graph, order, np.full(7, 1e-2), 12).tolist() == [0, 1, 3, 4]
+    # Half of 2.1 ms is within gelu and mul, which are not parted.
+    seconds = np.array([0.1, 1, 0.4, 0.2, 0.1, 0.1, 0.2]) * 1e-3
+    assert _begins(graph, order, seconds, 2).tolist() == [0, 3]
 
 
-def test_seconds_of_blocks_are_divided_as_operators_take_them(
+def test_seconds_of_runs_are_divided_as_kernels_take_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph = capture(Net().eval(), torch.randn(4, 16))
     group = np.array([0, 1, 1, 2, 3, 3, 3], np.int32)
-    monkeypatch.setattr(fused_module, "fused", lambda g, _: replace(g, group=group))
-    monkeypatch.setattr(fused_module, "_begins", lambda *_: np.array([0, 3], np.int32))
+    monkeypatch.setattr(fused_module, "fused", lambda g, *_: replace(g, group=group))
+    kernels = np.array([1, 1, 2, 1, 1, 1, 1]) * 1e-4
+    monkeypatch.setattr(fused_module, "kernel_seconds", lambda *_: kernels)
+    ran: list[list[list[int]]] = []
+
+    def as_it_was(graph: object, cluster: object, profile: Profile, placements: list[np.ndarray]):  # type: ignore[no-untyped-def]
+        ran.append([p.tolist() for p in placements])
+        return profile
+
+    monkeypatch.setattr(fused_module, "calibrated", as_it_was)
     monkeypatch.setattr(Runner, "compile", lambda self, report: None)
     monkeypatch.setattr(Runner, "num_compiled", 1)
-    # Of each block all is the first operator's, as compiled runs record it.
+    # Of each run all is the first operator's, as compiled runs record it.
     took = np.array([[6, 0, 0, 8, 0, 0, 0], [3, 0, 0, 4, 0, 0, 0]], float).T * 1e-3
-    # As one run, in which nothing is converted between blocks, it takes nine tenths.
-    rounds = iter([([took] * 3, [2 * took] * 3), ([0.9 * took] * 3, [])])
-    monkeypatch.setattr(fused_module, "measured_rounds", lambda *_: next(rounds))
-    alone = np.array([[1, 1, 2, 1, 1, 1, 1]] * 2, float).T * 1e-2
+    monkeypatch.setattr(fused_module, "measured_rounds", lambda *_: ([took] * 3, [2 * took] * 3))
+    alone = np.full((7, 2), 1e-2)
     profile = Profile(TWO.device_names, alone, 0 * alone, loaded_s=alone)
     got = measure_compiled(graph, TWO, profile)
     # 6 ms in shares of 1, 1, 2; 8 ms in four equal ones.
-    expected = 0.9 * np.array([1.5, 1.5, 3, 2, 2, 2, 2]) * 1e-3
+    expected = np.array([1.5, 1.5, 3, 2, 2, 2, 2]) * 1e-3
     np.testing.assert_allclose(got.compute_s, np.stack([expected, expected / 2], axis=1))
     assert got.loaded_s is not None
     np.testing.assert_allclose(got.loaded_s, 2 * got.compute_s)
     assert got.provenance["compiled"] and got.provenance["groups"] == group.tolist()
+    # Alone; parted after a third (of 14 ms), where a group ends, beginning on each; replicas.
+    assert ran == [
+        [
+            [0] * 7, [1] * 7,
+            [0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0],
+            [[0] * 7, [1] * 7],
+        ]
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("compiler")
+def test_kernels_are_timed_inside_of_their_run() -> None:
+    """The wide layer has nearly all of it, and the sum is about what the run takes."""
+    wide = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1024), nn.Linear(1024, 1024))
+    graph = capture(wide.eval(), torch.randn(256, 8))
+    seconds = kernel_seconds(graph.program, 1)
+    assert seconds.shape == (4,) and (seconds >= 0).all()
+    assert seconds.argmax() == 3 and seconds[3] > 0.5 * seconds.sum() > 0
 
 
 @pytest.mark.usefixtures("compiler")
@@ -100,6 +146,7 @@ def test_pieces_are_fused_and_measured_apart(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Runner, "compile", lambda self, report: None)
     monkeypatch.setattr(Runner, "num_compiled", 1)
     monkeypatch.setattr(fused_module, "run_seconds", took)
+    monkeypatch.setattr(fused_module, "calibrated", lambda graph, cluster, profile, _: profile)
     alone = np.full((graph.num_ops, 2), 1e-2)
     profile = Profile(TWO.device_names, alone, 0 * alone, loaded_s=2 * alone)
     got = measure_compiled(graph, TWO, profile, repeats=1)
@@ -122,6 +169,7 @@ def test_packed_weights_are_counted_with_their_parameters(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         compiled, "_timed", lambda ways: {way: 2.0**-i for i, way in enumerate(ways)}
     )
+    monkeypatch.setattr(fused_module, "calibrated", lambda graph, cluster, profile, _: profile)
     net = nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(3)))
     graph = capture(net.eval(), torch.randn(1, 8, 9, 9))
     profile = Profile(

@@ -14,9 +14,11 @@ from torch import nn
 from placement import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Runner, RunnerError, compiled
+from placement.executor import runner as runner_module
 from placement.tools.files import FileError
 
 CPU = Cluster("here", (Device("cpu:0", cores=(0,)),))
+TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
 
 
 class Net(nn.Module):
@@ -31,6 +33,13 @@ class Net(nn.Module):
 def runner_of(module: nn.Module, x: torch.Tensor, **options) -> Runner:
     graph = capture(module.eval(), x)
     return Runner(graph, CPU, np.zeros(graph.num_ops, int), **options)
+
+
+def parted(module: nn.Module, x: torch.Tensor, kind: str) -> tuple[Runner, int]:
+    """On two devices, of which the second begins with the last operator of a kind, and which."""
+    graph = capture(module.eval(), x)
+    at = max(n for n, own in enumerate(graph.op_kind) if kind in own)
+    return Runner(graph, TWO, (np.arange(graph.num_ops) >= at).astype(int)), at
 
 
 @pytest.fixture(scope="module")
@@ -311,13 +320,46 @@ def test_runs_hand_on_images_with_channels_last(monkeypatch, last) -> None:
     ends = {"mean": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), "image": nn.ReLU()}
     module = Images(ends.get(last, nn.Unflatten(1, (2, 2)))).eval()
     x = torch.randn(1, 3, 9, 7)
-    with runner_of(module, x) as runner:
-        second = runner.graph.op_kind.index("aten.conv2d.default", 1)
-        runner.begins = frozenset([second])
+    runner, second = parted(module, x, "conv2d")
+    with runner:
         runner.compile()
         torch.testing.assert_close(runner(x), module(x), check_stride=True)
         (strides,) = found[second]
     assert (strides[1] == 1) == (last == "mean")
+
+
+def test_inputs_are_laid_out_in_the_threads_of_devices(monkeypatch) -> None:
+    """In the caller's, which may have more threads, these spin afterwards on the devices' cores."""
+    threads = []
+
+    def noted(x):
+        threads.append(threading.current_thread().name)
+        return compiled.with_channels_last(x)
+
+    monkeypatch.setattr(runner_module, "with_channels_last", noted)
+    monkeypatch.setattr(compiled.Artefacts, "_fastest", lambda *_: None)
+    x = torch.randn(1, 3, 9, 7)
+    with runner_of(Images(nn.Flatten()), x) as runner:
+        runner.compile()
+        runner(x)
+    assert set(threads) == {"placement-cpu:0"}
+
+
+def test_a_run_in_another_order_is_the_same_artefact(monkeypatch) -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.sin().exp().tanh(), x.cos().relu().neg()
+
+    texts = set()
+
+    def noted(self, first, call):
+        texts.add(self._recipes[first].text)
+
+    monkeypatch.setattr(compiled.Artefacts, "_fastest", noted)
+    for order in ([0, 1, 2, 3, 4, 5], [3, 4, 5, 0, 1, 2]):
+        with runner_of(Two(), torch.randn(8), priority=np.argsort(order)) as runner:
+            runner.compile()
+    assert len(texts) == 1
 
 
 def test_operators_of_a_run_read_the_mask_that_another_hands_on(monkeypatch) -> None:
@@ -338,8 +380,6 @@ def test_operators_of_a_run_read_the_mask_that_another_hands_on(monkeypatch) -> 
 
     monkeypatch.setattr(compiled, "_LEAST", 1)
     monkeypatch.setattr(compiled.Artefacts, "_fastest", compares)
-    with runner_of(Masked(), torch.randn(2, 8, 4)) as runner:
-        attention = runner.graph.op_name.index("scaled_dot_product_attention")
-        runner.begins = frozenset([attention])
+    with parted(Masked(), torch.randn(2, 8, 4), "attention")[0] as runner:
         runner.compile()
     assert (True, True) in compared and all(same for _, same in compared)
