@@ -4,9 +4,9 @@
 
 For every model and draw: cuts that are best for random costs, so any combination that can be, in
 halves, quarters, or a quarter and the rest; every piece on a random one of two devices; results
-beside the module's. Models are small ones of this project and of ``transformers``
-(``placement.workloads.zoo``). What is refused is so by an error, whose text is in the table.
-Writes ``experiments/results/pieces_equality.md`` and ``.json``.
+beside the module's, of the example inputs and of the same in reverse. Models are small ones of
+this project and of ``transformers`` (``placement.workloads.zoo``). What is refused is so by an
+error, whose text is in the table. Writes ``experiments/results/pieces_equality.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from experiments.runs import two_cores
 from experiments.study import Option, Options, Study, run, say
@@ -41,6 +43,10 @@ OTHERS = (
     "ConvNext", "MobileNetV2", "EfficientNet", "Swin", "Segformer", "Deberta", "Falcon", "Gemma2",
     "Qwen3Moe", "Mamba", "Phi3",
 )  # fmt: skip
+MORE = (
+    "ModernBert", "FNet", "Albert", "CLIPText", "Qwen3", "Bloom", "Mpt", "DeepseekV3", "Dinov2",
+    "Levit", "MobileViT", "ResNet", "Bit", "FocalNet", "WhisperEncoder",
+)  # fmt: skip
 SHARES = ((0.5, 0.5), (0.25, 0.75), (0.25,) * 4)
 
 
@@ -55,6 +61,11 @@ def in_random_pieces(graph: OpGraph, found: Sequence[Ways], shares: Shares, seed
     rng = np.random.default_rng(seed)
     options = [Ways(1.0, o.rules, tuple(rng.uniform(0.0, 1.5, len(o.rules)))) for o in found]
     return decide(graph, shares, options, Moves(hop_s=rng.uniform(0.0, 0.5)))
+
+
+def reverse(x: Tensor) -> Tensor:
+    """Other numbers of the same kind, but where something begins."""
+    return x.flip(-1) if x.ndim > 1 else x
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
@@ -88,7 +99,8 @@ def row(name: str, draws: int) -> dict[str, Any]:
         facts["cut"].append(len(cut.program.pieces.rules))
         where = np.random.default_rng(seed).integers(0, 2, cut.num_groups)[cut.group]
         with Runner(cut, cluster, where.astype(np.int32)) as runner:
-            if wrong := difference(runner, module, inputs):
+            given = inputs, pytree.tree_map_only(Tensor, reverse, inputs)
+            if wrong := next(filter(None, (difference(runner, module, x) for x in given)), ""):
                 facts["wrong"] = f"draw {seed}: {wrong}"
                 break
     say(f"{name}: {facts['wrong'] or 'equal'}")
@@ -99,7 +111,7 @@ STUDY = Study(
     name="pieces_equality",
     rows=rows,
     options={
-        "models": Option((*OWN, *FAMILIES, *OTHERS), word=True, metavar="MODEL"),
+        "models": Option((*OWN, *FAMILIES, *OTHERS, *MORE), word=True, metavar="MODEL"),
         "draws": Option(3, "of cuts and devices, of each model"),
     },
     columns=(

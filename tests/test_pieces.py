@@ -107,6 +107,33 @@ def test_a_small_constant_is_added_once() -> None:
         assert any(SUM in r.inputs for r in rules) is summands
 
 
+def rules_for(target: object, *args: object, outputs: list[int] | None = None) -> list[Rule]:
+    """In halves, where no tensor is a parameter."""
+    is_param = [False for x in args if isinstance(x, Tensor)]
+    return rules_of(target, (args, {}), is_param, outputs, HALVES)
+
+
+def test_no_rule_is_of_one_mask_or_of_few_numbers() -> None:
+    """What holds for the example's mask, for numbers below a limit, or by chance, is no rule."""
+    x, y, zeros = torch.randn(8, 8), torch.randn(8, 8), torch.zeros(8, 8, dtype=torch.int64)
+    keeps_all, image = zeros == 0, torch.randn(1, 2, 512, 512)
+    for rule in rules_for(aten.where.self, keeps_all, x, y):
+        assert rule.inputs.count(SUM) in (0, 2)
+    assert not any(SUM in r.inputs for r in rules_for(aten.clamp.default, x, -50.0, 50.0))
+    assert not any(SUM in r.inputs for r in rules_for(aten.add.Tensor, x, zeros))
+    assert not rules_for(aten.sort.default, torch.randn(1, 4), outputs=[0, 1])
+    assert not {r.inputs[0] for r in rules_for(aten.group_norm.default, image, 1)} & {1, 2, 3}
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min, -65504.0])
+def test_what_a_mask_leaves_out_hides_nothing(hidden: float) -> None:
+    """A large number beside others: a wrong one among these is seen, and rows can be cut."""
+    x, mask = torch.randn(8, 6), torch.rand(8, 6) < 0.5
+    rules = rules_for(aten.masked_fill.Scalar, x, mask, hidden)
+    assert Rule((0, 0), (), (0,)) in rules
+    assert not any(SUM in r.inputs for r in rules) or hidden == -torch.inf
+
+
 def test_rules_of_a_linear_layer() -> None:
     """By outputs; by rows of the input; by what is added up, where the bias is added once."""
     x, w, b = torch.randn(4, 6), torch.randn(8, 6), torch.randn(8)
@@ -256,6 +283,7 @@ def test_a_view_and_a_mean_of_what_is_cut() -> None:
     for shares in (HALVES, (0.25, 0.75)):  # or along the rows, whose parts have unlike sizes then
         found = rules_of(aten.mean.dim, ((y, [-1]), {}), [False], None, shares)
         assert Rule((1,), (), (SUM,)) in found and Rule((0,), (), (0,)) in found
+    assert {r.inputs for r in rules_for(aten.mean.default, y)} == {(0,), (1,), (SUM,)}
 
 
 def test_rules_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +425,7 @@ def test_programs_that_place_modules_say_so(program: str) -> None:
     (20, "20 pieces of 'Sequential': its largest dimension has 10 elements"),
     ((0.5, 0.6), "add up to 1.1"),
     ((1.5, -0.5), "must be positive"),
+    ((0.5, float("nan")), "add up to nan"),
 ])  # fmt: skip
 def test_ways_out_of_range(ways: object, message: str) -> None:
     module, inputs = models()["mlp"]

@@ -316,10 +316,10 @@ def pieces_of(text: str | None) -> tuple[float, ...] | None:
     from placement.pieces import shares_of
 
     try:
-        shares = tuple(float(x) for x in text.split(","))
+        ways = tuple(map(float, text.split(","))) if "," in text else int(text)
     except ValueError:
         raise UsageError(f"--pieces {text}: write a number, or shares as 0.25,0.75") from None
-    return shares_of(int(shares[0]) if len(shares) == 1 and shares[0] % 1 == 0 else shares)
+    return shares_of(ways)
 
 
 def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]:

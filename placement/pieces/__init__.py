@@ -78,7 +78,7 @@ def shares_of(ways: int | tuple[float, ...]) -> tuple[float, ...]:
     if isinstance(shares, int) or not 2 <= len(shares) <= MOST_PIECES:
         count = shares if isinstance(shares, int) else len(shares)
         raise PiecesError(f"{count} pieces: give a number from 2 to {MOST_PIECES}")
-    if min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+    if not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):
         raise PiecesError(
             f"shares {list(shares)} add up to {sum(shares):g}: each must be positive, and together "
             "they must be 1, as in 0.25,0.75"

@@ -70,7 +70,7 @@ COPYING = {
     _aten._unsafe_view.default: _aten.reshape.default,
 }
 # What its pieces are along what it averages: sums, each divided by the number of all elements.
-SUMMED = {_aten.mean.dim: _aten.sum.dim_IntList}
+SUMMED = {_aten.mean.dim: _aten.sum.dim_IntList, _aten.mean.default: _aten.sum.default}
 # Operators that slide windows over rows of images (dimension 2), and what says which.
 _SLIDING = (
     _aten.conv1d.default,
@@ -81,9 +81,11 @@ _SLIDING = (
 )
 _MOST_INPUTS = 6  # tensors, a list counting as one, that can be cut independently
 _MOST_TRIES = 20_000  # ways to cut the inputs of an operator
-_VERSION = 2  # to be raised with what finds other rules
-_SMALL = 2.0**-60  # times numbers in summands: rounded alike, and below any constant
-_ROUNDING = 1e-3  # of the largest value: sums in another order; a wrong piece is off by far more
+_VERSION = 3  # to be raised with what finds other rules
+# Times numbers in summands: rounded alike, below any constant, and above any limit.
+_SCALES = 2.0**-60, 2.0**20
+_FEW = 4096  # numbers of a result: more are no chance, and say how large they are
+_ROUNDING = 1e-3  # of a value: sums in another order; a wrong piece is off by far more
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def known_rules(
     args, kwargs = arguments
     tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
     values = [
-        hashlib.blake2b(x.contiguous().numpy().tobytes()).hexdigest()
+        hashlib.blake2b(x.resolve_conj().contiguous().numpy().tobytes()).hexdigest()
         for x in tensors
         if not x.is_floating_point()
     ]
@@ -230,54 +232,29 @@ def rules_of(
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     if call is None or not at:
         return []
-    exact = [_random(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
-    whole = _call(call, exact, tree, outputs)
-    if whole is None or any(x.is_floating_point() and x.isnan().any() for x in whole):
-        exact = [x.abs() + 0.1 if _is_float(x) else x for x in exact]
-        whole = _call(call, exact, tree, outputs)
-        if whole is None:
-            return []
-    again = _call(call, exact, tree, outputs)
-    if again is None or not all(map(_equal, again, whole)):
-        return []  # it draws random numbers
+    probe = _Probe(call, tree, at, outputs, shares)
+    exact, whole = probe.numbers(leaves)
+    again = probe.made(exact) if whole else None
+    if not whole or not again or not all(map(_equal, again, whole)):
+        return []  # it cannot run, or draws random numbers
+    others = probe.others(leaves, whole)
     shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in exact]
-
-    def made_of(
-        rule: Rule, given: list[Any], whole: list[Tensor], cuts: Sequence[set[Cut]], scale: float
-    ) -> tuple[Cut | None, ...]:
-        """Which of these cuts of each output the pieces are; None: of none, or one fails."""
-        parts = _run(call, given, at, tree, outputs, rule, shares, scale)
-        if parts is None:
-            return (None,)
-        each = enumerate(cuts)
-        return tuple(_which(whole[o], [p[o] for p in parts], options) for o, options in each)
-
     found: dict[Any, Rule] = {}
     probed = itertools.islice(_tries(leaves, at, is_param, arguments, shares), _MOST_TRIES)
     for rule in itertools.chain(_windows(call, arguments, len(at), shares), probed):
-        cuts = _output_cuts(call, shapes, at, tree, outputs, rule, whole, shares)
+        cuts = probe.cuts(shapes, rule, whole)
         if cuts is None or all(c == {WHOLE} for c in cuts):
             continue
-        made = made_of(rule, exact, whole, cuts, 1.0)
-        if None not in made and any(m != WHOLE for m in made):
-            if SUM in rule.inputs:
-                # A small constant that each piece adds (of a norm, 1e-5) is not lost in rounding.
-                small = [*exact]
-                for i, cut in zip(at, rule.inputs, strict=True):
-                    small[i] = exact[i] * _SMALL if cut == SUM else exact[i]
-                own = _call(call, small, tree, outputs)
-                same: list[set[Cut]] = [{m} for m in made if m is not None]
-                if not own or made != made_of(rule, small, own, same, _SMALL):
-                    continue
-            found.setdefault((rule.inputs, made), replace(rule, outputs=made))  # type: ignore[arg-type]
-    for rule in _tries(leaves, at, is_param, arguments, shares) if target in SUMMED else ():
-        rule = replace(rule, outputs=(SUM,))
-        parts = _run(SUMMED[target], exact, at, tree, outputs, rule, shares)
-        # Along what is not averaged, pieces are parts of the result, maybe of unlike sizes.
-        if parts and is_mean(target, rule) and all(x.shape == whole[0].shape for (x,) in parts):
-            many = exact[at[0]].numel() / max(1, whole[0].numel())
-            total = torch.stack([part for (part,) in parts]).sum(0)
-            if _equal(total / many, whole[0]):
+        made = probe.which(rule, exact, whole, cuts)
+        if made and any(m != WHOLE for m in made) and probe.holds(rule, made, exact, others):
+            found.setdefault((rule.inputs, made), replace(rule, outputs=made))
+    if target in SUMMED:
+        summed = replace(probe, target=SUMMED[target])
+        for rule in _tries(leaves, at, is_param, arguments, shares):
+            rule = replace(rule, outputs=(SUM,))
+            if is_mean(target, rule) and all(
+                summed.averages(rule, given, own) for given, (own,) in [(exact, whole), *others]
+            ):
                 found.setdefault((rule.inputs, rule.outputs), rule)
     return list(found.values())
 
@@ -292,10 +269,189 @@ def _is_float(x: Any) -> bool:
 
 
 def _random(x: Tensor, seed: int) -> Tensor:
+    """Floats that are others in each part of each dimension, as means of many would be alike."""
     if not x.is_floating_point():
         return x
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(x.shape, generator=g)
+    made = torch.randn(x.shape, generator=g)
+    for d, size in enumerate(x.shape):
+        if size > 1:
+            made += torch.linspace(-1.0, 1.0, size).view(-1, *[1] * (x.ndim - d - 1))
+    return made
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Tries an operator on parts of its inputs.
+
+    Attributes:
+        target: what is called.
+        tree: of its arguments, among whose leaves ``at`` are the tensors.
+        outputs: which elements of what it returns count; None: it returns one tensor.
+    """
+
+    target: Any
+    tree: Any
+    at: Sequence[int]
+    outputs: Sequence[int] | None
+    shares: Shares
+
+    def made(self, leaves: Sequence[Any]) -> list[Tensor] | None:
+        """What it returns; None: it fails."""
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        try:
+            with torch.no_grad():
+                value = self.target(*args, **kwargs)
+            values = [value] if self.outputs is None else [value[i] for i in self.outputs]
+        except Exception:  # whatever an operator says of such inputs: it cannot be cut so
+            return None
+        return values if all(isinstance(x, Tensor) for x in values) else None
+
+    def numbers(
+        self, leaves: Sequence[Any], seed: int = 0
+    ) -> tuple[list[Any], list[Tensor] | None]:
+        """The leaves with random floats, and what it returns; None: it fails, or gives no
+        numbers."""
+        given = [_random(x, seed + i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
+        made = self.made(given)
+        if made is None or any(map(_has_nan, made)):
+            given = [x.abs() + 0.1 if _is_float(x) else x for x in given]
+            made = self.made(given)
+        return given, None if made is None or any(map(_has_nan, made)) else made
+
+    def others(
+        self, leaves: Sequence[Any], whole: Sequence[Tensor]
+    ) -> list[tuple[list[Any], list[Tensor]]]:
+        """More leaves, and what it returns: no rule holds by chance, or for one mask.
+
+        With another mask and other indices where these can be, and else as they are.
+        """
+        found = []
+        for seed in range(2000, 3000 if sum(x.numel() for x in whole) < _FEW else 2100, 100):
+            g = torch.Generator().manual_seed(seed)
+            masks = [_other_mask(x, g) for x in leaves]
+            for values in ([_other_indices(x, g) for x in masks], masks, leaves):
+                given, made = self.numbers(values, seed)
+                if made and [x.shape for x in made] == [x.shape for x in whole]:
+                    found.append((given, made))
+                    break
+        return found
+
+    def parts(
+        self, leaves: Sequence[Any], rule: Rule, summands: float = 0.0
+    ) -> list[list[Tensor]] | None:
+        """What each piece returns; None: one fails. Summands are random, of this size; 0: all but
+        one are 0."""
+        tensors = []
+        for j, i in enumerate(self.at):
+            x = leaves[i]
+            if rule.inputs[j] == SUM and summands:
+                seeds = range(1000 + 10 * j, 1000 + 10 * j + len(self.shares) - 1)
+                parts = [summands * _random(x, seed) for seed in seeds]
+                tensors.append([*parts, x - sum(parts)])
+            else:
+                tensors.append(cut_tensor(x, rule.inputs[j], self.shares))
+        given = piece_leaves(leaves, rule, self.shares, list(zip(*tensors, strict=True)))
+        made = []
+        for own in given:
+            values = self.made(own)
+            if values is None:
+                return None
+            made.append(values)
+        return made
+
+    def cuts(
+        self, shapes: Sequence[Any], rule: Rule, whole: Sequence[Tensor]
+    ) -> list[set[Cut]] | None:
+        """How outputs may be cut, by the shapes of the pieces; None: in no way."""
+        made = self.parts(shapes, rule)
+        if made is None:
+            return None
+        cuts: list[set[Cut]] = []
+        for o, x in enumerate(whole):
+            shape = tuple(x.shape)
+            options: set[Cut] = set()
+            if all(tuple(p[o].shape) == shape for p in made):
+                options = {WHOLE, SUM} if x.is_floating_point() else {WHOLE}
+            else:
+                for d in range(len(shape)):
+                    expected = [
+                        (*shape[:d], s, *shape[d + 1 :]) for s in sizes(shape[d], self.shares)
+                    ]
+                    if [tuple(p[o].shape) for p in made] == expected:
+                        options.add(d)
+            if not options:
+                return None
+            cuts.append(options)
+        return cuts
+
+    def which(
+        self,
+        rule: Rule,
+        leaves: Sequence[Any],
+        whole: Sequence[Tensor],
+        cuts: Sequence[set[Cut]],
+        scale: float = 1.0,
+    ) -> tuple[Cut, ...]:
+        """Which of its ``cuts`` each output has; empty: one has none, or a piece fails."""
+        parts = self.parts(leaves, rule, scale)
+        if parts is None:
+            return ()
+        made = [_which(x, [p[o] for p in parts], cuts[o]) for o, x in enumerate(whole)]
+        return () if None in made else tuple(m for m in made if m is not None)
+
+    def holds(
+        self,
+        rule: Rule,
+        made: tuple[Cut, ...],
+        exact: Sequence[Any],
+        others: Sequence[tuple[list[Any], list[Tensor]]],
+    ) -> bool:
+        """Whether outputs are ``made`` so of other numbers, too."""
+        same: list[set[Cut]] = [{m} for m in made]
+        if any(self.which(rule, given, whole, same) != made for given, whole in others):
+            return False
+        # Of summands, a constant that each adds (of a norm, 1e-5) is not lost in rounding, and a
+        # limit is passed.
+        for scale in _SCALES if SUM in rule.inputs else ():
+            scaled = [*exact]
+            for i, cut in zip(self.at, rule.inputs, strict=True):
+                scaled[i] = exact[i] * scale if cut == SUM else exact[i]
+            whole = self.made(scaled)
+            if not whole or self.which(rule, scaled, whole, same, scale) != made:
+                return False
+        return True
+
+    def averages(self, rule: Rule, leaves: Sequence[Any], mean: Tensor) -> bool:
+        """Whether its pieces are sums of what ``mean`` is of, not parts of the result, which may be
+        of unlike sizes."""
+        parts = self.parts(leaves, rule)
+        if parts is None or any(x.shape != mean.shape for (x,) in parts):
+            return False
+        many = leaves[self.at[0]].numel() / max(1, mean.numel())
+        return _equal(torch.stack([x for (x,) in parts]).sum(0) / many, mean)
+
+
+def _has_nan(x: Tensor) -> bool:
+    return x.is_floating_point() and bool(x.isnan().any())
+
+
+def _other_mask(x: Any, g: torch.Generator) -> Any:
+    is_mask = isinstance(x, Tensor) and x.dtype == torch.bool
+    return torch.rand(x.shape, generator=g) < 0.5 if is_mask else x
+
+
+def _other_indices(x: Any, g: torch.Generator) -> Any:
+    """Integers as large as these, but for positions, and where something begins."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or not x.numel():
+        return x
+    values = x.reshape(-1)
+    steps = values.diff()
+    if not steps.any():  # all are the same
+        return x + torch.randint(2, x.shape, generator=g).to(x.dtype)
+    if (steps >= 0).all() or (steps <= 0).all():
+        return x
+    return values[torch.randperm(len(values), generator=g)].view(x.shape)
 
 
 def _tries(
@@ -384,78 +540,6 @@ def _lists(arguments: Any) -> list[list[int]]:
     return groups
 
 
-def _call(call: Any, leaves: list[Any], tree: Any, outputs: Any) -> list[Tensor] | None:
-    args, kwargs = pytree.tree_unflatten(leaves, tree)
-    try:
-        with torch.no_grad():
-            value = call(*args, **kwargs)
-        values = [value] if outputs is None else [value[i] for i in outputs]
-    except Exception:  # whatever an operator says of such inputs: it cannot be cut so
-        return None
-    return values if all(isinstance(x, Tensor) for x in values) else None
-
-
-def _run(
-    call: Any,
-    leaves: list[Any],
-    at: Sequence[int],
-    tree: Any,
-    outputs: Any,
-    rule: Rule,
-    shares: Shares,
-    summands: float = 0.0,
-) -> list[list[Tensor]] | None:
-    """What each piece gives; None: one fails. Summands are random, of this size; 0: all but one
-    are 0."""
-    tensors = []
-    for j, i in enumerate(at):
-        x = leaves[i]
-        if rule.inputs[j] == SUM and summands:
-            parts = [summands * _random(x, 1000 + 10 * j + p) for p in range(len(shares) - 1)]
-            tensors.append([*parts, x - sum(parts)])
-        else:
-            tensors.append(cut_tensor(x, rule.inputs[j], shares))
-    given = piece_leaves(leaves, rule, shares, list(zip(*tensors, strict=True)))
-    made = []
-    for own in given:
-        values = _call(call, own, tree, outputs)
-        if values is None:
-            return None
-        made.append(values)
-    return made
-
-
-def _output_cuts(
-    call: Any,
-    shapes: list[Any],
-    at: Sequence[int],
-    tree: Any,
-    outputs: Any,
-    rule: Rule,
-    whole: list[Tensor],
-    shares: Shares,
-) -> list[set[Cut]] | None:
-    """How outputs may be cut, by the shapes of the pieces; None: in no way."""
-    made = _run(call, shapes, at, tree, outputs, rule, shares)
-    if made is None:
-        return None
-    cuts: list[set[Cut]] = []
-    for o, x in enumerate(whole):
-        shape = tuple(x.shape)
-        options: set[Cut] = set()
-        if all(tuple(p[o].shape) == shape for p in made):
-            options = {WHOLE, SUM} if x.is_floating_point() else {WHOLE}
-        else:
-            for d in range(len(shape)):
-                expected = [(*shape[:d], s, *shape[d + 1 :]) for s in sizes(shape[d], shares)]
-                if [tuple(p[o].shape) for p in made] == expected:
-                    options.add(d)
-        if not options:
-            return None
-        cuts.append(options)
-    return cuts
-
-
 def _which(whole: Tensor, parts: list[Tensor], options: set[Cut]) -> Cut | None:
     for d in options - {WHOLE, SUM}:
         assert isinstance(d, int)
@@ -471,8 +555,11 @@ def _which(whole: Tensor, parts: list[Tensor], options: set[Cut]) -> Cut | None:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if not a.is_floating_point():
+    if not b.is_floating_point():
         return bool(torch.equal(a, b))
-    if not a.numel():
-        return True
-    return bool(((a - b).abs().max() <= _ROUNDING * b.abs().max()).item())
+    # Beside the small ones among them: numbers that stand for none, as what a mask leaves out, are
+    # large, and zeros may be many.
+    some = b.reshape(-1)[:: 1 + b.numel() // _FEW].abs().float()
+    some = some[some > 0]
+    small = float(some.kthvalue(1 + len(some) // 10).values) if len(some) else 0.0
+    return torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * small)
