@@ -348,7 +348,9 @@ def fastest(
             by_torch = by_torch or torch_compiled(module, inputs, problem.cluster, report)
         whole |= {} if by_torch is None else {"compiled": by_torch}
 
-    def run(plan: Plan, problem: Problem) -> _Ran:
+    costs = _compiled_costs(problem, patience, report)
+
+    def run(plan: Plan, problem: Problem, compiles: bool) -> _Ran:
         runner = _runner(problem, plan)
         with ExitStack() as on_error:
             on_error.callback(runner.close)
@@ -358,11 +360,12 @@ def fastest(
                 if wrong:
                     raise OptimizeError(f"the results differ from those of the module: {wrong}")
             each = whole, inputs, seconds / 2, patience, report
-            ways, variants = _in_turns(problem, runner, plan, *each)
+            ways, variants = _in_turns(problem, runner, plan, *each, compiles=compiles)
             on_error.pop_all()
         return _Ran(plan, runner, ways, variants)
 
-    ran = run(planned, problem)
+    whole_ops = costs is None  # else what compiled runs take has a plan of its own
+    ran = run(planned, problem, whole_ops)
     with ExitStack() as on_error:
         on_error.callback(ran.runner.close)
         if corrects := _with_costs_of(problem, planned, ran.ways):
@@ -370,17 +373,18 @@ def fastest(
             again = _plan(corrects, workload, planners.solve(planner, corrects), planner)
             if len(devices_of(again)) > 1 and again.assignments != planned.assignments:
                 with suppress(torch.OutOfMemoryError):  # the plan that ran stays
-                    ran, slower = sorted((ran, run(again, corrects)), key=lambda x: x.over_single)
+                    both = ran, run(again, corrects, whole_ops)
+                    ran, slower = sorted(both, key=lambda x: x.over_single)
                     slower.runner.close()
-        if costs := _compiled_costs(problem, patience, report):
+        if costs is not None:
             report(f"planning compiled runs with {PLANNER}", None)
             solution = dealt_or(costs, planners.solve(planner, costs))
             known = replace(costs.profile, graph_fingerprint=problem.graph.fingerprint)
             own = replace(costs, graph=problem.graph, profile=known)  # plans know no kernels
             again = _plan(own, workload, solution, planner)
             fits = np.isfinite(solution.value_s)  # with packed weights
-            if fits and len(devices_of(again)) > 1 and again.assignments != ran.plan.assignments:
-                ran, slower = sorted((ran, run(again, own)), key=lambda x: x.over_single)
+            if fits and len(devices_of(again)) > 1:
+                ran, slower = sorted((ran, run(again, own, True)), key=lambda x: x.over_single)
                 slower.runner.close()
         on_error.pop_all()
     runner = _kept(problem, ran, workload)
@@ -644,10 +648,15 @@ def _in_turns(
     seconds: float,
     patience: Patience,
     report: Progress,
+    *,
+    compiles: bool,
 ) -> tuple[dict[str, Measured], dict[str, Measured]]:
     """The plan, devices alone, by name, and what calls the ``whole`` module, timed in turns.
 
     And the variants that compute the same, each by the name of its way and its own.
+
+    Args:
+        compiles: the plan may be compiled, too.
     """
     short = bool(problem.cluster.streaming)  # of memory: a GPU has room for one at a time
     others = _singles(problem, plan, seconds / 4)
@@ -667,7 +676,8 @@ def _in_turns(
             for suffix, options in _VARIANTS.items():
                 # One device alone that matters has whole operators.
                 is_beside = other is not runner and problem.graph.program.pieces is not None
-                if is_beside or not _may_be(options, other, patience):
+                later = other is runner and not compiles and "compiled" in options
+                if is_beside or later or not _may_be(options, other, patience):
                     continue
                 variant = _runner(problem, plan) if other is runner else alone(plan, runner, name)
                 for option in options:

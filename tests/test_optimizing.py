@@ -191,6 +191,7 @@ def test_what_takes_longer_than_predicted_is_planned_again(
     mine = SimpleNamespace(load=lambda *_, **__: planner, solve=planners.solve)
     monkeypatch.setattr(optimizing, "planners", mine)
     monkeypatch.setattr(optimizing, "measure", fake)
+    monkeypatch.setattr(optimizing, "_compiled_costs", lambda *_: None)
     threads = set(threading.enumerate())
     with optimize(module(), INPUT, quiet=True) as runner:
         assert runner.kept == "plan" and runner.placement.tolist() == answers[fits].tolist()
@@ -501,7 +502,7 @@ def test_pieces_are_tried_as_compiled_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
     def measured(ways: Any, report: Any) -> Any:
         names[:] = ways
-        took = {w: 1.0 if "compiled" in w and costs == [False] else 2.0 for w in ways}
+        took = {w: 1.0 if "compiled" in w and costs == [False, True] else 2.0 for w in ways}
         spreads = {w: Spread.of([s] * 3) for w, s in took.items()}
         facts: Any = {"n": 3, "when": "2026-11-29T00:00:00+00:00", "machine": "here"}
         return {w: Measured(latency_s=s, period_s=s, **facts) for w, s in spreads.items()}
