@@ -102,6 +102,8 @@ def pinned(program: Program, p: int) -> Tensor:
     if copy is None:
         copy = torch.empty_like(value, device=torch.device("cpu"), pin_memory=True)
         _pinned[view_of(value)] = copy
+    else:
+        copy._fix_weakref()  # type: ignore[attr-defined]  # as PyTorch asks after a weak reference
     with torch.inference_mode():  # in which it may have been made
         copy.copy_(value)
     return copy
