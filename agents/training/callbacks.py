@@ -1,7 +1,4 @@
-"""What happens beside the updates: schedules, checks, metrics, checkpoints, limits.
-
-Each is a stable-baselines3 callback on one ``Training``; ``callbacks`` lists them in their order.
-"""
+"""What happens beside the updates: schedules, checks, metrics, checkpoints, limits."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +34,12 @@ Report = Callable[[Row], bool | None]
 CHECKPOINT = "checkpoint.pt"
 
 
-@dataclass(eq=False)
-class Training:
-    """One training: what it is for, and what came of it so far.
+class Training(BaseCallback):
+    """One training: what it is for, what came of it so far, and what happens beside the updates.
+
+    Before every rollout: the weight of the entropy falls; ``num_checks`` times all problems are
+    checked, and the weights of the best check are kept; a row of the metrics is written; after a
+    check, all that the rest of the training depends on: to go on exactly.
 
     Attributes:
         config: with the formulation's defaults.
@@ -48,9 +48,9 @@ class Training:
         env, net: what acts, and where.
         out_dir: where files go, or None.
         generator: of fresh problems, or None.
+        report: told every row of the metrics; it returns False to stop.
         rows: the metrics, one row per update.
         stop: whether something said that it is enough.
-        checked: whether there was a check since the last update.
         steps, updates: of all environments; and of the network.
         best_weights: of the best check, whose mean reward is ``best_greedy``.
         last_greedy: mean reward of the last check.
@@ -60,29 +60,33 @@ class Training:
         resumed: the checkpoint that the next rollout goes on from.
     """
 
-    config: TrainConfig
-    tasks: Tasks
-    held_out: Tasks | None
-    origin: dict[str, str]
-    env: PlacementVecEnv
-    net: Net
-    out_dir: Path | None = None
-    generator: Generator | None = None
-    rows: list[Row] = field(default_factory=list)
-    stop: bool = False
-    checked: bool = False
-    steps: int = 0
-    updates: int = 0
-    best_greedy: float = -np.inf
-    last_greedy: float = -np.inf
-    held_out_reward: float = np.nan
-    checks: int = 0
-    resumed: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        self.best_weights = deepcopy(self.net.state_dict())
-        self.greedy_s: NDArray[np.float64] = np.full(len(self.tasks.problems.problems), np.inf)
-        self.started = time.perf_counter()
+    def __init__(
+        self,
+        config: TrainConfig,
+        tasks: Tasks,
+        held_out: Tasks | None,
+        origin: dict[str, str],
+        env: PlacementVecEnv,
+        net: Net,
+        out_dir: Path | None = None,
+        generator: Generator | None = None,
+        report: Report | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.tasks, self.held_out, self.origin = config, tasks, held_out, origin
+        self.env, self.net, self.out_dir = env, net, out_dir
+        self.generator, self.report = generator, report
+        self.rows: list[Row] = []
+        self.stop = False
+        self.steps = self.updates = self.checks = 0
+        self.best_greedy = self.last_greedy = -np.inf
+        self.held_out_reward = np.nan
+        self.best_weights = deepcopy(net.state_dict())
+        self.greedy_s: NDArray[np.float64] = np.full(len(tasks.problems.problems), np.inf)
+        self.resumed: dict[str, Any] | None = None
+        self.started = self._update_began = time.perf_counter()
+        self._update_s = 0.0
+        self._rewards: list[float] = []  # of episodes since the last row
 
     def speedup(self, seconds: NDArray[np.float64]) -> float:
         """Geometric mean over the problems of reference over ``seconds [P]``."""
@@ -141,101 +145,70 @@ class Training:
         arrays: dict[str, Any] = {f"placement_{i}": s.placement for i, s in enumerate(best)}
         write_arrays(self.out_dir / "best.npz", value_s=[s.value_s for s in best], **arrays)
 
-
-class _Part(BaseCallback):
-    """A callback on a training."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.training = training
-
-    def _on_step(self) -> bool:
-        return True
-
-
-class Schedule(_Part):
-    """The weight of the entropy, and what a generator is told of the progress."""
-
-    def _on_rollout_start(self) -> None:
-        training, config = self.training, self.training.config
-        training.steps = self.num_timesteps
-        left = max(0.0, 1.0 - self.num_timesteps / config.total_steps)
-        self.model.ent_coef = between(config.last_entropy, config.entropy, left)  # type: ignore[attr-defined]
-        self.tell(1.0 - left)
-
     def tell(self, done: float) -> None:
         """Tell a generator that has an attribute ``progress`` the share that is ``done``."""
-        if hasattr(self.training.generator, "progress"):
-            self.training.generator.progress = done  # type: ignore[union-attr]
-
-
-class Evaluation(_Part):
-    """Checks of all problems, ``num_checks`` in a training: the best one's weights are kept."""
+        if hasattr(self.generator, "progress"):
+            self.generator.progress = done  # type: ignore[union-attr]
 
     def _on_rollout_start(self) -> None:
-        training = self.training
-        due = training.checks * training.config.total_steps // training.config.num_checks
-        training.checked = training.resumed is None and self.num_timesteps >= due
-        if training.checked:
-            self.check()
+        config, self.steps = self.config, self.num_timesteps
+        left = max(0.0, 1.0 - self.steps / config.total_steps)
+        self.model.ent_coef = between(config.last_entropy, config.entropy, left)  # type: ignore[attr-defined]
+        self.tell(1.0 - left)
+        state, self.resumed = self.resumed, None
+        if state is None:
+            due = self.steps >= self.checks * config.total_steps // config.num_checks
+            if due:
+                self.check()
+            self.record()
+            state = self.save() if due else None
+        if state is not None:
+            self._begin_again(state)
+        now = time.perf_counter()
+        self._update_s, self._update_began = now - self._update_began, now
+
+    def _on_step(self) -> bool:
+        self._rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
+        end = max(time.perf_counter(), self._update_began + self._update_s)
+        if self.config.max_seconds and end - self.started > self.config.max_seconds:
+            self.stop = True
+        return not self.stop
 
     def _on_training_end(self) -> None:
-        self.training.steps = self.num_timesteps
+        self.steps = self.num_timesteps
         self.check()
+        self.record()
 
     def check(self) -> None:
         """Decode greedily, or search a little; keep the weights if they are the best so far."""
-        training, rules = self.training, self.training.env.rules
-        training.checks += 1
-        net = training.net
+        rules, net = self.env.rules, self.net
+        self.checks += 1
         if next(net.parameters()).device.type != "cpu":
             net = deepcopy(net).cpu()
-        choices, training.greedy_s, used = training.tasks.answers(training.config, net)
+        choices, self.greedy_s, used = self.tasks.answers(self.config, net)
         rules.num_evaluations += used
-        rules.keep(np.arange(len(choices)), choices, training.greedy_s)
-        greedy = _mean_reward(training.tasks, choices, training.greedy_s)
-        if training.held_out is not None:
-            choices, held_s, _ = training.held_out.answers(training.config, net)
-            greedy = training.held_out_reward = _mean_reward(training.held_out, choices, held_s)
-        training.last_greedy = greedy
-        better = greedy > training.best_greedy
+        rules.keep(np.arange(len(choices)), choices, self.greedy_s)
+        self.last_greedy = _mean_reward(self.tasks, choices, self.greedy_s)
+        if self.held_out is not None:
+            choices, held_s, _ = self.held_out.answers(self.config, net)
+            self.last_greedy = self.held_out_reward = _mean_reward(self.held_out, choices, held_s)
+        better = self.last_greedy > self.best_greedy
         if better:
-            training.best_greedy = greedy
-            training.best_weights = deepcopy(training.net.state_dict())
-        training.write(policy=better)
-
-
-class Metrics(_Part):
-    """A row per update: ``metrics.csv`` and ``report``, which returns False to stop."""
-
-    def __init__(self, training: Training, report: Report | None = None) -> None:
-        super().__init__(training)
-        self.report = report
-        self.rewards: list[float] = []
-
-    def _on_step(self) -> bool:
-        self.rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
-        return True
-
-    def _on_rollout_start(self) -> None:
-        if self.training.resumed is None:
-            self.record()
-
-    def _on_training_end(self) -> None:
-        self.record()
+            self.best_greedy = self.last_greedy
+            self.best_weights = deepcopy(self.net.state_dict())
+        self.write(policy=better)
 
     def record(self) -> None:
         """Write and report the row of now."""
-        training, rules = self.training, self.training.env.rules
-        values = self.model.logger.name_to_value
+        rules, values = self.env.rules, self.model.logger.name_to_value
         row: Row = {
             "steps": self.num_timesteps,
-            "seconds": time.perf_counter() - training.started,
+            "seconds": time.perf_counter() - self.started,
             "evaluations": rules.num_evaluations,
-            "reward_mean": float(np.mean(self.rewards)) if self.rewards else np.nan,
-            "greedy_speedup": training.speedup(training.greedy_s),
-            "best_speedup": training.speedup(rules.best_s),
-            "held_out_speedup": float(np.exp(training.held_out_reward)),
+            "reward_mean": float(np.mean(self._rewards)) if self._rewards else np.nan,
+            "greedy_speedup": self.speedup(self.greedy_s),
+            "best_speedup": self.speedup(rules.best_s),
+            "held_out_speedup": float(np.exp(self.held_out_reward)),
             "entropy": -float(values.get("train/entropy_loss", np.nan)),
             "approx_kl": float(values.get("train/approx_kl", np.nan)),
             "clip_fraction": float(values.get("train/clip_fraction", np.nan)),
@@ -245,57 +218,45 @@ class Metrics(_Part):
             "learning_rate": float(values.get("train/learning_rate", np.nan)),
         }
         row |= {f"best_s_{i}": float(v) for i, v in enumerate(rules.best_s)}
-        self.rewards = []
-        training.rows.append(row)
-        if training.out_dir is not None:
-            lines = (map(str, line.values()) for line in training.rows)  # nan stays nan
-            write_atomic(training.out_dir / "metrics.csv", csv_text(row, lines))
+        self._rewards = []
+        self.rows.append(row)
+        if self.out_dir is not None:
+            lines = (map(str, line.values()) for line in self.rows)  # nan stays nan
+            write_atomic(self.out_dir / "metrics.csv", csv_text(row, lines))
         if self.report is not None and self.report(row) is False:
-            training.stop = True
-
-
-class Checkpoint(_Part):
-    """All that the rest of the training depends on, written at every check: to go on exactly."""
-
-    def _on_rollout_start(self) -> None:
-        training = self.training
-        if training.resumed is not None:
-            self._begin_again(training.resumed)
-            training.resumed = None
-        elif training.checked:
-            self._begin_again(self.save())
+            self.stop = True
 
     def save(self) -> dict[str, Any]:
         """The state (tensors, numbers and text), and ``checkpoint.pt`` where there is a folder."""
         generator: Any = np.random.get_state()
         kind, keys, at, has_gauss, gauss = generator
         assert kind == "MT19937"
-        training, rules = self.training, self.training.env.rules
+        rules = self.env.rules
         state = {
             "format": 2,
-            "origin": training.origin,
+            "origin": self.origin,
             "steps": self.model.num_timesteps,
             "updates": self.model._n_updates,  # type: ignore[attr-defined]
-            "net": training.net.state_dict(),
+            "net": self.net.state_dict(),
             "optimizer": self.model.policy.optimizer.state_dict(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "numpy": [torch.from_numpy(keys.astype(np.int64)), at, has_gauss, gauss],
-            "env": json.dumps(training.env.episodes.state()),
+            "env": json.dumps(self.env.episodes.state()),
             "best_s": torch.from_numpy(rules.best_s),
             "best_choices": torch.from_numpy(rules.best_choices),
             "evaluations": rules.num_evaluations,
-            "rows": json.dumps(training.rows),
-            "best_weights": training.best_weights,
-            "greedy_s": torch.from_numpy(training.greedy_s),
-            "figures": [training.best_greedy, training.checks],
-            "held_out": training.held_out_reward,
-            "seconds": time.perf_counter() - training.started,
+            "rows": json.dumps(self.rows),
+            "best_weights": self.best_weights,
+            "greedy_s": torch.from_numpy(self.greedy_s),
+            "figures": [self.best_greedy, self.checks],
+            "held_out": self.held_out_reward,
+            "seconds": time.perf_counter() - self.started,
         }
-        if training.out_dir is not None:
+        if self.out_dir is not None:
             file = io.BytesIO()
             torch.save(state, file)
-            write_atomic(training.out_dir / CHECKPOINT, file.getvalue())
+            write_atomic(self.out_dir / CHECKPOINT, file.getvalue())
         return state
 
     def load(self, model: BaseAlgorithm) -> bool:
@@ -304,8 +265,7 @@ class Checkpoint(_Part):
         Raises:
             PolicyError: it is not readable, or of another training.
         """
-        training = self.training
-        path = None if training.out_dir is None else training.out_dir / CHECKPOINT
+        path = None if self.out_dir is None else self.out_dir / CHECKPOINT
         if path is None or not path.is_file():
             return False
         try:
@@ -316,32 +276,32 @@ class Checkpoint(_Part):
                 f"{path}: not a readable checkpoint ({error}); delete it to begin anew"
             ) from error
         begun = _completed(state.get("origin", {}))  # the first versions kept no such thing
-        now = {what: json.loads(value) for what, value in training.origin.items()}
+        now = {what: json.loads(value) for what, value in self.origin.items()}
         other = [what for what in now if json.loads(begun.get(what, "{}")) != now[what]]
         if version != 2 or other:
             raise PolicyError(
                 f"{path}: a checkpoint of another training (it differs in: {', '.join(other)}"
-                f"{_differences(begun, training.origin)}); resume with what it began with, this "
+                f"{_differences(begun, self.origin)}); resume with what it began with, this "
                 f"package's version too; or go on from its weights in a folder of their own "
                 f"(policy={path.parent / 'policy.safetensors'}); or delete it to begin anew"
             )
-        training.resumed = state
+        self.resumed = state
         model.num_timesteps, model._n_updates = state["steps"], state["updates"]
-        training.net.load_state_dict(state["net"])
+        self.net.load_state_dict(state["net"])
         model.policy.optimizer.load_state_dict(state["optimizer"])
-        rules = training.env.rules
+        rules = self.env.rules
         rules.best_s[:], rules.best_choices[:] = state["best_s"], state["best_choices"]
         rules.num_evaluations = state["evaluations"]
-        training.rows, training.best_weights = json.loads(state["rows"]), state["best_weights"]
-        training.greedy_s = state["greedy_s"].numpy()
-        training.best_greedy, training.checks = state["figures"]
-        training.held_out_reward = state["held_out"]
-        training.started = time.perf_counter() - state["seconds"]
+        self.rows, self.best_weights = json.loads(state["rows"]), state["best_weights"]
+        self.greedy_s = state["greedy_s"].numpy()
+        self.best_greedy, self.checks = state["figures"]
+        self.held_out_reward = state["held_out"]
+        self.started = time.perf_counter() - state["seconds"]
         return True
 
     def _begin_again(self, state: dict[str, Any]) -> None:
         """Begin all episodes anew, after a checkpoint and after resuming from it alike."""
-        env, model = self.training.env, self.model
+        env, model = self.env, self.model
         torch.set_rng_state(state["torch"])
         if state.get("cuda") and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"])
@@ -351,38 +311,6 @@ class Checkpoint(_Part):
         env.rules.num_evaluations = state["evaluations"]
         model._last_obs = env.reset()  # type: ignore[assignment]  # may evaluate starts
         model._last_episode_starts = np.ones(env.num_envs, bool)  # type: ignore[attr-defined]
-
-
-class Budget(_Part):
-    """Reasons to stop: seconds, and whoever set ``training.stop``."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.update_began, self.update_s = training.started, 0.0
-
-    def _on_rollout_start(self) -> None:
-        now = time.perf_counter()
-        self.update_s, self.update_began = now - self.update_began, now
-
-    def _on_step(self) -> bool:
-        training, config = self.training, self.training.config
-        end = max(time.perf_counter(), self.update_began + self.update_s)
-        if config.max_seconds and end - training.started > config.max_seconds:
-            training.stop = True
-        return not training.stop
-
-
-def callbacks(
-    training: Training, report: Report | None = None
-) -> tuple[Schedule, Evaluation, Metrics, Checkpoint, Budget]:
-    """All of them, in the order in which they act before a rollout."""
-    return (
-        Schedule(training),
-        Evaluation(training),
-        Metrics(training, report),
-        Checkpoint(training),
-        Budget(training),
-    )
 
 
 def between(last: float, first: float, left: float) -> float:

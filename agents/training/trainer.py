@@ -1,7 +1,7 @@
 """Train a policy on problems, with stable-baselines3: ``train``, and the parts that it is made of.
 
-``make_env``, ``make_policy`` and ``make_agent`` make what ``agents.training.callbacks`` watch; each
-can be replaced by one of yours.
+``make_env``, ``make_policy`` and ``make_agent`` make what ``agents.training.callbacks.Training``
+watches; each can be replaced by one of yours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stable_baselines3.common.utils import set_random_seed
 from agents.encoder import PolicyError
 from agents.policy import PlacementPolicy
 from agents.trained import Net, TrainedPolicy, make_net
-from agents.training.callbacks import Report, Training, between, callbacks
+from agents.training.callbacks import Report, Training, between
 from agents.training.config import TrainConfig
 from agents.training.expert import imitate
 from agents.training.tasks import Start, Tasks
@@ -106,17 +106,11 @@ def train(
         net = make_policy(config) if policy is None else deepcopy(policy.net)
         env = make_env(config, tasks, generator)
         agent = make_agent(config, env, net, tasks)
-        training = Training(
-            config,
-            tasks,
-            held_out_tasks,
-            _origin(config, tasks, begins, held_out_tasks),
-            env,
-            net,
-            None if out_dir is None else Path(out_dir),
-            generator,
-        )
-        _learn(training, agent, begins.solutions, resume, callback)
+        origin = _origin(config, tasks, begins, held_out_tasks)
+        folder = None if out_dir is None else Path(out_dir)
+        parts = config, tasks, held_out_tasks, origin, env, net, folder, generator, callback
+        training = Training(*parts)
+        _learn(training, agent, begins.solutions, resume)
     return training.trained()
 
 
@@ -132,13 +126,10 @@ def _learn(
     agent: OnPolicyAlgorithm,
     solutions: Sequence[Placement] | None,
     resume: bool,
-    report: Report | None,
 ) -> None:
-    """All steps that are left, watched by the callbacks; imitation before the first of them."""
+    """All steps that are left, watched by ``training``; imitation before the first of them."""
     config = training.config
-    watching = callbacks(training, report)
-    schedule, _, metrics, checkpoint, _ = watching
-    went_on = resume and checkpoint.load(agent)
+    went_on = resume and training.load(agent)
     if solutions is not None and not went_on:
         imitate(
             agent.policy,  # type: ignore[arg-type]
@@ -148,7 +139,7 @@ def _learn(
             learning_rate=config.imitation_rate,
             seed=config.seed,
         )
-    schedule.tell(agent.num_timesteps / config.total_steps)  # before the first deck
+    training.tell(agent.num_timesteps / config.total_steps)  # before the first deck
     told: Any = agent
     training.steps, training.updates = told.num_timesteps, told._n_updates
     left = config.total_steps - agent.num_timesteps
@@ -158,9 +149,9 @@ def _learn(
     # its own making would leave an empty folder in the folder of temporary files.
     agent.set_logger(Logger(folder=None, output_formats=[]))
     try:
-        agent.learn(left, list(watching), log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
+        agent.learn(left, training, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
     except BudgetSpent:  # of measurements: a limit like the others
-        metrics.record()
+        training.record()
         training.write()
     finally:
         training.steps, training.updates = told.num_timesteps, told._n_updates
