@@ -4,10 +4,13 @@
 
 The process of the second core computes with the vector instructions of 2008 (SSE 4.1): how much
 slower depends on the operator. Each process measures its own device, first whole operators, whose
-seconds give the shares of pieces by speed. Both are ranks of one plan, as with ``placement run
---distributed``; calls of all plans take turns, medians of the rounds. ``busy`` is what the rank
-that computes longer needs of its processor, which other programs do not lengthen. Writes
-``experiments/results/unlike.md`` and ``.json``.
+seconds give the shares of pieces by speed: the nearest quarters, eighths and twelfths of a whole,
+as heads and channels can be cut so; the one that is predicted to be the fastest runs. Both
+processes are ranks of one plan, as with ``placement run --distributed``; calls of all plans take
+turns, medians of the rounds. ``busy`` is what the rank that computes longer needs of its
+processor, which other programs do not lengthen. What is cut, and rows that are finished, lie in
+``runs/unlike``: the same command continues. Writes ``experiments/results/unlike.md`` and
+``.json``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,7 @@ from placement.costs.measure import measure
 from placement.executor.distributed import DistributedRunner, pin
 from placement.executor.distributed_world import World
 from placement.graph import OpGraph
+from placement.pieces.rules import rule_of
 from placement.pieces.split import cut_graph
 from placement.problem import Problem
 from placement.profile import Profile
@@ -46,7 +51,8 @@ from placement.program import split_inputs
 from placement.workloads import load
 
 OLD = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
-       "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}  # fmt: skip
+       "MKL_CBWR": "COMPATIBLE"}  # fmt: skip
+PARTS = (4, 8, 12)  # of a whole: shares by speed are the nearest of these
 WAYS = ("one device", "equal pieces", "pieces by speed")
 PATIENCE_S = 1800.0
 Floats = NDArray[np.float64]
@@ -71,17 +77,20 @@ def row(name: str, options: Options) -> dict[str, Any]:
         told = {"workload": name, "repeats": options.repeats, "rounds": options.rounds}
         cuts: dict[str, pieces.Pieces | None] = {WAYS[0]: None}
         (whole,) = measured(folder, cluster, told, cuts).values()
-        speed = 1 / whole.sum(axis=0)
-        by_speed = (float(speed[0] / speed.sum()), float(speed[1] / speed.sum()))
+        slower = float(whole[:, 1].sum() / whole[:, 0].sum())
+        by_speed = {round(n * slower / (1 + slower)) / n for n in PARTS} - {1.0}
         moves = pieces.Moves.of(cluster.links)
-        for way, shares in zip(WAYS[1:], ((0.5, 0.5), by_speed), strict=True):
-            cuts[way] = pieces.split(graph, shares, moves=moves).program.pieces
+        for share in (0.5, *sorted(by_speed)):
+            cuts[f"{share:.2f}"] = cut(graph, share, moves, options)
         seconds = measured(folder, cluster, told, cuts)
         placed = {}
-        for way, cut in cuts.items():
-            problem = problem_of(in_pieces(graph, cut), cluster, seconds[way])
+        for way, own in cuts.items():
+            problem = problem_of(in_pieces(graph, own), cluster, seconds[way])
             answer = planners.load("best_of", seconds=options.seconds)(problem)
             placed[way] = answer.placement.tolist(), problem.priority.tolist(), answer.value_s
+        best = min((f"{share:.2f}" for share in by_speed), key=lambda way: placed[way][2])
+        named = dict(zip(WAYS, (WAYS[0], "0.50", best), strict=True))
+        cuts, placed = ({way: x[own] for way, own in named.items()} for x in (cuts, placed))
         ranks(folder, cluster, told | {"placed": placed}, cuts)
         took = {r: json.loads((folder / f"{r}.json").read_text(encoding="utf-8")) for r in range(2)}
     busy = {way: np.max([np.median(took[r][way], axis=0)[1] for r in took]) for way in WAYS}
@@ -89,14 +98,27 @@ def row(name: str, options: Options) -> dict[str, Any]:
     return {
         "case": name,
         "machine": cpu_model(),
-        "slower": float(speed[0] / speed[1]),
-        "share": by_speed[0],
+        "slower": slower,
+        "share": float(best),
         **{way: float(np.median(own[way])) for way in WAYS},
         **{f"{way}, busy": float(busy[way]) for way in WAYS},
         **{f"{way}, predicted": float(placed[way][2]) for way in WAYS},
         "over equal": float(np.median(own[WAYS[1]] / own[WAYS[2]])),
         "over one device": float(np.median(own[WAYS[0]] / own[WAYS[2]])),
     }
+
+
+def cut(graph: OpGraph, share: float, moves: pieces.Moves, options: Options) -> pieces.Pieces:
+    """What is cut where the first piece has this share; the same as the last time."""
+    shares = (share, 1 - share)
+
+    def chosen() -> dict[str, Any]:
+        found = pieces.split(graph, shares, moves=moves).program.pieces
+        return {} if found is None else {op: astuple(rule) for op, rule in found.rules.items()}
+
+    name = f"{graph.name}, {share:.4f}"
+    rules = options.finished.row(dict, name, chosen, name=name)
+    return pieces.Pieces(shares, {op: rule_of(*row) for op, row in rules.items()})
 
 
 def in_pieces(graph: OpGraph, cut: pieces.Pieces | None) -> OpGraph:

@@ -404,6 +404,11 @@ def test_plans_whose_pieces_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanMismatch, match=r"10 elements .* \[0, 5, 10\], not at \[0, 4, 10\]"):
         edited(plan, "linear", bounds=[0, 4, 10]).bind(module, inputs)
     assert "do not cover" in edited(plan, "linear", bounds=[0, 5]).inconsistencies()[0]
+    for wrong in ({"inputs": ["whole", 5, 0]}, {"outputs": [5]}):
+        with pytest.raises(PlanMismatch, match="dimension 5 of a tensor with 2"):
+            edited(plan, "linear", **wrong).bind(module, inputs)
+    with pytest.raises(PlanMismatch, match="argument 7 of operator 'linear', which has 3"):
+        edited(plan, "linear", numbers=[7]).bind(module, inputs)
     with pytest.raises(PlanMismatch, match="linear"):  # a weight cut along what it adds up
         edited(plan, "linear", inputs=["whole", 1, "whole"]).bind(module, inputs)
 

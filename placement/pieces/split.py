@@ -196,6 +196,7 @@ class _Cutter:
                 f"operator {name!r} ({step.target}) cannot be cut as {rule}: it reads "
                 f"{len(places)} tensors and makes {len(step.outputs)}"
             )
+        self._check_numbers(name, rule, leaves)
         reads = [
             [Ref(t) for t in self._get(x.tensor, c)]
             if isinstance(x, Ref)
@@ -225,8 +226,22 @@ class _Cutter:
             self._check_cover(t, c, name)
         self._note_bounds(name, step, rule, reads)
 
+    def _check_numbers(self, name: str, rule: Rule, leaves: Sequence[Any]) -> None:
+        """Whether there are these dimensions of what is read, and numbers that are to shrink."""
+        places = [x for x in leaves if is_tensor(x)]
+        for x, cut in zip(places, rule.inputs, strict=True):
+            one = x if isinstance(x, Param) else Ref(next(iter(self.there[x.tensor].values()))[0])
+            _check_dim(name, cut, self._value(one))
+        for i in (*rule.numbers, *rule.zeros):
+            if i >= len(leaves) or type(leaves[i]) is not int:
+                raise PiecesError(
+                    f"argument {i} of operator {name!r}, which has {len(leaves)}, is to be another "
+                    "number in its pieces, and is none"
+                )
+
     def _check_cover(self, t: int, cut: Cut, name: str) -> None:
         values = [self.value[x] for x in self.there[t][cut]]
+        _check_dim(name, cut, values[0])
         size = sum(x.nbytes for x in values) if isinstance(cut, int) else values[0].nbytes
         if size != self.old.tensor_bytes[t]:
             raise PiecesError(
@@ -435,6 +450,14 @@ class _Cutter:
                 old, new = group[a], group[b]
                 group = [new if g == old else g for g in group]
         return group
+
+
+def _check_dim(name: str, cut: Cut, x: Tensor) -> None:
+    dim = cut.dim if isinstance(cut, Window) else cut
+    if isinstance(dim, int) and dim >= x.ndim:
+        raise PiecesError(
+            f"operator {name!r} is to be cut along dimension {dim} of a tensor with {x.ndim}"
+        )
 
 
 def _is_place(x: Any) -> bool:
