@@ -24,7 +24,6 @@ from experiments.public_models import (
     Model,
     accuracy,
     model_of,
-    rows_of,
     shape_of,
     shapes,
     understood,
@@ -176,7 +175,7 @@ def row(line: Mapping[str, str], table: str) -> tuple[float, Planned, float]:
 
 def figures(path: Path) -> dict[str, Any]:
     """What ``--json`` prints: errors are of our speed over theirs, as if ours should be theirs."""
-    found, facts = understood(rows_of(path), lambda line: row(line, path.stem))
+    found, facts = understood(path, lambda line: row(line, path.stem))
     if not found:
         return accuracy((), (), 0.0) | facts
     theirs = np.array([x for x, _, _ in found])

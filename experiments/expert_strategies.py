@@ -19,7 +19,6 @@ the whole table by least squares, and with one share left out at a time (``left_
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -30,10 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from experiments.public_models import Lacking, Row, accuracy, understood
 from placement.importers.decoder import Part
 
 TABLE = "kt_expert_placement_strategies"
 STRATEGIES = ("random", "uniform", "front_loading", "frequency", "dynamic")
+COLUMNS = {TABLE: ("gpu_expert_ratio_pct", *(f"{name}_tok_s" for name in STRATEGIES))}
 Floats = NDArray[np.float64]
 LAYERS, EXPERTS, CHOSEN = 48, 512, 10  # config.json of Qwen/Qwen3-Next-80B-A3B-Instruct
 EXPERT_BYTES = 3 * 2048 * 512  # in FP8
@@ -99,14 +100,16 @@ def power_law(skew: float) -> Floats:
     return shares
 
 
-def read(path: Path) -> tuple[Floats, Floats]:
-    """``[R]`` shares of experts on the GPU, and ``[R, 5]`` measured seconds of a token."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    speeds = [[float(row[f"{name}_tok_s"]) for name in STRATEGIES] for row in rows]
-    return np.array([float(row["gpu_expert_ratio_pct"]) / 100 for row in rows]), 1 / np.array(
-        speeds
-    )
+def read(row: Row) -> tuple[float, list[float]]:
+    """The share of experts on the GPU, and measured seconds of a token by strategy.
+
+    Raises:
+        Lacking, ValueError: not such numbers.
+    """
+    share, *speeds = (float(row.get(name) or "") for name in COLUMNS[TABLE])
+    if not (0 <= share <= 100 and all(0 < x < np.inf for x in speeds)):
+        raise Lacking(f"a share of {share:g} %, or {speeds} tokens/s, cannot be")
+    return share / 100, [1 / x for x in speeds]
 
 
 def predicted(shares: Floats, measured_s: Floats, constants: Constants) -> Floats:
@@ -134,7 +137,10 @@ def figures(path: Path) -> dict[str, Any]:
 
     ``pairs_wrong`` are predicted in the other order, ``pairs_alike`` (random and uniform) as equal.
     """
-    shares, measured_s = read(path)
+    found, facts = understood(path, read)
+    if not found:
+        return accuracy((), (), INTERVAL) | facts
+    shares, measured_s = (np.array(x) for x in zip(*found, strict=True))
     told_s = predicted(shares, measured_s, Constants())
     error = np.abs(told_s / measured_s - 1)
     apart = wrong = alike = 0
@@ -154,11 +160,14 @@ def figures(path: Path) -> dict[str, Any]:
         "pairs_wrong": wrong,
         "pairs_alike": alike,
         "left_out": left_out(shares, measured_s),
+        **facts,
     }
 
 
-def left_out(shares: Floats, measured_s: Floats) -> dict[str, float]:
-    """Errors of each row by constants that were fitted to the others."""
+def left_out(shares: Floats, measured_s: Floats) -> dict[str, float] | None:
+    """Errors of each row by constants that were fitted to the others; None: there are none."""
+    if len(shares) < 2:
+        return None
     error = []
     for i in range(len(shares)):
         others = [j for j in range(len(shares)) if j != i]

@@ -39,7 +39,6 @@ from experiments.public_models import (
     llama_cpp_file,
     machine,
     model_of,
-    rows_of,
     shape_of,
     understood,
 )
@@ -137,6 +136,7 @@ def bench(
     return seconds + (ceil(rows / one) * all_[extra].token_s if extra else 0.0)
 
 
+BUILDS = {"2025": "llama.cpp/rocm-2025-12", "2026": "llama.cpp/rocm-2026-01"}  # by year of the run
 CALL_S = 9e-6  # of a GPU, as in the library of devices
 STRIX = Peak(59.4e12, 256e9, CALL_S)
 
@@ -156,7 +156,12 @@ def strix_halo_llama_bench(row: Row) -> Iterator[Case]:
 
 
 def strix_halo_two_hosts_rpc(row: Row) -> Iterator[Case]:
-    """Half of the layers on each of two Strix Halo that are joined by Ethernet."""
+    """Half of the layers on each of two Strix Halo that are joined by Ethernet.
+
+    Prompts depend on when llama.cpp was built: kernels for this GPU, and which of them is taken,
+    changed from December 2025 to January 2026 and until the runs on one host (May 2026;
+    llama.cpp#17576, #17879, #18666). Tokens do not.
+    """
     phase, rows, before, measured = test_s(row.get("test") or "", number(row, "tok_s"))
     text, log_file = row.get("model") or "", row.get("log") or ""
     size = (row.get("size") or "").split()
@@ -168,6 +173,8 @@ def strix_halo_two_hosts_rpc(row: Row) -> Iterator[Case]:
         f"{text} {log_file}", quant[1] if quant else "Q4", size_bytes, number(row, "params")
     )
     runtime = "llama.cpp/rocm" if "rocm" in log_file.lower() else "llama.cpp/vulkan"
+    if phase == PREFILL and runtime == "llama.cpp/rocm":
+        runtime = BUILDS.get((row.get("date") or "")[-4:], runtime)
     if "amdvlk" in log_file:
         runtime = "llama.cpp/amdvlk"
     if "rocwmma" in log_file and "improved" not in log_file:
@@ -305,6 +312,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     ),
     **budgets.COLUMNS,
     **rough_rules.COLUMNS,
+    **expert_strategies.COLUMNS,
 }  # fmt: skip
 
 
@@ -313,11 +321,12 @@ def cases(path: Path) -> tuple[list[Case], dict[str, Any]]:
 
     def read(row: Row) -> list[Case]:
         some = [replace(c, table=path.stem) for c in TABLES[path.stem](row)]
-        if not all(0 < c.predict(runtimes()) < np.inf for c in some):
+        any_ = dict.fromkeys((*runtimes(), *BUILDS.values()), PRIOR)  # also those not fitted yet
+        if not all(0 < c.predict(any_) < np.inf for c in some):
             raise Lacking("sizes that cannot be")
         return some
 
-    found, skipped = understood(rows_of(path), read)
+    found, skipped = understood(path, read)
     return [case for some in found for case in some], skipped
 
 
@@ -339,7 +348,7 @@ def folder_of(data: Path) -> list[Path]:
 
 def check_columns(path: Path) -> None:
     """Raises: StudyError, one that the rule needs is not there."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         head = next(csv.reader(file), [])
     if missing := [name for name in COLUMNS.get(path.stem, ()) if name not in head]:
         raise StudyError(f"{path}: no column {', '.join(missing)}; there are {', '.join(head)}")
@@ -459,7 +468,7 @@ class Fit:
         }
 
 
-FLAWED = {("strix_halo_two_hosts_rpc", PREFILL)}  # 30 to 103 tokens/s of one model, by version
+BY_BUILD = {("strix_halo_two_hosts_rpc", PREFILL)}  # of one model: left out, nothing is known
 
 
 def group_of(case: Case) -> str:
@@ -480,29 +489,21 @@ def half_width(ratios: np.ndarray) -> float:
 
 def fitted(found: Sequence[Case]) -> tuple[dict[str, Runtime], dict[tuple[str, str], Any]]:
     """The runtimes that fit all cases, and by table and phase the errors of what is left out."""
-    known = [c for c in found if (c.table, c.phase) not in FLAWED]
-    fit = Fit(known)
-    ratios = fit.log_ratios([group_of(c) for c in known])
+    fit = Fit(found)
+    ratios = fit.log_ratios([group_of(c) for c in found])
     by: dict[Any, list[float]] = {}
-    for case, ratio in zip(known, ratios.tolist(), strict=True):
+    for case, ratio in zip(found, ratios.tolist(), strict=True):
         by.setdefault((case.runtime[-1], case.phase), []).append(ratio)
-        by.setdefault(case.phase, []).append(ratio)
+        if (case.table, case.phase) not in BY_BUILD:
+            by.setdefault(case.phase, []).append(ratio)
         by.setdefault((case.table, case.phase), []).append(ratio)
     widths = {
-        (name, phase): half_width(np.array(own if len(own) > 4 else by[phase]))
+        (name, phase): half_width(np.array(own if len(own) > 4 else every))
         for name in fit.names
         for phase in (DECODE, PREFILL)
-        for own in [by.get((name, phase), [])]
+        for own, every in [(by.get((name, phase), []), by.get(phase) or [getattr(PRIOR, phase)])]
     }
     errors = {key: np.abs(np.exp(x) - 1) for key, x in by.items() if key[0] in TABLES}
-    runtimes_ = fit.runtimes(widths)
-    # What nothing is fitted to is left out as it is: its own errors are what may be expected.
-    flawed: dict[tuple[str, str], list[float]] = {}
-    for case in found:
-        if (case.table, case.phase) in FLAWED:
-            ratio = float(np.log(case.predict(runtimes_) / case.measured_s))
-            flawed.setdefault((case.runtime[-1], case.phase), []).append(ratio)
-    widths |= {key: half_width(np.array(own)) for key, own in flawed.items()}
     return fit.runtimes(widths), errors
 
 
@@ -512,8 +513,9 @@ HEAD = """\
 #   python -m experiments.language_models --fit
 # On github.com: llama.cpp/cuda, metal, cpu: geerlingguy/ai-benchmarks; cuda and cpu also
 # deepshnv/pipeshard-mlsys26-ae; rocm, vulkan, amdvlk, rocwmma (kernels that were given up), rpc
-# (token_s: two hosts on Ethernet): kyuz0/amd-strix-halo-toolboxes; vulkan-pi: AMD's and Intel's
-# cards on a Raspberry Pi; vllm (also TensorRT-LLM and SGLang): ai-dynamo/aiconfigurator.
+# (token_s: two hosts on Ethernet), rocm-2025-12 and -2026-01 (prompts, by llama.cpp of then):
+# kyuz0/amd-strix-halo-toolboxes; vulkan-pi: AMD's and Intel's cards on a Raspberry Pi; vllm (also
+# TensorRT-LLM and SGLang): ai-dynamo/aiconfigurator.
 """
 
 
@@ -535,7 +537,7 @@ def rows(options: Options) -> list[dict[str, Any]] | None:
     others = [path for path in paths if path.stem in OTHERS]
     paths = [path for path in paths if path.stem in TABLES]
     found = [case for path in paths for case in cases(path)[0]]
-    all_, errors = fitted(found)
+    all_, errors = fitted(found) if found else ({}, {})
     if options.fit:
         write_atomic(Path(runtimes_module.__file__).with_suffix(".yaml"), text_of(all_))
         runtimes.cache_clear()

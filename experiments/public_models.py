@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log
@@ -18,10 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from experiments.study import say
 from placement.costs.efficiency import Peak
 from placement.devices import library
 from placement.importers.decoder import Part
-from placement.tools.files import parse_yaml
+from placement.tools.files import parse_yaml, some
 
 HERE = Path(__file__).parent
 
@@ -38,19 +38,27 @@ Row = Mapping[str, str]
 
 def rows_of(path: Path) -> list[Row]:
     """The rows of a CSV."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def understood(rows: Iterable[Row], read: Callable[[Row], T]) -> tuple[list[T], dict[str, Any]]:
-    """What ``read`` makes of each row; how many were skipped, and the five most common reasons."""
-    found, skipped = [], Counter[str]()
-    for row in rows:
+def understood(path: Path, read: Callable[[Row], T]) -> tuple[list[T], dict[str, Any]]:
+    """What ``read`` makes of each row of a CSV, and of those that were skipped how many, and why.
+
+    The reasons are said, with the rows' numbers: 1 is the first under the head.
+    """
+    found: list[T] = []
+    skipped: dict[str, list[str]] = {}
+    for number, row in enumerate(rows_of(path), 1):
         try:
             found.append(read(row))
         except (ValueError, ArithmeticError, LookupError) as why:  # whatever a row says
-            skipped[str(why)] += 1
-    return found, {"skipped": sum(skipped.values()), "why": dict(skipped.most_common(5))}
+            skipped.setdefault(str(why), []).append(str(number))
+    for reason, numbers in skipped.items():
+        say(f"{path.name}: skipped row {some(numbers)}: {reason}")
+    common = sorted(skipped.items(), key=lambda item: -len(item[1]))[:5]
+    counts = {text: len(numbers) for text, numbers in common}
+    return found, {"skipped": sum(map(len, skipped.values())), "why": counts}
 
 
 def accuracy(told: Any, measured: Any, half: Any) -> dict[str, Any]:

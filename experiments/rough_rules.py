@@ -82,6 +82,6 @@ def sailor(row: Row, rows: Sequence[Row]) -> tuple[float, float]:
 def figures(path: Path) -> dict[str, Any]:
     """What ``--json`` prints."""
     rows, rule = rows_of(path), diffusers if path.stem == DIFFUSERS else sailor
-    found, facts = understood(rows, lambda row: rule(row, rows))
+    found, facts = understood(path, lambda row: rule(row, rows))
     told, measured = zip(*found, strict=True) if found else ((), ())
     return accuracy(told, measured, WIDTH[path.stem]) | facts

@@ -57,6 +57,11 @@ LINES = {
         "scenario,params_B,flops_G,time_plain_s,commit",
         "A-group-offload-leaf,11.9,1,1.897,a\nA-bf16,11.9,1,0.532,a",
     ),
+    "kt_expert_placement_strategies": (
+        "gpu_expert_ratio_pct,random_tok_s,uniform_tok_s,front_loading_tok_s,frequency_tok_s,"
+        "dynamic_tok_s",
+        "20,58.75,60.28,58.82,61.92,74.73",
+    ),
     "sailor_36_runs": (
         "model,stages,dp,tp_per_stage,gpus_by_type,micro_batch,global_batch,layers_per_stage,"
         "iteration_s_measured",
@@ -191,6 +196,27 @@ def test_a_table_of_two_lines(name: str, tmp_path: Path) -> None:
     assert 0 <= found["coverage"] <= 1
     if name.startswith(("pipeshard_t", "pipeshard_f")):
         assert len(found["bound"]) == found["rows"] and found["at_least_theirs"] == 1.0
+
+
+def test_a_folder_of_some_tables_with_rows_that_nobody_knows(tmp_path: Path, capsys: Any) -> None:
+    """A folder of two tables: what is unknown in a row is said, with its number, and left out."""
+    head, line = LINES["geerling_llm_decode"]
+    abacus = line.replace("Pi 5 - 16GB", "an abacus")
+    rows = f"{head}\n{abacus}\n{line}\n{line.replace('4.88', 'n/a')}\n{abacus}\n"
+    (tmp_path / "geerling_llm_decode.csv").write_text(f"\ufeff{rows}", encoding="utf-8")
+    head, line = LINES["kt_expert_placement_strategies"]
+    (tmp_path / "kt_expert_placement_strategies.csv").write_text(f"{head}\n", encoding="utf-8")
+    assert run(study.STUDY, ["--data", str(tmp_path), "--json"]) == OK
+    out, said = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["geerling_llm_decode"]["rows"] == 1
+    assert answer["geerling_llm_decode"]["skipped"] == 3
+    empty = {"rows": 0, "median_error": None, "worst_decile": None, "coverage": None}
+    assert empty.items() <= answer["kt_expert_placement_strategies"].items()
+    assert said.splitlines() == [
+        "geerling_llm_decode.csv: skipped row 1, 4: device 'an abacus' is not known",
+        "geerling_llm_decode.csv: skipped row 3: tok_s = 'n/a' is no number",
+    ]
 
 
 def test_what_machines_read(tmp_path: Path, capsys: Any) -> None:
