@@ -1,7 +1,5 @@
 """What every test stands on: one thread per process, nothing sent anywhere, fixed seeds."""
 
-from __future__ import annotations
-
 import os
 
 # Two test processes share two cores. A thread pool per process would spend the suite waiting for
@@ -18,13 +16,15 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 os.environ["CXX"] = "no-compiler"  # ``optimize`` would compile; see the fixture ``compiler``
 
 import gc
+import json
 import random
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -115,6 +115,53 @@ def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(module, "EFFORT", module.EFFORT._replace(**changes))
     monkeypatch.setattr("placement.runs.ways.ROUNDS", 2)
+
+
+class Said(NamedTuple):
+    """What a command printed on standard output and on standard error."""
+
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Says:
+    """Runs ``placement``, or another command, in this process, for an exit code: what it says."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, words: Iterable[str | Path], code: int = 0, command: Any = None) -> Said:
+        from placement.__main__ import main
+
+        assert (command or main)([*map(str, words)]) == code
+        return Said(*self._capsys.readouterr())
+
+    def answer(self, *words: str | Path, code: int = 0) -> Any:
+        """The one JSON object on standard output."""
+        return self([*words, "--json"], code).json
+
+    def refused(self, words: Iterable[str | Path]) -> str:
+        """The one line, of a limited length, that bad input is answered with."""
+        out, err = self(words, 2)
+        assert out == "" and err.count("\n") == 1 and "Traceback" not in err, err
+        assert err.startswith("placement: error: ") and len(err) <= 1300
+        return err.strip()
+
+    def error(self, *words: str | Path) -> str:
+        """The one line that a refused command says."""
+        out, err = self(words, 2)
+        (line,) = [x for x in err.splitlines() if x.startswith("placement: error: ")]
+        assert "Traceback" not in err and out == ""
+        return line
+
+
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str]) -> Says:
+    return Says(capsys)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The executor on this machine: pinned devices, problems that cost nothing, and who still runs."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any
@@ -31,10 +29,10 @@ def problem_of(graph: OpGraph, cluster: Cluster = THREE, **options: Any) -> Prob
     return problem_on(graph, seconds, cluster=cluster, **options)
 
 
-def random_placement(graph: OpGraph, seed: int, num_devices: int = 3) -> Placement:
-    """int32 ``[N]``: colocation groups anywhere."""
-    groups = np.random.default_rng(seed).integers(0, num_devices, graph.num_groups)
-    return groups[graph.group].astype(np.int32)
+def random_placement(graph: OpGraph, seed: int, num_devices: int = 3, *phases: int) -> Placement:
+    """int32 ``[N]``, or ``[phases, N]``: colocation groups anywhere."""
+    groups = np.random.default_rng(seed).integers(0, num_devices, (*phases, graph.num_groups))
+    return groups[..., graph.group].astype(np.int32)
 
 
 def alive() -> list[str]:

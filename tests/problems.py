@@ -1,7 +1,5 @@
 """Problems: by hand (``small_problem``), seeded (``random_problem``), drawn (``problems``)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -70,6 +68,22 @@ def problem_on(
     return Problem(graph, cluster, costs, **settings)
 
 
+DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 3)]
+
+
+def graph_of(n: int, uses: Any, tensor_bytes: ArrayLike = 0, **facts: Any) -> OpGraph:
+    """Operators ``op0``, ``op1``, ... with a tensor each (or ``tensor_src``), and further facts.
+
+    ``param_bytes`` without ``param_uses``: of a parameter that each operator has for itself.
+    """
+    if "param_bytes" in facts and "param_uses" not in facts:
+        facts |= {"param_bytes": np.broadcast_to(facts["param_bytes"], n)}
+        facts |= {"param_uses": [(i, i) for i in range(n)]}
+    name, names = facts.pop("name", "small"), facts.pop("op_name", [f"op{i}" for i in range(n)])
+    src = facts.pop("tensor_src", range(n))
+    return OpGraph.build(name, names, src, np.broadcast_to(tensor_bytes, len(src)), uses, **facts)
+
+
 def small_problem(
     seconds: ArrayLike,
     edges: Sequence[tuple[int, int]] = (),
@@ -89,20 +103,12 @@ def small_problem(
     n = len(np.array(seconds))
     facts: dict[str, Any] = {"group": settings.pop("group", None), **(graph or {})}
     if param_bytes is not None:
-        facts |= {"param_bytes": np.broadcast_to(param_bytes, n)}
-        facts |= {"param_uses": [(i, i) for i in range(n)]}
-    if tensors is None:
-        sizes = np.broadcast_to(tensor_bytes, n)
-        tensors = [(i, sizes[i], [b for a, b in edges if a == i]) for i in range(n)]
-    built = OpGraph.build(
-        facts.pop("name", "small"),
-        facts.pop("op_name", [f"op{i}" for i in range(n)]),
-        [src for src, _, _ in tensors],
-        [size for _, size, _ in tensors],
-        [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users],
-        **facts,
-    )
-    return problem_on(built, seconds, **settings)
+        facts |= {"param_bytes": param_bytes}
+    if tensors is not None:
+        edges = [(t, user) for t, (_, _, users) in enumerate(tensors) for user in users]
+        tensor_bytes = [size for _, size, _ in tensors]
+        facts |= {"tensor_src": [src for src, _, _ in tensors]}
+    return problem_on(graph_of(n, edges, tensor_bytes, **facts), seconds, **settings)
 
 
 def random_graph(rng: np.random.Generator, num_ops: int, views: bool = True) -> OpGraph:
@@ -119,17 +125,11 @@ def random_graph(rng: np.random.Generator, num_ops: int, views: bool = True) -> 
             src.append(op)
     num_tensors, num_params = len(src), int(rng.integers(0, 5))
     param_uses = rng.integers(0, [num_ops, max(num_params, 1)], (2 * num_params, 2))
-    return OpGraph.build(
-        "random",
-        [f"op{i}" for i in range(num_ops)],
-        src,
-        rng.integers(0, 1000, num_tensors),
-        uses,
-        tensor_root=root,
-        param_bytes=rng.integers(1, 100, num_params),
-        param_uses=param_uses,
-        output_tensor=np.flatnonzero(rng.random(num_tensors) < 0.2),
-    )
+    names, sizes = [f"op{i}" for i in range(num_ops)], rng.integers(0, 1000, num_tensors)
+    facts = {"param_bytes": rng.integers(1, 100, num_params), "param_uses": param_uses}
+    outputs = np.flatnonzero(rng.random(num_tensors) < 0.2)
+    facts |= {"tensor_root": root, "output_tensor": outputs}
+    return OpGraph.build("random", names, src, sizes, uses, **facts)
 
 
 def random_problem(
@@ -154,18 +154,11 @@ def random_problem(
     graph = random_graph(rng, n)
     if grouped:
         labels = np.where(rng.random(n) < 0.5, rng.integers(0, max(n // 3, 1), n), n + np.arange(n))
-        graph = OpGraph.build(
-            "grouped",
-            graph.op_name,
-            graph.tensor_src,
-            graph.tensor_bytes,
-            np.stack([graph.use_tensor, graph.use_dst], axis=1),
-            tensor_root=graph.tensor_root,
-            param_bytes=graph.param_bytes,
-            param_uses=np.stack([graph.param_use_op, graph.param_use], axis=1),
-            group=labels,
-            output_tensor=graph.output_tensor,
-        )
+        uses = np.stack([graph.use_tensor, graph.use_dst], axis=1)
+        reads = np.stack([graph.param_use_op, graph.param_use], axis=1)
+        same = ("op_name", "tensor_src", "tensor_bytes", "tensor_root", "param_bytes")
+        facts = {k: getattr(graph, k) for k in (*same, "output_tensor")}
+        graph = graph_of(n, uses, **facts, param_uses=reads, group=labels)
     names = [f"d{i}" for i in range(d)]
     memory = 10 ** int(rng.integers(3, 7))
     watts = np.random.default_rng(seed + 1)  # leaves everything else as it was
@@ -173,13 +166,9 @@ def random_problem(
     def power() -> dict[str, float]:
         return {"busy_w": float(watts.integers(1, 9)), "idle_w": float(watts.integers(0, 4))}
 
-    cluster = Cluster(
-        "random",
-        tuple(
-            Device(x, "cpu" if rng.random() < 0.5 else "other", memory_bytes=memory, **power())
-            for x in names
-        ),
-    )
+    kinds = ["cpu" if rng.random() < 0.5 else "other" for _ in names]
+    pairs = zip(names, kinds, strict=True)
+    cluster = Cluster("random", tuple(Device(*x, memory_bytes=memory, **power()) for x in pairs))
     compute = rng.integers(0, 5, (n, d)) * 1.0 if rng.random() < 0.5 else rng.random((n, d))
     if unsupported:
         # Device 0 runs everything, so that every colocation group has a device.
@@ -213,14 +202,8 @@ def random_problem(
         workspace_bytes=rng.integers(0, 50, n) if rng.random() < 0.5 else None,
         library_bytes=libraries.integers(0, 50, (n, d)) if libraries.random() < 0.3 else None,
     )
-    return Problem(
-        graph,
-        cluster,
-        profile,
-        objective=objective,
-        num_microbatches=int(rng.integers(1, 9)),
-        max_in_flight=int(rng.integers(1, 5)),
-    )
+    runs = {"num_microbatches": int(rng.integers(1, 9)), "max_in_flight": int(rng.integers(1, 5))}
+    return Problem(graph, cluster, profile, objective=objective, **runs)
 
 
 def with_twins(seed: int, *size: int) -> Problem:
@@ -229,9 +212,8 @@ def with_twins(seed: int, *size: int) -> Problem:
     Some copies share the link of other transfers, and some buffers are a size of their own.
     """
     problem, rng = random_problem(seed, *size), np.random.default_rng(seed)
-    devices = [
-        replace(d, kind="gpu" if i else "cpu") for i, d in enumerate(problem.cluster.devices)
-    ]
+    kinds = ["cpu", *["gpu"] * (problem.num_devices - 1)]
+    devices = [replace(d, kind=k) for d, k in zip(problem.cluster.devices, kinds, strict=True)]
     cards = [d for d in devices[1:] if rng.random() < 0.7]
     twins = [Device(f"s/{d.name}", d.kind, streams=d.name, busy_w=0.0, idle_w=0.0) for d in cards]
     links = [Link(devices[0].name, t.name, 0.5, 7.0) for t in twins if rng.random() < 0.5]
@@ -254,6 +236,26 @@ def plain(problem: Problem) -> Problem:
     return replace(problem, cluster=cluster, profile=profile, objective="latency")
 
 
+def altered(
+    problem: Problem,
+    devices: Mapping[str, Any] | None = None,
+    links: Mapping[str, Any] | None = None,
+    **profile: Any,
+) -> Problem:
+    """With these fields of each device, of each link of the profile, and of the profile.
+
+    A function as a value is asked for each.
+    """
+
+    def each(parts: Sequence[Any], fields: Mapping[str, Any] | None) -> tuple[Any, ...]:
+        pairs = (fields or {}).items()
+        return tuple(replace(x, **{k: v(x) if callable(v) else v for k, v in pairs}) for x in parts)
+
+    profile = {"links": each(problem.profile.links, links)} | profile
+    cluster = replace(problem.cluster, devices=each(problem.cluster.devices, devices))
+    return replace(problem, cluster=cluster, profile=replace(problem.profile, **profile))
+
+
 def every_placement(problem: Problem) -> np.ndarray:
     """int32 ``[B, N]``: all placements that obey support and colocation."""
     devices = [np.flatnonzero(row) for row in np.isfinite(problem.group_compute_s)]
@@ -273,10 +275,6 @@ def problems(
     draw: st.DrawFn, max_ops: int = 15, grouped: bool = False, unsupported: bool = False
 ) -> Problem:
     """Hypothesis strategy of ``random_problem``; shrinks to few operators and devices."""
-    return random_problem(
-        draw(st.integers(0, 2**32 - 1)),
-        draw(st.integers(1, max_ops)),
-        draw(st.integers(1, 4)),
-        grouped=grouped,
-        unsupported=unsupported,
-    )
+    some = {"grouped": grouped, "unsupported": unsupported}
+    seed, num_ops = draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, max_ops))
+    return random_problem(seed, num_ops, draw(st.integers(1, 4)), **some)

@@ -1,19 +1,16 @@
 """A machine that is not what the simulator thinks, for tests of what measures and learns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Problem
 from placement.simulator import simulate
 from placement.timeline import Timeline
-from tests.problems import problem_on
+from tests.problems import altered, graph_of, problem_on
 
 
 def layered(num_ops: int, seed: int = 0, objective: Objective = "period") -> Problem:
@@ -21,13 +18,7 @@ def layered(num_ops: int, seed: int = 0, objective: Objective = "period") -> Pro
     rng = np.random.default_rng(seed)
     uses = [(i - 1, i) for i in range(1, num_ops)]
     uses += [(max(0, i - 1 - int(rng.integers(0, 3))), i) for i in range(1, num_ops)]
-    graph = OpGraph.build(
-        "layered",
-        [f"op{i}" for i in range(num_ops)],
-        np.arange(num_ops),
-        rng.integers(10_000, 1_000_000, num_ops),
-        uses,
-    )
+    graph = graph_of(num_ops, uses, rng.integers(10_000, 1_000_000, num_ops), name="layered")
     seconds = np.repeat(1e-3 * rng.lognormal(0, 1, num_ops)[:, None], 2, axis=1)
     seconds *= rng.uniform(0.95, 1.05, seconds.shape)
     link, more = (20e-6, 2e9), {"objective": objective, "num_microbatches": 8}
@@ -53,13 +44,8 @@ class Biased:
         line = simulate(problem, placement, num_microbatches=num_microbatches)
         k = self.slow(len(self.runs))
         self.runs.append(tuple(np.asarray(placement).tolist()))
-        return replace(
-            line,
-            start_s=k * line.start_s,
-            end_s=k * line.end_s,
-            transfer_start_s=k * line.transfer_start_s,
-            transfer_end_s=k * line.transfer_end_s,
-        )
+        times = ("start_s", "end_s", "transfer_start_s", "transfer_end_s")
+        return replace(line, **{name: k * getattr(line, name) for name in times})
 
 
 def with_errors(problem: Problem, spread: float, seed: int, link: float = 1.0) -> Problem:
@@ -67,8 +53,7 @@ def with_errors(problem: Problem, spread: float, seed: int, link: float = 1.0) -
     rng = np.random.default_rng(seed)
     profile = problem.profile
     seconds = profile.compute_s * np.exp(spread * rng.standard_normal(profile.compute_s.shape))
-    links = tuple(replace(x, latency_s=link * x.latency_s) for x in profile.links)
-    return replace(problem, profile=replace(profile, compute_s=seconds, links=links))
+    return altered(problem, links={"latency_s": lambda x: link * x.latency_s}, compute_s=seconds)
 
 
 def noise(spread: float, drift: float, seed: int) -> Callable[[int], float]:
