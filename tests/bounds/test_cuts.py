@@ -1,7 +1,5 @@
 """What devices write and read with what they run, against all placements and known answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -26,15 +24,8 @@ def drawn(seed: int) -> Problem:
     room = [int(held.sum() * rng.uniform(0.3, 1.5)) + 1] * (d - 1) + [2**40]
     grouped = {"group": rng.integers(0, n, n)} if rng.random() < 0.3 else {}
     io_s = rng.random((n, 1)) * rng.choice([0.05, 0.3, 2]) * rng.choice([0.0, 1, 2], d)
-    return small_problem(
-        seconds,
-        edges,
-        param_bytes=held,
-        memory_bytes=room[::-1],
-        profile={"io_s": io_s},
-        objective="max_load",
-        **grouped,
-    )
+    facts = {"param_bytes": held, "memory_bytes": room[::-1], "profile": {"io_s": io_s}}
+    return small_problem(seconds, edges, objective="max_load", **facts, **grouped)
 
 
 @pytest.mark.parametrize("placed", [0, 4, 200])
@@ -64,9 +55,7 @@ def test_a_group_takes_what_it_costs_to_part_it_from_the_rest() -> None:
     assert lower_bound(replace(problem, max_phases=4)) == pytest.approx(1)
 
 
-def test_one_device_runs_more_groups_than_fit_into_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_device_runs_more_groups_than_fit_into_the_others(monkeypatch):
     monkeypatch.setattr(cuts, "EFFORT", cuts.CutEffort(placed=0))
     # Seven pairs, 2 s each, that 5 s per tensor keep together: one of three devices runs three. A
     # fourth takes longer than that for any.

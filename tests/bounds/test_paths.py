@@ -1,7 +1,5 @@
 """When operators can end at the earliest, against all placements and known answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -31,14 +29,10 @@ def drawn(seed: int) -> Problem:
     )
     if rng.random() < 0.3:
         seconds[:, 1:][rng.random((n, d - 1)) < 0.3] = np.inf
-    return small_problem(
-        seconds,
-        edges,
-        tensor_bytes=rng.integers(1, 1000, n),
-        link=(float(rng.choice([0, 0.05, 0.3])), float(rng.choice([1e3, 3e3, 1e4]))),
-        objective="latency",
-        group=rng.integers(0, n, n) if rng.random() < 0.4 else None,
-    )
+    size = {"tensor_bytes": rng.integers(1, 1000, n), "objective": "latency"}
+    size |= {"link": (float(rng.choice([0, 0.05, 0.3])), float(rng.choice([1e3, 3e3, 1e4])))}
+    size |= {"group": rng.integers(0, n, n) if rng.random() < 0.4 else None}
+    return small_problem(seconds, edges, **size)
 
 
 WORK = 10**9

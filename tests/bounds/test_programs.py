@@ -1,7 +1,5 @@
 """What linear programs say of latencies that operators and memory force, against all placements."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -30,16 +28,9 @@ def pieces_problem(seed: int) -> Problem:
     room = [2**40 if k == "cpu" else int(held.sum() * rng.uniform(0.3, 0.9)) + 1 for k in kinds]
     grouped = {"group": rng.integers(0, n, n)} if rng.random() < 0.3 else {}
     io_s = rng.random((n, 1)) * rng.choice([0.05, 0.3, 2]) * [float(k != "cpu") for k in kinds]
-    return small_problem(
-        seconds,
-        sorted({*near, *far}),
-        param_bytes=held,
-        memory_bytes=room,
-        device={"kind": kinds},
-        profile={"io_s": io_s},
-        objective="piecewise_latency",
-        **grouped,
-    )
+    facts = {"param_bytes": held, "memory_bytes": room, "device": {"kind": kinds}, **grouped}
+    facts |= {"profile": {"io_s": io_s}, "objective": "piecewise_latency"}
+    return small_problem(seconds, sorted({*near, *far}), **facts)
 
 
 @pytest.mark.parametrize("seed", range(40))

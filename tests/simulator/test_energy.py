@@ -1,7 +1,5 @@
 """The objective ``energy``: joules per micro-batch, for every planner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ from placement.problem import Problem, Solution
 from placement.report.table import tables
 from placement.runs.compare import compare
 from placement.simulator import evaluate, list_schedule, score, value_of
+from tests.problems import altered, every_placement, random_problem, small_problem
 from tests.problems import chain as edges
-from tests.problems import every_placement, random_problem, small_problem
 
 # They need a file, a package, or a planner, or are for latency.
 ELSEWHERE = ("expert", "metis", "coarsened", "order_search", "data_parallel", "phase_search")
@@ -30,8 +28,7 @@ BUDGETS = {
 
 def roomy(seed: int, num_ops: int = 6) -> Problem:
     problem = random_problem(seed, num_ops, 2, objective="energy")
-    devices = tuple(replace(d, memory_bytes=2**40) for d in problem.cluster.devices)
-    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+    return altered(problem, {"memory_bytes": 2**40})
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n not in ELSEWHERE])

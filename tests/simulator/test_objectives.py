@@ -15,40 +15,35 @@ from placement import importers, planners, simulator
 from placement.bounds import fastest_end_s, lower_bounds
 from placement.bounds.loads import balance_prices, priced
 from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.simulator import analytic
 from placement.simulator.analytic import device_loads, load_moves, piecewise_latency
 from placement.simulator.analytic_kernels import apply_move
-from tests.problems import every_placement, small_problem
+from tests.problems import DIAMOND, every_placement, graph_of, small_problem
 
 
 def make(
-    edges: list[tuple[int, int]],
-    acc_s: list[float],
-    cpu_s: list[float],
-    cost_s: list[float],
+    edges,
+    acc_s,
+    cpu_s,
+    cost_s,
     *,
-    num_acc: int = 2,
-    num_cpus: int = 1,
-    memory_bytes: int = 2**40,
-    objective: str = "max_load",
-    **graph: object,
+    num_acc=2,
+    num_cpus=1,
+    memory_bytes=2**40,
+    objective="max_load",
+    **graph,
 ) -> Problem:
     """Operators 0, 1, ... on equal accelerators and CPUs; ``cost_s`` to move an output once."""
     names = [f"acc:{i}" for i in range(num_acc)] + [f"cpu:{i}" for i in range(num_cpus)]
     on_acc = np.array([name.startswith("acc") for name in names])
-    return small_problem(
-        np.where(on_acc, np.array(acc_s)[:, None], np.array(cpu_s)[:, None]),
-        edges,
-        devices=names,
-        device={"kind": [name[:3] for name in names]},
-        memory_bytes=np.where(on_acc, memory_bytes, 2**63 - 1),
-        graph={"op_name": [str(i) for i in range(len(acc_s))], **graph},
-        profile={"io_s": np.array(cost_s)[:, None] * on_acc},
-        objective=objective,
-    )
+    seconds = np.where(on_acc, np.array(acc_s)[:, None], np.array(cpu_s)[:, None])
+    on = {"devices": names, "device": {"kind": [name[:3] for name in names]}}
+    on |= {"memory_bytes": np.where(on_acc, memory_bytes, 2**63 - 1), "objective": objective}
+    facts = {"op_name": [str(i) for i in range(len(acc_s))], **graph}
+    profile = {"io_s": np.array(cost_s)[:, None] * on_acc}
+    return small_problem(seconds, edges, graph=facts, profile=profile, **on)
 
 
 def draw_problem(seed: int, num_ops: int = 9, unlike: bool = True) -> Problem:
@@ -60,20 +55,13 @@ def draw_problem(seed: int, num_ops: int = 9, unlike: bool = True) -> Problem:
     uses = [(t, v) for t, u in enumerate(src) for v in range(u + 1, n) if rng.random() < 0.3]
     num_params = int(rng.integers(0, 4))
     reads = [(v, p) for v in range(n) for p in range(num_params) if rng.random() < 0.4]
-    graph = OpGraph.build(
-        "random",
-        [f"op{i}" for i in range(n)],
-        src,
-        rng.integers(0, 100, len(src)),
-        np.array(uses, int).reshape(-1, 2),
-        param_bytes=rng.integers(1, 50, num_params),
-        param_uses=np.array(reads, int).reshape(-1, 2),
-        group=rng.integers(0, n, n) if rng.random() < 0.5 else None,
-    )
+    sizes, facts = rng.integers(0, 100, len(src)), {"param_bytes": rng.integers(1, 50, num_params)}
+    facts |= {"group": rng.integers(0, n, n) if rng.random() < 0.5 else None}
+    facts |= {"tensor_src": src, "param_uses": np.array(reads, int).reshape(-1, 2)}
+    graph = graph_of(n, np.array(uses, int).reshape(-1, 2), sizes, **facts)
     kinds = [str(rng.choice(["acc", "cpu"])) for _ in range(d)]
-    devices = tuple(
-        Device(f"d{i}", kinds[i], memory_bytes=int(rng.integers(60, 200))) for i in range(d)
-    )
+    room = [int(rng.integers(60, 200)) for _ in range(d)]
+    devices = tuple(Device(f"d{i}", kinds[i], memory_bytes=room[i]) for i in range(d))
     links = tuple(
         Link(a.name, b.name, float(rng.random()), float(rng.uniform(10, 100)))
         for a, b in itertools.permutations(devices, 2)
@@ -98,9 +86,7 @@ def draw_placements(problem: Problem, seed: int, count: int) -> np.ndarray:
 def test_max_load_of_a_drawn_example() -> None:
     #   0 --> 1 --> 3       costs 1, 2, 4, 8 to move the output of 0, 1, 2, 3 once
     #    \--> 2 --> 3       acc:0 has 0, 1;  acc:1 has 2;  cpu:0 has 3
-    problem = make(
-        [(0, 1), (0, 2), (1, 3), (2, 3)], [10, 20, 30, 40], [100, 200, 300, 400], [1, 2, 4, 8]
-    )
+    problem = make(DIAMOND, [10, 20, 30, 40], [100, 200, 300, 400], [1, 2, 4, 8])
     placement = np.array([0, 0, 1, 2])
     # acc:0: compute 30, sends 0 (to 2) and 1 (to 3): 33.  acc:1: 30, receives 0, sends 2: 35.
     # The CPU computes 400 and never pays for a transfer.
@@ -204,7 +190,7 @@ def test_memory_and_support() -> None:
     with pytest.raises(ProblemError, match="cannot run"):
         load_moves(only_cpu, [0, 0])
     with pytest.raises(ProblemError, match="unknown; use one of"):
-        problem.with_objective("speed")  # type: ignore[arg-type]
+        problem.with_objective("speed")
 
 
 @settings(max_examples=60)
@@ -220,7 +206,7 @@ def test_bounds_hold_for_every_placement(seed: int) -> None:
 
 @pytest.mark.parametrize("objective", ["max_load", "piecewise_latency"])
 def test_search_planners_take_the_objective(objective: str) -> None:
-    problem = draw_problem(7).with_objective(objective)  # type: ignore[arg-type]
+    problem = draw_problem(7).with_objective(objective)
     start = planners.load("single_device")(problem)
     solution = planners.load("local_search", evaluations=200)(problem)
     assert solution.value_s <= start.value_s
