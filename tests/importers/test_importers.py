@@ -1,11 +1,8 @@
 """Workload files: hand-made ones with known content, mistakes, and the published ones."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,8 @@ from tests.problems import written
 
 
 def node(key: int, cpu: float = 20.0, acc: float = 2.0, **more: Any) -> dict[str, Any]:
-    return {
-        "id": key,
-        "supportedOnFpga": True,
-        "cpuLatency": cpu,
-        "fpgaLatency": acc,
-        "isBackwardNode": False,
-        **more,
-    }
+    times = {"supportedOnFpga": True, "cpuLatency": cpu, "fpgaLatency": acc}
+    return {"id": key, "isBackwardNode": False, **times, **more}
 
 
 def edge(src: int, dst: int, cost: float) -> dict[str, Any]:
@@ -73,12 +64,10 @@ def test_dnn_partitioning(tmp_path: Path) -> None:
     assert problem.cluster.device_names == ("acc:0", "acc:1", "cpu:0")
     assert problem.memory_bytes.tolist() == [1000, 1000, 2**63 - 1]
     inf = np.inf
-    np.testing.assert_allclose(
-        problem.compute_s * 1e3, [[1, 1, 10], [2, 2, 20], [inf, inf, 40], [2, 2, 20]]
-    )
-    np.testing.assert_allclose(
-        problem.io_s * 1e3, [[0.25, 0.25, 0], [0.5, 0.5, 0], [0.125, 0.125, 0], [0, 0, 0]]
-    )
+    compute_ms = [[1, 1, 10], [2, 2, 20], [inf, inf, 40], [2, 2, 20]]
+    np.testing.assert_allclose(problem.compute_s * 1e3, compute_ms)
+    io_ms = [[0.25, 0.25, 0], [0.5, 0.5, 0], [0.125, 0.125, 0], [0, 0, 0]]
+    np.testing.assert_allclose(problem.io_s * 1e3, io_ms)
     assert problem.graph.group.tolist() == [0, 1, 2, 1]
     assert problem.graph.is_backward.tolist() == [False, False, False, True]
     assert problem.param_bytes_on(np.array([0, 1, 2, 1])).tolist() == [0, 301, 0]
@@ -123,9 +112,7 @@ def test_pipedream_training(tmp_path: Path) -> None:
     assert g.tensor_bytes.tolist() == [8, 100, 31, 8, 100]
     assert g.tensor_src.tolist() == [0, 1, 2, 4, 3]
     # Forward, the activation that a backward operator needs, and the gradients.
-    assert g.edges.tolist() == [
-        [0, 1], [0, 5], [1, 2], [1, 4], [2, 3], [3, 4], [4, 5],
-    ]  # fmt: skip
+    assert g.edges.tolist() == [[0, 1], [0, 5], [1, 2], [1, 4], [2, 3], [3, 4], [4, 5]]
     assert problem.param_bytes_on(np.array([0, 1, 1, 1, 1, 0])).tolist() == [0, 40]
     # node1 | node2 and node3: 8 bytes there and back at 1 byte per microsecond.
     timeline = simulate(problem, [0, 1, 1, 1, 1, 0], num_microbatches=1)
@@ -197,7 +184,7 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(DNN, "nodes", value=[]), "non-empty list"),
         (change(DNN, "nodes", value={"id": 1}), "non-empty list"),
         (with_node(DNN, node(3)), "node 3: the id is used twice"),
-        (with_node(DNN, "x"), "nodes[4]: expected an object"),  # type: ignore[arg-type]
+        (with_node(DNN, "x"), "nodes[4]: expected an object"),
         (change(DNN, "nodes", 1, "id"), "nodes[1]: field 'id' is missing"),
         (change(DNN, "nodes", 1, "id", value=[1]), "nodes[1]: id"),
         (change(DNN, "nodes", 1, "cpuLatency"), "node 3: field 'cpuLatency' is missing"),
@@ -268,9 +255,7 @@ def test_compressed_files_may_be_joined(tmp_path: Path) -> None:
         (lambda p: p.write_text(PIPEDREAM), {"objective": "speed"}, "'speed' is unknown"),
     ],
 )
-def test_files_and_options(
-    tmp_path: Path, make: Callable[[Path], Any], options: dict[str, Any], message: str
-) -> None:
+def test_files_and_options(tmp_path, make, options, message):
     path = tmp_path / "file.bin"
     make(path)
     with pytest.raises(FormatError, match=r"file\.bin") as error:
@@ -292,9 +277,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
         ("latency/layer/resnet50_inference", 177, 193, 0, (14, 8)),
     ],
 )
-def test_published_dnn_partitioning(
-    name: str, num_nodes: int, num_edges: int, num_backward: int, devices: tuple[int, int]
-) -> None:
+def test_published_dnn_partitioning(name, num_nodes, num_edges, num_backward, devices):
     path = DATA / "dnn_partitioning" / f"{name}.json"
     if not path.is_file():
         pytest.skip(f"no reference data: {path} does not exist")

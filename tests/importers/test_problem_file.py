@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from placement import cli
-from placement.__main__ import main
 from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Device, Link
 from placement.graph import OpGraph
@@ -155,20 +153,14 @@ def test_rows_that_only_some_operators_have(tmp_path: Path) -> None:
     st.booleans(),
 )
 @hypothesis_settings(max_examples=25)
-def test_what_is_saved_is_loaded(
-    tmp_path_factory: pytest.TempPathFactory, problem: Problem, objective: Any, predicted: bool
-) -> None:
+def test_what_is_saved_is_loaded(tmp_path_factory, problem, objective, predicted):
     if predicted:
         marks = problem.compute_s > np.median(problem.compute_s)
-        profile = replace(
-            problem.profile,
-            predicted=marks,
-            batch_s=0.25,
-            overhead_s=np.arange(problem.num_devices) * 1e-5,
-            spread_s=np.where(np.isfinite(problem.compute_s), problem.compute_s / 7, np.inf),
-            graph_fingerprint=problem.graph.fingerprint,
-            provenance={"when": "now", "repeats": 3, "more": {"x": [0.1, None]}},
-        )
+        facts = {"provenance": {"when": "now", "repeats": 3, "more": {"x": [0.1, None]}}}
+        facts |= {"graph_fingerprint": problem.graph.fingerprint, "predicted": marks}
+        facts |= {"overhead_s": np.arange(problem.num_devices) * 1e-5, "batch_s": 0.25}
+        spread_s = np.where(np.isfinite(problem.compute_s), problem.compute_s / 7, np.inf)
+        profile = replace(problem.profile, spread_s=spread_s, **facts)
         problem = replace(problem, profile=profile)
     problem = replace(problem.with_objective(objective), second_j=2.5 * predicted)
     check_same(problem, resaved(problem, tmp_path_factory.getbasetemp()))
@@ -259,53 +251,35 @@ def test_what_is_no_time_is_not_saved(tmp_path: Path) -> None:
 # -- placement import ------------------------------------------------------------------------
 
 
-def test_import_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "graph.txt", tmp_path / "problem.json"
-    file.write_text(PIPEDREAM)
-    args = ["import", str(file), "--devices", "2", "--objective", "latency", "--out", str(out)]
-    assert main([*args, "--microbatches", "5", "--json"]) == cli.OK
-    text, stderr = capsys.readouterr()
+def test_import_for_machines(tmp_path: Path, says: Any) -> None:
+    file, out = written(tmp_path / "graph.txt", PIPEDREAM), tmp_path / "problem.json"
+    args = ["import", file, "--devices", "2", "--objective", "latency", "--out", out]
+    said = says([*args, "--microbatches", "5", "--json"])
     problem = load(out)
-    assert json.loads(text) == {
-        "nodes": 6,
-        "edges": 7,
-        "devices": ["acc:0", "acc:1"],
-        "objective": "latency",
-        "fingerprint": problem.graph.fingerprint,
-        "lower_bound_s": lower_bounds(problem),
-    }
+    known = {"nodes": 6, "edges": 7, "devices": ["acc:0", "acc:1"], "objective": "latency"}
+    derived = {"fingerprint": problem.graph.fingerprint, "lower_bound_s": lower_bounds(problem)}
+    assert said.json == known | derived
     assert problem.objective == "latency" and problem.num_microbatches == 5
-    assert f"problem written to {out}" in stderr
-    assert main(args) == cli.OK
-    assert "latency" in capsys.readouterr().out
-
-
-def answer(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
-    assert main([*args, "--json"]) == cli.OK
-    return json.loads(capsys.readouterr().out)
+    assert f"problem written to {out}" in said.err
+    assert "latency" in says(args).out
 
 
 @pytest.mark.parametrize("content", [DNN, PIPEDREAM, MOIRAI], ids=["dnn", "pipedream", "moirai"])
-def test_plan_takes_either_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any
-) -> None:
-    file, out = str(written(tmp_path / "file.json", content)), str(tmp_path / "imported.json")
-    assert main(["import", file, "--out", out]) == cli.OK
-    capsys.readouterr()
-    first, second = (answer(capsys, "plan", x, "--planner", "heft") for x in (file, out))
+def test_plan_takes_either_file(tmp_path, says, content):
+    file, out = written(tmp_path / "file.json", content), tmp_path / "imported.json"
+    says(["import", file, "--out", out])
+    first, second = (says.answer("plan", x, "--planner", "heft") for x in (file, out))
     assert first | {"seconds": 0} == second | {"seconds": 0}
 
 
-def test_import_of_a_workload(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_of_a_workload(tmp_path, says, monkeypatch):
     def made_up(graph: Any, cluster: Cluster, **_: Any) -> Profile:
         shape = (graph.num_ops, cluster.num_devices)
         return Profile(cluster.device_names, np.full(shape, 1e-3), np.zeros(shape))
 
     monkeypatch.setattr("placement.costs.measure.load_or_measure", made_up)
     out = tmp_path / "problem.json"
-    got = answer(capsys, "import", "tiny_mlp", "--out", str(out))
+    got = says.answer("import", "tiny_mlp", "--out", out)
     problem = load(out)
     assert got["nodes"] == problem.num_ops == 6 and problem.graph.op_name[0] == "linear"
     assert problem.graph.program is None and problem.graph.fingerprint == got["fingerprint"]
@@ -321,15 +295,12 @@ def test_import_of_a_workload(
         (["--out", "/dev/null"], "cannot write /dev/null"),
     ],
 )
-def test_what_a_wrong_command_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_what_a_wrong_command_says(tmp_path, says, words, message):
     file = written(tmp_path / "file.json", SMALL)
-    assert main(["import", str(file), "--out", str(tmp_path / "out.json"), *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in says(["import", file, "--out", tmp_path / "out.json", *words], 2).err
     assert not (tmp_path / "out.json").exists()
 
 
-def test_options_of_files_are_not_for_workloads(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "tiny_mlp", "--dim", "batch=1", "--out", "out.json"]) == 2
-    assert "--dim is for problem files; 'tiny_mlp' is none" in capsys.readouterr().err
+def test_options_of_files_are_not_for_workloads(says: Any) -> None:
+    said = says(["import", "tiny_mlp", "--dim", "batch=1", "--out", "out.json"], 2).err
+    assert "--dim is for problem files; 'tiny_mlp' is none" in said

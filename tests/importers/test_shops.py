@@ -179,9 +179,8 @@ def test_several_in_a_text(tmp_path: Path) -> None:
     assert list(by_name) == ["tai/1", "tai/2", "two/abz5", "two/abz6"]
     bounds = [(case.lower_bound, case.best_known) for case in by_name.values()]
     assert bounds == [(7, 99), (7, 99), (8, 8), (7, 9)]
-    assert (
-        by_name["tai/2"].load().compute_s.tolist() == by_name["two/abz5"].load().compute_s.tolist()
-    )
+    same = [by_name[name].load().compute_s.tolist() for name in ("tai/2", "two/abz5")]
+    assert same[0] == same[1]
     with pytest.raises(FormatError, match=r"two: abz6, line 15: a duration = 'x' is not a number"):
         by_name["two/abz6"].load()
     with pytest.raises(FormatError, match="2 shops are in it: placement bench shops"):
@@ -210,8 +209,7 @@ NESTED = [
 )
 def test_as_json(data: dict[str, Any], tmp_path: Path) -> None:
     """Of ScheduleOpt, job_shop_lib and SchedulingLab; jobs may visit a machine twice."""
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(data))
+    path = written(tmp_path / "x.json", data)
     problem = importers.load(path)
     assert problem.graph.name == "x" and problem.graph.edges.tolist() == [[0, 1]]
     assert problem.compute_s.tolist() == [[3, np.inf], [5, np.inf], [np.inf, 2]]
@@ -236,19 +234,15 @@ def test_several_machines_of_a_matrix_may_run_an_operation(tmp_path: Path) -> No
     assert importers.load(path).num_ops == 2
 
 
-def test_a_flow_shop_in_pairs_is_said_to_be_read_as_a_job_shop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "flow.txt"
-    path.write_text("2 3\n0 5 1 8 2 1\n0 7 1 3 2 4\n")
+def test_a_flow_shop_in_pairs_is_said_to_be_read_as_a_job_shop(tmp_path, capsys):
+    path = written(tmp_path / "flow.txt", "2 3\n0 5 1 8 2 1\n0 7 1 3 2 4\n")
     with pytest.warns(UserWarning, match="in the same order, as in a flow shop.*as a job shop"):
         assert importers.load(path).num_ops == 6
     assert main(["import", str(path), "--out", str(tmp_path / "p.json")]) == 0
     assert "placement: warning: " in (said := capsys.readouterr().err) and "flow shop" in said
     for other in ("2 3\n0 5 1 8 2 1\n0 7 2 3 1 4\n", "1 2\n0 5 1 8\n", "2 1\n0 5\n0 7\n"):
         path.write_text(other)  # another order; one job; one machine
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             importers.load(path)
 
 

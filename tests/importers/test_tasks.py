@@ -1,7 +1,5 @@
 """Shops, standard task graphs, measured operators and workflows: files made by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
