@@ -1,7 +1,5 @@
 """Clusters: found on this machine, or described in a file that may be wrong."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import pytest
 from placement import cluster as module
 from placement.cluster import Cluster, ClusterError, Device, Link, between
 from placement.graph import OpGraph
-from tests.problems import problem_on
+from tests.problems import problem_on, written
 
 GOOD = """\
 name: office
@@ -26,24 +24,17 @@ links:
 
 
 def write(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text)
+    path = written(tmp_path / "cluster.yaml", text)
     return path
 
 
 def test_a_file(tmp_path: Path) -> None:
     cluster = Cluster.from_yaml(write(tmp_path, GOOD))
-    assert cluster == Cluster(
-        "office",
-        (
-            Device("cpu:0", "cpu", (0, 1), 2, 8 * 10**9, 65.0, 10.0),
-            Device("gpu", "cuda", like="cuda:0", speed=1.5),
-        ),
-        (
-            Link("cpu:0", "gpu", 2e-5, 1e10, blocking=True),
-            Link("gpu", "cpu:0", 2e-5, 1e10, channel="pcie"),
-        ),
-    )
+    cpu = Device("cpu:0", "cpu", (0, 1), 2, 8 * 10**9, 65.0, 10.0)
+    gpu = Device("gpu", "cuda", like="cuda:0", speed=1.5)
+    to = Link("cpu:0", "gpu", 2e-5, 1e10, blocking=True)
+    back = Link("gpu", "cpu:0", 2e-5, 1e10, channel="pcie")
+    assert cluster == Cluster("office", (cpu, gpu), (to, back))
     assert cluster.num_devices == 2
     assert cluster.device_names == ("cpu:0", "gpu")
     assert cluster.index("gpu") == 1
@@ -66,7 +57,7 @@ def test_a_container_has_the_memory_that_it_may_use(monkeypatch: pytest.MonkeyPa
             if str(self) not in files:
                 raise FileNotFoundError(str(self))
             return files[str(self)]
-        return read(self, *args, **options)  # type: ignore[arg-type]
+        return read(self, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", fake)
     whole = Cluster.detect(1).devices[0].memory_bytes
@@ -153,12 +144,8 @@ def test_links_of_many_devices() -> None:
     assert cluster.joins.all()
     graph = OpGraph.build("one", ["a"], [0], [8], [])
     problem = problem_on(graph, np.ones((1, 4)), cluster=cluster, links=links)
-    assert problem.link_latency_s.tolist() == [
-        [0, 1, 9, 9],
-        [1, 0, 9, 9],
-        [9, 9, 0, 1],
-        [9, 7, 1, 0],
-    ]
+    expected = [[0, 1, 9, 9], [1, 0, 9, 9], [9, 9, 0, 1], [9, 7, 1, 0]]
+    assert problem.link_latency_s.tolist() == expected
     assert problem.link_s_per_byte[2].tolist() == [0.25, 0.25, 0, 0]
     assert problem.link_blocking[2:].tolist() == [[True, True, False, False], [True] + 3 * [False]]
     assert problem.link_send_s.sum() == 1.0 and problem.link_send_s[0, 1] == 0.5
@@ -185,9 +172,7 @@ def test_a_name_with_signs_of_patterns_is_a_name() -> None:
     assert cluster.joins.tolist() == [[False, True], [False, False]]
 
 
-def test_detect_pins_one_cpu_device_to_each_core_it_may_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_detect_pins_one_cpu_device_to_each_core_it_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 3, 5}, raising=False)
     monkeypatch.setattr(module, "_cuda_devices", lambda: ())
     monkeypatch.setattr(module, "_host_memory_bytes", lambda: 900)
@@ -205,9 +190,7 @@ def test_detect_stops_at_four_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(Cluster.detect().devices) == 4
 
 
-def test_detect_with_gpus_makes_one_cpu_device_of_all_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_detect_with_gpus_makes_one_cpu_device_of_all_cores(monkeypatch):
     import torch
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
@@ -216,11 +199,8 @@ def test_detect_with_gpus_makes_one_cpu_device_of_all_cores(
     facts = SimpleNamespace(total_memory=80, name="a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: facts)
     cluster = Cluster.detect()
-    assert [(d.name, d.kind) for d in cluster.devices] == [
-        ("cpu:0", "cpu"),
-        ("cuda:0", "cuda"),
-        ("cuda:1", "cuda"),
-    ]
+    found = [("cpu:0", "cpu"), ("cuda:0", "cuda"), ("cuda:1", "cuda")]
+    assert [(d.name, d.kind) for d in cluster.devices] == found
     assert cluster.devices[0].cores == (0, 1, 2)
     assert cluster.devices[0].threads == 3
     assert (cluster.devices[1].memory_bytes, cluster.devices[1].model) == (80, "a GPU")

@@ -1,9 +1,8 @@
 """The operator graph: what it derives, what it refuses, what its fingerprint sees."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,25 +32,13 @@ def test_what_is_derived() -> None:
     g = build()
     assert (g.num_ops, g.num_tensors, g.num_groups) == (4, 5, 4)
     assert g.edges.tolist() == [[0, 1], [0, 2], [1, 3], [2, 3]]  # x is no operator's
-    assert [g.use_dst[a:b].tolist() for a, b in zip(g.use_ptr, g.use_ptr[1:], strict=False)] == [
-        [0, 2],
-        [1, 2],
-        [3],
-        [3],
-        [],
-    ]
-    assert [g.in_tensor[a:b].tolist() for a, b in zip(g.in_ptr, g.in_ptr[1:], strict=False)] == [
-        [0],
-        [1],
-        [0, 1],
-        [2, 3],
-    ]
-    assert [g.out_tensor[a:b].tolist() for a, b in zip(g.out_ptr, g.out_ptr[1:], strict=False)] == [
-        [1],
-        [2],
-        [3],
-        [4],
-    ]
+
+    def rows(values, ptr):
+        return [values[a:b].tolist() for a, b in pairwise(ptr)]
+
+    assert rows(g.use_dst, g.use_ptr) == [[0, 2], [1, 2], [3], [3], []]
+    assert rows(g.in_tensor, g.in_ptr) == [[0], [1], [0, 1], [2, 3]]
+    assert rows(g.out_tensor, g.out_ptr) == [[1], [2], [3], [4]]
     assert g.op_param_bytes.tolist() == [10, 30, 0, 0]
     assert g.tensor_root.tolist() == [0, 1, 2, 3, 4]
     assert "4 operators, 5 tensors, 4 edges" in repr(g)

@@ -17,8 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.__main__ import main
-from placement.cli import BAD_INPUT
 from placement.cli.audit import last_load
 from placement.cluster import Cluster, _matching
 from placement.importers import FormatError, load
@@ -28,7 +26,7 @@ from placement.simulator import simulate
 from placement.timeline import Timeline, TimelineError, steady_period
 from placement.tools.files import parse_json, parse_yaml, short
 from tests import fuzz
-from tests.problems import random_problem
+from tests.problems import random_problem, written
 from tests.runtimes import Biased, layered
 
 NINE = [(b, ", ".join([f"*{a}"] * 9)) for a, b in pairwise("abcdefghi")]
@@ -37,14 +35,6 @@ MERGED = "a: &a {x: 1, y: 2}\n" + "".join(f"{b}: &{b} {{<<: [{n}]}}\n" for b, n 
 NODE = {"id": 0, "supportedOnFpga": 1, "fpgaLatency": 1, "cpuLatency": 1, "isBackwardNode": 0}
 DNN = {"maxFPGAs": 1, "maxCPUs": 1, "maxSizePerFPGA": 9, "nodes": [NODE], "edges": []}
 BLOCK = {"id": 0, "name": "f", "devices": [0], "time": 1, "memory": 0, "deps": []}
-
-
-def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """What ``placement`` says of bad input: one line of a limited length."""
-    assert main(argv) == BAD_INPUT, argv
-    stderr = capsys.readouterr().err.splitlines()
-    assert len(stderr) == 1 and stderr[0].startswith("placement: error: ") and len(stderr[0]) < 1300
-    return stderr[0]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +49,10 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     ],
     ids=["list", "name", "number", "links", "merged", "itself"],
 )
-def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "bomb.yaml"
-    path.write_text(text)
+def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, says: Any) -> None:
+    path = written(tmp_path / "bomb.yaml", text)
     argv = ["plan", "tiny_mlp", "--planner", "heft", "--cluster", str(path)]
-    assert re.search("repeat each other|nested deeper", refused(capsys, argv))
+    assert re.search("repeat each other|nested deeper", says.refused(argv))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +73,11 @@ def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, capsy
         (b'{"model_type": "llama", "hidden_size": 1e999}', "hidden_size|JSON"),
     ],
 )
-def test_models_without_weights_that_are_none(
-    data: bytes, message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_models_without_weights_that_are_none(data, message, tmp_path, says):
     path = tmp_path / "model.json"
     path.write_bytes(data)
     argv = ["plan", str(path), "--planner", "heft", "--objective", "decode", "--context", "9"]
-    assert re.search(message, refused(capsys, argv))
+    assert re.search(message, says.refused(argv))
 
 
 def test_aliases_that_help_are_taken(tmp_path: Path) -> None:
@@ -190,30 +177,27 @@ def case(ndevs: Any = 1, mode: Any = "train", **block: Any) -> dict[str, Any]:
         (case(memory=1e308), "memory = 1000000000000000"),
     ],
 )
-def test_counts_of_a_file_are_not_believed(
-    content: Any, message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_counts_of_a_file_are_not_believed(content, message, tmp_path, says):
     path = tmp_path / "f.json"
     sys.set_int_max_str_digits(0)  # to write them
     path.write_text(json.dumps(content))
     sys.set_int_max_str_digits(4300)
-    argv = ["import", str(path), "--out", str(tmp_path / "o.json")]
-    assert message in refused(
-        capsys, ["schedule", str(path), *SCHEDULED] if "cases" in content else argv
-    )
+    more = SCHEDULED if "cases" in content else ["--out", str(tmp_path / "o.json")]
+    verb = "schedule" if "cases" in content else "import"
+    assert message in says.refused([verb, str(path), *more])
 
 
 SCHEDULED = ["--case", "a", "--micro-batches", "2"]
 
 
 @pytest.mark.parametrize("kind", ["pipedream", "doppler", "stg", "neusight"])
-def test_counts_of_an_option_are_not_believed(kind: str, tmp_path: Path, capsys: Any) -> None:
+def test_counts_of_an_option_are_not_believed(kind: str, tmp_path: Path, says: Any) -> None:
     ((name, data),) = fuzz.made_targets([kind])[kind].files.items()
     path = tmp_path / name
     path.write_bytes(data)
     argv = ["import", str(path), "--out", str(tmp_path / "o.json"), "--devices"]
     for count in ("2000000000", "0", "-1"):
-        assert f"devices = {count} must be from 1 to " in refused(capsys, [*argv, count])
+        assert f"devices = {count} must be from 1 to " in says.refused([*argv, count])
 
 
 def test_micro_batches_of_a_file_are_not_believed() -> None:
@@ -311,16 +295,14 @@ HOSTILE = {  # the command of each file, by how its name begins
 }
 
 
-def test_hostile_files_are_refused_in_a_line(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_hostile_files_are_refused_in_a_line(shared, tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
     files = sorted((shared / "cases" / "hostile").iterdir())
     assert len(files) > 10
     for file in files:
         kind = re.split("[_.0-9]", file.name)[0]
         if kind != "trials":
-            message = refused(capsys, [x.replace("FILE", str(file)) for x in HOSTILE[kind]])
+            message = says.refused([x.replace("FILE", str(file)) for x in HOSTILE[kind]])
             assert file.name in message
 
 
@@ -329,8 +311,7 @@ def test_hostile_trials_are_refused_in_a_line(shared: Path, trials: tuple[Any, P
     problem, path = layered(38), trials[1]
     for file in sorted((shared / "cases" / "hostile").glob("trials_*.jsonl")):
         head, rest = file.read_text().split("\n", 1)
-        path.write_text(
-            head.replace(json.loads(head)["problem"], fingerprint(problem)) + "\n" + rest
-        )
+        head = head.replace(json.loads(head)["problem"], fingerprint(problem))
+        path.write_text(head + "\n" + rest)
         with pytest.raises(TrialError, match=r"line \d: "):
             Trials(problem, Biased(problem), path=path)

@@ -46,15 +46,9 @@ def test_energy_is_busy_and_idle_watts_times_seconds() -> None:
 def test_the_transfer_of_a_model_input_belongs_to_the_latency() -> None:
     # link   x x . x x .
     # d0     . . A . . A
-    timeline = Timeline(
-        device_names=("d0",),
-        placement=np.array([0], np.int32),
-        start_s=np.array([[2.0], [5.0]]),
-        end_s=np.array([[3.0], [6.0]]),
-        transfers=np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32),
-        transfer_start_s=np.array([0.0, 3.0]),
-        transfer_end_s=np.array([2.0, 5.0]),
-    )
+    begin, end = np.array([[2.0], [5.0]]), np.array([[3.0], [6.0]])
+    sent = np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32), np.array([0.0, 3.0])
+    timeline = Timeline(("d0",), np.array([0], np.int32), begin, end, *sent, np.array([2.0, 5.0]))
     assert timeline.span_s.tolist() == [3, 3]
     assert timeline.latency_s == 3
     assert timeline.begin_s == 0
@@ -90,13 +84,8 @@ def test_a_loader_is_a_track_and_nothing_else_changes() -> None:
     loader 1         2 2
     cpu:0            0 . . 2 1     (2 and 1 in any order)
     """
-    timeline = Timeline(
-        device_names=("cpu:0",),
-        placement=np.zeros(1, np.int32),
-        start_s=np.array([[2.0], [6.0], [5.0]]),
-        end_s=np.array([[3.0], [7.0], [6.0]]),
-        load_s=np.array([[0.0, 2.0], [2.0, 5.0], [2.0, 4.0]]),
-    )
+    begin, loaded = np.array([[2.0], [6.0], [5.0]]), np.array([[0.0, 2.0], [2.0, 5.0], [2.0, 4.0]])
+    timeline = Timeline(("cpu:0",), np.zeros(1, np.int32), begin, begin + 1, load_s=loaded)
     assert timeline.begin_s == 2 and timeline.makespan_s == 5 and timeline.latency_s == 1
     trace = json.loads(json.dumps(timeline.to_trace()))["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
