@@ -2,10 +2,13 @@
 
     python -m experiments.gpu_results run FOLDER    # of: python -m experiments.gpu --out FOLDER
     python -m experiments.gpu_results plans         # planners on the problems of that run
+    python -m experiments.gpu_results plans --home  # plans for the next run
 
 The first renews ``results/gpu.json`` and ``.md``, and the problems of that card in ``dataset``: the
 graph, the measured seconds of every operator on the CPU and on the GPU, and what they were measured
-with. The second needs nothing but these problems.
+with. The others need nothing but these problems. With ``--home`` each has ``--seconds`` for a plan,
+where a section on a lent machine has one; it goes to ``plans.json`` beside the problems, and runs
+where the graph that is captured there is still the same.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,20 +28,21 @@ from typing import Any
 import numpy as np
 
 from experiments import baselines, gpu_goals
+from experiments.gpu.bench import DATASET, HOME
 from experiments.gpu.models import PROFILED
 from experiments.gpu.predictions import commonest
 from experiments.gpu_goals import kind_of
 from experiments.grid import Cell
-from experiments.study import RESULTS, ROOT, Option, Options, Study, StudyError, run
+from experiments.study import RESULTS, Option, Options, Study, StudyError, run, say
 from experiments.tables import Column, groups, table
-from placement import importers, workloads
+from placement import importers, planners, workloads
 from placement.importers import SUFFIX
+from placement.planners.residence import refitted, with_buffers
 from placement.problem import Problem
 from placement.report.row import SINGLE
 from placement.tools.files import write_atomic
 from placement.workloads import dataset
 
-DATASET = ROOT / "experiments" / "dataset"
 FIELD = (  # rules, dynamic programs, searches, exact methods
     "heft,peft,m_etf,critical_path_greedy,llama_cpp_split,contiguous_dp,layer_dp,ideal_dp,local_search,"
     "macro_search,simulated_annealing,best_of,policy,cp_sat,mip"
@@ -173,11 +177,6 @@ WAYS = (
 )
 
 
-def speeds(rows: Sequence[Fact]) -> str:
-    """What was run, by model and objective."""
-    return table(of(rows, "plans", "gpu_ms"), Column("model", "item"), *WAYS)
-
-
 def slower(rows: Sequence[Fact]) -> str:
     """A sentence: what is slower than eager PyTorch."""
     ways = {"gpu_ms": "operator by operator", "gpu_graphs_ms": "as CUDA graphs"}
@@ -260,7 +259,7 @@ def ended(rows: Sequence[Fact]) -> str:
 def run_parts(rows: Sequence[Fact], options: Options) -> dict[str, str]:
     return {
         "goals": gpu_goals.goals(rows),
-        "speeds": speeds(rows),
+        "speeds": table(of(rows, "plans", "gpu_ms"), Column("model", "item"), *WAYS),
         "slower": slower(rows),
         "half": half(rows),
         "compiled": compiled(rows),
@@ -329,6 +328,25 @@ def problems(patterns: Sequence[str] = ()) -> dict[str, Problem]:
     if not chosen:
         raise StudyError(f"no problem of {home} matches {', '.join(patterns) or '*'}")
     return chosen
+
+
+def plan_rows(options: Options) -> Iterator[Cell] | None:
+    """Every planner on these problems; with ``--home`` plans for the next run, and None."""
+    if not options.home:
+        return baselines.rows(options, lambda _, patterns: problems(patterns))
+    path = last_home() / HOME
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    for name, problem in problems(options.patterns).items():
+        posed = with_buffers(problem)
+        _, solution = refitted(posed, planners.load("best_of", seconds=options.seconds)(posed))
+        known[name] = {
+            "graph": problem.graph.fingerprint,
+            "predicted_s": solution.value_s,
+            "placement": solution.placement.tolist(),
+        }
+        say(f"{name}: {solution.value_s * 1e3:.3g} ms")
+    write_atomic(path, json.dumps(known, separators=(",", ":")) + "\n")
+    return None
 
 
 def least_s(runs: Sequence[Cell], planner: str = "") -> float:
@@ -418,13 +436,14 @@ PLANS = Study(
     name="gpu_plans",
     module="experiments.gpu_results",
     word="plans",
-    rows=partial(baselines.rows, of=lambda _, patterns: problems(patterns)),
+    rows=plan_rows,
     row=Cell,
     parts=plan_parts,
     options=baselines.OPTIONS
     | {
         "seeds": Option(1, "of planners that draw"),
         "planners": Option(FIELD, "names, with commas"),
+        "home": Option(False, "best_of's plans alone, for the next run"),
     },
     facts=baselines.facts,
 )

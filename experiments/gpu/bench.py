@@ -222,7 +222,7 @@ class Bench:
         return profile
 
     def home(self, name: str, graph: OpGraph) -> np.ndarray | None:
-        """int32 ``[N]``: what ``experiments.gpu.home`` planned from an earlier run.
+        """int32 ``[N]``: what ``gpu_results plans --home`` planned from an earlier run.
 
         None: there is none of this very graph.
         """
