@@ -92,10 +92,6 @@ class Stack:
         batch, *rest = self.item
         return torch.randn(num_microbatches * batch, *rest, generator=generator)
 
-    def items(self, num_microbatches: int) -> list[Tensor]:
-        """The micro-batches, each for itself."""
-        return list(self.inputs(num_microbatches).split(self.item[0]))
-
 
 STACKS = (
     Stack("transformer 8 x 384, 128 tokens", 8, (1, 128, 384), heads=6),

@@ -178,19 +178,15 @@ def plans(
     problem: Problem, profiles: Mapping[str, Profile], rng: np.random.Generator
 ) -> dict[str, Placement]:
     """Single devices, searches with every profile, random ones."""
-    graph = problem.graph
     placements: dict[str, Placement] = {
-        name: np.full(graph.num_ops, d, np.int32)
+        name: np.full(problem.num_ops, d, np.int32)
         for d, name in enumerate(problem.cluster.device_names)
     }
     search = planners.load("local_search", seconds=SEARCH_S)
     for method, times in profiles.items():
         placements[f"search, {method}"] = search(replace(problem, profile=times)).placement
-    for i in range(NUM_RANDOM):
-        device = rng.choice(2, graph.num_groups, p=rng.dirichlet(np.ones(2)))
-        device = np.sort(device) if i % 2 else device
-        placements[f"random {i}"] = device[graph.group].astype(np.int32)
-    return placements
+    drawn = random_placements(problem, NUM_RANDOM, rng)
+    return placements | {f"random {i}": placement for i, placement in enumerate(drawn)}
 
 
 def measure_all(folder: Path, work: Path, seconds: float) -> None:

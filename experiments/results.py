@@ -326,10 +326,12 @@ def in_digits(value: float) -> str:
 
 
 def second_device(results: Path) -> str:
-    """Pipelines over two devices beside plain PyTorch."""
-    return models_table(
-        results,
-        *WAYS,
+    """Pipelines over two devices beside plain PyTorch: those of ``MODELS`` that have a row."""
+    rows, ways = of_models(results), ("one device", "two replicas", "best cut")
+    return table(
+        [rows[case] for case in MODELS if case in rows],
+        Column("model", lambda r: MODELS[r["case"]]),
+        *(Column(way, way, 1, 1e3, " ms") for way in ways),
         Column("plain PyTorch, both cores", "plain, 2 threads", 1, 1e3, " ms"),
         Column("gain over one device", "against one device", 2, 1, "x"),
         Column("gain over plain PyTorch", "against plain", 2, 1, "x"),
@@ -356,16 +358,6 @@ REPLICAS = "`python -m experiments.public replicas`"
 def of_models(results: Path) -> dict[str, Any]:
     """The rows of ``pipelining`` by case."""
     return {row["case"]: row for row in pipelining.STUDY.read(results)}
-
-
-WAYS = [Column(way, way, 1, 1e3, " ms") for way in ("one device", "two replicas", "best cut")]
-
-
-def models_table(results: Path, *columns: Column) -> str:
-    """A row for each of ``MODELS`` that has one, with its name first."""
-    rows = of_models(results)
-    name = Column("model", lambda r: MODELS[r["case"]])
-    return table([rows[case] for case in MODELS if case in rows], name, *columns)
 
 
 def first_table(results: Path) -> str:

@@ -24,16 +24,9 @@ from envs.base import PlacementEnv
 from envs.features import traffic_of
 from envs.formulations import Formulation
 from envs.problem_set import MAX_ID, ProblemSet, group_order
-from envs.rules import BuildingRules, Numbers, Observation, Rng, id_space
-from envs.sequential.kernels import (
-    FEATURE_BOUND,
-    NUM_DEVICE_FEATURES,
-    begin,
-    describe,
-    place,
-    state_of,
-    tables_of,
-)
+from envs.rules import Numbers, Observation, Rng, id_space
+from envs.sequential import SequentialRules
+from envs.sequential.kernels import FEATURE_BOUND, NUM_DEVICE_FEATURES, describe, place
 from placement.planners import load
 from placement.problem import Placement, Problem
 
@@ -43,20 +36,18 @@ def taught(problem: Problem) -> Placement:
     return load("heft")(problem).placement
 
 
-class SelectRules(BuildingRules):
+class SelectRules(SequentialRules):
     """``B`` episodes; at each step one of the first ``K = window`` ready groups is placed."""
 
     def __init__(self, problems: ProblemSet, num_envs: int, window: int = 16) -> None:
         super().__init__(problems, num_envs)
         width, groups = problems.max_devices, problems.max_groups
-        self._tables, self._state = tables_of(problems), state_of(problems, num_envs)
         self._edges = [traffic_of(p).edges for p in problems.problems]  # int64 [E, 2] groups
         self._order = [group_order(p) for p in problems.problems]
         self._waits = np.zeros((num_envs, groups), np.int64)  # producers that are not placed
         self._group = np.full((num_envs, window), -1, np.int64)
         self._mask = np.zeros((num_envs, window, width), np.int8)
         self._room = np.empty(self._state.finish_s.shape[1]), np.empty(width)
-        self.ids, self.choices = self._state.ids, self._state.choice
         shape = (window, width, NUM_DEVICE_FEATURES)
         self.observation_space = spaces.Dict(
             {
@@ -69,7 +60,7 @@ class SelectRules(BuildingRules):
         self.action_space = spaces.Discrete(window * width)
 
     def start(self, rows: Numbers, ids: Numbers, rng: Rng | None = None) -> None:
-        begin(self._tables, self._state, np.asarray(rows, np.int64), np.asarray(ids, np.int64))
+        super().start(rows, ids)
         groups = self._waits.shape[1]
         for b, p in zip(rows.tolist(), ids.tolist(), strict=True):
             self._waits[b] = np.bincount(self._edges[p][:, 1], minlength=groups)
@@ -103,7 +94,7 @@ class SelectRules(BuildingRules):
         }
 
     def masks(self) -> NDArray[np.bool_]:
-        return self._mask.astype(bool).reshape(len(self.ids), -1)
+        return super().masks().reshape(len(self.ids), -1)
 
     def decide(self, actions: NDArray[Any]) -> NDArray[np.bool_]:
         done = np.ones(len(self.ids), bool)

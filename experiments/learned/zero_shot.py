@@ -56,8 +56,8 @@ RELEASED_SEED = 2  # of the trainings of the network of waits
 
 
 def problems(options: Options) -> families.Problems:
-    """``family: problem``; of the families that are asked for."""
-    return {
+    """``family: problem``; and those that decide: pipelines, and the latency of the same graphs."""
+    chosen = {
         f"{family}: {name}": problem
         for family in families.FAMILIES
         if wants(options, f"{family}: ")
@@ -65,23 +65,12 @@ def problems(options: Options) -> families.Problems:
             family, options.data, options.graphs, options.repeats
         ).items()
     }
-
-
-def with_never_drawn(options: Options) -> families.Problems:
-    """These, and those that decide: pipelines, and the latency of the same graphs."""
-    chosen = problems(options)
-    if wants(options, f"{NEVER}: "):
-        for name, problem in drawn_pipelines(options).items():
-            chosen[name] = problem
-            chosen[f"{name} latency"] = problem.with_objective(Objective.LATENCY)
-    return chosen
-
-
-def drawn_pipelines(options: Options) -> families.Problems:
-    """Of the families ``NEVER_DRAWN``."""
     seeds = range(families.HELD_OUT, families.HELD_OUT + options.pipelines)
-    drawn = synthetic.families()
-    return {f"{NEVER}: {n}-{seed}": drawn[n](seed) for n in NEVER_DRAWN for seed in seeds}
+    for family in NEVER_DRAWN if wants(options, f"{NEVER}: ") else ():
+        for seed in seeds:
+            name, problem = f"{NEVER}: {family}-{seed}", synthetic.families()[family](seed)
+            chosen |= {name: problem, f"{name} latency": problem.with_objective(Objective.LATENCY)}
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -274,7 +263,7 @@ STUDY = learned_study(
         "pipelines": Option(6, "of each family that was never drawn"),
         "repeats": Option(10, "of the profiles that have to be measured"),
     },
-    with_never_drawn,
+    problems,
     rows,
     parts=parts,
 )
