@@ -22,12 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from experiments import study
-from experiments.grid import PROCESSES, Cell, Task, compare, every
+from experiments.grid import PROCESSES, Cell, Task, bounded_again, compare, every
 from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import DASH, Column, geometric_mean, groups, number, table
 from placement import importers, planners
-from placement.bounds import lower_bound
 from placement.problem import Problem, Solution
 from placement.report import gantt
 from placement.report.row import SINGLE
@@ -58,31 +57,25 @@ def problems(data: Path, patterns: Sequence[str]) -> dict[str, Problem]:
     Raises:
         StudyError: nothing matches, or the public files are absent.
     """
-
-    def is_chosen(name: str) -> bool:
-        return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
-
-    drawn = {f"synthetic/{n}": family for n, family in families().items()}
-    synthetic = {name: family(0) for name, family in drawn.items() if is_chosen(name)}
-    if patterns and all(p.startswith("synthetic/") for p in patterns) and synthetic:
-        return synthetic
-    chosen: dict[str, Problem] = {}
-    for path, file in study.public(data, *FILES).items():
+    loaders: dict[str, Callable[[], Problem]] = {}
+    only_drawn = patterns and all(p.startswith("synthetic/") for p in patterns)
+    for path, file in {} if only_drawn else study.public(data, *FILES).items():
         name = path.rpartition(".")[0]
-        latency = f"{name} latency"
-        if name.startswith("moirai/") and is_chosen(latency):
-            chosen[latency] = importers.load(file, objective="latency")
-        if not is_chosen(name):
-            continue
+        if name.startswith("moirai/"):
+            loaders[f"{name} latency"] = partial(importers.load, file, objective="latency")
+        objective = {"objective": "piecewise_latency"} if "/latency/" in name else {}
+        loaders[name] = partial(importers.load, file, **objective)
         if name.startswith("pipedream/"):
-            chosen[name] = pipedream(file)
-        elif name.startswith("dnn_partitioning/latency/"):
-            chosen[name] = importers.load(file, objective="piecewise_latency")
-        else:
-            chosen[name] = importers.load(file)
-    if not chosen and not synthetic:
+            loaders[name] = partial(pipedream, file)
+    loaders |= {f"synthetic/{name}": partial(family, 0) for name, family in families().items()}
+    chosen = {
+        name: load()
+        for name, load in loaders.items()
+        if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
+    }
+    if not chosen:
         raise StudyError(f"no problem matches {', '.join(patterns)}")
-    return chosen | synthetic
+    return chosen
 
 
 def pipedream(file: Path) -> Problem:
@@ -133,7 +126,6 @@ def with_bounds(rows: Sequence[Cell], options: Options) -> list[Cell]:
         StudyError: a single device has another value today, so the problem is another.
     """
     chosen = problems(options.data, options.patterns)
-    bounds: dict[str, float] = {}
     for name, mine in groups(rows, "problem").items():
         problem = chosen[name]
         names = [SINGLE + device for device in problem.cluster.device_names]
@@ -146,9 +138,7 @@ def with_bounds(rows: Sequence[Cell], options: Options) -> list[Cell]:
                         f"{name}: {row.planner} takes {now_s} s, and took {row.value_s} s when the "
                         "rows were made: run the study without --bounds"
                     )
-        bounds[name] = study.higher(mine[0].bound_s, lower_bound(problem))
-        say(f"{name}: bound of {bounds[name]} s, {mine[0].bound_s} s before")
-    return [replace(r, bound_s=bounds[r.problem]) for r in rows]
+    return bounded_again(rows, chosen)
 
 
 def below_its_bound(rows: Sequence[Cell], options: Options) -> list[Cell]:

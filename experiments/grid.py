@@ -43,8 +43,7 @@ class Cell:
     within the budget, scored by the simulator. ``found_s``: when. ``used_s``,
     ``used_evaluations``: by the end. ``status``: ``ok``, ``infeasible``, ``over budget``, or as a
     ``Run`` ended. ``bound_s``: proved for every placement, ``restricted_bound_s``: for one piece
-    per accelerator only. ``peak_bytes``: resident memory of the process. ``curve``: (seconds,
-    evaluations, best value so far).
+    per accelerator only. ``curve``: (seconds, evaluations, best value so far).
     """
 
     group: str
@@ -54,17 +53,16 @@ class Cell:
     devices: int
     planner: str
     seed: int | None
-    budget_s: float | None
-    budget_evaluations: int | None
-    value_s: float | None
-    found_s: float | None
-    used_s: float
-    used_evaluations: int | None
-    status: str
-    note: str
+    budget_s: float | None = None
+    budget_evaluations: int | None = None
+    value_s: float | None = None
+    found_s: float | None = None
+    used_s: float = 0.0
+    used_evaluations: int | None = None
+    status: str = "ok"
+    note: str = ""
     bound_s: float | None = None
     restricted_bound_s: float | None = None
-    peak_bytes: int | None = None
     curve: tuple[tuple[float, int, float], ...] = field(default=(), metadata={"csv": False})
 
 
@@ -101,26 +99,16 @@ class Task:
     def _cell(self, name: str, problem: Problem, planner: Planner) -> Cell:
         drawn = "" if self.seed is None else f", seed {self.seed}"
         say(f"{self.group or 'run'}: {name}: {self.label}{drawn}")
-        return Cell(
-            group=self.group,
-            problem=name,
-            objective=problem.objective,
-            operators=problem.num_ops,
-            devices=problem.num_devices,
-            planner=self.label,
-            seed=self.seed,
-            budget_s=self.seconds,
-            budget_evaluations=self.evaluations,
-            **self._outcome(problem, planner),
-        )
+        of = problem.objective, problem.num_ops, problem.num_devices
+        asked = self.label, self.seed, self.seconds, self.evaluations
+        return Cell(self.group, name, *of, *asked, **self._outcome(problem, planner))
 
     def _outcome(self, problem: Problem, planner: Planner) -> dict[str, Any]:
         score(problem, np.zeros(problem.num_ops, np.int32))  # what is derived from it, once
         bound_s = lower_bound(problem) if self.bounded else None  # no planner is to pay for it
         limit_s = 10.0 * (self.seconds or 60.0) + MARGIN_S
         run = limited(lambda: solve(planner, problem), limit_s, MEMORY_BYTES, processor_time=True)
-        outcome: dict[str, Any] = {"value_s": None, "found_s": None, "used_s": run.seconds}
-        outcome |= {"used_evaluations": None, "peak_bytes": run.peak_bytes, "bound_s": bound_s}
+        outcome: dict[str, Any] = {"used_s": run.seconds, "bound_s": bound_s}
         if run.value is None:
             return outcome | {"status": run.status, "note": run.note}
         solution: Solution = run.value
@@ -298,6 +286,25 @@ def best_cells(cells: Iterable[Cell]) -> dict[str, Cell]:
 def best_known(cells: Iterable[Cell]) -> dict[str, float]:
     """Its value, by problem."""
     return {name: c.value_s for name, c in best_cells(cells).items() if c.value_s is not None}
+
+
+def bounded_again(cells: Sequence[Cell], problems: Mapping[str, Problem]) -> list[Cell]:
+    """The cells with the bounds of today, where these are higher than what was proved then."""
+    now_s = {name: lower_bound(problem) for name, problem in problems.items()}
+
+    def higher(then_s: float | None, now_s: float) -> float:  # by more than rounding
+        return now_s if then_s is None or now_s > then_s * (1 + 1e-9) else then_s
+
+    # What holds for every placement holds for those of one piece per accelerator.
+    return [
+        replace(
+            c,
+            bound_s=higher(c.bound_s, now_s[c.problem]),
+            restricted_bound_s=c.restricted_bound_s
+            and higher(c.restricted_bound_s, now_s[c.problem]),
+        )
+        for c in cells
+    ]
 
 
 def enforced(cells: Sequence[Cell]) -> str:

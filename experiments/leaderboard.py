@@ -11,16 +11,15 @@ planners that are asked for are made again. ``python -m experiments.results`` th
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
+from agents.cli.entries import planner_of
 from experiments.study import Option, Options, Rows, Study, run, say
 from experiments.tables import Column, groups, table
-from placement import planners
 from placement.runs.bench import mean_of, measure
 from placement.workloads.suites import SUITES, cases
 
@@ -86,27 +85,16 @@ def rows(options: Options) -> Iterator[Row]:
 
 
 def _row(options: Options, part: Part, entry: str) -> Row:
-    name, *words = shlex.split(entry)
-    planner = planners.load(name, **dict(word.split("=", 1) for word in words))
-    scores, began = [], time.process_time()
+    planner, scores, began = planner_of("planner", entry), [], time.process_time()
     for case in cases(part.suite, options.data, only=part.only):
         scores.append(measure(case, planner))
         if scores[-1].impossible:
             say(f"{case.problem}: {scores[-1].value} is below the bound {scores[-1].lower_bound}")
     mean = mean_of(scores)
     say(f"{part.suite} {part.only}: {entry}: {mean}")
-    return Row(
-        suite=part.suite,
-        only=part.only,
-        planner=entry,
-        problems=mean.count,
-        gap=mean.gap,
-        low=mean.low,
-        high=mean.high,
-        optimal=mean.optimal,
-        unsolved=mean.unsolved,
-        cpu_s=time.process_time() - began,
-    )
+    facts = asdict(mean)
+    count, cpu_s = facts.pop("count"), time.process_time() - began
+    return Row(part.suite, part.only, entry, problems=count, cpu_s=cpu_s, **facts)
 
 
 def suites() -> str:

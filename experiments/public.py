@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from experiments import study
-from experiments.grid import PROCESSES, Cell, Task, compare, every
+from experiments.grid import PROCESSES, Cell, Task, bounded_again, compare, every
 from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, run
 from experiments.tables import Column, finite, groups, table
 from placement import importers, planners
-from placement.bounds import lower_bound
 from placement.problem import Planner, Problem
 from placement.workloads.suites import bounds_of
 
@@ -126,17 +125,7 @@ def split_problem(file: str, path: Path) -> Problem:
 def with_bounds(rows: Sequence[Cell], options: Options) -> list[Cell]:
     """The rows with the bounds of today, where these are higher than what was proved then."""
     files = chosen(options, *DNN_FILES)
-    now = {file: lower_bound(split_problem(file, path)) for file, path in files.items()}
-    # What holds for every placement holds for those of one piece per accelerator.
-    return [
-        replace(
-            r,
-            bound_s=study.higher(r.bound_s, now[r.problem]),
-            restricted_bound_s=r.restricted_bound_s
-            and study.higher(r.restricted_bound_s, now[r.problem]),
-        )
-        for r in rows
-    ]
+    return bounded_again(rows, {f: split_problem(f, path) for f, path in files.items()})
 
 
 def known(data: Path) -> Truth:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,16 +46,12 @@ class Run:
             ``out of time``; ``out of memory``; ``killed``, the process ended without an answer.
         value: what it returned, None unless ``ok``.
         seconds: it took.
-        peak_bytes: largest resident memory of the process, ``grown_bytes``: of these, above
-            what it held when it began (Python, compiled kernels, the problem); None if it died.
         note: the error's text.
     """
 
     status: Status
     value: Any
     seconds: float
-    peak_bytes: int | None = None
-    grown_bytes: int | None = None
     note: str = ""
 
 
@@ -85,14 +78,13 @@ def limited(
         if not receive.poll(seconds):
             return Run("out of time", None, seconds, note=f"ended after {seconds:g} s")
         try:
-            status, value, took, peak, before, note = receive.recv()
+            return Run(*receive.recv())
         except EOFError:
             process.join()
             code = process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             took = time.perf_counter() - began
             return Run("killed", None, took, note=f"the process ended by {how}")
-        return Run(status, value, took, peak, max(0, peak - before), note)
     finally:
         process.kill()
         process.join()
@@ -102,21 +94,14 @@ def limited(
 def _child(
     send: Any, call: Callable[[], Any], memory_bytes: int | None, processor_time: bool
 ) -> None:
-    import resource
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if memory_bytes is not None:
+        import resource
+
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # What the parent freed and kept for later is returned, or it would be used uncounted.
-    with suppress(OSError, AttributeError):  # glibc's
-        ctypes.CDLL(None).malloc_trim(0)
-    # A fork begins with its parent's peak, but holds less: mapped files are not copied.
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
     gc.freeze()  # the parent's objects are not the call's garbage, and to look at them takes long
-    before = resident_bytes()
     if processor_time:  # this process runs one call and ends: nobody else reads its clock
         time.perf_counter = time.process_time  # type: ignore[assignment]
     value, status, note = None, "ok", ""
@@ -129,16 +114,7 @@ def _child(
         status, note = "refused", str(error)
     except Exception as error:  # a study reports mistakes, ours included, and goes on
         status, note = "failed", f"{type(error).__name__}: {error}"
-    took = time.perf_counter() - began
-    send.send((status, value, took, resident_bytes(), before, note))
-
-
-def resident_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else 1024 * int(peak)
+    send.send((status, value, time.perf_counter() - began, note))
 
 
 # --- runs in turns -------------------------------------------------------------------------------

@@ -259,11 +259,6 @@ def origin(page: str) -> tuple[list[str], dict[str, str]]:
     return shlex.split(command[1]), dict(re.findall(r"^- (\w+): (.+)$", page, re.MULTILINE))
 
 
-def higher(then_s: float | None, now_s: float) -> float:
-    """A bound of today, if it is above one of then by more than rounding."""
-    return now_s if then_s is None or now_s > then_s * (1 + 1e-9) else then_s
-
-
 def launch(work: Callable[[], int]) -> int:
     """The exit code of ``work``, as of the other commands."""
 

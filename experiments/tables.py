@@ -81,7 +81,10 @@ def to_csv(rows: Sequence[Any]) -> str:
 
 
 def read_csv(kind: type[R], path: Path) -> list[R]:
-    """What ``to_csv`` wrote of rows of this kind; none where there is no such file."""
+    """What ``to_csv`` wrote of rows of this kind; none where there is no such file.
+
+    Columns that earlier versions wrote besides are not read.
+    """
     return list(_rows(kind, path.read_text("utf-8"))) if path.is_file() else []
 
 
@@ -91,7 +94,7 @@ def _rows(kind: type[R], text: str) -> tuple[R, ...]:
     assert is_dataclass(kind)
     hints = {name: str(hint) for name, hint in get_type_hints(kind).items()}
     return tuple(
-        kind(**{name: _value(value, hints[name]) for name, value in line.items()})
+        kind(**{name: _value(value, hints[name]) for name, value in line.items() if name in hints})
         for line in csv.DictReader(io.StringIO(text, newline=""))
     )
 

@@ -106,23 +106,8 @@ def rows(options: Options, chosen: Problems) -> Iterator[Cell]:
     for method in METHODS:
         for seed in range(options.seeds):
             _, cost = train(method, seed, options.steps, options.work)
-            yield Cell(
-                group=TRAINING,
-                problem=TRAINING,
-                objective="latency",
-                operators=0,
-                devices=0,
-                planner=method,
-                seed=seed,
-                budget_s=None,
-                budget_evaluations=None,
-                value_s=None,
-                found_s=None,
-                used_s=cost["seconds"],
-                used_evaluations=int(cost["steps"]),
-                status="ok",
-                note="",
-            )
+            spent = {"used_s": cost["seconds"], "used_evaluations": int(cost["steps"])}
+            yield Cell(TRAINING, TRAINING, "latency", 0, 0, method, seed, **spent)
     yield from compare(chosen, partial(tasks, options), options.finished, options.processes)
 
 
