@@ -196,7 +196,7 @@ def test_plans_are_made_at_home_for_the_same_graph(
     monkeypatch.setattr(gpu_results, "last_home", lambda: tmp_path / "card")
     monkeypatch.setattr(gpu_results, "problems", lambda patterns: {"latency/m": posed})
     monkeypatch.setattr(bench, "DATASET", tmp_path)
-    assert gpu_results.main(["plans", "--home", "--seconds", "0.1"]) == 0
+    assert gpu_results.main(["plans", "--home", "--seconds", "5"]) == 0
     there = bench.Bench(tmp_path, tmp_path, "plans", emulated=False)
     placement = there.home("latency/m", posed.graph)
     assert placement is not None and placement.tolist() == [1, 1]
