@@ -9,18 +9,14 @@ from hypothesis import strategies as st
 
 from placement.costs.features import CLASSES, features, parameters, parse, slack
 from placement.graph import OpGraph
-from tests.problems import random_problem
+from tests.problems import DIAMOND, graph_of, random_problem
 
 
 def one(signature: str, written_bytes: int) -> dict[str, float]:
     """The columns of a graph of one operator."""
-    graph = OpGraph.build(
-        "one", ["op"], [0], [written_bytes], [], op_signature=[signature], op_kind=["op"]
-    )
-    known = features(graph)
-    return {name: float(values[0]) for name, values in known.columns.items()} | {
-        "class": CLASSES[known.op_class[0]]  # type: ignore[dict-item]
-    }
+    known = features(graph_of(1, [], written_bytes, op_signature=[signature], op_kind=["op"]))
+    numbers = {name: float(values[0]) for name, values in known.columns.items()}
+    return numbers | {"class": CLASSES[known.op_class[0]]}
 
 
 @pytest.mark.parametrize(
@@ -52,9 +48,7 @@ def one(signature: str, written_bytes: int) -> dict[str, float]:
         ("aten.add.Tensor(f32[4,8], f32[8])", 4 * 32, 32, (4, 1, 8, 1), "other"),
     ],
 )  # fmt: skip
-def test_work_of_an_operator(
-    signature: str, written_bytes: int, flops: float, shape: tuple[int, ...], op_class: str
-) -> None:
+def test_work_of_an_operator(signature, written_bytes, flops, shape, op_class):
     values = one(signature, written_bytes)
     assert values["flops"] == flops
     assert tuple(values[x] for x in ("batch", "rows", "inner", "outer")) == shape
@@ -110,17 +104,10 @@ def test_what_is_touched_before_parameters_and_code_are_used_again() -> None:
     # they are cached, again and again:
     #   a0 a1 b0 b1 | a0 a1 b0 b1
     #   10 10 20 20
-    graph = OpGraph.build(
-        "steps",
-        ["a0", "b0", "a1", "b1"],
-        range(4),
-        [10, 20, 10, 20],
-        [(0, 1), (0, 2), (2, 3), (1, 3)],
-        op_kind=["aten.a", "aten.b", "aten.a", "aten.b"],
-        op_signature=["aten.a.default()", "aten.b.default()"] * 2,
-        param_bytes=[100, 40],
-        param_uses=[(0, 0), (2, 0), (1, 1), (3, 1)],
-    )
+    facts = {"param_bytes": [100, 40], "param_uses": [(0, 0), (2, 0), (1, 1), (3, 1)]}
+    facts |= {"op_kind": ["aten.a", "aten.b"] * 2, "op_name": ["a0", "b0", "a1", "b1"]}
+    facts |= {"op_signature": ["aten.a.default()", "aten.b.default()"] * 2}
+    graph = graph_of(4, [(0, 1), (0, 2), (2, 3), (1, 3)], [10, 20, 10, 20], **facts)
     values = features(graph)
     assert (values.read_bytes + values.written_bytes).tolist() == [10, 20, 10, 20]
     assert values.param_gap_bytes.tolist() == [40, 20, 0, 0]
@@ -132,9 +119,7 @@ def test_what_is_touched_before_parameters_and_code_are_used_again() -> None:
 def test_dependencies() -> None:
     #  a(1) -> b(2) -> d(1)     path a b d: 4 s; c may start 1.5 s later
     #     \--> c(0.5) -/
-    graph = OpGraph.build(
-        "diamond", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)]
-    )
+    graph = graph_of(4, DIAMOND, 1)
     values = features(graph)
     assert values.fan_in.tolist() == [0, 1, 1, 2]
     assert values.fan_out.tolist() == [2, 1, 1, 0]

@@ -1,7 +1,5 @@
 """Groups of devices that compute each layer together: seconds, bytes and groups by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,8 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import tensor_parallel
-from placement.__main__ import main
-from placement.cli import BAD_INPUT, NO, OK
+from placement.cli import BAD_INPUT, NO
 from placement.cluster import Cluster, Device, Link
 from placement.costs.efficiency import Peak
 from placement.costs.groups import GroupError, best_groups, grouped, groupings
@@ -32,7 +29,7 @@ SMALL = LLAMA | {"num_hidden_layers": 4}
 
 def cluster(count: int = 4, link: Link | None = None, **facts: object) -> Cluster:
     likes = {"like": "nvidia/a100", "memory_bytes": 40 * 10**9} | facts
-    devices = tuple(Device(f"cuda:{i}", "cuda", **likes) for i in range(count))  # type: ignore[arg-type]
+    devices = tuple(Device(f"cuda:{i}", "cuda", **likes) for i in range(count))
     return Cluster("c", devices, () if link is None else (link,))
 
 
@@ -40,7 +37,7 @@ def test_what_others_measured_of_groups_is_in_their_interval() -> None:
     """Of vLLM on groups of A100 nothing was fitted: its interval is wider than that of one GPU."""
     of = tensor_parallel.decoder("QwQ 32B")
     for _, batch, prompt, answer, ways, measured_s in tensor_parallel.MEASURED:
-        serving = Serving("decode", prompt + answer // 2, batch)  # type: ignore[arg-type]
+        serving = Serving("decode", prompt + answer // 2, batch)
         group = grouped(tensor_parallel.CLUSTERS["NVLink"], [tuple(range(ways))])
         placement = np.zeros(len(of.parts), np.int32)
         low, high = interval(of, group, placement)["decode"]
@@ -52,7 +49,7 @@ def test_what_others_measured_of_groups_is_in_their_interval() -> None:
 def test_seconds_of_a_group() -> None:
     """A part's work and bytes over its members, and 2 (k - 1) times a k-th over the ring."""
     link = Link("*", "*", 1e-5, 1e11)
-    asked = Serving("decode", 1000, 3)  # type: ignore[arg-type]
+    asked = Serving("decode", 1000, 3)
     model, one = decoder(SMALL), cluster(4, link)
     four = serving_problem(model, grouped(one, [(0, 1, 2, 3)]), asked).compute_s[:, 0]
     peak = Peak.of(one.devices[0], "bf16")
@@ -78,7 +75,7 @@ def test_seconds_of_a_group() -> None:
 def test_heads_of_keys_are_whole() -> None:
     """Of two heads of keys four members keep four, so that they read and have twice the cache."""
     few = decoder(SMALL, num_key_value_heads=2)
-    asked = Serving("decode", 4096, 8)  # type: ignore[arg-type]
+    asked = Serving("decode", 4096, 8)
     one = serving_problem(few, cluster(), asked)
     four = serving_problem(few, grouped(cluster(), [(0, 1, 2, 3)]), asked)
     kept = [memory(p, np.zeros(p.num_ops, np.int32)) for p in (one, four)]
@@ -88,8 +85,8 @@ def test_heads_of_keys_are_whole() -> None:
 
 
 def test_memory_of_a_group_is_that_of_its_members_without_their_copies() -> None:
-    unlike = Cluster("c", (*cluster(2).devices, Device("cuda:2", "cuda", like="nvidia/a100",
-                                                       memory_bytes=30 * 10**9)))  # fmt: skip
+    smaller = Device("cuda:2", "cuda", like="nvidia/a100", memory_bytes=30 * 10**9)
+    unlike = Cluster("c", (*cluster(2).devices, smaller))
     (group,) = grouped(unlike, [(0, 1, 2)], 10**9).devices
     assert (group.memory_bytes, group.name) == (3 * 30 * 10**9 - 2 * 10**9, "cuda:0..cuda:2")
     assert group.members == ("cuda:0", "cuda:1", "cuda:2") and group.ring_bytes_per_s is None
@@ -98,20 +95,15 @@ def test_memory_of_a_group_is_that_of_its_members_without_their_copies() -> None
 def test_the_slowest_link_of_the_ring_counts() -> None:
     """Four devices of two hosts: pairs within them are fast, a ring of all crosses twice."""
     devices = tuple(Device(f"{h}/cuda:{i}", "cuda", like="nvidia/a100") for h in "ab" for i in "01")
-    links = (
-        Link("*", "*", 1e-4, 1e9),
-        Link("a/*", "a/*", 1e-6, 2e11),
-        Link("b/*", "b/*", 1e-6, 2e11),
-    )
+    own = [Link(f"{h}/*", f"{h}/*", 1e-6, 2e11) for h in "ab"]
+    links = (Link("*", "*", 1e-4, 1e9), *own)
     two_hosts = Cluster("hosts", devices, links)
     (all_of_them,) = grouped(two_hosts, [(0, 1, 2, 3)]).devices
     assert (all_of_them.ring_latency_s, all_of_them.ring_bytes_per_s) == (1e-4, 1e9)
     pairs = grouped(two_hosts, [(0, 1), (2, 3)])
     assert [(d.ring_latency_s, d.ring_bytes_per_s) for d in pairs.devices] == [(1e-6, 2e11)] * 2
-    assert {(x.src, x.latency_s) for x in pairs.links} == {
-        ("a/cuda:0..a/cuda:1", 1e-4),
-        ("b/cuda:0..b/cuda:1", 1e-4),
-    }
+    ends = {f"{h}/cuda:0..{h}/cuda:1" for h in "ab"}
+    assert {(x.src, x.latency_s) for x in pairs.links} == {(end, 1e-4) for end in ends}
     shared = Link("*", "*", 1e-6, 2e11, channel="bus")  # four send one after another
     assert grouped(cluster(4, shared), [(0, 1, 2, 3)]).devices[0].ring_bytes_per_s == 5e10
 
@@ -122,11 +114,10 @@ def test_ways_to_make_groups() -> None:
     assert sizes == [[4, 2, 1], [2, 2, 2, 1], [1] * 7]
     (only,) = groupings(decoder(SMALL), cluster(7), 4)
     assert [len(g) for g in only] == [4, 1, 1, 1]
-    slow = Device("slow", "cuda", like="nvidia/t4")
-    mixed = Cluster("c", (*cluster(2).devices, slow, *(Device(f"x:{i}", "cuda", like="nvidia/l4")
-                                                       for i in range(2))))  # fmt: skip
-    named = groupings(decoder(SMALL), mixed)
-    assert named == [
+    others = (("slow", "t4"), ("x:0", "l4"), ("x:1", "l4"))
+    unlike = [Device(name, "cuda", like=f"nvidia/{like}") for name, like in others]
+    mixed = Cluster("c", (*cluster(2).devices, *unlike))
+    assert groupings(decoder(SMALL), mixed) == [
         [(0, 1), (2,), (3, 4)],
         [(0, 1), (2,), (3,), (4,)],
         [(0,), (1,), (2,), (3, 4)],
@@ -151,7 +142,7 @@ def partitions(items: Sequence[int]) -> list[list[tuple[int, ...]]]:
 @pytest.mark.parametrize("memory_gb", [3, 40])
 def test_no_other_groups_are_better(phase: str, latency_s: float, memory_gb: int) -> None:
     """Groups of one size, against every way to make groups of five devices, mixed ones too."""
-    asked = Serving(phase, 2048)  # type: ignore[arg-type]
+    asked = Serving(phase, 2048)
     model, solve = decoder(SMALL, num_hidden_layers=12), load("layer_dp", helpers=False)
     devices = cluster(5, Link("*", "*", latency_s, 2e10), memory_bytes=memory_gb * 10**9)
     best = solve(best_groups(model, devices, asked, solve)).value_s
@@ -165,7 +156,7 @@ def test_eight_devices_answer_as_well_as_plans_by_hand() -> None:
     eight = cluster(8, Link("*", "*", 2e-6, 2.5e11))
     model, layer_dp = decoder(), load("layer_dp")
     for phase in ("prefill", "decode"):
-        asked = Serving(phase, 4096)  # type: ignore[arg-type]
+        asked = Serving(phase, 4096)
         best = layer_dp(best_groups(model, eight, asked, layer_dp)).value_s
         for k in (8, 1, 4):
             groups = [tuple(range(i, i + k)) for i in range(0, 8, k)]
@@ -178,8 +169,8 @@ def test_more_members_are_faster_until_latency_counts() -> None:
         devices = cluster(8, Link("*", "*", latency_s, 2.5e11))
         found = []
         for k in (1, 2, 4, 8):
-            problem = serving_problem(decoder(), grouped(devices, [tuple(range(k))]),
-                                      Serving("decode", 1024))  # type: ignore[arg-type]  # fmt: skip
+            group = grouped(devices, [tuple(range(k))])
+            problem = serving_problem(decoder(), group, Serving("decode", 1024))
             found.append(load("layer_dp")(problem).value_s)
         return found
 
@@ -189,21 +180,18 @@ def test_more_members_are_faster_until_latency_counts() -> None:
 
 def test_experts_and_recurrent_layers() -> None:
     """A router adds nothing up; a recurrent layer is whole on each member."""
-    link, asked = Link("*", "*", 1e-2, 1e11), Serving("decode", 100)  # type: ignore[arg-type]
+    link, asked = Link("*", "*", 1e-2, 1e11), Serving("decode", 100)
     model = decoder(MIXTRAL, num_hidden_layers=2)
     pair = serving_problem(model, grouped(cluster(2, link), [(0, 1)]), asked).compute_s[:, 0]
-    slow = [part.name.rpartition(".")[2] for part, s in zip(model.parts, pair, strict=True)
-            if s > 1e-2]  # fmt: skip
+    slow = [model.parts[i].name.rpartition(".")[2] for i in np.flatnonzero(pair > 1e-2)]
     assert slow == ["embed_tokens", *["attention", "experts"] * 2, "lm_head"]
     mamba = decoder({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64,
                      "vocab_size": 100, "torch_dtype": "float16"})  # fmt: skip
-    two = [serving_problem(mamba, c, asked) for c in
-           (cluster(2, link), grouped(cluster(2, link), [(0, 1)]))]  # fmt: skip
-    assert two[0].compute_s[1, 0] == two[1].compute_s[1, 0]
-    assert (
-        two[1].param_bytes_on(np.zeros(two[1].num_ops, np.int32))[0]
-        > two[0].param_bytes_on(np.zeros(two[0].num_ops, np.int32))[0]
-    )
+    clusters = cluster(2, link), grouped(cluster(2, link), [(0, 1)])
+    one, two = (serving_problem(mamba, c, asked) for c in clusters)
+    assert one.compute_s[1, 0] == two.compute_s[1, 0]
+    on = np.zeros(one.num_ops, np.int32)
+    assert two.param_bytes_on(on)[0] > one.param_bytes_on(on)[0]
 
 
 @pytest.mark.parametrize("size, message", [
@@ -224,45 +212,42 @@ def planned(problem: Problem) -> object:
 
 
 def test_exports() -> None:
-    asked = Serving("decode", 1024)  # type: ignore[arg-type]
+    asked = Serving("decode", 1024)
     small = cluster(4, Link("*", "*", 1e-6, 2e11))
     problem = serving_problem(decoder(SMALL), grouped(small, [(0, 1), (2, 3)]), asked)
     plan = planned(problem)
-    vllm = load_exporter("vllm")(plan)  # type: ignore[arg-type]
+    vllm = load_exporter("vllm")(plan)
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3\n" in str(vllm.files[""])
     assert "--tensor-parallel-size 2 --pipeline-parallel-size 2" in vllm.note
-    megatron = load_exporter("megatron")(plan)  # type: ignore[arg-type]
+    megatron = load_exporter("megatron")(plan)
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" in megatron.note
-    titan = json.loads(load_exporter("torchtitan")(plan).files[""])  # type: ignore[arg-type]
+    titan = json.loads(load_exporter("torchtitan")(plan).files[""])
     assert (titan["tensor_parallel_degree"], titan["pipeline_parallel_degree"]) == (2, 2)
     with pytest.raises(ExportError, match=r"'cuda:0..cuda:1' is a group of devices"):
-        load_exporter("huggingface")(plan)  # type: ignore[arg-type]
+        load_exporter("huggingface")(plan)
     unequal = serving_problem(decoder(SMALL), grouped(small, [(0, 1, 2), (3,)]), asked)
     for name in ("vllm", "megatron", "torchtitan"):
         with pytest.raises(ExportError, match=r"groups of one size: .* has 3 devices, and .* 1"):
-            load_exporter(name)(planned(unequal))  # type: ignore[arg-type]
+            load_exporter(name)(planned(unequal))
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, says) -> None:
     model, home = written(tmp_path, SMALL, FAST)
     out = str(tmp_path / "plan.json")
     line = ["plan", model, "--cluster", home, "--context", "512"]
-    assert main([*line, "--tensor-parallel", "--json", "--out", out]) == OK
-    answer = json.loads(capsys.readouterr().out)
+    answer = says([*line, "--tensor-parallel", "--json", "--out", out]).json
     assert set(answer["assignment"].values()) == {"cuda:0..cuda:3"}
     plan = load_plan(out)
     assert plan.cluster.devices[0].members == tuple(f"cuda:{i}" for i in range(4))
     assert plan.cluster.build().fingerprint == plan.cluster.fingerprint
-    assert main(["validate", out]) == OK and main(["show", out]) == OK
-    assert "groups that compute each layer together" in capsys.readouterr().out
-    assert main([*line, "--tensor-parallel", "3"]) == BAD_INPUT
-    assert "cannot share 32 heads" in capsys.readouterr().err
-    assert main([*line, "--tensor-parallel=x"]) == BAD_INPUT
-    assert main(["plan", "tiny_mlp", "--tensor-parallel"]) == BAD_INPUT
-    assert "--tensor-parallel is for language models" in capsys.readouterr().err
+    says(["validate", out])
+    assert "groups that compute each layer together" in says(["show", out]).out
+    assert "cannot share 32 heads" in says([*line, "--tensor-parallel", "3"], BAD_INPUT).err
+    says([*line, "--tensor-parallel=x"], BAD_INPUT)
+    wrong = says(["plan", "tiny_mlp", "--tensor-parallel"], BAD_INPUT).err
+    assert "--tensor-parallel is for language models" in wrong
     line[-1] = "2000000000"
-    assert main([*line, "--tensor-parallel", "2"]) == NO
-    assert "the largest context" in capsys.readouterr().err
+    assert "the largest context" in says([*line, "--tensor-parallel", "2"], NO).err
 
 
 def test_a_cluster_file_keeps_groups(tmp_path: Path) -> None:
@@ -270,4 +255,4 @@ def test_a_cluster_file_keeps_groups(tmp_path: Path) -> None:
     pairs = grouped(Cluster.from_yaml(tmp_path / "four.yaml"), [(0, 1), (2, 3)])
     pairs.to_yaml(tmp_path / "pairs.yaml")
     assert Cluster.from_yaml(tmp_path / "pairs.yaml").fingerprint == pairs.fingerprint
-    assert terms(decoder(SMALL), pairs, Serving("decode", 64), np.zeros(11, np.int32))  # type: ignore[arg-type]
+    assert terms(decoder(SMALL), pairs, Serving("decode", 64), np.zeros(11, np.int32))

@@ -1,8 +1,5 @@
 """Links between processes: fits, shared interfaces, clusters, and real processes that measure."""
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 import subprocess
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 
 from placement.__main__ import main
-from placement.cli import BAD_INPUT, OK
+from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, Device, Link
 from placement.costs.links import (
     HANDED,
@@ -170,12 +167,11 @@ def test_what_sending_costs_is_a_line_through_two_sizes() -> None:
 # --- real processes ------------------------------------------------------------------------------
 
 
-def test_two_processes_here(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_two_processes_here(tmp_path: Path, says: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
     cluster = tmp_path / "cluster.yaml"
     where = ["--cluster-out", str(cluster), "--repeats", "2", "--json"]
-    assert main(["profile", "tiny_mlp", "--distributed", "2", *where]) == OK
-    got = json.loads(capsys.readouterr().out)
+    got = says(["profile", "tiny_mlp", "--distributed", "2", *where]).json
     assert list(got) == ["hosts", "devices", "links", "slowdown", "cluster", "profile"]
     assert len(set(got["hosts"])) == 1 and got["slowdown"] == {}
     assert [d["rank"] for d in got["devices"]] == [0, 1]
@@ -190,8 +186,7 @@ def test_two_processes_here(tmp_path: Path, capsys: Any, monkeypatch: Any) -> No
     # The profile is in the cache: nothing is measured now.
     monkeypatch.setattr("placement.costs.measure.measure", None)
     plan = ["plan", "tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--json"]
-    assert main(plan) == OK
-    assert json.loads(capsys.readouterr().out)["feasible"] is True
+    assert says(plan).json["feasible"] is True
 
 
 def test_what_ranks_refuse_is_said_once(tmp_path: Path, capfd: Any) -> None:
@@ -214,14 +209,11 @@ def test_what_ranks_refuse_is_said_once(tmp_path: Path, capfd: Any) -> None:
         (["--distributed", "2", "--cluster-out", "/proc/x/c.yaml"], "cannot write"),
     ],
 )
-def test_mistakes(more: list[str], message: str, capsys: Any) -> None:
-    assert main(["profile", *more]) == BAD_INPUT
-    assert message in capsys.readouterr().err
+def test_mistakes(more: list[str], message: str, says: Any) -> None:
+    assert message in says(["profile", *more], BAD_INPUT).err
 
 
-def test_no_cluster_file_is_replaced_unasked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_no_cluster_file_is_replaced_unasked(tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "cluster.yaml"
     path.write_text("devices: [{name: a}, {name: b}]")
@@ -229,8 +221,7 @@ def test_no_cluster_file_is_replaced_unasked(
         ([], "cluster.yaml is there already"),
         (["--cluster", str(path), "--cluster-out", "cluster.yaml"], "--cluster reads it"),
     ):
-        assert main(["profile", "--distributed", "2", *more]) == BAD_INPUT
-        assert message in capsys.readouterr().err
+        assert message in says(["profile", "--distributed", "2", *more], BAD_INPUT).err
     assert path.read_text() == "devices: [{name: a}, {name: b}]"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.__main__ import main
-from placement.cli import BAD_INPUT, OK
+from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, Device, Link
 from placement.costs.hot_experts import with_hot_experts
 from placement.costs.serving import (
@@ -30,6 +29,7 @@ from placement.importers.decoder import Decoder
 from placement.importers.routing import hottest, split, with_counts
 from placement.planners import load
 from placement.planners.layer_dp import LayerDp
+from tests.problems import every_link
 from tests.served import MIXTRAL, decoder, written
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096,
@@ -37,9 +37,7 @@ SMALL = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096,
 SKEWED = (900, 300, 200, 200, 150, 100, 100, 50)  # of 1,000 tokens, two experts each
 GPU = Device("cuda:0", "cuda", like="nvidia/rtx-4090", memory_bytes=350_000_000)
 HOST = Device("cpu:0", "cpu", like="amd/ryzen-7950x")
-HOME = Cluster(
-    "home", (GPU, HOST), (Link("cpu:0", "cuda:0", 1e-5, 25e9), Link("cuda:0", "cpu:0", 1e-5, 25e9))
-)
+HOME = Cluster("home", (GPU, HOST), every_link(("cpu:0", "cuda:0"), 1e-5, 25e9))
 
 
 def counts(folder: Path, rows: Any = None, layers: int = 4) -> Path:
@@ -92,25 +90,21 @@ def test_counts_of_another_model(tmp_path: Path, rows: Any, text: str) -> None:
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_other_files_and_models(tmp_path: Path, capsys: Any) -> None:
+def test_other_files_and_models(tmp_path: Path, says: Any) -> None:
     model, home = written(tmp_path, MIXTRAL | SMALL)
     argv = ["plan", model, "--cluster", home, "--context", "64", "--experts"]
     (tmp_path / "b.csv").write_text("layer,count\n0,1\n")
-    assert main([*argv, str(tmp_path / "b.csv")]) == BAD_INPUT
-    assert "no column 'expert': the first line must name layer, expert, count" in (
-        capsys.readouterr().err
-    )
-    assert main([*argv, str(tmp_path / "none.csv")]) == BAD_INPUT
-    assert "none.csv: cannot be read" in capsys.readouterr().err
+    wrong = "no column 'expert': the first line must name layer, expert, count"
+    assert wrong in says([*argv, tmp_path / "b.csv"], BAD_INPUT).err
+    assert "none.csv: cannot be read" in says([*argv, tmp_path / "none.csv"], BAD_INPUT).err
     with pytest.raises(ValueError, match="c has no experts: leave --experts out"):
         with_counts(decoder(), counts(tmp_path))
 
 
 def test_the_hottest_are_the_best_choice(tmp_path: Path) -> None:
     """Of all choices of so many experts none reads more of its bytes (brute force, two layers)."""
-    two = with_counts(
-        decoder(MIXTRAL | SMALL | {"num_hidden_layers": 2}), counts(tmp_path, layers=2)
-    )
+    model = decoder(MIXTRAL | SMALL | {"num_hidden_layers": 2})
+    two = with_counts(model, counts(tmp_path, layers=2))
     shares = np.array([p for part in two.parts for p in part.shares])
     for num in (1, 3, 5):
         mask = np.concatenate([*hottest(two, num).values()])
@@ -126,9 +120,8 @@ def test_two_parts_are_the_whole(tmp_path: Path) -> None:
     parted = split(whole, hottest(whole, 9))
     assert parted.class_bytes() == whole.class_bytes()
     hot, cold = (next(p for p in parted.parts if p.name.endswith(f"0.experts#{i}")) for i in (0, 1))
-    assert hot.experts == (0, 1, 2)[: hot.num_experts] and {*hot.experts, *cold.experts} == {
-        *range(8)
-    }
+    assert hot.experts == (0, 1, 2)[: hot.num_experts]
+    assert {*hot.experts, *cold.experts} == {*range(8)}
     before = whole.parts[3]
     for rows in (1, 7):
         read = sum(p.weight_bytes * p.read(rows) for p in (hot, cold))
@@ -153,7 +146,7 @@ def test_hot_experts_stay_where_the_layer_is(tmp_path: Path) -> None:
     assert with_hot_experts(whole, HOME, Serving(Phase.DECODE, 64))[0] is whole
 
 
-def test_the_command_says_hot_experts_and_the_bound(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_says_hot_experts_and_the_bound(tmp_path: Path, says: Any) -> None:
     home = """
 devices:
 - {name: "cuda:0", like: nvidia/rtx-4090, memory_bytes: 350e6}
@@ -162,23 +155,19 @@ devices:
     model, devices = written(tmp_path, MIXTRAL | SMALL, home)
     argv = ["plan", model, "--cluster", devices, "--context", "64", "--experts"]
     argv += [str(counts(tmp_path)), "--out", str(tmp_path / "plan.json")]
-    assert main([*argv, "--json"]) == OK
-    answer = json.loads(capsys.readouterr().out)
+    answer = says([*argv, "--json"]).json
     hot = answer["hot_experts"]
     assert [*hot] == ["0", "1", "2", "3"] and hot["1"][0] == 1  # the first of the second layer
     facts = answer["bounds"]["decode"]
     assert sum(facts.values()) == pytest.approx(answer["decode_s"])
-    assert main(argv) == OK
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(says(argv).out.split())
     assert "hot experts stay with their layer" in out
     assert f"decode: {facts['least_s'] / answer['decode_s']:.0%} of what this machine can do" in out
-    to = ["export", str(tmp_path / "plan.json"), "--out", str(tmp_path / "kt"), "--to"]
-    assert main([*to, "ktransformers"]) == OK
+    says(["export", tmp_path / "plan.json", "--out", tmp_path / "kt", "--to", "ktransformers"])
     num, over = divmod(sum(map(len, hot.values())), 4)
     share = f" --kt-gpu-experts-ratio {int((4 * num + over) / 32 * 1e4) / 1e4:g}" if over else ""
-    assert (tmp_path / "kt").read_text() == (
-        f"--kt-num-gpu-experts {num}{share} --kt-expert-placement-strategy frequency\n"
-    )
+    expected = f"--kt-num-gpu-experts {num}{share} --kt-expert-placement-strategy frequency\n"
+    assert (tmp_path / "kt").read_text() == expected
 
 
 # --- the bound -----------------------------------------------------------------------------------
@@ -198,7 +187,7 @@ def test_a_bound_by_hand() -> None:
     # A prompt on fast memory takes its operations on both devices.
     prompt = Serving(Phase.PREFILL, 4096)
     work = sum(2 * part.numel * (1 if part.kind == "head" else 4096) for part in model.parts)
-    large = Cluster("c", (gpu.__class__(**{**gpu.__dict__, "memory_bytes": 10**12}), host))
+    large = Cluster("c", (replace(gpu, memory_bytes=10**12), host))
     assert least(model, large, prompt) == pytest.approx(work / 2e15)
 
 
@@ -207,22 +196,15 @@ def test_a_bound_by_hand() -> None:
 def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
     """Any placement of layers, or ``layer_dp``'s, on any devices."""
     model = decoder(MIXTRAL | SMALL) if data.draw(st.booleans()) else decoder(num_hidden_layers=4)
-    likes = data.draw(
-        st.lists(
-            st.sampled_from(["nvidia/rtx-4090", "nvidia/h100", "amd/epyc-7763", "apple/m1-max"]),
-            min_size=1,
-            max_size=3,
-        )
-    )
+    known = st.sampled_from(["nvidia/rtx-4090", "nvidia/h100", "amd/epyc-7763", "apple/m1-max"])
+    likes = data.draw(st.lists(known, min_size=1, max_size=3))
     sizes = [data.draw(st.integers(10**8, 10**10)) for _ in likes]
     devices = tuple(
         Device(f"d{i}", "cpu" if "epyc" in like else "cuda", like=like, memory_bytes=size)
         for i, (like, size) in enumerate(zip(likes, sizes, strict=True))
     )
     rate = data.draw(st.floats(1e8, 1e12))
-    names = [d.name for d in devices]
-    links = tuple(Link(a, b, 1e-6, rate) for a in names for b in names if a != b)
-    cluster = Cluster("c", devices, links)
+    cluster = Cluster("c", devices, every_link([d.name for d in devices], 1e-6, rate))
     batch, context = data.draw(st.integers(1, 64)), data.draw(st.integers(2, 8192))
     asked = Serving(Phase.DECODE, context, batch, whole_layers=data.draw(st.booleans()))
     problem = serving_problem(model, cluster, asked)
@@ -254,7 +236,7 @@ def test_the_least_batch_that_pays_for_a_copy(config: dict[str, Any]) -> None:
         )
         saved_s = here_s - there_s
         assert (copy_s < saved_s) is pays
-    slow = (Link("cpu:0", "cuda:0", 1e-5, 1e4), Link("cuda:0", "cpu:0", 1e-5, 1e4))
+    slow = every_link(("cpu:0", "cuda:0"), 1e-5, 1e4)
     assert min_batch(model, Cluster("c", (GPU, HOST), slow)) == NEVER_PAYS
     assert min_batch(model, Cluster("c", (HOST,))) is None
 
