@@ -9,12 +9,9 @@ computes something else than the plain module. In a program of your own, on ever
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils import _pytree as pytree
+
+from placement.exporters._ranks import arguments, differs, main, model, to
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Shard", "parallelize"]
 
@@ -81,61 +80,15 @@ def known(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()])
 
 
-def main() -> int:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if len(sys.argv) != 2 or ":" not in sys.argv[1] or world != len(RANKS):
-        print(f"torchrun --nproc-per-node {len(RANKS)} {sys.argv[0]} package.module:name")
-        return 2
-    device = take(RANKS[rank])
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        return check(rank, device)
-    except Exception as error:  # of torch's own kinds, and of the module's
-        reason = (str(error).strip() or "it gives no reason").splitlines()[0]
-        print(f"rank {rank}: torch.distributed.tensor fails: {type(error).__name__}: {reason}")
-        return 1
-    finally:
-        dist.destroy_process_group()
-
-
-def take(described: Mapping[str, Any]) -> torch.device:
-    """This process on the device of the plan: its cores and threads, or its GPU."""
-    if described["kind"] == "cuda":
-        device = torch.device(described["name"])
-        torch.cuda.set_device(device)
-        return device
-    cores = set(described["cores"])
-    if cores and hasattr(os, "sched_setaffinity") and cores <= os.sched_getaffinity(0):
-        os.sched_setaffinity(0, cores)
-    if described["threads"]:
-        torch.set_num_threads(described["threads"])
-    return torch.device("cpu")
-
-
 def check(rank: int, device: torch.device) -> int:
     """Rank 0 prints whether results are the plain module's, and seconds of a call of either."""
-    sys.path.append(os.getcwd())
-    name, _, function = sys.argv[1].partition(":")
-    torch.manual_seed(0)  # the same weights on every rank
-    module, example = getattr(importlib.import_module(name), function)()
+    module, example = model()
     module = module.eval().to(device)
-    example = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), example)
-    args = tuple(example) if isinstance(example, tuple | list) else (example,)
-    kwargs: Mapping[str, Any] = {}
-    if isinstance(example, Mapping):
-        args, kwargs = (), example
-    elif len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], Mapping):
-        args, kwargs = args
+    args, kwargs = arguments(to(example, device))
     with torch.no_grad():
         expected, plain_s = timed(module, args, kwargs)
         actual, parallel_s = timed(parallelize(module), args, kwargs)
-    wrong = ""
-    try:
-        torch.testing.assert_close(
-            pytree.tree_leaves(actual), pytree.tree_leaves(expected), rtol=1e-4, atol=1e-4
-        )
-    except AssertionError as error:
-        wrong = str(error)
+    wrong = differs(actual, expected, rtol=1e-4, atol=1e-4)
     if rank == 0:
         seconds = {"seconds": parallel_s, "plain_seconds": plain_s}
         print(json.dumps({"modules": len(PLAN), "equal": not wrong, **seconds, "wrong": wrong}))
@@ -153,4 +106,4 @@ def timed(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(RANKS, "torch.distributed.tensor", check))

@@ -8,11 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
 
 from placement.exporters import ExportError, Inexpressible, lacks, require_one_phase, require_whole
 from placement.plan import Plan
 from placement.problem import Problem
 from placement.tools.files import some
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -468,6 +472,30 @@ def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
                 f"torch has no device {name[:60]!r} of kind {kinds[name][:60]!r}: devices are CPU "
                 "cores (kind cpu) or GPUs (kind cuda) called cuda:0, cuda:1, ..."
             )
+
+
+def described(plan: Plan, ranks: Iterable[str]) -> list[dict[str, Any]]:
+    """What a script for ``torchrun`` knows of the devices of its ranks."""
+    cluster = {d.name: d for d in plan.cluster.devices}
+    known = {"name", "kind", "cores", "threads"}
+    return [cluster[name].model_dump(include=known) for name in ranks]
+
+
+def script(name: str) -> str:
+    """The text of a script of this folder, with what it has in common with the others in it."""
+    shared, own = (
+        Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("_ranks.py", name)
+    )
+    body = shared.partition("from __future__ import annotations\n\n")[2]
+    return re.sub(r"from placement\.exporters\._ranks import .*\n", lambda _: body, own)
+
+
+def majority(keys: Sequence[K], devices: Sequence[str]) -> dict[K, str]:
+    """Of operators with equal ``keys`` the device that most are on; both ``[F]``."""
+    count: dict[K, Counter[str]] = {}
+    for key, device in zip(keys, devices, strict=True):
+        count.setdefault(key, Counter())[device] += 1
+    return {key: each.most_common(1)[0][0] for key, each in count.items()}
 
 
 def _parts(on: Sequence[str]) -> list[Part]:

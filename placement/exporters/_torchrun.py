@@ -9,12 +9,10 @@ pipeline computes something else than the plain module.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
 import time
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +22,13 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils import _pytree as pytree
 
-
-def main() -> int:
-    data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    named = len(sys.argv) == 2 and ":" in sys.argv[1]
-    if not named or world != len(data["ranks"]):
-        print(f"torchrun --nproc-per-node {len(data['ranks'])} {sys.argv[0]} package.module:name")
-        return 2
-    device = take(data["ranks"][rank])
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        return run(data, rank, world, device)
-    except Exception as error:  # of torch's own kinds, and of the module's
-        reason = (str(error).strip() or "it gives no reason").splitlines()[0]
-        print(f"rank {rank}: torch.distributed.pipelining fails: {type(error).__name__}: {reason}")
-        return 1
-    finally:
-        dist.destroy_process_group()
+from placement.exporters._ranks import arguments, differs, main, model, to
 
 
-def take(described: dict[str, Any]) -> torch.device:
-    """This process on the device of the plan: its cores and threads, or its GPU."""
-    if described["kind"] == "cuda":
-        device = torch.device(described["name"])
-        torch.cuda.set_device(device)
-        return device
-    cores = set(described["cores"])
-    if cores and hasattr(os, "sched_setaffinity") and cores <= os.sched_getaffinity(0):
-        os.sched_setaffinity(0, cores)
-    if described["threads"]:
-        torch.set_num_threads(described["threads"])
-    return torch.device("cpu")
-
-
-def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> int:
-    sys.path.append(os.getcwd())
-    name, _, function = sys.argv[1].partition(":")
-    torch.manual_seed(0)  # the same weights on every rank
-    module, example, *loss = getattr(importlib.import_module(name), function)()
+def run(data: dict[str, Any], rank: int, device: torch.device) -> int:
+    """The pipeline with this rank's stages; the last of them is compared with the plain module."""
+    world = len(data["ranks"])
+    module, example, *loss = model()
     training = data["mode"] == "training"
     target = None
     if training and loss:
@@ -123,11 +89,7 @@ def run(data: dict[str, Any], rank: int, world: int, device: torch.device) -> in
         return 0
     actual: Any = losses if training else out
     expected = [expected] * count if training else repeated(expected, count)
-    wrong = ""
-    try:
-        torch.testing.assert_close(pytree.tree_leaves(actual), pytree.tree_leaves(expected))
-    except AssertionError as error:
-        wrong = str(error)
+    wrong = differs(actual, expected)
     answer = {"stages": pipe.num_stages, "schedule": data["schedule"], "equal": not wrong}
     print(json.dumps(answer | {"seconds_per_microbatch": took_s / count, "wrong": wrong}))
     return 1 if wrong else 0
@@ -138,12 +100,7 @@ def tensors_only(module: torch.nn.Module, example: Any) -> tuple[torch.Tensor, .
 
     Torch gives a stage neither constants nor what is in lists and dicts.
     """
-    args = tuple(example) if isinstance(example, tuple | list) else (example,)
-    kwargs: Any = {}
-    if isinstance(example, Mapping):
-        args, kwargs = (), example
-    elif len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], Mapping):
-        args, kwargs = args
+    args, kwargs = arguments(example)
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     forward = module.forward
@@ -195,10 +152,6 @@ def past_a_stage(graph: torch.fx.Graph) -> tuple[int, int] | None:
     return None
 
 
-def to(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), value)
-
-
 def repeated(value: Any, count: int) -> Any:
     """The micro-batch ``count`` times, as one batch."""
     return pytree.tree_map_only(torch.Tensor, lambda x: torch.cat([x] * count), value)
@@ -211,4 +164,6 @@ def mean(out: Any) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    described = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    work = partial(run, described)
+    sys.exit(main(described["ranks"], "torch.distributed.pipelining", work))

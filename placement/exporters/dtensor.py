@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 
 from placement.exporters import Exported, ExportError, lacks, require_one_phase
-from placement.exporters._modules import require_torch_devices
+from placement.exporters._modules import described, require_torch_devices, script
 from placement.plan import Plan
 from placement.plan.parts import CutInfo
 from placement.problem import Problem
@@ -41,18 +40,14 @@ class Dtensor:
                 f"no module of {plan.graph.name!r} has its parameters in pieces, or its tokens: "
                 "there is nothing that parallelize_module could be told"
             )
-        cluster = {d.name: d for d in plan.cluster.devices}
-        described = [
-            cluster[name].model_dump(include={"name", "kind", "cores", "threads"}) for name in ranks
-        ]
         rows = "".join(f"    {path!r}: {style},\n" for path, style in styles.items())
-        devices = "".join(f"    {row!r},\n" for row in described)
-        script = Path(__file__).with_name("_dtensor.py").read_text(encoding="utf-8")
+        devices = "".join(f"    {row!r},\n" for row in described(plan, ranks))
+        text = script("_dtensor.py")
         for empty, content in ((_RANKS, devices), (_PLAN, rows)):
             brackets = empty[-2:]
-            script = script.replace(empty, f"{empty[:-1]}\n{content}{brackets[1]}")
+            text = text.replace(empty, f"{empty[:-1]}\n{content}{brackets[1]}")
         return Exported(
-            {"": script},
+            {"": text},
             f"run: torchrun --nproc-per-node {len(ranks)} FILE package.module:function; in a "
             "program: parallelize(module); operators that are whole run on every rank",
         )

@@ -12,6 +12,7 @@ from placement.exporters import Exported, ExportError, lacks
 from placement.exporters._modules import (
     Forward,
     is_constant,
+    majority,
     require_torch_devices,
     served_format,
 )
@@ -65,11 +66,7 @@ class Huggingface:
                 fixed = {with_inputs: FIRST}
             elif with_inputs >= 0:  # see ``Hooked.main``
                 unit = [0 if u == with_inputs else u for u in unit]
-            count: dict[int, Counter[str]] = {}
-            for u, name in zip(unit, merged, strict=True):
-                count.setdefault(u, Counter())[name] += 1
-            few = {u: devices.most_common(1)[0][0] for u, devices in count.items()}
-            device = forward.nearest(unit, few, set(merged), fixed)
+            device = forward.nearest(unit, majority(unit, merged), set(merged), fixed)
             forward.require(
                 device, "a device_map", why or "a split module runs it where its inputs are"
             )

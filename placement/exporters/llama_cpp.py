@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from placement.exporters import Exported, ExportError
-from placement.exporters._modules import Forward, decoder_units, layer_units, served_format
+from placement.exporters._modules import (
+    Forward,
+    decoder_units,
+    layer_units,
+    majority,
+    served_format,
+)
 from placement.plan import Plan
 from placement.problem import Problem
 
@@ -68,10 +73,7 @@ class LlamaCpp:
             apart = [word if word in _APART else None for word in last_words]
         # A part of a layer that is apart is a unit of its own, behind the others.
         key = list(zip(unit, apart, strict=True))
-        count: dict[tuple[int, str | None], Counter[str]] = {}
-        for k, name in zip(key, forward.device, strict=True):
-            count.setdefault(k, Counter())[host[0] if name in host else name] += 1
-        on = {k: devices.most_common(1)[0][0] for k, devices in count.items()}
+        on = majority(key, [host[0] if name in host else name for name in forward.device])
         why, embedding, head = _WHOLE, (0, None), (num_layers + 1, None)
         number = {k: i for i, k in enumerate(on)}
         fixed = {}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from placement.exporters import Exported
-from placement.exporters._modules import Forward, require_torch_devices
+from placement.exporters._modules import Forward, described, require_torch_devices, script
 from placement.plan import Plan, ancestry
 from placement.problem import Problem
 from placement.tools.files import some
@@ -56,26 +55,22 @@ class TorchPipelining:
         enough = count % max(1, count // len(ranks)) == 0 if many else count >= len(parts)
         alternates = plan.graph.mode == "training" and enough
         chosen = ("1F1B", "Interleaved1F1B") if alternates else ("GPipe", "LoopedBFS")
-        cluster = {d.name: d for d in plan.cluster.devices}
         data = {
             "split_points": [begins[starts[part.first]] for part in parts[1:]],
-            "ranks": [
-                cluster[name].model_dump(include={"name", "kind", "cores", "threads"})
-                for name in ranks
-            ],
+            "ranks": described(plan, ranks),
             "schedule": self.schedule or chosen[many],
             "num_microbatches": count,
             "mode": plan.graph.mode,
             "workload": plan.graph.workload,
         }
-        script = Path(__file__).with_name("_torchrun.py").read_text(encoding="utf-8")
         note = f"run: torchrun --nproc-per-node {len(ranks)} FILE package.module:function"
         stage = [i for i, part in enumerate(parts) for _ in range(part.first, part.last + 1)]
         if tied := forward.shared([stage[u] for u in unit]):
             note += f"; each of its stages has a copy of {some(list(tied))}"
             if plan.graph.mode == "training":
                 note += ": add the gradients of the copies up before an optimizer's step"
-        return Exported({"": script, ".json": json.dumps(data, indent=1) + "\n"}, note)
+        files = {"": script("_torchrun.py"), ".json": json.dumps(data, indent=1) + "\n"}
+        return Exported(files, note)
 
 
 def _ends(forward: Forward) -> tuple[int, int]:
