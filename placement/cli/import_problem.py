@@ -6,6 +6,7 @@ import argparse
 import shlex
 
 from placement import cli
+from placement.cli import serving
 from placement.cli.plan import configure_problem, load_problem
 
 EXAMPLE = """examples:
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     cli.check_outputs(args.out)
     with cli.progress() as report:
-        problem = load_problem(args, report)
+        problem = load_problem(args, report, serving.of(args))
     importers.save(problem, args.out)
     graph = problem.graph
     if args.json:

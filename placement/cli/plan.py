@@ -15,6 +15,7 @@ from placement import cli
 from placement.cli import serving
 
 if TYPE_CHECKING:
+    from placement.cli.serving import Served
     from placement.plan import Measured, Plan
     from placement.problem import Planner, Problem, Solution
     from placement.schedulers import Scheduler
@@ -181,13 +182,17 @@ def run(args: argparse.Namespace) -> int:
     cli.check_outputs(args.out, args.trace, args.trials)
     start = _start(args)
     _check_measurable(args)
-    args.planner = args.planner or ("layer_dp" if serving.is_served(args) else "best_of")
+    served = serving.of(args)
+    args.planner = args.planner or ("layer_dp" if served else "best_of")
     planner = load_planner(args)
     cli.search_here(args.scheduler)
     scheduler = None if args.scheduler is None else schedulers.load(args.scheduler)
     with cli.progress() as report, cli.says_when_compiling():
         try:
-            problem = load_problem(args, report) if start is None else _left(args, start, report)
+            if start is None:
+                problem = load_problem(args, report, served)
+            else:
+                problem = _left(args, start, report)
         except NothingFits as error:
             if args.json:
                 cli.print_json({"feasible": False, "why": str(error)})
@@ -225,12 +230,11 @@ def run(args: argparse.Namespace) -> int:
         _save(args, plan, problem, solution)
     if args.json:
         was = {} if start is None else {"was_value_s": start.predicted.value_s}
-        cli.print_json(_answer(args, problem, solution, plan, took) | was)
-    if not isfinite(solution.value_s) and serving.is_served(args):
-        cli.say(serving.why_not(args, problem))
-        return cli.NO
+        more = served.answer(problem, solution) if served else {}
+        cli.print_json(_answer(args, problem, solution, plan, took) | more | was)
     if not isfinite(solution.value_s):
-        cli.say(solution.stats.get("infeasible", "no placement that fits and can run was found"))
+        why = solution.stats.get("infeasible", "no placement that fits and can run was found")
+        cli.say(served.why_not(problem) if served else why)
         return cli.NO
     if args.measurements is not None:
         _say_measured(solution)
@@ -239,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
         _say_longer(problem, planned)
     _say_network(args, problem, planned)
     if plan is not None:
-        _show(args, plan, problem, solution)
+        _show(args, plan, problem, solution, served)
     return cli.OK
 
 
@@ -515,22 +519,28 @@ def _save(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solu
         write_trace(args.trace, [timeline], problem.graph.op_name)
 
 
-def _show(args: argparse.Namespace, plan: Plan, problem: Problem, solution: Solution) -> None:
+def _show(
+    args: argparse.Namespace,
+    plan: Plan,
+    problem: Problem,
+    solution: Solution,
+    served: Served | None,
+) -> None:
     from placement.cli.show import show_plan
     from placement.plan.reached import reached
 
     if not args.json:
         show_plan(plan)
-        if not serving.is_served(args) and (line := reached(problem, solution)):
-            print(line)
-        if serving.is_served(args):
-            serving.table(args, problem, solution)
-            if command := serving.check(args, plan):
+        if served:
+            served.table(problem, solution)
+            if command := served.check(plan):
                 print(f"to check it: {command}")
+        elif line := reached(problem, solution):
+            print(line)
     if args.out:
         here = problem.graph.program is not None and not plan.missing_devices()
         then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
-        if serving.is_served(args):  # there is nothing that could run here
+        if served:  # there is nothing that could run here
             plan_path = shlex.quote(args.out)
             then = f"; next: placement export {plan_path} --to vllm --out vllm.env (--list: others)"
         cli.say(f"plan written to {args.out}{then}")
@@ -578,20 +588,20 @@ def check_budget(args: argparse.Namespace) -> None:
         raise cli.UsageError(f"--margin {margin} must be a share, 0 <= margin < 1")
 
 
-def load_problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
+def load_problem(args: argparse.Namespace, report: cli.Progress, served: Served | None) -> Problem:
     """The problem of the arguments, with what they pin to a device there."""
     wrong = [text for text in args.on if not all(text.rpartition("="))]
     if wrong:
         raise cli.UsageError(f"--on {wrong[0]!r}: write NAME=DEVICE, as encoder.layer.0=cpu:0")
-    problem = _problem(args, report)
+    problem = _problem(args, report, served)
     pins = {name: device for name, _, device in (text.rpartition("=") for text in args.on)}
     return problem.pinned(pins) if pins else problem
 
 
-def _problem(args: argparse.Namespace, report: cli.Progress) -> Problem:
+def _problem(args: argparse.Namespace, report: cli.Progress, served: Served | None) -> Problem:
     """The problem in a file, or of a workload on a cluster, measured where it has not been."""
-    if serving.is_served(args):
-        problem = serving.load(args)
+    if served:
+        problem = served.load()
         cli.say_if_predicted(args.workload, problem)
         return problem
     _check_settings(args)
@@ -744,7 +754,6 @@ def _answer(
         **decision(problem, solution, lower_bound_s=bound_s, seconds=took_s),
         **({} if order is None else {"order": order.named(problem.graph, devices)}),
         **measured,
-        **(serving.answer(args, problem, solution) if serving.is_served(args) else {}),
     }
 
 

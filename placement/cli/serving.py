@@ -6,6 +6,8 @@ import argparse
 import gc
 import shlex
 from dataclasses import asdict, replace
+from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from placement import cli
@@ -60,18 +62,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_served(args: argparse.Namespace) -> bool:
-    """Whether the workload is a file of a language model.
+def of(args: argparse.Namespace) -> Served | None:
+    """What is to be served; None: the workload is no file of a language model.
 
     Raises:
-        UsageError: it is not, but options or the objective are for one.
+        UsageError: it is none, but options or the objective are for one.
         FormatError: likewise, of a file.
     """
     from placement.costs.serving import Phase
     from placement.importers import is_decoder, load_decoder
 
     if cli.looks_like_file(args.workload) and is_decoder(args.workload):
-        return True
+        return Served(args)
     given = [name for name in _ONLY if getattr(args, name) is not None]
     options = [f"--{name.replace('_', '-')}" for name in given]
     if args.objective in list(Phase):
@@ -83,23 +85,198 @@ def is_served(args: argparse.Namespace) -> bool:
             f"{', '.join(options)} is for language models without weights, a config.json or a GGUF "
             f"file; {args.workload!r} is none"
         )
-    return False
+    return None
 
 
-def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
-    """The model, and what is served.
+class Served:
+    """A language model, and how it is to be served; both are known once it is loaded.
 
-    Raises:
-        UsageError: an option that is for other workloads, or none where one is needed.
-        FormatError: the file is not that of a model that is known.
+    Attributes:
+        decoder: the model, its hot experts apart where that was asked for.
+        serving: which phase, of how long a context, for how many sequences.
     """
+
+    decoder: Decoder
+    serving: Serving
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def load(self) -> Problem:
+        """The problem.
+
+        Raises:
+            UsageError: an option that is for other workloads, or none where one is needed.
+            FormatError: the file is not that of a model that is known.
+            ValueError: what ``serving_problem`` and ``best_groups`` raise.
+        """
+        from placement.costs.groups import best_groups
+        from placement.costs.hot_experts import with_hot_experts
+        from placement.costs.serving import min_batch
+        from placement.planners import load
+
+        size = self._group_size()
+        self.decoder, self.serving = _asked(self._args)
+        self._cluster = cli.cluster_of(self._args.cluster)
+        if self._args.tensor_parallel is not None:
+            return best_groups(self.decoder, self._cluster, self.serving, load("layer_dp"), size)
+        self.decoder, problem = with_hot_experts(self.decoder, self._cluster, self.serving)
+        profile = problem.profile
+        least = {"offload_min_batch": min_batch(self.decoder, self._cluster)}
+        return replace(problem, profile=replace(profile, provenance=profile.provenance | least))
+
+    def _group_size(self) -> int | None:
+        """Of ``--tensor-parallel``; None: any. Raises: UsageError, it is no number."""
+        size = self._args.tensor_parallel
+        if size in (None, _AS_MANY):
+            return None
+        if not size.isdecimal():
+            raise cli.UsageError(
+                f"--tensor-parallel {size}: give the number of devices of a group, or nothing "
+                "behind it"
+            )
+        return int(size)
+
+    def longest(self) -> int:
+        """The longest context that fits; in groups, where the largest of them hold it."""
+        from placement.costs.groups import group_problem, groupings
+        from placement.costs.serving import largest_context, serving_problem
+
+        decoder, cluster = self.decoder, self._cluster
+        if self._args.tensor_parallel is None:
+            make = partial(serving_problem, decoder, cluster)
+        else:
+            groups = groupings(decoder, cluster, self._group_size())[0]
+            make = partial(group_problem, decoder, cluster, groups=groups)
+        return largest_context(make, self.serving, fits)
+
+    def answer(self, problem: Problem, solution: Solution) -> dict[str, Any]:
+        """What machines read besides what every plan has; the keys are a contract."""
+        from placement.costs.serving import interval, memory, terms
+
+        facts: dict[str, Any] = {"memory": memory(problem, solution.placement)}
+        if not isfinite(solution.value_s):
+            return facts | {"largest_context": self.longest()}
+        parts = terms(self.decoder, problem.cluster, self.serving, solution.placement)
+        bounds = {x: asdict(y) for x, y in self._bounds(problem, solution).items()}
+        facts |= {"bounds": bounds} | ({"hot_experts": hot} if (hot := self.hot_experts()) else {})
+        weights = dict(zip(("prefill", "decode"), self.serving.weights, strict=True))
+        factors = interval(self.decoder, problem.cluster, solution.placement)
+        within = {f"{x}_s": [factor * parts[f"{x}_s"] for factor in y] for x, y in factors.items()}
+        rate = [self.serving.batch / x for x in (parts["decode_s"], *reversed(within["decode_s"]))]
+        rates = dict(zip(("predicted", "low", "high"), rate, strict=True))
+        return facts | {**parts, "weights": weights, "interval": within, "tokens_per_s": rates}
+
+    def why_not(self, problem: Problem) -> str:
+        """What is needed, what is there, and which context fits."""
+        serving, graph, held = self.serving, problem.graph, problem.profile.provenance
+        cache_bytes = int(graph.param_bytes[held["kv_cache"]].sum())
+        total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
+        needs = (
+            f"a context of {serving.context:,} tokens x {serving.batch} needs {total:,} bytes (of "
+            f"which {cache_bytes:,} are cache), the devices have {there:,} together"
+        )
+        if fits(problem):
+            return f"{needs}; another planner finds a split that fits: --planner layer_dp"
+        largest = self.longest()
+        if not largest:
+            return f"{needs}; no context fits"
+        return (
+            f"{needs}; the largest context with which layers fit one device after another is "
+            f"{largest} tokens: --context {largest}"
+        )
+
+    def table(self, problem: Problem, solution: Solution) -> None:
+        """Show what the devices hold, how fast that is, and how sure."""
+        from placement.costs.serving import interval, memory, terms
+        from placement.tools.files import some
+
+        rows = [
+            [name, *(cli.byte_size(float(x)) for x in held.values())]
+            for name, held in memory(problem, solution.placement).items()
+        ]
+        header = ["device", "weights", "KV cache", "buffers", "needed", "there"]
+        cli.print_table("memory", header, rows)
+        used = {problem.cluster.device_names[d] for d in solution.placement}
+        if idle := [name for name in problem.cluster.device_names if name not in used]:
+            more = "--tensor-parallel, " if self._args.tensor_parallel is None else ""
+            print(
+                f"{len(idle)} of {problem.num_devices} devices are idle ({some(idle)}): a batch is "
+                "on one device at a time, so that one more device adds transfers and no speed "
+                "where the others hold everything. To use them: a second copy of the model, "
+                "planned for a "
+                f"cluster of these alone, {more}or a larger --batch or --context"
+            )
+        decoder, serving = self.decoder, self.serving
+        if hot := self.hot_experts():
+            sizes = sorted(map(len, hot.values()))
+            print(
+                f"hot experts stay with their layer, the others (#1) are apart: {sizes[0]} to "
+                f"{sizes[-1]} of a layer, {sum(sizes)} in all; which ones: --json, hot_experts"
+            )
+        seconds = terms(decoder, problem.cluster, serving, solution.placement)
+        for phase, bound in self._bounds(problem, solution).items():
+            rest = {"operators below the devices' rates": bound.slow_s,
+                    "devices that wait, or slower memory than there is": bound.turns_s,
+                    "handing on": bound.handing_s}  # fmt: skip
+            listed = sorted(rest.items(), key=lambda pair: -pair[1])
+            print(
+                f"{phase}: {bound.share:.0%} of what this machine can do, "
+                f"{cli.seconds(bound.least_s)} with all devices and links at their full rates; "
+                "the rest is "
+                + ", ".join(f"{cli.seconds(x)} {name}" for name, x in listed if x > 0)
+            )
+        factors = interval(decoder, problem.cluster, solution.placement)
+        rate, (fast, slow) = serving.batch / seconds["decode_s"], factors["decode"]
+        prompt_s = seconds["prefill_s"]
+        early_s, late_s = (cli.seconds(prompt_s * factor) for factor in factors["prefill"])
+        print(
+            f"decode: {rate:.1f} tokens/s at a context of {serving.context} ({rate / slow:.1f} to "
+            f"{rate / fast:.1f}); prefill: {cli.seconds(prompt_s)} for {serving.batch} x "
+            f"{serving.tokens} tokens ({early_s} to {late_s}); in brackets 90 % intervals"
+        )
+
+    def _bounds(self, problem: Problem, solution: Solution) -> dict[str, Bound]:
+        """Of both phases."""
+        from placement.costs.serving import Phase
+        from placement.costs.serving_bound import bound
+
+        asked = self.decoder, problem.cluster, self.serving, solution.placement
+        return {str(phase): bound(*asked, phase) for phase in (Phase.PREFILL, Phase.DECODE)}
+
+    def hot_experts(self) -> dict[int, list[int]]:
+        """By layer, the experts that are with the layer where others are apart; empty: none are."""
+        return {p.layer: list(p.experts) for p in self.decoder.parts if p.name.endswith("#0")}
+
+    def check(self, plan: Plan) -> str:
+        """The command that measures what is predicted; empty where no program runs such a plan."""
+        from placement import exporters
+
+        kinds = {d.name: d.kind for d in plan.cluster.devices}
+        is_gguf = plan.provenance.profile.get("format") == "gguf"
+        mixed = len({kinds[d] == "cpu" for d in plan.assignment.values()}) > 1
+        try:
+            exported = exporters.load("llama_cpp" if is_gguf or mixed else "vllm")(plan)
+        except exporters.ExportError:
+            return ""
+        model = shlex.quote(self._args.workload) if is_gguf else "MODEL"
+        return exported.check.replace("MODEL", model)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether layers one after another fit, in any order of the devices."""
+    from placement.planners import load
+
+    return isfinite(load("layer_dp")(problem).value_s)
+
+
+def _asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
+    """The model, and what is served."""
     from placement.costs.serving import Phase, Serving
     from placement.importers import load_decoder
     from placement.importers.routing import with_counts
     from placement.tools.named import meant
 
-    if hasattr(args, "served"):
-        return args.served  # type: ignore[no-any-return]
     others = ("profile", "predict", "optimizer", "microbatches", "in_flight", "second_j", "devices",
               "bandwidth", "memory", "flops", "memory_bandwidth", "dim")  # fmt: skip
     wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
@@ -123,186 +300,4 @@ def asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
     gc.freeze()  # what its libraries made when they were imported stays: it is not looked at again
     has_experts = "experts" in decoder.class_bytes()
     whole = args.split == "layers" or (args.split is None and not has_experts)
-    args.served = decoder, Serving(Phase(objective), args.context, batch, args.prompt, whole)
-    return args.served
-
-
-def load(args: argparse.Namespace) -> Problem:
-    """The problem.
-
-    Raises:
-        UsageError, FormatError: see ``asked``; and what ``serving_problem`` and ``best_groups``
-            raise.
-    """
-    from placement.costs.groups import best_groups
-    from placement.costs.hot_experts import with_hot_experts
-    from placement.costs.serving import min_batch
-    from placement.planners import load
-
-    size = group_size(args)
-    decoder, serving = asked(args)
-    cluster = cli.cluster_of(args.cluster)
-    if args.tensor_parallel is not None:
-        return best_groups(decoder, cluster, serving, load("layer_dp"), size)
-    decoder, problem = with_hot_experts(decoder, cluster, serving)
-    args.served = decoder, serving
-    profile = problem.profile
-    facts = profile.provenance | {"offload_min_batch": min_batch(decoder, cluster)}
-    return replace(problem, profile=replace(profile, provenance=facts))
-
-
-def group_size(args: argparse.Namespace) -> int | None:
-    """Of ``--tensor-parallel``; None: any. Raises: UsageError, it is no number."""
-    size = args.tensor_parallel
-    if size in (None, _AS_MANY):
-        return None
-    if not size.isdecimal():
-        raise cli.UsageError(
-            f"--tensor-parallel {size}: give the number of devices of a group, or nothing behind it"
-        )
-    return int(size)
-
-
-def longest(args: argparse.Namespace) -> int:
-    """The longest context that fits; in groups, where the largest of them hold it."""
-    from placement.costs.groups import group_problem, groupings
-    from placement.costs.serving import largest_context, serving_problem
-
-    decoder, serving = asked(args)
-    cluster = cli.cluster_of(args.cluster)
-    if args.tensor_parallel is None:
-        return largest_context(lambda s: serving_problem(decoder, cluster, s), serving, fits)
-    groups = groupings(decoder, cluster, group_size(args))[0]
-    return largest_context(lambda s: group_problem(decoder, cluster, s, groups), serving, fits)
-
-
-def answer(args: argparse.Namespace, problem: Problem, solution: Solution) -> dict[str, Any]:
-    """What machines read besides what every plan has; the keys are a contract."""
-    from math import isfinite
-
-    from placement.costs.serving import interval, memory, terms
-
-    facts: dict[str, Any] = {"memory": memory(problem, solution.placement)}
-    decoder, serving = asked(args)
-    if not isfinite(solution.value_s):
-        return facts | {"largest_context": longest(args)}
-    parts = terms(decoder, problem.cluster, serving, solution.placement)
-    bounds = {x: asdict(y) for x, y in _bounds(decoder, problem, serving, solution).items()}
-    facts |= {"bounds": bounds} | ({"hot_experts": hot} if (hot := hot_experts(args)) else {})
-    weights = dict(zip(("prefill", "decode"), serving.weights, strict=True))
-    factors = interval(decoder, problem.cluster, solution.placement)
-    within = {f"{x}_s": [factor * parts[f"{x}_s"] for factor in y] for x, y in factors.items()}
-    rate = [serving.batch / x for x in (parts["decode_s"], *reversed(within["decode_s"]))]
-    rates = dict(zip(("predicted", "low", "high"), rate, strict=True))
-    return facts | {**parts, "weights": weights, "interval": within, "tokens_per_s": rates}
-
-
-def why_not(args: argparse.Namespace, problem: Problem) -> str:
-    """What is needed, what is there, and which context fits."""
-    _, serving = asked(args)
-    graph, held = problem.graph, problem.profile.provenance
-    cache_bytes = int(graph.param_bytes[held["kv_cache"]].sum())
-    total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
-    needs = (
-        f"a context of {serving.context:,} tokens x {serving.batch} needs {total:,} bytes (of "
-        f"which {cache_bytes:,} are cache), the devices have {there:,} together"
-    )
-    if fits(problem):
-        return f"{needs}; another planner finds a split that fits: --planner layer_dp"
-    largest = longest(args)
-    if not largest:
-        return f"{needs}; no context fits"
-    return (
-        f"{needs}; the largest context with which layers fit one device after another is "
-        f"{largest} tokens: --context {largest}"
-    )
-
-
-def fits(problem: Problem) -> bool:
-    """Whether layers one after another fit, in any order of the devices."""
-    from math import isfinite
-
-    from placement.planners import load
-
-    return isfinite(load("layer_dp")(problem).value_s)
-
-
-def table(args: argparse.Namespace, problem: Problem, solution: Solution) -> None:
-    """Show what the devices hold, how fast that is, and how sure."""
-    from placement.costs.serving import interval, memory, terms
-    from placement.tools.files import some
-
-    rows = [
-        [name, *(cli.byte_size(float(x)) for x in held.values())]
-        for name, held in memory(problem, solution.placement).items()
-    ]
-    cli.print_table("memory", ["device", "weights", "KV cache", "buffers", "needed", "there"], rows)
-    used = {problem.cluster.device_names[d] for d in solution.placement}
-    if idle := [name for name in problem.cluster.device_names if name not in used]:
-        more = "--tensor-parallel, " if args.tensor_parallel is None else ""
-        print(
-            f"{len(idle)} of {problem.num_devices} devices are idle ({some(idle)}): a batch is on "
-            "one device at a time, so that one more device adds transfers and no speed where the "
-            "others hold everything. To use them: a second copy of the model, planned for a "
-            f"cluster of these alone, {more}or a larger --batch or --context"
-        )
-    decoder, serving = asked(args)
-    if hot := hot_experts(args):
-        sizes = sorted(map(len, hot.values()))
-        print(
-            f"hot experts stay with their layer, the others (#1) are apart: {sizes[0]} to "
-            f"{sizes[-1]} of a layer, {sum(sizes)} in all; which ones: --json, hot_experts"
-        )
-    seconds = terms(decoder, problem.cluster, serving, solution.placement)
-    for phase, bound in _bounds(decoder, problem, serving, solution).items():
-        rest = {"operators below the devices' rates": bound.slow_s,
-                "devices that wait, or slower memory than there is": bound.turns_s,
-                "handing on": bound.handing_s}  # fmt: skip
-        listed = sorted(rest.items(), key=lambda pair: -pair[1])
-        print(
-            f"{phase}: {bound.share:.0%} of what this machine can do, {cli.seconds(bound.least_s)} "
-            "with all devices and links at their full rates; the rest is "
-            + ", ".join(f"{cli.seconds(x)} {name}" for name, x in listed if x > 0)
-        )
-    factors = interval(decoder, problem.cluster, solution.placement)
-    rate, (fast, slow) = serving.batch / seconds["decode_s"], factors["decode"]
-    early_s, late_s = (cli.seconds(seconds["prefill_s"] * factor) for factor in factors["prefill"])
-    print(
-        f"decode: {rate:.1f} tokens/s at a context of {serving.context} ({rate / slow:.1f} to "
-        f"{rate / fast:.1f}); prefill: {cli.seconds(seconds['prefill_s'])} for {serving.batch} x "
-        f"{serving.tokens} tokens ({early_s} to {late_s}); in brackets 90 % intervals"
-    )
-
-
-def _bounds(
-    decoder: Decoder, problem: Problem, serving: Serving, solution: Solution
-) -> dict[str, Bound]:
-    """Of both phases."""
-    from placement.costs.serving import Phase
-    from placement.costs.serving_bound import bound
-
-    return {
-        str(phase): bound(decoder, problem.cluster, serving, solution.placement, phase)
-        for phase in (Phase.PREFILL, Phase.DECODE)
-    }
-
-
-def hot_experts(args: argparse.Namespace) -> dict[int, list[int]]:
-    """By layer, the experts that are with the layer where others are apart; empty: none are."""
-    decoder, _ = asked(args)
-    return {p.layer: list(p.experts) for p in decoder.parts if p.name.endswith("#0")}
-
-
-def check(args: argparse.Namespace, plan: Plan) -> str:
-    """The command that measures what is predicted; empty where no program runs such a plan."""
-    from placement import exporters
-
-    kinds = {d.name: d.kind for d in plan.cluster.devices}
-    is_gguf = plan.provenance.profile.get("format") == "gguf"
-    mixed = len({kinds[d] == "cpu" for d in plan.assignment.values()}) > 1
-    try:
-        exported = exporters.load("llama_cpp" if is_gguf or mixed else "vllm")(plan)
-    except exporters.ExportError:
-        return ""
-    model = shlex.quote(args.workload) if is_gguf else "MODEL"
-    return exported.check.replace("MODEL", model)
+    return decoder, Serving(Phase(objective), args.context, batch, args.prompt, whole)

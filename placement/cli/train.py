@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement import cli
 from placement.cli.ways import Work, model_of
-from placement.runs.ways import Way, timed
+from placement.runs.ways import Way, timed, torch_threads
 
 if TYPE_CHECKING:
     from placement.executor import Trainer
@@ -49,8 +49,6 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
     but rounding, e.g. of a bias before a normalisation. On a GPU, where rounding is another, Adam
     makes a step of the learning rate of that.
     """
-    import torch
-
     from placement.capturing.training import plain_step
     from placement.executor.equality import Tolerance, error, said
 
@@ -85,9 +83,8 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
     optimizer.register_step_pre_hook(keep_gradients)
     state = [*module.parameters(), *module.buffers()]
     tolerance = Tolerance.of(state, trainer.runner.cluster)
-    threads, steps = torch.get_num_threads(), 2
-    try:
-        torch.set_num_threads(max(d.threads for d in trainer.runner.cluster.devices))
+    steps = 2
+    with torch_threads(max(d.threads for d in trainer.runner.cluster.devices)):
         for _ in range(steps):
             losses = trainer.accumulate([example] * batches)
             gradients = trainer.gradients()
@@ -101,8 +98,6 @@ def difference(trainer: Trainer, module: Any, example: Any, loss: Any, batches: 
         on_gpu = any(d.kind == "cuda" for d in trainer.runner.cluster.devices)
         free = 2.1 * steps * max(rates, default=0.0) if on_gpu else 0.0
         return compare(module.state_dict(), plain.state_dict(), free)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def alone(plan: Plan, trainer: Trainer, device: str) -> Trainer:

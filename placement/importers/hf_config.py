@@ -9,7 +9,6 @@ the library's own. No code that comes with a model runs, and nothing is download
 from __future__ import annotations
 
 import difflib
-import gc
 import json
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from unittest import mock
 
 from placement.importers._read import FormatError, whole
 from placement.importers.decoder import Decoder, Part
+from placement.tools.clock import nothing_collected
 from placement.tools.files import short
 from placement.tools.limits import MOST
 
@@ -49,19 +49,8 @@ def looks_like(data: Any) -> bool:
     return isinstance(data, dict) and isinstance(data.get("model_type"), str)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Imports make a million objects that stay: passes over them are a fifth of what they take."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_uncollected()
+# Imports make a million objects that stay: passes over them are a fifth of what they take.
+@nothing_collected()
 def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
     """The decoder that a config describes; of a config that holds another one's, the text model.
 

@@ -138,14 +138,7 @@ class PiecesInfo(Strict):
         if pieces is None:
             return None
         cuts = {
-            op: CutInfo(
-                inputs=rule.inputs,
-                numbers=rule.numbers,
-                zeros=rule.zeros,
-                outputs=rule.outputs,
-                bounds=pieces.bounds[op],
-            )
-            for op, rule in pieces.rules.items()
+            op: CutInfo(**vars(rule), bounds=pieces.bounds[op]) for op, rule in pieces.rules.items()
         }
         return cls(shares=pieces.shares, operators=cuts)
 

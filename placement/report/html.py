@@ -229,8 +229,8 @@ def _workload(
     return {
         "name": workload.name,
         **{name: getattr(rows[0], name) if rows else None for name in about},
-        "num_microbatches": _either(problem, plan, "num_microbatches"),
-        "max_in_flight": _either(problem, plan, "max_in_flight"),
+        "num_microbatches": getattr(problem or plan, "num_microbatches", None),
+        "max_in_flight": getattr(problem or plan, "max_in_flight", None),
         "devices": _devices(workload, decisions),
         "best": _best(comparison, workload.name),
         "planners": [_planner(name, mine, index) for name, mine in groups(rows, "planner").items()],
@@ -249,10 +249,6 @@ def _picture(decisions: Sequence[_Decision], best: str | None) -> str | None:
         both = [t for t in (decision.predicted, decision.measured) if t is not None]
         return still.picture(both, _plain(decision.planners[0] if best is None else best))
     return None
-
-
-def _either(problem: Problem | None, plan: Any, name: str) -> Any:
-    return getattr(problem, name) if problem else getattr(plan, name) if plan else None
 
 
 def _best(comparison: Comparison | None, workload: str) -> str | None:

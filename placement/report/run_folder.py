@@ -93,13 +93,9 @@ def read_run(folder: str | Path) -> RunFolder:
             unread.append(f"{file.relative_to(path)}: {reason[:200]}")
             return None
 
-    rows = (
-        ()
-        if given
-        else attempt(lambda file: table.from_csv(read_text(file)), path / "compare.csv") or ()
-    )
-    answers, used = _answers(path, rows, attempt)
+    rows = () if given else attempt(_rows, path / "compare.csv") or ()
     metrics = {} if given else attempt(_columns, path / "metrics.csv") or {}
+    answers, used = _answers(path, rows, attempt)
     names = list(dict.fromkeys(row.workload for row in rows))
     workloads = [_compared(path, name, used.get(name), attempt) for name in names]
     if not names:
@@ -112,14 +108,9 @@ def read_run(folder: str | Path) -> RunFolder:
             f"{because}. Make one, e.g.: placement plan resnet50 --planner best_of "
             f"--out {path / 'plan.json'}"
         )
-    texts = {
-        name: text
-        for name in ("versions.json", ".hydra/config.yaml", ".hydra/overrides.yaml")
-        if (text := attempt(read_text, path / name)) is not None
-    }
-    job = attempt(read_text, path / ".hydra" / "hydra.yaml")
-    if job is not None:
-        texts[".hydra/hydra.yaml"] = job
+    hydra = (f".hydra/{name}.yaml" for name in ("config", "overrides", "hydra"))
+    read = {name: attempt(read_text, path / name) for name in ("versions.json", *hydra)}
+    texts = {name: text for name, text in read.items() if text is not None}
     comparison = Comparison(rows, answers) if rows else None
     return RunFolder(path, tuple(workloads), comparison, metrics, texts, tuple(unread))
 
@@ -183,17 +174,13 @@ def _compared(path: Path, name: str, fingerprint: str | None, attempt: Attempt) 
     if fingerprint is not None:
         problem = attempt(_problem, path / "problems" / f"{fingerprint[:12]}.json")
     measured = measured_timelines(path, name, attempt)
-    own = path / name
-    if not own.resolve().is_relative_to(path.resolve()):  # a name must not lead elsewhere
+    own = path / name if (path / name).is_dir() else path
+    file = own / "plan.json"
+    inside = (path / name).resolve().is_relative_to(path.resolve())  # a name may lead elsewhere
+    plan = next(_planned(own, path, file, attempt), None) if inside and file.is_file() else None
+    if plan is None:
         return Workload(name, problem, None, None, measured, {})
-    if not own.is_dir() and (path / "plan.json").is_file():
-        own = path
-    plans = {"": own / "plan.json"} if (own / "plan.json").is_file() else {}
-    with_plan = [w for file in plans.values() for w in _planned(own, path, file, attempt)]
-    if not with_plan:
-        return Workload(name, problem, None, None, measured, {})
-    problem = problem or with_plan[0].problem
-    return replace(with_plan[0], name=name, problem=problem, measured=measured)
+    return replace(plan, name=name, problem=problem or plan.problem, measured=measured)
 
 
 def measured_timelines(
@@ -272,6 +259,10 @@ def _problem(file: Path) -> Problem:
     from placement import importers
 
     return importers.load(file)
+
+
+def _rows(file: Path) -> tuple[Row, ...]:
+    return table.from_csv(read_text(file))
 
 
 def _columns(file: Path) -> dict[str, list[float]]:
