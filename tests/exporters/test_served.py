@@ -1,7 +1,5 @@
 """Plans of language models without weights, in the formats of what serves them, and read back."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -42,7 +40,7 @@ def plan_of(
         Device(n, k, like=likes[k], memory_bytes=24 * 10**9)
         for n, k in zip(names, kinds, strict=True)
     )
-    asked = Serving("decode", 64, whole_layers=whole)  # type: ignore[arg-type]
+    asked = Serving("decode", 64, whole_layers=whole)
     problem = serving_problem(decoder, Cluster("c", devices), asked)
     return make_plan(problem, Solution(np.array(on, np.int32), 1.0), planner="by hand")
 
@@ -89,18 +87,16 @@ def test_accelerate_takes_the_device_map(tied: bool) -> None:
     exported = load("huggingface")(plan_of(config, on))
     where = json.loads(exported.files[""])
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**config)
-        )
+        described = transformers.AutoConfig.for_model(**config)
+        model = transformers.AutoModelForCausalLM.from_config(described)
     accelerate.utils.check_device_map(model, where)  # raises for what is not covered
     assert where["model.layers.1"] == "cuda:0" and where["model.layers.2"] == "cuda:1"
     assert where["lm_head"] == ("cuda:0" if tied else "cuda:1")
     limits = {int(k): v for k, v in json.loads(exported.files[".max_memory.json"]).items()}
     assert limits == {0: 24 * 10**9, 1: 24 * 10**9}
     # What accelerate itself makes of these limits is a map of the same modules.
-    own = accelerate.infer_auto_device_map(
-        model, limits, no_split_module_classes=model._no_split_modules
-    )
+    whole = {"no_split_module_classes": model._no_split_modules}
+    own = accelerate.infer_auto_device_map(model, limits, **whole)
     assert set(own) <= {"", *where, "model", "model.rotary_emb"}
 
 
@@ -214,9 +210,8 @@ def test_llama_cpp_says_from_which_batch_on_copies_pay() -> None:
     exported = load("llama_cpp")(plan)
     assert set(exported.files) == {"", ".args"} and "-ncmoe 2 in place of -ot" in exported.note
     facts = plan.provenance.profile | {"offload_min_batch": 130}
-    plan = plan.model_copy(
-        update={"provenance": plan.provenance.model_copy(update={"profile": facts})}
-    )
+    provenance = plan.provenance.model_copy(update={"profile": facts})
+    plan = plan.model_copy(update={"provenance": provenance})
     exported = load("llama_cpp")(plan)
     assert exported.files[".env"] == "GGML_OP_OFFLOAD_MIN_BATCH=130\n"
     assert exported.note.startswith("env $(cat FILE.env) llama-server")
@@ -237,10 +232,8 @@ def test_vllm_offloads_what_is_left_to_the_processor() -> None:
     assert exported.files[".args"] == (
         "--pipeline-parallel-size 1 --cpu-offload-gb 0.01 --cpu-offload-params experts\n"
     )
-    assert (
-        exported.files[""]
-        == "# rank 0: cuda:0\nCUDA_VISIBLE_DEVICES=0\nVLLM_PP_LAYER_PARTITION=4\n"
-    )
+    whole = "# rank 0: cuda:0\nCUDA_VISIBLE_DEVICES=0\nVLLM_PP_LAYER_PARTITION=4\n"
+    assert exported.files[""] == whole
     # The embedding is no layer: it is on the GPU.
     host = load("vllm")(plan_of(MIXTRAL | FOUR, [1, *FIRST_TWO[1:]], ONE))
     assert host.files == exported.files
@@ -298,6 +291,19 @@ def log_of(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+@pytest.fixture
+def audit(tmp_path: Path, says: Any) -> Any:
+    """What ``placement audit --json`` says of a plan and a log."""
+
+    def audited(plan: Plan, log: str | bytes, *more: str, code: int = OK) -> Any:
+        plan.save(tmp_path / "plan.json")
+        (tmp_path / "log").write_bytes(log if isinstance(log, bytes) else log.encode())
+        where = [tmp_path / "plan.json", "--log", tmp_path / "log"]
+        return says(["audit", *where, "--json", *more], code)
+
+    return audited
+
+
 @pytest.mark.parametrize(
     ("to", "program", "typed", "printed"),
     [
@@ -305,9 +311,7 @@ def log_of(plan: Plan) -> str:
         ("vllm", "vllm serve MODEL", "printenv VLLM_PP_LAYER_PARTITION #", "2,2\n"),
     ],
 )
-def test_the_command_that_is_said_runs_as_it_stands(
-    tmp_path: Path, capsys: Any, to: str, program: str, typed: str, printed: str
-) -> None:
+def test_the_command_that_is_said_runs_as_it_stands(tmp_path, capsys, to, program, typed, printed):
     plan_of(DENSE, HALVES).save(tmp_path / "plan.json")
     out = tmp_path / "a folder" / "plan.of"
     out.parent.mkdir()
@@ -315,19 +319,13 @@ def test_the_command_that_is_said_runs_as_it_stands(
     command = capsys.readouterr().err.strip().partition("; ")[2]
     assert program in command
     ran = ["bash", "-c", command.replace(program, typed)]
-    assert subprocess.run(ran, check=True, capture_output=True, text=True).stdout.startswith(
-        printed
-    )
+    done = subprocess.run(ran, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(printed)
 
 
-def test_audit_of_llama_cpp(tmp_path: Path, capsys: Any) -> None:
+def test_audit_of_llama_cpp(tmp_path: Path, audit: Any, says: Any) -> None:
     plan = plan_of(MIXTRAL | FOUR, [2, *[0, 0, 2], *[0, 0, 1], *[1] * 3, *[1, 1, 2], 1, 1], MIXED)
-    plan.save(tmp_path / "plan.json")
-    log = tmp_path / "llama.log"
-    log.write_text(log_of(plan))
-    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(log), "--json"]
-    assert main(argv) == OK
-    answer = json.loads(capsys.readouterr().out)
+    answer = audit(plan, log_of(plan)).json
     assert answer["elsewhere"] == {} and answer["told"] == answer["operators"] == 15
     sizes = answer["memory"]
     planned = [sizes[name].pop("planned") * 2**20 for name in ("CUDA0", "CPU")]
@@ -336,14 +334,11 @@ def test_audit_of_llama_cpp(tmp_path: Path, capsys: Any) -> None:
     np.testing.assert_allclose(planned, peaks, atol=2**14)
     assert sizes == {"CUDA0": {"model": 403.5, "KV": 28.0}, "CPU": {"model": 82.25}}
     lost = "tensor blk.3.ffn_up_exps.weight (12 MiB q4_K) buffer type overridden to CPU\n"
-    log.write_text(log_of(plan).replace(lost, ""))
-    assert main(argv) == NO
-    out, stderr = capsys.readouterr()
-    assert json.loads(out)["elsewhere"] == {"model.layers.3.experts": ["CPU", "CUDA1"]}
-    assert "14 of 15 operators are where they were planned" in stderr
-    log.write_text("nothing of interest\n")
-    assert main(argv) == NO and "does not say where any operator" in capsys.readouterr().err
-    assert main([*argv[:3], str(tmp_path / "missing"), "--json"]) == BAD_INPUT
+    said = audit(plan, log_of(plan).replace(lost, ""), code=NO)
+    assert said.json["elsewhere"] == {"model.layers.3.experts": ["CPU", "CUDA1"]}
+    assert "14 of 15 operators are where they were planned" in said.err
+    assert "does not say where any operator" in audit(plan, "nothing of interest\n", code=NO).err
+    says(["audit", tmp_path / "plan.json", "--log", tmp_path / "missing", "--json"], BAD_INPUT)
 
 
 def test_logs() -> None:
@@ -364,16 +359,13 @@ Something else: in brackets"""
     between = [*lines[:2], "[I:other] thread (3)", odd, *lines[2:]]
     nodes, unknown = onnxruntime_nodes("\n".join(between).replace("nodes: 2", "nodes: 4"), plan)
     assert {op: nodes[op] for op in where_of} == where_of and unknown == [odd]
-    assert llama_cpp_buffers("x:  RPC0[10.0.0.2:50052] model buffer size =  1.50 MiB") == {
-        "RPC0[10.0.0.2:50052]": {"model": 1.5}
-    }
+    buffers = llama_cpp_buffers("x:  RPC0[10.0.0.2:50052] model buffer size =  1.50 MiB")
+    assert buffers == {"RPC0[10.0.0.2:50052]": {"model": 1.5}}
 
 
-def test_an_audit_reads_what_versions_and_shells_write(tmp_path: Path, capsys: Any) -> None:
+def test_an_audit_reads_what_versions_and_shells_write(audit: Any) -> None:
     """Before May 2025 no ``is_swa``; ik_llama.cpp's spelling; PowerShell's UTF-16; colours."""
     plan = plan_of(DENSE, [2, *HALVES[1:]], MIXED)
-    plan.save(tmp_path / "plan.json")
-    log, argv = tmp_path / "llama.log", ["audit", str(tmp_path / "plan.json"), "--log"]
     older = log_of(plan).replace(", is_swa = 0", "").replace("\n", "\r\n")
     spelt = re.sub(
         r"tensor (\S+) \(.*?\) buffer type overridden", r"Tensor \1 buffer type overriden", older
@@ -385,16 +377,12 @@ def test_an_audit_reads_what_versions_and_shells_write(tmp_path: Path, capsys: A
         older.encode("utf-16"), older.encode("utf-16-le"), older.encode("utf-16-be"),
         b"\xfe\xff" + older.encode("utf-16-be"),
     ):  # fmt: skip
-        log.write_bytes(content)
-        assert main([*argv, str(log), "--json"]) == OK, content[:40]
-        answer = json.loads(capsys.readouterr().out)
+        answer = audit(plan, content).json
         assert answer["told"] == answer["operators"] == 11 and answer["unknown"] == []
 
 
-def test_a_line_that_is_not_known_is_no_agreement_and_no_place(tmp_path: Path, capsys: Any) -> None:
+def test_a_line_that_is_not_known_is_no_agreement_and_no_place(tmp_path, audit, says):
     plan = plan_of(DENSE, [2, *HALVES[1:]], MIXED)
-    plan.save(tmp_path / "plan.json")
-    log, argv = tmp_path / "llama.log", ["audit", str(tmp_path / "plan.json"), "--log"]
     known = log_of(plan)
     override = "tensor blk.3.attn_q.weight (12 MiB q4_K) buffer type overridden to CUDA1"
     for line, strange, lost in (
@@ -406,10 +394,8 @@ def test_a_line_that_is_not_known_is_no_agreement_and_no_place(tmp_path: Path, c
         (override, "token_embd.weight overridden by user -> CUDA0", {"model.embed_tokens"}),
     ):  # fmt: skip
         assert line in known
-        log.write_text(known.replace(line, strange))
-        assert main([*argv, str(log), "--json"]) == NO
-        out, stderr = capsys.readouterr()
-        answer = json.loads(out)
+        said = audit(plan, known.replace(line, strange), code=NO)
+        answer, stderr = said.json, said.err
         assert answer["unknown"] == [strange] and answer["elsewhere"] == {}
         untold = [op for op in plan.assignment if any(op.startswith(x) for x in lost)]
         assert answer["told"] == 11 - len(untold)
@@ -423,31 +409,25 @@ def test_a_line_that_is_not_known_is_no_agreement_and_no_place(tmp_path: Path, c
         "create_tensor: loading tensor blk.0.attn_norm.weight\n"
         "load_tensors: offloading output layer to GPU\n"
     )
-    log.write_text(more + known)
-    assert main([*argv, str(log)]) == OK
+    audit(plan, more + known)
+    says(["audit", tmp_path / "plan.json", "--log", tmp_path / "log"])
 
 
 @pytest.mark.parametrize(
     ("on", "moved", "head"), [(2, "", "CUDA1"), (1, "CUDA1", "CUDA1"), (2, "CPU", "CPU")]
 )
-def test_an_audit_says_where_a_tied_head_is(
-    tmp_path: Path, capsys: Any, on: int, moved: str, head: str
-) -> None:
+def test_an_audit_says_where_a_tied_head_is(audit, on, moved, head):
     """The embedding on the CPU needs no rule, and a rule for it takes the head along."""
     plan = plan_of(DENSE | {"tie_word_embeddings": True}, [on, *HALVES[1:]], MIXED)
-    plan.save(tmp_path / "plan.json")
     log = [x for x in log_of(plan).splitlines() if "output.weight" not in x]
     wanted = [x for x in log if "token_embd" in x]
     assert [x.rpartition(" ")[2] for x in wanted] == ([moved] if on == 1 else [])
     if moved == "CPU":  # what a rule of one's own does
         log.append("tensor token_embd.weight (12 MiB q4_K) buffer type overridden to CPU")
-    (tmp_path / "llama.log").write_text("\n".join(log))
-    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(tmp_path / "llama.log"), "--json"]
-    assert main(argv) == (NO if moved == "CPU" else OK)
-    out, stderr = capsys.readouterr()
-    assert f"the head, of the tied tensor token_embd.weight, is on {head}" in stderr
+    said = audit(plan, "\n".join(log), code=NO if moved == "CPU" else OK)
+    assert f"the head, of the tied tensor token_embd.weight, is on {head}" in said.err
     elsewhere = {"lm_head": ["CUDA1", "CPU"]} if moved == "CPU" else {}
-    assert json.loads(out)["elsewhere"] == elsewhere
+    assert said.json["elsewhere"] == elsewhere
 
 
 # What llama.cpp 2026.10 printed of a model of two layers, shortened: it loads twice.
@@ -471,13 +451,9 @@ LLAMA_LOG = """
 """
 
 
-def test_the_load_that_counts_is_the_last_of_the_whole_model(tmp_path: Path, capsys: Any) -> None:
+def test_the_load_that_counts_is_the_last_of_the_whole_model(audit: Any) -> None:
     plan = plan_of(DENSE | {"num_hidden_layers": 2}, [0] * 7, ("cpu:0",))
-    plan.save(tmp_path / "plan.json")
-    (tmp_path / "llama.log").write_text(LLAMA_LOG)
-    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(tmp_path / "llama.log"), "--json"]
-    assert main(argv) == OK
-    held = json.loads(capsys.readouterr().out)["memory"]["CPU"]
+    held = audit(plan, LLAMA_LOG).json["memory"]["CPU"]
     assert held.pop("planned") > 0
     assert held == {"model": 0.74, "output": 0.01, "KV": 0.12, "compute": 1.01}
 
@@ -498,23 +474,17 @@ value: [ 0.637424, 3.48264, -0.109109 ]" ]
 """
 
 
-def test_audit_of_onnx_runtimes(tmp_path: Path, capsys: Any) -> None:
+def test_audit_of_onnx_runtimes(audit: Any) -> None:
     names, where = ("fc1", "relu1", "y"), ("cpu:0", "gpu:0")
     graph = OpGraph.build("onnx", names, [-1, 0, 1, 2], [1] * 4, [(0, 0), (1, 1), (2, 2)])
-    placed(problem_of(graph, where), [0, 0, 1]).save(tmp_path / "plan.json")
-    log = tmp_path / "hetero_affinity_m.dot"
-    log.write_text(HETERO_DOT)
-    argv = ["audit", str(tmp_path / "plan.json"), "--log", str(log), "--json"]
-    assert main([*argv, "--devices", "gpu:0=AUTO"]) == OK
-    assert json.loads(capsys.readouterr().out)["told"] == 3
-    log.write_text(HETERO_DOT.replace("MatMul\\ndevice=AUTO", "MatMul\\ndevice=CPU"))
-    assert main([*argv, "--devices", "gpu:0=AUTO"]) == NO
-    assert json.loads(capsys.readouterr().out)["elsewhere"] == {"y": ["AUTO", "AUTO+CPU"]}
+    plan, auto = placed(problem_of(graph, where), [0, 0, 1]), ("--devices", "gpu:0=AUTO")
+    assert audit(plan, HETERO_DOT, *auto).json["told"] == 3
+    moved = HETERO_DOT.replace("MatMul\\ndevice=AUTO", "MatMul\\ndevice=CPU")
+    assert audit(plan, moved, *auto, code=NO).json["elsewhere"] == {"y": ["AUTO", "AUTO+CPU"]}
     # ONNX Runtime lists no nodes where it has one provider for all of them.
-    log.write_text(
+    log = (
         "[V:onnxruntime:, session_state.cc:1601 VerifyEachNodeIsAssignedToAnEp]  All nodes placed "
         "on [CPUExecutionProvider]. Number of nodes: 3\n"
     )
-    assert main(argv) == NO
-    answer = json.loads(capsys.readouterr().out)
+    answer = audit(plan, log, code=NO).json
     assert answer["told"] == 3 and set(answer["elsewhere"]) == {"y"}
