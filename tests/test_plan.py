@@ -40,48 +40,30 @@ from placement.program import CaptureError
 from placement.schedule import Schedule
 from placement.simulator import list_schedule
 from placement.tools.limits import Limits
+from tests.problems import altered, graph_of
 
 ROOT = Path(__file__).parents[1]
 
 
 def chain(num_ops: int = 4, **changes: Any) -> OpGraph:
     """``op0 -> op1 -> ...``, 8 bytes between, modules ``m.a``, ``m.b`` and the root."""
-    values: dict[str, Any] = dict(
-        op_module=["m.a", "m.a", "m.b", *[""] * (num_ops - 3)],
-        op_signature=[f"kind(f32[{i}])" for i in range(num_ops)],
-        param_bytes=[100],
-        param_uses=[(0, 0)],
-        output_tensor=[num_ops - 1],
-    )
-    return OpGraph.build(
-        "chain",
-        [f"op{i}" for i in range(num_ops)],
-        list(range(num_ops)),
-        changes.pop("tensor_bytes", [8] * num_ops),
-        changes.pop("uses", [(i, i + 1) for i in range(num_ops - 1)]),
-        **values | changes,
-    )
+    values: dict[str, Any] = {"param_bytes": [100], "param_uses": [(0, 0)], "name": "chain"}
+    values |= {"op_module": ["m.a", "m.a", "m.b", *[""] * (num_ops - 3)]}
+    values |= {"op_signature": [f"kind(f32[{i}])" for i in range(num_ops)]}
+    values |= {"output_tensor": [num_ops - 1], "tensor_bytes": 8}
+    values |= {"uses": [(i, i + 1) for i in range(num_ops - 1)]}
+    return graph_of(num_ops, **values | changes)
 
 
 def problem(graph: OpGraph | None = None, memory_bytes: int = 1000, **changes: Any) -> Problem:
     """Two cores; ``cpu:1`` is twice as fast; a link of 1 ms from the first to the second."""
     graph = graph or chain()
-    cluster = Cluster(
-        "pair",
-        (
-            Device("cpu:0", cores=(0,), memory_bytes=memory_bytes),
-            Device("cpu:1", memory_bytes=memory_bytes),
-        ),
-    )
+    rooms = {"memory_bytes": memory_bytes}
+    cluster = Cluster("pair", (Device("cpu:0", cores=(0,), **rooms), Device("cpu:1", **rooms)))
     seconds = np.tile([2.0, 1.0], (graph.num_ops, 1))
-    profile = Profile(
-        cluster.device_names,
-        seconds,
-        np.zeros_like(seconds),
-        links=(Link("cpu:0", "cpu:1", 1e-3), Link("cpu:1", "cpu:0", 1e-3, 1e9)),
-        graph_fingerprint=graph.fingerprint,
-        provenance={"when": "now", "repeats": 3},
-    )
+    links = Link("cpu:0", "cpu:1", 1e-3), Link("cpu:1", "cpu:0", 1e-3, 1e9)
+    facts = {"graph_fingerprint": graph.fingerprint, "provenance": {"when": "now", "repeats": 3}}
+    profile = Profile(cluster.device_names, seconds, np.zeros_like(seconds), links, **facts)
     return Problem(graph, cluster, profile, **{"num_microbatches": 8, **changes})
 
 
@@ -116,14 +98,12 @@ def test_doubt() -> None:
 
     def doubt(placement: list[int], error: float = 0.0, **changes: Any) -> str:
         p = problem()
-        known = p.profile.provenance | {"error": error}
-        p = replace(p, profile=replace(p.profile, provenance=known))
+        p = altered(p, provenance=p.profile.provenance | {"error": error})
         return plan_of(p, placement, **changes).doubt
 
     assert doubt([0, 1, 1, 1], 0.24) == doubt([1, 1, 1, 1], 0.9) == ""
-    assert "25.0% better than cpu:1 alone, and the calibration error is 26.0%" in doubt(
-        [0, 1, 1, 1], 0.26
-    )
+    said = doubt([0, 1, 1, 1], 0.26)
+    assert "25.0% better than cpu:1 alone, and the calibration error is 26.0%" in said
     assert doubt([0, 0, 1, 1]).startswith("cpu:1 alone is predicted to do no worse")
     spread = Spread(median_s=3.0, iqr_s=0.0)
     ran = Measured(period_s=spread, n=1, when="now", machine="m")
@@ -142,13 +122,10 @@ def test_values(plan: Plan) -> None:
     bounds = plan.lower_bound_s
     assert (bounds["latency"], bounds["period"]) == pytest.approx((4.0, 8 / 3))
     assert plan.fallback is not None
-    assert plan.fallback.model_dump() == pytest.approx(
-        {"device": "cpu:1", "value_s": 4.0, "latency_s": 4.0, "period_s": 4.0}
-    )
-    assert [(s.device, s.first, s.last, s.num_ops) for s in plan.stages] == [
-        ("cpu:0", "op0", "op1", 2),
-        ("cpu:1", "op2", "op3", 2),
-    ]
+    alone = {"device": "cpu:1", "value_s": 4.0, "latency_s": 4.0, "period_s": 4.0}
+    assert plan.fallback.model_dump() == pytest.approx(alone)
+    stages = [("cpu:0", "op0", "op1", 2), ("cpu:1", "op2", "op3", 2)]
+    assert [(s.device, s.first, s.last, s.num_ops) for s in plan.stages] == stages
     assert plan.device_map == {"m.a": "cpu:0", "m.b": "cpu:1"}
     headroom = 1000 - plan.predicted.peak_bytes["cpu:0"]
     assert plan.limits.headroom_bytes["cpu:0"] == headroom
@@ -198,9 +175,8 @@ def test_order_is_kept_and_checked() -> None:
     for a, b in zip(back.order, schedule.order, strict=True):
         np.testing.assert_array_equal(a, b)
     lost = plan.model_copy(update={"order": {**plan.order, "cpu:1": plan.order["cpu:1"][1:]}})
-    assert lost.inconsistencies() == [
-        "order: operator 2 ('op2') of micro-batch 0 is scheduled 0 times, expected once"
-    ]
+    why = "order: operator 2 ('op2') of micro-batch 0 is scheduled 0 times, expected once"
+    assert lost.inconsistencies() == [why]
     swapped = {"cpu:0": plan.order["cpu:1"], "cpu:1": plan.order["cpu:0"]}
     (first, *_) = plan.model_copy(update={"order": swapped}).inconsistencies()
     assert first.startswith("order: device 0 is told to run operator 2 ('op2'), which is placed on")
@@ -212,32 +188,23 @@ def test_order_is_kept_and_checked() -> None:
     assert first == "order: no operator op9 in assignment"
     # Found without a look at each: a file of some bytes must not keep the reader busy for ever.
     many = plan.model_copy(update={"num_microbatches": 2**31 - 1})
-    assert many.inconsistencies() == [
-        "order: schedule has 8 entries, expected 4 operators x 2147483647 micro-batches"
-    ]
+    why = "order: schedule has 8 entries, expected 4 operators x 2147483647 micro-batches"
+    assert many.inconsistencies() == [why]
 
 
 @pytest.mark.parametrize("objective", ["latency", "period", "energy", "max_load"])
 @pytest.mark.parametrize("second_j", [0.0, 2.0])
 def test_values_are_of_the_order_of_the_plan(objective: str, second_j: float) -> None:
-    watts = tuple(replace(d, busy_w=3.0, idle_w=1.0) for d in problem().cluster.devices)
-    p = problem(num_microbatches=4)
-    p = replace(p, cluster=replace(p.cluster, devices=watts))
+    p = altered(problem(num_microbatches=4), {"busy_w": 3.0, "idle_w": 1.0})
     p = replace(p, objective=objective, second_j=second_j)
     # The last micro-batch first, which no list scheduler would do.
-    slow = Schedule(
-        tuple(
-            np.array([(op, b) for b in (3, 2, 1, 0) for op in ops], np.int32)
-            for ops in ([0, 1], [2, 3])
-        ),
-        4,
-    )
+    turns = [[(op, b) for b in (3, 2, 1, 0) for op in ops] for ops in ([0, 1], [2, 3])]
+    slow = Schedule(tuple(np.array(x, np.int32) for x in turns), 4)
     for schedule in (None, slow):
         plan = plan_of(p, [0, 0, 1, 1], schedule=schedule)
         assert plan.inconsistencies() == []
     # Of a single sample: no time is lost beside others, which bounds of a pipeline count.
-    single, costs = Schedule(([(0, 0), (1, 0)], [(2, 0), (3, 0)]), 1), {"batch_s": 100.0}  # type: ignore
-    busy = replace(p, profile=replace(p.profile, **costs))
+    single, busy = Schedule(([(0, 0), (1, 0)], [(2, 0), (3, 0)]), 1), altered(p, batch_s=100.0)
     assert plan_of(busy, [0, 0, 1, 1], schedule=single).inconsistencies() == []
     cheap = {"value_s": plan.predicted.value_s / 2}
     wrong = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=cheap)})
@@ -510,23 +477,19 @@ def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert lacking(Device("cuda:0", kind="cuda")) == []
     for name in ("cuda:1", "nvidia:0"):
-        assert lacking(Device(name, kind="cuda")) == [
-            f"device {name!r} is not there; 1 CUDA devices"
-        ]
+        why = f"device {name!r} is not there; 1 CUDA devices"
+        assert lacking(Device(name, kind="cuda")) == [why]
 
 
 def test_an_infinite_constant_among_the_inputs_survives_the_file(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
+    from tests.modules import module_of
 
-    class Masked(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def forward(self, x: Any, fill: float) -> Any:
-            return x.masked_fill(x > 0, fill).exp()
-
-    x = torch.randn(2, 4)
-    graph = capture(Masked(), (x, -math.inf))
+    masked, x = module_of(lambda m, x, fill: x.masked_fill(x > 0, fill).exp()), torch.randn(2, 4)
+    graph = capture(masked, (x, -math.inf))
     plan_of(problem(graph, 2**30), [0] * graph.num_ops).save(tmp_path / "plan.json")
-    with load_plan(tmp_path / "plan.json").bind(Masked()) as runner:
-        torch.testing.assert_close(runner(x, -math.inf), Masked()(x, -math.inf))
+    with load_plan(tmp_path / "plan.json").bind(masked) as runner:
+        torch.testing.assert_close(runner(x, -math.inf), masked(x, -math.inf))
 
 
 def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
@@ -557,20 +520,17 @@ def test_bind_runs_what_the_plan_says(tmp_path: Path) -> None:
 
 def test_of_other_shapes_a_view_is_where_its_memory_is() -> None:
     torch = pytest.importorskip("torch")
+    from tests.modules import module_of
 
-    class Copied(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def forward(self, x: Any) -> Any:
-            return x.exp().expand(3, 4).reshape(12).sin()  # of three rows a view, of one a copy
-
-    graph, other = (capture(Copied(), torch.randn(n, 4)) for n in (1, 3))
+    copied = module_of(lambda m, x: x.exp().expand(3, 4).reshape(12).sin())  # of one row a copy
+    graph, other = (capture(copied, torch.randn(n, 4)) for n in (1, 3))
     assert graph.op_name == other.op_name and graph.num_groups > other.num_groups
     here = problem(graph, 2**30)
     plan = plan_of(here, graph.group % 2)
-    with plan.bind(Copied(), torch.ones(3, 4), other_shapes=True) as runner:
-        assert all(
-            runner.placement == runner.placement[other.group_op[other.group_ptr[other.group]]]
-        )
-        torch.testing.assert_close(runner(torch.ones(3, 4)), Copied()(torch.ones(3, 4)))
+    with plan.bind(copied, torch.ones(3, 4), other_shapes=True) as runner:
+        first = other.group_op[other.group_ptr[other.group]]
+        assert all(runner.placement == runner.placement[first])
+        torch.testing.assert_close(runner(torch.ones(3, 4)), copied(torch.ones(3, 4)))
 
 
 # -- what is published, and what it costs ----------------------------------------------------

@@ -21,8 +21,11 @@ from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile, ProfileError
 from placement.simulator import evaluate, score, simulate
 from tests.problems import (
+    DIAMOND,
+    altered,
     chain,
     every_placement,
+    graph_of,
     problem_on,
     problems,
     random_placement,
@@ -36,10 +39,8 @@ def make(graph: OpGraph, compute_s: Any, links: tuple[Link, ...] = (), **problem
 
 
 CHAIN = OpGraph.build("chain", ["A", "B"], [0], [4], [(0, 1)])
-LINKS = (
-    Link("d0", "d1", 1.0, 2.0, blocking=True, channel="bus"),
-    Link("d1", "d0", 2.0, 4.0, channel="bus"),
-)
+BUS = Link("d0", "d1", 1.0, 2.0, blocking=True, channel="bus")
+LINKS = BUS, Link("d1", "d0", 2.0, 4.0, channel="bus")
 
 
 def test_links_as_tables() -> None:
@@ -66,9 +67,7 @@ def test_a_link_to_itself_is_nothing() -> None:
 def test_ranks_are_longest_paths() -> None:
     # A ─▶ B ─▶ D     mean compute 1, 2, 4, 1; transfers 3 for a tensor of 4 bytes,
     # └──▶ C ──▶ D    1.5 for one without bytes
-    graph = OpGraph.build(
-        "diamond", list("ABCD"), [0, 1, 2], [4, 0, 4], [(0, 1), (0, 2), (1, 3), (2, 3)]
-    )
+    graph = graph_of(4, DIAMOND, [4, 0, 4], tensor_src=[0, 1, 2])
     problem = make(graph, [[1, 1], [1, 3], [4, np.inf], [1, 1]], LINKS)
     assert problem.upward_rank_s.tolist() == [1 + 3 + 8, 2 + 1.5 + 1, 4 + 3 + 1, 1]
     assert problem.downward_rank_s.tolist() == [0, 1 + 3, 1 + 3, 1 + 3 + 4 + 3]
@@ -161,8 +160,7 @@ def test_a_placement_holds_whole_numbers(number: float) -> None:
 def test_loaded_seconds_are_never_below_those_alone() -> None:
     problem = make(CHAIN, [[1, 2], [3, 4]])
     assert problem.loaded_s is problem.compute_s
-    loaded = np.array([[2.0, 1.0], [3.0, 9.0]])
-    problem = replace(problem, profile=replace(problem.profile, loaded_s=loaded))
+    problem = altered(problem, loaded_s=np.array([[2.0, 1.0], [3.0, 9.0]]))
     assert problem.loaded_s.tolist() == [[2, 2], [3, 9]]
 
 
@@ -244,9 +242,8 @@ def test_parts_may_be_lists_and_are_told_what_they_are_not() -> None:
 
 def test_parts_that_do_not_fit_each_other() -> None:
     problem = make(CHAIN, [[1, 1], [1, 1]])
-    with pytest.raises(
-        ProblemError, match=r"cluster must be a placement.Cluster .*, not OpGraph.*chain"
-    ):
+    why = r"cluster must be a placement.Cluster .*, not OpGraph.*chain"
+    with pytest.raises(ProblemError, match=why):
         replace(problem, cluster=CHAIN)
     with pytest.raises(ProblemError, match=r"the cluster has \['x'\]; use profile.for_cluster"):
         replace(problem, cluster=Cluster("other", (Device("x"),)))
@@ -363,10 +360,9 @@ def branches(rng: np.random.Generator, most: int) -> OpGraph:
     n = last + 1
     tied = rng.integers(n, size=(int(rng.integers(3)), 2))
     uses = [(0, 0), *((1 + src, dst) for src, dst in edges)]
-    return OpGraph.build(
-        "branches", [f"op{i}" for i in range(n)], [-1, *range(n)], rng.integers(0, 3, n + 1), uses,
-        param_bytes=rng.integers(0, 50, n), param_uses=[*((i, i) for i in range(n)), *tied],
-    )  # fmt: skip
+    sizes, param_uses = rng.integers(0, 3, n + 1), [*((i, i) for i in range(n)), *tied]
+    params = {"param_bytes": rng.integers(0, 50, n), "param_uses": param_uses}
+    return graph_of(n, uses, sizes, tensor_src=[-1, *range(n)], **params)
 
 
 def like_a_gpu(seed: int) -> Problem:
@@ -382,9 +378,8 @@ def like_a_gpu(seed: int) -> Problem:
         Link("gpu", "cpu", rng.random() / 10, 1e3),
     ]
     if seed % 4 == 1:
-        devices.append(
-            Device("streamed", "cuda", memory_bytes=1, streams="gpu")
-        )  # it holds nothing
+        # It holds nothing.
+        devices.append(Device("streamed", "cuda", memory_bytes=1, streams="gpu"))
         links.append(Link("cpu", "streamed", rng.random() / 10, 10.0 * rng.integers(1, 10)))
     loaded_s = seconds * (1 + rng.random((n, 2)) * rng.choice([0.2, 2, 10]))
     facts: Any = {"loaded_s": loaded_s, "batch_s": rng.random()}
@@ -405,7 +400,7 @@ def test_bounds_hold_for_every_placement_of_a_cpu_and_a_gpu(seed: int) -> None:
         most = int(problem.graph.param_bytes.sum() * rng.uniform(0.05, 0.4))
         kept = rng.choice([0, most // 2, most], (problem.num_ops, problem.num_devices))
         kept[:, 0] = 0
-        problem = replace(problem, profile=replace(problem.profile, library_bytes=kept))
+        problem = altered(problem, library_bytes=kept)
     values, bounds = evaluate(problem, every_placement(problem)), lower_bounds(problem)
     can = values.feasible
     assert values.latency_s[can].min(initial=np.inf) >= bounds["latency"] * (1 - 1e-9)
@@ -469,15 +464,7 @@ def test_what_crosses_between_two_devices_waits_for_its_channel() -> None:
 
 
 def test_a_stream_is_as_slow_as_what_has_no_room_on_the_fast_device() -> None:
-    graph = OpGraph.build(
-        "four",
-        list("ABCD"),
-        [],
-        [],
-        [],
-        param_bytes=[10] * 4,
-        param_uses=[(i, i) for i in range(4)],
-    )
+    graph = graph_of(4, [], param_bytes=10)
     problem = problem_on(graph, [[8.0, 1.0]] * 4, memory_bytes=[40, 20])
     assert evaluate(problem, [0, 0, 1, 1]).period_s[0] == 16.0
     for what in ("period", "max_load"):
@@ -489,14 +476,10 @@ def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
 
     A call after another takes what the three copies take: operators run meanwhile.
     """
-    graph = OpGraph.build(
-        "chain", list("ABCD"), [0, 1, 2], [0] * 3, [(0, 1), (1, 2), (2, 3)],
-        param_bytes=[10] * 4, param_uses=[(i, i) for i in range(4)],
-    )  # fmt: skip
-    devices = (Device("cpu"), Device("gpu", "cuda", memory_bytes=30))
-    cluster = Cluster(
-        "c", (*devices, Device("s", "cuda", streams="gpu")), (Link("cpu", "s", 0.0, 5.0),)
-    )
+    graph = graph_of(4, chain(4), tensor_src=[0, 1, 2], param_bytes=10)
+    devices = Device("cpu"), Device("gpu", "cuda", memory_bytes=30)
+    streams = Device("s", "cuda", streams="gpu")
+    cluster = Cluster("c", (*devices, streams), (Link("cpu", "s", 0.0, 5.0),))
     seconds = np.array([[9.0, 1.0]] * 4)
     profile = Profile(("cpu", "gpu"), seconds, 0 * seconds).for_cluster(cluster)
     problem = Problem(graph, cluster, profile)
@@ -529,9 +512,8 @@ def test_no_order_of_a_small_shop_is_below_the_bound(seed: int) -> None:
     device, edges = rng.integers(0, 2, 7), [(0, 1), (1, 2), (3, 4), (4, 5), (5, 6)]
     seconds = np.full((7, 2), np.inf)
     seconds[range(7), device] = rng.integers(1, 6, 7)
-    graph = OpGraph.build(
-        "shop", list("ABCDEFG"), [a for a, _ in edges], [0] * 5, [*enumerate(b for _, b in edges)]
-    )
+    uses = [*enumerate(b for _, b in edges)]
+    graph = graph_of(7, uses, tensor_src=[a for a, _ in edges])
     shortest_s = np.inf
     for first in itertools.combinations(range(7), 3):  # whose turn is of the first job
         free, done, jobs = [0.0, 0.0], [0.0, 0.0], ([0, 1, 2], [3, 4, 5, 6])
