@@ -1,7 +1,5 @@
 """Every verb with every bad input: one line on standard error, exit code 2, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -28,14 +26,8 @@ from tests.problems import chain, small_problem
 from tests.served import LLAMA, written
 
 ROOT = Path(__file__).parents[2]
-HOSTILE = [
-    "../../x",
-    "<script>alert(1)</script>",
-    "[bold]b[/bold]",
-    ":smile:",
-    "a'b\"c`d`$(e)",
-    "é",
-]
+HOSTILE = ["../../x", "<script>alert(1)</script>", "[bold]b[/bold]", ":smile:", "é"]
+HOSTILE += ["a'b\"c`d`$(e)"]
 
 # How a verb is given the file in question; OUT is a file that must not be written.
 READERS = {
@@ -95,45 +87,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def refused(capsys: Any, argv: list[str]) -> str:
-    assert main(argv) == BAD_INPUT, argv
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert out == "" and len(lines) == 1, err
-    assert lines[0].startswith("placement: error: ") and "Traceback" not in err
-    return lines[0]
-
-
 def test_every_verb_is_tried() -> None:
     assert {argv[0] for argv in READERS.values()} | WITHOUT_A_FILE == set(VERBS)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "missing",
-        "version",
-        "latin",
-        "half",
-        "empty",
-        "folder",
-        "array",
-        "deep",
-        "pipe",
-        "unreadable",
-    ],
-)
+WRONG = ["missing", "version", "latin", "half", "empty", "folder", "array", "deep", "pipe"]
+
+
+@pytest.mark.parametrize("name", [*WRONG, "unreadable"])
 @pytest.mark.parametrize("verb", READERS)
-def test_bad_files(
-    verb: str, name: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_bad_files(verb, name, folder, tmp_path, says, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
     file = folder / f"{name}.json"
     if name == "unreadable":  # also for root, who may read everything
         _forbid(monkeypatch, file)
     before = sorted(p.name for p in folder.iterdir())
-    message = refused(capsys, [_filled(word, str(file)) for word in READERS[verb]])
+    message = says.refused([_filled(word, str(file)) for word in READERS[verb]])
     assert name in message, "the file is named"
     assert sorted(p.name for p in folder.iterdir()) == before, "nothing is left behind"
 
@@ -153,9 +123,7 @@ MARKED = {  # what some editors begin a file with, which is no part of its text
 
 
 @pytest.mark.parametrize("argv", MARKED, ids=lambda argv: argv[0])
-def test_a_byte_order_mark_is_no_mistake(
-    argv: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_byte_order_mark_is_no_mistake(argv, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "problem.json").write_bytes((folder / "problem.json").read_bytes())
     written(tmp_path, LLAMA)
@@ -206,26 +174,24 @@ def _forbid(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["folder.json", "empty.json/x.json", "/proc/nowhere/x.json"])
-def test_outputs_are_checked_before_the_work(
-    argv: list[str], what: str, where: str, folder: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_outputs_are_checked_before_the_work(argv, what, where, folder, says, monkeypatch):
     monkeypatch.chdir(folder)
     for work in ("cli.plan.load_problem", "plan.load_plan", "cli.capture_workload"):
         monkeypatch.setattr(f"placement.{work}", lambda *_, **__: pytest.fail("too late"))
     if argv[0] == "run":
         monkeypatch.undo()
         monkeypatch.chdir(folder)
-    assert f"cannot write {where}" in refused(capsys, [*argv, where])
+    assert f"cannot write {where}" in says.refused([*argv, where])
 
 
-def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_no_permission_for_the_folder(folder: Path, says: Any, monkeypatch: Any) -> None:
     def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(Path, "write_bytes", denied)
     argv = ["plan", "problem.json", "--planner", "heft", "--out", "x.json"]
-    assert "no permission to write in ." in refused(capsys, argv)
+    assert "no permission to write in ." in says.refused(argv)
 
 
 @pytest.mark.parametrize(
@@ -254,12 +220,10 @@ def test_no_permission_for_the_folder(folder: Path, capsys: Any, monkeypatch: An
         (["show", "problem.json"], "schema_version"),
     ],
 )
-def test_bad_values(
-    argv: list[str], message: str, folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_bad_values(argv, message, folder, tmp_path, says, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
-    assert message in refused(capsys, argv)
+    assert message in says.refused(argv)
 
 
 # -- hostile names and large files ------------------------------------------------------------
@@ -274,34 +238,30 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("verb", ["show", "validate", "diff", "export"])
-def test_hostile_names_are_text(
-    verb: str, hostile: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_hostile_names_are_text(verb, hostile, tmp_path, says, monkeypatch):
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     more = {"diff": [str(hostile)], "export": ["--to", "csv", "--out", "o.csv"]}
-    assert main([verb, str(hostile), *more.get(verb, [])]) == OK
-    out = capsys.readouterr().out
+    out = says([verb, hostile, *more.get(verb, [])]).out
     assert max(map(len, out.splitlines()), default=0) <= max(80, len(str(hostile)) + 20)
     assert verb != "show" or HOSTILE[2] in out, "the model's name is shown as it is"
     written = {p.name for p in tmp_path.rglob("*")}
     assert written == {"work", "o.csv"} if verb == "export" else {"work"}
 
 
-def test_names_of_a_problem_file_do_not_reach_the_terminal(tmp_path: Path, capsys: Any) -> None:
+def test_names_of_a_problem_file_do_not_reach_the_terminal(tmp_path: Path, says: Any) -> None:
     """They may have any characters; a terminal obeys some of them."""
     save(problem(), tmp_path / "p.json")
     record = json.loads((tmp_path / "p.json").read_text())
     record["model"] = "\x1b[31mred\x1b]0;title\x07\u202ereversed"
     (tmp_path / "p.json").write_text(json.dumps(record))
-    assert main(["import", str(tmp_path / "p.json"), "--out", str(tmp_path / "q.json")]) == OK
-    out, err = capsys.readouterr()
+    out, err = says(["import", tmp_path / "p.json", "--out", tmp_path / "q.json"])
     assert "?[31mred?]0;title??reversed" in out
     assert not set("\x1b\x07\u202e") & set(out + err)
 
 
-def test_numbers_too_large_for_anything(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_numbers_too_large_for_anything(tmp_path: Path, says: Any, monkeypatch: Any) -> None:
     """Integers of 400 digits, and decimal ones that Python reads as infinite."""
     monkeypatch.chdir(tmp_path)
     node = {"id": 0, "cpuLatency": 1, "fpgaLatency": 1, "supportedOnFpga": 1, "isBackwardNode": 0}
@@ -317,8 +277,8 @@ def test_numbers_too_large_for_anything(tmp_path: Path, capsys: Any, monkeypatch
     answer["provenance"] = {"a": 0.25}
     Path("inf.json").write_text(json.dumps(answer).replace("0.25", "1e999"))
     for name in ("doppler.txt", "inf.json"):
-        refused(capsys, ["import", name, "--out", "out.json"])
-    assert "1e999 is too large a number" in refused(capsys, ["show", "plan.json"])
+        says.refused(["import", name, "--out", "out.json"])
+    assert "1e999 is too large a number" in says.refused(["show", "plan.json"])
     Path("wide.json").write_text(json.dumps(dnn))  # memory beyond 64 bits is just enough memory
     assert main(["import", "wide.json", "--out", "out.json"]) == OK
     assert main(["plan", "out.json", "--planner", "heft"]) == OK
@@ -352,21 +312,21 @@ def test_closed_outputs(shell: str, code: int, folder: Path, tmp_path: Path) -> 
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_large_plan(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_large_plan(tmp_path: Path, says: Any, monkeypatch: Any) -> None:
     """1.6 MB here; 40 MB take 25 times as long, two seconds on an idle core."""
     monkeypatch.chdir(tmp_path)
     large = problem([f"block.{i // 100}.{'x' * 150}.{i}" for i in range(8_000)])
     placement = np.arange(large.num_ops, dtype=np.int32) // 100 % 2
     make_plan(large, Solution(placement, 1.0), planner="mine").save("plan.json")
     assert os.path.getsize("plan.json") > 1.2e6
+    export = ["export", "plan.json", "--to", "csv", "--out", "plan.csv"]
     for argv in (
         ["show", "plan.json"],
         ["validate", "plan.json"],
-        ["diff", "plan.json", "plan.json"],
-        ["export", "plan.json", "--to", "csv", "--out", "plan.csv"],
+        ["diff", *["plan.json"] * 2],
+        export,
     ):
-        assert main(argv) == OK
-        assert max(map(len, capsys.readouterr().out.splitlines()), default=0) <= 80
+        assert max(map(len, says(argv).out.splitlines()), default=0) <= 80
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------
@@ -438,9 +398,7 @@ def compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return call
 
 
-def test_a_comparison_for_machines(
-    compared: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_comparison_for_machines(compared, monkeypatch, capsys):
     plan = Heft.__call__
 
     def talk(self: Heft, problem: Problem) -> Solution:
