@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import NamedTuple
 
+ALIGNED = 256  # bytes: parameters begin at multiples, as kernels may read several numbers at once
 CALLS = 9  # at most, one after another, that are simulated until a buffer is as after the first
 NOT_LONGER = 1.0 + 1e-12  # than others, but for rounding
 

@@ -36,7 +36,7 @@ from placement.optimizing import (
 from placement.plan import Plan
 from placement.problem import Problem, ProblemError, host_of
 from placement.profile import Profile
-from placement.program import DependsOnValues, view_of
+from placement.program import DependsOnValues, Ref, view_of
 from placement.tools.progress import progress, say, says_when_compiling
 from placement.workloads import import_transformers
 
@@ -465,7 +465,8 @@ class _Maker:
         def problem(graph: OpGraph, profile: Profile) -> Problem:
             cluster, costs = streaming_where_short(graph, devices, profile)
             in_flight = max(4, cluster.num_devices)  # texts at once
-            return Problem(graph, cluster, costs, self.objective, max_in_flight=in_flight)
+            posed = Problem(graph, cluster, costs, self.objective, max_in_flight=in_flight)
+            return _with_cache_there(posed)
 
         return self._runner(1, devices, problem, options)
 
@@ -475,7 +476,8 @@ class _Maker:
         """Beside the step, which a chunk of one token is; and the length of the chunks."""
 
         def problem(graph: OpGraph, profile: Profile) -> Problem:
-            return _beside(step, Problem(graph, step.cluster, profile, self.objective))
+            posed = Problem(graph, step.cluster, profile, self.objective)
+            return _beside(step, _with_cache_there(posed))
 
         while chunk > 1:
             step.release()  # what is tried needs its memory
@@ -498,10 +500,30 @@ class _Maker:
                 raise
             self.module.told = True
             graph = capture(self.module, inputs, name=name)
+        graph = _with_cache_back(graph)
         runner, _ = optimized(graph, cluster, problem, inputs, self.seconds, self.module, **options)
         runner.stop()
         runner.outputs_stay = runner.has_company = True
         return runner
+
+
+def _with_cache_back(graph: OpGraph) -> OpGraph:
+    """The graph of a pass, whose program says that the cache it returns is that of the next."""
+    program = graph.program
+    assert program is not None
+    pairs = zip(program.input_tensors[1:], program.output_leaves[1:], strict=False)
+    back = tuple((t, leaf.tensor) for t, leaf in pairs if isinstance(leaf, Ref))
+    return replace(graph, program=replace(program, comes_back=back))
+
+
+def _with_cache_there(problem: Problem) -> Problem:
+    """The problem where the cache is sent nowhere: the operator that reads a part of it made it."""
+    graph = problem.graph
+    assert graph.program is not None
+    size = graph.tensor_bytes[:, None, None].astype(np.float64)
+    seconds = problem.link_latency_s + size * problem.link_s_per_byte
+    seconds[[t for t, _ in graph.program.comes_back]] = 0.0
+    return replace(problem, profile=replace(problem.profile, transfer_s=seconds))
 
 
 def _beside(step: OptimizedRunner, prompt: Problem) -> Problem:

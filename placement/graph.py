@@ -465,3 +465,28 @@ def reuse_position(graph: OpGraph) -> NDArray[np.int32]:
             if missing[user] == 0:
                 ready(user)
     return position
+
+
+def even_position(
+    graph: OpGraph, read: NDArray[np.float64], work: NDArray[np.float64]
+) -> NDArray[np.int32]:
+    """int32 ``[N]`` position of each operator in an order in which both are spent evenly.
+
+    One after another, of the operators that are ready: the one after which the parts of all of
+    ``read`` and of all of ``work [N]`` that are done differ least; of equal ones the smallest
+    number. So what is read for some can come while others work.
+    """
+    gain = read / max(read.sum(), 1e-300) - work / max(work.sum(), 1e-300)
+    missing = np.bincount(graph.edges[:, 1], minlength=graph.num_ops)
+    first = np.searchsorted(graph.edges[:, 0], np.arange(graph.num_ops + 1))
+    ready, ahead = np.flatnonzero(missing == 0).tolist(), 0.0
+    position = np.empty(graph.num_ops, np.int32)
+    for now in range(graph.num_ops):
+        op = min(ready, key=lambda op: (abs(ahead + gain[op]), op))
+        ready.remove(op)
+        position[op], ahead = now, ahead + gain[op]
+        for user in graph.edges[first[op] : first[op + 1], 1].tolist():
+            missing[user] -= 1
+            if missing[user] == 0:
+                ready.append(user)
+    return position

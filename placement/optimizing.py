@@ -636,7 +636,10 @@ def _plan(problem: Problem, workload: str | None, solution: Solution, planner: A
 def _runner(problem: Problem, plan: Plan) -> OptimizedRunner:
     graph, cluster = problem.graph, problem.cluster
     placement = plan.placement(graph, cluster)
-    return OptimizedRunner(graph, cluster, placement, **plan.run_options(graph, in_order=False))
+    options = plan.run_options(graph, in_order=False)
+    runner = OptimizedRunner(graph, cluster, placement, **options)
+    runner.outputs_stay = bool(graph.program.comes_back)
+    return runner
 
 
 def _in_turns(

@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from placement.buffer import ALIGNED
 from placement.cluster import Cluster, Ends, Link, Power, pairs_of
-from placement.graph import OpGraph, reuse_position
+from placement.graph import OpGraph, even_position, reuse_position
 from placement.objective import Objective
 from placement.profile import Profile
 from placement.schedule import Schedule
@@ -156,7 +157,7 @@ class Problem:
 
     def _check_buffers(self) -> None:
         """Raises: ProblemError, a buffer is smaller than the parameters of an operator."""
-        size = self.graph.op_param_bytes
+        size = self.copied_bytes
         for d in self.cluster.streaming:
             device = self.cluster.devices[d]
             able = np.isfinite(self.profile.compute_s[:, d])
@@ -265,6 +266,17 @@ class Problem:
         return seconds
 
     @cached_property
+    def copied_bytes(self) -> NDArray[np.int64]:
+        """int64 ``[N]`` bytes of a buffer that the parameters of each operator take there.
+
+        Of a captured graph each parameter begins at a multiple of ``buffer.ALIGNED``.
+        """
+        g, step = self.graph, 1 if self.graph.program is None else ALIGNED
+        held = np.zeros(self.num_ops, np.int64)
+        np.add.at(held, g.param_use_op, (-(-g.param_bytes // step) * step)[g.param_use])
+        return held
+
+    @cached_property
     def copy_s(self) -> Floats:
         """float64 ``[S, N]`` seconds to copy the parameters of each operator to each device that
         streams, in the order of ``cluster.streaming``."""
@@ -287,7 +299,7 @@ class Problem:
 
     def buffers_of(self, placement: Placement) -> NDArray[np.int64]:
         """int64 ``[S]`` bytes of the buffer of each device that streams; 0 where nothing does."""
-        devices, size = self.cluster.devices, self.graph.op_param_bytes
+        devices, size = self.cluster.devices, self.copied_bytes
         most = [int(np.where(placement == d, size, 0).max()) for d in self.cluster.streaming]
         given = (devices[d].buffer_bytes for d in self.cluster.streaming)
         return np.array(
@@ -488,10 +500,15 @@ class Problem:
         The order that the profile was measured in, as the order decides what caches hold:
         ``rank_position``, or ``reuse_position(graph)`` where that was found to be faster; of a
         graph in pieces its own, where what is sent comes before what waits for others. Where
-        parameters are copied meanwhile it may be the graph's own, too.
+        parameters are copied meanwhile it may be the graph's own, too, or one in which copies and
+        operators share the time ``even``-ly.
         """
         if self.profile.order == "graph":
             return np.arange(self.num_ops, dtype=np.int32)
+        if self.profile.order == "even" and self.cluster.streaming:
+            seconds = self.without_copies.compute_s[:, self.worker[self.cluster.streaming]]
+            work = np.where(np.isfinite(seconds), seconds, 0.0).max(axis=1)
+            return even_position(self.graph, self.copy_s.max(axis=0), work)
         return reuse_position(self.graph) if self.profile.order == "reuse" else self.rank_position
 
     @cached_property

@@ -127,7 +127,8 @@ class Profile:
 
     @property
     def order(self) -> str:
-        """In which order the operators ran, and will: ``"rank"``, ``"reuse"`` or ``"graph"``.
+        """In which order the operators ran, and will: ``"rank"``, ``"reuse"``, ``"graph"`` or
+        ``"even"``.
 
         See ``Problem.priority``.
         """

@@ -107,6 +107,8 @@ class Program:
         optimizer: class of the optimizer whose state the graph counts as memory.
         is_random: whether operators draw random numbers (e.g. dropout in training mode).
         pieces: which operators of the module were cut, and how (``placement.pieces``); None: none.
+        comes_back: (input, output that is this input of the next call), graph tensors: keys and
+            values. They lie where they were made; so ways to run are timed, and so it is predicted.
     """
 
     steps: tuple[Step, ...]
@@ -127,6 +129,7 @@ class Program:
     is_random: bool = False
     state_names: tuple[str, ...] = ()
     pieces: Any = None
+    comes_back: tuple[tuple[int, int], ...] = ()
 
     @property
     def example_tensors(self) -> tuple[Tensor, ...]:

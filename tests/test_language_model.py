@@ -15,11 +15,13 @@ import transformers
 from torch import Tensor
 
 import placement
-from placement import optimizing, planners
-from placement.cluster import Cluster, Device
-from placement.executor import RunnerError
+from placement import generating, optimizing, planners
+from placement.capturing import capture
+from placement.cluster import Cluster, Device, Link
+from placement.executor import Runner, RunnerError
 from placement.generating import LanguageModel, LanguageModelError
 from placement.graph import OpGraph
+from placement.objective import Objective
 from placement.plan import Measured, Spread
 from placement.problem import Problem, Solution
 from placement.profile import Profile
@@ -327,6 +329,31 @@ def test_a_model_that_does_not_fit_on_the_gpu_has_its_weights_there_once() -> No
         )
         assert mine and others <= mine
         assert gpu.peak[0] <= room and gpu.copies["pinned"] and not gpu.num_races
+
+
+def test_keys_and_values_stay_where_a_step_left_them() -> None:
+    """Predicted to be sent: the token, and how many were seen, a second each; so it is run."""
+    model = model_of("llama", num_hidden_layers=2)
+    inputs = generating._example(generating._empty_cache(model, 1, 16), 1)
+    graph = generating._with_cache_back(capture(generating._Step(model).eval(), inputs))
+    links = Link("cpu:0", "cuda:0", 1.0, 1e9), Link("cuda:0", "cpu:0", 1.0, 1e9)
+    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")), links)
+    seconds = np.full((graph.num_ops, 2), 1e-6)
+    profile = Profile(cluster.device_names, seconds, 0 * seconds).for_cluster(cluster)
+    problem = Problem(graph, cluster, profile, Objective.LATENCY)
+    on_gpu = np.ones(graph.num_ops, np.int32)
+    assert score(problem, on_gpu[None])[0] == pytest.approx(6.0, abs=1e-2)
+    there = generating._with_cache_there(problem)
+    assert score(there, on_gpu[None])[0] == pytest.approx(2.0, abs=1e-2)
+    with emulated_gpu.emulated() as gpu, Runner(graph, cluster, on_gpu) as runner:
+        runner.outputs_stay = True
+        once, often = ways.calls(runner, runner, inputs, 3)
+        once()
+        gpu.copies.clear()
+        once()
+        assert gpu.copies.total() == 2
+        often()
+        assert gpu.copies.total() == 2 + 3 * 2
 
 
 def test_what_was_written_to_the_model_shows(llama: LanguageModel) -> None:

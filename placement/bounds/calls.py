@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.bounds.memory_lp import Placed
+from placement.bounds.memory_lp import Placed, either
 from placement.problem import Floats, Problem
 from placement.tools.lp import EXACT, TOLERANCE, Program, Terms
 
@@ -99,13 +99,16 @@ class Regions:
 class Call:
     """A program of a call: loads and memory, paths, and all that is sent.
 
+    ``streams``: see ``either``.
+
     Attributes:
         program, unit_s: rows and columns, and what the first column counts time in.
         whole: columns that are whole numbers in every placement.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        g, self.problem, placed = problem.graph, problem, Placed(problem, True)
+    def __init__(self, problem: Problem, streams: bool | None = None) -> None:
+        g, self.problem = problem.graph, problem
+        placed = Placed(problem, True, streams=streams)
         self.program, self.unit_s, self.whole = placed.program, placed.unit_s, placed.on
         self.alone_s, self.sides, self.regions = placed.alone_s, placed.sides, Regions(problem)
         program, on, every = placed.program, placed.on, np.arange(g.num_ops)
@@ -173,8 +176,12 @@ class Call:
 
 def call_s(problem: Problem, known_s: float = 0.0) -> float:
     """A call, at least. Of groups in parts little is asked where more is ``known_s`` by far."""
-    call = Call(problem)
-    least = tighten(call.program, call.tighten, EFFORT.work)
-    if least * call.unit_s > EFFORT.near * known_s and call.program.answer is not None:
-        least = call.apart(least, EFFORT.apart_work)
-    return least * call.unit_s * EXACT
+
+    def bound(streams: bool | None) -> float:
+        call = Call(problem, streams)
+        least = tighten(call.program, call.tighten, EFFORT.work)
+        if least * call.unit_s > EFFORT.near * known_s and call.program.answer is not None:
+            least = call.apart(least, EFFORT.apart_work)
+        return least * call.unit_s * EXACT
+
+    return either(problem, bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Any
@@ -54,10 +55,16 @@ class Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
     A device has a buffer beside what it streams. The time
-    is counted in ``unit_s``, more than any call or item takes.
+    is counted in ``unit_s``, more than any call or item takes. ``streams``: see ``either``.
     """
 
-    def __init__(self, problem: Problem, crossing: bool, more_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        crossing: bool,
+        more_s: float = 0.0,
+        streams: bool | None = None,
+    ) -> None:
         self.problem, self.program = problem, Program()
         own = problem.worker == np.arange(problem.num_devices)
         self.streaming = np.flatnonzero(~own)
@@ -70,6 +77,11 @@ class Placed:
         self.on = self.program.shares(can)
         self.buffers: dict[int, tuple[Columns, float]] = {}  # of what streams: bytes, if any does
         self._hold()
+        if streams:
+            self.program.row(-1.0, *((buffer, -1.0) for buffer, _ in self.buffers.values()))
+        elif streams is not None:
+            reads = own_bytes(problem) > 0
+            self.program.upper[self.on[np.ix_(reads, self.streaming)]] = 0.0
         bare = problem.without_copies
         self.alone_s, self.loaded_s = (
             np.where(problem.supported, s, 0.0) for s in (bare.compute_s, bare.loaded_s)
@@ -90,7 +102,7 @@ class Placed:
         Of a call that is all that streams: what all has room in the buffer might as well stay on
         the worker. Otherwise what the buffer has room for may have been there.
         """
-        problem, size = self.problem, self.problem.graph.op_param_bytes
+        problem, size = self.problem, self.problem.copied_bytes
         for k, s in enumerate(self.problem.cluster.streaming):
             copy_s, w, terms = problem.copy_s[k], problem.worker[s], []
             as_worker = (x[:, s] == x[:, w] for x in (self.alone_s, self.loaded_s))
@@ -108,11 +120,12 @@ class Placed:
             placed: list[Terms] = [(on[:, d], held)]
             buffers: list[Terms] = []
             if streaming:
-                most = max(int(g.op_param_bytes.max()), 1)
+                size = problem.copied_bytes
+                most = max(int(size.max()), 1)
                 for s in streaming:
                     given = problem.cluster.devices[s].buffer_bytes
                     buffer = self.program.columns(np.ones(1))
-                    part = g.op_param_bytes / most if given is None else g.op_param_bytes > 0
+                    part = size / most if given is None else size > 0
                     self.program.rows(np.zeros(g.num_ops), (on[g.group, s], part), (buffer, -1.0))
                     self.buffers[s] = buffer, 2.0 * most if given is None else float(given)
                     buffers.append(self.buffers[s])
@@ -192,6 +205,30 @@ class Placed:
         # What is handed over last may be there before that ends.
         kept_s = np.minimum(sent_s, handed_s) * (g.tensor_src >= 0)
         self.handed[1 - k].append((sent, kept_s[which]))
+
+
+def either(problem: Problem, bound: Callable[[bool | None], float]) -> float:
+    """The less of what is proved where something streams (True), and where nothing does (False).
+
+    A buffer whose size is given is whole if anything is streamed, and not the part of it that the
+    largest share is. Where one of both says nothing, what is proved of both together (None).
+    """
+    devices = [problem.cluster.devices[d] for d in problem.cluster.streaming]
+    if not devices or any(device.buffer_bytes is None for device in devices):
+        return bound(None)
+    least = bound(True)
+    if not _must_stream(problem):
+        least = min(least, bound(False))
+    return least or bound(None)
+
+
+def _must_stream(problem: Problem) -> bool:
+    """What no CPU can run has more parameters than devices with memory of their own hold."""
+    is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
+    own = problem.worker == np.arange(problem.num_devices)
+    needs = ~np.isfinite(problem.group_compute_s[:, is_cpu]).any(axis=1)
+    room = float(problem.memory_bytes[own & ~is_cpu].sum())
+    return bool(own_bytes(problem)[needs].sum() * EXACT > room)
 
 
 def columns_of(problem: Problem) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placement.buffer import Buffer
+from placement.buffer import ALIGNED, Buffer
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.executor import weights
 from placement.executor.backend import CudaBackend, backend_for, is_cuda_here
@@ -24,7 +24,6 @@ from placement.graph import OpGraph
 from placement.profile import Profile
 from placement.program import Program, storage_of
 
-_ALIGNED = 256  # bytes, as kernels may read several numbers at once
 _HOST = torch.device("cpu")
 # Of pinned memory, and a 512th of it, copied so often in a row to find out how long that takes; as
 # often as takes longer than what else a machine does for a moment.
@@ -113,7 +112,7 @@ class Streamed:
         return torch.cuda.current_stream(self._backend.torch_device)
 
     def _room(self, p: int) -> int:
-        return -(-self._pinned.made[_HOST, p].nbytes // _ALIGNED) * _ALIGNED
+        return -(-self._pinned.made[_HOST, p].nbytes // ALIGNED) * ALIGNED
 
     def _copy(self) -> None:
         """Launch all copies that may begin once what was launched before has run."""

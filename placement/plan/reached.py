@@ -43,7 +43,7 @@ def reached(problem: Problem, solution: Solution) -> str:
 
 def least_s(problem: Problem) -> float:
     """A lower bound of the objective, whatever the size of buffers."""
-    most = max(int(problem.graph.op_param_bytes.max()), 1)
+    most = max(int(problem.copied_bytes.max()), 1)
     devices = tuple(
         d if d.streams is None else replace(d, buffer_bytes=most) for d in problem.cluster.devices
     )

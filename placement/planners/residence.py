@@ -149,21 +149,24 @@ def _by_saving(
 def with_buffers(problem: Problem) -> Problem:
     """The problem with the size of each buffer, and the order, that are best in a short search.
 
-    Operators run in the order that the problem has, or as they are written, in which copies often
-    come between operators that need none. What is said of a buffer is kept; the same problem where
-    nothing streams, or nothing fits.
+    Operators run in the order that the problem has, as they are written, or so that copies and
+    operators share the time evenly (``Problem.priority``): then copies often come between operators
+    that need none. What is said of a buffer is kept; the same problem where nothing streams, or
+    nothing fits.
     """
     streaming = problem.cluster.streaming
     if not streaming or problem.objective.is_analytic:
         return problem
     open_ = [d for d in streaming if problem.cluster.devices[d].buffer_bytes is None]
-    most = int(problem.graph.op_param_bytes.max())
+    most = int(problem.copied_bytes.max())
     rooms = PARAMS.rooms if open_ else ()
-    facts = problem.profile.provenance | {"order": "graph"}
-    written = replace(problem, profile=replace(problem.profile, provenance=facts))
-    is_same = np.array_equal(written.priority, problem.priority)
+    orders = {problem.priority.tobytes(): problem}
+    for order in ("graph", "even"):
+        facts = problem.profile.provenance | {"order": order}
+        other = replace(problem, profile=replace(problem.profile, provenance=facts))
+        orders.setdefault(other.priority.tobytes(), other)
     tries = []
-    for x in [problem] if is_same else [problem, written]:
+    for x in orders.values():
         tries += [x, *(_with(x, open_, int(room * most)) for room in rooms)]
     if len(tries) == 1:
         return problem
@@ -184,7 +187,7 @@ def refitted(problem: Problem, solution: Solution) -> tuple[Problem, Solution]:
 
     A plan is called and streamed through: of sizes that leave room for both, where there are any.
     """
-    streaming, most = problem.cluster.streaming, int(problem.graph.op_param_bytes.max())
+    streaming, most = problem.cluster.streaming, int(problem.copied_bytes.max())
     if not streaming or not most or solution.schedule is not None:
         return problem, solution
     tries = [problem, *(_with(problem, streaming, int(room * most)) for room in PARAMS.rooms)]

@@ -197,6 +197,7 @@ def alone(plan: Plan, runner: Runner, device: str) -> Runner:
     placement = np.full(runner.graph.num_ops, runner.cluster.index(device), np.int32)
     options: Any = {"max_in_flight": plan.max_in_flight, "priority": plan.priority}
     single = Runner(runner.graph, runner.cluster, placement, **options)
+    single.outputs_stay = runner.outputs_stay
     single.cuda_graphs, single.compiled = plan.cuda_graphs, runner.compiled
     return single
 
@@ -217,15 +218,46 @@ def compiled_in_words(runner: Runner) -> str:
 
 
 def calls(one: Runner, many: Runner, inputs: Any, batches: int) -> Way:
-    """A single call of ``one``, and the period of a stream through ``many``."""
+    """A single call of ``one``, and the period of a stream through ``many``.
+
+    What comes back (``Program.comes_back``) is given where the first call left it.
+    """
     from placement.program import split_inputs
 
-    args, kwargs = split_inputs(inputs)
+    later: list[Any] = []
+
+    def given() -> Any:
+        if not later:
+            later.append(_later(one, inputs))
+        return later[0]
+
+    def once() -> None:
+        args, kwargs = split_inputs(given())
+        one(*args, **kwargs)
 
     def often() -> float:
-        return many.period_of(many.stream([inputs] * batches))
+        return many.period_of(many.stream([given()] * batches))
 
-    return lambda: one(*args, **kwargs), often
+    return once, often
+
+
+def _later(runner: Runner, inputs: Any) -> Any:
+    """The inputs with what comes back as a call returns it."""
+    from torch.utils import _pytree as pytree
+
+    from placement.program import Ref, split_inputs
+
+    program = runner.graph.program
+    if not program.comes_back:
+        return inputs
+    args, kwargs = split_inputs(inputs)
+    outputs = pytree.tree_leaves(runner(*args, **kwargs))
+    pairs = zip(program.output_leaves, outputs, strict=True)
+    made = {leaf.tensor: value for leaf, value in pairs if isinstance(leaf, Ref)}
+    given = zip(program.input_tensors, program.flatten_inputs(args, kwargs), strict=True)
+    back = dict(program.comes_back)
+    swap = {id(value): made[back[t]] for t, value in given if t in back}
+    return pytree.tree_map(lambda x: swap.get(id(x), x), inputs)
 
 
 def measure(ways: dict[str, Way], report: Progress) -> dict[str, Measured]:
@@ -256,8 +288,8 @@ def one_by_one(
 ) -> dict[str, Measured]:
     """``measure`` where a GPU has room for one of the ``runners`` at a time, by way."""
     measured: dict[str, Measured] = {}
-    for name, way in ways.items():
-        measured |= measure({name: way}, report)
+    for name in [*ways]:
+        measured |= measure({name: ways.pop(name)}, report)  # with what it keeps on a device
         if name in runners:
             runners[name].release()
     return measured

@@ -146,7 +146,7 @@ def room_bytes(problem: Problem) -> NDArray[np.int64]:
         room -= problem.profile.library_bytes.max(axis=0)
     for d in problem.cluster.streaming:
         given = problem.cluster.devices[d].buffer_bytes
-        room[problem.worker[d]] -= given or 2 * int(problem.graph.op_param_bytes.max())
+        room[problem.worker[d]] -= given or 2 * int(problem.copied_bytes.max())
     return room
 
 

@@ -99,7 +99,7 @@ class Reference:
 
     def _fill_buffers(self, placed: Placement, num_batches: int) -> None:
         """An empty buffer for each device that streams, and what copies for a micro-batch take."""
-        problem, size = self.problem, self.problem.graph.op_param_bytes
+        problem, size = self.problem, self.problem.copied_bytes
         self.buffers: dict[int, Buffer] = {}  # by which of the devices that stream
         self.round_s = 0.0
         rooms = problem.buffers_of(placed)

@@ -132,7 +132,7 @@ def tables(problem: Problem) -> Tables:
         twin_worker=problem.worker[streaming],
         buffer_bytes=np.array([b or 0 for b in given], np.int64),
         copy_s=problem.copy_s.ravel() if streaming else np.zeros(0),
-        copied_bytes=g.op_param_bytes if streaming else np.zeros(0, np.int64),
+        copied_bytes=problem.copied_bytes if streaming else np.zeros(0, np.int64),
     )
     problem.__dict__["_kernel_tables"] = cached
     return cached
