@@ -25,7 +25,7 @@ from placement.plan import proved_bound_s
 from placement.planners import solve
 from placement.problem import Planner, Problem, Solution
 from placement.runs.compare import describe, problem_fingerprint
-from placement.search.budget import Budget, options_of, prepared
+from placement.search.planner import Budget, options_of, prepared
 from placement.simulator import score, value_of
 
 SLACK = 1.02  # of a budget of seconds: the clock is looked at between slices of work

@@ -245,7 +245,7 @@ class OpGraph:
     @cached_property
     def group_ptr(self) -> Ints:
         """int32 ``[G + 1]``: group g is ``group_op[group_ptr[g]:group_ptr[g+1]]``."""
-        return _csr(np.sort(self.group), self.num_groups)
+        return csr(np.sort(self.group), self.num_groups)
 
     @cached_property
     def group_op(self) -> Ints:
@@ -255,12 +255,12 @@ class OpGraph:
     @cached_property
     def use_ptr(self) -> Ints:
         """int32 ``[T + 1]``: the consumers of tensor t are ``use_dst[use_ptr[t]:use_ptr[t+1]]``."""
-        return _csr(self.use_tensor, self.num_tensors)
+        return csr(self.use_tensor, self.num_tensors)
 
     @cached_property
     def out_ptr(self) -> Ints:
         """int32 ``[N + 1]``: operator n produces ``out_tensor[out_ptr[n]:out_ptr[n+1]]``."""
-        return _csr(np.sort(self.tensor_src[self.tensor_src >= 0]), self.num_ops)
+        return csr(np.sort(self.tensor_src[self.tensor_src >= 0]), self.num_ops)
 
     @cached_property
     def out_tensor(self) -> Ints:
@@ -271,7 +271,7 @@ class OpGraph:
     @cached_property
     def in_ptr(self) -> Ints:
         """int32 ``[N + 1]``: operator n consumes ``in_tensor[in_ptr[n]:in_ptr[n+1]]``."""
-        return _csr(np.sort(self.use_dst), self.num_ops)
+        return csr(np.sort(self.use_dst), self.num_ops)
 
     @cached_property
     def in_tensor(self) -> Ints:
@@ -365,7 +365,8 @@ class OpGraph:
         )
 
 
-def _csr(sorted_keys: NDArray[np.integer[Any]], size: int) -> Ints:
+def csr(sorted_keys: NDArray[np.integer[Any]], size: int) -> Ints:
+    """int32 ``[size + 1]``: where each of the keys ``0..size-1`` begins, and the end."""
     return np.searchsorted(sorted_keys, np.arange(size + 1)).astype(np.int32)
 
 
@@ -378,7 +379,7 @@ def topological_order(
     are left out. Of unlike ``key [count]``, the ready one of the least is first.
     """
     missing = np.bincount(edges[:, 1], minlength=count).tolist()
-    first = _csr(edges[:, 0], count).tolist()
+    first = csr(edges[:, 0], count).tolist()
     users = edges[:, 1].tolist()  # lists: a loop over arrays takes long
     keys = [0.0] * count if key is None else key.tolist()
     heap = [(keys[v], v) for v in range(count) if missing[v] == 0]
@@ -411,7 +412,7 @@ def levels(edges: NDArray[np.integer[Any]], count: int) -> Ints:
     """int32 ``[count]``: number of edges on the longest path to each vertex of a graph without
     circles; ``edges`` as for ``topological_order``."""
     is_numbered = bool((edges[:, 0] < edges[:, 1]).all())
-    first, users, level = _csr(edges[:, 0], count).tolist(), edges[:, 1].tolist(), [0] * count
+    first, users, level = csr(edges[:, 0], count).tolist(), edges[:, 1].tolist(), [0] * count
     for u in range(count) if is_numbered else topological_order(edges, count):
         for v in users[first[u] : first[u + 1]]:
             level[v] = max(level[v], level[u] + 1)
@@ -435,7 +436,7 @@ def reuse_position(graph: OpGraph) -> NDArray[np.int32]:
     readers: list[list[int]] = [[] for _ in graph.param_bytes]  # heaps: ready, or done already
     last_read = [0] * len(readers)
     missing = np.bincount(graph.edges[:, 1], minlength=graph.num_ops)
-    first = np.searchsorted(graph.edges[:, 0], np.arange(graph.num_ops + 1))
+    first = csr(graph.edges[:, 0], graph.num_ops)
     # (minus when its parameters were read, operator); of each parameter the first reader counts
     heap: list[tuple[int, int]] = []
     position = np.full(graph.num_ops, -1, np.int32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, wraps
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 Placement = NDArray[np.int32]  # [N] device of each operator, or [K, N]: in each phase
 ROUNDING = 1e-6  # by which sums in another order, and what solvers prove, may differ
 ReadyOrder = Literal["priority", "arrival"]
+T = TypeVar("T")
 
 
 _KINDS: dict[str, tuple[type, str]] = {
@@ -360,8 +361,9 @@ class Problem:
         return values
 
     def _of_workers(self, pairs: NDArray[Any]) -> NDArray[Any]:
-        """``[D, D]`` between the devices that run what is placed on others."""
-        return pairs[np.ix_(self.worker, self.worker)] if self.cluster.streaming else pairs
+        """``[.., D, D]`` between the devices that run what is placed on others."""
+        on = self.worker
+        return pairs[..., on[:, None], on] if self.cluster.streaming else pairs
 
     @cached_property
     def link_channel(self) -> NDArray[np.int32]:
@@ -406,13 +408,29 @@ class Problem:
 
     def transfer_s(self, tensor: int, src: int, dst: int) -> float:
         """Seconds to move ``tensor`` from device ``src`` to ``dst`` (0 when equal)."""
-        src, dst = int(self.worker[src]), int(self.worker[dst])
-        if src == dst:
-            return 0.0
-        if self.profile.transfer_s is not None:
-            return float(self.profile.transfer_s[tensor, src, dst])
+        if self._stated_s is not None:
+            return float(self._stated_s[tensor, src, dst])
         size = float(self.graph.tensor_bytes[tensor])
         return float(self.link_latency_s[src, dst] + size * self.link_s_per_byte[src, dst])
+
+    def transfers_s(self, of: Callable[[Floats], Any]) -> Any:
+        """Seconds to move every tensor: ``[T, ..]``, where ``of`` makes ``[..]`` of ``[.., D, D]``.
+
+        ``of`` picks pairs of devices (from, to), adds them up, or takes the most of them. From a
+        device to itself nothing takes time.
+        """
+        if self._stated_s is not None:
+            return of(self._stated_s)
+        size = self.graph.tensor_bytes.astype(np.float64)
+        return of(self.link_latency_s) + np.multiply.outer(size, of(self.link_s_per_byte))
+
+    @cached_property
+    def _stated_s(self) -> Floats | None:
+        """float64 ``[T, D, D]``, where the profile states them."""
+        if self.profile.transfer_s is None:
+            return None
+        same = np.eye(self.num_devices, dtype=bool)
+        return np.where(same, 0.0, self._of_workers(self.profile.transfer_s))
 
     @cached_property
     def io_s(self) -> Floats:
@@ -423,19 +441,10 @@ class Problem:
         """
         if self.profile.io_s is not None:
             return self.profile.io_s
-        size = self.graph.tensor_bytes.astype(np.float64)[:, None]
         host, shares_host = host_of(self)
-        off = 1.0 - np.eye(self.num_devices)
         scale = 1.0 / max(1, 2 * (self.num_devices - 1))
-        pair_s = self.profile.transfer_s
-        if pair_s is None:
-            latency, per_byte = self.link_latency_s, self.link_s_per_byte
-            between = scale * ((latency + latency.T).sum(0) + size * (per_byte + per_byte.T).sum(0))
-            from_host = latency[host] + size * per_byte[host]
-        else:
-            between = scale * ((pair_s * off).sum(axis=1) + (pair_s * off).sum(axis=2))
-            from_host = pair_s[:, host] * off[host]
-        from_host = np.where(shares_host, 0.0, from_host)
+        between = scale * self.transfers_s(lambda x: (x + x.swapaxes(-1, -2)).sum(axis=-2))
+        from_host = np.where(shares_host, 0.0, self.transfers_s(lambda x: x[..., host, :]))
         return np.where(self.graph.tensor_src[:, None] >= 0, between, from_host)
 
     @cached_property
@@ -445,10 +454,8 @@ class Problem:
             return np.zeros(self.graph.num_tensors)
         own = self.worker == np.arange(self.num_devices)
         off = ~np.eye(self.num_devices, dtype=bool) & own & own[:, None]
-        if self.profile.transfer_s is not None:
-            return self.profile.transfer_s[:, off].mean(axis=1)
-        size = self.graph.tensor_bytes.astype(np.float64)
-        return self.link_latency_s[off].mean() + size * self.link_s_per_byte[off].mean()
+        seconds: Floats = self.transfers_s(lambda x: x[..., off].mean(axis=-1))
+        return seconds
 
     @cached_property
     def mean_compute_s(self) -> Floats:
@@ -463,29 +470,25 @@ class Problem:
     @cached_property
     def upward_rank_s(self) -> Floats:
         """float64 ``[N]`` longest remaining path of mean compute plus mean transfer (HEFT)."""
-        g = self.graph
-        rank = self.mean_compute_s.copy()
-        for n in range(g.num_ops - 1, -1, -1):
-            tail = 0.0
-            for t in g.out_tensor[g.out_ptr[n] : g.out_ptr[n + 1]]:
-                users = g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]]
-                if len(users):
-                    tail = max(tail, self.mean_transfer_s[t] + rank[users].max())
-            rank[n] += tail
-        return rank
+        return self.mean_compute_s + self._longest_s(back=True)
 
     @cached_property
     def downward_rank_s(self) -> Floats:
         """float64 ``[N]`` longest path before each operator, mean compute plus mean transfer."""
+        return self._longest_s(back=False)
+
+    def _longest_s(self, back: bool) -> Floats:
+        """float64 ``[N]`` longest path before each operator, or ``back`` from the end to it."""
         g = self.graph
-        rank = np.zeros(self.num_ops)
-        for n in range(self.num_ops):
-            for t in g.in_tensor[g.in_ptr[n] : g.in_ptr[n + 1]]:
-                src = g.tensor_src[t]
-                if src >= 0:
-                    way = rank[src] + self.mean_compute_s[src] + self.mean_transfer_s[t]
-                    rank[n] = max(rank[n], way)
-        return rank
+        ends = [g.tensor_src[g.use_tensor], g.use_dst]
+        first, then = ends[::-1] if back else ends
+        order = np.argsort(-then if back else then, kind="stable")
+        order = order[ends[0][order] >= 0]
+        own_s, sent_s = self.mean_compute_s.tolist(), self.mean_transfer_s[g.use_tensor[order]]
+        far_s = [0.0] * self.num_ops  # lists: a loop over arrays takes long
+        for a, b, s in zip(*(x.tolist() for x in (first[order], then[order], sent_s)), strict=True):
+            far_s[b] = max(far_s[b], far_s[a] + own_s[a] + s)
+        return np.array(far_s)
 
     @cached_property
     def rank_position(self) -> NDArray[np.int32]:
@@ -660,6 +663,11 @@ class Problem:
         return same
 
     @cached_property
+    def kept(self) -> dict[str, Any]:
+        """What functions that are called ``once`` made of this problem, by their names."""
+        return {}
+
+    @cached_property
     def one_phase(self) -> Problem:
         """The same problem, for planners that answer with one phase only."""
         return self if self.max_phases == 1 else replace(self, max_phases=1)
@@ -683,6 +691,20 @@ class Problem:
     def with_objective(self, objective: Objective) -> Problem:
         """The same problem with another objective; itself, with its caches, if it has that one."""
         return self if objective == self.objective else replace(self, objective=objective)
+
+
+def once(make: Callable[[Problem], T]) -> Callable[[Problem], T]:
+    """``make``, called once for each problem, which keeps what was made."""
+    name = f"{make.__module__}.{make.__qualname__}"
+
+    @wraps(make)
+    def kept(problem: Problem) -> T:
+        if name not in problem.kept:
+            problem.kept[name] = make(problem)
+        known: T = problem.kept[name]
+        return known
+
+    return kept
 
 
 @dataclass(frozen=True, eq=False)

@@ -379,9 +379,14 @@ def steady_period(finish_s: Floats, busiest_s: ArrayLike = 0.0, num_phases: int 
 
 def least_window(num_microbatches: int) -> int:
     """The fewest last micro-batches by which ``steady_period`` measures a run of one phase."""
-    last = num_microbatches - 1 - (num_microbatches - 1) // 2
-    patterns = range(1, min(num_microbatches // 4, last // 2, MOST_PATTERN) + 1)
+    last, patterns = _windows(num_microbatches)
     return min((last // k * k for k in patterns), default=last)
+
+
+def _windows(num_microbatches: int) -> tuple[int, range]:
+    """The last half of a run of one phase, and the lengths of patterns looked for in it."""
+    last = num_microbatches - 1 - (num_microbatches - 1) // 2
+    return last, range(1, min(num_microbatches // 4, last // 2, MOST_PATTERN) + 1)
 
 
 def longest_flight(num_microbatches: int, max_in_flight: int) -> float:
@@ -392,8 +397,7 @@ def longest_flight(num_microbatches: int, max_in_flight: int) -> float:
     """
     if num_microbatches == 1:
         return 1.0
-    last = num_microbatches - 1 - (num_microbatches - 1) // 2
-    patterns = range(1, min(num_microbatches // 4, last // 2, MOST_PATTERN) + 1)
+    last, patterns = _windows(num_microbatches)
     windows = [last, *(last // k * k for k in patterns if k + max_in_flight - 1 > last)]
     if min(windows) < max_in_flight:
         return np.inf

@@ -43,7 +43,7 @@ def app(cfg: DictConfig) -> float:
 def _compare(cfg: DictConfig) -> float:
     from placement.executor import Executor
     from placement.runs.compare import compare
-    from placement.search.budget import Budget
+    from placement.search.planner import Budget
 
     def executor(problem: Problem) -> Executor | None:
         return None if problem.graph.program is None else Executor(problem)

@@ -201,7 +201,7 @@ def seeds_of(value: Any, name: str = "seed") -> list[int]:
 
 def _check(cfg: DictConfig) -> None:
     from placement.objective import Objective
-    from placement.search.budget import Budget
+    from placement.search.planner import Budget
 
     names = [f.name for f in fields(_Settings) if f.name in cfg]
     OmegaConf.merge(OmegaConf.structured(_Settings), {name: cfg[name] for name in names})
@@ -520,7 +520,7 @@ def save_report(job: Job) -> None:
 def _parameters(cfg: DictConfig, planner: Planner | None, seed: int | None) -> dict[str, Any]:
     """The planner's fields as ``compare`` set them."""
     from placement.plan import parameters_of
-    from placement.search.budget import Budget, prepared
+    from placement.search.planner import Budget, prepared
 
     budget = Budget(seconds=cfg.get("seconds"), evaluations=cfg.get("evaluations"))
     return parameters_of(None if planner is None else prepared(planner, seed, budget))

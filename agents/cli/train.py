@@ -62,7 +62,7 @@ def _train(cfg: DictConfig) -> float:
     from agents.trained import TrainedPolicy, untrained_net
     from envs.perturbation import Perturbation
     from placement.runs.compare import compare
-    from placement.search.budget import Budget
+    from placement.search.planner import Budget
     from placement.tools.parallel import check
 
     check(cfg.parallel)

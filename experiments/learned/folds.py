@@ -82,8 +82,8 @@ from placement.objective import Objective
 from placement.planners import load, solve
 from placement.problem import Placement, Planner, Problem, Solution
 from placement.report import gantt
-from placement.search.budget import Budget, prepared
 from placement.search.evaluation import Search
+from placement.search.planner import Budget, prepared
 from placement.simulator import value_of
 from placement.tools.files import write_atomic
 

@@ -29,7 +29,7 @@ from placement.bounds.loads import LP_SIZE, balance_prices, priced
 from placement.bounds.memory_lp import busy_s, columns_of, period_s
 from placement.bounds.pieces import pieces_s
 from placement.objective import Objective
-from placement.problem import Floats, Problem
+from placement.problem import Floats, Problem, once
 from placement.timeline import longest_flight
 from placement.tools.clock import loads
 from placement.tools.lp import EXACT
@@ -63,18 +63,15 @@ def lower_bounds(problem: Problem) -> dict[str, float]:
     return _bounds(problem, tuple(Objective), Effort())
 
 
+@once
 def lower_bound(problem: Problem) -> float:
     """That of ``lower_bounds`` for the problem's own objective; for latency without a long LP.
 
-    Searches ask for it, and those that they begin with: it is kept with the problem.
+    Searches ask for it, and those that they begin with.
     """
-    bound_s: float | None = problem.__dict__.get("_lower_bound_s")
-    if bound_s is None:
-        own = problem.objective
-        load_lp = {"latency": _QUICK.call_lp, "piecewise_latency": 0}.get(own, LP_SIZE)
-        bound_s = _bounds(problem, (own,), _QUICK._replace(load_lp=load_lp))[own]
-        problem.__dict__["_lower_bound_s"] = bound_s
-    return bound_s
+    own = problem.objective
+    load_lp = {"latency": _QUICK.call_lp, "piecewise_latency": 0}.get(own, LP_SIZE)
+    return _bounds(problem, (own,), _QUICK._replace(load_lp=load_lp))[own]
 
 
 def _bounds(problem: Problem, wanted: Sequence[Objective], effort: Effort) -> dict[str, float]:

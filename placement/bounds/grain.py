@@ -14,13 +14,11 @@ def grain_s(problem: Problem) -> float:
     to be sent, handed over or taken in.
     """
     off, size = ~np.eye(problem.num_devices, dtype=bool), problem.graph.tensor_bytes.max(initial=0)
-    sent_s = problem.profile.transfer_s
-    if sent_s is None:
-        sent_s = problem.link_latency_s + size * problem.link_s_per_byte
+    sent_s = problem.transfers_s(lambda x: x[..., off].max(axis=-1, initial=0.0))
     handed_s = problem.link_send_s + size * problem.link_send_s_per_byte + problem.link_wake_s
     handed_s = handed_s + problem.link_receive_s
     slower = problem.loaded_s > np.where(problem.supported, problem.compute_s, np.inf)
-    if max(x.max(initial=0) for x in (sent_s[..., off], handed_s[off], slower)) > 0:
+    if max(x.max(initial=0) for x in (sent_s, handed_s[off], slower)) > 0:
         return 0.0
     seconds = np.unique(problem.compute_s[np.isfinite(problem.compute_s)])
     seconds = seconds[seconds > 0]

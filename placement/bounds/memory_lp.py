@@ -149,7 +149,6 @@ class Placed:
         Between more than two each takes the least to it from any other, or from it to any other.
         """
         g, problem, on = self.problem.graph, self.problem, self.on
-        size, measured_s = g.tensor_bytes.astype(np.float64), problem.profile.transfer_s
         (_, shares_host), inner = host_of(problem), g.tensor_src >= 0
         takes_in = taken_in(problem)
         source = np.where(inner, g.group[g.tensor_src], -1)
@@ -163,10 +162,7 @@ class Placed:
             dst, others = int(first[k]), np.delete(first, k)
             both: list[tuple[Any, Any]] = [(others, dst), (dst, others)]
             for arrives, ends in zip(self.arrives, both, strict=False):
-                per_byte = np.multiply.outer(size, problem.link_s_per_byte[ends])
-                sent = problem.link_latency_s[ends] + per_byte
-                if measured_s is not None:
-                    sent = measured_s[:, *ends]
+                sent = problem.transfers_s(lambda x, ends=ends: x[..., *ends])
                 sent_s, into = sent.min(axis=1), ends[1] is dst
                 receive_s = problem.link_receive_s[ends]
                 self.unit_s += float((sent.max(axis=1) + receive_s.max()).sum())

@@ -290,13 +290,8 @@ def earliest_end_s(problem: Problem, work: int) -> float:
     seconds = np.where(problem.supported, problem.compute_s, np.inf)
     for k, d in enumerate(own):
         own_s[:n, k] = seconds[:, problem.worker == d].min(axis=1)
-    (host, shares_host), measured_s = host_of(problem), problem.profile.transfer_s
-    ends = np.ix_(own, own)
-    if measured_s is None:
-        size = g.tensor_bytes[:, None, None]
-        all_s = problem.link_latency_s[ends] + size * problem.link_s_per_byte[ends]
-    else:
-        all_s = measured_s[:, ends[0], ends[1]] * (1 - np.eye(len(own)))
+    (host, shares_host), ends = host_of(problem), np.ix_(own, own)
+    all_s = problem.transfers_s(lambda x: x[..., *ends])
     inner, start = g.tensor_src[g.use_tensor] >= 0, np.zeros((n + 1, len(own)))
     read, reader = g.use_tensor[~inner], g.use_dst[~inner]
     from_host_s = all_s[read, np.searchsorted(own, problem.worker[host])]

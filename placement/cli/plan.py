@@ -312,7 +312,7 @@ def _searching_from(start: Plan, planner: Any, args: argparse.Namespace) -> Plan
         UsageError: it does not begin with a placement.
     """
     from placement.replan import Kept
-    from placement.search.budget import options_of
+    from placement.search.planner import options_of
 
     if "start" in options_of(planner):
         return replace(planner, start=Kept(tuple(start.assignment.values())))

@@ -8,30 +8,15 @@ name too.
 
 from __future__ import annotations
 
+# ruff: noqa: F401
 from placement.search.planner import (
-    Among as Among,
-)
-from placement.search.planner import (
-    PlannerError as PlannerError,
-)
-from placement.search.planner import (
-    check_least as check_least,
-)
-from placement.search.planner import (
-    check_shares as check_shares,
-)
-from placement.search.planner import (
-    find as find,
-)
-from placement.search.planner import (
-    load as load,
-)
-from placement.search.planner import (
-    names as names,
-)
-from placement.search.planner import (
-    solve as solve,
-)
-from placement.search.planner import (
-    where as where,
+    Among,
+    PlannerError,
+    check_least,
+    check_shares,
+    find,
+    load,
+    names,
+    solve,
+    where,
 )

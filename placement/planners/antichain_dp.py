@@ -76,16 +76,13 @@ class AntichainDp:
         by_speed = np.argsort(problem.group_compute_s.sum(axis=0), kind="stable").tolist()
         if classes.any() and by_speed != orders[0]:
             orders.append(by_speed)
-        bottleneck_s = np.inf
 
-        def plan(activations: int | None) -> NDArray[np.int32]:
-            nonlocal bottleneck_s
-            bottleneck_s = np.inf  # of these limits
+        def plan(activations: int | None) -> tuple[NDArray[np.int32], float]:
             held = None  # float64 [S]
             if activations is not None:
                 need = held_bytes(problem, activations).astype(np.float64)
                 held = np.asarray(ideals @ need, dtype=np.float64)
-            rows = []
+            rows, bottleneck_s = [], np.inf
             for order in orders:
                 value, choice = _solve(problem, ideals, inside, compute, crossing, held, order)
                 if np.isfinite(value):
@@ -93,13 +90,12 @@ class AntichainDp:
                     bottleneck_s = min(bottleneck_s, value)
             # No split has room: without limits there is one, unless support forbids it.
             if rows:
-                return np.array(rows)
+                return np.array(rows), bottleneck_s
             fastest = problem.group_compute_s.argmin(axis=1).astype(np.int32)
-            return fastest[None] if activations is None else plan(None)
+            return (fastest[None], np.inf) if activations is None else plan(None)
 
-        first_that_fits(search, plan)
         return search.solution(
-            bottleneck_s=bottleneck_s,
+            bottleneck_s=first_that_fits(search, plan),
             num_states=len(ideals),
             num_tasks=num_tasks or problem.graph.num_groups,
             linearised=num_tasks is None,
@@ -141,21 +137,14 @@ def _prefixes(problem: Problem, limit: int) -> Bools:
 
 def enumerate_ideals(edges: NDArray[np.int32], num_items: int, limit: int) -> Bools | None:
     """bool ``[S, num_items]``: all downward-closed sets by size, None if more than ``limit``."""
-    pairs = edges[np.lexsort((edges[:, 1], edges[:, 0]))].astype(np.int32)
-    back = edges[np.lexsort((edges[:, 0], edges[:, 1]))].astype(np.int32)
-    every = np.arange(num_items + 1)
-    begins = (np.searchsorted(x, every).astype(np.int32) for x in (back[:, 1], pairs[:, 0]))
-    before_ptr, after_ptr = begins
-    code = np.random.default_rng(0).integers(0, 2**64, num_items, dtype=np.uint64)
-    csr = before_ptr, back[:, 0].copy(), after_ptr, pairs[:, 1].copy()
     # Memory counts as numbers of sets: links, eight each, are nothing beside 2 ** 40.
     memory = 2**40, (limit + 1) * 2**40 - 1
-    count, words, *_ = ideal_kernels.enumerate_ideals(*csr, code, *memory)
+    count, words, *_ = ideal_kernels.ideals_of(edges, num_items, *memory)
     if count == 0:
         return None
-    data = words[:count].astype("<u8").view(np.uint8)
+    data = words.astype("<u8").view(np.uint8)
     bits = np.unpackbits(data, axis=1, count=num_items, bitorder="little").astype(bool)
-    return bits[np.lexsort((*words[:count].T, bits.sum(axis=1)))]
+    return bits[np.lexsort((*words.T, bits.sum(axis=1)))]
 
 
 def _inside(ideals: Bools) -> Bools:

@@ -39,18 +39,15 @@ class BalancedSplit:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         orders = _orders(device_classes(problem))
-        split_s = np.inf
 
-        def plan(activations: int) -> Choice:
-            nonlocal split_s
+        def plan(activations: int) -> tuple[Choice, float]:
             need = held_bytes(problem, activations)
             groups, memory_bytes = problem.group_compute_s, problem.memory_bytes
             splits = [(*split(groups, order, need, memory_bytes), order) for order in orders]
             split_s, choice, _ = min(splits, key=lambda f: (f[0], f[2]))
-            return supported_choice(problem, choice)
+            return supported_choice(problem, choice), split_s
 
-        first_that_fits(search, plan)
-        return search.solution(split_s=split_s, num_orders=len(orders))
+        return search.solution(split_s=first_that_fits(search, plan), num_orders=len(orders))
 
 
 def _orders(classes: NDArray[np.int32]) -> list[tuple[int, ...]]:

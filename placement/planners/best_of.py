@@ -15,7 +15,6 @@ from placement.planners.contiguous_dp import ContiguousDp
 from placement.planners.critical_path_greedy import CriticalPathGreedy
 from placement.planners.ideal_dp import IdealDp
 from placement.problem import Planner, Problem, Solution
-from placement.search.budget import options_of
 from placement.search.evaluation import (
     DEFAULT_EVALUATIONS,
     INFEASIBLE,
@@ -23,6 +22,7 @@ from placement.search.evaluation import (
     can_move,
     cannot_fit,
 )
+from placement.search.planner import options_of
 
 # What ideal_dp gets where seconds are not limited: a second or less, the same on every machine.
 _IDEALS: dict[str, Any] = {"seconds": None, "memory_bytes": 2**26, "max_steps": 2**27}

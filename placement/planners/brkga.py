@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import PlannerError, check_least, check_shares
-from placement.problem import Planner, Problem, Solution
-from placement.search.evaluation import begin, can_move
+from placement.planners import PlannerError, check_shares
+from placement.problem import Problem, Solution
+from placement.search.evaluation import FromStart, can_move
 
 
 @dataclass(frozen=True)
-class Brkga:
+class Brkga(FromStart):
     """Biased random-key genetic algorithm (Gonçalves and Resende, J. Heuristics 17, 2011).
 
     The search inside REGAL (Paliwal et al., ICLR 2020), where a network proposes its
@@ -25,27 +25,19 @@ class Brkga:
     individual of the first generation decode to the placement of ``start``.
 
     Attributes:
-        start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most a quarter of the seconds.
         population: individuals of a generation, at least 4.
         elite, mutants: shares of the population, together below 1.
         bias: probability of the elite parent's keys, 0.5..1.
-        seconds, evaluations: budget; with neither, 2,000 evaluations.
-        seed: of the draws.
     """
 
-    start: str | Planner = "best_of"
     population: int = 64
     elite: float = 0.2
     mutants: float = 0.15
     bias: float = 0.7
-    seconds: float | None = None
-    evaluations: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_shares(self, "elite", "mutants", "bias")
-        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, a population too small for its shares."""
@@ -56,7 +48,7 @@ class Brkga:
                 f"brkga: population = {self.population} leaves no children beside {num_elite} "
                 f"elite and {num_mutants} mutants; use at least 4, and smaller shares"
             )
-        search, rng = begin(self, problem)
+        search, rng = self.begin(problem)
         assert search.best is not None
         shape = search.allowed.shape
         keys = np.empty((self.population, *shape))

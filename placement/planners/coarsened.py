@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from placement.planners import Among, PlannerError, load
 from placement.problem import Planner, Problem, Solution
-from placement.search.budget import Budget, prepared
 from placement.search.coarsen import coarsen
 from placement.search.evaluation import Search
+from placement.search.planner import Budget, prepared
 
 
 @dataclass(frozen=True)

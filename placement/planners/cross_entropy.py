@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import check_least, check_shares
-from placement.problem import Planner, Problem, Solution
-from placement.search.evaluation import begin, can_move
+from placement.problem import Problem, Solution
+from placement.search.evaluation import FromStart, can_move
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(FromStart):
     """Cross-entropy method (Rubinstein 1999) with independent groups; the sampler of Post (2018).
 
     Every group has a distribution over the devices that can run it, at first a share ``trust``
@@ -22,34 +22,26 @@ class CrossEntropy:
     Deviation from Post (Gao et al., NeurIPS 2018): no proximal policy gradient in between.
 
     Attributes:
-        start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most a quarter of the seconds.
         population: placements of a generation.
         elite: share of them that the distribution follows.
         rate: of the update, 0..1.
         trust: first probability of the start's device.
         floor: every device keeps this probability times the number of devices' inverse.
-        seconds, evaluations: budget; with neither, 2,000 evaluations.
-        seed: of the draws.
     """
 
-    start: str | Planner = "best_of"
     population: int = 64
     elite: float = 0.125
     rate: float = 0.3
     trust: float = 0.8
     floor: float = 0.005
-    seconds: float | None = None
-    evaluations: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_shares(self, "elite", "rate", "trust", "floor")
         check_least(self, 2, "population")
-        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        search, rng = begin(self, problem)
+        search, rng = self.begin(problem)
         assert search.best is not None
         uniform = search.allowed / search.allowed.sum(axis=1, keepdims=True)
         groups, devices = np.arange(len(uniform)), np.arange(uniform.shape[1])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from placement.bounds import lower_bound
 from placement.bounds.loads import alike, balance_prices, priced
-from placement.graph import components, topological_order
+from placement.graph import components, csr, topological_order
 from placement.planners import Among, PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.search import ideal_kernels
@@ -28,7 +28,6 @@ from placement.tools.lp import load_solver
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Stage = tuple[int, NDArray[np.intp]]  # kind of device, items
-Edges = set[tuple[int, int]]
 
 _FAR = 1e300  # a load that every split beats
 _STATE_BYTES = 13  # of the tables, for an ideal and a set of devices
@@ -90,30 +89,28 @@ class IdealDp:
             started + (np.inf if self.seconds is None else self.seconds),
             np.inf if self.max_steps is None else self.max_steps,
         )
-        reduced = _reduced(problem, True)
+        reduced, best = _reduced(problem, True), _Best()
         dp_started = clock()
-        first = last = self._best(problem, reduced, _FAR, left)
-        if not first.proved and (first.load_s == _FAR or not first.message):
-            last = self._best(problem, _reduced(problem, False), first.load_s, left)
-        best = min(first, last, key=lambda split: split.load_s)
+        self._improve(best, problem, reduced, left)
+        if not best.proved and (best.load_s == _FAR or not best.message):
+            self._improve(best, problem, _reduced(problem, False), left)
         ended = clock()
-        linear_s = min(first.linear_s, last.linear_s)
         stats: dict[str, Any] = {
             "seconds": ended - started,
             "dp_seconds": ended - dp_started,
             "evaluations": 1,
-            "num_items": last.num_items,
-            "ideals": last.num_ideals,
+            "num_items": best.num_items,
+            "ideals": best.num_ideals,
             "sets": left.sets,
-            "linearised_s": linear_s if linear_s < _FAR else np.inf,
-            "contiguous_optimum": not last.message,
+            "linearised_s": best.linear_s if best.linear_s < _FAR else np.inf,
+            "contiguous_optimum": not best.message,
         }
-        if last.message:
-            stats["message"] = f"{last.message}: the best split found, not proved optimal"
+        if best.message:
+            stats["message"] = f"{best.message}: the best split found, not proved optimal"
             warnings.warn(f"ideal_dp: {stats['message']}", RuntimeWarning, stacklevel=2)
         bound = lower_bound(problem)
         if best.placement is None:
-            verb = "is known to fit" if last.message else "fits"
+            verb = "is known to fit" if best.message else "fits"
             stats["infeasible"] = _nothing_fits(problem, verb)
             allowed = np.isfinite(problem.group_compute_s)
             anywhere = allowed.argmax(axis=1).astype(np.int32)[problem.graph.group]
@@ -124,79 +121,78 @@ class IdealDp:
             stats["infeasible"] = why_infinite(problem, best.placement)
         return Solution(best.placement, value, bound, stats)
 
-    def _best(self, problem: Problem, reduced: _Reduced, below_s: float, left: _Left) -> _Best:
-        """The best split of these items, if its load is below ``below_s``."""
+    def _improve(self, best: _Best, problem: Problem, reduced: _Reduced, left: _Left) -> None:
+        """Look for a better split of these items."""
         item, edges = reduced.item, reduced.edges
         b = blocks(problem, item)
         # Items without the parameters of what joined them: what bounds these bounds every split.
         loose = blocks(reduced.without_joined(problem), item) if reduced.holds else b
         kinds = _kinds(problem, loose, self.max_states)
-        linear, exact, message, num_ideals = _Split(), _Split(), "", 0
-        proved = True
-        if np.isfinite(kinds.floor_s):
-            has_room = (b.num_blocks + 1) * _STATE_BYTES * kinds.num_states <= self.memory_bytes
-            orders = _orders(b.num_blocks, edges) if has_room else ()
-            lines = [_linearised(problem, b, o, kinds, left) for o in orders]
-            linear = min(lines, key=_load, default=_Split())
-            if linear.load_s == _FAR and not (lines and all(line.complete for line in lines)):
-                linear = _coarse(problem, item, b, kinds)
-            ideals: _Ideals | int = 0
-            if left and self.ideals:
-                ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, left.deadline)
-            if isinstance(ideals, int):
-                proved = False
-                if not self.ideals:
-                    message = "ideals = False"
-                elif ideals >= self.memory_bytes:
-                    message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
-                else:
-                    message = f"{left.over(self)} are too few for the ideals"
+        best.num_items, best.num_ideals, best.message, best.proved = b.num_blocks, 0, "", True
+        if not np.isfinite(kinds.floor_s):
+            return
+        has_room = (b.num_blocks + 1) * _STATE_BYTES * kinds.num_states <= self.memory_bytes
+        orders = _orders(b.num_blocks, edges) if has_room else ()
+        lines = [_linearised(problem, b, o, kinds, left) for o in orders]
+        linear = min(lines, key=_load, default=_Split())
+        if linear.load_s == _FAR and not (lines and all(line.complete for line in lines)):
+            linear = _coarse(problem, item, b, kinds)
+        best.linear_s = min(best.linear_s, linear.load_s)
+        best.take(linear, item, kinds)
+        ideals: _Ideals | int = 0
+        if left and self.ideals:
+            ideals = _enumerate(b.num_blocks, edges, kinds, self.memory_bytes, left.deadline)
+        if isinstance(ideals, int):
+            best.proved = False
+            if not self.ideals:
+                best.message = "ideals = False"
+            elif ideals >= self.memory_bytes:
+                best.message = f"the ideals need more than memory_bytes = {self.memory_bytes}"
             else:
-                num_ideals = ideals.count
-                exact = _solve(problem, b, ideals, kinds, min(linear.load_s, below_s), left)
-                complete = exact.complete
-                left.sets += exact.sets
-                if complete and reduced.holds:
-                    least_s = min(linear.load_s, exact.load_s)
-                    less_s = (1 - 1e-9) * least_s  # than sums in another order are
-                    better = _solve(problem, loose, ideals, kinds, less_s, left)
-                    complete, proved = better.complete, better.load_s == _FAR
-                    left.sets += better.sets
-                if not complete:
-                    proved = False
-                    message = f"{left.over(self)} were over before all stages were seen"
-        best = min(linear, exact, key=_load)
-        return _Best(
-            load_s=best.load_s,
-            placement=_placement(item, kinds, best.stages) if best.load_s < _FAR else None,
-            linear_s=linear.load_s,
-            num_items=b.num_blocks,
-            num_ideals=num_ideals,
-            message=message,
-            proved=proved,
-        )
+                best.message = f"{left.over(self)} are too few for the ideals"
+            return
+        best.num_ideals = ideals.count
+        exact = _solve(problem, b, ideals, kinds, best.load_s, left)
+        best.take(exact, item, kinds)
+        complete = exact.complete
+        if complete and reduced.holds:
+            less_s = (1 - 1e-9) * best.load_s  # than sums in another order are
+            better = _solve(problem, loose, ideals, kinds, less_s, left)
+            complete, best.proved = better.complete, better.load_s == _FAR
+        if not complete:
+            best.proved = False
+            best.message = f"{left.over(self)} were over before all stages were seen"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class _Best:
-    """The best split of one sort of items.
+    """The best split so far, and what is known of it.
 
     Attributes:
         load_s: its largest load, ``_FAR`` without a split.
         placement: int32 ``[N]``, None without a split.
         linear_s: of the best linearised split.
-        num_items, num_ideals: of the program.
-        message: which limit was hit; empty: this is the best split of these items.
+        num_items, num_ideals: of the last program.
+        message: which limit was hit in it; empty: this is the best split of its items.
         proved: no split of other items is better either.
     """
 
-    load_s: float
-    placement: Ints | None
-    linear_s: float
-    num_items: int
-    num_ideals: int
-    message: str
-    proved: bool
+    load_s: float = _FAR
+    placement: Ints | None = None
+    linear_s: float = _FAR
+    num_items: int = 0
+    num_ideals: int = 0
+    message: str = ""
+    proved: bool = True
+
+    def take(self, split: _Split, item: Ints, kinds: _Kinds) -> None:
+        """A split that was found, if it is better: each stage takes the next device of its kind."""
+        if split.load_s < self.load_s:
+            free = [iter(members) for members in kinds.members]
+            device = np.empty(int(item.max()) + 1, np.int32)
+            for kind, items in split.stages:
+                device[items] = next(free[kind])
+            self.load_s, self.placement = split.load_s, device[item]
 
 
 @dataclass
@@ -225,13 +221,13 @@ class _Reduced:
 
     Attributes:
         item: int32 ``[N]`` the item of each operator, numbered topologically.
-        edges: between items, that order them.
+        edges: int64 ``[E, 2]`` between items, that order them, sorted.
         joined: bool ``[N]``: it costs nothing, and was added to the item of a neighbour.
         holds: whether those read parameters that it may matter to have beside the neighbour's.
     """
 
     item: Ints
-    edges: Edges
+    edges: NDArray[np.int64]
     joined: NDArray[np.bool_]
     holds: bool
 
@@ -245,8 +241,8 @@ class _Reduced:
         )
 
 
-def contract(problem: Problem) -> tuple[Ints, Edges]:
-    """The item of each operator, int32 ``[N]``, and the edges between items that order them.
+def contract(problem: Problem) -> tuple[Ints, NDArray[np.int64]]:
+    """The item of each operator, int32 ``[N]``, and edges int64 ``[E, 2]`` that order items.
 
     Items are numbered topologically; edges are those of the forward operators, and the mirrored
     ones of backward operators without a forward mate. Items that cost nothing, and no device
@@ -298,10 +294,7 @@ def _reduced(problem: Problem, join_holders: bool) -> _Reduced:
     joined = joined[joined[:, 0] != joined[:, 1]]
     into = _merge_trivial(num_items, joined.tolist(), cheap, can_run)
     moved = into != np.arange(num_items)
-    pairs = {(x, y) for x, y in into[joined].tolist() if x != y}
-    first = np.full(num_items, g.num_ops)
-    np.minimum.at(first, into[item[group]], np.arange(g.num_ops))
-    number, order = _number(into[item[group]], pairs, first)
+    number, order = _number(into[item[group]], into[joined])
     return _Reduced(number, order, moved[item[group]], bool(moved[holders].any()))
 
 
@@ -331,18 +324,17 @@ def _merge_trivial(
     return into
 
 
-def _number(item: NDArray[Any], pairs: Edges, first: NDArray[Any]) -> tuple[Ints, Edges]:
-    """Items numbered topologically, those whose first operator comes first before others."""
-    used = np.unique(item)
-    used = used[np.argsort(first[used], kind="stable")]
-    at = np.full(len(first), -1)
-    at[used] = np.arange(len(used))
-    edges = np.array(sorted((at[x], at[y]) for x, y in pairs), np.int64).reshape(-1, 2)
+def _number(item: NDArray[Any], pairs: NDArray[Any]) -> tuple[Ints, NDArray[np.int64]]:
+    """Items ``[N]`` numbered topologically, those whose first operator comes first before others;
+    and the ``pairs [P, 2]`` of unlike ones in these numbers, sorted, each once."""
+    used, first = np.unique(item, return_index=True)
+    rank = np.zeros(int(used[-1]) + 1, np.int64)
+    rank[used] = np.argsort(np.argsort(first))
+    edges = np.unique(rank[pairs[pairs[:, 0] != pairs[:, 1]]], axis=0)
     order = topological_order(edges, len(used))
     assert len(order) == len(used), "cycles were fused"
-    number = np.full(len(first), -1, np.int32)
-    number[used[order]] = np.arange(len(used))
-    return number[item], {(int(number[x]), int(number[y])) for x, y in pairs}
+    number = np.argsort(order)
+    return number[rank[item]].astype(np.int32), np.unique(number[edges], axis=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -436,12 +428,11 @@ class _Ideals:
 class _Split:
     """A chain of stages and its largest load (``_FAR`` if there is none).
 
-    ``sets`` were met to find it; ``complete`` tells whether all that matter were.
+    ``complete`` tells whether all sets of items that matter were met to find it.
     """
 
     load_s: float = _FAR
     stages: list[Stage] = field(default_factory=list)
-    sets: int = 0
     complete: bool = True
 
 
@@ -449,28 +440,18 @@ def _load(split: _Split) -> float:
     return split.load_s
 
 
-def _csr(n: int, pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """``values[ptr[i] : ptr[i + 1]]`` are, in order, the ``b`` of the pairs ``(i, b)``."""
-    table = np.array(sorted(pairs), np.int32).reshape(-1, 2)
-    return np.searchsorted(table[:, 0], np.arange(n + 1)).astype(np.int32), table[:, 1].copy()
-
-
 def _enumerate(
-    n: int, edges: Edges, kinds: _Kinds, memory_bytes: int, deadline: float
+    n: int, edges: NDArray[np.int64], kinds: _Kinds, memory_bytes: int, deadline: float
 ) -> _Ideals | int:
     """The ideals of ``n`` items, or a number of bytes that they and their tables exceed."""
     # Bits, hash, origin and work of each; two to four slots of the hash table; value, ideal and
     # kind of each state. Arrays grow by doubling and exist twice while they do.
     bytes_each = 8 * (-(-n // 64)) * 2 + 56 + _STATE_BYTES * kinds.num_states
-    code = np.random.default_rng(0).integers(0, 2**64, n, dtype=np.uint64)
-    before, after = _csr(n, [(b, a) for a, b in edges]), _csr(n, list(edges))
     # A kernel cannot look at the clock: try with little memory, which is soon full, then more.
     limit = memory_bytes if deadline == np.inf else min(memory_bytes, 2**24)
     while True:
         began = clock()
-        count, bits, spans, links, origin, added = ideal_kernels.enumerate_ideals(
-            *before, *after, code, bytes_each, limit
-        )
+        count, bits, spans, links, *made = ideal_kernels.ideals_of(edges, n, bytes_each, limit)
         if count > 0:
             break
         ended = clock()
@@ -478,14 +459,14 @@ def _enumerate(
             return limit
         limit = min(memory_bytes, 4 * limit)
     work_s = np.zeros(count)
-    ideal_kernels.add_up(origin[:count], added[:count], kinds.work, work_s)
-    return _Ideals(count, spans[:count], links, work_s, bits[:count])
+    ideal_kernels.add_up(*made, kinds.work, work_s)
+    return _Ideals(count, spans, links, work_s, bits)
 
 
-def _orders(n: int, edges: Edges) -> Iterator[NDArray[np.intp]]:
+def _orders(n: int, edges: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
     """Two topological orders: breadth first, as items are numbered, and depth first."""
     yield np.arange(n)
-    ptr, after = _csr(n, list(edges))
+    ptr, after = csr(edges[:, 0], n), edges[:, 1]
     missing = np.bincount(after, minlength=n).tolist()
     ready = [v for v in range(n - 1, -1, -1) if missing[v] == 0]
     order = []
@@ -579,15 +560,15 @@ def _solve(
     value, from_ideal, from_kind = program.value, program.from_ideal, program.from_kind
     # Below what no split can beat, loads need not be told apart: fewer devices then win.
     value[0, 0] = kinds.floor_s
-    at = sets = 0
+    at = 0
     while at < ideals.count and left:  # which looks at the clock
         at, met, steps = ideal_kernels.extend(program, at, int(min(2_000_000, left.steps)))
-        sets += met
+        left.sets += 0 if ideals.bits is None else met
         left.steps -= steps
     complete = at >= ideals.count
     state = int(value[-1].argmin())
     if not value[-1, state] < below_s:
-        return _Split(sets=sets, complete=complete)
+        return _Split(complete=complete)
     stages: list[Stage] = []
     load_s, here = float(value[-1, state]), ideals.count - 1
     while here > 0:
@@ -598,16 +579,7 @@ def _solve(
         before = int(from_ideal[here, state])
         stages.append((kind, ideals.between(before, here)))
         here, state = before, state - int(kinds.step[kind])
-    return _Split(load_s, stages[::-1], sets, complete)
-
-
-def _placement(item: Ints, kinds: _Kinds, stages: list[Stage]) -> Ints:
-    """int32 ``[N]``: each stage takes the next device of its kind."""
-    free = [iter(members) for members in kinds.members]
-    device = np.empty(int(item.max()) + 1, np.int32)
-    for kind, items in stages:
-        device[items] = next(free[kind])
-    return device[item]
+    return _Split(load_s, stages[::-1], complete)
 
 
 def _nothing_fits(problem: Problem, verb: str) -> str:

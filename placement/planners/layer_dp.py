@@ -120,16 +120,10 @@ def _ways(problem: Problem) -> Floats:
     """float64 ``[G + 1, D, D]``: seconds to hand on what groups before a cut made for it."""
     graph, count = problem.graph, problem.num_devices
     way = np.zeros((graph.num_groups + 1, count, count))
-    for t, dst in zip(graph.use_tensor.tolist(), graph.use_dst.tolist(), strict=True):
-        src = int(graph.tensor_src[t])
-        if src >= 0 and graph.group[src] != graph.group[dst]:
-            if problem.profile.transfer_s is not None:
-                pairs = problem.profile.transfer_s[t]
-            else:
-                pairs = problem.link_latency_s + graph.tensor_bytes[t] * problem.link_s_per_byte
-            way[graph.group[dst]] = np.maximum(way[graph.group[dst]], pairs)
-    for matrix in way:
-        np.fill_diagonal(matrix, 0.0)
+    src, dst = graph.tensor_src[graph.use_tensor], graph.group[graph.use_dst]
+    crosses = (src >= 0) & (graph.group[src] != dst)
+    sent_s = problem.transfers_s(lambda pairs: pairs)[graph.use_tensor[crosses]]
+    np.maximum.at(way, dst[crosses], sent_s)
     return way
 
 

@@ -32,7 +32,7 @@ class LevelBalance:
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
         level = levels(problem.graph.edges, problem.num_ops)
-        first_that_fits(search, lambda activations: balance(problem, level, activations))
+        first_that_fits(search, lambda activations: (balance(problem, level, activations), None))
         return search.solution(num_levels=int(level.max()) + 1)
 
 

@@ -50,8 +50,8 @@ class LevelPipeline:
         level = levels(problem.graph.edges, problem.num_ops)
         teams = [_teams(problem, level, count + 1) for count in range(problem.num_devices)]
 
-        def plan(activations: int) -> Choice:
-            return np.array([balance(problem, level, activations, team) for team in teams])
+        def plan(activations: int) -> tuple[Choice, None]:
+            return np.array([balance(problem, level, activations, team) for team in teams]), None
 
         first_that_fits(search, plan)
         return search.solution(num_levels=int(level.max()) + 1)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.planners import check_least
-from placement.problem import Planner, Problem, Solution
+from placement.problem import Problem, Solution
 from placement.search.evaluation import (
     Choice,
+    FromStart,
     Position,
     Search,
-    begin,
     can_move,
     moves,
     random_choice,
@@ -20,7 +20,7 @@ from placement.search.evaluation import (
 
 
 @dataclass(frozen=True)
-class LocalSearch:
+class LocalSearch(FromStart):
     """First-improvement hill climbing over random moves (one group, or a run of groups).
 
     A move that changes nothing is accepted too: the slowest device alone decides the period,
@@ -29,24 +29,17 @@ class LocalSearch:
     how many is drawn log-uniformly, from one to all.
 
     Attributes:
-        start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most a quarter of the seconds.
         patience: restart after this many times ``G * (D - 1)`` moves without improvement.
-        seconds, evaluations: budget; with neither, 2,000 evaluations.
-        seed: of the draws.
     """
 
-    start: str | Planner = "best_of"
     patience: float = 1.0
-    seconds: float | None = None
-    evaluations: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, 0, "patience", "seed")
+        super().__post_init__()
+        check_least(self, 0, "patience")
 
     def __call__(self, problem: Problem) -> Solution:
-        search, rng = begin(self, problem)
+        search, rng = self.begin(problem)
         restarts = 0
         if can_move(problem):
             here = Position(search)

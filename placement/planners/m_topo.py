@@ -28,7 +28,7 @@ class MTopo:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem)
-        first_that_fits(search, lambda activations: _fill(problem, activations))
+        first_that_fits(search, lambda activations: (_fill(problem, activations), None))
         return search.solution()
 
 

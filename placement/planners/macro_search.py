@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +16,7 @@ from placement.planners.ideal_dp import IdealDp
 from placement.problem import Planner, Problem, Solution
 from placement.search import macro
 from placement.search.descent import descend
-from placement.search.evaluation import (
-    Choice,
-    Search,
-    begin,
-    can_move,
-    neighbours,
-)
+from placement.search.evaluation import Choice, FromStart, Search, can_move, neighbours
 from placement.simulator.analytic import load_moves
 from placement.simulator.analytic_kernels import Moves, Placed, piecewise_tables
 
@@ -48,7 +42,7 @@ PARAMS = MacroParams()
 
 
 @dataclass(frozen=True)
-class MacroSearch:
+class MacroSearch(FromStart):
     """Annealed search that moves whole neighbourhoods of colocation groups at once.
 
     A move that makes it worse by ``delta`` is made with probability ``exp(-delta / T)`` (of
@@ -72,30 +66,23 @@ class MacroSearch:
     from each first placement, the last from the best.
 
     Attributes:
-        start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most a quarter of the seconds. None: ``best_of``,
-            and for the objectives that are formulas the split of ``ideal_dp`` for ``max_load``
-            too, within a fifth of the seconds (of its linearised program, where there is no
-            limit).
+        start: None: ``best_of``, and for the objectives that are formulas the split of
+            ``ideal_dp`` for ``max_load`` too, within a fifth of the seconds (of its linearised
+            program, where there is no limit).
         rounds: how often it is heated up; None: 8 for ``piecewise_latency``, otherwise 6.
         width: moves among which a step of the simulated objectives chooses.
-        seconds, evaluations: budget; with neither, 2,000 evaluations.
-        seed: of the draws.
     """
 
     start: str | Planner | None = None
     rounds: int | None = None
     width: int = 16
-    seconds: float | None = None
-    evaluations: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_least(self, 1, "rounds", "width")
-        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        search, _ = begin(replace(self, start=self.start or "best_of"), problem)
+        search, _ = self.begin(problem)
         assert search.best is not None
         starts = [search.best]
         if self.start is None and problem.objective.is_analytic and search.left:

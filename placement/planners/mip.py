@@ -13,7 +13,7 @@ from placement.bounds.loads import alike
 from placement.graph import topological_order
 from placement.objective import Objective
 from placement.planners import PlannerError, load
-from placement.planners.ideal_dp import Edges, contract
+from placement.planners.ideal_dp import contract
 from placement.problem import Planner, Problem, Solution
 from placement.search.evaluation import Search
 from placement.simulator.analytic import device_loads
@@ -147,7 +147,7 @@ class _Splits:
 
     def __init__(self, problem: Problem, contiguous: bool, split: Ints) -> None:
         self.problem, self.program, self.contiguous = problem, Program(), contiguous
-        edges: Edges = set()
+        edges = np.zeros((0, 2), np.int64)
         self.block = problem.graph.group
         if contiguous:
             self.block, edges = contract(problem)
@@ -199,7 +199,7 @@ class _Splits:
                 program.rows(np.ones(len(cannot)), (x[cannot, c], 1.0), (on, 1.0))
         self.whole = np.arange(1, len(program.upper))
 
-    def _load_s(self, placement: Ints, edges: Edges) -> float | None:
+    def _load_s(self, placement: Ints, edges: NDArray[np.int64]) -> float | None:
         """The largest load of a placement that is such a split and fits."""
         problem, device = self.problem, np.full(self.costs.num_blocks, -1, np.int32)
         device[self.block] = placement
@@ -207,8 +207,8 @@ class _Splits:
             return None
         if (problem.param_bytes_on(placement) > problem.memory_bytes).any():
             return None
-        after = {(int(device[a]), int(device[b])) for a, b in edges if device[a] != device[b]}
-        pairs = np.array(sorted(after), int).reshape(-1, 2)
+        pairs = device[edges]
+        pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
         if len(topological_order(pairs, problem.num_devices)) < problem.num_devices:
             return None  # devices wait for each other in a circle
         return float(device_loads(problem, placement).max())
@@ -228,11 +228,11 @@ class _Splits:
             place[members] = np.arange(len(members))
         return (place <= rank[:, None]) & np.isfinite(compute_s)
 
-    def _in_order(self, edges: Edges) -> None:
+    def _in_order(self, edges: NDArray[np.int64]) -> None:
         """Kinds of stages are open, as many as there are devices, and no block is too early."""
         program, blocks, many = self.program, self.costs.num_blocks, len(self.kind)
         up = program.columns(np.ones(blocks * many)).reshape(blocks, many)  # there, or before
-        first, then = np.array(sorted(edges), np.intp).reshape(-1, 2).T
+        first, then = edges.T
         for sign in (1.0, -1.0):
             for k, members in enumerate(self.kinds):
                 program.row(sign * len(members), (self.kind[:, k], sign))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,14 +221,10 @@ def tables_of(problem: Problem) -> Tables:
     return Tables.of(
         k,
         edge_in=np.argsort(in_edge).astype(np.int32),
-        in_ptr=np.searchsorted(user[in_edge], np.arange(n + 1)).astype(np.int32),
         in_edge=in_edge.astype(np.int32),
         in_src=np.repeat(np.arange(n + 1), np.diff(k.edge_ptr))[in_edge].astype(np.int32),
-        latency_s=k.link_latency_s,
-        s_per_byte=k.link_s_per_byte,
         channel=_channels(problem),
         local=problem.num_channels,
-        matrix=k.transfer_s,
         group=g.group.astype(np.int32),
         op_ptr=g.group_ptr,
         op=g.group_op,
@@ -280,19 +275,13 @@ def start(
     placement: Placement,
     sequence: NDArray[np.int32],
     rng: np.random.Generator,
-    step: int = 0,
-    used: float = 0.0,
 ) -> None:
-    """Begin at ``placement`` in ``sequence``, int32 ``[N]`` each.
-
-    ``rng`` seeds what is drawn from now on. The first ``step`` steps, and the share ``used`` of
-    the budget, count as made.
-    """
+    """Begin at ``placement`` in ``sequence``, int32 ``[N]`` each; ``rng`` seeds what is drawn."""
     state.random[0] = rng.integers(1, 2**64, dtype=np.uint64)
     state.warm, state.cold = PARAMS.warm, PARAMS.cold
     state.place[:] = placement
     state.sequence[:] = sequence
-    order.begin(tables, state, step, used)
+    order.begin(tables, state)
 
 
 def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
@@ -302,15 +291,16 @@ def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
     the end and the best so far are tried for a while, the best three for longer, and the best of
     those to the end; of a tabu search the best two for a while, and the better one to the end.
     """
-    problem, few, tabu = search.problem, too_few(search), not sends(search.problem)
+    problem, few = search.problem, too_few(search)
     assert search.best is not None
     # One device is busy from its beginning to its end, unless model inputs come from elsewhere.
     if problem.num_ops < 2 or (problem.num_devices < 2 and not problem.io_s.any()):
         return {"steps": 0}
+    walk = _Walk(search, seed)
     place = search.best[problem.graph.group]
     starts = [(place, sequence_of(problem, place, search.schedule))]
     others, stages = STARTS, PARAMS.stages
-    if tabu:
+    if walk.tabu:
         others, stages = _TABU_STARTS, PARAMS.tabu_stages
     for name, share in () if few else others:
         if search.left:
@@ -319,35 +309,27 @@ def anneal(search: Search, width: int | None, seed: int) -> dict[str, Any]:
                 starts.append((place, sequence_of(problem, place)))
     if not few:
         starts.append(_from_end(problem))
-    tables, rng = tables_of(problem), np.random.default_rng(seed)
-    if width is None:
-        many = search.num_left >= PARAMS.few_for_width * problem.num_ops
-        width = PARAMS.width if many else PARAMS.wide
-        if tabu:
-            width = PARAMS.tabu_width if np.isfinite(search.seconds_left) else PARAMS.tabu_wide
-    runs = []
+    walk.width = width or walk.usual_width()
+    runs: list[State] = []
     for place, sequence in starts:
         if not search.left:
             break
-        runs.append(state_of(problem, width))
-        start(tables, runs[-1], place, sequence, rng)
+        runs.append(walk.begin(place, sequence))
         search.num_evaluations += 1
-        search.consider_order(place, runs[-1].best_sequence, runs[-1].best_s)
+        walk.consider(runs[-1])
     if search.left and not few:
-        runs.append(_justified(search, tables, min(runs, key=lambda x: x.best_s), rng, width))
-    num_steps, begun, stats = 0, search.used, {"windows": 0}
+        runs.append(walk.justified(min(runs, key=lambda x: x.best_s)))
+    begun = search.used
     for num_runs, share, cool, cooled in stages[-1:] if few else stages:
         runs = sorted(runs, key=lambda x: x.best_s)[:num_runs]
-        if num_runs == 1 and runs:
-            solved = partial(_solve_windows, search, tables, runs[0], rng, stats)
-            if solved(search.used + PARAMS.first_windows):
-                num_steps += _spend(search, tables, runs[0], tabu, PARAMS.last, (cool, cooled))
-                solved(1.0)
-                cool = cooled
+        last = runs[0] if num_runs == 1 and runs else None
+        if last and walk.solve_windows(last, search.used + PARAMS.first_windows):
+            walk.spend(last, PARAMS.last, cool, cooled)
+            walk.solve_windows(last, 1.0)
+            cool = cooled
         for run in runs:
-            until = min(1.0, search.used + share * (1.0 - begun))
-            num_steps += _spend(search, tables, run, tabu, until, (cool, cooled))
-    return {"steps": num_steps, **stats}
+            walk.spend(run, min(1.0, search.used + share * (1.0 - begun)), cool, cooled)
+    return walk.stats
 
 
 def _from_end(problem: Problem) -> tuple[Placement, NDArray[np.int32]]:
@@ -364,141 +346,143 @@ def too_few(search: Search) -> bool:
     return search.num_left < PARAMS.too_few * search.problem.num_ops
 
 
-def _justified(
-    search: Search, tables: Tables, best: State, rng: np.random.Generator, width: int
-) -> State:
-    """A search that begins where forward-backward improvement comes to from ``best``."""
-    state = state_of(search.problem, width)
-    start(tables, state, best.best_place, best.best_sequence, rng)
-    until, passes, in_vain = search.used + PARAMS.justifying * (1.0 - search.used), 0, 0
-    while in_vain < PARAMS.justify_in_vain and search.used < until and search.left:
-        num_kept, until_passes = state.num_kept, passes + int(min(PARAMS.passes, search.num_left))
-        then = justify(tables, state, passes, until_passes, search.bound_s * (1 + 1e-9))
-        if then == passes:
-            break
-        search.num_evaluations += then - passes
-        passes = then
-        search.consider_order(state.best_place, state.best_sequence, state.best_s)
-        in_vain = 0 if state.num_kept > num_kept else in_vain + 1
-    start(tables, state, state.best_place, state.best_sequence, rng)
-    return state
+class _Walk:
+    """What the runs of a search have in common.
 
-
-def _solve_windows(
-    search: Search,
-    tables: Tables,
-    state: State,
-    rng: np.random.Generator,
-    stats: dict[str, Any],
-    until: float,
-) -> bool:
-    """Solve windows of the best of ``state`` until so much of the budget is used.
-
-    It ends where none of the last ``in_vain`` was better. What one takes counts as the
-    evaluations that the annealing would have made meanwhile, so nothing is done, and the answer
-    is False, where they would be few, or without OR-Tools. ``stats`` is what was done.
+    Attributes:
+        search, tables, rng: whose budget they spend, its problem, and the draws.
+        tabu, width: whether they are tabu searches, and moves offered at each step.
+        stats: what was done.
     """
-    problem, n = search.problem, len(state.place)
-    left = (until - search.used) * _total(search)
-    if tables.simulated:  # windows have exact times alone
-        return False
-    written = windows.EFFORT.per_operator * PARAMS.window
-    if left < 2 * PARAMS.least_windows * written or not search.left:
-        return False
-    worth = min(windows.EFFORT.most, left / PARAMS.least_windows)
-    if not windows.available():
-        stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
-        return False
-    grain, size, in_vain = grain_s(problem), float(min(PARAMS.window, n)), 0
-    for name in ("better_windows", "closed_windows"):
-        stats.setdefault(name, 0)
-    start(tables, state, state.best_place, state.best_sequence, rng)
-    while in_vain < PARAMS.in_vain and search.used < until and search.left:
-        cost, width = state.cost_s, min(int(size), n)
-        if search.num_left < worth + windows.EFFORT.per_operator * width:
-            break
-        place, sequence = state.place.copy(), state.sequence.copy()
-        first = int(rng.integers(n - width + 1))
-        stats["windows"] += 1
-        if windows.rest_s(tables, state, first, first + width) >= cost * (1 - 1e-9):
-            search.num_evaluations += 1
+
+    def __init__(self, search: Search, seed: int) -> None:
+        self.search, self.tables = search, tables_of(search.problem)
+        self.rng, self.tabu, self.width = np.random.default_rng(seed), not sends(search.problem), 0
+        self.stats: dict[str, Any] = {"steps": 0, "windows": 0}
+
+    def usual_width(self) -> int:
+        """Moves offered at each step where nobody says how many."""
+        if self.tabu:
+            timed = np.isfinite(self.search.seconds_left)
+            return PARAMS.tabu_width if timed else PARAMS.tabu_wide
+        many = self.search.num_left >= PARAMS.few_for_width * self.search.problem.num_ops
+        return PARAMS.width if many else PARAMS.wide
+
+    def begin(
+        self, place: Placement, sequence: NDArray[np.int32], run: State | None = None
+    ) -> State:
+        """A run, or this one, from there."""
+        run = state_of(self.search.problem, self.width) if run is None else run
+        start(self.tables, run, place, sequence, self.rng)
+        return run
+
+    def consider(self, run: State) -> None:
+        """What a run found is an answer."""
+        self.search.consider_order(run.best_place, run.best_sequence, run.best_s)
+
+    def justified(self, best: State) -> State:
+        """A run that begins where forward-backward improvement comes to from ``best``."""
+        search, run = self.search, self.begin(best.best_place, best.best_sequence)
+        until, passes, in_vain = search.used + PARAMS.justifying * (1.0 - search.used), 0, 0
+        while in_vain < PARAMS.justify_in_vain and search.used < until and search.left:
+            num_kept, until_passes = run.num_kept, passes + int(min(PARAMS.passes, search.num_left))
+            bound_s = search.bound_s * (1 + 1e-9)
+            then = justify(self.tables, run, passes, until_passes, bound_s)
+            if then == passes:
+                break
+            search.num_evaluations += then - passes
+            passes = then
+            self.consider(run)
+            in_vain = 0 if run.num_kept > num_kept else in_vain + 1
+        return self.begin(run.best_place, run.best_sequence, run)
+
+    def solve_windows(self, run: State, until: float) -> bool:
+        """Solve windows of the best of ``run`` until so much of the budget is used.
+
+        It ends where none of the last ``in_vain`` was better. What one takes counts as the
+        evaluations that the annealing would have made meanwhile, so nothing is done, and the answer
+        is False, where they would be few, or without OR-Tools.
+        """
+        search, tables, stats, n = self.search, self.tables, self.stats, len(run.place)
+        left = (until - search.used) * self._total()
+        if tables.simulated:  # windows have exact times alone
+            return False
+        written = windows.EFFORT.per_operator * PARAMS.window
+        if left < 2 * PARAMS.least_windows * written or not search.left:
+            return False
+        worth = min(windows.EFFORT.most, left / PARAMS.least_windows)
+        if not windows.available():
+            stats["windows"] = "none: OR-Tools is not installed (the extra cp)"
+            return False
+        grain, size, in_vain = grain_s(search.problem), float(min(PARAMS.window, n)), 0
+        for name in ("better_windows", "closed_windows"):
+            stats.setdefault(name, 0)
+        self.begin(run.best_place, run.best_sequence, run)
+        while in_vain < PARAMS.in_vain and search.used < until and search.left:
+            cost, width = run.cost_s, min(int(size), n)
+            if search.num_left < worth + windows.EFFORT.per_operator * width:
+                break
+            place, sequence = run.place.copy(), run.sequence.copy()
+            first = int(self.rng.integers(n - width + 1))
+            stats["windows"] += 1
             in_vain += 1
-            continue
-        answer = windows.solve(
-            tables,
-            state,
-            range(first, first + width),
-            grain,
-            stats["windows"],
-            worth,
-            search.seconds_left,
-        )
-        search.num_evaluations += answer.evaluations
-        stats["closed_windows"] += answer.closed
-        in_vain += 1
-        if answer.place is not None and answer.sequence is not None:
-            start(tables, state, answer.place, answer.sequence, rng)
-            if state.cost_s > cost * (1 + 1e-12):  # channels were busy
-                start(tables, state, place, sequence, rng)
-            elif state.cost_s < cost * (1 - 1e-12):
-                stats["better_windows"] += 1
-                in_vain = 0
-                cost = state.cost_s
-                search.consider_order(state.best_place, state.best_sequence, cost)
-        if answer.closed and width == n and grain:
-            search.bound_s = max(search.bound_s, cost)  # all there is
-        size = (
-            size * PARAMS.grows
-            if answer.closed
-            else max(size / PARAMS.grows, min(PARAMS.least_window, n))
-        )
-    return True
+            if windows.rest_s(tables, run, first, first + width) >= cost * (1 - 1e-9):
+                search.num_evaluations += 1
+                continue
+            part, seed = range(first, first + width), stats["windows"]
+            answer = windows.solve(tables, run, part, grain, seed, worth, search.seconds_left)
+            search.num_evaluations += answer.evaluations
+            stats["closed_windows"] += answer.closed
+            if answer.place is not None and answer.sequence is not None:
+                self.begin(answer.place, answer.sequence, run)
+                if run.cost_s > cost * (1 + 1e-12):  # channels were busy
+                    self.begin(place, sequence, run)
+                elif run.cost_s < cost * (1 - 1e-12):
+                    stats["better_windows"] += 1
+                    in_vain = 0
+                    cost = run.cost_s
+                    self.consider(run)
+            if answer.closed and width == n and grain:
+                search.bound_s = max(search.bound_s, cost)  # all there is
+            shrunk = max(size / PARAMS.grows, min(PARAMS.least_window, n))
+            size = size * PARAMS.grows if answer.closed else shrunk
+        return True
 
+    def _total(self) -> float:
+        """Evaluations that the whole budget will have been."""
+        return self.search.num_evaluations / max(self.search.used, 1e-12)
 
-def _total(search: Search) -> float:
-    """Evaluations that the whole budget will have been."""
-    return search.num_evaluations / max(search.used, 1e-12)
+    def _heat(self, run: State) -> None:
+        """Set the temperatures, by how many evaluations there will have been in all.
 
+        A short search can only go down; a long one stays where a move of one operator, whose
+        seconds are some share of the latency, is undone now and then.
+        """
+        seconds = self.tables.compute_s[np.arange(len(run.place)), run.best_place]
+        share = float(seconds.mean()) / max(run.best_s, 1e-300)
+        warm = PARAMS.simulated_warm if self.tables.simulated else PARAMS.warm
+        per_op, few = self._total() / len(run.place), PARAMS.few
+        much = float(np.clip(np.log(per_op / few) / np.log(PARAMS.many / few), 0.0, 1.0))
+        cold, cold_share = PARAMS.cold, PARAMS.cold_share * share
+        run.warm = warm * (max(PARAMS.warm_share * share, warm) / warm) ** much
+        run.cold = cold * (max(cold_share, cold) / cold) ** much
 
-def _heat(state: State, tables: Tables, evaluations: float) -> None:
-    """Set the temperatures of a search of so many evaluations in all.
-
-    A short one can only go down; a long one stays where a move of one operator, whose seconds
-    are some share of the latency, is undone now and then.
-    """
-    seconds = tables.compute_s[np.arange(len(state.place)), state.best_place]
-    share = float(seconds.mean()) / max(state.best_s, 1e-300)
-    warm = PARAMS.simulated_warm if tables.simulated else PARAMS.warm
-    per_op = evaluations / len(state.place)
-    much = float(np.clip(np.log(per_op / PARAMS.few) / np.log(PARAMS.many / PARAMS.few), 0.0, 1.0))
-    state.warm = warm * (max(PARAMS.warm_share * share, warm) / warm) ** much
-    state.cold = PARAMS.cold * (max(PARAMS.cold_share * share, PARAMS.cold) / PARAMS.cold) ** much
-
-
-def _spend(
-    search: Search,
-    tables: Tables,
-    state: State,
-    tabu: bool,
-    until: float,
-    cooling: tuple[float, float],
-) -> int:
-    """Search from where ``state`` is until so much of the budget is used; the steps made."""
-    # Temperatures change a hundred times, wherever the budget is counted. The clock is looked at
-    # only where seconds are limited: otherwise the seed decides everything.
-    first, (cool, cooled) = search.used, cooling
-    most = max(1.0, search.num_left * (until - first) / 100.0)
-    slice_s = PARAMS.slice_s if np.isfinite(search.seconds_left) else np.inf
-    rate, num_steps = 2000.0, 0
-    while search.used < until and search.left and search.num_left > 1:
-        part = (search.used - first) / max(until - first, 1e-12)
-        _heat(state, tables, _total(search))
-        before = search.seconds
-        steps = int(max(1, min(most, slice_s * rate, search.num_left)))
-        then = cool + (cooled - cool) * min(part, 1.0)
-        order.play(tables, state, steps, tabu, then, then)
-        rate = steps / max(search.seconds - before, 1e-9)
-        num_steps += steps
-        search.num_evaluations += steps
-        search.consider_order(state.best_place, state.best_sequence, state.best_s)
-    return num_steps
+    def spend(self, run: State, until: float, cool: float, cooled: float) -> None:
+        """Go on until so much of the budget is used, while it cools down from ``cool`` on."""
+        # Temperatures change a hundred times, wherever the budget is counted. The clock is looked
+        # at only where seconds are limited: otherwise the seed decides everything.
+        search, first = self.search, self.search.used
+        most = max(1.0, search.num_left * (until - first) / 100.0)
+        slice_s = PARAMS.slice_s if np.isfinite(search.seconds_left) else np.inf
+        rate = 2000.0
+        while search.used < until and search.left and search.num_left > 1:
+            part = (search.used - first) / max(until - first, 1e-12)
+            self._heat(run)
+            before = search.seconds
+            steps = int(max(1, min(most, slice_s * rate, search.num_left)))
+            used = cool + (cooled - cool) * min(part, 1.0)
+            order.play(self.tables, run, steps, self.tabu, used)
+            rate = steps / max(search.seconds - before, 1e-9)
+            self.stats["steps"] += steps
+            search.num_evaluations += steps
+            self.consider(run)

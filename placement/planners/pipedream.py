@@ -53,16 +53,14 @@ class Pipedream:
         block = merge_blocks(problem, self.max_blocks)
         costs = Stages(problem).costs(block)
         transfer = crossing_s(problem, block)
-        bottleneck_s = np.inf
 
-        def plan(activations: int) -> Choice:
-            nonlocal bottleneck_s
+        def plan(activations: int) -> tuple[Choice, float]:
             bottleneck_s, device = _stages(costs, transfer, activations)
             if np.isinf(bottleneck_s):  # no split has room: the least bad one, without limits
                 device = _stages(costs, transfer, None)[1]
-            return supported_choice(problem, device[block])
+            return supported_choice(problem, device[block]), bottleneck_s
 
-        first_that_fits(search, plan)
+        bottleneck_s = first_that_fits(search, plan)
         return search.solution(bottleneck_s=bottleneck_s, num_blocks=int(block.max()) + 1)
 
 

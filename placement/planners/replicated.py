@@ -129,7 +129,7 @@ def stage_periods(problem: Problem, block: Ints, devices: NDArray[np.intp]) -> S
     g, size = problem.graph, int(block.max()) + 2
     at = block[g.group]
     slowest = problem.compute_s[:, devices].max(axis=1)  # any device must be able to take any stage
-    tensor_s = _slowest_transfer(problem)
+    tensor_s = problem.transfers_s(lambda x: x.max(axis=(-2, -1)))  # over the slowest link
     uses = uses_of(g, slowest[None], tensor_s[None], 0 * tensor_s[None], tensor_s[None])
     compute, sent, received = np.empty((3, 1, size, size))
     fill_costs(uses, at, compute, sent, received)
@@ -220,13 +220,3 @@ def _cover(table: StagePeriods, limit_s: float, num_devices: int) -> list[tuple[
     while ends[-1] > 0:
         ends.append(int(cut[ends[-1]]))
     return [(a, b, int(needs[a, b])) for a, b in pairwise(reversed(ends))]
-
-
-def _slowest_transfer(problem: Problem) -> Floats:
-    """float64 ``[T]`` seconds of each tensor over the slowest link."""
-    if problem.profile.transfer_s is not None:
-        slowest: Floats = problem.profile.transfer_s.max(axis=(1, 2))
-        return slowest
-    latency_s, per_byte_s = problem.link_latency_s.max(), problem.link_s_per_byte.max()
-    seconds: Floats = latency_s + problem.graph.tensor_bytes.astype(np.float64) * per_byte_s
-    return seconds

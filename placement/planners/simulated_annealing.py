@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.planners import PlannerError, check_least
-from placement.problem import Planner, Problem, Solution
-from placement.search.evaluation import INFEASIBLE, Position, begin, can_move, moves
+from placement.planners import PlannerError
+from placement.problem import Problem, Solution
+from placement.search.evaluation import INFEASIBLE, FromStart, Position, can_move, moves
 
 
 @dataclass(frozen=True)
-class SimulatedAnnealing:
+class SimulatedAnnealing(FromStart):
     """Annealing (Kirkpatrick, Gelatt, Vecchi, Science 1983) over the moves of ``LocalSearch``.
 
     The temperature falls geometrically from the first to a hundredth of it, as a function of
@@ -25,29 +25,21 @@ class SimulatedAnnealing:
     way it returns to the best so far.
 
     Attributes:
-        start: planner that gives the first placement (a name or a planner), or ``random``;
-            its evaluations count, and it has at most a quarter of the seconds.
         accept: probability with which the median worsening is accepted at first, above
             0 and below 1.
-        seconds, evaluations: budget; with neither, 2,000 evaluations.
-        seed: of the draws.
     """
 
-    start: str | Planner = "best_of"
     accept: float = 0.02
-    seconds: float | None = None
-    evaluations: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 < self.accept < 1.0:
             raise PlannerError(
                 f"simulated_annealing: accept = {self.accept} must be above 0 and below 1"
             )
-        check_least(self, 0, "seed")
 
     def __call__(self, problem: Problem) -> Solution:
-        search, rng = begin(self, problem)
+        search, rng = self.begin(problem)
         first = 0.0
         if can_move(problem):
             here = Position(search)

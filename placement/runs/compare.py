@@ -27,7 +27,7 @@ from placement.report.row import SINGLE, Row
 from placement.report.saved import as_json, digest, placement_id, solution_of
 from placement.report.table import CompareError, Comparison, pareto_front
 from placement.runs.trials import LATENCY_RUNS, Runtime
-from placement.search.budget import NO_LIMIT, Budget, options_of, prepared
+from placement.search.planner import NO_LIMIT, Budget, options_of, prepared
 from placement.simulator import as_simulated, evaluate, score, value_of
 from placement.tools.clock import clock
 from placement.tools.files import parse_json, read_text, write_atomic

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.graph import OpGraph, csr
 from placement.objective import Objective
-from placement.problem import Placement, Planner, Problem, Solution, host_of
+from placement.problem import Placement, Planner, Problem, Solution, host_of, once
 from placement.profile import Profile
 from placement.schedule import Schedule, in_sequence
-from placement.search.budget import Budget, options_of, prepared
 from placement.search.macro import Neighbours
-from placement.search.planner import PlannerError, load, solve
+from placement.search.planner import (
+    Budget,
+    PlannerError,
+    check_least,
+    load,
+    options_of,
+    prepared,
+    solve,
+)
 from placement.simulator import analytic, score, simulate, value_of, worth
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
 from placement.tools.clock import clock
@@ -333,22 +340,38 @@ class Position:
         return cost
 
 
-def begin(planner: Any, problem: Problem) -> tuple[Search, np.random.Generator]:
-    """The search and the draws of a planner with a budget, a ``seed`` and a ``start``.
+@dataclass(frozen=True)
+class FromStart:
+    """What planners have in common that search from where another one ends.
 
-    ``start`` is a planner or its name, or ``random``; it is scored, its evaluations count. Of
-    what is limited it gets ``START_SHARE``.
-
-    Raises:
-        PlannerError: a budget that is not positive, or a start that cannot be run with its share.
+    Attributes:
+        start: planner that gives the first placement (a name or a planner), or ``random``;
+            its evaluations count, and it has at most a quarter of the seconds.
+        seconds, evaluations: budget; with neither, 2,000 evaluations.
+        seed: of the draws.
     """
-    search = Search(problem, planner.seconds, planner.evaluations, DEFAULT_EVALUATIONS)
-    rng = np.random.default_rng(planner.seed)
-    if planner.start == "random":
-        search.cost(random_choice(rng, search.allowed))
-    else:
-        search.run_start(planner.start)
-    return search, rng
+
+    start: str | Planner | None = "best_of"
+    seconds: float | None = None
+    evaluations: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(self, 0, "seed")
+
+    def begin(self, problem: Problem) -> tuple[Search, np.random.Generator]:
+        """The search, in which ``start`` (None: ``best_of``) is scored, and the draws.
+
+        Raises:
+            PlannerError: a budget that is not positive, or a start that fails with its share.
+        """
+        search = Search(problem, self.seconds, self.evaluations, DEFAULT_EVALUATIONS)
+        rng = np.random.default_rng(self.seed)
+        if self.start == "random":
+            search.cost(random_choice(rng, search.allowed))
+        else:
+            search.run_start(self.start or "best_of")
+        return search, rng
 
 
 def two_operators() -> Problem:
@@ -427,14 +450,12 @@ def cannot_fit(problem: Problem) -> str:
     )
 
 
+@once
 def device_classes(problem: Problem) -> NDArray[np.int32]:
     """int32 ``[D]``: devices of the same class may be swapped and nothing changes.
 
     Classes are numbered by first appearance.
     """
-    known = problem.__dict__.get("_device_classes")
-    if known is not None:
-        return known
     count, power, latency = problem.num_devices, problem.cluster.power, problem.link_latency_s
     host, kinds = host_of(problem)
     by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
@@ -469,9 +490,7 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
             ):
                 classes[b] = a
                 break
-    numbered = np.unique(classes, return_inverse=True)[1].astype(np.int32)
-    problem.__dict__["_device_classes"] = numbered
-    return numbered
+    return np.unique(classes, return_inverse=True)[1].astype(np.int32)
 
 
 def _same(x: NDArray[Any], a: int, b: int, others: NDArray[np.intp]) -> bool:
@@ -585,18 +604,13 @@ def moves(problem: Problem) -> Moves:
 def neighbours(problem: Problem) -> Neighbours:
     """Groups that an edge joins, each int32."""
     g = problem.graph
-    pairs = g.group[g.edges] if len(g.edges) else np.zeros((0, 2), np.int32)
+    pairs = g.group[g.edges]
     after = distinct_pairs(pairs, g.num_groups)
     both = distinct_pairs(np.concatenate([pairs, pairs[:, ::-1]]), g.num_groups)
-    numbers = np.arange(g.num_groups + 1)
-
-    def starts(edges: NDArray[np.int64]) -> Ints:
-        return np.searchsorted(edges[:, 0], numbers).astype(np.int32)
-
     return Neighbours(
-        near_ptr=starts(both),
+        near_ptr=csr(both[:, 0], g.num_groups),
         near=both[:, 1].astype(np.int32),
-        after_ptr=starts(after),
+        after_ptr=csr(after[:, 0], g.num_groups),
         after=after[:, 1].astype(np.int32),
     )
 

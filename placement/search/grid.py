@@ -78,8 +78,7 @@ def recognise(graph: OpGraph) -> Grid:
         NoGrid: no recurrence over at least three steps, or a check fails.
     """
     classes = list(_classes(graph).values())
-    reached = _last_reached(graph, classes)  # [N, K]
-    before = _before(graph, reached)
+    reached, before = _reached(graph, classes)
     steps = [before[ops, k] for k, ops in enumerate(classes)]
     # Whether each operator of a class depends on the one before it.
     chain = [bool((x[1:] == np.arange(len(x) - 1)).all()) for x in steps]
@@ -109,12 +108,11 @@ def _classes(graph: OpGraph) -> dict[tuple[int, ...], list[int]]:
     weights = list(map(set, graph.op_params))
     only_weights = [bool(w) for w in weights]
     for op in range(graph.num_ops):
-        for t in graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]]:
-            src = int(graph.tensor_src[t])
-            if src >= 0 and only_weights[src]:
-                weights[op] |= weights[src]
         inputs = graph.tensor_src[graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]]]
-        only_weights[op] = bool(weights[op]) and all(s >= 0 and only_weights[s] for s in inputs)
+        of_weights = [s for s in inputs.tolist() if s >= 0 and only_weights[s]]
+        for s in of_weights:
+            weights[op] |= weights[s]
+        only_weights[op] = bool(weights[op]) and len(of_weights) == len(inputs)
     by_use: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for op, read in enumerate(weights):
         for param in read:
@@ -122,22 +120,17 @@ def _classes(graph: OpGraph) -> dict[tuple[int, ...], list[int]]:
     return {tuple(ops): ops for ops in by_use.values() if len(ops) >= LEAST_STEPS}
 
 
-def _last_reached(graph: OpGraph, classes: list[list[int]]) -> Ints:
-    """int32 ``[N, K]``: the last operator of class k, by position, that n depends on or is."""
+def _reached(graph: OpGraph, classes: list[list[int]]) -> tuple[Ints, Ints]:
+    """int32 ``[N, K]``: the last operator of class k, by position, that n depends on or is; and
+    that n depends on."""
     last = np.full((graph.num_ops, len(classes)), -1, np.int32)
+    before = last.copy()
     for k, ops in enumerate(classes):
         last[ops, k] = np.arange(len(ops))
     for src, dst in _by_consumer(graph):
+        np.maximum(before[dst], last[src], out=before[dst])
         np.maximum(last[dst], last[src], out=last[dst])
-    return last
-
-
-def _before(graph: OpGraph, reached: Ints) -> Ints:
-    """int32 ``[N, K]``: the same of the producers alone."""
-    last = np.full_like(reached, -1)
-    for src, dst in _by_consumer(graph):
-        np.maximum(last[dst], reached[src], out=last[dst])
-    return last
+    return last, before
 
 
 def _by_consumer(graph: OpGraph) -> Ints:

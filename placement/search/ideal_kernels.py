@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.graph import csr
 from placement.simulator.analytic_kernels import MAKER, MAKES, TENSOR, USERS
 from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
@@ -159,6 +160,20 @@ def enumerate_ideals(pred_ptr, pred, succ_ptr, succ, code, bytes_each, memory_by
         num_links += size
         i += 1
     return count, bits, spans, links, origin, added
+
+
+def ideals_of(
+    edges: NDArray[Any], num_items: int, bytes_each: int, memory_bytes: int
+) -> tuple[int, Array, Array, Array, Array, Array]:
+    """``enumerate_ideals`` of items with ``edges`` int ``[E, 2]``; arrays are of the ideals."""
+    ends = []
+    for by, to in ((1, 0), (0, 1)):  # what each waits for, and what waits for it
+        pairs = edges[np.lexsort((edges[:, to], edges[:, by]))].astype(np.int32)
+        ends += [csr(pairs[:, by], num_items), pairs[:, to].copy()]
+    code = np.random.default_rng(0).integers(0, 2**64, num_items, dtype=np.uint64)
+    count, bits, spans, links, *made = enumerate_ideals(*ends, code, bytes_each, memory_bytes)
+    origin, added = (x[:count] for x in made)
+    return count, bits[:count], spans[:count], links, origin, added
 
 
 @kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +13,7 @@ from placement.search import list_kernels
 from placement.search.evaluation import Choice, Search
 
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 
 class ListSchedule:
@@ -56,7 +58,7 @@ class ListSchedule:
 
         Args:
             extra_s: float64 ``[N, D]`` seconds to add to that end.
-            wanted: int32 ``[N]`` the device of an operator if it may go there; -1 is none.
+            device_of: int32 ``[N]`` the device of an operator if it may go there; -1 is none.
         """
         shape = self._tables.compute_s.shape
         extra_s = np.zeros(shape) if extra_s is None else extra_s
@@ -119,10 +121,10 @@ def tables_of(problem: Problem, activations: int, busy: bool = False) -> list_ke
     param_ptr, param = _group_params(problem)
     return list_kernels.Tables.of(
         g,
+        problem,
         user_ptr=np.searchsorted(g.edges[:, 0], np.arange(g.num_ops + 1)),
         user=np.ascontiguousarray(g.edges[:, 1]),
         tensor_bytes=g.tensor_bytes.astype(np.float64),
-        compute_s=problem.compute_s,
         group_s=problem.group_compute_s,
         latency_s=problem.link_latency_s,
         s_per_byte=problem.link_s_per_byte,
@@ -184,27 +186,29 @@ def memory_counts(problem: Problem) -> list[int]:
     return list(dict.fromkeys([0, 1, flights])) if problem.memory_may_bind else [0]
 
 
-def first_that_fits(search: Search, plan: Callable[[int], Choice]) -> None:
+def first_that_fits(search: Search, plan: Callable[[int], tuple[Choice, T]]) -> T:
     """Score ``plan(activations)`` until one fits: activations are not counted, then once, ...
+
+    Returns what the last plan had besides its choice, or choices.
 
     How long a tensor lives depends on the schedule, so a planner begins with parameters alone;
     where the simulator finds that too optimistic, it counts what is produced in one
     micro-batch, then in every micro-batch in flight.
     """
     for activations in memory_counts(search.problem):
-        search.costs(plan(activations))
+        choice, facts = plan(activations)
+        search.costs(choice)
         if search.best_s < np.inf:
-            return
+            break
+    return facts
 
 
 def schedule_that_fits(search: Search, fill: Callable[[ListSchedule], None]) -> ListSchedule:
     """What ``fill`` makes of an empty schedule; made and scored again until it fits."""
-    schedules: list[ListSchedule] = []
 
-    def plan(activations: int) -> Choice:
-        schedules.append(ListSchedule(search.problem, activations))
-        fill(schedules[-1])
-        return schedules[-1].choice
+    def plan(activations: int) -> tuple[Choice, ListSchedule]:
+        schedule = ListSchedule(search.problem, activations)
+        fill(schedule)
+        return schedule.choice, schedule
 
-    first_that_fits(search, plan)
-    return schedules[-1]
+    return first_that_fits(search, plan)

@@ -99,30 +99,19 @@ def propose(w, device, source):
     """A random macro move off ``device`` int32 ``[G]``; returns how many groups it moves.
 
     They are in ``w.group``, their new devices in ``w.where``. ``source``: the group it starts
-    from comes from this device, -1: from any. With probability ``w.cut`` it is a part of a stage
-    (``_cut``), otherwise ``propose_from``.
+    from comes from this device, -1: from any. With probability ``w.cut`` it is a part of a stage.
     """
-    num_groups = len(w.compute_s)
-    g = below(w.random, num_groups)
+    random, compute_s, share, mark = w.random, w.compute_s, w.share, w.mark
+    near_ptr, near, group, where = w.graph.near_ptr, w.graph.near, w.group, w.where
+    num_groups, num_devices = compute_s.shape
+    g = below(random, num_groups)
     if source >= 0:
         for _ in range(WEIGHTS.tries):
             if device[g] == source:
                 break
-            g = below(w.random, num_groups)
-    if w.cut > 0.0 and uniform(w.random) < w.cut:
+            g = below(random, num_groups)
+    if w.cut > 0.0 and uniform(random) < w.cut:
         return _cut(w, device, g)
-    return propose_from(w, device, g, w.group[: w.body], w.where[: w.body])
-
-
-@kernel
-def propose_from(w, device, g, group, where):
-    """A random macro move that begins with group ``g``; returns how many groups it moves.
-
-    ``group`` and ``where``, int32 ``[L]``, are filled with them and with their new devices.
-    """
-    random, compute_s, share, mark = w.random, w.compute_s, w.share, w.mark
-    near_ptr, near = w.graph.near_ptr, w.graph.near
-    num_groups, num_devices = compute_s.shape
     old = device[g]
     new = old
     degree = near_ptr[g + 1] - near_ptr[g]
@@ -135,7 +124,7 @@ def propose_from(w, device, g, group, where):
         return 0
     group[0], where[0] = g, new
     kind = uniform(random)
-    if kind < share[SINGLE] or len(group) < 2:
+    if kind < share[SINGLE] or w.body < 2:
         return 1
     if kind >= share[GROWTH]:
         for _ in range(WEIGHTS.tries):
@@ -146,7 +135,7 @@ def propose_from(w, device, g, group, where):
                 group[1], where[1] = h, old
                 return 2
         return 1
-    most = min(len(group), num_groups)
+    most = min(w.body, num_groups)
     length = max(2, int(np.exp(uniform(random) * np.log(most + 1.0))))
     length = min(length, most)
     count = 1

@@ -163,38 +163,35 @@ def _take(t, s, k, always):
 
 
 @kernel
-def begin(t, s, step, used):
-    """Forget everything but ``s.place`` and ``s.sequence``, evaluate them, and offer moves.
-
-    They are those of ``step``, where ``used`` 0..1 of the budget is spent.
-    """
+def begin(t, s):
+    """Forget everything but ``s.place`` and ``s.sequence``, evaluate them, and offer moves."""
     s.on_chain[:] = False
     s.num_chain = s.num_kept = s.num_back = 0
     s.cost_s = evaluate(t, s)
     put_in_order(t, s)
-    s.step = s.best_step = step
+    s.step = s.best_step = 0
     s.best_s = s.cost_s
-    s.moved[:] = step
+    s.moved[:] = 0
     copy(s.best_place, s.place)
     copy(s.best_sequence, s.sequence)
-    _cool(s, used)
+    _cool(s, 0.0)
     offer(t, s, len(s.which) - 1, False)
 
 
 @kernel
-def play(t, s, steps, tabu, used, then):
-    """Make ``steps`` steps while ``used`` 0..1 of the budget becomes ``then``.
+def play(t, s, steps, tabu, used):
+    """Make ``steps`` steps, as cool as where ``used`` 0..1 of the budget is spent.
 
     A ``tabu`` search takes the move of the least estimate among those that are not at rest;
     otherwise the softmax of the scores says with which probability each move is tried.
     """
     width = len(s.which) - 1
-    for step in range(steps):
+    for _ in range(steps):
         k = _least(s, width) if tabu else _drawn(s, width)
         _take(t, s, k, tabu)
         if tabu and s.step - s.best_step > 150.0 * (1.0 + s.num_back) ** 2:  # the next time later
             _go_back(t, s)
-        _cool(s, used + (then - used) * (step + 1) / steps)
+        _cool(s, used)
         offer(t, s, width, tabu)
 
 

@@ -177,10 +177,10 @@ def reordered(t, s, i, ready, place):
 
 
 @kernel
-def together(t, s, i, new, num):
+def together(t, s, new, num):
     """As ``elsewhere``, with the operators at positions ``s.room[:num]`` on ``new``.
 
-    They stay where they are in the sequence. Also when ``i`` begins, and its inputs are there.
+    They stay where they are in the sequence.
     """
     sequence, room = s.sequence, s.room
     gap = 1  # Shell's sort: few of them are nearly sorted, a large colocation group is not
@@ -196,7 +196,7 @@ def together(t, s, i, new, num):
         gap //= 3
     for m in range(num):
         s.mark[sequence[room[m]]] = True
-    longest = free_s = begin_i = ready_i = 0.0
+    longest = free_s = 0.0
     for m in range(num):
         j = np.int64(sequence[room[m]])
         ready = inputs_s(t, s, j, new)
@@ -205,11 +205,9 @@ def together(t, s, i, new, num):
         free_s = begin + t.compute_s[j, new]
         s.finish_s[j] = free_s
         longest = max(longest, latency)
-        if j == i:
-            begin_i, ready_i = begin, ready
     for m in range(num):
         s.mark[sequence[room[m]]] = False
-    return longest, begin_i, ready_i
+    return longest
 
 
 @kernel

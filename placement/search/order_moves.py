@@ -202,7 +202,7 @@ def propose(t, s, k, tabu):
         if num == 0:
             continue
         if num > 1:
-            return i, new, -1, together(t, s, i, new, num)[0]
+            return i, new, -1, together(t, s, new, num)
         low, high = _window(t, s, i)
         ready = inputs_s(t, s, i, new)
         a = first_in_lane(s, new, s.start_s, ready)  # when the inputs are there

@@ -25,18 +25,15 @@ class Tables(Struct):
     in_ptr: Array  # int32 [N + 1] deliveries to each operator
     in_edge: Array  # int32
     in_src: Array  # int32 who sends; N: a model input
-    latency_s: Array  # float64 [(D + 1) D], as are the next: the last row is for model inputs
-    s_per_byte: Array  # float64
-    channel: Array  # int32
+    channel: Array  # int32 [(D + 1) D]: the last row is for model inputs
     local: int  # the channel of what shares memory
-    matrix: Array  # float64 [T (D + 1) D] seconds, where a profile states them
     contention: bool
     compute_s: Array  # float64 [N, D]
     group: Array  # int32 [N]
     op_ptr: Array  # int32 [G + 1]
     op: Array  # int32 [N] operators of each group
     simulated: bool  # times depend on what else happens meanwhile: the simulator tells them
-    problem: kernels.Tables
+    problem: kernels.Tables  # what links take, and all that the simulator asks
 
 
 class State(Struct):

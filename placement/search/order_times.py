@@ -36,8 +36,8 @@ def timetable(t, s, first, moved, limit):
         return _simulate(t, s)
     edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
     edge_in, in_ptr, in_src = t.edge_in, t.in_ptr, t.in_src
-    latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
-    local, matrix, contention = t.local, t.matrix, t.contention
+    latency_s, s_per_byte = t.problem.link_latency_s, t.problem.link_s_per_byte
+    channel, local, matrix, contention = t.channel, t.local, t.problem.transfer_s, t.contention
     place, sequence = s.place, s.sequence
     start_s, end_s, waited = s.try_start_s, s.try_end_s, s.try_waited
     free_s, last, sent, sent_s = s.free_s, s.last, s.sent, s.sent_s
@@ -192,10 +192,10 @@ def sending_s(t, e, src, dst):
     pair = src * num_devices + dst
     if t.channel[pair] == t.local:
         return 0.0
-    matrix = t.matrix
-    if len(matrix) > 0:
-        return matrix[(t.edge_tensor[e] * (num_devices + 1) + src) * num_devices + dst]
-    return t.latency_s[pair] + t.edge_bytes[e] * t.s_per_byte[pair]
+    k = t.problem
+    if len(k.transfer_s) > 0:
+        return k.transfer_s[(t.edge_tensor[e] * (num_devices + 1) + src) * num_devices + dst]
+    return k.link_latency_s[pair] + t.edge_bytes[e] * k.link_s_per_byte[pair]
 
 
 @kernel
@@ -272,8 +272,8 @@ def fill_tails(t, s, moved):
     place, sequence = s.place, s.sequence
     lane_ptr, lane, in_lane = s.lane_ptr, s.lane, s.in_lane
     edge_ptr, edge_tensor, edge_dst = t.edge_ptr, t.edge_tensor, t.edge_dst
-    latency_s, s_per_byte, channel = t.latency_s, t.s_per_byte, t.channel
-    local, matrix = t.local, t.matrix
+    latency_s, s_per_byte = t.problem.link_latency_s, t.problem.link_s_per_byte
+    channel, local, matrix = t.channel, t.local, t.problem.transfer_s
     has_matrix = len(matrix) > 0
     from_s, stale = s.from_s, s.stale
     for k in range(moved, -1, -1):

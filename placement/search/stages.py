@@ -282,14 +282,17 @@ def held_bytes(g: OpGraph, at: Ints, size: int) -> tuple[Floats, Floats]:
 
 
 def _prices(problem: Problem, device: int) -> tuple[Floats, Floats, Floats]:
-    """Seconds ``[T]`` to receive each tensor, from a device and from the host, and to send it."""
-    others = np.delete(np.arange(problem.num_devices), device)
-    here = np.full(len(others), device)
+    """Seconds ``[T]`` to receive each tensor, from a device and from the host, and to send it.
+
+    Means over the other devices; what does not block the sender takes it no time.
+    """
     host, shares_host = host_of(problem)
-    arrive_s = _mean_transfer(problem, others, here)
-    from_host = _mean_transfer(problem, np.array([host]), np.array([device]))
-    input_s = np.zeros(len(arrive_s)) if shares_host[device] else from_host
-    return arrive_s, input_s, _mean_transfer(problem, here, others, problem.link_blocking)
+    others = np.delete(np.arange(problem.num_devices), device)
+    blocks, many = others[problem.link_blocking[device, others]], max(1, len(others))
+    arrive_s = problem.transfers_s(lambda x: x[..., others, device].sum(axis=-1)) / many
+    send_s = problem.transfers_s(lambda x: x[..., device, blocks].sum(axis=-1)) / many
+    from_host_s = problem.transfers_s(lambda x: x[..., host, device])
+    return arrive_s, np.zeros(len(arrive_s)) if shares_host[device] else from_host_s, send_s
 
 
 def made_and_used(g: OpGraph, at: Ints) -> NDArray[np.intp]:
@@ -301,21 +304,6 @@ def made_and_used(g: OpGraph, at: Ints) -> NDArray[np.intp]:
     inner = g.tensor_src[g.use_tensor] >= 0
     makers = np.stack([produced, at[g.tensor_src[produced]]])
     return np.concatenate([makers, [g.use_tensor[inner], at[g.use_dst[inner]]]], axis=1)
-
-
-def _mean_transfer(
-    problem: Problem, src: NDArray, dst: NDArray, only: NDArray[np.bool_] | None = None
-) -> Floats:
-    """float64 ``[T]``: seconds of each tensor, mean over device pairs (0 where not ``only``)."""
-    counts = np.ones(len(src), bool) if only is None else only[src, dst]
-    a, b = src[counts], dst[counts]
-    if problem.profile.transfer_s is not None:
-        total = problem.profile.transfer_s[:, a, b].sum(axis=1)
-    else:
-        latency, per_byte = problem.link_latency_s[a, b].sum(), problem.link_s_per_byte[a, b].sum()
-        total = latency + per_byte * problem.graph.tensor_bytes
-    mean: Floats = total / max(1, len(src))
-    return mean
 
 
 def touched(pairs: NDArray, weight: NDArray, size: int) -> Floats:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.problem import Problem
+from placement.problem import Problem, once
 from placement.tools.jit import Struct, allocating, array, inlined, kernel
 
 Array = NDArray[Any]
@@ -151,16 +151,11 @@ class Placed(Struct):
     held_before: Array = array("2", np.int64)
 
 
+@once
 def load_tables(problem: Problem) -> tuple[Blocks, Ints]:
     """The colocation groups as blocks, and int32 ``[G]`` an operator of each."""
-    cached: tuple[Blocks, Ints] | None = problem.__dict__.get("_load_tables")
-    if cached is None:
-        g = problem.graph
-        first = np.zeros(g.num_groups, np.int32)
-        first[g.group[::-1]] = np.arange(g.num_ops)[::-1]
-        cached = blocks(problem, g.group), first
-        problem.__dict__["_load_tables"] = cached
-    return cached
+    g = problem.graph
+    return blocks(problem, g.group), g.group_op[g.group_ptr[:-1]]
 
 
 @allocating
@@ -192,15 +187,12 @@ def load_batch(t, first, placements, load):
                 load[b, home] += io_s[tensor, home]
 
 
+@once
 def param_tables(problem: Problem) -> tuple[Ints, Ints]:
     """Pairs of a parameter and an operator that reads it, int32 each, by parameter."""
-    cached: tuple[Ints, Ints] | None = problem.__dict__.get("_param_tables")
-    if cached is None:
-        g = problem.graph
-        order = np.lexsort((g.param_use_op, g.param_use))
-        cached = g.param_use[order], g.param_use_op[order]
-        problem.__dict__["_param_tables"] = cached
-    return cached
+    g = problem.graph
+    order = np.lexsort((g.param_use_op, g.param_use))
+    return g.param_use[order], g.param_use_op[order]
 
 
 @allocating

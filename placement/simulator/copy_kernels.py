@@ -164,7 +164,6 @@ def copy(t, s):
             s.here_s[at] = here_s
             if s.reserved[d] == op:
                 s.wake_s[d] = here_s
-                s.soon_s[d >> 6] = min(s.soon_s[d >> 6], here_s)
 
 
 @kernel

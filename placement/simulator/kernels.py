@@ -6,8 +6,7 @@ one placement, ``run_batch`` many. Both work in a ``State`` that is allocated on
 What makes it fast: the operators that are ready on a device are a two-level bit set in
 priority order, those whose inputs are still on the way a nearly sorted queue; a local
 delivery is a transfer over a link that costs nothing, so that no branch depends on the
-placement; of more than 64 devices those are passed over, 64 at a time, to which nothing has
-happened; memory is counted by references while the run goes on, so that nothing is sorted.
+placement; memory is counted by references while the run goes on, so that nothing is sorted.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,7 +29,7 @@ from placement.simulator.copy_kernels import (
     take,
 )
 from placement.simulator.memory_kernels import free, hold, hold_local, hold_sent, release, remember
-from placement.simulator.run_state import MANY, State, Tables, room, state_of, tables
+from placement.simulator.run_state import State, Tables, room, state_of, tables
 from placement.tools.jit import inlined, kernel
 
 __all__ = ["State", "Tables", "durations", "room", "run", "run_batch", "state_of", "tables"]
@@ -151,7 +150,6 @@ def _begin(t, s):
         s.held[d] = 0
         s.peak[d] = 0
     s.channel_s[:] = 0.0
-    s.soon_s[:] = 0.0
     s.num_active = s.num_running = s.num_sent = s.num_events = s.admitted = 0
     s.to_do = len(t.priority) * s.num_batches
     s.now = 0.0
@@ -168,8 +166,8 @@ def _deliver(t, s, op, src, slot):
     num_devices, num_tensors, n = len(s.running), len(t.tensor_src), len(t.priority)
     now, batch, track = s.now, np.int64(s.batch_of[slot]), s.track
     row = np.uint64(s.row[slot])
-    has_matrix, many = len(t.transfer_s) > 0, num_devices > MANY
-    fixed, local_channel = len(s.order) > 0, np.uint64(t.local_channel)
+    has_matrix, fixed = len(t.transfer_s) > 0, len(s.order) > 0
+    local_channel = np.uint64(t.local_channel)
     sending_s = 0.0
     # Unsigned indices spare numba's test for negative ones: 10 % of the run.
     for e in range(t.edge_ptr[op], t.edge_ptr[op + 1]):
@@ -205,8 +203,6 @@ def _deliver(t, s, op, src, slot):
                 hold_local(t, s, slot, tensor, to, op == n)
             elif first:
                 hold_sent(t, s, slot, tensor, src, to, begin, arrives_s)
-        if many:
-            s.soon_s[dst >> np.uint64(6)] = now
         at = np.uint64(slot * n) + user
         ready_s = max(s.arrival[at], arrives_s)
         s.arrival[at] = ready_s
@@ -235,7 +231,6 @@ def _admit(t, s):
     s.left[slot] = n
     s.active[s.num_active] = slot
     s.num_active += 1
-    s.soon_s[:] = s.now
     for i in range(n):
         s.missing[slot * n + i] = t.num_inputs[i]
         s.arrival[slot * n + i] = s.now
@@ -276,15 +271,9 @@ def _sender(t, s, d):
 
     From device ``d`` on those whose operator ends, then model inputs (N on D) that are admitted.
     """
-    running, wake_s = s.running, s.wake_s
-    num_devices, many, now = len(running), len(running) > MANY, s.now
-    while d < num_devices:
-        if many and d & 63 == 0 and s.soon_s[d >> 6] != now:
-            d = min(d + MANY, num_devices)
-        elif running[d] < 0 or wake_s[d] != now:
-            d += 1
-        else:
-            break
+    running, wake_s, num_devices, now = s.running, s.wake_s, len(s.running), s.now
+    while d < num_devices and (running[d] < 0 or wake_s[d] != now):
+        d += 1
     op, slot = np.int64(-1), np.int64(0)
     if d < num_devices:
         op, slot = running[d], s.running_slot[d]
@@ -366,11 +355,11 @@ def _choose(t, s, d):
 
 @inlined
 def _start(t, s):
-    """Idle devices begin what they can; of 64 to which nothing has happened none can."""
+    """Idle devices begin what they can."""
     running, wake_s = s.running, s.wake_s
-    many, now, slows, num_begun = len(running) > MANY, s.now, s.alone, 0
+    now, slows, num_begun = s.now, s.alone, 0
     for d in range(len(running)):
-        if running[d] >= 0 or (many and s.soon_s[d >> 6] != now):
+        if running[d] >= 0:
             continue
         if s.reserved[d] >= 0:
             op, slot = s.reserved[d], s.running_slot[d]
@@ -415,18 +404,9 @@ def _start(t, s):
 @inlined
 def _next(s):
     """The next moment at which anything happens."""
-    wake_s, soon_s, num_devices = s.wake_s, s.soon_s, len(s.wake_s)
-    now = _FAR
-    if num_devices > MANY:
-        for block in range(len(soon_s)):
-            if soon_s[block] == s.now:
-                soon_s[block] = _FAR
-                for d in range(block << 6, min((block + 1) << 6, num_devices)):
-                    soon_s[block] = min(soon_s[block], wake_s[d])
-            now = min(now, soon_s[block])
-    else:
-        for d in range(num_devices):
-            now = min(now, wake_s[d])
+    wake_s, now = s.wake_s, _FAR
+    for d in range(len(wake_s)):
+        now = min(now, wake_s[d])
     return min(now, next_copy_s(s)) if s.streams else now
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.buffer import CALLS
-from placement.problem import Problem, host_of
+from placement.problem import Problem, host_of, once
 from placement.tools.jit import Struct, array
 
 Array = NDArray[Any]
-MANY = 64  # devices in a block of those that are passed over together
 _SMALL = 1 << 15  # micro-batches times operators times devices of a run whose room is kept
 
 
@@ -67,11 +66,9 @@ class Tables(Struct):
     copied_bytes: Array  # int64 [N]
 
 
+@once
 def tables(problem: Problem) -> Tables:
     """The problem for ``run``: graph (CSR), priorities, links, memory."""
-    cached: Tables | None = problem.__dict__.get("_kernel_tables")
-    if cached is not None:
-        return cached
     g, n, d = problem.graph, problem.num_ops, problem.num_devices
     host, shares = host_of(problem)
     # Deliveries of an operator, by tensor and consumer; those of model inputs stand last.
@@ -101,7 +98,7 @@ def tables(problem: Problem) -> Tables:
     twin = np.full(d, -1, np.int32)
     twin[streaming] = range(len(streaming))
     given = (problem.cluster.devices[s].buffer_bytes for s in streaming)
-    cached = Tables.of(
+    return Tables.of(
         g,
         problem,
         edge_ptr=np.searchsorted(producer[order], np.arange(n + 2)).astype(np.int32),
@@ -134,8 +131,6 @@ def tables(problem: Problem) -> Tables:
         copy_s=problem.copy_s.ravel() if streaming else np.zeros(0),
         copied_bytes=problem.copied_bytes if streaming else np.zeros(0, np.int64),
     )
-    problem.__dict__["_kernel_tables"] = cached
-    return cached
 
 
 class State(Struct):
@@ -204,7 +199,6 @@ class State(Struct):
     running_slot: Array = array("D", np.int64)
     wake_s: Array = array("D")  # next time something happens on the device
     begun: Array = array("D", np.int64)  # devices that begin something at this moment
-    soon_s: Array = array("blocks")  # the first ``wake_s`` of 64 devices
     blocked_s: Array = array("D+1")  # end of what keeps the worker from its next operator
     last_arrival_s: Array = array("D")  # of what was sent there
     channel_s: Array = array("channels+1")  # when each is free
@@ -267,7 +261,7 @@ def state_of(
         num_batches, num_transfers = num_calls, num_calls * num_transfers
     sizes = {"K": num_phases, "N": n, "D": d, "W": window, "M": num_batches}
     sizes |= {"R": num_batches if record else 0, "X": max(num_transfers, 0)}
-    sizes |= {"words": words, "tops": (words + 63) >> 6, "blocks": (d + MANY - 1) // MANY}
+    sizes |= {"words": words, "tops": (words + 63) >> 6}
     sizes |= {"T": g.num_tensors if track else 0, "E": len(g.use_dst) if track else 0}
     sizes |= {"S": streaming, "A": min(streaming, 1), "C": 0, "Y": num_calls}
     if record and streaming:
@@ -277,6 +271,12 @@ def state_of(
     order_of = {"order": rows, "order_ptr": row_ptr}
     run = {"num_batches": num_batches, "window": window, "track": track, "record": record}
     return State.fresh(sizes, False, **order_of, **run, alone=alone)
+
+
+@once
+def _spare(problem: Problem) -> dict[tuple[Any, ...], list[State]]:
+    """Rooms that nobody uses, by what they are for."""
+    return {}
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def room(
     If it is to ``record``, there is room for as many transfers as there can be.
     """
     key = num_batches, window, track, record, num_phases
-    spare = problem.__dict__.setdefault("_kernel_rooms", {}).setdefault(key, [])
+    spare = _spare(problem).setdefault(key, [])
     try:
         state = spare.pop()
     except IndexError:

@@ -26,7 +26,7 @@ from placement.problem import Problem, Solution
 from placement.report.table import CompareError, Comparison, geometric_interval, mape, spearman
 from placement.runs import compare as module
 from placement.runs.compare import compare, describe, problem_fingerprint
-from placement.search.budget import Budget
+from placement.search.planner import Budget
 from placement.simulator import simulate
 from placement.timeline import Timeline
 from placement.tools.files import FileError

@@ -496,7 +496,7 @@ def test_kernel_equals_reference_on_400_random_problems() -> None:
 @pytest.mark.parametrize("ready_order", ["priority", "arrival"])
 @pytest.mark.parametrize("num_devices", [65, 130])
 def test_kernel_equals_reference_on_many_devices(num_devices: int, ready_order: Any) -> None:
-    problem = random_problem(0, 150, num_devices)  # the kernel looks at 64 devices at a time
+    problem = random_problem(0, 150, num_devices)
     problem = replace(problem, ready_order=ready_order)
     check(problem, 0)
     p = random_placement(problem, 0)

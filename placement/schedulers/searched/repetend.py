@@ -32,9 +32,10 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,11 +144,6 @@ class _OutOfTime(Exception):
     """A question takes too long to write down."""
 
 
-def _check_time(end: float) -> None:
-    if time.perf_counter() > end:
-        raise _OutOfTime
-
-
 def _one_at_a_time(work: Work, end: float) -> Pattern:
     """No two micro-batches at a time: what is possible if anything is.
 
@@ -246,53 +242,8 @@ def _shortest(work: Work, k: int, below: int, end: float) -> tuple[Pattern | Non
     return best, bound
 
 
-def _limit_pairs(
-    model: Any,
-    work: Work,
-    d: int,
-    limit: int,
-    period: int,
-    most: int,
-    start: Sequence[Any],
-    end: float,
-) -> None:
-    """Of pairs that take memory of device ``d`` and release it, only so many at a time.
-
-    ``start`` are variables of the blocks of ``k`` micro-batches. Two pairs that do not fit
-    together take turns; of which periods they are is at most ``most`` apart.
-    """
-    n, pairs = work.num_blocks, work.pairs[d]
-    # (number of the pair, when it takes memory, when it releases it, how much), by micro-batch
-    spans = [
-        [
-            (i, start[first + u], start[first + v] + work.blocks[v].time, amount)
-            for i, (u, v, amount) in enumerate(pairs)
-        ]
-        for first in range(0, len(start), n)
-    ]
-    if len(pairs) > 1:
-        by_pair = itertools.chain.from_iterable(zip(*spans, strict=True))
-        model.add(
-            sum(size * (until - begin) for _, begin, until, size in by_pair) <= limit * period
-        )
-    for one, other in itertools.combinations(itertools.chain.from_iterable(spans), 2):
-        pair, begin, until, size = one
-        other_pair, other_begin, other_until, other_size = other
-        if size + other_size > limit and pair != other_pair:
-            _check_time(end)
-            lag = model.new_int_var(-most, most, "")
-            model.add(other_begin - period * lag >= until)
-            model.add(other_until - period * lag <= begin + period)
-
-
 def solve(
-    work: Work,
-    k: int,
-    period: int,
-    seconds: float,
-    *,
-    seed: int = 0,
-    shortest_flow: bool = False,
+    work: Work, k: int, period: int, seconds: float, *, seed: int = 0, shortest_flow: bool = False
 ) -> tuple[Pattern | None, bool | None]:
     """A pattern of ``k`` micro-batches in ``period``, and whether there is one (None: unknown).
 
@@ -304,104 +255,205 @@ def solve(
     pairs = sum(len(on) ** 2 for on in work.on) * k**2 // 2
     if k * work.num_blocks > EFFORT.nodes or pairs > EFFORT.pairs:
         return None, None
+    end = time.perf_counter() + max(seconds, EFFORT.least_s)
     try:
-        return _solved(work, k, period, seconds, seed, shortest_flow)
+        return _Question(work, k, end).solved(period, seconds, seed, shortest_flow)
     except _OutOfTime:
         return None, None
 
 
-def _solved(
-    work: Work, k: int, period: int, seconds: float, seed: int, shortest_flow: bool
-) -> tuple[Pattern | None, bool | None]:
-    """See ``solve``.
+class _Question:
+    """Whether ``k`` micro-batches of ``work`` have a pattern, in one period or another.
 
-    Raises:
-        _OutOfTime: writing the question down took too long.
+    Node ``c n + b`` is block ``b`` of micro-batch ``c``. Raises ``_OutOfTime`` where writing it
+    down is not over at ``end``.
     """
-    from ortools.sat.python import cp_model
 
-    end = time.perf_counter() + max(seconds, EFFORT.least_s)
-    far = _closure(work, k, period, end)
-    lags = None if far is None else _fixed_point(work, k, period, far, end)
-    if far is None or lags is None:
-        return None, False
-    n, total = work.num_blocks, work.num_blocks * k
-    time_of = [work.blocks[x % n].time for x in range(total)]
-    delay = max((d for b in work.blocks for _, d in b.preds), default=0)
-    reach = total * (period + max(time_of) + delay)
-    model = cp_model.CpModel()
-    start = [
-        model.new_int_var(max(-reach, int(far[0, x])), min(reach, -int(far[x, 0])), "")
-        for x in range(total)
-    ]
-    for x, y, lag in _edges(work, k, period):
-        model.add(start[y] - start[x] >= lag)
-    lag_of: dict[tuple[int, int], Any] = {}
-    most = reach // period + 1
-    for i, ((x, y), (low, high)) in enumerate(lags.items()):
-        if i % 256 == 0:
-            _check_time(end)
-        q = low if low == high else model.new_int_var(max(low, -most), min(high, most), "")
-        lag_of[x, y], lag_of[y, x] = q, -1 - q
-        model.add_linear_constraint(
-            start[y] - start[x] - period * q, time_of[x], period - time_of[y]
-        )
-    for d, limit in enumerate(work.limit or ()):
-        _check_time(end)
-        here = set(work.on[d])
-        held = [x for x in range(total) if x % n in here and work.blocks[x % n].memory]
-        for x in held:
-            taken = work.blocks[x % n].memory
-            if taken > 0:
-                others = [work.blocks[y % n].memory * lag_of[x, y] for y in held if y != x]
-                model.add(taken - sum(others) <= limit)
-        _limit_pairs(model, work, d, limit, period, most, start, end)
-    if shortest_flow:
-        first = model.new_int_var(-reach, reach, "")
-        last = model.new_int_var(-reach, 2 * reach, "")
-        for x in range(total):
-            model.add(start[x] >= first)
-            model.add(start[x] + time_of[x] <= last)
-        model.minimize(last - first)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    _check_time(end)
-    solver.parameters.max_time_in_seconds = max(min(seconds, end - time.perf_counter()), 0.001)
-    solver.parameters.random_seed = seed
-    solver.parameters.randomize_search = seed != 0
-    # Starts and lags are tied by differences only: their LP relaxation says nothing.
-    solver.parameters.linearization_level = 0
-    # What presolving would find is in the model; it takes longer than most of these searches.
-    solver.parameters.cp_model_presolve = False
-    status = cpsat.solve(solver, model)
-    if status == cp_model.INFEASIBLE:
-        return None, False
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None, None
-    values = np.array([solver.value(s) for s in start]).reshape(k, n)
-    return Pattern(values - values.min(), period), True
+    def __init__(self, work: Work, k: int, end: float) -> None:
+        self.work, self.k, self.end = work, k, end
+        self.nodes = list(work.blocks) * k
+        self.near, self.roots = _near(work), _other_roots(work)
 
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Those of nodes that share a device, the smaller one first."""
+        devices = [set(b.devices) for b in self.nodes]
+        pairs = itertools.combinations(range(len(self.nodes)), 2)
+        return [(x, y) for x, y in pairs if devices[x] & devices[y]]
 
-def _edges(work: Work, k: int, period: int) -> list[tuple[int, int, int]]:
-    """(x, y, lag): node ``y`` starts at least ``lag`` after node ``x``; node ``c n + b``."""
-    n = work.num_blocks
-    edges = []
-    for c in range(k):
-        for b, block in enumerate(work.blocks):
-            x = c * n + b
-            edges += [(c * n + u, x, work.blocks[u].time + delay) for u, delay in block.preds]
-            if k > 1:  # each block takes micro-batches in their order
-                edges.append((x, (c + 1) % k * n + b, block.time - (c + 1) // k * period))
+    def _check_time(self) -> None:
+        if time.perf_counter() > self.end:
+            raise _OutOfTime
+
+    def solved(
+        self, period: int, seconds: float, seed: int, shortest_flow: bool
+    ) -> tuple[Pattern | None, bool | None]:
+        """See ``solve``."""
+        from ortools.sat.python import cp_model
+
+        far = self.closure(period)
+        lags = None if far is None else self._fixed_point(period, far)
+        if far is None or lags is None:
+            return None, False
+        work, nodes = self.work, self.nodes
+        delay = max((d for b in work.blocks for _, d in b.preds), default=0)
+        reach = len(nodes) * (period + max(b.time for b in nodes) + delay)
+        model, most = cp_model.CpModel(), reach // period + 1
+        start = [
+            model.new_int_var(max(-reach, int(far[0, x])), min(reach, -int(far[x, 0])), "")
+            for x in range(len(nodes))
+        ]
+        for x, y, lag in self._edges(period):
+            model.add(start[y] - start[x] >= lag)
+        lag_of: dict[tuple[int, int], Any] = {}
+        for i, ((x, y), (low, high)) in enumerate(lags.items()):
+            if i % 256 == 0:
+                self._check_time()
+            q = low if low == high else model.new_int_var(max(low, -most), min(high, most), "")
+            lag_of[x, y], lag_of[y, x] = q, -1 - q
+            model.add_linear_constraint(
+                start[y] - start[x] - period * q, nodes[x].time, period - nodes[y].time
+            )
         for d, limit in enumerate(work.limit or ()):
-            for u, v, amount in work.pairs[d]:
-                ahead = c + limit // amount
-                lag = work.blocks[v].time - ahead // k * period
-                edges.append((c * n + v, ahead % k * n + u, lag))
-        for u, v, lag in _near(work):
-            edges.append((c * n + v, c * n + u, -lag - (period if k == 1 else 2 * period) + 1))
-    for root in _other_roots(work):
-        edges += [(0, root, 0), (root, 0, 1 - period)]
-    return edges
+            self._check_time()
+            held = [x for x, b in enumerate(nodes) if d in b.devices and b.memory]
+            for x in held:
+                if nodes[x].memory > 0:
+                    others = [nodes[y].memory * lag_of[x, y] for y in held if y != x]
+                    model.add(nodes[x].memory - sum(others) <= limit)
+            self._limit_pairs(model, d, limit, period, most, start)
+        if shortest_flow:
+            first = model.new_int_var(-reach, reach, "")
+            last = model.new_int_var(-reach, 2 * reach, "")
+            for x, block in enumerate(nodes):
+                model.add(start[x] >= first)
+                model.add(start[x] + block.time <= last)
+            model.minimize(last - first)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        self._check_time()
+        left = min(seconds, self.end - time.perf_counter())
+        solver.parameters.max_time_in_seconds = max(left, 0.001)
+        solver.parameters.random_seed = seed
+        solver.parameters.randomize_search = seed != 0
+        # Starts and lags are tied by differences only: their LP relaxation says nothing.
+        solver.parameters.linearization_level = 0
+        # What presolving would find is in the model; it takes longer than most of these searches.
+        solver.parameters.cp_model_presolve = False
+        status = cpsat.solve(solver, model)
+        if status == cp_model.INFEASIBLE:
+            return None, False
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, None
+        values = np.array([solver.value(s) for s in start]).reshape(self.k, work.num_blocks)
+        return Pattern(values - values.min(), period), True
+
+    def _limit_pairs(
+        self, model: Any, d: int, limit: int, period: int, most: int, start: Sequence[Any]
+    ) -> None:
+        """Of pairs that take memory of device ``d`` and release it, only so many at a time.
+
+        ``start`` are variables of the nodes. Two pairs that do not fit together take turns; of
+        which periods they are is at most ``most`` apart.
+        """
+        pairs = self.work.pairs[d]
+        # (number of the pair, when it takes memory, when it releases it, how much), by micro-batch
+        spans = [
+            [
+                (i, start[first + u], start[first + v] + self.nodes[v].time, amount)
+                for i, (u, v, amount) in enumerate(pairs)
+            ]
+            for first in range(0, len(start), self.work.num_blocks)
+        ]
+        if len(pairs) > 1:
+            by_pair = itertools.chain.from_iterable(zip(*spans, strict=True))
+            model.add(
+                sum(size * (until - begin) for _, begin, until, size in by_pair) <= limit * period
+            )
+        for one, other in itertools.combinations(itertools.chain.from_iterable(spans), 2):
+            pair, begin, until, size = one
+            other_pair, other_begin, other_until, other_size = other
+            if size + other_size > limit and pair != other_pair:
+                self._check_time()
+                lag = model.new_int_var(-most, most, "")
+                model.add(other_begin - period * lag >= until)
+                model.add(other_until - period * lag <= begin + period)
+
+    def _edges(self, period: int) -> list[tuple[int, int, int]]:
+        """(x, y, lag): node ``y`` starts at least ``lag`` after node ``x``."""
+        work, k, n = self.work, self.k, self.work.num_blocks
+        edges = []
+        for c in range(k):
+            for b, block in enumerate(work.blocks):
+                x = c * n + b
+                edges += [(c * n + u, x, work.blocks[u].time + delay) for u, delay in block.preds]
+                if k > 1:  # each block takes micro-batches in their order
+                    edges.append((x, (c + 1) % k * n + b, block.time - (c + 1) // k * period))
+            for d, limit in enumerate(work.limit or ()):
+                for u, v, amount in work.pairs[d]:
+                    ahead = c + limit // amount
+                    lag = work.blocks[v].time - ahead // k * period
+                    edges.append((c * n + v, ahead % k * n + u, lag))
+            for u, v, lag in self.near:
+                edges.append((c * n + v, c * n + u, 1 - lag - (period if k == 1 else 2 * period)))
+        for root in self.roots:
+            edges += [(0, root, 0), (root, 0, 1 - period)]
+        return edges
+
+    def closure(
+        self, period: int, lags: Mapping[tuple[int, int], int] | None = None
+    ) -> Ints | None:
+        """int64 ``[kn, kn]``: least ``s_y - s_x`` from all edges; None if they contradict.
+
+        Also from ``lags``, where those of all pairs are known.
+        """
+        total = len(self.nodes)
+        far = np.full((total, total), NEVER)
+        np.fill_diagonal(far, 0)
+        for x, y, lag in self._edges(period):
+            far[x, y] = max(far[x, y], lag)
+        if not self._close(far):
+            return None
+        if lags is None:
+            return far
+        for (x, y), q in lags.items():
+            far[x, y] = max(far[x, y], self.nodes[x].time + period * q)
+            far[y, x] = max(far[y, x], self.nodes[y].time - period * (q + 1))
+        return far if self._close(far) else None
+
+    def _close(self, far: Ints) -> bool:
+        """Whether what follows of ``far``, which is filled in, does not contradict itself."""
+        for x in range(len(far)):
+            if x % 16 == 0:
+                self._check_time()
+            np.maximum(far, far[:, x : x + 1] + far[x : x + 1], out=far)
+        far[far < NEVER // 2] = NEVER
+        return not (np.diagonal(far) > 0).any()
+
+    def _fixed_point(self, period: int, far: Ints) -> dict[tuple[int, int], tuple[int, int]] | None:
+        """Least and largest lag of every pair of nodes on a shared device; None: impossible.
+
+        A lag that is decided tells something about the starts, and so about other lags.
+        """
+        time_of = [b.time for b in self.nodes]
+        while True:
+            lags = {}
+            changed = False
+            for x, y in self.pairs:
+                low = -(-(int(far[x, y]) + time_of[y]) // period) - 1
+                high = (-int(far[y, x]) - time_of[x]) // period
+                if low > high:
+                    return None
+                lags[x, y] = low, high
+                if low == high:
+                    after, before = time_of[x] + period * low, time_of[y] - period * (low + 1)
+                    if far[x, y] < after or far[y, x] < before:
+                        far[x, y], far[y, x] = max(far[x, y], after), max(far[y, x], before)
+                        changed = True
+            if not changed:
+                return lags
+            if not self._close(far):
+                return None
 
 
 def _other_roots(work: Work) -> list[int]:
@@ -444,83 +496,20 @@ def _near(work: Work) -> list[tuple[int, int, int]]:
     return pairs
 
 
-def _closure(work: Work, k: int, period: int, end: float) -> Ints | None:
-    """int64 ``[kn, kn]``: least ``s_y - s_x`` from all edges; None if they contradict."""
-    total = work.num_blocks * k
-    far = np.full((total, total), NEVER)
-    np.fill_diagonal(far, 0)
-    for x, y, lag in _edges(work, k, period):
-        far[x, y] = max(far[x, y], lag)
-    return _closed(far, end)
-
-
-def _closed(far: Ints, end: float) -> Ints | None:
-    for x in range(len(far)):
-        if x % 16 == 0:
-            _check_time(end)
-        np.maximum(far, far[:, x : x + 1] + far[x : x + 1], out=far)
-    far[far < NEVER // 2] = NEVER
-    return None if (np.diagonal(far) > 0).any() else far
-
-
-def _fixed_point(
-    work: Work, k: int, period: int, far: Ints, end: float
-) -> dict[tuple[int, int], tuple[int, int]] | None:
-    """Least and largest lag of every pair of nodes on a shared device; None: impossible.
-
-    A lag that is decided tells something about the starts, and so about other lags.
-    """
-    n, total = work.num_blocks, work.num_blocks * k
-    time_of = [work.blocks[x % n].time for x in range(total)]
-    pairs = _on_one_device(work, k)
-    while True:
-        lags = {}
-        changed = False
-        for x, y in pairs:
-            low = -(-(int(far[x, y]) + time_of[y]) // period) - 1
-            high = (-int(far[y, x]) - time_of[x]) // period
-            if low > high:
-                return None
-            lags[x, y] = low, high
-            if low == high:
-                after, before = time_of[x] + period * low, time_of[y] - period * (low + 1)
-                if far[x, y] < after or far[y, x] < before:
-                    far[x, y], far[y, x] = max(far[x, y], after), max(far[y, x], before)
-                    changed = True
-        if not changed:
-            return lags
-        if _closed(far, end) is None:
-            return None
-
-
-def _on_one_device(work: Work, k: int) -> list[tuple[int, int]]:
-    """Pairs of nodes that share a device, the smaller one first."""
-    n, devices = work.num_blocks, [set(b.devices) for b in work.blocks]
-    pairs = itertools.combinations(range(n * k), 2)
-    return [(x, y) for x, y in pairs if devices[x % n] & devices[y % n]]
-
-
 def _tightened(work: Work, pattern: Pattern, least: int, end: float) -> Pattern:
     """The same order at its shortest period, not below ``least``; or one on the way at ``end``."""
-    low, best = least, pattern
-    n, k = work.num_blocks, pattern.unroll
-    starts = pattern.starts.reshape(-1)
-    pairs = _on_one_device(work, k)
-    lags = {(x, y): int(starts[y] - starts[x]) // pattern.period for x, y in pairs}
+    low, best, starts = least, pattern, pattern.starts.reshape(-1)
+    question = _Question(work, pattern.unroll, end)
+    lags = {(x, y): int(starts[y] - starts[x]) // pattern.period for x, y in question.pairs}
     while low < best.period:
         period = (low + best.period) // 2
         try:
-            far = _closure(work, k, period, end)
-            if far is not None:
-                for (x, y), q in lags.items():
-                    far[x, y] = max(far[x, y], work.blocks[x % n].time + period * q)
-                    far[y, x] = max(far[y, x], work.blocks[y % n].time - period * (q + 1))
-                far = _closed(far, end)
+            far = question.closure(period, lags)
         except _OutOfTime:
             return best
         if far is None:
             low = period + 1
         else:
             earliest = far.max(axis=0)
-            best = Pattern((earliest - earliest.min()).reshape(k, n), period)
+            best = Pattern((earliest - earliest.min()).reshape(pattern.starts.shape), period)
     return best
