@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class Placed:
             dst, others = int(first[k]), np.delete(first, k)
             both: list[tuple[Any, Any]] = [(others, dst), (dst, others)]
             for arrives, ends in zip(self.arrives, both, strict=False):
-                sent = problem.transfers_s(lambda x, ends=ends: x[..., *ends])
+                sent = problem.transfers_s(itemgetter((..., *ends)))
                 sent_s, into = sent.min(axis=1), ends[1] is dst
                 receive_s = problem.link_receive_s[ends]
                 self.unit_s += float((sent.max(axis=1) + receive_s.max()).sum())

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -291,7 +292,7 @@ def earliest_end_s(problem: Problem, work: int) -> float:
     for k, d in enumerate(own):
         own_s[:n, k] = seconds[:, problem.worker == d].min(axis=1)
     (host, shares_host), ends = host_of(problem), np.ix_(own, own)
-    all_s = problem.transfers_s(lambda x: x[..., *ends])
+    all_s = problem.transfers_s(itemgetter((..., *ends)))
     inner, start = g.tensor_src[g.use_tensor] >= 0, np.zeros((n + 1, len(own)))
     read, reader = g.use_tensor[~inner], g.use_dst[~inner]
     from_host_s = all_s[read, np.searchsorted(own, problem.worker[host])]
