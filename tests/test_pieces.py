@@ -190,6 +190,14 @@ def test_neighbours_hand_over_rows_only() -> None:
         torch.testing.assert_close(runner(x), module(x))
 
 
+def test_every_piece_has_rows() -> None:
+    """Two rows of a result have no quarters, whatever lies between the rows that they read."""
+    x, w = torch.randn(1, 2, 3, 6), torch.randn(3, 2, 1, 1)
+    args = x, w, None, [2, 2]
+    rules = rules_of(aten.conv2d.default, (args, {}), [False, True], None, (0.25,) * 4)
+    assert not any(isinstance(r.inputs[0], Window) for r in rules)
+
+
 @pytest.mark.parametrize("call, why", [
     ((aten.relu.default, torch.randn(4)), "the sum of two is not that of the parts"),
     ((aten.softmax.int, torch.randn(1, 4), 1), "each number depends on the whole row"),

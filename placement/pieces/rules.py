@@ -507,7 +507,10 @@ def _windows(call: Any, arguments: Any, num_tensors: int, shares: Shares) -> Ite
     if x.ndim != 2 + len(spans) or (pad and 1 + len(rest) < len(spans)):
         return  # no batch, or one number for all dimensions
     window = Window(2, (spans[0] - 1) * dilation + 1, stride, pad, "weight" not in given)
-    if x.shape[2] + 2 * pad >= window.span:
+    size = x.shape[2]
+    if size + 2 * pad < window.span:
+        return
+    if all(max(a, 0) < min(b, size) for a, b in window.rows(size, shares)):  # each has some
         inputs: tuple[Cut, ...] = (window, *[WHOLE] * (num_tensors - 1))
         yield Rule(inputs, (), (), (int(first["padding"]),) if pad else ())
 
