@@ -1,7 +1,5 @@
 """Predictors find known laws again, and know what they do not; the store of measurements."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

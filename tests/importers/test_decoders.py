@@ -1,7 +1,5 @@
 """Language models without weights: configs against the models themselves, headers of GGUF files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -15,6 +13,7 @@ from placement.importers.hf_config import read
 from tests.served import LLAMA, MIXTRAL, decoder, gguf, gguf_llama
 
 # Of each kind of architecture one; small, with numbers that tell the fields apart.
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SMALL = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"head_dim": 16},
@@ -29,39 +28,19 @@ SMALL = {
     "glm4": {"head_dim": 8, "pad_token_id": 0},
     "starcoder2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 48,
-        "mlp_only_layers": [1],
-        "shared_expert_intermediate_size": 40,
-    },
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+    | {"shared_expert_intermediate_size": 40},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
-    "deepseek_v2": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "q_lora_rank": None,
-        "kv_lora_rank": 24,
-        "first_k_dense_replace": 1,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12,
-        "v_head_dim": 20,
-    },
+    "deepseek_v2": ROUTED
+    | {"q_lora_rank": None, "kv_lora_rank": 24, "first_k_dense_replace": 1}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50},
     "gpt_neox": {"attention_bias": False},
-    "phimoe": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "lm_head_bias": True,
-        "attention_bias": True,
-    },
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}
+    | {"attention_bias": True},
     "llama4_text": {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80},
-    "opt": {
-        "ffn_dim": 96,
-        "max_position_embeddings": 50,
-        "word_embed_proj_dim": 24,
-        "do_layer_norm_before": False,
-    },
+    "opt": {"ffn_dim": 96, "max_position_embeddings": 50, "word_embed_proj_dim": 24}
+    | {"do_layer_norm_before": False},
     "bloom": {"n_layer": 3, "n_head": 4},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4},
@@ -73,39 +52,17 @@ SMALL = {
     "granitemoe": {"attention_bias": True, "num_local_experts": 4},
     "nemotron": {"mlp_bias": True, "head_dim": 16},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 48,
-        "use_qk_norm": True,
-    },
+    "glm4_moe": ROUTED | {"head_dim": 16, "use_qk_norm": True},
     "mamba": {"num_hidden_layers": 3, "state_size": 8},
     "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2, "full_attention_interval": 2},
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention", "mamba"],
-        "mamba_n_heads": 8,
-        "num_local_experts": 4,
-        "mamba_d_head": 16,
-    },
-    "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "hybrid_layer_ids": [1, 2],
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 8,
-        "num_mem_blocks": 1,
-    },
-    "deepseek_v3": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "attention_bias": True,
-        "q_lora_rank": 20,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4}
+    | {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "n_mamba_heads": 8}
+    | {"hybrid_layer_ids": [1, 2], "mamba_ngroups": 1, "num_mem_blocks": 1},
+    "deepseek_v3": ROUTED
+    | {"n_routed_experts": 8, "attention_bias": True, "q_lora_rank": 20}
+    | {"n_group": 2, "topk_group": 1, "num_key_value_heads": 4},
 }
 FALCON_H1 = {"model_type": "falcon_h1", "hidden_size": 64, "num_hidden_layers": 3,
              "vocab_size": 130, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -247,10 +204,7 @@ def test_the_text_model_of_a_larger_one() -> None:
         ("qwen3_vl_text", 4096, 12288, 36, 32, 8, 151936, 8_190_735_360),
     ],
 )
-def test_weights_as_published(
-    kind: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int,
-    published: int,
-) -> None:  # fmt: skip
+def test_weights_as_published(kind, hidden, inner, layers, heads, kv_heads, vocabulary, published):
     config = {
         "model_type": kind, "hidden_size": hidden, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocabulary,
@@ -375,9 +329,7 @@ def test_a_gguf_header(tmp_path: Path) -> None:
         ("llama", {}, [None] * 6),
     ],
 )
-def test_windows_are_those_of_llama_cpp(
-    name: str, more: dict[str, Any], windows: list[int | None], tmp_path: Path
-) -> None:
+def test_windows_are_those_of_llama_cpp(name, more, windows, tmp_path):
     numbers = {"block_count": 6, "embedding_length": 64, "attention.head_count": 4}
     numbers |= {"attention.sliding_window": 9} | more
     values = {"general.architecture": name} | {f"{name}.{k}": v for k, v in numbers.items()}
@@ -431,9 +383,8 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         header(paths[0], gguf(values, first))
     header_of_second = {"split.count": 2}
     paths[1].write_bytes(gguf(header_of_second, [("blk.0.ffn_up.weight", (64, 32), 1)]))
-    assert load_decoder(paths[0]).class_bytes() == {
-        "embedding": 1280, "attention": 8192, "feed_forward": 4096
-    }  # fmt: skip
+    sizes = {"embedding": 1280, "attention": 8192, "feed_forward": 4096}
+    assert load_decoder(paths[0]).class_bytes() == sizes
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from placement.runs.trials import TrialError, Trials, fingerprint, two_way
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.tools.files import FileError
+from tests.problems import altered
 from tests.runtimes import Biased, layered, noise
 
 A, B, C, D = np.eye(4, 6, dtype=np.int32)
@@ -24,7 +25,7 @@ A, B, C, D = np.eye(4, 6, dtype=np.int32)
 
 def test_latency_is_of_micro_batches_alone_and_period_of_many() -> None:
     for objective in ("latency", "period"):
-        problem = layered(6, objective=objective)  # type: ignore[arg-type]
+        problem = layered(6, objective=objective)
         trials = Trials(problem, Biased(problem))
         assert trials([A, B]) == pytest.approx(score(problem, [A, B]))
 
@@ -115,8 +116,7 @@ def test_drift_cancels_where_the_incumbent_changes() -> None:
 
 def test_another_order_is_another_problem() -> None:
     problem = layered(6)
-    again = replace(problem, profile=replace(problem.profile, provenance={"order": "reuse"}))
-    assert fingerprint(problem) != fingerprint(again)
+    assert fingerprint(problem) != fingerprint(altered(problem, provenance={"order": "reuse"}))
 
 
 @pytest.mark.parametrize("slow", [1.6, 0.8])
@@ -167,12 +167,7 @@ def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -
     problem = layered(6)
     blocked = problem.profile.compute_s.copy()
     blocked[1, 1] = np.inf
-    devices = tuple(replace(d, memory_bytes=2**40) for d in problem.cluster.devices)
-    problem = replace(
-        problem,
-        cluster=replace(problem.cluster, devices=devices),
-        profile=replace(problem.profile, compute_s=blocked),
-    )
+    problem = altered(problem, {"memory_bytes": 2**40}, compute_s=blocked)
 
     class Hungry(Biased):
         def run(self, *args: Any, **kwargs: Any) -> Timeline:

@@ -1,11 +1,9 @@
 """Atomic writes: all or nothing, and errors that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,15 +39,10 @@ def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["x.txt"], "no temporary file is left"
 
 
-def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path, monkeypatch):
     path = write_atomic(tmp_path / "x", "old")
 
-    def fails(*_: Any) -> None:
-        raise OSError(errno.EIO, "input/output error")
-
-    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.EIO, "input/output error")))
     with pytest.raises(FileError, match="input/output error"):
         write_atomic(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["x"]
@@ -63,13 +56,8 @@ def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(
         (errno.EROFS, r".* can only be read; choose a folder elsewhere"),
     ],
 )
-def test_errors_name_the_file_the_cause_and_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
-) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(Path, "write_bytes", fails)
+def test_errors_name_the_file_the_cause_and_the_remedy(tmp_path, monkeypatch, number, says):
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(FileError, match=f"cannot write .*x.json: {says}"):
         write_atomic(tmp_path / "x.json", "abc")
 

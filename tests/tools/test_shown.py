@@ -1,7 +1,5 @@
 """Objects in a notebook: well-formed, escaped, small, and without colours of their own."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -15,15 +13,7 @@ from placement.problem import Problem, Solution
 from placement.runs.compare import compare
 from placement.simulator import simulate
 from placement.timeline import Timeline
-from placement.tools.shown import (
-    byte_size,
-    count,
-    lanes,
-    print_table,
-    seconds,
-    table,
-    text_lanes,
-)
+from placement.tools.shown import byte_size, count, lanes, print_table, seconds, table, text_lanes
 from tests.problems import chain, small_problem
 
 EVIL = '<script>alert("1")</script>'
@@ -133,9 +123,8 @@ def test_a_narrow_table_cuts_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_measured_timeline_without_memory() -> None:
-    one = Timeline(
-        ("d",), np.zeros(1, np.int32), np.array([[1.0]]), np.array([[3.0]]), measured=True
-    )
+    begin, end = np.array([[1.0]]), np.array([[3.0]])
+    one = Timeline(("d",), np.zeros(1, np.int32), begin, end, measured=True)
     page = one._repr_html_()
     assert "measured: latency 2 s" in page and f"│{'0' * 110}│ 100 %" in page
 
@@ -146,13 +135,7 @@ def test_an_infeasible_solution() -> None:
 
 def test_units() -> None:
     assert [count(n, "planner") for n in (0, 1, 2)] == ["0 planners", "1 planner", "2 planners"]
-    assert [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 2000.0)] == [
-        "0 µs",
-        "0.3 µs",
-        "42 µs",
-        "12.3 ms",
-        "1 s",
-        "2000 s",
-    ]
+    shown = ["0 µs", "0.3 µs", "42 µs", "12.3 ms", "1 s", "2000 s"]
+    assert [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 2000.0)] == shown
     assert (byte_size(2**20), byte_size(2**63 - 1)) == ("1.0 MiB", "unlimited")
     assert (byte_size(0), byte_size(100), byte_size(110_000)) == ("0.0 MiB", "0.1 KiB", "0.1 MiB")
