@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils import _pytree as pytree
 
-from placement.exporters._ranks import arguments, differs, main, model, to
+from placement.exporters._ranks import arguments, differs, model, on_rank, to
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Shard", "parallelize"]
 
@@ -80,6 +80,10 @@ def known(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()])
 
 
+def main() -> int:
+    return on_rank(RANKS, "torch.distributed.tensor", check)
+
+
 def check(rank: int, device: torch.device) -> int:
     """Rank 0 prints whether results are the plain module's, and seconds of a call of either."""
     module, example = model()
@@ -106,4 +110,4 @@ def timed(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(RANKS, "torch.distributed.tensor", check))
+    sys.exit(main())

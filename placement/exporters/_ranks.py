@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 
-def main(ranks: list[Any], library: str, work: Callable[[int, torch.device], int]) -> int:
+def on_rank(ranks: list[Any], library: str, work: Callable[[int, torch.device], int]) -> int:
     """``work`` of this rank on its device; what ``library`` or the module raises is one line."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if len(sys.argv) != 2 or ":" not in sys.argv[1] or world != len(ranks):

@@ -22,7 +22,12 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils import _pytree as pytree
 
-from placement.exporters._ranks import arguments, differs, main, model, to
+from placement.exporters._ranks import arguments, differs, model, on_rank, to
+
+
+def main() -> int:
+    data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return on_rank(data["ranks"], "torch.distributed.pipelining", partial(run, data))
 
 
 def run(data: dict[str, Any], rank: int, device: torch.device) -> int:
@@ -164,6 +169,4 @@ def mean(out: Any) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    described = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-    work = partial(run, described)
-    sys.exit(main(described["ranks"], "torch.distributed.pipelining", work))
+    sys.exit(main())
