@@ -1,7 +1,5 @@
 """What tests on emulated CUDA devices share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,17 +7,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Runner
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 BOTH = Cluster("both", (CPU, GPU))
 THREE = Cluster("three", (CPU, GPU, Device("cpu:1")))
-
-
-def scattered(graph, cluster, seed):
-    groups = np.random.default_rng(seed).integers(cluster.num_devices, size=graph.num_groups)
-    return groups[graph.group]
 
 
 def all_on(graph, device):
@@ -62,6 +56,13 @@ class Layers(nn.Module):
         y = torch.tanh(self.layers[1](y))
         x = torch.relu(self.layers[2](x + y.view(2, 2, 8))) * 2
         return self.layers[3](x) + seen, y.sum(), seen
+
+
+def layers(count):
+    """The module, so many inputs of it, and its graph."""
+    module = Layers().eval()
+    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(count)]
+    return module, items, capture(module, items[0])
 
 
 def graphed(graph, cluster, placement, **options):

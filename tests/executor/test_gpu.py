@@ -1,7 +1,5 @@
 """Streams on emulated CUDA devices: results, whose memory they are in, and what is copied."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -21,8 +19,8 @@ from placement.program import split_inputs
 from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import CudaTensor
-from tests.executor.on_gpu import BOTH, THREE, all_on, on_gpu, others_like, scattered, two_layers
-from tests.machine import problem_of
+from tests.executor.on_gpu import BOTH, THREE, all_on, on_gpu, others_like, two_layers
+from tests.machine import problem_of, random_placement
 
 
 def check_streams(names, cluster, seeds=2, count=6):
@@ -37,11 +35,11 @@ def check_streams(names, cluster, seeds=2, count=6):
             with torch.no_grad():
                 expected.append(pytree.tree_leaves(module(*args, **kwargs)))
         for seed in range(seeds):
-            with Runner(graph, cluster, scattered(graph, cluster, seed)) as runner:
+            place = random_placement(graph, seed, cluster.num_devices)
+            with Runner(graph, cluster, place) as runner:
                 for results, wanted in zip(runner.stream(items), expected, strict=True):
-                    torch.testing.assert_close(
-                        pytree.tree_leaves(results), wanted, rtol=1e-4, atol=1e-5
-                    )
+                    leaves = pytree.tree_leaves(results)
+                    torch.testing.assert_close(leaves, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("small", [0, 2**16])
@@ -68,10 +66,7 @@ def test_the_emulated_gpu_notices_memory_that_is_reused_too_early(monkeypatch):
     """Otherwise the test before says little."""
     monkeypatch.setattr(CudaTensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # each copy on a stream of its own
-    with (
-        emulated_gpu.emulated(copy_s=2e-3),
-        pytest.raises(AssertionError, match="not close"),
-    ):
+    with emulated_gpu.emulated(copy_s=2e-3), pytest.raises(AssertionError, match="not close"):
         check_streams(["tiny_branches"], THREE, seeds=4)
 
 
@@ -117,7 +112,7 @@ def test_inputs_on_the_device_stay_there_and_are_waited_for():
     module, (x,) = load("tiny_branches")
     graph = capture(module, (x,))
     with emulated_gpu.emulated() as gpu:
-        for placement in (all_on(graph, 1), scattered(graph, BOTH, 1)):
+        for placement in (all_on(graph, 1), random_placement(graph, 1, 2)):
             with Runner(graph, BOTH, placement) as runner:
                 runner(x)
                 there = [x.to("cuda:0") for _ in range(3)]
@@ -140,7 +135,7 @@ def test_between_devices_of_one_process_nothing_goes_through_host_memory():
         cluster = Cluster("two", tuple(Device(name, "cuda") for name in names))
         with emulated_gpu.emulated(num_devices=2, copy_s=1e-3, kernel_s=2e-4) as gpu:
             check_streams(["tiny_branches"], cluster, seeds=1)
-            with Runner(graph, cluster, scattered(graph, cluster, 0)) as runner:
+            with Runner(graph, cluster, random_placement(graph, 0, cluster.num_devices)) as runner:
                 list(runner.stream([inputs] * 2))
                 gpu.copies.clear()
                 list(runner.stream([inputs] * 5))
@@ -152,10 +147,7 @@ def test_between_devices_of_one_process_nothing_goes_through_host_memory():
 def test_what_goes_to_the_device_is_pinned_and_does_not_wait_for_it():
     module, inputs = load("tiny_views")
     graph = capture(module, inputs)
-    with (
-        emulated_gpu.emulated() as gpu,
-        Runner(graph, THREE, scattered(graph, THREE, 0)) as runner,
-    ):
+    with emulated_gpu.emulated() as gpu, Runner(graph, THREE, random_placement(graph, 0)) as runner:
         list(runner.stream([inputs] * 2))
         gpu.copies.clear()
         list(runner.stream([inputs] * 4))

@@ -1,7 +1,5 @@
 """Calls of one emulated GPU, which the calling thread launches."""
 
-from __future__ import annotations
-
 import gc
 import queue
 import threading
@@ -25,7 +23,7 @@ from placement.executor.runner import RunnerError
 from placement.executor.worker import Worker
 from placement.workloads import load
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, Draws, Layers, all_on, graphed, others_like, two_layers
+from tests.executor.on_gpu import BOTH, Draws, all_on, graphed, layers, others_like, two_layers
 
 
 @pytest.fixture
@@ -48,9 +46,7 @@ def sent(monkeypatch):
 def test_what_one_gpu_runs_is_launched_by_the_calling_thread(graphs, small, sent, monkeypatch):
     """Other threads only copy what a stream has that is long."""
     monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
-    module = Layers().eval()
-    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
-    graph = capture(module, items[0])
+    module, items, graph = layers(6)
     threads = set()
     launch = emulated_gpu._launch
     monkeypatch.setattr(
@@ -95,8 +91,8 @@ def order(monkeypatch):
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_whether_parameters_were_written_is_asked_while_the_gpu_computes(graphs, order):
-    module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
-    graph, weight = capture(module, x), module.layers[2].weight
+    module, (x,), graph = layers(1)
+    weight = module.layers[2].weight
     with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
         runner.cuda_graphs = graphs
 
@@ -174,9 +170,7 @@ def test_what_draws_random_numbers_asks_first_and_is_launched_once(order):
 def test_results_of_a_call_are_the_callers_and_so_is_its_stream(stays, small, monkeypatch):
     """Of a graph, which writes over what it has made; on the GPU that is not the current one."""
     monkeypatch.setattr(backend_module, "_SMALL_BYTES", small)
-    module = Layers().eval()
-    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(6)]
-    graph = capture(module, items[0])
+    module, items, graph = layers(6)
     with emulated_gpu.emulated(2, kernel_s=1e-4) as gpu:
         with graphed(graph, BOTH, all_on(graph, 1), outputs=stays) as runner:
             for item in items[:4]:
@@ -237,9 +231,8 @@ def test_an_error_of_a_call_names_its_operator_and_the_next_call_works():
             with pytest.raises(NotImplementedError) as raised:
                 runner(x)
             name = graph.op_name[1]
-            assert raised.value.__notes__ == [
-                f"raised on device 'cuda:0' in operator {name!r} (module '1')"
-            ]
+            note = f"raised on device 'cuda:0' in operator {name!r} (module '1')"
+            assert raised.value.__notes__ == [note]
             del raised
             assert gpu.allocated[0] == before  # at once, as there is no cycle
         finally:
@@ -317,9 +310,7 @@ def test_closing_waits_for_a_call_of_another_thread_which_then_says_so():
 
 def test_a_thread_captures_no_graph_before_its_libraries_are_ready():
     """Two calls by one thread and the next by another: cuBLAS knows only the first."""
-    module = Layers().eval()
-    x = torch.randn(4, 8), torch.randn(4, 8)
-    graph = capture(module, x)
+    module, (x,), graph = layers(1)
     with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
         list(runner.stream([x] * 2))
         for _ in range(4):
@@ -377,9 +368,7 @@ def test_a_period_is_the_longer_of_launching_and_computing(
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_inputs_that_nobody_else_has_keep_their_memory_until_a_gpu_has_read_them(graphs):
-    module = Layers().eval()
-    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(8)]
-    graph = capture(module, items[0])
+    module, items, graph = layers(8)
     with emulated_gpu.emulated(kernel_s=2e-3) as gpu:
         with Runner(graph, BOTH, all_on(graph, 1)) as runner:
             runner.cuda_graphs = graphs

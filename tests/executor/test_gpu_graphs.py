@@ -1,7 +1,5 @@
 """CUDA graphs on emulated devices: what is captured, and what they share."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import warnings
@@ -26,22 +24,22 @@ from placement.problem import Problem
 from placement.profile import Profile
 from placement.workloads import load
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, THREE, Draws, Layers, all_on, graphed, scattered, two_layers
+from tests.executor.on_gpu import BOTH, THREE, Draws, Layers, all_on, graphed, layers, two_layers
+from tests.machine import random_placement
+from tests.modules import module_of
 
 
 @pytest.mark.parametrize("placed", ["all", "cut", "scattered", "twice"])
 def test_runs_of_operators_are_replayed_as_cuda_graphs(placed):
-    module = Layers().eval()
-    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(12)]
-    graph = capture(module, items[0])
+    module, items, graph = layers(12)
     cluster, place = BOTH, all_on(graph, 1)
     if placed == "cut":
         place[graph.num_ops // 2 :][:2] = 0
     elif placed == "scattered":
-        cluster, place = THREE, scattered(graph, THREE, 3)
+        cluster, place = THREE, random_placement(graph, 3)
     elif placed == "twice":
         cluster = Cluster("two", tuple(Device(f"{h}/cuda:0", "cuda") for h in "ab"))
-        place = scattered(graph, cluster, 2)
+        place = random_placement(graph, 2, cluster.num_devices)
     with emulated_gpu.emulated(copy_s=1e-3, kernel_s=2e-4) as gpu:
         with graphed(graph, cluster, place) as runner:
             results = [runner(*item) for item in items[:2]]
@@ -49,8 +47,8 @@ def test_runs_of_operators_are_replayed_as_cuda_graphs(placed):
             assert all("fewer than 3" in why for why in runner.not_graphed.values())
         assert gpu.num_replays >= (8 if placed in ("all", "cut") else 0)
         assert not any(gpu.open_pools.values()) and gpu.num_races == 0
-    for item, one in zip(items, results, strict=True):
-        torch.testing.assert_close(one, module(*item), rtol=1e-5, atol=1e-5)
+    expected = [module(*item) for item in items]
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("everything", [True, False])
@@ -61,7 +59,7 @@ def test_training_steps_are_replayed_as_cuda_graphs(name, everything):
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     example, options = (inputs, None), {"loss": mean_of_outputs, "optimizer": optimizer}
     graph = capture(module, example, mode="training", **options)
-    place = all_on(graph, 1) if everything else scattered(graph, BOTH, 0)
+    place = all_on(graph, 1) if everything else random_placement(graph, 0, 2)
     with emulated_gpu.emulated(kernel_s=1e-4) as gpu:
         with Trainer(graph, BOTH, place, optimizer) as trainer:
             trainer.runner.cuda_graphs = True
@@ -85,9 +83,7 @@ def test_a_training_step_that_drops_at_random_is_no_graph():
 
 
 def test_a_parameter_that_was_written_shows_in_a_replay():
-    module = Layers().eval()
-    x = torch.randn(4, 8), torch.randn(4, 8)
-    graph = capture(module, x)
+    module, (x,), graph = layers(1)
     with emulated_gpu.emulated(), graphed(graph, BOTH, all_on(graph, 1)) as runner:
         for _ in range(4):
             runner(*x)
@@ -96,16 +92,10 @@ def test_a_parameter_that_was_written_shows_in_a_replay():
         torch.testing.assert_close(runner(*x), module(*x))
 
 
-class Waits(nn.Module):
-    """Asks the device for a value in the midst of what could be the second graph."""
-
-    def forward(self, x):
-        x = torch.sigmoid(x + 1) * 2 - 3
-        return torch.relu(torch.cos(x) + 1) * 2 - 3
-
-
 def test_what_cannot_be_captured_is_launched_as_before_and_named():
-    module, x = Waits().eval(), torch.randn(3, 3)
+    """It asks the device for a value in the midst of what could be the second graph."""
+    waits = module_of(lambda m, x: torch.relu(torch.cos(torch.sigmoid(x + 1) * 2 - 3) + 1) * 2 - 3)
+    module, x = waits.eval(), torch.randn(3, 3)
     graph = capture(module, x)
     steps = list(graph.program.steps)
     names = [str(step.target) for step in steps]
@@ -160,13 +150,12 @@ def test_what_draws_or_has_another_form_every_time_is_in_no_graph():
 def test_dropout_that_is_off_is_in_a_graph():
     """Else there would be hardly a model with one."""
 
-    class Usual(nn.Module):
-        def forward(self, x):
-            y = nn.functional.dropout(x, 0.1, self.training)
-            x = torch.relu(x + 1).view(2, 2, 8)
-            return nn.functional.scaled_dot_product_attention(x, x, x) + y.view(2, 2, 8)
+    def usual(m, x):
+        y = nn.functional.dropout(x, 0.1, m.training)
+        x = torch.relu(x + 1).view(2, 2, 8)
+        return nn.functional.scaled_dot_product_attention(x, x, x) + y.view(2, 2, 8)
 
-    module, x = Usual().eval(), torch.randn(4, 8)
+    module, x = module_of(usual).eval(), torch.randn(4, 8)
     graph = capture(module, x)
     with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
         for i in range(6):
@@ -213,9 +202,8 @@ def test_graphs_of_two_runners_share_no_workspace_of_cublas():
     module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
     graph = capture(module, x)
     with emulated_gpu.emulated() as gpu, ExitStack() as stack:
-        mine, other = (
-            stack.enter_context(graphed(graph, BOTH, all_on(graph, 1))) for _ in range(2)
-        )
+        two = [graphed(graph, BOTH, all_on(graph, 1)) for _ in range(2)]
+        mine, other = map(stack.enter_context, two)
         for runner in (mine, other):
             for _ in range(4):
                 runner(x)
@@ -278,8 +266,7 @@ def test_a_replay_does_not_write_over_long_results_that_are_still_copied(monkeyp
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail"])
 def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs, monkeypatch):
-    module, x = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
-    graph = capture(module, x)
+    module, (x,), graph = layers(1)
     seconds = np.tile([1.0, 1e-3], (graph.num_ops, 1))
     problem = Problem(graph, BOTH, Profile(BOTH.device_names, seconds, 0 * seconds))
     monkeypatch.setattr(optimizing, "measure", lambda ways, _: {n: took(n) for n in ways})
@@ -321,12 +308,11 @@ def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs,
 def test_a_run_of_views_is_no_graph():
     """It would be empty, as PyTorch warns."""
 
-    class Views(nn.Module):
-        def forward(self, x):
-            y, z = torch.relu(x), torch.sigmoid(x)
-            return y.view(2, 2, 8).transpose(0, 1)[:1].unsqueeze(0), torch.relu(z).tanh().cos()
+    def views(m, x):
+        y, z = torch.relu(x), torch.sigmoid(x)
+        return y.view(2, 2, 8).transpose(0, 1)[:1].unsqueeze(0), torch.relu(z).tanh().cos()
 
-    module, x = Views().eval(), torch.randn(4, 8)
+    module, x = module_of(views).eval(), torch.randn(4, 8)
     graph = capture(module, x)
     place = all_on(graph, 1)
     place[:2] = 0
@@ -342,9 +328,7 @@ def test_a_run_of_views_is_no_graph():
 
 
 def test_an_error_in_a_graph_is_traced_to_its_operator():
-    module = Layers().eval()
-    x = torch.randn(4, 8), torch.randn(4, 8)
-    graph = capture(module, x)
+    _, (x,), graph = layers(1)
     with emulated_gpu.emulated() as gpu, graphed(graph, BOTH, all_on(graph, 1)) as runner:
         gpu.missing = {"aten.tanh.default"}
         with pytest.raises(NotImplementedError) as raised:

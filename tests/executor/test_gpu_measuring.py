@@ -1,7 +1,5 @@
 """Measuring operators and links of emulated CUDA devices."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time
@@ -70,10 +68,7 @@ def test_a_model_larger_than_the_gpu_is_measured_in_parts_and_can_be_planned(row
         lacking = np.flatnonzero(np.isinf(profile.compute_s[:, 1])).tolist()
         assert lacking == (table if rows == 10_000 else [])
         assert (profile.compute_s > 0).all()
-        with (
-            pytest.raises(torch.OutOfMemoryError),
-            Runner(graph, BOTH, all_on(graph, 1)) as runner,
-        ):
+        with pytest.raises(torch.OutOfMemoryError), Runner(graph, BOTH, all_on(graph, 1)) as runner:
             runner(*inputs)
         small = Cluster("small", (CPU, replace(GPU, memory_bytes=gpu.memory_bytes)))
         placement = Heft()(Problem(graph, small, profile)).placement

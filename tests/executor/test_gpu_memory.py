@@ -1,7 +1,5 @@
 """Memory of emulated CUDA devices, and the cores beside them."""
 
-from __future__ import annotations
-
 import gc
 import os
 from contextlib import ExitStack
@@ -20,24 +18,16 @@ from placement.executor.streamed import with_streaming
 from placement.executor.weights import forget_others
 from placement.workloads import load
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, scattered, two_layers
-from tests.machine import problem_of
+from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, two_layers
+from tests.machine import problem_of, random_placement
+from tests.modules import module_of
 
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_device_that_has_failed_does_not_end_the_process(stays):
     """Which frees what it was to write, and memory that several streams have used, later on."""
-
-    class Looks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(10, 4)
-
-        def forward(self, at):
-            return self.table(at), at + 1
-
-    module = Looks().eval()
-    graph = capture(module, torch.arange(4))
+    looks = module_of(lambda m, at: (m.table(at), at + 1), table=nn.Embedding(10, 4))
+    graph = capture(looks.eval(), torch.arange(4))
     with emulated_gpu.emulated(kernel_s=1e-3) as gpu:
         placement = all_on(graph, 1)
         placement[-1:] = 0 if stays else 1
@@ -67,11 +57,13 @@ def test_what_a_closed_runner_had_on_a_gpu_is_free(way):
                 optimizer = torch.optim.AdamW(module.train().parameters(), lr=0.1)
                 options = {"mode": "training", "loss": mean_of_outputs, "optimizer": optimizer}
                 step = capture(module, (inputs, None), **options)
-                with Trainer(step, BOTH, scattered(step, BOTH, 1), optimizer) as trainer:
+                with Trainer(step, BOTH, random_placement(step, 1, 2), optimizer) as trainer:
                     trainer.step([(inputs, None)] * 2)
                 del trainer
-            cluster = with_streaming(BOTH) if way == "streamed" else BOTH
-            place = scattered(graph, cluster, 3) if way == "streamed" else all_on(graph, 1)
+            cluster, place = BOTH, all_on(graph, 1)
+            if way == "streamed":
+                cluster = with_streaming(BOTH)
+                place = random_placement(graph, 3, cluster.num_devices)
             runner = stack.enter_context(
                 Runner(graph, cluster, place, outputs="device" if way == "device" else "host")
             )

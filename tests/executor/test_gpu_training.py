@@ -21,17 +21,9 @@ from placement.executor.graphs import recorded
 from placement.program import split_inputs
 from placement.workloads import load
 from tests import emulated_gpu
-from tests.executor.on_gpu import (
-    BOTH,
-    CPU,
-    GPU,
-    THREE,
-    all_on,
-    on_gpu,
-    others_like,
-    scattered,
-    two_layers,
-)
+from tests.executor.on_gpu import BOTH, CPU, GPU, THREE, all_on, on_gpu, others_like, two_layers
+from tests.machine import random_placement
+from tests.modules import module_of
 
 ASKED = {
     "an event of the capture": (
@@ -75,13 +67,12 @@ def test_training_equals_plain_pytorch(name, kind):
     mine, other = kind(module.parameters(), lr=1e-2), kind(plain.parameters(), lr=1e-2)
     graph = capture(module, (inputs, None), mode="training", loss=mean_of_outputs, optimizer=mine)
     with emulated_gpu.emulated(copy_s=2e-4):
-        with Trainer(graph, THREE, scattered(graph, THREE, 1), mine) as trainer:
+        with Trainer(graph, THREE, random_placement(graph, 1), mine) as trainer:
             for _ in range(2):
                 losses = trainer.step([(inputs, None)] * 3)
                 expected = plain_step(plain, other, [(inputs, None)] * 3, mean_of_outputs)
                 torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
-        for key, value in plain.state_dict().items():
-            torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-3)
 
 
 class Speech(nn.Module):
@@ -132,13 +123,10 @@ def test_what_only_a_cpu_has_a_kernel_for_is_trained_on_a_gpu_too(make, apart):
                 trainer.step([(inputs, None)])
             plain_step(plain, other, [(inputs, None)], mean_of_outputs)
     assert gpu.num_efficient
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -148,9 +136,8 @@ def attention_kernels(mask, of_booleans):
     number = torch.ops.aten.scalar_tensor.default
     nodes = [graph.call_function(number, (x,)) for x in (0.0, -torch.inf)]
     where = graph.call_function(torch.ops.aten.where.self, (graph.placeholder("m"), *nodes))
-    options = {
-        "attn_mask": None if mask is None else where if of_booleans else graph.placeholder("x")
-    }
+    made = where if of_booleans else graph.placeholder("x")
+    options = {"attn_mask": None if mask is None else made}
     return [kernel_of(graph.call_function(x, (), options)) for x in (FORWARD, BACKWARD)]
 
 
@@ -204,8 +191,7 @@ def test_attention_and_its_backward_are_the_cpus_wherever_they_run(
         suits = masked != "lowest" and dtype != torch.float64 and width * dtype.itemsize % 16 == 0
         assert gpu.num_efficient == (sum(places) if suits else 0)
     rough = 3e-2 if dtype == torch.bfloat16 else 1e-4
-    for x, y in zip(results, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=rough, atol=rough)
+    torch.testing.assert_close(results, expected, rtol=rough, atol=rough)
     assert others == strides
 
 
@@ -219,7 +205,7 @@ def test_replicas_in_different_memory_add_up_their_gradients(name, kind):
     graph = capture(module, (inputs, None), mode="training", loss=mean_of_outputs, optimizer=mine)
     batches = [(others_like(inputs, i), None) for i in range(5)]
     cluster = Cluster("four", (CPU, GPU, Device("cpu:1"), Device("cuda:1", "cuda")))
-    phases = np.stack([scattered(graph, cluster, seed) for seed in range(3)])
+    phases = random_placement(graph, 0, 4, 3)
     with emulated_gpu.emulated(2, copy_s=2e-4):
         with Trainer(graph, cluster, phases, mine) as trainer:
             for _ in range(3):
@@ -230,14 +216,13 @@ def test_replicas_in_different_memory_add_up_their_gradients(name, kind):
             gradients = trainer.gradients()
             trainer.zero_gradients()
             assert not any(g.any() for g in trainer.gradients().values())
-        for key, value in plain.state_dict().items():
-            torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-3)
         other.zero_grad()
         for x, _ in batches[:2]:
             args, kwargs = split_inputs(x)
             (mean_of_outputs(plain(*args, **kwargs), None) / 2).backward()
-        for key, value in plain.named_parameters():
-            torch.testing.assert_close(gradients[key], value.grad, rtol=1e-3, atol=1e-4)
+        expected = {key: p.grad for key, p in plain.named_parameters()}
+        torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -262,15 +247,8 @@ def test_a_module_on_the_gpu_is_trained_wherever_its_operators_run(device):
 
 
 def test_counters_of_an_optimizer_stay_where_they_are_for_a_parameter_without_dimensions_too():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, x):
-            return x * self.scale
-
-    module, x = Scaled().train(), torch.ones(3)
+    scaled = module_of(lambda m, x: x * m.scale, scale=nn.Parameter(torch.tensor(2.0)))
+    module, x = scaled.train(), torch.ones(3)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     graph = capture(module, (x, None), mode="training", loss=mean_of_outputs, optimizer=optimizer)
     module(x).sum().backward()
@@ -295,8 +273,7 @@ def test_memory_that_is_full_while_parameters_are_loaded_is_said():
         Trainer(graph, BOTH, all_on(graph, 1), optimizer) as trainer,
     ):
         trainer.step([(x, None)])
-    for key, value in module.state_dict().items():
-        assert torch.equal(value, before[key])
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_training_step_is_compared_by_what_rounding_allows():
@@ -306,9 +283,9 @@ def test_a_training_step_is_compared_by_what_rounding_allows():
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     graph = capture(module, (x, None), mode="training", loss=mean_of_outputs, optimizer=optimizer)
     with emulated_gpu.emulated():
-        with Trainer(graph, BOTH, scattered(graph, BOTH, 1), optimizer) as trainer:
+        with Trainer(graph, BOTH, random_placement(graph, 1, 2), optimizer) as trainer:
             assert train_difference(trainer, module, (x, None), mean_of_outputs, 2) == ""
-        with Trainer(graph, BOTH, scattered(graph, BOTH, 1), optimizer) as trainer:
+        with Trainer(graph, BOTH, random_placement(graph, 1, 2), optimizer) as trainer:
             real = trainer.gradients
             trainer.gradients = lambda: {k: g * 1.1 for k, g in real().items()}
             wrong = train_difference(trainer, module, (x, None), mean_of_outputs, 2)

@@ -1,8 +1,6 @@
 """Compiled runs of a GPU, on emulated devices, where a stand-in for Inductor runs a graph as it is;
 and their twin on a CPU, where Inductor itself compiles."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from placement.executor.graphs import pieces_of
 from placement.executor.kernels import Kernels
 from placement.executor.share import fused, runs_of, shares
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, Layers, all_on, graphed
+from tests.executor.on_gpu import BOTH, all_on, graphed, layers
 
 
 def refuses(graph, inputs):
@@ -43,9 +41,7 @@ def test_runs_are_compiled_in_their_first_call(monkeypatch, cut, with_graphs):
         return lambda *values: calls.append(len(values)) or graph(*values)
 
     monkeypatch.setattr(kernels, "inductor", as_it_is)
-    module = Layers().eval()
-    items = [(torch.randn(4, 8) + i, torch.randn(4, 8)) for i in range(9)]
-    graph = capture(module, items[0])
+    module, items, graph = layers(9)
     place = all_on(graph, 1)
     if cut:
         place[graph.num_ops // 2 :][:2] = 0
@@ -79,8 +75,7 @@ def test_runs_are_compiled_in_their_first_call(monkeypatch, cut, with_graphs):
 )
 def test_what_cannot_be_compiled_is_launched_by_name(monkeypatch, inductor, why):
     monkeypatch.setattr(kernels, "inductor", inductor)
-    module, item = Layers().eval(), (torch.randn(4, 8), torch.randn(4, 8))
-    graph = capture(module, item)
+    module, (item,), graph = layers(1)
     with emulated_gpu.emulated(), graphed(graph, BOTH, all_on(graph, 1)) as runner:
         runner.compiled = True
         results = [runner(*item) for _ in range(4)]  # the last are replayed

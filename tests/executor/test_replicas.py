@@ -1,7 +1,5 @@
 """Replicas in the executor: micro-batches take turns, and nobody can tell from the results."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -13,19 +11,14 @@ from torch import nn
 from placement import planners, workloads
 from placement.capturing import capture
 from placement.executor import Executor, Runner, RunnerError, Trainer
-from placement.graph import OpGraph
 from placement.problem import ProblemError
 from placement.program import split_inputs
 from placement.simulator import list_schedule, score
 from placement.workloads import tiny
-from tests.machine import THREE, problem_of
+from tests.machine import THREE, problem_of, random_placement
+from tests.modules import module_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left_running")
-
-
-def periodic(graph: OpGraph, seed: int, phases: int = 3) -> np.ndarray:
-    groups = np.random.default_rng(seed).integers(0, 3, (phases, graph.num_groups))
-    return groups[:, graph.group].astype(np.int32)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +32,7 @@ def test_random_phases_compute_what_the_module_computes(name):
     graph = capture(module, inputs)
     for seed in range(2):
         priority = problem_of(graph).priority if seed else None  # runs of operators are fused
-        with Runner(graph, THREE, periodic(graph, seed), priority=priority) as runner:
+        with Runner(graph, THREE, random_placement(graph, seed, 3, 3), priority=priority) as runner:
             for _ in range(2):  # calls go on where those before have ended
                 torch.testing.assert_close(runner(*args, **kwargs), expected)
             for outputs in runner.stream([inputs] * 7):
@@ -72,12 +65,8 @@ def test_every_micro_batch_has_its_own_values_in_order_and_few_are_in_flight():
 
 
 def test_an_error_names_the_device_of_its_phase():
-    class Fails(nn.Module):
-        def forward(self, x, y):
-            return torch.linalg.inv(x) @ y
-
     good, bad = torch.eye(3), torch.zeros(3, 3)
-    graph = capture(Fails(), (good, good))
+    graph = capture(module_of(lambda m, x, y: torch.linalg.inv(x) @ y), (good, good))
     replicas = np.repeat([[0], [1]], graph.num_ops, axis=1)
     for priority in (None, problem_of(graph).priority):
         with Runner(graph, THREE, replicas, priority=priority) as runner:
@@ -91,7 +80,7 @@ def test_an_error_names_the_device_of_its_phase():
 def test_a_measured_timeline_says_where_each_phase_ran():
     module, inputs = tiny.tiny_branches()
     graph = capture(module, inputs)
-    p = periodic(graph, 5)
+    p = random_placement(graph, 5, 3, 3)
     problem = problem_of(graph, num_microbatches=8)
     timeline = Executor(problem).run(p)
     np.testing.assert_array_equal(timeline.placement, p)
@@ -122,7 +111,7 @@ def test_replicas_train_as_plain_pytorch_does(own_loss):
     options = {"loss": nn.functional.mse_loss}
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     graph = capture(net, batches[0], mode="training", optimizer=optimizer, **options)
-    p = periodic(graph, 1 + own_loss, 2 + own_loss)
+    p = random_placement(graph, 1 + own_loss, 3, 2 + own_loss)
     reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
     with Trainer(graph, THREE, p, optimizer) as trainer:
         for _ in range(3):
@@ -140,12 +129,10 @@ def test_replicas_train_as_plain_pytorch_does(own_loss):
         reference.zero_grad()
         for x, y in batches[:3]:
             (nn.functional.mse_loss(plain(x), y) / 3).backward()
-        for name, value in plain.named_parameters():
-            torch.testing.assert_close(again[name], value.grad)
+        torch.testing.assert_close(again, {name: p.grad for name, p in plain.named_parameters()})
         trainer.zero_gradients()
         assert not any(g.any() for g in trainer.runner.partial.values())
-    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
 
 
 def test_running_statistics_stay_on_one_device():
@@ -185,5 +172,4 @@ def test_running_statistics_stay_on_one_device():
     torch.stack(expected).mean().backward()
     step.step()
     torch.testing.assert_close(losses, torch.stack(expected).detach())
-    for (name, a), b in zip(net.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=name)
+    torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
