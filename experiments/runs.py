@@ -22,7 +22,7 @@ from placement.cluster import Cluster
 from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.problem import Problem
-from placement.search import budget
+from placement.search.planner import options_of
 from placement.testing import small_problems
 
 Floats = NDArray[np.float64]
@@ -203,7 +203,7 @@ def warm(names: Sequence[str], objectives: Sequence[Objective] = tuple(Objective
     for problem, objective, name in itertools.product(problems, objectives, names):
         try:
             planner = planners.load(name)
-            options = {"seconds", "lp_seconds"} & budget.options_of(planner)
+            options = {"seconds", "lp_seconds"} & options_of(planner)
             short = replace(planner, **dict.fromkeys(options, WARM_S)) if options else planner
             short(problem.with_objective(objective))
         except Exception as error:  # will come up again where it is reported
