@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.__main__ import main
 from placement.bounds import lower_bounds
 from placement.cluster import Cluster, ClusterError, Device
 from placement.costs import power
@@ -28,7 +26,7 @@ from placement.report.pareto import plot_pareto
 from placement.report.table import pareto_front
 from placement.runs.compare import compare
 from placement.simulator import evaluate, score, simulate
-from tests.problems import random_problem, small_problem
+from tests.problems import altered, random_problem, small_problem, written
 
 
 def package(folder: Path, number: int, joules: float, wraps_at: float = 1000.0) -> Path:
@@ -56,8 +54,7 @@ def test_a_processor_has_a_meter_for_each_package_and_not_for_parts(tmp_path: Pa
 
 
 def test_a_counter_that_may_not_be_read_is_an_error_with_the_remedy(tmp_path, monkeypatch) -> None:
-    zone = package(tmp_path, 0, 1.0)
-    read = Path.read_text
+    zone, read = package(tmp_path, 0, 1.0), Path.read_text
 
     def refused(path: Path, *args: Any, **kwargs: Any) -> str:
         if path.name == "energy_uj":
@@ -78,11 +75,8 @@ class NVMLError(Exception):
 
 
 def nvml(**changes: Any) -> Any:
-    device = {
-        "Count": lambda: 2,
-        "HandleByIndex": lambda i: i,
-        "TotalEnergyConsumption": lambda handle: 5000 + handle,  # millijoules
-    }
+    device = {"Count": lambda: 2, "HandleByIndex": lambda i: i}
+    device |= {"TotalEnergyConsumption": lambda handle: 5000 + handle}  # millijoules
     calls = {f"nvmlDeviceGet{name}": call for name, call in device.items()}
     calls |= {"NVMLError": NVMLError, "nvmlInit": lambda: None}
     return types.SimpleNamespace(**calls | changes)
@@ -146,7 +140,7 @@ def test_watts_are_what_the_meters_count_while_nothing_runs_and_while_a_device_w
     assert Cluster("c", devices).power_source is None
 
 
-def test_no_meter_says_what_to_do(tmp_path, capsys, monkeypatch) -> None:
+def test_no_meter_says_what_to_do(tmp_path, says, monkeypatch) -> None:
     cluster = Cluster("c", (Device("a"),))
     with pytest.raises(PowerError, match=r"no power meter on this machine .* state busy_w"):
         power.measured(cluster, meters=())
@@ -154,35 +148,24 @@ def test_no_meter_says_what_to_do(tmp_path, capsys, monkeypatch) -> None:
         power.measured(cluster, meters=(), seconds=0)
     monkeypatch.setattr(power, "rapl_meters", lambda: ())
     monkeypatch.setattr(power, "nvml_meters", lambda: ())
-    assert main(["doctor", "--power"]) == 2
-    assert "no power meter" in capsys.readouterr().err
+    assert "no power meter" in says(["doctor", "--power"], 2).err
 
 
-def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, says, monkeypatch) -> None:
     (tmp_path / "in.yaml").write_text("name: c\ndevices: [{name: a}, {name: b}]\n")
     clock = itertools.count()
     monkeypatch.setattr(power, "rapl_meters", lambda: (Meter("p", "cpu", lambda: next(clock)),))
     monkeypatch.setattr(power, "nvml_meters", lambda: ())
     out = tmp_path / "out.yaml"
-    argv = [
-        "doctor",
-        "--power",
-        "--cluster",
-        str(tmp_path / "in.yaml"),
-        "--seconds",
-        "0.01",
-        "--out",
-        str(out),
-    ]
-    assert main([*argv, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    argv = ["doctor", "--power", "--cluster", tmp_path / "in.yaml"]
+    argv += ["--seconds", "0.01", "--out", out]
+    answer = says([*argv, "--json"]).json
     assert answer["power_source"] == "measured"
     assert [d["name"] for d in answer["devices"]] == ["a", "b"]
     again = Cluster.from_yaml(out)
     assert again.power_source == "measured"
     assert [d.idle_w for d in again.devices] == [d["idle_w"] for d in answer["devices"]]
-    assert main(argv) == 0
-    assert "measured" in capsys.readouterr().out
+    assert "measured" in says(argv).out
 
 
 @pytest.mark.parametrize(
@@ -197,8 +180,7 @@ def test_the_command_writes_a_cluster_that_can_be_used(tmp_path, capsys, monkeyp
     ],
 )
 def test_watts_that_cannot_be_are_refused(tmp_path, field, complaint) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(f"devices: [{{name: a, {field}}}]\n")
+    path = written(tmp_path / "cluster.yaml", f"devices: [{{name: a, {field}}}]\n")
     with pytest.raises(ClusterError, match=complaint) as error:
         Cluster.from_yaml(path)
     assert str(path) in str(error.value)
@@ -258,24 +240,20 @@ def test_seconds_have_a_price() -> None:
     assert planner("macro_search", evaluations=200)(dear).placement.tolist() == [0, 1]
 
 
-def test_a_price_on_the_command_line_is_kept_by_the_plan(tmp_path: Path, capsys: Any) -> None:
+def test_a_price_on_the_command_line_is_kept_by_the_plan(tmp_path, says):
     file, plan = tmp_path / "problem.json", tmp_path / "plan.json"
     problem_file.save(hurry(), file)
     asked = ["plan", str(file), "--planner", "macro_search", "evaluations=200"]
     for price, value in (("0", 160.0), ("1000", 7050.0)):  # [1, 1]; [0, 1]: 3050 J and 4 s
-        assert main([*asked, "--second-j", price, "--out", str(plan), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["value_s"] == value
+        assert says([*asked, "--second-j", price, "--out", plan, "--json"]).json["value_s"] == value
         assert load_plan(plan).second_j == float(price)
     assert load_plan(plan).predicted.energy_j == 3050.0
-    assert main(["show", str(plan)]) == 0
-    shown = capsys.readouterr().out
+    shown = says(["show", plan]).out
     assert "energy and 1000 J/s" in " ".join(shown.split())
     assert "weighted" in shown and "3050 J" in shown
-    other = ["--objective", "period", "--second-j", "20", "--out", str(plan)]
-    assert main([*asked, *other]) == 2  # a price counts where joules do
-    assert "--second-j 20 is for --objective energy, not period" in capsys.readouterr().err
-    assert main([*asked, "--second-j", "-1"]) == 2
-    assert "--second-j -1.0: joules must be a number of at least 0" in capsys.readouterr().err
+    period = ["--objective", "period", "--second-j", "20"]  # a price counts where joules do
+    assert "--second-j 20 is for --objective energy, not period" in says.error(*asked, *period)
+    assert "--second-j -1.0: joules must be a number" in says.error(*asked, "--second-j", "-1")
 
 
 def hurry() -> Problem:
@@ -300,15 +278,11 @@ def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(
     single:frugal          8        8       560      too
     """
 
-    class Fixed:
-        def __init__(self, *on: int) -> None:
-            self.on = on
+    def fixed(*on: int) -> Any:
+        solve = planner("single_device")
+        return lambda problem: replace(solve(problem), placement=np.array(on, np.int32))
 
-        def __call__(self, problem: Problem) -> Any:
-            solution = planner("single_device")(problem)
-            return replace(solution, placement=np.array(self.on, np.int32))
-
-    planners = {"split": Fixed(0, 1), "swapped": Fixed(1, 0)}
+    planners = {"split": fixed(0, 1), "swapped": fixed(1, 0)}
     comparison = compare({"chain": chain()}, planners, out_dir=tmp_path)
     marks = {r.planner: r.pareto for r in comparison.rows}
     assert marks == {"single:fast": True, "single:frugal": False, "split": True, "swapped": False}
@@ -328,8 +302,7 @@ def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(
 
 def test_without_watts_the_front_is_of_latency_and_period(tmp_path: Path) -> None:
     problem = random_problem(5, 5, 2, objective="period")
-    devices = tuple(replace(d, busy_w=None, idle_w=None) for d in problem.cluster.devices)
-    problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
+    problem = altered(problem, {"busy_w": None, "idle_w": None})
     comparison = compare({"toy": problem}, {"heft": planner("heft")}, out_dir=tmp_path)
     assert any(r.pareto for r in comparison.rows)
     notes = table.tables(comparison)[0].notes
@@ -349,13 +322,12 @@ def test_the_front_is_what_nothing_dominates(points: list[tuple[int, int, int]])
 
 
 @pytest.mark.parametrize("source", ["declared", "measured"])
-def test_a_plan_says_where_its_watts_come_from(tmp_path, capsys, source) -> None:
+def test_a_plan_says_where_its_watts_come_from(tmp_path, says, source) -> None:
     problem = chain(source)
     plan = make_plan(problem, planner("single_device")(problem), planner="single_device")
     plan.save(tmp_path / "plan.json")
     again = load_plan(tmp_path / "plan.json")
     assert again.cluster.devices[0].power_source == source
     assert again.cluster.build().power_source == source
-    assert main(["show", str(tmp_path / "plan.json")]) == 0
-    stdout = capsys.readouterr().out
+    stdout = says(["show", tmp_path / "plan.json"]).out
     assert ("declared watts" in stdout) == (source == "declared")

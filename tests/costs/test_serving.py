@@ -1,7 +1,5 @@
 """Devices of the library, and decoders that serve on them: seconds and bytes by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -49,9 +47,8 @@ def home(folder: Path) -> Cluster:
 
 
 def test_the_library_says_all_of_every_device() -> None:
-    assert {"nvidia/l4", "nvidia/a100", "nvidia/t4", "amd/mi210", "apple/m2-ultra"} <= set(
-        library()
-    )
+    some = {"nvidia/l4", "nvidia/a100", "nvidia/t4", "amd/mi210", "apple/m2-ultra"}
+    assert some <= set(library())
     for name, facts in library().items():
         assert name == name.lower() and name.count("/") == 1
         assert facts.kind in ("cuda", "rocm", "metal", "cpu") and "https://" in facts.source
@@ -98,19 +95,15 @@ def test_what_is_stated_of_a_device_of_this_machine_counts_and_the_rest_is_measu
 
 
 def test_a_name_that_is_not_in_the_library(tmp_path: Path) -> None:
-    with pytest.raises(
-        ClusterError, match=r"'nvidia/l5' is not in the library; did you mean nvidi"
-    ):
+    with pytest.raises(ClusterError, match=r"'nvidia/l5' is not in the library; did you mean nv"):
         cluster("devices: [{name: a, like: nvidia/l5}]", tmp_path)
-    assert (
-        nearest("RTX 4090")[0] == "nvidia/rtx-4090" and nearest("m2_ultra")[0] == "apple/m2-ultra"
-    )
+    assert nearest("RTX 4090")[0] == "nvidia/rtx-4090"
+    assert nearest("m2_ultra")[0] == "apple/m2-ultra"
     # A device that was measured elsewhere may have such a name.
     assert cluster("devices: [{name: a, like: node0/cpu:1}]", tmp_path).devices[0].like
+    short = cluster("devices: [{name: a, like: l4}]", tmp_path)
     with pytest.raises(RatesError, match=r"'a': its peak rates are not known.*nvidia/l4"):
-        serving_problem(
-            decoder(), cluster("devices: [{name: a, like: l4}]", tmp_path), Serving("decode", 9)
-        )
+        serving_problem(decoder(), short, Serving("decode", 9))
     streams = "[{name: c, kind: cpu}, {name: a, kind: cuda}, {name: s/a, kind: cuda, streams: a}]"
     with pytest.raises(ServingError, match=r"'s/a' streams, .*a device like 'a', with the bytes_p"):
         serving_problem(decoder(), cluster(f"devices: {streams}", tmp_path), Serving("decode", 9))
@@ -201,16 +194,15 @@ def test_experts_are_read_as_routing_by_chance_touches_them(tmp_path: Path) -> N
     for batch in (1, 4):
         touched = weights * (1 - 0.75**batch) + 4 * batch * 4096
         work_s = 2 * batch * weights / 2 / 4 / (own.routed * facts.peak("bf16"))  # 2 experts of 8
-        assert moved(batch) == pytest.approx(
-            facts.call_s + own.part_s + work_s + touched / (own.weights * facts.bytes_per_s)
-        )
+        read_s = touched / (own.weights * facts.bytes_per_s)
+        assert moved(batch) == pytest.approx(facts.call_s + own.part_s + work_s + read_s)
 
 
 def test_serve_is_a_prompt_and_its_answer(tmp_path: Path) -> None:
     devices, placement = home(tmp_path), np.array([0] * 33 + [1] * 34)
 
     def value(phase: str) -> float:
-        asked = Serving(phase, 1000, 2, prompt=300)  # type: ignore[arg-type]
+        asked = Serving(phase, 1000, 2, prompt=300)
         return float(simulate(serving_problem(decoder(), devices, asked), placement).latency_s)
 
     assert value("serve") == pytest.approx(value("prefill") + 700 * value("decode"))
@@ -225,7 +217,7 @@ def test_serve_is_a_prompt_and_its_answer(tmp_path: Path) -> None:
 def test_prompts_that_cannot_be() -> None:
     for wrong in ({"context": 0}, {"context": 9, "batch": 0}, {"context": 9, "prompt": 10}):
         with pytest.raises(ServingError, match="must be from 1 to"):
-            Serving("decode", **wrong)  # type: ignore[arg-type]
+            Serving("decode", **wrong)
 
 
 def test_the_largest_context_that_fits(tmp_path: Path) -> None:
@@ -247,44 +239,33 @@ def test_the_largest_context_that_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("objective", ["prefill", "decode", "serve"])
-def test_what_machines_read(objective: str, tmp_path: Path, capsys: Any) -> None:
+def test_what_machines_read(objective: str, tmp_path: Path, says: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--objective", objective, "--context", "4096"]
-    assert (
-        main([*argv, "--batch", "2", "--prompt", "1024", "--planner", "layer_dp", "--json"]) == OK
-    )
-    answer = json.loads(capsys.readouterr().out)
+    argv += ["--batch", "2", "--prompt", "1024", "--planner", "layer_dp"]
+    answer = says.answer(*argv)
     assert set(answer) == {
         "planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations", "feasible",
         "assignment", "memory", "prefill_s", "decode_s", "weights", "interval", "tokens_per_s",
         "bounds",
     }  # fmt: skip
-    assert (answer["planner"], answer["objective"], answer["feasible"]) == (
-        "layer_dp", objective, True
-    )  # fmt: skip
+    assert (answer["planner"], answer["objective"]) == ("layer_dp", objective)
+    assert answer["feasible"] is True
     assert set(answer["memory"]) == {"cuda:0", "cuda:1", "cpu:0"}
-    assert set(answer["memory"]["cpu:0"]) == {
-        "weights_bytes", "kv_cache_bytes", "buffers_bytes", "needed_bytes", "there_bytes"
-    }  # fmt: skip
+    kinds = ("weights", "kv_cache", "buffers", "needed", "there")
+    assert set(answer["memory"]["cpu:0"]) == {f"{kind}_bytes" for kind in kinds}
     assert len(answer["assignment"]) == 67
     weights = answer["weights"]
     value = sum(weights[x] * answer[f"{x}_s"] for x in ("prefill", "decode"))
     assert answer["value_s"] == pytest.approx(value)
-    assert (
-        weights
-        == {
-            "prefill": {"prefill": 1.0, "decode": 0.0},
-            "decode": {"prefill": 0.0, "decode": 1.0},
-            "serve": {"prefill": 1.0, "decode": 3072.0},
-        }[objective]
-    )
+    both = {"prefill": (1.0, 0.0), "decode": (0.0, 1.0), "serve": (1.0, 3072.0)}[objective]
+    assert weights == dict(zip(("prefill", "decode"), both, strict=True))
 
 
-def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
+def test_a_context_that_fits_nowhere(tmp_path: Path, says: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", "--context"]
-    assert main([*argv, "1000000", "--json"]) == NO
-    out, stderr = capsys.readouterr()
+    out, stderr = says([*argv, "1000000", "--json"], NO)
     answer = json.loads(out)
     largest = answer["largest_context"]
     assert answer["feasible"] is False and f"--context {largest}" in stderr
@@ -293,13 +274,13 @@ def test_a_context_that_fits_nowhere(tmp_path: Path, capsys: Any) -> None:
     assert main([*argv, str(largest + 1), "--json"]) == NO
 
 
-def test_a_language_model_needs_no_planner(tmp_path: Path, capsys: Any) -> None:
+def test_a_language_model_needs_no_planner(tmp_path: Path, says: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
-    assert main(["plan", model, "--cluster", devices, "--context", "4096", "--json"]) == OK
-    assert json.loads(capsys.readouterr().out)["planner"] == "layer_dp"
+    answer = says.answer("plan", model, "--cluster", devices, "--context", "4096")
+    assert answer["planner"] == "layer_dp"
 
 
-def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, capsys: Any) -> None:
+def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, says: Any) -> None:
     """Layers run one after the other, so that four of eight equal GPUs hold a model as fast."""
     gpus = [f'- {{name: "cuda:{i}", like: nvidia/a100}}\n' for i in range(8)]
     big = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
@@ -308,29 +289,26 @@ def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, capsys: 
     def said(count: int) -> str:
         model, devices = written(tmp_path, LLAMA | big, f"devices:\n{''.join(gpus[:count])}")
         argv = ["plan", model, "--cluster", devices, "--context", "4096", "--batch", "8"]
-        assert main(argv) == OK
-        return " ".join(capsys.readouterr().out.split())
+        return " ".join(says(argv).out.split())
 
     assert "4 of 8 devices are idle (cuda:4, cuda:5, cuda:6, cuda:7): a batch is on one" in said(8)
     assert "are idle" not in said(4)
 
 
-def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
+def test_a_gguf_file_without_its_tensors(tmp_path: Path, says: Any) -> None:
     _, devices = written(tmp_path, LLAMA)
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
-    assert main([*argv, "--out", str(tmp_path / "plan.json")]) == OK
-    out, stderr = capsys.readouterr()
+    out, stderr = says([*argv, "--out", tmp_path / "plan.json"])
     assert "for decode, a context of 512 x 1 predicted" in " ".join(out.split())
     assert "\n decode " in out and "latency" not in out and "period" not in out
     assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in stderr
     assert "KV cache" in out and "tokens/s at a context of 512 (" in out
-    assert main([*argv, "--out", str(tmp_path / "b.json"), "--objective", "serve"]) == OK
-    capsys.readouterr()
-    assert main(["diff", str(tmp_path / "plan.json"), str(tmp_path / "b.json")]) == OK
-    assert "decode serve" in " ".join(capsys.readouterr().out.split())
-    assert main(["report", str(tmp_path)]) == OK
+    says([*argv, "--out", tmp_path / "b.json", "--objective", "serve"])
+    out = says(["diff", tmp_path / "plan.json", tmp_path / "b.json"]).out
+    assert "decode serve" in " ".join(out.split())
+    says(["report", tmp_path])
     assert '"objective":"decode"' in (tmp_path / "report.html").read_text()
 
 
@@ -346,17 +324,16 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, capsys: Any) -> None:
         (["--context", "9", "--microbatches", "2"], "--microbatches is not for language models"),
     ],
 )
-def test_commands_that_are_wrong(words: list[str], text: str, tmp_path: Path, capsys: Any) -> None:
+def test_commands_that_are_wrong(words: list[str], text: str, tmp_path: Path, says: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", *words]
-    assert main(argv) == BAD_INPUT
-    assert text in capsys.readouterr().err
+    assert text in says(argv, BAD_INPUT).err
 
 
-def test_what_is_served_is_for_language_models(capsys: Any) -> None:
+def test_what_is_served_is_for_language_models(says: Any) -> None:
     for words in (["--context", "9"], ["--objective", "decode"]):
-        assert main(["plan", "tiny_mlp", "--planner", "heft", *words]) == BAD_INPUT
-        assert "for language models without weights" in capsys.readouterr().err
+        err = says(["plan", "tiny_mlp", "--planner", "heft", *words], BAD_INPUT).err
+        assert "for language models without weights" in err
 
 
 def test_seventy_billion_parameters_are_planned_at_once(tmp_path: Path) -> None:
@@ -394,7 +371,7 @@ def test_published_speeds_of_decoding(tmp_path: Path) -> None:
     for like, both in PUBLISHED.items():
         one = Cluster("c", (Device("d", library()[like].kind, like=like, memory_bytes=10**11),))
         for model, published in zip((load_decoder(path), plain), both, strict=True):
-            problem = serving_problem(model, one, Serving("decode", 512))  # type: ignore[arg-type]
+            problem = serving_problem(model, one, Serving("decode", 512))
             errors.append(1 / problem.compute_s.sum() / published - 1)
     page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
     percents = [f"{x * 100:.0f} %" for x in (np.median(np.abs(errors)), min(errors), max(errors))]
