@@ -1,11 +1,8 @@
 """Sweeps: jobs that have finished are not run again, launchers agree, many jobs are one table."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,9 +91,7 @@ def test_every_sweep_composes_and_instantiates(sweep: str) -> None:
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., int]:
+def run(monkeypatch, tmp_path, tmp_path_factory):
     """A sweep of predictions in a new folder; the profile is shared by the tests."""
     monkeypatch.chdir(tmp_path)
     home = tmp_path_factory.getbasetemp() / "profiles"
@@ -149,9 +144,7 @@ class Work:
         return answer.value_s
 
 
-def test_an_interrupted_sweep_continues_with_the_same_command(
-    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_sweep_continues_with_the_same_command(run, monkeypatch, capsys):
     work = Work(random_search_1=KeyboardInterrupt())
     monkeypatch.setattr(agents.cli.compare, "_compare", work)
     assert run(*SWEEP, "hydra.sweep.dir=s") == 130
@@ -173,9 +166,7 @@ def test_an_interrupted_sweep_continues_with_the_same_command(
     assert "holds the result of another configuration" in capsys.readouterr().err
 
 
-def test_how_jobs_are_run_is_no_other_configuration(
-    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_jobs_are_run_is_no_other_configuration(run, monkeypatch):
     """Nor a setting: who is interrupted is told to add ``resume=true``."""
     ran: list[int] = []
     monkeypatch.setattr(agents.cli.train, "_train", lambda cfg: ran.append(cfg.seed) or 1.0)
@@ -189,9 +180,7 @@ def test_how_jobs_are_run_is_no_other_configuration(
 
 
 @pytest.mark.parametrize("file", ["p.json", "p.py"])
-def test_a_changed_file_is_another_configuration(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_a_changed_file_is_another_configuration(run, tmp_path, monkeypatch, file):
     """A problem, or the code of a planner."""
     work = Work()
     monkeypatch.setattr(agents.cli.compare, "_compare", work)
@@ -203,12 +192,7 @@ def test_a_changed_file_is_another_configuration(
     assert work.ran == ["x_0", "heft_0"]
 
 
-def test_a_failed_job_is_named_and_run_again(
-    run: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failed_job_is_named_and_run_again(run, tmp_path, monkeypatch, capsys):
     work = Work(heft_0=RuntimeError("no luck"))
     monkeypatch.setattr(agents.cli.compare, "_compare", work)
     assert run(*SWEEP, "hydra.sweep.dir=s") == 2  # in code that is not ours; the others are run
@@ -218,19 +202,15 @@ def test_a_failed_job_is_named_and_run_again(
     assert agents.cli.sweep_report.main(["s", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert [job["error"] for job in answer["jobs"]] == ["RuntimeError: no luck", "", "", ""]
-    assert [(a["planner"], a["num_seeds"]) for a in answer["aggregates"]] == [
-        ("random_search", 2),
-        ("heft", 1),
-    ]
+    seeds = [(a["planner"], a["num_seeds"]) for a in answer["aggregates"]]
+    assert seeds == [("random_search", 2), ("heft", 1)]
     assert "failed: job 0 " in (tmp_path / "s" / "sweep.md").read_text()
     assert run(*SWEEP, "hydra.sweep.dir=s") == 0
     assert len(values(tmp_path / "s")) == 4 and work.ran[4:] == ["heft_0"]
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
-def test_launchers_find_the_same(
-    run: Callable[..., int], tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_find_the_same(run, tmp_path, launcher, monkeypatch):
     need(launcher)
     assert run(*SWEEP, "hydra.sweep.dir=basic") == 0
     if launcher != "ray":
@@ -247,9 +227,7 @@ def test_launchers_find_the_same(
     assert values(tmp_path / launcher) == values(tmp_path / "basic")
 
 
-def test_optuna_goes_on_from_what_it_was_told(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optuna_goes_on_from_what_it_was_told(run, tmp_path, monkeypatch):
     need("hyperparameters")
     asked: list[float] = []
 
@@ -351,16 +329,11 @@ def test_values_have_the_unit_of_their_objective(objectives, head: str, value: s
 
 
 def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
-    jobs = [
-        finished(
-            str(i),
-            row("walk", 0, value_s),
-            seed="0",
-            evaluations="9",
-            **{"planner.walk.patience": patience},
-        )
-        for i, (patience, value_s) in enumerate((("1", 0.5), ("2", 0.25)))
-    ]
+    def job(i: int, patience: str, value_s: float) -> Any:
+        settings = {"seed": "0", "evaluations": "9", "planner.walk.patience": patience}
+        return finished(str(i), row("walk", 0, value_s), **settings)
+
+    jobs = [job(0, "1", 0.5), job(1, "2", 0.25)]
     values = {a.label: a.value_s for a in aggregate(jobs).aggregates}
     assert values == {"walk patience=1": pytest.approx(0.5), "walk patience=2": pytest.approx(0.25)}
 
@@ -401,9 +374,7 @@ def test_jobs_of_another_command_in_the_same_folder() -> None:
         ({"value_s": 0.75}, True),
     ],
 )
-def test_the_best_of_a_sweep_is_the_best_of_what_was_asked(
-    other: dict[str, Any], is_best: bool, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_best_of_a_sweep_is_the_best_of_what_was_asked(other, is_best, tmp_path, monkeypatch):
     mine = row("walk", 0, 0.5)
     monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=sweeps.RunMode.MULTIRUN))
     (tmp_path / "1").mkdir()
@@ -431,9 +402,7 @@ def test_the_table_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("[]", "1", 0),
     ],
 )
-def test_jobs_that_have_not_begun_are_counted(
-    tmp_path: Path, params: str, task: str, number: int
-) -> None:
+def test_jobs_that_have_not_begun_are_counted(tmp_path, params, task, number):
     text = f"hydra: {{sweeper: {{params: {params}}}, overrides: {{task: {task}}}}}"
     (tmp_path / "multirun.yaml").write_text(text)
     assert sweeps.num_asked(tmp_path) == number
@@ -463,8 +432,6 @@ def test_a_folder_without_jobs_is_an_error(tmp_path: Path, capsys: Any) -> None:
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_a_launcher_without_its_plugin_says_what_to_install(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_without_its_plugin_says_what_to_install(run, capsys):
     assert run(*SWEEP, "hydra/launcher=nowhere") == 2
     assert "pip install 'device-placement-rl[sweep]'" in capsys.readouterr().err

@@ -1,10 +1,7 @@
 """``placement doctor`` says what is missing, and the Tab key knows what may come next."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-import json
 import re
 import shutil
 import subprocess
@@ -16,8 +13,8 @@ from typing import Any
 import argcomplete
 import pytest
 
-from placement.__main__ import VERBS, build_parser, main
-from placement.cli import BAD_INPUT, NO, OK, completion, doctor
+from placement.__main__ import VERBS, build_parser
+from placement.cli import BAD_INPUT, NO, completion, doctor
 from placement.objective import Objective
 
 ROOT = Path(__file__).parents[2]
@@ -91,22 +88,17 @@ def test_noise_is_slow_over_fast() -> None:
     assert doctor.noise([1.0] * 50 + [3.0] * 50)["slow_over_fast"] == 3.0
 
 
-def test_doctor_of_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_of_this_machine(tmp_path: Path, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "new" / "folder"))
     monkeypatch.setattr(doctor, "NEEDED_BYTES", 0)
-    assert main(["doctor"]) == OK
-    text = capsys.readouterr().out
+    text = says(["doctor"]).out
     assert "cpu:0" in text and "torch" in text and "next: placement profile" in text
     assert not (tmp_path / "new").exists(), "looking leaves no trace"
-    assert main(["doctor", "--json"]) == OK
-    answer = json.loads(capsys.readouterr().out)
+    answer = says(["doctor", "--json"]).json
     assert answer["ok"] and answer["cpu"]["usable"] >= 1 and answer["required"]["torch"]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "file"))
-    assert main(["doctor", "--json"]) == NO
-    assert json.loads(capsys.readouterr().out)["cache"]["writable"] is False
+    assert says(["doctor", "--json"], NO).json["cache"]["writable"] is False
 
 
 def test_packages_are_those_of_the_project() -> None:
@@ -144,25 +136,22 @@ def test_what_may_come_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == OK
-    script = capsys.readouterr().out
-    assert main(["completion", shell, "--json"]) == OK
-    assert json.loads(capsys.readouterr().out) == {"shell": shell, "script": script}
+def test_scripts(shell: str, says: Any) -> None:
+    script = says(["completion", shell]).out
+    assert says(["completion", shell, "--json"]).json == {"shell": shell, "script": script}
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here to read the script")
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
 
 
-def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(tmp_path: Path, says: Any) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash here")
     command = tmp_path / "placement"
     command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m placement "$@"\n')
     command.chmod(0o755)
-    assert main(["completion", "bash"]) == OK
-    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "script").write_text(says(["completion", "bash"]).out)
     lines = (
         f"source {tmp_path}/script\n"
         f"COMP_LINE='{command} plan resnet50 --planner sim' COMP_TYPE=9 IFS=$'\\013'\n"
@@ -174,9 +163,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert done.stdout.strip() == "simulated_annealing", done.stderr
 
 
-def test_warm_compiles_what_the_first_commands_use(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warm_compiles_what_the_first_commands_use(monkeypatch, says):
     from placement import planners
     from placement.tools import parallel
 
@@ -190,13 +177,11 @@ def test_warm_compiles_what_the_first_commands_use(
 
     monkeypatch.setattr(planners, "load", load)
     monkeypatch.setattr(parallel, "parallel_map", here)
-    assert main(["doctor", "--warm"]) == OK
-    assert "kernels are compiled, and kept in " in capsys.readouterr().err
+    assert "kernels are compiled, and kept in " in says(["doctor", "--warm"]).err
     every = set(itertools.product(doctor.WARM, Objective))
     assert {(name, Objective(objective)) for name, objective, _ in asked} == every
     monkeypatch.setattr(doctor, "kept_in", lambda: None)
-    assert main(["doctor", "--warm"]) == BAD_INPUT
-    assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
+    assert "NUMBA_CACHE_DIR" in says(["doctor", "--warm"], BAD_INPUT).err
 
 
 def test_planners_of_warm_have_its_options() -> None:
@@ -206,9 +191,7 @@ def test_planners_of_warm_have_its_options() -> None:
         planners.load(name, **options)
 
 
-def test_kernels_beside_the_package_serve_who_may_not_write(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_kernels_beside_the_package_serve_who_may_not_write(monkeypatch, tmp_path):
     (tmp_path / "placement" / "cli").mkdir(parents=True)
     monkeypatch.setattr(doctor.cli, "__file__", str(tmp_path / "placement" / "cli" / "__init__.py"))
     assert not doctor.has_kernels()

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from placement.cluster import Cluster, Device, Link
 from placement.costs.serving import Phase, Serving, memory, serving_problem
 from placement.devices import library
-from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem
 from placement.search.evaluation import Search
 from placement.simulator import score
-from tests.problems import problem_on, small_problem
+from tests.problems import graph_of, problem_on, small_problem
 from tests.served import LLAMA, MIXTRAL
 from tests.served import decoder as decoder_of
 
@@ -40,16 +39,10 @@ def chain(
     )
     sizes = [*rng.integers(5, 25, num_ops).tolist(), 7]
     uses = [(i, i) for i in range(num_ops)] + [(i, num_ops) for i in range(num_ops)]
-    graph = OpGraph.build(
-        "chain",
-        [f"op{i}" for i in range(num_ops)],
-        [-1, *range(num_ops)],
-        rng.integers(0, 4, num_ops + 1) * heavy,
-        [(i, i) for i in range(num_ops)],
-        param_bytes=sizes,
-        param_uses=uses,
-        output_tensor=[num_ops],
-    )
+    sizes_of = rng.integers(0, 4, num_ops + 1) * heavy
+    facts = {"param_bytes": sizes, "param_uses": uses, "output_tensor": [num_ops]}
+    src, reads = [-1, *range(num_ops)], [(i, i) for i in range(num_ops)]
+    graph = graph_of(num_ops, reads, sizes_of, tensor_src=src, **facts)
     seconds = rng.random((num_ops, num_devices)) + 0.1
     if alike:
         seconds = np.repeat(seconds[:, :1], num_devices, axis=1)
@@ -106,10 +99,8 @@ def test_other_problems_get_the_best_single_device() -> None:
     assert "period, not latency" in load("layer_dp")(problem).stats["no_chain"]
     edges = [(0, 1), (0, 2), (1, 2)]
     skip = small_problem(np.ones((3, 1)), edges, graph={"op_name": "abc"}, objective="latency")
-    assert (
-        load("layer_dp")(skip).stats["no_chain"]
-        == "'c' reads from 'a', which is not just before it"
-    )
+    why = load("layer_dp")(skip).stats["no_chain"]
+    assert why == "'c' reads from 'a', which is not just before it"
 
 
 def home(seed: int, config: Mapping[str, object]) -> Problem:
@@ -147,9 +138,8 @@ def test_home_clusters(seed: int) -> None:
     problem = home(seed, LLAMA if seed % 3 else MIXTRAL)
     solution = load("layer_dp")(problem)
     held = memory(problem, solution.placement)
-    assert solution.value_s == np.inf or all(
-        x["needed_bytes"] <= x["there_bytes"] for x in held.values()
-    )
+    fits = all(x["needed_bytes"] <= x["there_bytes"] for x in held.values())
+    assert solution.value_s == np.inf or fits
     for name in BASELINES:
         other = load(name)(problem)
         assert solution.value_s <= other.value_s * (1 + 1e-9), name
@@ -162,9 +152,7 @@ def test_experts_beside_attention() -> None:
     host = Device("host", "cpu", like="amd/epyc-9654")
     links = (Link("gpu", "host", 1e-5, 2e10), Link("host", "gpu", 1e-5, 2e10))
     problem = serving_problem(
-        decoder,
-        Cluster("c", (gpu, host), links),
-        Serving("decode", 4096, whole_layers=False),  # type: ignore[arg-type]
+        decoder, Cluster("c", (gpu, host), links), Serving("decode", 4096, whole_layers=False)
     )
     solution = load("layer_dp")(problem)
     kinds = np.array(problem.graph.op_kind)
@@ -203,9 +191,7 @@ def layers(counts: list[int], memory_bytes: list[int], kinds: list[str] | None =
         ("llama_cpp_split", [100, 30, 20], ["cpu", "npu", "npu"], [0, 0, 0, 1, 1, 1, 2, 2]),
     ],
 )
-def test_what_is_done_today(
-    planner: str, memory_bytes: list[int], kinds: list[str] | None, expected: list[int]
-) -> None:
+def test_what_is_done_today(planner, memory_bytes, kinds, expected):
     name, _, option = planner.partition(" ")
     options = dict([option.split("=")]) if option else {}
     solution = load(name, **options)(layers([10] * 8, memory_bytes, kinds))

@@ -32,45 +32,29 @@ def pipeline(num_microbatches: int = 3) -> Timeline:
     start = first + np.array([[0.0, 1.0]])
     batches = np.arange(num_microbatches)
     sent = np.stack([0 * batches, batches, 0 * batches, 0 * batches + 1], axis=1)
-    return Timeline(
-        device_names=("cpu:0", "cpu:1"),
-        placement=np.array([0, 1], np.int32),
-        start_s=start,
-        end_s=start + 1,
-        transfers=sent.astype(np.int32),
-        transfer_start_s=batches + 0.9,
-        transfer_end_s=batches + 1.0,
-    )
+    place, sent = np.array([0, 1], np.int32), sent.astype(np.int32)
+    times = start, start + 1, sent, batches + 0.9, batches + 1.0
+    return Timeline(("cpu:0", "cpu:1"), place, *times)
 
 
 def random_timeline(seed: int, num_ops: int, num_microbatches: int, num_devices: int) -> Timeline:
     rng = np.random.default_rng(seed)
     start = np.sort(rng.random((num_microbatches, num_ops)), axis=1)
-    return Timeline(
-        tuple(f"d{i}" for i in range(num_devices)),
-        rng.integers(num_devices, size=num_ops).astype(np.int32),
-        start + 0.5,
-        start + 0.5 + rng.random(start.shape) / num_ops,
-    )
+    names = tuple(f"d{i}" for i in range(num_devices))
+    place, begin = rng.integers(num_devices, size=num_ops).astype(np.int32), start + 0.5
+    return Timeline(names, place, begin, begin + rng.random(start.shape) / num_ops)
 
 
 def test_text_gantt_draws_the_pipeline() -> None:
     # 22 columns: 5 for the name, 2 for the bars and spaces left of the lane, 7 right: 8 cells.
-    assert text_gantt(pipeline(), width=22).splitlines() == [
-        "cpu:0 │001122··│  75 %",
-        "cpu:1 │··001122│  75 %",
-        "       0    4 s",
-    ]
+    drawn = ["cpu:0 │001122··│  75 %", "cpu:1 │··001122│  75 %", "       0    4 s"]
+    assert text_gantt(pipeline(), width=22).splitlines() == drawn
 
 
 def test_text_gantt_shows_the_largest_share_and_idle_below_half() -> None:
     # Four cells of 1 s: batch 0 for 0.8 s and 1 for 0.2 s; 1 for 0.4 s; nothing; 1 for 0.6 s.
-    timeline = Timeline(
-        ("d",),
-        np.zeros(2, np.int32),
-        np.array([[0.0, 8.0], [0.8, 3.4]]),
-        np.array([[0.8, 8.0], [1.4, 4.0]]),
-    )
+    begin, end = np.array([[0.0, 8.0], [0.8, 3.4]]), np.array([[0.8, 8.0], [1.4, 4.0]])
+    timeline = Timeline(("d",), np.zeros(2, np.int32), begin, end)
     row = text_gantt(timeline, width=18).splitlines()[0]
     assert row.startswith("d │0··1····│")
 
@@ -84,9 +68,7 @@ def test_micro_batches_beyond_nine_show_their_last_digit() -> None:
     st.integers(0, 999), st.integers(1, 20), st.integers(1, 12), st.integers(1, 5),
     st.integers(20, 200),
 )  # fmt: skip
-def test_text_gantt_keeps_its_width(
-    seed: int, num_ops: int, num_microbatches: int, num_devices: int, width: int
-) -> None:
+def test_text_gantt_keeps_its_width(seed, num_ops, num_microbatches, num_devices, width):
     lines = text_gantt(random_timeline(seed, num_ops, num_microbatches, num_devices), width)
     assert len(lines.splitlines()) == num_devices + 1
     assert all(len(line) <= width for line in lines.splitlines())
@@ -101,9 +83,7 @@ def test_merged_joins_small_gaps_and_keeps_large_ones() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 3)), max_size=30), st.floats(0, 1))
-def test_merged_covers_every_slice_and_leaves_gaps(
-    slices: list[tuple[float, float]], gap_s: float
-) -> None:
+def test_merged_covers_every_slice_and_leaves_gaps(slices, gap_s):
     start = np.array([a for a, _ in slices])
     end = np.array([a + b for a, b in slices])
     bars = merged(start, end, gap_s)
@@ -126,9 +106,8 @@ def test_a_loader_has_a_lane_of_its_own(tmp_path: Path) -> None:
     gantt._draw_loader(axis, loaded.load_s, 2, 1.0)
     boxes = [path.get_extents() for c in axis.collections for path in c.get_paths()]
     # Two rows of half a lane: 0 and 1 in the first, 2 in the second.
-    assert [(b.x0, b.x1, round(b.y0, 2), round(b.y1, 2)) for b in boxes] == [
-        (-2, 0, 1.64, 2.0), (0, 1, 1.64, 2.0), (0.5, 2, 2.0, 2.36),
-    ]  # fmt: skip
+    drawn = [(b.x0, b.x1, round(b.y0, 2), round(b.y1, 2)) for b in boxes]
+    assert drawn == [(-2, 0, 1.64, 2.0), (0, 1, 1.64, 2.0), (0.5, 2, 2.0, 2.36)]
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -212,9 +191,7 @@ def test_the_terminal_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) 
     assert "[bold]" in out
 
 
-def test_a_narrow_terminal_breaks_headers_and_names_and_cuts_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_terminal_breaks_headers_and_names_and_cuts_nothing(capsys, monkeypatch):
     for columns in ("60", "40"):
         monkeypatch.setenv("COLUMNS", columns)
         table.print_tables(table.tables(comparison(*rows(planner="local_search"))))
@@ -269,15 +246,11 @@ def test_trace_has_a_process_per_timeline_and_a_track_per_device(tmp_path: Path)
     slices = [e for e in events if e["ph"] == "X"]
     assert len(slices) == 2 * (3 * 2 + 3)
     down = [e for e in slices if e["name"] == "down" and e["args"]["micro_batch"] == 2]
-    assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in down] == [
-        (0, tracks[0, "cpu:1"], 3e6, 1e6),
-        (1, tracks[1, "cpu:1"], 3e6, 1.25e6),
-    ]
+    expected = [(0, tracks[0, "cpu:1"], 3e6, 1e6), (1, tracks[1, "cpu:1"], 3e6, 1.25e6)]
+    assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in down] == expected
 
 
-def test_without_matplotlib_the_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PlotError, match=r"pip install 'device-placement-rl\[plots\]'"):
         plot_gantt(pipeline(), None, tmp_path / "x.png")

@@ -18,7 +18,7 @@ from placement.problem import Problem
 from placement.schedule import in_sequence
 from placement.search import windows
 from placement.simulator import simulate
-from tests.problems import plain, random_placement, random_problem, small_problem
+from tests.problems import altered, plain, random_placement, random_problem, small_problem
 from tests.search.test_order_search import random_sequence
 
 RNG = np.random.default_rng
@@ -127,8 +127,7 @@ def test_bounds_of_equal_machines_are_rounded_up() -> None:
         problem = small_problem(np.full((3, 2), 3.0 * unit), link=(0.0, 1e30), objective="latency")
         assert grain_s(problem) == pytest.approx(3 * unit)
         assert lower_bound(problem) == pytest.approx(6 * unit)
-        links = tuple(replace(x, latency_s=unit) for x in problem.profile.links)
-        assert grain_s(replace(problem, profile=replace(problem.profile, links=links))) == 0
+        assert grain_s(altered(problem, links={"latency_s": unit})) == 0
 
 
 @settings(max_examples=20, deadline=None)
