@@ -126,9 +126,7 @@ def test_the_executor_runs_in_that_order(order: str) -> None:
 
 
 @pytest.mark.parametrize(("reuse_takes", "order"), [(0.5, "reuse"), (0.99, "rank"), (2.0, "rank")])
-def test_the_faster_order_is_measured(
-    monkeypatch: pytest.MonkeyPatch, reuse_takes: float, order: str
-) -> None:
+def test_the_faster_order_is_measured(monkeypatch, reuse_takes, order):
     graph = capture(*lstm(layers=2, steps=3, hidden=4))
     by_reuse = reuse_position(graph).tolist()
 
@@ -146,9 +144,7 @@ def test_the_faster_order_is_measured(
     ("on_cpu", "on_gpu", "order"),
     [(0.5, 1.0, "reuse"), (0.5, 1.5, "rank"), (1.0, 0.5, "reuse"), (1.0, 1.0, "rank")],
 )
-def test_every_kind_of_device_has_a_say_in_the_order(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: float, on_gpu: float, order: str
-) -> None:
+def test_every_kind_of_device_has_a_say_in_the_order(monkeypatch, on_cpu, on_gpu, order):
     graph = capture(*lstm(layers=2, steps=3, hidden=4))
     by_reuse = reuse_position(graph).tolist()
     takes = {0: on_cpu, 1: 7.0, 2: on_gpu}  # the second CPU is not asked
@@ -163,9 +159,7 @@ def test_every_kind_of_device_has_a_say_in_the_order(
     assert chosen == order
 
 
-def test_parameters_that_are_read_once_leave_nothing_to_measure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parameters_that_are_read_once_leave_nothing_to_measure(monkeypatch):
     from placement.workloads.tiny import tiny_cnn
 
     graph, runs = capture(*tiny_cnn()), []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.__main__ import main
 from placement.bounds import lower_bound
 from placement.cluster import Cluster
 from placement.importers import save
@@ -85,7 +83,7 @@ def test_it_says_why_it_has_no_answer() -> None:
     with pytest.raises(PlannerError, match="--max-phases 16"):
         load("data_parallel")(problem.one_phase)
     with pytest.raises(PlannerError, match="objective latency is of one alone"):
-        load("data_parallel")(problem.with_objective("latency"))  # type: ignore[arg-type]
+        load("data_parallel")(problem.with_objective("latency"))
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "replicated", "best_of", "phase_search"])
@@ -100,9 +98,8 @@ def test_contracts(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_copies_of_a_graph_have_the_loads_of_its_phases(seed: int, phases: int) -> None:
     problem = random_problem(seed, objective="max_load", grouped=True)
-    groups = np.random.default_rng(seed).integers(
-        problem.num_devices, size=(phases, problem.graph.num_groups)
-    )
+    size = phases, problem.graph.num_groups
+    groups = np.random.default_rng(seed).integers(problem.num_devices, size=size)
     p = groups[:, problem.graph.group].astype(np.int32)
     (value,) = score(problem, [p])
     assert score(unrolled(problem, phases), p.ravel())[0] == pytest.approx(value, rel=1e-9)
@@ -110,9 +107,8 @@ def test_copies_of_a_graph_have_the_loads_of_its_phases(seed: int, phases: int) 
 
 def test_a_search_over_phases_uses_a_slow_device_for_what_it_is_good_at() -> None:
     # Two devices; the third is slow, but for the last operator, which it takes in some phases.
-    problem = chain([[3.0, 3.0, 90.0], [5.0, 5.0, 90.0], [2.0, 2.0, 2.0]]).with_objective(
-        "max_load"  # type: ignore[arg-type]
-    )
+    seconds = [[3.0, 3.0, 90.0], [5.0, 5.0, 90.0], [2.0, 2.0, 2.0]]
+    problem = chain(seconds).with_objective("max_load")
     before = load("best_of")(problem)
     solution = load("phase_search", seed=0)(problem)
     assert before.value_s == 5.0  # one operator of 5 s, or 3 + 5 + 2 on two replicas
@@ -167,15 +163,13 @@ def test_replicas_go_on_without_a_device_that_is_lost() -> None:
     assert alone.placement.tolist() == [0, 0] and alone.value_s == 3.0
 
 
-def test_the_command(tmp_path: Path, capsys: Any) -> None:
+def test_the_command(tmp_path: Path, says: Any) -> None:
     save(chain([[1.0, 3.0], [2.0, 6.0]]).one_phase, tmp_path / "problem.json")
     plan = ["plan", str(tmp_path / "problem.json"), "--planner", "data_parallel"]
-    assert main(plan) == 2
-    assert "--max-phases 16" in capsys.readouterr().err
-    assert main([*plan, "--max-phases", "0"]) == 2
+    assert "--max-phases 16" in says(plan, 2).err
+    says([*plan, "--max-phases", "0"], 2)
     out = str(tmp_path / "plan.json")
-    assert main([*plan, "--max-phases", "8", "--json", "--out", out]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = says([*plan, "--max-phases", "8", "--json", "--out", out]).json
     assert answer["turns"] == {"cpu:0": 3, "cpu:1": 1}
     assert answer["phases"] == [{}, {}, {"op0": "cpu:1", "op1": "cpu:1"}]
     assert len(load_plan(out).assignments) == 4
@@ -184,27 +178,24 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
         (["validate", out], "valid"),
         (["diff", out, out], "every operator is on the same device"),
     ):
-        assert main(command) == 0
-        assert text in capsys.readouterr().out
+        assert text in says(command).out
     model = ["plan", "tiny_mlp", "--planner", "heft"]
-    assert main([*model, "--max-phases", "8", "--measurements", "9"]) == 2
-    assert "use --max-phases 1 with it" in capsys.readouterr().err
+    said = says([*model, "--max-phases", "8", "--measurements", "9"], 2).err
+    assert "use --max-phases 1 with it" in said
     for name in ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "searched"):
-        assert main([*plan, "--max-phases", "8", "--scheduler", name]) == 2
-        assert "4 phases" in (text := capsys.readouterr().err) and "list_order" in text
+        text = says([*plan, "--max-phases", "8", "--scheduler", name], 2).err
+        assert "4 phases" in text and "list_order" in text
     ordered = [*plan, "--max-phases", "8", "--scheduler", "list_order", "--out", out]
-    assert main([*ordered, "--microbatches", "9"]) == 2
-    assert "add --microbatches 12" in capsys.readouterr().err
-    assert main([*ordered, "--microbatches", "12"]) == 0
-    assert load_plan(out).order is not None and main(["validate", out]) == 0
-    assert main([*plan, "--max-phases", "8", "--out", out]) == 0
-    capsys.readouterr()
-    assert main(["report", out, "--out", str(tmp_path / "report.html")]) == 0
-    assert main(["export", out, "--to", "csv", "--out", str(tmp_path / "x.csv")]) == 1
-    assert "micro-batches take turns" in capsys.readouterr().err
-    table = str(tmp_path / "x.csv")
-    assert main(["export", out, "--to", "csv", "--out", table, "--nearest"]) == 0
-    assert "cpu:0" in Path(table).read_text()
+    assert "add --microbatches 12" in says([*ordered, "--microbatches", "9"], 2).err
+    says([*ordered, "--microbatches", "12"])
+    assert load_plan(out).order is not None
+    says(["validate", out])
+    says([*plan, "--max-phases", "8", "--out", out])
+    says(["report", out, "--out", tmp_path / "report.html"])
+    table = tmp_path / "x.csv"
+    assert "micro-batches take turns" in says(["export", out, "--to", "csv", "--out", table], 1).err
+    says(["export", out, "--to", "csv", "--out", table, "--nearest"])
+    assert "cpu:0" in table.read_text()
 
 
 def test_a_buffer_that_changes_stays_where_memory_is_tight_too() -> None:

@@ -22,17 +22,11 @@ from placement.search.grid import NoGrid, recognise
 from placement.testing import check_planner
 from placement.workloads import load as workload
 from placement.workloads.lstm import lstm
-from tests.problems import problem_on
+from tests.problems import altered, graph_of, problem_on
 
 
 def unrolled(
-    layers: int,
-    steps: int,
-    *,
-    step_major: bool = False,
-    hoisted: bool = False,
-    feedback: bool = False,
-    skip_first: bool = False,
+    layers, steps, *, step_major=False, hoisted=False, feedback=False, skip_first=False
 ) -> OpGraph:
     """A grid without PyTorch; every cell is ``w`` (reads W_l), ``u`` (reads U_l), ``f`` (none).
 
@@ -79,17 +73,10 @@ def unrolled(
     names.append("join")
     kinds.append("join")
     number = {name: n for n, name in enumerate(names)}
-    return OpGraph.build(
-        "unrolled",
-        names,
-        tensor_src=range(len(names)),
-        tensor_bytes=[8] * len(names),
-        uses=[(number[a], number[b]) for a, b in edges],
-        op_kind=kinds,
-        param_bytes=[100] * (2 * layers),
-        param_uses=[(number[name], param) for name, param in params],
-        output_tensor=[number["join"]],
-    )
+    facts = {"op_name": names, "op_kind": kinds, "output_tensor": [number["join"]]}
+    facts |= {"param_uses": [(number[name], param) for name, param in params]}
+    uses = [(number[a], number[b]) for a, b in edges]
+    return graph_of(len(names), uses, 8, param_bytes=[100] * (2 * layers), **facts)
 
 
 def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0) -> Problem:
@@ -120,9 +107,7 @@ def test_a_grid_of_two_layers_and_three_steps() -> None:
     step_major=st.booleans(),
     hoisted=st.booleans(),
 )
-def test_cells_are_found_whatever_the_size_and_the_order(
-    layers: int, steps: int, step_major: bool, hoisted: bool
-) -> None:
+def test_cells_are_found_whatever_the_size_and_the_order(layers, steps, step_major, hoisted):
     graph = unrolled(layers, steps, step_major=step_major, hoisted=hoisted)
     grid = recognise(graph)
     for name, layer, step in zip(graph.op_name, grid.layer, grid.step, strict=True):
@@ -275,26 +260,16 @@ def test_cells_that_differ_are_no_grid() -> None:
     graph = unrolled(1, 5)
     kinds = list(graph.op_kind)
     kinds[graph.op_name.index("f0,2")] = "relu"
-    with pytest.raises(
-        NoGrid, match=r"step 1\) and \(layer 0, step 2\) differ in {'tanh': 1, 'relu': 1}"
-    ):
+    why = r"step 1\) and \(layer 0, step 2\) differ in {'tanh': 1, 'relu': 1}"
+    with pytest.raises(NoGrid, match=why):
         recognise(replace(graph, op_kind=tuple(kinds)))
 
 
 def test_a_norm_shared_by_three_unlike_blocks_is_no_grid() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(4)
-            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in (self.a, self.b, self.c):
-                x = self.norm(block(x))
-            return x
-
+    norm = nn.LayerNorm(4)
+    shared = nn.Sequential(*(part for _ in "abc" for part in (nn.Linear(4, 4), norm)))
     with pytest.raises(NoGrid, match="reads a parameter that other steps do not"):
-        recognise(capture(Shared().eval(), (torch.randn(1, 4),)))
+        recognise(capture(shared.eval(), (torch.randn(1, 4),)))
 
 
 # --- the planner ---------------------------------------------------------------------------------
@@ -363,13 +338,10 @@ def test_time_alone_cuts_into_slices_of_equal_time() -> None:
         (4, 3, 3, "layers"),
     ],
 )
-def test_the_cut_with_the_cheapest_transfers_wins(
-    layers: int, steps: int, sent: int, cut: str
-) -> None:
+def test_the_cut_with_the_cheapest_transfers_wins(layers, steps, sent, cut):
     graph = unrolled(layers, steps)
     problem = problem_of(graph, np.where(np.array(graph.op_kind) == "linear", 3.0, 0.0))
-    links = tuple(replace(x, latency_s=0.1, blocking=True) for x in problem.profile.links)
-    problem = replace(problem, profile=replace(problem.profile, links=links))
+    problem = altered(problem, links={"latency_s": 0.1, "blocking": True})
     solution = load("time_slices")(problem)
     assert solution.value_s == pytest.approx(3.0 * layers * steps + 0.1 * sent, rel=3e-3)
     assert solution.stats["cut"] == cut
@@ -397,7 +369,6 @@ def test_contract_on_grids() -> None:
     graph = capture(*lstm(layers=3, steps=4, hidden=4)).without_program()
     rng = np.random.default_rng(0)
     problem = problem_of(graph, rng.random((graph.num_ops, 3)), send_s=0.1)
-    tight = replace(
-        problem, cluster=Cluster("c", tuple(Device(f"d{i}", memory_bytes=3000) for i in range(3)))
-    )
+    devices = tuple(Device(f"d{i}", memory_bytes=3000) for i in range(3))
+    tight = replace(problem, cluster=Cluster("c", devices))
     check_planner(load("time_slices"), [problem, problem.with_objective("latency"), tight])

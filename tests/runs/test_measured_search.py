@@ -1,7 +1,5 @@
 """Search with few real measurements, on machines that are not what the simulator thinks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.__main__ import main
-from placement.cli import BAD_INPUT, INTERRUPTED, OK
+from placement.cli import BAD_INPUT, INTERRUPTED
 from placement.plan import load_plan
 from placement.planners.macro_search import MacroSearch
 from placement.runs.measured_search import search_measured
 from placement.runs.trials import TrialError, Trials
 from placement.simulator import score
 from placement.timeline import Timeline
-from tests.problems import every_placement
+from tests.problems import altered, every_placement, written
 from tests.runtimes import Biased, layered, with_errors
 
 
@@ -60,8 +57,8 @@ def test_an_interrupted_search_ends_as_if_it_had_not_been(tmp_path: Path) -> Non
     rest = Biased(hidden, lambda run: float(drawn[run + finished]))
     again = search(rest, path)
     assert whole.runs[finished:] == rest.runs
-    assert np.array_equal(again.placement, expected.placement)  # type: ignore[attr-defined]
-    assert again.stats["curve"] == expected.stats["curve"]  # type: ignore[attr-defined]
+    assert np.array_equal(again.placement, expected.placement)
+    assert again.stats["curve"] == expected.stats["curve"]
 
 
 def test_a_given_start_is_measured_first_and_nothing_slower_is_answered() -> None:
@@ -92,16 +89,13 @@ def test_errors() -> None:
     problem = layered(6)
     with pytest.raises(TrialError, match=r"need a budget: Trials\(\.\.\., measurements=100\)"):
         search_measured(Trials(problem, Biased(problem)))
-    devices = tuple(replace(d, memory_bytes=1) for d in problem.cluster.devices)
-    full = replace(problem, cluster=replace(problem.cluster, devices=devices))
+    full = altered(problem, {"memory_bytes": 1})
     with pytest.raises(TrialError, match="nothing to measure: nothing can fit in memory"):
         search_measured(Trials(full, Biased(full), measurements=9))
 
 
 @pytest.mark.usefixtures("quick_profiles")
-def test_the_command_continues_what_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_continues_what_was_interrupted(tmp_path, monkeypatch, says):
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
     trials, plan = str(tmp_path / "trials.jsonl"), str(tmp_path / "plan.json")
     command = ["plan", "tiny_mlp", "--planner", "heft", "--microbatches", "2", "--json"]
@@ -117,10 +111,8 @@ def test_the_command_continues_what_was_interrupted(
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(Executor, "run", counted)
-    assert main(command) == INTERRUPTED
-    capsys.readouterr()
-    assert main(command) == OK
-    out, err = capsys.readouterr()
+    says(command, INTERRUPTED)
+    out, err = says(command)
     answer = json.loads(out)
     assert answer["measurements"] == 8 and answer["measured_s"] > 0
     assert "measured" in err and "in 8 runs; the best single device" in err
@@ -132,14 +124,12 @@ def test_the_command_continues_what_was_interrupted(
     measured = saved.measured
     assert measured is not None and measured.latency_s is None and 1 <= measured.n <= 8
     assert saved.measured_s("period") == answer["measured_s"]
-    assert main(["show", plan]) == OK
-    rows = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x.strip()}
+    rows = {x.split()[0]: x.split() for x in says(["show", plan]).out.splitlines() if x.strip()}
     assert rows["latency"][3] == "-" and rows["period"][3] != "-"
     assert dict(saved.assignment) == answer["assignment"]
     num_runs = len(runs)
-    assert main(command) == OK and len(runs) == num_runs  # all is known
-    again = json.loads(capsys.readouterr().out)
-    assert again["assignment"] == answer["assignment"]
+    assert says(command).json["assignment"] == answer["assignment"]
+    assert len(runs) == num_runs  # all is known
 
 
 @pytest.mark.parametrize(
@@ -151,23 +141,15 @@ def test_the_command_continues_what_was_interrupted(
         (["--measurements", "9", "--cluster", "away.yaml"], "['far'] are described"),
     ],
 )
-def test_commands_that_cannot_measure(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_commands_that_cannot_measure(options, message, tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
     Path("away.yaml").write_text(
         "devices:\n- {name: here}\n- {name: far, like: here, speed: 2.0}\n"
     )
-    assert main(["plan", "tiny_mlp", "--planner", "heft", *options]) == BAD_INPUT
-    assert message in capsys.readouterr().err
+    assert message in says(["plan", "tiny_mlp", "--planner", "heft", *options], BAD_INPUT).err
 
 
-def test_a_problem_file_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "problem.json"
-    path.write_text("{}")
-    assert main(["plan", str(path), "--planner", "heft", "--measurements", "9"]) == BAD_INPUT
-    assert "--measurements is for models" in capsys.readouterr().err
+def test_a_problem_file_cannot_run(tmp_path: Path, says: Any) -> None:
+    path = written(tmp_path / "problem.json", "{}")
+    said = says(["plan", path, "--planner", "heft", "--measurements", "9"], BAD_INPUT).err
+    assert "--measurements is for models" in said
