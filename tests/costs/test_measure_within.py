@@ -1,8 +1,5 @@
 """Profiles of which only a part is measured, and what the commands make of predictions."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +24,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
 
 
-def graph_of(workload: str):  # type: ignore[no-untyped-def]
+def graph_of(workload: str):
     module, inputs = load(workload)
     return capture(module, inputs, name=workload)
 
@@ -96,56 +93,46 @@ def test_what_was_measured_in_one_model_is_known_in_the_next() -> None:
     assert np.isfinite(other.compute_s).all()
 
 
-def test_plan_from_predictions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_from_predictions(says, tmp_path):
     devices = ", ".join(f"{{name: '{d}', kind: cpu, cores: [0]}}" for d in "a")
     path = tmp_path / "one.yaml"
     path.write_text(f"devices: [{devices}]")
     command = ["plan", "tiny_mlp", "--planner", "heft", "--cluster", str(path), "--json"]
-    assert main([*command, "--predict", "polynomial"]) == 2  # nothing was measured yet
-    assert "nothing was measured on this machine yet" in capsys.readouterr().err
-    assert main([*command, "--predict", "roofline"]) == 0
-    out = capsys.readouterr()
-    assert json.loads(out.out)["feasible"]
-    assert "predicted from their description, not measured" in out.err
-    assert main(["profile", "tiny_mlp", "--cluster", str(path), "--repeats", "2"]) == 0
+    said = says([*command, "--predict", "polynomial"], 2).err
+    assert "nothing was measured on this machine yet" in said
+    said = says([*command, "--predict", "roofline"])
+    assert said.json["feasible"] and "predicted from their description, not measured" in said.err
+    says(["profile", "tiny_mlp", "--cluster", path, "--repeats", "2"])
     assert Corpus.of(this_machine()).samples
-    assert main([*command, "--predict", "polynomial"]) == 0
-    capsys.readouterr()
+    says([*command, "--predict", "polynomial"])
     for wrong, message in (
         (["--predict", "nonsense"], "no predictor 'nonsense'"),
         (["--predict", "roofline", "--profile", "x.npz"], "either predicted or measured"),
     ):
-        assert main([*command, *wrong]) == 2
-        assert message in capsys.readouterr().err
+        assert message in says([*command, *wrong], 2).err
 
 
-def test_profile_within_seconds_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_within_seconds_as_a_command(says) -> None:
     out = Path.cwd() / "unused"
-    assert main(["profile", "tiny_mlp", "--seconds", "0"]) == 2
-    assert "must be positive" in capsys.readouterr().err
+    assert "must be positive" in says(["profile", "tiny_mlp", "--seconds", "0"], 2).err
     assert main(["profile", "tiny_mlp", "--seconds", "1", "--mode", "training"]) == 2
     assert not out.exists()
 
 
-def test_damaged_measurements_are_a_message(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_damaged_measurements_are_a_message(says, tmp_path: Path) -> None:
     path = tmp_path / "home" / "measured" / this_machine() / "damaged.json.gz"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no problem at all")
     command = ["plan", "tiny_mlp", "--planner", "heft", "--predict", "roofline"]
-    assert main(command) == 2
-    assert "remove that file, and measure again" in capsys.readouterr().err
+    assert "remove that file, and measure again" in says(command, 2).err
 
 
-def test_features_as_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_features_as_a_command(says, tmp_path: Path) -> None:
     csv = tmp_path / "features.csv"
-    assert main(["profile", "tiny_cnn", "--features", "--json", "--out", str(csv)]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = says(["profile", "tiny_cnn", "--features", "--json", "--out", csv]).json
     assert answer["num_ops"] == len(answer["operators"]) == len(csv.read_text().splitlines()) - 1
     first = answer["operators"][0]
     assert first["class"] == "convolution" and first["flops"] > 0
     assert any(row["critical"] for row in answer["operators"])
-    assert main(["profile", "tiny_cnn", "--features"]) == 0
-    assert "on the critical path" in capsys.readouterr().out
+    assert "on the critical path" in says(["profile", "tiny_cnn", "--features"]).out
     assert main(["profile", "no_such.json", "--features"]) == 2

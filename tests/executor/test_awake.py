@@ -1,7 +1,5 @@
 """Idle cores are kept awake where that is permitted, and gloo's thread waits its turn."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading
@@ -62,9 +60,7 @@ def test_a_stream_that_is_left_lets_them_sleep(asked: list[str]) -> None:
     assert asked == ["asked for 0 us, ended"]
 
 
-def test_a_call_that_is_interrupted_while_it_asks_leaves_a_runner_that_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_is_interrupted_while_it_asks_leaves_a_runner_that_works(monkeypatch):
     cluster = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
     graph = capture(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.ones(3))
 

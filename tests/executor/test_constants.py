@@ -1,12 +1,10 @@
 """Tensors that are the same in every call: computed once, and nobody's to change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils import _pytree as pytree
 
@@ -16,21 +14,14 @@ from placement.executor import Runner
 from placement.executor.constants import constants, with_constants
 from placement.program import Ref, split_inputs
 from placement.workloads import load
+from tests.modules import module_of
 
 CPU = torch.device("cpu")
 TWO = Cluster("two", (Device("a", "cpu"), Device("b", "cpu")))
 
 
-class Of(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-        self.bias = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+def of(forward: Any) -> nn.Module:
+    return module_of(forward, bias=nn.Parameter(torch.ones(4)))
 
 
 def same_twice(module: nn.Module, inputs: Any) -> None:
@@ -71,7 +62,7 @@ ONCE: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize("name", ONCE)
 def test_what_nobody_writes_to_or_gets_is_computed_once(name: str) -> None:
     function, once = ONCE[name]
-    module, x = Of(function).eval(), torch.randn(4)
+    module, x = of(function).eval(), torch.randn(4)
     graph = capture(module, x)
     computed = constants(graph.program, {*range(graph.num_ops)}, CPU)
     kinds = [graph.op_kind[graph.tensor_src[t]].split(".")[1] for t in computed]
@@ -80,7 +71,7 @@ def test_what_nobody_writes_to_or_gets_is_computed_once(name: str) -> None:
 
 
 def test_a_training_step_has_none_and_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x = Of(lambda m, x: (x * m.bias * torch.arange(4)).sum()), torch.randn(4)
+    module, x = of(lambda m, x: (x * m.bias * torch.arange(4)).sum()), torch.randn(4)
     step = capture(module, (x, None), mode="training", loss=lambda y, _: y)
     assert constants(step.program, {*range(step.num_ops)}, CPU) == {}
     graph = capture(module.eval(), x)
@@ -89,7 +80,7 @@ def test_a_training_step_has_none_and_few_bytes_are_kept(monkeypatch: pytest.Mon
 
 
 def test_what_fails_fails_where_it_runs() -> None:
-    broken = capture(Of(lambda m, x: x + torch.arange(4)), torch.randn(4))
+    broken = capture(of(lambda m, x: x + torch.arange(4)), torch.randn(4))
     (step, *_) = broken.program.steps
     step.kwargs["dtype"] = "none"
     with Runner(broken, TWO, [0] * broken.num_ops) as runner:
@@ -111,7 +102,7 @@ MASKS = {
 def test_attention_needs_no_mask_that_says_what_kernels_know(name: str) -> None:
     mask, expected = MASKS[name]
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, mask.shape[-1], 8)
-    module = Of(lambda m, q: attention(q, k, k, m.get_buffer("mask"), scale=0.3))
+    module = of(lambda m, q: attention(q, k, k, m.get_buffer("mask"), scale=0.3))
     module.register_buffer("mask", mask)
     graph = capture(module.eval(), q)
     (step,) = [s for s in graph.program.steps if "attention" in str(s.target)]

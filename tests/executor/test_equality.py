@@ -1,7 +1,5 @@
 """When results are equal: rounding passes, what is wrong does not."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -17,6 +15,7 @@ from placement.executor.equality import (
     tf32_is_allowed,
 )
 from tests import emulated_gpu
+from tests.modules import module_of
 
 CPU = Cluster("cpu", (Device("cpu:0"),))
 GPU = Cluster("gpu", (Device("cpu:0"), Device("cuda:0", "cuda")))
@@ -113,19 +112,11 @@ def test_integers_are_equal_or_not():
 
 
 def test_float64_decides_where_the_plain_module_is_far_from_it_itself():
-    class Cancels(nn.Module):
-        """1e4 + x - 1e4: float32 keeps little of x."""
-
-        def __init__(self):
-            super().__init__()
-            self.large = nn.Parameter(torch.tensor(1e4))
-
-        def forward(self, x):
-            return (x + self.large) - self.large
-
-    x = torch.rand(100)
-    assert module_difference(lambda x: x, Cancels(), (x,), {}, CPU) == ""  # which is exact
-    assert "float64" in module_difference(lambda x: x * 1.001, Cancels(), (x,), {}, CPU)
+    """1e4 + x - 1e4: float32 keeps little of x."""
+    large, x = nn.Parameter(torch.tensor(1e4)), torch.rand(100)
+    cancels = module_of(lambda m, x: (x + m.large) - m.large, large=large)
+    assert module_difference(lambda x: x, cancels, (x,), {}, CPU) == ""  # which is exact
+    assert "float64" in module_difference(lambda x: x * 1.001, cancels, (x,), {}, CPU)
 
 
 def test_flags_that_differ_between_operators_allow_tf32(monkeypatch):

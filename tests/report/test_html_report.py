@@ -18,8 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from placement.__main__ import main
-from placement.graph import OpGraph
 from placement.plan import make_plan
 from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
@@ -33,7 +31,7 @@ from placement.runs.compare import compare, placement_id
 from placement.simulator import simulate
 from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline, TimelineError
-from tests.problems import random_problem
+from tests.problems import altered, chain, graph_of, random_problem
 
 EVIL = '</script><img src=x onerror="window.hacked=1">'
 
@@ -60,35 +58,17 @@ def modular(num_ops: int, num_devices: int = 2, evil: bool = False, seed: int = 
     problem = random_problem(seed, num_ops, num_devices)
     g = problem.graph
     names = [f"{EVIL if evil and n % 7 == 0 else 'op'} {n}" for n in range(num_ops)]
-    graph = OpGraph.build(
-        EVIL if evil else "modular",
-        names,
-        np.arange(num_ops),
-        np.full(num_ops, 4000),
-        [(n, n + 1) for n in range(num_ops - 1)],
-        op_module=[f"body.{n // 50}.{n // 5}" + (EVIL if evil else "") for n in range(num_ops)],
-        op_kind=["aten.mul"] * num_ops,
-    )
+    modules = [f"body.{n // 50}.{n // 5}" + (EVIL if evil else "") for n in range(num_ops)]
+    facts = {"op_name": names, "op_module": modules, "op_kind": ["aten.mul"] * num_ops}
+    name = EVIL if evil else "modular"
+    graph = graph_of(num_ops, chain(num_ops), 4000, name=name, **facts)
     rng = np.random.default_rng(seed)
-    profile = replace(
-        problem.profile,
-        compute_s=rng.uniform(1e-4, 1e-3, (num_ops, num_devices)),
-        loaded_s=None,
-        transfer_s=None,
-        workspace_bytes=None,
-        library_bytes=None,
-    )
-    links = tuple(replace(x, latency_s=1e-5, bandwidth_bytes_per_s=1e9) for x in profile.links)
-    devices = tuple(replace(d, memory_bytes=2**40) for d in problem.cluster.devices)
+    nothing = dict.fromkeys(("loaded_s", "transfer_s", "workspace_bytes", "library_bytes"))
+    seconds = rng.uniform(1e-4, 1e-3, (num_ops, num_devices))
     assert g.num_ops == graph.num_ops
-    return replace(
-        problem,
-        graph=graph,
-        cluster=replace(problem.cluster, devices=devices),
-        profile=replace(profile, links=links),
-        num_microbatches=6,
-        max_in_flight=3,
-    )
+    links = {"latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9}
+    problem = altered(problem, {"memory_bytes": 2**40}, links, compute_s=seconds, **nothing)
+    return replace(problem, graph=graph, num_microbatches=6, max_in_flight=3)
 
 
 def compared(folder: Path, problems: dict[str, Problem], measured: bool = True) -> Comparison:
@@ -133,9 +113,8 @@ def test_the_table_has_the_medians_of_the_csv_file(run_dir: Path, data: dict[str
     rows = table.from_csv((run_dir / "compare.csv").read_text())
     for workload in data["workloads"]:
         mine = [r for r in rows if r.workload == workload["name"]]
-        assert [p["name"] for p in workload["planners"]] == list(
-            dict.fromkeys(r.planner for r in mine)
-        )
+        names = [p["name"] for p in workload["planners"]]
+        assert names == list(dict.fromkeys(r.planner for r in mine))
         for line in workload["planners"]:
             of = [r for r in mine if r.planner == line["name"]]
             assert line["seeds"] == len(of)
@@ -144,18 +123,13 @@ def test_the_table_has_the_medians_of_the_csv_file(run_dir: Path, data: dict[str
     assert data["workloads"][0]["bound_s"] == rows[0].bound_s
 
 
-def test_what_holds_overall_is_what_the_comparison_says(
-    run_dir: Path, data: dict[str, Any]
-) -> None:
+def test_what_holds_overall_is_what_the_comparison_says(run_dir, data):
     comparison = read_run(run_dir).comparison
     assert comparison is not None
     fidelity = comparison.fidelity()
-    assert fidelity is not None and data["overall"]["fidelity"]["period_mape"] == (
-        fidelity.period_mape
-    )
-    assert [g["planner"] for g in data["overall"]["gains"]] == [
-        g.planner for g in comparison.gains()
-    ]
+    overall = data["overall"]
+    assert fidelity is not None and overall["fidelity"]["period_mape"] == fidelity.period_mape
+    assert [g["planner"] for g in overall["gains"]] == [g.planner for g in comparison.gains()]
     points = data["scatter"]
     assert len(points) == fidelity.num_placements
     errors = [abs(p["latency"][0] / p["latency"][1] - 1) for p in points]
@@ -197,7 +171,7 @@ def test_every_planner_has_its_timelines(run_dir: Path, data: dict[str, Any]) ->
 
 
 def test_curves_end_at_the_value_of_the_table(run_dir: Path, data: dict[str, Any]) -> None:
-    rows = {(r.workload, r.planner, r.seed): r for r in read_run(run_dir).comparison.rows}  # type: ignore[union-attr]
+    rows = {(r.workload, r.planner, r.seed): r for r in read_run(run_dir).comparison.rows}
     for workload in data["workloads"]:
         assert {c["planner"] for c in workload["curves"]} == {"heft", "local_search", "round_robin"}
         for curve in workload["curves"]:
@@ -207,9 +181,7 @@ def test_curves_end_at_the_value_of_the_table(run_dir: Path, data: dict[str, Any
             assert values == sorted(values, reverse=True)
 
 
-def test_the_graph_has_the_edges_and_bytes_of_the_problem(
-    run_dir: Path, data: dict[str, Any]
-) -> None:
+def test_the_graph_has_the_edges_and_bytes_of_the_problem(run_dir, data):
     problem = read_run(run_dir).workloads[0].problem
     assert problem is not None
     shown = data["workloads"][0]["graph"]
@@ -267,9 +239,7 @@ def test_the_same_folder_gives_the_same_page(run_dir: Path, data: dict[str, Any]
     assert again | {"made": ""} == data | {"made": ""}
 
 
-def test_many_bars_are_the_first_micro_batches(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_bars_are_the_first_micro_batches(run_dir, monkeypatch):
     # 20 operators x 5 decisions and 12 x 6, twice each: 344 bars per micro-batch.
     monkeypatch.setattr("placement.report.html.MAX_BARS", 1000)
     run = read_run(run_dir)
@@ -286,9 +256,8 @@ def test_a_damaged_cell_is_left_out_and_named(tmp_path: Path) -> None:
     assert [cell.name in line for line in written.unread] == [True]
     (workload,) = page_data(read_run(tmp_path))["workloads"]
     lines = {p["name"]: p["decision"] for p in workload["planners"]}
-    assert (
-        lines["heft"] is None or "round_robin" in workload["decisions"][lines["heft"]]["planners"]
-    )
+    heft = lines["heft"]
+    assert heft is None or "round_robin" in workload["decisions"][heft]["planners"]
     assert lines["local_search"] is not None
 
 
@@ -302,9 +271,7 @@ def test_a_workload_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     assert workload.plan is None and workload.problem is not None
 
 
-def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace(tmp_path):
     problem = modular(10)
     comparison = compared(tmp_path, {"net": problem})
     for file in (*tmp_path.glob("problems/*"), *tmp_path.glob("measured/*.npz")):
@@ -336,7 +303,7 @@ def test_a_plan_alone(tmp_path: Path) -> None:
     (workload,) = shown["workloads"]
     (line,) = workload["planners"]
     assert line["period_s"] == plan.predicted.period_s
-    assert line["speedup"] == plan.fallback.period_s / plan.predicted.period_s  # type: ignore[union-attr]
+    assert line["speedup"] == plan.fallback.period_s / plan.predicted.period_s
     assert workload["decisions"][0]["predicted"] is None
     assert shown["commands"][-1]["command"] == f"placement report {tmp_path}"
     # With the problem beside it, there is a timeline and a graph.
@@ -381,10 +348,8 @@ def test_a_plan_under_any_name_as_measured_and_both_traces(tmp_path: Path) -> No
     make_plan(problem, Solution(on_one, 1.0), planner="other").save(tmp_path / "o.json")
     trace.write_trace(tmp_path / "t3.json", [simulate(problem, 1 - on_one)])
     both = read_run(tmp_path)
-    assert {w.name: sorted(w.traces) for w in both.workloads} == {
-        "measured": ["measured", "predicted"],
-        "o": [],
-    }
+    traces = {w.name: sorted(w.traces) for w in both.workloads}
+    assert traces == {"measured": ["measured", "predicted"], "o": []}
     assert both.unread == ("t3.json: a timeline of no plan that is here",)
 
 
@@ -400,11 +365,8 @@ def test_a_trace_that_does_not_say_what_it_is_is_left_out(tmp_path: Path) -> Non
 def test_a_training(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("steps,best_speedup,entropy\n10,1.0,nan\n20,1.5,0.5\n")
     shown = page_data(read_run(tmp_path))
-    assert shown["training"] == {
-        "steps": [10.0, 20.0],
-        "best_speedup": [1.0, 1.5],
-        "entropy": [None, 0.5],
-    }
+    rows = {"steps": [10.0, 20.0], "best_speedup": [1.0, 1.5], "entropy": [None, 0.5]}
+    assert shown["training"] == rows
     assert shown["workloads"] == []
 
 
@@ -420,22 +382,19 @@ def test_commands_are_those_that_hydra_was_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()])
-def test_nothing_to_report_on(tmp_path: Path, make: Any, capsys: Any) -> None:
+def test_nothing_to_report_on(tmp_path: Path, make: Any, says: Any) -> None:
     make(tmp_path / "run")
     with pytest.raises(RunFolderError, match="run"):
         read_run(tmp_path / "run")
-    assert main(["report", str(tmp_path / "run")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(says(["report", tmp_path / "run"], 2).err.splitlines()) == 1
 
 
-def test_the_command(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(run_dir: Path, tmp_path: Path, says: Any) -> None:
     out = tmp_path / "page.html"
-    assert main(["report", str(run_dir), "--out", str(out), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = says(["report", run_dir, "--out", out, "--json"]).json
     assert answer["path"] == str(out) and answer["num_bytes"] == out.stat().st_size
     assert answer["num_workloads"] == 2 and answer["num_measured"] == answer["num_predicted"] > 0
-    assert main(["report", str(run_dir), "--out", str(tmp_path)]) == 2
-    assert "it is not a file" in capsys.readouterr().err
+    assert "it is not a file" in says(["report", run_dir, "--out", tmp_path], 2).err
 
 
 def test_timelines_survive_their_files(tmp_path: Path) -> None:
@@ -470,12 +429,8 @@ def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
 
 def test_busy_share_of_a_drawn_timeline() -> None:
     # 0 1 2 3 s:  batch 0 runs for 1 s, batch 1 from 1.5 s to 2 s, then until 4 s nothing but b.
-    timeline = Timeline(
-        ("a", "b"),
-        np.array([0, 1], np.int32),
-        np.array([[0.0, 1.0], [1.5, 2.0]]),
-        np.array([[1.0, 2.0], [2.0, 4.0]]),
-    )
+    begin, end = np.array([[0.0, 1.0], [1.5, 2.0]]), np.array([[1.0, 2.0], [2.0, 4.0]])
+    timeline = Timeline(("a", "b"), np.array([0, 1], np.int32), begin, end)
     np.testing.assert_allclose(usage.busy_share(timeline, 4), [[1, 0.5, 0, 0], [0, 1, 1, 1]])
 
 
