@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from placement import workloads
@@ -31,6 +30,7 @@ from placement.program import (
     split_inputs,
 )
 from tests.capturing.running import values_of
+from tests.modules import module_of
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -101,10 +101,8 @@ def test_a_chain_is_numbered_weighed_and_named():
     assert graph.op_kind == ("aten.linear.default", "aten.relu.default")
     assert graph.op_module == ("0", "1")
     assert graph.op_name == ("linear", "relu")
-    assert graph.op_signature == (
-        "aten.linear.default(f32[2,4], f32[3,4], f32[3])",
-        "aten.relu.default(f32[2,3])",
-    )
+    linear = "aten.linear.default(f32[2,4], f32[3,4], f32[3])"
+    assert graph.op_signature == (linear, "aten.relu.default(f32[2,3])")
     # tensor 0 is the input, 1 the linear's output, 2 the relu's
     assert graph.tensor_src.tolist() == [-1, 0, 1]
     assert graph.tensor_bytes.tolist() == [32, 24, 24]
@@ -122,19 +120,8 @@ def test_a_chain_is_numbered_weighed_and_named():
 
 
 def test_a_function_without_a_module_belongs_to_the_module_that_calls_it():
-    class Inner(nn.Module):
-        def forward(self, x):
-            return x.exp()
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            return self.inner(self.inner(x)).sin()
-
-    graph = check(Outer(), X)
+    inner = module_of(lambda m, x: x.exp())
+    graph = check(module_of(lambda m, x: m.inner(m.inner(x)).sin(), inner=inner), X)
     assert graph.op_module == ("inner", "inner", "")
 
 
@@ -237,7 +224,7 @@ def view_taken_before_the_write(m, x):
 
 def write_to_the_input_of_an_idle_dropout(m, x, p=0.5, training=False):
     y = m.linear(x)
-    z = nn.functional.dropout(y, p, training)
+    z = F.dropout(y, p, training)
     z += 1
     return y, z
 
@@ -276,8 +263,7 @@ def assert_any_order_gives_the_same(graph):
     for _ in range(10):
         live = values_of(graph, inputs, rng)
         outputs = fill(list(program.output_leaves), live, program.params)
-        for a, b in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        torch.testing.assert_close([*outputs], [*expected], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -323,32 +309,18 @@ def test_several_outputs_of_one_operator():
 
 
 def test_lstm_module():
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(4, 3, num_layers=2)
-
-        def forward(self, x):
-            return self.lstm(x)
-
-    module = Wrapped()
-    graph = check(module, torch.randn(5, 2, 4))
+    wrapped = module_of(lambda m, x: m.lstm(x), lstm=nn.LSTM(4, 3, num_layers=2))
+    graph = check(wrapped, torch.randn(5, 2, 4))
     assert "aten.lstm.input" in graph.op_kind
-    assert module(torch.randn(5, 2, 4))[0].shape == (5, 2, 3)
+    assert wrapped(torch.randn(5, 2, 4))[0].shape == (5, 2, 3)
 
 
 def test_nested_outputs_constants_inputs_parameters_and_buffers():
     def forward(m, x):
         y = m.linear(x)
-        return {
-            "nested": (y, [y + m.plain, {"deep": y.shape[0], "whole": y.shape}]),
-            "input": x,
-            "parameter": m.linear.weight,
-            "buffer": m.count,
-            "none": None,
-            "text": "three",
-            "twice": y,
-        }
+        nested = (y, [y + m.plain, {"deep": y.shape[0], "whole": y.shape}])
+        same = {"input": x, "parameter": m.linear.weight, "buffer": m.count, "twice": y}
+        return {"nested": nested, **same, "none": None, "text": "three"}
 
     module = Module(forward)
     graph = check(module, X)
@@ -422,35 +394,27 @@ def test_autocast_around_a_capture_is_refused():
 def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
     """What is wrong is found by calling the module itself, in training mode too."""
 
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+    def forward(m, x):
+        y = m.drop(m.norm(x))
+        return y.sum() if y.sum() > 0 else y.mean()
 
-        def forward(self, x):
-            y = self.drop(self.norm(x))
-            return y.sum() if y.sum() > 0 else y.mean()
-
-    module = Branches()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    branches = module_of(forward, norm=nn.BatchNorm1d(4), drop=nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in branches.state_dict().items()}
     torch.manual_seed(5)
     with pytest.raises(CaptureError, match="depends on the values of a tensor") as caught:
-        capture(module, X, mode="training")
+        capture(branches, X, mode="training")
     assert "GuardOnDataDependent" in type(caught.value.__cause__).__name__
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(3))
-    for name, value in module.state_dict().items():
+    for name, value in branches.state_dict().items():
         assert torch.equal(value, before[name]), name
 
 
 def test_inputs_to_measure_with_are_copies_that_lie_in_memory_as_the_example_does():
-    class Flat(nn.Module):
-        def forward(self, x):
-            return x.permute(0, 2, 3, 1).view(x.shape[0], -1) + 1  # of channels_last only
-
+    flat = module_of(lambda m, x: x.permute(0, 2, 3, 1).view(2, -1) + 1)  # of channels_last only
     x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    program = capture(Flat(), x).program
+    program = capture(flat, x).program
     (copy,) = program.timing_inputs()
     assert copy.stride() == x.stride() and copy.data_ptr() != x.data_ptr()
     assert torch.equal(copy, x)
@@ -473,13 +437,13 @@ def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_
     [
         (torch.rand_like, True),
         (torch.bernoulli, True),
-        (lambda x: nn.functional.dropout(x, 0.5), True),
-        (lambda x: nn.functional.dropout(x, 0.0), False),
-        (lambda x: nn.functional.dropout(x, 0.5, training=False), False),
-        (lambda x: nn.functional.rrelu(x, training=True), True),
-        (nn.functional.rrelu, False),
-        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), True),
-        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), False),
+        (lambda x: F.dropout(x, 0.5), True),
+        (lambda x: F.dropout(x, 0.0), False),
+        (lambda x: F.dropout(x, 0.5, training=False), False),
+        (lambda x: F.rrelu(x, training=True), True),
+        (F.rrelu, False),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), True),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), False),
     ],
 )
 def test_what_draws_random_numbers_is_known(function, is_random):
@@ -490,17 +454,10 @@ def test_what_draws_random_numbers_is_known(function, is_random):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_recurrent_layer_draws_random_numbers_in_training_mode_with_dropout(dropout):
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
-
-        def forward(self, x):
-            return self.lstm(x)[0].sum()
-
-    x = torch.randn(3, 2, 4)
-    assert not capture(Last(), x).program.is_random
-    assert capture(Last(), x, mode="training").program.is_random == (dropout > 0)
+    lstm = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
+    last, x = module_of(lambda m, x: m.lstm(x)[0].sum(), lstm=lstm), torch.randn(3, 2, 4)
+    assert not capture(last, x).program.is_random
+    assert capture(last, x, mode="training").program.is_random == (dropout > 0)
 
 
 def test_attributes_set_during_the_trace_are_removed():
@@ -543,16 +500,12 @@ def asks(m, x):
     steps = torch.zeros(3)
     steps[1] = 2
     if steps.sum() > 1 and any(t > 2 for t in m.steps):
-        x = nn.functional.pad(x, (m.times, torch.tensor(1)))
+        x = F.pad(x, (m.times, torch.tensor(1)))
     return (
         x[:, m.edges[m.edges > 0]]
         + m.edges.nonzero().sum()
         + m.edges.repeat_interleave(m.edges).max()
     )
-
-
-def chance(m, x):
-    return m.linear(x) if torch.rand(1) + m.times > 2.5 else x
 
 
 def through_a_view(m, x):
@@ -567,22 +520,15 @@ def through_its_data(m, x):
     return m.linear(x) if steps.sum() > 9 else x
 
 
-def of_an_input(m, x):
-    return m.linear(x) if (x + m.times).sum() > 0 else x
-
-
-def counts(m, x):
-    m.times.add_(1)
-    return m.linear(x) if m.times > 0 else x
-
-
 @pytest.mark.parametrize(
     ("forward", "refused"),
     [
         (asks, ""),
-        *((f, "depends on the values") for f in (chance, through_a_view, through_its_data)),
-        (of_an_input, "depends on the values"),
-        (counts, "changes its buffer"),
+        (through_a_view, "depends on the values"),
+        (through_its_data, "depends on the values"),
+        (lambda m, x: m.linear(x) if torch.rand(1) + m.times > 2.5 else x, "depends on the values"),
+        (lambda m, x: m.linear(x) if (x + m.times).sum() > 0 else x, "depends on the values"),
+        (lambda m, x: m.linear(x) if m.times.add_(1) > 0 else x, "changes its buffer"),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
@@ -615,42 +561,38 @@ def test_a_buffer_that_is_replaced_before_it_is_read_is_no_state():
     check(nn.Sequential(inner), X)
 
 
-def overwrite(m, x):
-    m.count.copy_(torch.where(x.max() > 0, x.sum(0), m.plain))
-    return m.linear(x) + m.count
+def reads_after(write):
+    """A forward that reads the buffer after ``write(m, x)``."""
 
+    def forward(m, x):
+        write(m, x)
+        return m.linear(x) + m.count
 
-def clear_and_add(m, x):
-    m.count.zero_().add_(x.sum(0))
-    return m.linear(x) + m.count
-
-
-def overwrite_with_a_number(m, x):
-    m.count.fill_(2.0)
-    return m.linear(x) + m.count
+    return forward
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("forward", [overwrite, clear_and_add, overwrite_with_a_number])
-def test_a_buffer_that_is_written_whole_before_it_is_read_is_no_state(forward, nested):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m, x: m.count.copy_(torch.where(x.max() > 0, x.sum(0), m.plain)),
+        lambda m, x: m.count.zero_().add_(x.sum(0)),
+        lambda m, x: m.count.fill_(2.0),
+    ],
+)
+def test_a_buffer_that_is_written_whole_before_it_is_read_is_no_state(write, nested):
     """As the frequencies of RoPE ``longrope`` of transformers (Phi-3.5, Phi-4-mini) are."""
-    module = Module(forward)
+    module = Module(reads_after(write))
     check(nn.Sequential(module) if nested else module, X)
 
 
 def test_longrope_is_captured_with_the_factors_of_its_length():
     transformers = pytest.importorskip("transformers")
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        use_cache=False,
-        rope_parameters=rope | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-    )
+    size = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    size |= {"num_attention_heads": 4, "max_position_embeddings": 32, "use_cache": False}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = transformers.LlamaConfig(**size, rope_parameters=rope)
     model = transformers.LlamaForCausalLM(config).eval()
     for length in (6, 12):  # below and above 8
         check(model, torch.randint(32, (1, length)))
@@ -695,11 +637,8 @@ def test_every_form_of_inputs(inputs):
 
 
 def test_any_number_of_positional_inputs():
-    class Sum(nn.Module):
-        def forward(self, first, *rest, scale=1.0):
-            return first * scale + sum(rest)
-
-    graph = check(Sum(), ((X, X + 1, X + 2), {"scale": 3.0}))
+    total = module_of(lambda m, first, *rest, scale=1.0: first * scale + sum(rest))
+    graph = check(total, ((X, X + 1, X + 2), {"scale": 3.0}))
     assert graph.program.input_names == ("first", "rest[0]", "rest[1]", "scale")
 
 
@@ -729,11 +668,7 @@ def test_arguments_may_be_given_by_position_or_by_name():
     ],
 )
 def test_inputs_of_a_call_are_checked(args, kwargs, message):
-    class Constant(nn.Module):
-        def forward(self, a, b, scale=2.0):
-            return a * b
-
-    program = capture(Constant(), ((X,), {"b": 3})).program
+    program = capture(module_of(lambda m, a, b, scale=2.0: a * b), ((X,), {"b": 3})).program
     with pytest.raises(InputError, match=message):
         program.flatten_inputs(args, kwargs)
 
@@ -894,79 +829,39 @@ def branch(m, x):
     return x
 
 
-def number(m, x):
-    return m.linear(x) * x.sum().item()
-
-
-def count_calls(m, x):
-    m.count.add_(1)
-    return m.linear(x) + m.count
-
-
-def replace_buffer(m, x):
-    m.count = m.count + 1
-    return m.linear(x) + m.count
-
-
-def keep_state(m, x):
-    m.plain = m.plain + x.sum(0)
-    return x + m.plain
-
-
-def write_a_part(m, x):
-    m.count[:2].copy_(x[0, :2])
-    return m.linear(x) + m.count
-
-
-def write_behind_the_reader(m, x):
-    y = m.linear(x) + m.count
-    m.count.copy_(x[0])
-    return y
-
-
-def statistics_of_every_batch(m, x):
-    return nn.functional.batch_norm(x, m.count, m.count + 1, training=True)
-
-
-def statistics_of_every_instance(m, x):
-    return nn.functional.instance_norm(x.t()[None], m.count, m.count + 1, use_input_stats=True)
-
-
-def change_input(m, x):
-    x.add_(1)
-    return m.linear(x)
-
-
-def change_constant(m, x):
-    m.plain.add_(1)
-    return x + m.plain
-
-
-def change_parameter(m, x):
-    m.linear.weight.detach().mul_(0.5)
-    return m.linear(x)
+replace_buffer = reads_after(lambda m, x: setattr(m, "count", m.count + 1))
+COUNTS = "changes its buffer 'count' .*self.training"
 
 
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (branch, r"branch.*depends on the values.*test_capture\.py:\d+ `if x\.sum\(\) > 0:`"),
-        (number, r"aten\.item\.default gives a number.*test_capture\.py:\d+ `"),
+        (lambda m, x: x * x.sum().item(), r"aten\.item\.default gives a number.*capture\.py:\d+ `"),
         (lambda m, x: x.nonzero(), r"aten\.nonzero\.default gives .* a shape that depends"),
         (
             lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
             "construct 'cond'.*torch.where",
         ),
-        (count_calls, "changes its buffer 'count' .*self.training"),
-        (replace_buffer, "changes its buffer 'count' .*self.training"),
-        (write_a_part, "changes its buffer 'count' .*self.training"),
-        (write_behind_the_reader, "changes its buffer 'count' .*self.training"),
-        (statistics_of_every_batch, "changes its buffer 'count' .*self.training"),
-        (statistics_of_every_instance, r"aten\.instance_norm\.default cannot be made one plain"),
-        (keep_state, "keeps state between calls in its attribute 'plain'"),
-        (change_input, r"changes its input 'x' in place.*x = x\.clone\(\)"),
-        (change_constant, "in-place operator.*Constant plain"),
-        (change_parameter, "changes its parameter 'linear.weight' when it is called"),
+        (reads_after(lambda m, x: m.count.add_(1)), COUNTS),
+        (replace_buffer, COUNTS),
+        (reads_after(lambda m, x: m.count[:2].copy_(x[0, :2])), COUNTS),
+        (lambda m, x: (m.linear(x) + m.count, m.count.copy_(x[0]))[0], COUNTS),
+        (lambda m, x: F.batch_norm(x, m.count, m.count + 1, training=True), COUNTS),
+        (
+            lambda m, x: F.instance_norm(x.t()[None], m.count, m.count + 1, use_input_stats=True),
+            r"aten\.instance_norm\.default cannot be made one plain",
+        ),
+        (
+            reads_after(lambda m, x: setattr(m, "plain", m.plain + x.sum(0))),
+            "keeps state between calls in its attribute 'plain'",
+        ),
+        (lambda m, x: m.linear(x.add_(1)), r"changes its input 'x' in place.*x = x\.clone\(\)"),
+        (lambda m, x: x + m.plain.add_(1), "in-place operator.*Constant plain"),
+        (
+            reads_after(lambda m, x: m.linear.weight.detach().mul_(0.5)),
+            "changes its parameter 'linear.weight' when it is called",
+        ),
         (
             lambda m, x: m.linear.double()(x.double()),
             r"a Linear is converted while.*capture\.py:\d+ `",
@@ -996,15 +891,12 @@ def test_a_buffer_of_a_submodule_that_is_assigned_to_is_named():
     with pytest.raises(CaptureError, match=r"changes its buffer '1\.count' .*self\.training"):
         capture(nested, X)
     assert torch.equal(nested[1].count, torch.zeros(4))
-    loss = nn.functional.mse_loss
+    loss = F.mse_loss
     with pytest.raises(CaptureError, match=r"in place \(self\.count\.copy_\(\.\.\.\)\)"):
         capture(Module(replace_buffer), (X, X), mode="training", loss=loss)
 
-    def in_place(m, x):
-        m.count.copy_(m.count + 1)
-        return m.linear(x) + m.count
-
-    graph = capture(Module(in_place), (X, X), mode="training", loss=loss)
+    in_place = Module(reads_after(lambda m, x: m.count.copy_(m.count + 1)))
+    graph = capture(in_place, (X, X), mode="training", loss=loss)
     assert len(graph.program.new_buffers) == 1
 
 
@@ -1136,9 +1028,8 @@ def test_an_operator_of_the_user_that_writes_is_named():
         add_in_place(y)
         return y.relu()
 
-    with pytest.raises(
-        CaptureError, match=r"^test\.add_in_place\.default cannot.*add_in_place\(y\)"
-    ):
+    why = r"^test\.add_in_place\.default cannot.*add_in_place\(y\)"
+    with pytest.raises(CaptureError, match=why):
         capture(Module(forward), X)
 
 
@@ -1163,7 +1054,6 @@ def test_a_module_in_training_mode_that_computes_something_else_then_is_warned_o
     with pytest.warns(UserWarning, match=r"Sequential is in training mode: .*eval\(\)"):
         capture(net, x)
     assert net.training
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         capture(net.eval(), x)
         capture(nn.Linear(2, 2).train(), x)
