@@ -54,13 +54,7 @@ NAMES = [{1: "embedding", 2: "attention", 5: "attention_1"}.get(i, f"op{i}") for
 PARAMETERS = {f"{m}.weight": (i,) for i, m in enumerate(MODULES) if m and i not in (3, 6)}
 
 
-def problem(
-    modules: tuple[str, ...] = MODULES,
-    devices: tuple[str, ...] = GPUS,
-    names: tuple[str, ...] | None = None,
-    num_backward: int = 0,
-    heavy: tuple[int, ...] = (),
-) -> Problem:
+def problem(modules=MODULES, devices=GPUS, names=None, num_backward=0, heavy=()) -> Problem:
     """A chain of operators of 1 s on every device; the last ``num_backward`` are backward.
 
     ``heavy`` operators have 6 parts in 10 of a device's memory as parameters.
@@ -71,24 +65,22 @@ def problem(
     facts |= {"op_name": names or own, "name": "decoder"}
     facts |= {"param_bytes": [600_000] * len(heavy)}
     facts["param_uses"] = [(op, i) for i, op in enumerate(heavy)]
-    return small_problem(
-        np.ones((n, len(devices))),
-        chain(n),
-        tensor_bytes=8,
-        devices=devices,
-        device={"kind": [d.partition(":")[0] for d in devices]},
-        memory_bytes=10**6,
-        graph=facts,
-        num_microbatches=4,
-    )
+    kinds = {"kind": [d.partition(":")[0] for d in devices]}
+    on = {"devices": devices, "device": kinds, "memory_bytes": 10**6, "num_microbatches": 4}
+    seconds = np.ones((n, len(devices)))
+    return small_problem(seconds, chain(n), tensor_bytes=8, graph=facts, **on)
+
+
+def knowing(plan: Plan, **facts: Any) -> Plan:
+    """The plan, whose graph has these fields."""
+    return plan.model_copy(update={"graph": plan.graph.model_copy(update=facts)})
 
 
 def plan_of(on: list[int], p: Problem | None = None, **changes: Any) -> Plan:
     """The plan with operators on devices of these numbers; it knows its parameters."""
     p = p or problem()
     plan = make_plan(p, Solution(np.array(on, np.int32), 1.0), planner="by hand", **changes)
-    known = plan.graph.model_copy(update={"parameters": PARAMETERS})
-    return plan.model_copy(update={"graph": known})
+    return knowing(plan, parameters=PARAMETERS)
 
 
 def export(name: str, plan: Plan, problem: Problem | None = None, **options: Any) -> Exported:
@@ -208,10 +200,9 @@ def test_csv_holds_no_formulas() -> None:
 
 
 def test_device_map_covers_every_parameter() -> None:
-    def entries(on: list[int], **parameters: tuple[int, ...]) -> Any:
-        plan = plan_of(on)
-        known = plan.graph.model_copy(update={"parameters": PARAMETERS | parameters})
-        return json.loads(export("huggingface", plan.model_copy(update={"graph": known})).files[""])
+    def entries(on: list[int], **more: tuple[int, ...]) -> Any:
+        plan = knowing(plan_of(on), parameters=PARAMETERS | more)
+        return json.loads(export("huggingface", plan).files[""])
 
     assert entries([0] * 11) == {"": "cuda:0"}
     assert entries(CUT) == {
@@ -235,25 +226,17 @@ def test_device_map_covers_every_parameter() -> None:
 def test_device_map_keeps_modules_with_parameters_whole(on: list[int], nearest: list[int]) -> None:
     plan = plan_of(on, problem(("a", "a", "b") if on[2] else ("a", "a", "a")))
     split = {"a.weight": (0,), "b.weight": (2,)} if on[2] else {"a.weight": (0,)}
-    known = plan.graph.model_copy(update={"parameters": split})
     with pytest.raises(Inexpressible, match="a module with parameters has one device") as caught:
-        export("huggingface", plan.model_copy(update={"graph": known}))
+        export("huggingface", knowing(plan, parameters=split))
     assert list(caught.value.nearest.values()) == [GPUS[d] for d in nearest]
 
 
-@pytest.mark.parametrize(
-    ("devices", "on", "nearest"),
-    [
-        (("cpu:0", "cpu:1"), CUT, ["cpu:1"] * 11),  # torch has one CPU device
-        (("cpu:0", "cuda:0"), CUT, ["cuda:0"] * 11),  # accelerate would offload, not compute
-    ],
-)
-def test_device_map_has_one_host(
-    devices: tuple[str, ...], on: list[int], nearest: list[str]
-) -> None:
+@pytest.mark.parametrize("devices", [("cpu:0", "cpu:1"), ("cpu:0", "cuda:0")])
+def test_device_map_has_one_host(devices: tuple[str, ...]) -> None:
+    """Torch has one CPU device, from which accelerate would offload, not compute."""
     with pytest.raises(Inexpressible, match="torch has one CPU device") as caught:
-        export("huggingface", plan_of(on, problem(devices=devices)))
-    assert list(caught.value.nearest.values()) == nearest
+        export("huggingface", plan_of(CUT, problem(devices=devices)))
+    assert list(caught.value.nearest.values()) == [devices[1]] * 11
 
 
 @pytest.mark.parametrize("name", consumers.FAMILIES)
@@ -438,12 +421,10 @@ def test_deepspeed_says_what_the_layers_are() -> None:
 
 def tied(on: list[int], devices: tuple[str, ...] = GPUS, mode: str = "") -> Plan:
     """A plan of the decoder, whose head reads the embedding's weight."""
+    readers = {k: v for k, v in PARAMETERS.items() if k != "head.weight"}
+    readers["embed.weight"] = (1, 10)
     plan = plan_of(on, problem(devices=devices))
-    readers = {k: v for k, v in PARAMETERS.items() if k != "head.weight"} | {
-        "embed.weight": (1, 10)
-    }
-    known = plan.graph.model_copy(update={"parameters": readers} | ({"mode": mode} if mode else {}))
-    return plan.model_copy(update={"graph": known})
+    return knowing(plan, parameters=readers, **({"mode": mode} if mode else {}))
 
 
 def test_torchtitan_has_no_tied_parameters_in_a_pipeline() -> None:
@@ -456,16 +437,22 @@ def test_torchtitan_has_no_tied_parameters_in_a_pipeline() -> None:
         assert config["module_fqns_per_model_part"] == [modules]
 
 
-def test_megatron_ties_unless_told_otherwise() -> None:
-    assert "--untie-embeddings-and-output-weights;" in export("megatron", plan_of(CUT)).note
-    note = export("megatron", tied(CUT)).note
-    assert "--untie" not in note and "the last stage has a copy of the tied embedding" in note
+NOTES = [  # an exporter, a plan, and what the note says or does not
+    ("megatron", plan_of(CUT), "--untie-embeddings-and-output-weights;", True),
+    ("megatron", tied(CUT), "--untie", False),
+    ("megatron", tied(CUT), "the last stage has a copy of the tied embedding", True),
+    ("vllm", tied(CUT), "last rank has a copy of the tied embedding", True),
+    ("vllm", plan_of(CUT), "copy", False),
+    ("vllm", tied([0] * 11), "copy", False),
+    ("torch_pipelining", plan_of(CUT), "copy", False),
+    ("torch_pipelining", tied(CUT), "each of its stages has a copy of embed.weight", True),
+    ("torch_pipelining", tied(CUT, mode="training"), "add the gradients of the copies up", True),
+]
 
 
-def test_vllm_copies_a_tied_embedding_to_the_last_rank() -> None:
-    assert "last rank has a copy of the tied embedding" in export("vllm", tied(CUT)).note
-    assert "copy" not in export("vllm", plan_of(CUT)).note
-    assert "copy" not in export("vllm", tied([0] * 11)).note
+@pytest.mark.parametrize(("name", "plan", "text", "is_said"), NOTES)
+def test_notes_say_what_becomes_of_a_tied_parameter(name, plan, text, is_said):
+    assert (text in export(name, plan).note) == is_said
 
 
 def test_deepspeed_names_layers_that_must_be_tied() -> None:
@@ -473,18 +460,6 @@ def test_deepspeed_names_layers_that_must_be_tied() -> None:
     assert json.loads(exported.files[""])["tied"] == {"embed.weight": [0, 3]}
     assert "layers that share embed.weight are TiedLayerSpec with one key" in exported.note
     assert "tied" not in json.loads(export("deepspeed", plan_of(CUT)).files[""])
-
-
-def test_torch_pipelining_copies_a_tied_parameter() -> None:
-    assert "copy" not in export("torch_pipelining", plan_of(CUT)).note
-    assert (
-        "each of its stages has a copy of embed.weight"
-        in export("torch_pipelining", tied(CUT)).note
-    )
-    assert (
-        "add the gradients of the copies up"
-        in export("torch_pipelining", tied(CUT, mode="training")).note
-    )
 
 
 def test_torch_gives_stages_copies_whose_gradients_nobody_adds_up() -> None:
@@ -522,9 +497,8 @@ def test_llama_cpp_makes_a_tied_head_of_the_embedding() -> None:
         export("llama_cpp", tied(CUT))
     assert [op for op, d in no.value.nearest.items() if d == "cuda:0"] == NAMES[2:5]
     # In turns, the head's device is the last that the options name.
-    turned = export(
-        "llama_cpp", tied([0, 0, 1, 1, 1, 2, 2, 2, 1, 1, 1], ("cpu:0", "cuda:0", "cuda:1"))
-    )
+    devices = ("cpu:0", "cuda:0", "cuda:1")
+    turned = export("llama_cpp", tied([0, 0, 1, 1, 1, 2, 2, 2, 1, 1, 1], devices))
     assert turned.files[".args"] == "-ngl 3 -dev CUDA1,CUDA0 -ts 1,2\n"
 
 
@@ -581,13 +555,10 @@ def test_order_as_actions_of_torch() -> None:
     _, plan = training(scheduler="one_f_one_b")
     exported = export("torchtitan", plan)
     # a: |0F0 0F1 0B0 0F2 0B1 ...|  with the last stage one forward, one backward
-    assert str(exported.files[".csv"]).splitlines() == [
-        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3",
-        "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
-    ]
-    assert (
-        json.loads(exported.files[""])["pipeline_parallel_schedule"] == "_PipelineScheduleRuntime"
-    )
+    rows = ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"]
+    assert str(exported.files[".csv"]).splitlines() == rows
+    schedule = json.loads(exported.files[""])["pipeline_parallel_schedule"]
+    assert schedule == "_PipelineScheduleRuntime"
 
 
 @pytest.mark.parametrize("scheduler", ["gpipe", "one_f_one_b"])
@@ -595,10 +566,7 @@ def test_torch_accepts_the_schedule(scheduler: str) -> None:
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     _, plan = training(scheduler=scheduler)
     rows = str(export("torchtitan", plan).files[".csv"]).splitlines()
-    actions = {
-        rank: [schedules._Action.from_str(x) for x in row.split(",")]
-        for rank, row in enumerate(rows)
-    }
+    actions = {k: [*map(schedules._Action.from_str, x.split(","))] for k, x in enumerate(rows)}
     assert schedules._validate_schedule(actions, 2, 2, plan.num_microbatches) == {0: 0, 1: 1}
 
 
@@ -652,9 +620,8 @@ def test_torch_is_not_asked_for_1f1b_of_fewer_micro_batches_than_it_takes() -> N
         p = problem(layers + layers[::-1], names=names, num_backward=len(turns))
         plan = plan_of(turns + turns[::-1], p)
         for count, schedule in counts.items():
-            exported = export(
-                "torch_pipelining", plan.model_copy(update={"num_microbatches": count})
-            )
+            some = plan.model_copy(update={"num_microbatches": count})
+            exported = export("torch_pipelining", some)
             assert json.loads(exported.files[".json"])["schedule"].startswith(schedule)
 
 
@@ -787,19 +754,15 @@ def onnx_plan(folder: Path, devices: tuple[str, ...], on: list[int]) -> tuple[st
     scale = helper.make_node(
         "Constant", [], ["scale"], value=numpy_helper.from_array(np.full(4, 0.5, np.float32))
     )
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["a"], name="first);cpu(=x"),
-            scale,
-            helper.make_node("Relu", ["a"], ["b"], name="$(touch pwned)"),
-            helper.make_node("Mul", ["b", "scale"], ["c"]),
-            helper.make_node("MatMul", ["c", "w"], ["y"], name="last"),
-        ],
-        "small",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 4])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 4])],
-        [numpy_helper.from_array(weight, "w")],
-    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="first);cpu(=x"),
+        scale,
+        helper.make_node("Relu", ["a"], ["b"], name="$(touch pwned)"),
+        helper.make_node("Mul", ["b", "scale"], ["c"]),
+        helper.make_node("MatMul", ["c", "w"], ["y"], name="last"),
+    ]
+    x, y = (helper.make_tensor_value_info(v, onnx.TensorProto.FLOAT, [2, 4]) for v in "xy")
+    graph = helper.make_graph(nodes, "small", [x], [y], [numpy_helper.from_array(weight, "w")])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
     path = str(folder / "model.onnx")
     onnx.save(model, path)
@@ -819,9 +782,8 @@ def test_onnx_file_says_where_its_nodes_run(tmp_path: Path) -> None:
     model = onnx.load_from_string(export("onnx", plan, model=path).files[""])
     onnx.checker.check_model(model, full_check=True)
     assert model.ir_version == 11
-    assert [(c.name, c.num_devices, list(c.device)) for c in model.configuration] == [
-        ("placement", 2, [*GPUS])
-    ]
+    told = [(c.name, c.num_devices, list(c.device)) for c in model.configuration]
+    assert told == [("placement", 2, [*GPUS])]
     every = [[(c, s) for c in n.device_configurations for s in c.sharding_spec]
              for n in model.graph.node]  # fmt: skip
     stages = [[(c.pipeline_stage, s.tensor_name, *s.device) for c, s in some] for some in every]
@@ -880,9 +842,8 @@ def test_onnxruntime_settings(tmp_path: Path) -> None:
     import onnx
 
     exported = export("onnxruntime", plan, model=path)
-    assert json.loads(exported.files[".json"]) == {
-        "session.layer_assignment_settings": "cpu(=placement_0); gpu:1(=placement_1)"
-    }
+    settings = {"session.layer_assignment_settings": "cpu(=placement_0); gpu:1(=placement_1)"}
+    assert json.loads(exported.files[".json"]) == settings
     nodes = onnx.load_from_string(exported.files[""]).graph.node
     layers = [{p.key: p.value for p in n.metadata_props}.get("layer_ann") for n in nodes]
     assert layers == [None if d is None else f"placement_{d}" for d in (0, None, 1, 1, 0)]
@@ -958,44 +919,38 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "plan.json", tmp_path / "problem.json"
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "--list", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)["exporters"]
+def test_list(says: Any) -> None:
+    listed = says(["export", "--list", "--json"]).json["exporters"]
     assert [row["name"] for row in listed] == exporters.names()
-    assert main(["export", "--list"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert max(map(len, says(["export", "--list"]).out.splitlines())) <= 80
 
 
-def test_command(saved: tuple[Path, Path], capsys: Any) -> None:
+def test_command(saved: tuple[Path, Path], says: Any) -> None:
     plan, model = saved
     out = plan.with_name("out.env")
-    assert main(["export", str(plan), "--to", "vllm", "--out", str(out)]) == 1
-    assert "operator 'op4'" in capsys.readouterr().err
-    assert main(["export", str(plan), "--to", "vllm", "--out", str(out), "--json"]) == 1
-    refused = json.loads(capsys.readouterr().out)
+    assert "operator 'op4'" in says(["export", plan, "--to", "vllm", "--out", out], 1).err
+    refused = says(["export", plan, "--to", "vllm", "--out", out, "--json"], 1).json
     assert refused["files"] == [] and "operator 'op4'" in refused["note"]
     assert not out.exists()
     nearest = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest", "--json"]
-    assert main([*nearest, "layers=layers"]) == 0
-    stderr = capsys.readouterr()
+    stderr = says([*nearest, "layers=layers"])
     assert json.loads(stderr.out)["moved"] == {"op4": "cuda:0"}
     assert json.loads(stderr.out)["predicted"] is None  # never a figure that nobody computed
     assert "1 of 11 operators move; what that costs is not known" in stderr.err
     assert "to know: --model MODEL, or --profile FILE" in stderr.err
     assert out.read_text().endswith("VLLM_PP_LAYER_PARTITION=1,1\n")
-    assert main([*nearest, "--model", str(model)]) == 0
     # 4 + 7 operators of 1 s against 5 + 6
-    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    predicted = says([*nearest, "--model", model]).json["predicted"]
     assert predicted == {"latency_s": [11.0, 11.0], "period_s": [7.0, 6.0]}
 
 
-def test_a_profile_is_for_models(tmp_path: Path, capsys: Any) -> None:
+def test_a_profile_is_for_models(tmp_path: Path, says: Any) -> None:
     plan, model = tmp_path / "plan.json", tmp_path / "problem.json"
     plan_of(CUT, problem()).save(plan)
     importers.save(problem(), model)
-    command = ["export", str(plan), "--to", "csv", "--model", str(model)]
-    assert main([*command, "--out", str(tmp_path / "x.csv"), "--profile", "x.npz"]) == 2
-    assert "--profile is for models" in capsys.readouterr().err
+    command = ["export", plan, "--to", "csv", "--model", model]
+    said = says([*command, "--out", tmp_path / "x.csv", "--profile", "x.npz"], 2).err
+    assert "--profile is for models" in said
 
 
 def test_an_option_may_have_any_name() -> None:
@@ -1005,48 +960,43 @@ def test_an_option_may_have_any_name() -> None:
                 package.load(package.names()[0], **{option: "x"})
 
 
-def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, says: Any) -> None:
     p = problem(heavy=(0, 4))  # operator 4 would join operator 0
     plan, model, out = (tmp_path / x for x in ("plan.json", "problem.json", "out"))
     plan_of(INSIDE, p).save(plan)
     importers.save(p, model)
     command = ["export", str(plan), "--to", "vllm", "--out", str(out), "--nearest"]
-    assert main([*command, "--model", str(model), "--json"]) == 1
-    answer = capsys.readouterr()
+    answer = says([*command, "--model", model, "--json"], 1)
     assert "does not fit: device 'cuda:0' needs 1,200,0" in answer.err
     assert json.loads(answer.out)["files"] == [] and json.loads(answer.out)["note"] in answer.err
     assert not out.exists()
 
 
-def test_usage_errors(saved: tuple[Path, Path], capsys: Any, monkeypatch: Any) -> None:
+def test_usage_errors(saved: tuple[Path, Path], says: Any, monkeypatch: Any) -> None:
     plan, _ = saved
 
     def error(*words: str) -> str:
-        assert main(["export", *words]) == 2
-        return str(capsys.readouterr().err)
+        return str(says(["export", plan, *words], 2).err)
 
     out = str(plan.with_name("x.json"))
-    assert "missing: --to NAME, --out FILE; exporters: placement export --list" in error(str(plan))
-    assert "no exporter 'x'; exporters are" in error(str(plan), "--to", "x", "--out", out)
-    assert "exporter options are given as option=value" in error(
-        str(plan), "layers", "--to", "vllm", "--out", out
-    )
-    # Never over the plan itself, nor two contents into one file.
-    for name in ("plan.py", "x.json"):
-        there = str(plan.with_name(name))
-        assert f"a .json is written beside it, and {plan.with_name(name).stem}" in error(
-            str(plan), "--to", "torch_pipelining", "--out", there
-        ).replace(f"{plan.parent}{os.sep}", "")
-    assert "name the file with --model FILE" in error(
-        str(plan), "--to", "csv", "--out", out, "--profile", "x.npz"
-    )
-    assert "is in use; name another file" in error(str(plan), "--to", "csv", "--out", str(plan))
+    for words, message in (
+        ([], "missing: --to NAME, --out FILE; exporters: placement export --list"),
+        (["--to", "x", "--out", out], "no exporter 'x'; exporters are"),
+        (["layers", "--to", "vllm", "--out", out], "exporter options are given as option=value"),
+        (["--to", "csv", "--out", out, "--profile", "x.npz"], "name the file with --model FILE"),
+        (["--to", "csv", "--out", str(plan)], "is in use; name another file"),
+    ):
+        assert message in error(*words)
+    for name in ("plan.py", "x.json"):  # never over the plan itself, nor two contents into one file
+        said = error("--to", "torch_pipelining", "--out", str(plan.with_name(name)))
+        where = f"a .json is written beside it, and {plan.with_name(name).stem}"
+        assert where in said.replace(f"{plan.parent}{os.sep}", "")
     assert not Path(out).exists()
     read = plan.with_name("net.onnx")
     read.write_bytes(b"a model")
     monkeypatch.setattr("placement.exporters.onnx.Onnx.__call__", lambda *_: Exported({"": ""}, ""))
     words = [f"model={read}", "--to", "onnx", "--out", str(read)]
-    assert "net.onnx is in use; name another file" in error(str(plan), *words)
+    assert "net.onnx is in use; name another file" in error(*words)
     assert read.read_bytes() == b"a model"
 
 
