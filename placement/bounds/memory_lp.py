@@ -135,8 +135,8 @@ class Placed:
             # Some operators that need most while they run, wherever they are.
             here, room = [d, *streaming], float(problem.memory_bytes[d])
             for op in np.argsort(-working, kind="stable")[:_WORKING]:
-                runs = on[g.group[op], here], working[op]
-                self._within(room, *placed, *buffers, runs)
+                takes = problem.compute_s[op, here] > 0  # what takes no time is never seen to hold
+                self._within(room, *placed, *buffers, (on[g.group[op], here], working[op] * takes))
             for s in streaming:  # what may be page-locked
                 self._within(float(problem.memory_bytes[s]), (on[:, s], held))
 
