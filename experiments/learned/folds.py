@@ -700,9 +700,10 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
 
 
 def done(rows: Sequence[Row]) -> str:
-    """How much of the study there is, in words."""
-    whole = sum(is_finished(rows, seed) for seed in range(10))
-    return f"{whole} of 10 seeds" if whole else "the first seed, of ten, in part"
+    """How many seeds of the endpoint's arm there are, in words."""
+    ran = Counter((r.seed, r.objective) for r in rows if r.arm == MESSAGES)
+    whole = sum(all(ran[s, o] == len(cases(o)) for o in OBJECTIVES) for s in range(10))
+    return f"{whole} of 10 seeds"
 
 
 def is_finished(rows: Sequence[Row], seed: int) -> bool:
