@@ -16,7 +16,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,16 +31,17 @@ from torch.nn import functional as F
 
 from experiments.runs import in_turns, measured_problem
 from experiments.study import Option, Options, Study, StudyError, run
-from experiments.tables import Column
+from experiments.tables import DASH, Column
 from placement import planners
 from placement.capturing import capture
 from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.executor.equality import Tolerance, difference
 from placement.graph import OpGraph
-from placement.runs.ways import timed, torch_threads
+from placement.runs.ways import inferring, timed, torch_compiled, torch_threads
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
+COMPILED = "torch.compile, all cores"
 
 
 class Block(nn.Module):
@@ -208,14 +209,19 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
     def ours(name: str, runner: Runner) -> None:
         outputs[name] = torch.cat(list(runner.stream(items)))  # as the peer does
 
-    def plain() -> None:
-        with torch.inference_mode():
-            outputs[PLAIN] = torch.cat([module(x) for x in items])
+    def called(name: str, call: Callable[..., Any]) -> None:
+        outputs[name] = torch.cat([call(x) for x in items])
 
-    def plain_s() -> float:
-        with torch_threads(Cluster.detect().num_devices):
-            return timed(plain)
+    def on_all_cores(name: str, call: Callable[..., Any]) -> float:
+        with torch_threads(cores):
+            return timed(partial(called, name, call))
 
+    cores = Cluster.detect().num_devices
+    calls: dict[str, Any] = {PLAIN: inferring(module)}
+    with torch_threads(cores):
+        by_torch = torch_compiled(module, items[0], cluster, lambda *_: None)
+    if by_torch is not None:
+        calls[COMPILED] = by_torch
     with ExitStack() as opened:
         peer = opened.enter_context(Peer(stack, num_microbatches, cluster))
         ways = {PEER: peer.run}
@@ -224,7 +230,8 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
                 Runner(graph, cluster, placement, priority=problem.priority)
             )
             ways[name] = partial(timed, partial(ours, name, runner))
-        seconds = in_turns(ways | {PLAIN: plain_s}, rounds, warm_up=2)
+        ways |= {name: partial(on_all_cores, name, call) for name, call in calls.items()}
+        seconds = in_turns(ways, rounds, warm_up=2)
         outputs[PEER] = torch.from_numpy(peer.outputs)
     tolerance = Tolerance.of([expected], cluster)
     for name, output in outputs.items():
@@ -243,6 +250,8 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
 
 
 def against(name: str, row: dict[str, Any]) -> str:
+    if name not in row["ratio"]:  # no compiler
+        return DASH
     low, high = row["ratio_iqr"][name]
     return f"{row['ratio'][name]:.2f}x ({low:.2f} to {high:.2f})"
 
@@ -255,7 +264,7 @@ STUDY = Study(
         Column("model", "stack"),
         Column("operators", "operators"),
         Column(PEER, lambda r: r["seconds"][PEER] / r["micro_batches"], 2, 1e3, " ms"),
-        *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN)),
+        *(Column(name, partial(against, name)) for name in (SAME, OWN, PLAIN, COMPILED)),
     ),
     options={
         "rounds": 9,

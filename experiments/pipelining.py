@@ -5,15 +5,15 @@
 A case is a workload at batch 1, for throughput; ``WORKLOAD:0.6`` lets each device hold that share
 of what the model takes on one device, ``WORKLOAD:latency`` is of one item alone. Two replicas take
 turns, the best cut runs all items alike, and the best found may do both; beside them one device,
-and plain PyTorch with one and two threads. All of a case are interleaved; medians of the rounds.
-Writes
-``experiments/results/pipelining.md``, ``.json`` and ``.png``: the cut of the first case, predicted
-and measured.
+plain PyTorch with one and two threads, and the faster of ``torch.compile`` and the same with
+freezing, with two; ours are not compiled (that is ``experiments.compiled``). All of a case are
+interleaved; medians of the rounds. Writes ``experiments/results/pipelining.md``, ``.json`` and
+``.png``: the cut of the first case, predicted and measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,20 +33,22 @@ from placement.planners import PlannerError
 from placement.problem import Placement, Problem
 from placement.program import split_inputs
 from placement.report import gantt
-from placement.runs.ways import timed
+from placement.runs.ways import inferring, timed, torch_compiled, torch_threads
 from placement.simulator import evaluate, simulate
 from placement.workloads import load
 
 PLANNED = {"one device": "single_device", "two replicas": "data_parallel", "best cut": "best_of"}
 PLANNED |= {"best found": "phase_search"}
-PLAIN = ("plain, 1 thread", "plain, 2 threads")
+PLAIN, COMPILED = ("plain, 1 thread", "plain, 2 threads"), "torch.compile, 2 threads"
+AGAINST = ("against one device", "against plain", "against torch.compile")
 CASES = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm")
 CASES += ("resnet50:0.6", "bert_base:0.6", "inception:latency")
 ROUND_S = 0.1  # of a round: of items of less than a millisecond a few are only the beginning
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
-    """Workload after workload; a case that is finished is not measured again."""
+    """Those of other cases, as they are; and workload after workload, unless a case is finished."""
+    yield from (x for x in STUDY.read() if x["case"] not in options.cases)
     for workload in dict.fromkeys(case.partition(":")[0] for case in options.cases):
         for case in options.cases:
             if case.partition(":")[0] == workload:
@@ -120,11 +122,10 @@ def row(
         for way, plan in plans.items()
     }  # fmt: skip
 
-    def plain(threads: int, items: int) -> Iterator[Any]:
+    def called(call: Callable[..., Any], threads: int, items: int) -> Iterator[Any]:
         torch.set_num_threads(threads)
-        with torch.inference_mode():
-            for _ in range(items):
-                yield module(*args, **kwargs)
+        for _ in range(items):
+            yield call(*args, **kwargs)
 
     def planned_s(runner: Runner, count: int) -> float:
         return seconds_per_item(
@@ -133,15 +134,21 @@ def row(
 
     count = max(count, int(ROUND_S / problem.compute_s.sum(axis=0).min()))
     streams = {way: partial(planned_s, runner, count) for way, runner in runners.items()}
-    for k, way in enumerate(PLAIN, 1):
-        streams[way] = partial(seconds_per_item, lambda n, k=k: ended(plain(k, n)), count)
+    calls = [(way, inferring(module), k) for k, way in enumerate(PLAIN, 1)]
+    with torch_threads(2):
+        by_torch = torch_compiled(module, inputs, problem.cluster, lambda *_: None)
+    if by_torch is not None:
+        calls.append((COMPILED, by_torch, 2))
+    for way, call, k in calls:
+        own = partial(called, call, k)
+        streams[way] = partial(seconds_per_item, lambda n, own=own: ended(own(n)), count)
     seconds = in_turns(streams, rounds)
     if picture is not None:
         few = replace(problem, num_microbatches=8)
         measured = Executor(few).run(plans["best cut"])
         predicted = simulate(few, plans["best cut"])
         gantt.plot_gantt(predicted, measured, picture, f"{case}, cut by best_of")
-    ways = (*PLANNED, *PLAIN)
+    ways = (*PLANNED, *PLAIN, COMPILED)
     took = {way: float(np.median(seconds[way])) if way in seconds else None for way in ways}
     values = {way: evaluate(problem, plan[None]) for way, plan in plans.items()}
     alone = problem.objective is Objective.LATENCY
@@ -163,6 +170,7 @@ def row(
         "better": ours,
         "against one device": ratio("one device", ours),
         "against plain": ratio(PLAIN[1], ours),
+        "against torch.compile": ratio(COMPILED, ours),
         "error of replicas": error("two replicas"),
         "error of cut": error("best cut"),
         "dispatch share": _dispatch_s() * problem.num_ops / (alone_s or np.nan),
@@ -187,9 +195,9 @@ STUDY = Study(
     columns=(
         Column("case", "case"),
         Column("ops", "ops"),
-        *(Column(way, way, 1, 1e3, " ms") for way in (*PLANNED, *PLAIN)),
+        *(Column(way, way, 1, 1e3, " ms") for way in (*PLANNED, *PLAIN, COMPILED)),
         Column("better", "better"),
-        *(Column(x, x, 2, unit="x") for x in ("against one device", "against plain")),
+        *(Column(x, x, 2, unit="x") for x in AGAINST),
         *(Column(x, x, 1, 100, " %") for x in ("error of replicas", "error of cut")),
         Column("dispatch share", "dispatch share", 0, 100, " %"),
     ),
