@@ -72,8 +72,7 @@ class Cut:
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
     """One of each workload, unless it is finished, after those of others and of other machines."""
-    mine = {(cpu_model(), name) for name in options.workloads}
-    yield from (x for x in STUDY.read() if (x["machine"], x["case"]) not in mine)
+    yield from STUDY.besides(machine=[cpu_model()], case=options.workloads)
     for name in options.workloads:
         what = name, options.rounds, options.seconds, options.placements
         yield options.finished.row(dict, what, partial(row, name, options), name=name)

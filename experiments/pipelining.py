@@ -48,7 +48,7 @@ ROUND_S = 0.1  # of a round: of items of less than a millisecond a few are only 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
     """Those of other cases, as they are; and workload after workload, unless a case is finished."""
-    yield from (x for x in STUDY.read() if x["case"] not in options.cases)
+    yield from STUDY.besides(case=options.cases)
     for workload in dict.fromkeys(case.partition(":")[0] for case in options.cases):
         for case in options.cases:
             if case.partition(":")[0] == workload:

@@ -43,7 +43,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -169,6 +169,10 @@ class Study:
         if self.row is not None:
             return read_csv(self.row, folder / f"{self.name}.csv")
         return list(json.loads((folder / f"{self.name}.json").read_text("utf-8"))["rows"])
+
+    def besides(self, **made: Container[Any]) -> list[Any]:
+        """Committed rows, but those that have one of the values in every column of ``made``."""
+        return [x for x in self.read() if any(x[name] not in own for name, own in made.items())]
 
     def write(self, rows: Rows, options: Options, noted: Mapping[str, str] | None = None) -> None:
         """All results, the page last; with the facts of today, or those that were ``noted``."""

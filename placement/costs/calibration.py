@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +73,6 @@ def calibrated(
 ) -> Profile:
     """The profile with costs between devices, and speeds of devices, as they are in this graph.
 
-    Args:
-        compiled: if any, placements that run instead, compiled, periodic ones last.
-
     What a transfer, a wake-up and a busy neighbour cost apart from everything else is not what
     they cost in the middle of a model: caches, the interpreter and the sleep of idle cores take
     part. So single devices, replicas and a few placements run as a user runs them, and the costs
@@ -88,6 +85,9 @@ def calibrated(
     the latter counts: there recording takes the thread that launches as long as many operators do.
     By how much what ran is still missed is the profile's ``error``. A placement that a GPU has no
     memory for tells nothing; where that are all, the profile stays as it is.
+
+    Args:
+        compiled: if any, placements that run instead of all these, compiled; periodic ones last.
     """
     least = np.where(np.isfinite(profile.compute_s), profile.compute_s, 0.0)
     many = EFFORT.runs[1] * _repeated(least.sum(axis=0).max())
@@ -194,17 +194,16 @@ def _ran(
             whole_s = problem.compute_s[rows, p].sum(axis=-1).mean()
             times = _repeated(whole_s)
             alone, many = (runs * times for runs in EFFORT.runs)
-            warm = EFFORT.warm * times
+            counts = alone if p.ndim == 1 else 1, many, EFFORT.warm * times
             try:
-                alone = alone if p.ndim == 1 else 1
-                rounds[r, i] = run_placement(problem, p, alone, many, warm, compiled)
+                rounds[r, i] = run_placement(problem, p, *counts, compiled)
             except RuntimeError as error:
                 if not is_short(error):
                     raise
             if p.ndim > 1:
                 rounds[r, i, 0] = np.nan
-    fits: Any = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
-    return [p for p, fit in zip(placements, fits, strict=True) if fit], rounds.min(axis=0)[fits]
+    fits = (rounds[:, :, 1] > 0).all(axis=0)  # of few short ones several may end at once
+    return [placements[i] for i in np.flatnonzero(fits).tolist()], rounds.min(axis=0)[fits]
 
 
 def run_placement(

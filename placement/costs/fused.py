@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 _LEAST_S = 1e-9  # of an operator: a run may be of such that take nothing
-PARTS = 1, 3  # runs of the placements by which costs of compiled runs are calibrated
+_PARTS = 1, 3  # runs of the placements by which costs of compiled runs are calibrated
 _CLEARLY = 0.97  # of the predicted time of what was measured: else what is planned is no better
 
 
@@ -133,10 +133,14 @@ def measure_compiled(
     )
     if 1 < len(cpus) == cluster.num_devices:
         say("running some placements, compiled, to calibrate", None)
-        some = _parted(joined, cluster, measured)
-        if in_pieces:
-            some = [dealt(graph, cpus, d) for d in cpus]
-        measured = calibrated(joined, cluster, measured, some)
+        measured = calibrated(
+            joined,
+            cluster,
+            measured,
+            [dealt(graph, cpus, d) for d in cpus]
+            if in_pieces
+            else _parted(joined, cluster, measured),
+        )
     seconds = round(time.time() - began, 2)
     return replace(
         measured,
@@ -302,7 +306,7 @@ def _parted(graph: OpGraph, cluster: Cluster, profile: Profile) -> list[Ints]:
     """Placements ``[N]`` of one and three runs of about as many seconds, on devices in turns,
     beginning with each; the last ``[K, N]`` is replicas."""
     priority, placements = Problem(graph, cluster, profile).priority, list[Ints]()
-    for count in PARTS:
+    for count in _PARTS:
         begins = _begins(graph, priority, profile.compute_s.mean(axis=1), count)
         part = np.searchsorted(np.sort(priority[begins]), priority, side="right") - 1
         some = [(part + d) % cluster.num_devices for d in range(cluster.num_devices)]
