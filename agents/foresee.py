@@ -23,7 +23,6 @@ from agents.encoder import PolicyError
 from agents.trained import read, with_weights, write
 from envs.generators import Pipelines
 from placement.problem import Problem
-from placement.runs.ways import torch_threads
 from placement.search.evaluation import Choice
 from placement.search.pipeline import (
     MOST,
@@ -37,6 +36,7 @@ from placement.search.pipeline import (
     net_of,
 )
 from placement.simulator import score
+from placement.tools.threads import torch_threads
 
 FORMAT = 1
 RELEASED = Path(__file__).with_name("released") / "waits-period.safetensors"

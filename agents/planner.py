@@ -25,10 +25,10 @@ from placement.cli import search_here
 from placement.objective import Objective
 from placement.planners import macro_search, order_search
 from placement.problem import Placement, Planner, Problem, Solution
-from placement.runs.ways import torch_threads
 from placement.search.evaluation import INFEASIBLE, START_SHARE, Search, can_move, two_operators
 from placement.search.pipeline import can_foresee, constructed
 from placement.tools.clock import loads
+from placement.tools.threads import torch_threads
 
 RELEASED = RELEASED_FOLDER / "dispatch-latency.safetensors"
 UNTRAINED = "untrained"

@@ -20,9 +20,9 @@ from envs.problem_set import EnvError, Floats, ProblemSet, canonical, find
 from envs.rules import Rules
 from envs.sequential import SequentialRules
 from placement.problem import Placement, Problem, Solution
-from placement.runs.ways import torch_threads
 from placement.tools.files import check_is_file, parse_json, short, write_atomic
 from placement.tools.named import meant
+from placement.tools.threads import torch_threads
 
 RELEASED = Path(__file__).with_name("released")
 FORMAT = 3

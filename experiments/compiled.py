@@ -39,8 +39,9 @@ from placement.optimizing import optimize
 from placement.problem import Placement, Problem
 from placement.program import split_inputs
 from placement.report.table import geometric_mean, mape, spearman
-from placement.runs.ways import difference, inferring, torch_compiled, torch_threads
+from placement.runs.ways import difference, inferring, torch_compiled
 from placement.simulator import simulate
+from placement.tools.threads import torch_threads
 from placement.workloads import load
 
 WORKLOADS = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm", "inception")

@@ -38,7 +38,8 @@ from placement.cluster import Cluster
 from placement.executor import Runner
 from placement.executor.equality import Tolerance, difference
 from placement.graph import OpGraph
-from placement.runs.ways import inferring, timed, torch_compiled, torch_threads
+from placement.runs.ways import inferring, timed, torch_compiled
+from placement.tools.threads import torch_threads
 
 PEER, SAME, OWN, PLAIN = "torch.distributed.pipelining", "same cut", "own cut", "plain, all cores"
 COMPILED = "torch.compile, all cores"

@@ -44,9 +44,9 @@ from placement.runs.ways import (
     inferring,
     timed,
     torch_compiled,
-    torch_threads,
 )
 from placement.simulator import evaluate
+from placement.tools.threads import torch_threads
 from placement.workloads import load
 
 WORKLOADS = ("bert_base", "gpt2", "vit", "convnext", "resnet50")

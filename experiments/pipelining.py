@@ -33,8 +33,9 @@ from placement.planners import PlannerError
 from placement.problem import Placement, Problem
 from placement.program import split_inputs
 from placement.report import gantt
-from placement.runs.ways import inferring, timed, torch_compiled, torch_threads
+from placement.runs.ways import inferring, timed, torch_compiled
 from placement.simulator import evaluate, simulate
+from placement.tools.threads import torch_threads
 from placement.workloads import load
 
 PLANNED = {"one device": "single_device", "two replicas": "data_parallel", "best cut": "best_of"}

@@ -31,9 +31,10 @@ from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.executor import Trainer
 from placement.problem import Problem
-from placement.runs.ways import timed, torch_threads
+from placement.runs.ways import timed
 from placement.schedule import Schedule
 from placement.simulator import list_schedule, simulate
+from placement.tools.threads import torch_threads
 from placement.workloads import import_transformers
 
 SCHEDULES = ("one_f_one_b", "gpipe", "zero_bubble", "searched")

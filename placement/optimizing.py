@@ -44,7 +44,6 @@ from placement.runs.ways import (
     one_by_one,
     timed,
     torch_compiled,
-    torch_threads,
 )
 from placement.simulator import score
 from placement.tools.compiler import missing_compiler
@@ -53,6 +52,7 @@ from placement.tools.named import meant
 from placement.tools.progress import Progress, progress, say, says_when_compiling
 from placement.tools.shown import count
 from placement.tools.shown import seconds as shown
+from placement.tools.threads import torch_threads
 
 if TYPE_CHECKING:
     from placement.executor.loader import InputPipeline

@@ -36,9 +36,9 @@ from envs.vector import Episodes, FreshEpisodes, FreshRules
 from placement.problem import Placement, Problem
 from placement.runs.compare import describe, placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
-from placement.runs.ways import torch_threads
 from placement.tools.files import short
 from placement.tools.named import meant
+from placement.tools.threads import torch_threads
 
 _ENOUGH = 4  # independent samples for a mean of advantages
 

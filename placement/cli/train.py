@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from placement import cli
 from placement.cli.ways import Work, model_of
-from placement.runs.ways import Way, timed, torch_threads
+from placement.runs.ways import Way, timed
+from placement.tools.threads import torch_threads
 
 if TYPE_CHECKING:
     from placement.executor import Trainer

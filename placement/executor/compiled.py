@@ -40,7 +40,6 @@ from torch import Tensor, fx, nn
 
 from placement.cluster import Cluster, Device, cpu_model
 from placement.executor import equality
-from placement.executor.backend import set_own_num_threads
 from placement.executor.constants import is_known, with_constants
 from placement.executor.generated import Call, Generated
 from placement.executor.graphs import launches
@@ -50,6 +49,7 @@ from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError, cache_folder, write_atomic
 from placement.tools.linears import MKL, ONEDNN, PACKS, linear_calls
 from placement.tools.progress import Progress, say
+from placement.tools.threads import torch_threads
 
 _CPU = torch.device("cpu")
 PLAIN, FROZEN, EAGER = "plain", "frozen", "eager"
@@ -715,19 +715,17 @@ class Artefacts:
                 wholes[run[0]] = run
             elif num_kernels:
                 self.eager[run[0]] = f"fewer than {_LEAST} operators that compute something"
-        before = torch.get_num_threads()
-        set_own_num_threads(self._device.threads)
         try:
-            for i, (first, run) in enumerate(wholes.items()):
-                self._report(f"compiling for {self._device.name}", i / len(wholes))
-                if artefact := self._fastest(first, generated.calls[first]):
-                    fixed = {t: known[t] for t in share.outputs[first] if t in known}
-                    made = self._recipes[first], artefact, fixed
-                    calls[first] = CompiledRun(run, *made, clock)
-                    self.compiled += 1
-                    self._pack(self._recipes[first], artefact.bytes)
+            with torch_threads(self._device.threads):
+                for i, (first, run) in enumerate(wholes.items()):
+                    self._report(f"compiling for {self._device.name}", i / len(wholes))
+                    if artefact := self._fastest(first, generated.calls[first]):
+                        fixed = {t: known[t] for t in share.outputs[first] if t in known}
+                        made = self._recipes[first], artefact, fixed
+                        calls[first] = CompiledRun(run, *made, clock)
+                        self.compiled += 1
+                        self._pack(self._recipes[first], artefact.bytes)
         finally:
-            torch.set_num_threads(before)
             self.__dict__.pop("_values", None)
             if clock is not None:
                 clock[0].clear()

@@ -26,6 +26,7 @@ from placement.executor.compiled import (
     values_of,
 )
 from placement.program import Program, Ref, leaves_of
+from placement.tools.threads import torch_threads
 
 _WARM, _CALLS, _LONG_S = 2, 15, 2.0  # that are timed, but none begins after so long
 
@@ -101,9 +102,7 @@ def kernel_seconds(program: Program, threads: int) -> NDArray[np.float64]:
             noted(True, self.kernel_group.scheduled_nodes)
         flush(self)
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         with (
             mock.patch.object(scheduler.Scheduler, "codegen_extern_call", called_outside),
             mock.patch.object(cpp.CppScheduling, "flush", flushed),
@@ -123,8 +122,6 @@ def kernel_seconds(program: Program, threads: int) -> NDArray[np.float64]:
             rounds.append([e.time_range.elapsed_us() * 1e-6 for e in kernels])
             if len(rounds) > _WARM and time.perf_counter() - began > _LONG_S:
                 break
-    finally:
-        torch.set_num_threads(before)
     seconds = np.zeros(len(program.steps))
     np.add.at(seconds, last, np.median(rounds[_WARM:], axis=0))
     return seconds

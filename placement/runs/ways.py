@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from placement.tools.threads import torch_threads
 
 if TYPE_CHECKING:
     from placement.cluster import Cluster
@@ -18,20 +19,6 @@ if TYPE_CHECKING:
 ROUNDS = 5
 
 Way = tuple[Callable[[], Any], Callable[[], float]]  # a single call, and seconds of a period
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """So many threads of PyTorch inside: more only wait for each other where models are small, and
-    change rounding."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def difference(runner: Runner, module: Any, inputs: Any) -> str:

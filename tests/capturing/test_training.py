@@ -19,9 +19,9 @@ from placement.plan import PlanMismatch, load_plan, make_plan
 from placement.problem import Problem, Solution
 from placement.profile import Profile
 from placement.program import CaptureError, InputError
-from placement.runs.ways import torch_threads
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
+from placement.tools.threads import torch_threads
 from tests.capturing.running import values_of
 from tests.machine import TWO, problem_of, random_placement
 

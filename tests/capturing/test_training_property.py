@@ -18,7 +18,7 @@ from placement.capturing.training import plain_step
 from placement.cluster import Cluster, Device
 from placement.executor import Trainer
 from placement.program import CaptureError
-from placement.runs.ways import torch_threads
+from placement.tools.threads import torch_threads
 from tests.module_grammar import Part, batches, build, draws, kinds_of, parts
 
 CORE = min(os.sched_getaffinity(0))

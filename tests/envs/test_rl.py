@@ -38,8 +38,8 @@ from envs.problem_set import EnvError, Sizes
 from envs.rewards import Outcome, improvement, log_speedup
 from envs.sb3 import PlacementVecEnv
 from placement.problem import Problem
-from placement.runs.ways import torch_threads
 from placement.simulator import score
+from placement.tools.threads import torch_threads
 
 IDS = [f"envs/{name}" for name in envs.IDS]
 OBSERVED = ("number", "graph")
