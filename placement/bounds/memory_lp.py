@@ -55,8 +55,8 @@ def taken_in(problem: Problem) -> NDArray[np.bool_]:
 class Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
-    A device has a buffer beside what it streams. The time
-    is counted in ``unit_s``, more than any call or item takes. ``streams``: see ``either``.
+    A device has a buffer beside what it streams. The time is counted in ``unit_s``, more than any
+    call or item takes. ``streams``: see ``either``.
     """
 
     def __init__(
