@@ -1,7 +1,5 @@
 """The house: few files at the root, public rooms, no circles, functions that fit on a page."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The page in a browser: drawn, silent, usable by mouse and keys, and inert to hostile names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,9 +263,7 @@ def test_packed_arrays_are_read_as_they_were_written(shown: Page) -> None:
     assert json.dumps(bars)
 
 
-def test_without_scripts_there_are_a_table_and_a_picture_and_no_controls(
-    browser: Page, report: Path
-) -> None:
+def test_without_scripts_there_are_a_table_and_a_picture_and_no_controls(browser, report):
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.call("Page.navigate", url=report.resolve().as_uri())

@@ -1,7 +1,5 @@
 """Ctrl-C and CP-SAT."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -45,7 +45,7 @@ def test_a_kernel_that_makes_an_array_is_refused() -> None:
     """Nothing would free it."""
 
     @kernel(cache=False)
-    def doubled(a):  # type: ignore[no-untyped-def]
+    def doubled(a):
         return np.zeros(len(a))[0]
 
     with pytest.raises(NumbaError):

@@ -1,7 +1,5 @@
 """``parallel_map``: equal results, retries and errors, here and in processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,9 +1,6 @@
 """The data set: what is built is what can be loaded, and nothing stops at one bad model."""
 
-from __future__ import annotations
-
 import gzip
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,15 +149,10 @@ def test_signatures_are_counted_once_and_their_times_pooled(tmp_path) -> None:
         p = random_problem(i, 3, 2)
         graph = replace(p.graph, op_signature=("op(f32[8])", "op(f32[8])", "op"))
         seconds = np.array([[1.0, 10], [3, 10], [2, 10]]) + np.array([[4.0 * i, 0]] * 2 + [[0, 0]])
-        profile = replace(
-            p.profile,
-            compute_s=seconds,
-            spread_s=seconds / 2,
-            loaded_s=None,
-            transfer_s=None,
-            graph_fingerprint="",
-            provenance={"kind": "toy", "family": f"f{i}", "measure_seconds": 1800.0},
-        )
+        provenance = {"kind": "toy", "family": f"f{i}", "measure_seconds": 1800.0}
+        facts = {"provenance": provenance, "graph_fingerprint": "", "compute_s": seconds}
+        nothing = {"loaded_s": None, "transfer_s": None}
+        profile = replace(p.profile, spread_s=seconds / 2, **facts, **nothing)
         importers.save(replace(p, graph=graph, profile=profile), tmp_path / "m" / f"g{i}.json.gz")
     rows = {(r.signature, r.device): r for r in dataset.operators(dataset.load(tmp_path))}
     names = dataset.load(tmp_path)["m/g0"].cluster.device_names
@@ -174,25 +166,20 @@ def test_signatures_are_counted_once_and_their_times_pooled(tmp_path) -> None:
     assert summary.num_bytes == sum(p.stat().st_size for p in (tmp_path / "m").iterdir())
 
 
-def test_the_command_builds_shows_and_loads(links, tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_builds_shows_and_loads(links, tmp_path, says, monkeypatch):
     monkeypatch.setattr(dataset, "this_machine", lambda: HERE)
     (tmp_path / "models.txt").write_text(LIST)
     folder = str(tmp_path)
     build = ["dataset", "build", str(tmp_path / "models.txt"), "--out", folder, "--repeats", "1"]
-    assert main([*build, "--json"]) == 1  # one of them failed
-    answer = json.loads(capsys.readouterr().out)
-    assert (
-        answer["made"] == ["tiny_mlp-batch2", "tiny_mlp-batch4"] and "not_there" in answer["failed"]
-    )
-    assert main(build) == 1
-    out = capsys.readouterr()
+    answer = says([*build, "--json"], 1).json  # one of them failed
+    assert answer["made"] == ["tiny_mlp-batch2", "tiny_mlp-batch4"]
+    assert "not_there" in answer["failed"]
+    out = says(build, 1)
     assert "0 graphs measured, 2 were there, 1 failed, 0 left" in out.out
     assert "not_there: WorkloadError" in out.err
-    assert main(["dataset", "show", folder, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = says(["dataset", "show", folder, "--json"]).json
     assert shown["num_graphs"] == 2 and shown["machines"] == {"here": ["cpu-a", "cpu-b"]}
-    assert main(["dataset", "show", folder]) == 0
-    assert "distinct operators" in capsys.readouterr().out
+    assert "distinct operators" in says(["dataset", "show", folder]).out
     table = tmp_path / "operators.csv"
     assert main(["dataset", "load", folder, "--out", str(table)]) == 0
     lines = table.read_text().splitlines()
@@ -219,16 +206,14 @@ def test_a_list_that_makes_no_sense_is_refused(tmp_path, text, complaint) -> Non
         dataset.read_list(path)
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path, capsys) -> None:
+def test_what_cannot_be_meant_is_refused(tmp_path, says) -> None:
     with pytest.raises(DatasetError, match="no data set"):
         dataset.load(tmp_path)
     for wrong in ({"repeats": 0}, {"seconds": 0.0}, {"seconds": float("nan")}):
         with pytest.raises(DatasetError, match="at least one round"):
             dataset.build([Entry("tiny_mlp")], tmp_path, cluster=HERE, **wrong)
-    assert main(["dataset", "show", str(tmp_path)]) == 2
-    assert "placement dataset build default" in capsys.readouterr().err
-    assert main(["dataset", "build", "default"]) == 2
-    assert "--out FOLDER is missing" in capsys.readouterr().err
+    assert "placement dataset build default" in says(["dataset", "show", tmp_path], 2).err
+    assert "--out FOLDER is missing" in says(["dataset", "build", "default"], 2).err
 
 
 def test_two_models_of_one_name_are_refused(built, links, tmp_path) -> None:
@@ -249,9 +234,8 @@ def test_options_are_read_as_numbers_where_they_are_and_name_the_file(tmp_path) 
     path = tmp_path / "models.txt"
     path.write_text("a.b:make width=64 rate=0.5 name=x/y on=true sizes=[1,2]\n")
     (entry,) = dataset.read_list(path)
-    assert entry.options == {
-        "width": 64, "rate": 0.5, "name": "x/y", "on": True, "sizes": [1, 2]
-    }  # fmt: skip
+    options = {"width": 64, "rate": 0.5, "name": "x/y", "on": True, "sizes": [1, 2]}
+    assert entry.options == options
     assert entry.name == "make-width64-rate0.5-x_y-onTrue-_1_2_"
     assert entry.family == "make"
 
