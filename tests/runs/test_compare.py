@@ -105,9 +105,8 @@ class Slower:
         slow = replace(profile, compute_s=profile.compute_s * self.factor)
         window = max_in_flight or self.problem.max_in_flight
         problem = replace(self.problem, profile=slow, max_in_flight=window)
-        return replace(
-            simulate(problem, placement, num_microbatches=num_microbatches), measured=True
-        )
+        timeline = simulate(problem, placement, num_microbatches=num_microbatches)
+        return replace(timeline, measured=True)
 
 
 def slower(
@@ -147,10 +146,8 @@ class Says:
 def test_the_note_is_what_the_planner_said(tmp_path: Path) -> None:
     planners = {"fell back": Says({"message": "too little time"}), "silent": Says({})}
     comparison = compare({"w": chain()}, planners, out_dir=tmp_path)
-    assert (
-        row(comparison, "fell back").note == "too little time"
-        and row(comparison, "silent").note == ""
-    )
+    notes = [row(comparison, name).note for name in planners]
+    assert notes == ["too little time", ""]
 
 
 def test_every_single_device_is_a_row_though_nobody_asked(tmp_path: Path) -> None:
@@ -278,9 +275,8 @@ def test_resume_after_an_interruption_in_planning(tmp_path: Path) -> None:
     assert len(log.calls) == 2
     again = compare({"w": chain()}, {**good, "stop": Fixed((0, 1, 1, 1))}, out_dir=tmp_path)
     assert len(log.calls) == 2, "what was finished is not planned again"
-    fresh = compare(
-        {"w": chain()}, {**good, "stop": Fixed((0, 1, 1, 1))}, out_dir=tmp_path / "fresh"
-    )
+    ends = {**good, "stop": Fixed((0, 1, 1, 1))}
+    fresh = compare({"w": chain()}, ends, out_dir=tmp_path / "fresh")
     assert [replace(r, plan_s=0) for r in again.rows] == [replace(r, plan_s=0) for r in fresh.rows]
     assert again.solutions["w", "p1", None].placement.dtype == np.int32
 
@@ -322,9 +318,7 @@ def test_another_set_of_placements_is_measured_anew(tmp_path: Path) -> None:
         lambda: (chain(), Seeded(evaluations=1)),
     ],
 )
-def test_another_problem_or_parameter_is_not_resumed(
-    tmp_path: Path, changed: Callable[[], Any]
-) -> None:
+def test_another_problem_or_parameter_is_not_resumed(tmp_path, changed):
     compare({"w": chain()}, {"p": Seeded()}, out_dir=tmp_path)
     problem, planner = changed()
     compare({"w": problem}, {"p": planner}, out_dir=tmp_path)
@@ -351,13 +345,8 @@ def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     compare({"../../w": chain()}, {"/etc/p": Fixed((0, 0, 1, 1))}, out_dir=out, executor=slower())
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert sorted(p.name for p in out.iterdir()) == [
-        "cells",
-        "compare.csv",
-        "compare.md",
-        "measured",
-        "problems",
-    ]
+    written = ["cells", "compare.csv", "compare.md", "measured", "problems"]
+    assert sorted(p.name for p in out.iterdir()) == written
 
 
 def test_a_policy_trained_further_is_another_planner(tmp_path: Path) -> None:
@@ -407,9 +396,7 @@ def test_describe_goes_into_planners_and_names_functions() -> None:
 
 
 @pytest.mark.parametrize("has_file", [True, False])
-def test_a_planner_of_edited_code_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_file: bool
-) -> None:
+def test_a_planner_of_edited_code_is_asked_again(tmp_path, monkeypatch, has_file):
     """The file of a module, or the cell of a notebook, whose lines Python keeps."""
     mine, source = ModuleType("mine"), tmp_path / "mine.py"
     vars(mine)["Fixed"] = Fixed
@@ -504,9 +491,8 @@ def test_more_seeds_of_the_same_workloads_are_not_more_workloads(rng: np.random.
     once = geometric_interval(list(each), 2000)
     assert geometric_interval([[x] * 5 for x in each], 2000) == pytest.approx(once, rel=0.02)
     seeds = [1.0, 1.2, 1.1]
-    assert geometric_interval([seeds], 2000) == pytest.approx(
-        geometric_interval(seeds, 2000), rel=0.02
-    )
+    alone = geometric_interval(seeds, 2000)
+    assert geometric_interval([seeds], 2000) == pytest.approx(alone, rel=0.02)
 
 
 @settings(max_examples=25)

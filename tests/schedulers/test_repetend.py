@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from placement.__main__ import main
 from placement.schedulers.searched import order_kernels, packing, repetend, retime
 from placement.schedulers.searched.blocks import Block, BlocksError, Work, read_work
 from placement.schedulers.searched.repetend import Pattern, search, solve
@@ -193,12 +192,8 @@ def test_infeasible_is_told_from_unknown() -> None:
 
 def test_transfers_count_towards_what_a_micro_batch_holds() -> None:
     # F0 (1) -> 2 -> F1 (1), B1 (1) -> 2 -> B0 (1): from F0 to B0 it is 8. One at a time: 8.
-    blocks = (
-        Block((0,), 1, 1),
-        Block((1,), 1, 0, ((0, 2),)),
-        Block((1,), 1, 0, ((1, 0),)),
-        Block((0,), 1, -1, ((2, 2),)),
-    )
+    forward = Block((0,), 1, 1), Block((1,), 1, 0, ((0, 2),))
+    blocks = (*forward, Block((1,), 1, 0, ((1, 0),)), Block((0,), 1, -1, ((2, 2),)))
     assert search(Work(blocks, 2, (1, 9)), 1, 10.0).pattern.period == 8
     assert search(Work(blocks, 2, (2, 9)), 1, 10.0).pattern.period == 4
     assert search(Work(blocks, 2), 1, 10.0).pattern.period == 2
@@ -306,12 +301,8 @@ def test_memory_that_is_too_small_is_refused_with_the_numbers() -> None:
     with pytest.raises(BlocksError, match=r"device 0: a block takes 1 .* limit is 0"):
         v_shape(2, memory=0)
     # Two forward blocks of one device, then both backward: 2 are held at once.
-    blocks = (
-        Block((0,), 1, 1),
-        Block((0,), 1, 1, ((0, 0),)),
-        Block((0,), 1, -1, ((1, 0),)),
-        Block((0,), 1, -1, ((2, 0),)),
-    )
+    forward = Block((0,), 1, 1), Block((0,), 1, 1, ((0, 0),))
+    blocks = (*forward, Block((0,), 1, -1, ((1, 0),)), Block((0,), 1, -1, ((2, 0),)))
     with pytest.raises(BlocksError, match=r"not even one .* with 2 on each device it would"):
         search(Work(blocks, 1, (1,)), 1, 5.0)
     with pytest.raises(BlocksError, match=r"leaves \+1 of memory"):
@@ -323,11 +314,8 @@ def test_memory_that_is_too_small_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        Block((0,), 0),
-        Block((), 1),
-        Block((3,), 1),
-        Block((0,), 1, preds=((0, 0),)),
-        Block((0,), 1, preds=((0, -1),)),
+        *(Block((0,), 0), Block((), 1), Block((3,), 1)),
+        *(Block((0,), 1, preds=((0, wait),)) for wait in (0, -1)),
     ],
 )
 def test_blocks_that_are_none_are_refused(block: Block) -> None:
@@ -374,7 +362,7 @@ def test_the_block_of_a_mistake_is_named(change: dict, message: str) -> None:
         read_work({"ndevs": 2, "blocks": [block]}, None)
     for case in (None, {"ndevs": 2}, {"blocks": [block]}, {"ndevs": 2, "blocks": {"a": block}}):
         with pytest.raises(BlocksError, match="not a case: "):
-            read_work(case, None)  # type: ignore[arg-type]
+            read_work(case, None)
 
 
 # --- the command -------------------------------------------------------------------------
@@ -387,33 +375,25 @@ def cases(tmp_path: Path) -> str:
     keys = ("id", "devices", "time", "memory", "deps")
     blocks = [dict(zip(keys, row, strict=True)) for row in rows]
     path = tmp_path / "cases.json"
-    path.write_text(
-        json.dumps({"cases": {"vshape/2/train": {"ndevs": 2, "mode": "train", "blocks": blocks}}})
-    )
+    case = {"ndevs": 2, "mode": "train", "blocks": blocks}
+    path.write_text(json.dumps({"cases": {"vshape/2/train": case}}))
     return str(path)
 
 
-def test_the_command_prints_one_object(cases: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_object(cases: str, says) -> None:
     options = ["--case", "vshape/2/train", "--memory", "2", "--micro-batches", "4", *PLENTY]
-    assert main(["schedule", cases, *options, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert {k: answer[k] for k in ("period", "period_lower_bound", "optimal", "makespan")} == {
-        "period": 4,
-        "period_lower_bound": 4,
-        "optimal": True,
-        "makespan": 20,
-    }
+    answer = says(["schedule", cases, *options, "--json"]).json
+    expected = {"period": 4, "period_lower_bound": 4, "optimal": True, "makespan": 20}
+    assert {k: answer[k] for k in expected} == expected
     assert 0 <= answer["seconds"] < 60 and answer["unroll"] == 1
-    assert sorted((j, b) for j, b, _ in answer["starts"]) == [
-        (j, b) for j in range(4) for b in range(4)
-    ]
+    begun = sorted((j, b) for j, b, _ in answer["starts"])
+    assert begun == [(j, b) for j in range(4) for b in range(4)]
     assert all(isinstance(x, int) for row in answer["starts"] for x in row)
 
 
-def test_the_command_draws_the_schedule(cases: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_the_schedule(cases: str, says) -> None:
     options = ["--case", "vshape/2/train", "--memory", "1", "--micro-batches", "2", *PLENTY]
-    assert main(["schedule", cases, *options]) == 0
-    text = capsys.readouterr().out
+    text = says(["schedule", cases, *options]).out
     # F0 F1 B1 B1 B1 B0 B0 B0, and the same again: one at a time.
     assert "device 0  a....AAAb....BBB\n" in text
     assert "device 1  .aAAA....bBBB...\n" in text
@@ -429,20 +409,15 @@ def test_the_command_draws_the_schedule(cases: str, capsys: pytest.CaptureFixtur
         (["--case", "vshape/2/train", "--seconds", "-1"], "--seconds -1.0 must be positive"),
     ],
 )
-def test_bad_input_is_explained(
-    cases: str, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    assert main(["schedule", cases, "--micro-batches", "2", *options]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_input_is_explained(cases: str, says, options: list[str], message: str) -> None:
+    assert message in says(["schedule", cases, "--micro-batches", "2", *options], 2).err
 
 
-def test_a_file_without_cases_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_cases_is_explained(tmp_path, says):
     path = tmp_path / "x.json"
     path.write_text("[]")
-    assert main(["schedule", str(path), "--case", "a", "--micro-batches", "1"]) == 2
-    assert 'expected {"cases"' in capsys.readouterr().err
+    said = says(["schedule", path, "--case", "a", "--micro-batches", "1"], 2).err
+    assert 'expected {"cases"' in said
 
 
 # --- published cases ---------------------------------------------------------------------
@@ -539,9 +514,8 @@ def test_an_order_is_followed_as_the_readable_code_does(work: Work, num: int, ra
     assert reached == length
     for prefix in (random.randrange(starts.size + 1), starts.size):
         again[:] = -1
-        assert (
-            order_kernels.follow(table, word, prefix, starts, length, word, again, before) == length
-        )
+        reached = order_kernels.follow(table, word, prefix, starts, length, word, again, before)
+        assert reached == length
         assert (again == starts).all()
     assert order_kernels.follow(table, word, 0, starts, length - 1, word, again, before) == -1
 

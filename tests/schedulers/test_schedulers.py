@@ -19,22 +19,22 @@ from placement.schedulers._cut import _joined, cut
 from placement.schedulers.interleaved import virtual_order
 from placement.schedulers.searched.work import work_of
 from placement.simulator import simulate, value_of
-from tests.problems import random_placement, random_problem, small_problem, with_twins
+from tests.problems import altered, random_placement, random_problem, small_problem, with_twins
 
 # Of a search, which ends as soon as everything is proved.
 SECONDS = 10.0
 
 
 def pipeline(
-    num_devices: int,
+    num_devices,
     *,
-    chunks: int = 1,
-    training: bool = True,
-    split: bool = False,
-    backward_s: float = 1.0,
-    transfer_s: float = 0.0,
-    memory_bytes: int = 10**12,
-    speed: tuple[float, ...] | None = None,
+    chunks=1,
+    training=True,
+    split=False,
+    backward_s=1.0,
+    transfer_s=0.0,
+    memory_bytes=10**12,
+    speed=None,
 ) -> tuple[Problem, Placement]:
     """Pieces of one second through all devices, ``chunks`` times, and back again if training.
 
@@ -66,15 +66,9 @@ def pipeline(
             back.append(True)
             seconds.append(1.0)
     speeds = np.ones(num_devices) if speed is None else np.array(speed)
-    problem = small_problem(
-        np.array(seconds)[:, None] / speeds,
-        uses,
-        tensor_bytes=1,
-        memory_bytes=memory_bytes,
-        link=(transfer_s, 1e12),
-        graph={"op_name": op_name, "is_backward": back},
-        max_in_flight=2,
-    )
+    seconds, graph = np.array(seconds)[:, None] / speeds, {"op_name": op_name, "is_backward": back}
+    facts = {"memory_bytes": memory_bytes, "link": (transfer_s, 1e12), "max_in_flight": 2}
+    problem = small_problem(seconds, uses, tensor_bytes=1, graph=graph, **facts)
     return problem, np.array(place, np.int32)
 
 
@@ -266,8 +260,7 @@ def test_generators_order_any_graph(seed: int, name: str) -> None:
 def test_a_device_that_streams_shares_the_order_of_the_one_that_runs_it(seed: int) -> None:
     problem = with_twins(seed)
     place = random_placement(problem, seed)
-    roomy = tuple(replace(d, memory_bytes=2**40) for d in problem.cluster.devices)
-    problem = replace(problem, cluster=replace(problem.cluster, devices=roomy))
+    problem = altered(problem, {"memory_bytes": 2**40})
     for name in ("gpipe", "one_f_one_b", "list_order"):
         answer = Solution(place, 0.0, schedule=load(name)(problem, place, 3))
         answer = replace(answer, value_s=value_of(problem, answer))
@@ -357,14 +350,8 @@ def test_a_chain_that_changes_devices_thousands_of_times() -> None:
 
 
 def test_schedulers_are_found_by_file() -> None:
-    assert names() == [
-        "gpipe",
-        "interleaved",
-        "list_order",
-        "one_f_one_b",
-        "searched",
-        "zero_bubble",
-    ]
+    known = ["gpipe", "interleaved", "list_order", "one_f_one_b", "searched", "zero_bubble"]
+    assert names() == known
     assert load("searched", unroll="2", seconds="0.5").unroll == 2  # as from a command line
     with pytest.raises(SchedulerError, match=r"no scheduler 'gpip'; did you mean 'gpipe'\? "):
         load("gpip")
@@ -396,12 +383,12 @@ def test_zero_bubble_wants_gradients_apart() -> None:
 # --- plans -------------------------------------------------------------------------------
 
 
-def test_a_plan_with_an_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_an_order(tmp_path, says):
     problem, _ = pipeline(2, chunks=2)
     source, out = str(tmp_path / "problem.json"), str(tmp_path / "plan.json")
     save(problem, source)
     verb = ["plan", source, "--planner", "contiguous_dp", "--microbatches", "4", "--out", out]
-    assert main([*verb, "--scheduler", "gpipe"]) == 0
+    says([*verb, "--scheduler", "gpipe"])
     plan = load_plan(out)
     order = plan.schedule(problem.graph)
     assert order is not None and order.num_microbatches == plan.num_microbatches == 4
@@ -410,11 +397,10 @@ def test_a_plan_with_an_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for ours, theirs in zip(order.order, expected.order, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert main(["validate", out]) == 0
-    assert main([*verb, "--scheduler", "gpip"]) == 2
-    assert "schedulers are gpipe, " in capsys.readouterr().err
+    assert "schedulers are gpipe, " in says([*verb, "--scheduler", "gpip"], 2).err
     # What machines read is of that order too, which takes 5 s per micro-batch; the list rule 4 s.
     verb[verb.index("contiguous_dp")] = "round_robin"
-    assert main([*verb, "--scheduler", "one_f_one_b", "--json"]) == 0
-    answer, plan = json.loads(capsys.readouterr().out), json.loads(Path(out).read_text())
+    answer = says([*verb, "--scheduler", "one_f_one_b", "--json"]).json
+    plan = json.loads(Path(out).read_text())
     assert answer["order"] == plan["order"]
     assert answer["value_s"] == plan["predicted"]["value_s"] == pytest.approx(5.0)

@@ -1,9 +1,5 @@
 """``placement.search.descent``: estimates are what they say, and nothing gets worse or too dear."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -17,7 +13,7 @@ from placement.search.evaluation import Search
 from placement.search.pipeline import Pipeline
 from placement.simulator import score
 from placement.workloads import synthetic
-from tests.problems import small_problem
+from tests.problems import altered, small_problem
 
 NAMES = ("layered", "towers", "u_net", "transformer_training")
 
@@ -62,15 +58,10 @@ def by_hand(problem: Problem, placement: np.ndarray, wait: float) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("receives", [False, True])
-def test_estimates_are_those_made_by_hand_and_below_the_simulated_period(
-    name: str, receives: bool
-) -> None:
+def test_estimates_are_those_made_by_hand_and_below_the_simulated_period(name, receives):
     problem = period(name)
     mean_s = receives * float(problem.compute_s.mean())
-    links = tuple(
-        replace(x, receive_s=mean_s * (1 + (x.src < x.dst))) for x in problem.profile.links
-    )
-    problem = replace(problem, profile=replace(problem.profile, links=links))
+    problem = altered(problem, links={"receive_s": lambda x: mean_s * (1 + (x.src < x.dst))})
     pipeline, rng = Pipeline(problem, 0), np.random.default_rng(1)
     number = np.arange(problem.graph.num_groups)
     for _ in range(5):
@@ -96,9 +87,7 @@ def test_the_wait_is_the_one_at_which_the_estimate_is_the_value() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("objective", ["period", "max_load"])
-def test_what_is_found_is_no_worse_within_its_budget_and_the_same_again(
-    name: str, objective: Objective
-) -> None:
+def test_what_is_found_is_no_worse_within_its_budget_and_the_same_again(name, objective):
     problem = period(name).with_objective(objective)
     answers = []
     for _ in range(2):
@@ -144,9 +133,7 @@ def test_latency_and_unlimited_loads_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("limit", "walks"), [({"evaluations": 99}, 40), ({"seconds": 98.0}, 9)])
-def test_walks_in_vain_end_and_take_few_of_limited_seconds(
-    limit: dict[str, float], walks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_walks_in_vain_end_and_take_few_of_limited_seconds(limit, walks, monkeypatch):
     """Each takes a second here: of 98 s nine in a row take more than a tenth of what is left."""
     ended: list[float] = []
 

@@ -37,7 +37,7 @@ from placement.search.evaluation import Search
 from placement.simulator import score, simulate, simulate_reference, value_of
 from placement.testing import check_planner
 from tests.envs.test_envs import chain
-from tests.problems import plain, random_placement, random_problem, small_problem
+from tests.problems import altered, plain, random_placement, random_problem, small_problem
 
 RNG = np.random.default_rng
 
@@ -45,13 +45,10 @@ RNG = np.random.default_rng
 def measured(problem: Problem) -> Problem:
     """The problem with all that makes times depend on what else happens, but memory suffices."""
     cluster = Cluster("roomy", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
-    links = tuple(
-        replace(x, wake_s=0.3, send_s=0.1, receive_s=0.2 * (x.src < x.dst))
-        for x in problem.profile.links
-    )
+    links = {"wake_s": 0.3, "send_s": 0.1, "receive_s": lambda x: 0.2 * (x.src < x.dst)}
     slower = problem.compute_s * RNG(0).uniform(1.0, 2.0, problem.compute_s.shape)
-    profile = replace(problem.profile, links=links, loaded_s=slower)
-    return replace(problem, cluster=cluster, profile=profile, objective="latency")
+    problem = altered(problem, links=links, loaded_s=slower)
+    return replace(problem, cluster=cluster, objective="latency")
 
 
 def free(problem: Problem) -> Problem:
@@ -84,9 +81,8 @@ def started(problem: Problem, seed: int, width: int = 16) -> Any:
     seed=st.integers(0, 100_000), contention=st.booleans(), like=st.sampled_from([plain, measured])
 )
 def test_timetables_are_the_simulators(seed: int, contention: bool, like: Any) -> None:
-    problem = replace(
-        like(random_problem(seed, grouped=True, unsupported=True)), contention=contention
-    )
+    problem = like(random_problem(seed, grouped=True, unsupported=True))
+    problem = replace(problem, contention=contention)
     assert not why_not(problem) and bool(why_simulated(problem)) == (like is measured)
     state = started(problem, seed)[1]
     schedule = in_sequence(state.place, state.sequence, problem.num_devices)
@@ -117,14 +113,11 @@ def test_moves_keep_an_order_that_can_run(seed: int, num_ops: int, tabu: bool, l
     again.place[:], again.sequence[:] = state.place, state.sequence
     assert times.evaluate(tables, again) == state.cost_s
     assert state.position[state.sequence].tolist() == list(range(num_ops))
-    for name in (
-        "start_s", "end_s", "hand_s", "arrival_s", "lane", "lane_ptr", "in_lane", "load", "mark"
-    ):  # fmt: skip
+    seconds = ("start_s", "end_s", "hand_s", "arrival_s", "after_s", "users_s", "from_s")
+    for name in (*seconds, "lane", "lane_ptr", "in_lane", "load", "mark"):
         np.testing.assert_array_equal(getattr(state, name), getattr(again, name), err_msg=name)
     np.testing.assert_array_equal(state.row_s[0], again.row_s[0])
     np.testing.assert_array_equal(state.try_arrival_s, state.arrival_s)
-    for name in ("after_s", "users_s", "from_s"):
-        np.testing.assert_array_equal(getattr(state, name), getattr(again, name), err_msg=name)
     problem.check_placement(state.best_place)  # colocation, support
     best = in_sequence(state.best_place, state.best_sequence, problem.num_devices)
     best.check(problem.graph, problem.cluster, state.best_place)
@@ -227,9 +220,8 @@ def test_heads_tails_and_estimates_by_hand() -> None:
 def test_estimates_of_a_measured_machine_by_hand() -> None:
     """Operators take twice as long beside a busy device; waking one takes its sender 0.5 s."""
     problem = two_lanes()
-    links = tuple(replace(x, wake_s=0.5, send_s=0.25) for x in problem.profile.links)
-    profile = replace(problem.profile, links=links, loaded_s=2 * problem.compute_s)
-    problem = replace(problem, profile=profile)
+    costs = {"wake_s": 0.5, "send_s": 0.25}
+    problem = altered(problem, links=costs, loaded_s=2 * problem.compute_s)
     tables, state = tables_of(problem), state_of(problem, 4)
     placement = np.array([0, 1, 0, 1, 0], np.int32)
     start(tables, state, placement, np.arange(5, dtype=np.int32), RNG(0))
@@ -376,21 +368,17 @@ def test_what_is_simulated_and_what_is_refused() -> None:
         changed = (replace(links[0], **change), *links[1:])
         return replace(problem, profile=replace(profile, links=changed))
 
-    loaded = replace(problem, profile=replace(profile, loaded_s=profile.compute_s * 1.2))
-    assert "loaded_s" in why_simulated(loaded)
+    assert "loaded_s" in why_simulated(altered(problem, loaded_s=profile.compute_s * 1.2))
     assert "block" in why_simulated(with_link(blocking=True))
     assert "occupies" in why_simulated(with_link(send_s=1.0))
     assert "wakes" in why_simulated(with_link(wake_s=1.0))
-    shared = tuple(replace(x, channel="bridge") for x in links)
-    assert "share" in why_simulated(replace(problem, profile=replace(profile, links=shared)))
-    few = tuple(replace(d, memory_bytes=10) for d in problem.cluster.devices)
-    assert "memory" in why_not(replace(problem, cluster=Cluster("few", few)))
+    assert "share" in why_simulated(altered(problem, links={"channel": "bridge"}))
+    assert "memory" in why_not(altered(problem, {"memory_bytes": 10}))
     # One micro-batch is all that is in flight, whatever a pipelined run may hold at a time.
     g = problem.graph
     once = int(g.param_bytes.sum() + g.tensor_bytes.sum())
     for room, binds in ((once, False), (once - 1, True)):
-        tight = tuple(replace(d, memory_bytes=room) for d in problem.cluster.devices)
-        tighter = replace(problem, cluster=Cluster("tight", tight), max_in_flight=4)
+        tighter = replace(altered(problem, {"memory_bytes": room}), max_in_flight=4)
         assert tighter.memory_may_bind and ("memory" in why_not(tighter)) == binds
         solution = load("random_search", evaluations=2)(tighter)
         assert solution.value_s == score(tighter, solution.placement)[0]
@@ -417,10 +405,8 @@ def test_a_plan_keeps_the_order(tmp_path: Path) -> None:
 
 def test_a_comparison_keeps_the_order(tmp_path: Path) -> None:
     problem = plain(random_problem(7, 40, 3))
-    problems, planners = (
-        {"p": problem},
-        {"order_search": OrderSearch(evaluations=2000, start="heft")},
-    )
+    problems = {"p": problem}
+    planners = {"order_search": OrderSearch(evaluations=2000, start="heft")}
     first = compare(problems, planners, [0], out_dir=tmp_path)
     again = compare(problems, planners, [0], out_dir=tmp_path)  # what is finished is read
     for comparison in (first, again):

@@ -220,9 +220,8 @@ def test_macro_search_reaches_the_best_known_latency_of_a_public_workload(shared
     path = shared / "data/dnn_partitioning/latency/operator/bert_l-3_inference.json"
     problem = load_workload(path).with_objective("piecewise_latency")
     solution = load("macro_search", evaluations=60_000)(problem)
-    assert (
-        394.363e-3 < solution.value_s < 412.56e-3
-    )  # bound 394.36, best known 408.47, greedy 416.20
+    # Bound 394.36, best known 408.47, greedy 416.20.
+    assert 394.363e-3 < solution.value_s < 412.56e-3
 
 
 @pytest.mark.parametrize("name", ["brkga", "cross_entropy"])
