@@ -25,8 +25,6 @@ from envs.features import DEVICE_FEATURES, GROUP_FEATURES, PAIR_FEATURES, featur
 from envs.one_shot import OneShotRules
 from envs.problem_set import ProblemSet, canonical
 from envs.sequential import SequentialRules
-from placement.cluster import Cluster
-from placement.graph import OpGraph
 from placement.planners import PlannerError, load
 from placement.problem import Problem
 from placement.search.evaluation import Search
@@ -35,7 +33,7 @@ from placement.testing import check_planner
 from placement.workloads.synthetic import families, giph
 from tests.agents.test_learning import layered
 from tests.envs.test_envs import chain
-from tests.problems import problems, random_placement, random_problem
+from tests.problems import DIAMOND, altered, graph_of, problems, random_placement, random_problem
 
 FORMULATIONS = ("one_shot", "sequential")
 
@@ -47,29 +45,14 @@ def untrained(formulation: Any = "sequential", **config: Any) -> TrainedPolicy:
 
 def scaled(problem: Problem, seconds: float, size: int) -> Problem:
     """Everything takes ``seconds`` times as long and weighs ``size`` times as much."""
-    g, profile, cluster = problem.graph, problem.profile, problem.cluster
+    g, given_s = problem.graph, problem.profile.transfer_s
     graph = replace(g, tensor_bytes=g.tensor_bytes * size, param_bytes=g.param_bytes * size)
-    devices = tuple(replace(d, memory_bytes=d.memory_bytes * size) for d in cluster.devices)
-    links = tuple(
-        replace(
-            x,
-            latency_s=x.latency_s * seconds,
-            bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * size / seconds,
-        )
-        for x in profile.links
-    )
-    given_s = profile.transfer_s
-    return replace(
-        problem,
-        graph=graph,
-        cluster=Cluster(cluster.name, devices),
-        profile=replace(
-            profile,
-            compute_s=profile.compute_s * seconds,
-            links=links,
-            transfer_s=None if given_s is None else given_s * seconds,
-        ),
-    )
+    devices = {"memory_bytes": lambda d: d.memory_bytes * size}
+    links = {"latency_s": lambda x: x.latency_s * seconds}
+    links |= {"bandwidth_bytes_per_s": lambda x: x.bandwidth_bytes_per_s * (size / seconds)}
+    times = {"compute_s": problem.profile.compute_s * seconds}
+    times |= {"transfer_s": None if given_s is None else given_s * seconds}
+    return altered(replace(problem, graph=graph), devices, links, **times)
 
 
 @settings(max_examples=30)
@@ -99,10 +82,8 @@ def test_features_by_hand() -> None:
     here = named["log seconds here over the fastest device"]
     assert here == pytest.approx(np.log([[1, 2], [2, 1]]))
     # Each group has all its neighbours on the other's device.
-    assert named["share of the neighbours' bytes that the warm start has here"].tolist() == [
-        [0, 1],
-        [1, 0],
-    ]
+    here = named["share of the neighbours' bytes that the warm start has here"]
+    assert here.tolist() == [[0, 1], [1, 0]]
     top = f.group[:, GROUP_FEATURES.index("top level over the critical path (longest way here)")]
     # Mean seconds 1.5, 3, 1.5 and two transfers of 0.5: the path is 7; b begins at 2.
     assert top[1] == pytest.approx(2 / 7)
@@ -112,12 +93,8 @@ def test_features_by_hand() -> None:
 
 def test_a_policy_sees_the_objective() -> None:
     """The same graph is placed otherwise for a latency than for a pipeline of four in flight."""
-    expected = {
-        "latency": [0, 0, 0],
-        "piecewise_latency": [0, 1, 0],
-        "max_load": [1, 1, 0],
-        "period": [1, 0, np.log(4)],
-    }
+    expected = {"latency": [0, 0, 0], "piecewise_latency": [0, 1, 0], "max_load": [1, 1, 0]}
+    expected |= {"period": [1, 0, np.log(4)]}
     problem = chain([[1, 2], [4, 2]])
     for objective, row in expected.items():
         f = features(replace(problem, objective=objective, max_in_flight=4))
@@ -138,9 +115,8 @@ def test_log_probabilities_are_means_over_the_real_groups() -> None:
     rules = OneShotRules(chosen, 2)
     rules.start(np.arange(2), np.arange(2))
     net, store = untrained("one_shot").net, GraphStore(chosen.problems)
-    policy = PlacementPolicy(
-        rules.observation_space, rules.action_space, lambda _: 1e-3, net=net, store=store
-    )
+    spaces = rules.observation_space, rules.action_space
+    policy = PlacementPolicy(*spaces, lambda _: 1e-3, net=net, store=store)
     obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
     actions, values, log_prob = policy(obs)
     again, same, entropy = policy.evaluate_actions(obs, actions)
@@ -158,10 +134,9 @@ def test_the_encoding_is_kept_until_the_network_changes() -> None:
     store, calls = GraphStore(chosen.problems), []
     net = untrained().net
     encode = net.encode
-    net.encode = lambda *a: calls.append(1) or encode(*a)  # type: ignore[method-assign]
-    policy = PlacementPolicy(
-        rules.observation_space, rules.action_space, lambda _: 0.1, net=net, store=store
-    )
+    net.encode = lambda *a: calls.append(1) or encode(*a)
+    spaces = rules.observation_space, rules.action_space
+    policy = PlacementPolicy(*spaces, lambda _: 0.1, net=net, store=store)
     obs = {k: torch.from_numpy(v) for k, v in rules.observe().items()}
     with torch.no_grad():
         before = policy(obs)[1]
@@ -264,9 +239,8 @@ def test_other_sizes_and_numbers_of_devices(formulation: Any) -> None:
     """Trained on 6 groups and 2 devices, it acts on 15 and 4, and the other way round."""
     sizes = [(6, 2), (15, 4)]
     for (n, d), (m, e) in (sizes, sizes[::-1]):
-        config = TrainConfig(
-            total_steps=200, formulation=formulation, network=NetworkConfig(hidden=8, layers=1)
-        )
+        network = NetworkConfig(hidden=8, layers=1)
+        config = TrainConfig(total_steps=200, formulation=formulation, network=network)
         policy = train([random_problem(0, n, d)], config=config)
         other = random_problem(1, m, e, grouped=True, unsupported=True)
         for row in policy.place(other, num_samples=2):
@@ -342,9 +316,7 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({}, {"value.2.bias": np.full(1, 1e6, np.float32)}, "no number, or above 10000"),
     ],
 )
-def test_heads_and_weights_that_do_not_fit(
-    tmp_path: Path, change: dict[str, Any], weights: dict[str, Any], message: str
-) -> None:
+def test_heads_and_weights_that_do_not_fit(tmp_path, change, weights, message):
     from safetensors.numpy import save_file
 
     good = {k: v.numpy() for k, v in untrained().net.state_dict().items()}
@@ -400,12 +372,8 @@ def test_never_worse_than_the_baseline(problem: Problem, samples: int, formulati
 @pytest.mark.parametrize("search", [True, False])
 def test_less_than_predictions_err_is_no_gain(search: bool) -> None:
     problem = random_problem(3, 20, 3)
-    options: dict[str, Any] = {
-        "policy": "untrained",
-        "search": search,
-        "evaluations": 400,
-        "baseline": "round_robin",
-    }
+    options: dict[str, Any] = {"policy": "untrained", "search": search, "evaluations": 400}
+    options |= {"baseline": "round_robin"}
     start = load("round_robin")(problem)
     best = PolicyPlanner(**options)(problem)
     gain = 1 - best.value_s / start.value_s
@@ -451,9 +419,7 @@ def test_the_planner_from_a_command_line(tmp_path: Path) -> None:
 
 
 def test_a_graph_without_tensors_or_devices_to_choose_from() -> None:
-    graph = OpGraph.build("one", ["op"], [], [], [])
-    lone = chain([[1.0]])
-    problem = replace(lone, graph=graph)
+    problem = replace(chain([[1.0]]), graph=graph_of(1, [], tensor_src=[]))
     for formulation in FORMULATIONS:
         assert untrained(formulation).place(problem).tolist() == [[0]]
 
@@ -498,11 +464,7 @@ def test_one_layer_of_dag_sees_every_ancestor_and_descendant() -> None:
 
 def test_waves_follow_the_levels() -> None:
     # a -> b -> d, a -> c -> d: waves {a}, {b, c}, {d}, and back.
-    graph = OpGraph.build(
-        "diamond", list("abcd"), range(4), [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)]
-    )
-    lone = chain([[1, 1]] * 4)
-    store = GraphStore([replace(lone, graph=graph)])
+    store = GraphStore([replace(chain([[1, 1]] * 4), graph=graph_of(4, DIAMOND, 1))])
     along, against = store.waves((0,))
     assert [nodes.tolist() for nodes, _, _ in along] == [[0], [1, 2], [3]]
     assert [nodes.tolist() for nodes, _, _ in against] == [[3], [1, 2], [0]]
@@ -517,9 +479,8 @@ def test_waves_follow_the_levels() -> None:
 
 def test_cut_costs_by_hand() -> None:
     # a -> b -> c, and a -> c: after a one tensor is alive, after b two, after c none.
-    graph = OpGraph.build("skip", list("abc"), range(3), [10] * 3, [(0, 1), (1, 2), (0, 2)])
-    lone = chain([[1, 1]] * 3)
-    f = features(replace(lone, graph=graph))
+    graph = graph_of(3, [(0, 1), (1, 2), (0, 2)], 10)
+    f = features(replace(chain([[1, 1]] * 3), graph=graph))
     names = [text.split(" (")[0] for text in GROUP_FEATURES]
     cut = f.group[:, names.index("log transfer seconds of all that is alive after it")]
     assert np.exp(cut) == pytest.approx([0.5, 1.0, 1e-3], rel=1e-4)
@@ -638,7 +599,7 @@ def test_a_policy_that_improves_placements_plays_from_the_baseline() -> None:
 
 def test_networks_that_cannot_be() -> None:
     with pytest.raises(PolicyError, match="encoder 'other' is unknown; use one of"):
-        NetworkConfig(encoder="other")  # type: ignore[arg-type]
+        NetworkConfig(encoder="other")
     with pytest.raises(PolicyError, match="hidden = 6 must be a positive multiple of 4"):
         NetworkConfig(hidden=6)
     for changes in (0.0, 4e-300, -1.0, float("nan"), float("inf")):

@@ -1,7 +1,5 @@
 """Every YAML composes and instantiates; the two Hydra commands end to end."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging
@@ -75,8 +73,8 @@ def test_every_field_of_a_training_can_be_given() -> None:
     "words",
     ["--cfg job --multirun", "--resolve", "--cfg nothing", "--no-flag", "experiment=no", "nothing"],
 )
-def test_what_hydra_cannot_do_is_bad_input(run: Callable[..., int], words: str) -> None:
-    assert run("train", *words.split()) == 2
+def test_what_hydra_cannot_do_is_bad_input(run: Callable[..., Any], words: str) -> None:
+    run("train", *words.split(), code=2)
 
 
 def test_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -105,9 +103,8 @@ def test_the_learned_planner_has_a_name_like_the_others() -> None:
     for first in (start, "policy"):
         answer = planners.load("local_search", start=first, evaluations=40)(small_problems()[0])
         assert np.isfinite(answer.value_s)
-    with pytest.raises(
-        PlannerError, match=r"no planner 'polcy'; did you mean 'policy'\?.* policy,"
-    ):
+    meant = r"no planner 'polcy'; did you mean 'policy'\?.* policy,"
+    with pytest.raises(PlannerError, match=meant):
         planners.load("polcy")
 
 
@@ -137,10 +134,8 @@ def test_an_entry_is_a_name_and_options() -> None:
         "local_search": planners.load("local_search", start="heft", patience=3.0),
     }
     # Where a name occurs twice its options say which it is.
-    assert list(planners_of("planner", ["policy k=1", "policy k=2"])) == [
-        "policy k=1",
-        "policy k=2",
-    ]
+    both = ["policy k=1", "policy k=2"]
+    assert list(planners_of("planner", both)) == both
     assert planner_of("baseline", "random_search seconds=2").seconds == 2.0
     for text, why in (
         ("local_search patience=soon", "patience = 'soon' is not of type float"),
@@ -163,9 +158,7 @@ def test_a_pattern_is_every_name_that_it_matches() -> None:
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., int]:
+def run(monkeypatch, tmp_path, tmp_path_factory, says):
     """A command in this process, in a new folder, without pictures; tests share the profiles."""
 
     def not_drawn(*_: Any) -> None:
@@ -180,10 +173,11 @@ def run(
     monkeypatch.setenv("PLACEMENT_HOME", str(home))
     monkeypatch.delenv("HYDRA_FULL_ERROR")
 
-    def call(command: str, *words: str) -> int:
-        code = {"compare": agents.cli.compare, "train": agents.cli.train}[command].main(words)
+    def call(command: str, *words: str, code: int = 0) -> Any:
+        main = {"compare": agents.cli.compare, "train": agents.cli.train}[command].main
+        said = says(words, code, main)
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-        return code
+        return said
 
     return call
 
@@ -197,9 +191,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_compare_runs_what_it_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_runs_what_it_plans(tmp_path, monkeypatch, capsys):
     # Two workloads, two planners, run for real: one job, one table, and everything in the folder.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path / "home"))
@@ -231,9 +223,9 @@ def test_compare_runs_what_it_plans(
     assert {path.name for path in tmp_path.iterdir()} == {"home", "out"}
 
 
-def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
+def test_multirun(run: Callable[..., Any], tmp_path: Path) -> None:
     words = ["workload=tiny_mlp", "planner=heft,local_search", "seed=3", *PREDICT[2:]]
-    assert run("compare", *words, "-m", "hydra.sweep.dir=sweep") == 0  # anywhere in the line
+    run("compare", *words, "-m", "hydra.sweep.dir=sweep")  # anywhere in the line
     jobs = [
         (number, row["planner"], row["seed"])
         for number in range(2)
@@ -243,12 +235,7 @@ def test_multirun(run: Callable[..., int], tmp_path: Path) -> None:
     assert jobs == [(0, "heft", ""), (1, "local_search", "3")]  # heft has no seed
 
 
-def test_an_interrupted_comparison_continues(
-    run: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_comparison_continues(run, tmp_path, monkeypatch):
     from placement.planners.heft import Heft
     from placement.planners.random_search import RandomSearch
 
@@ -258,13 +245,13 @@ def test_an_interrupted_comparison_continues(
     words = (*PREDICT, "planner=[heft,random_search]")
     with monkeypatch.context() as patch:
         patch.setattr(RandomSearch, "__call__", interrupted)
-        assert run("compare", *words, 'hydra.run.dir="an öut"') == 130
-    (stderr,) = re.findall("to continue, the same command with (.*)", capsys.readouterr().err)
+        said = run("compare", *words, 'hydra.run.dir="an öut"', code=130).err
+    (stderr,) = re.findall("to continue, the same command with (.*)", said)
     (again,) = shlex.split(stderr)
     assert again == f'hydra.run.dir="{tmp_path}/an öut"'
     with monkeypatch.context() as patch:
         patch.setattr(Heft, "__call__", interrupted)  # its answer is there already
-        assert run("compare", *words, again) == 0
+        run("compare", *words, again)
     assert {"heft", "random_search"} <= {r["planner"] for r in rows_of(tmp_path / "an öut")}
 
 
@@ -301,18 +288,13 @@ def test_an_interrupted_comparison_continues(
         (["cluster=file", "cluster.path=none.yaml"], "none.yaml"),
     ],
 )
-def test_what_a_wrong_command_says(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert run("compare", *PREDICT, *words) == 2
-    stderr = capsys.readouterr().err
+def test_what_a_wrong_command_says(run, words, message):
+    stderr = run("compare", *PREDICT, *words, code=2).err
     assert message in stderr and stderr.startswith("placement: ")
     assert "Traceback" not in stderr
 
 
-def test_a_run_folder_without_permission(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_without_permission(run, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     try:
@@ -321,8 +303,8 @@ def test_a_run_folder_without_permission(
         pass
     else:
         pytest.skip("this user may write everywhere")
-    assert run("compare", *PREDICT, f"hydra.run.dir={locked}/out") == 2
-    assert f"cannot use {locked}/out: Permission denied" in capsys.readouterr().err
+    err = run("compare", *PREDICT, f"hydra.run.dir={locked}/out", code=2).err
+    assert f"cannot use {locked}/out: Permission denied" in err
 
 
 CHAIN = """{"problem_version": 1, "model": "chain", "objective": "max_load",
@@ -378,20 +360,15 @@ def early(problem): return Heft()(problem)
 """
 
 
-def test_functions_and_configurations_of_ones_own(
-    run: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_functions_and_configurations_of_ones_own(run, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["planner=[peft,mine:early,'mine:Late look_ahead=0.5']", "hydra.run.dir=out"]
-    assert run("compare", "workload=[mine:build]", *words, *PREDICT[2:]) == 0
+    run("compare", "workload=[mine:build]", *words, *PREDICT[2:])
     rows = rows_of(tmp_path / "out")
     assert {r["workload"] for r in rows} == {"build"} and rows[-1]["planner"] == "Late"
     swept = ["-m", "workload=mine:build", "planner=heft,mine:early", "hydra.sweep.dir=swept"]
-    assert run("compare", *swept, *PREDICT[2:]) == 0
+    run("compare", *swept, *PREDICT[2:])
     assert [rows_of(tmp_path / f"swept/{i}")[-1]["planner"] for i in (0, 1)] == ["heft", "early"]
 
 
@@ -409,12 +386,7 @@ def reward(outcome): return outcome.nothing
 """
 
 
-def test_errors_in_code_of_ones_own_say_where(
-    run: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_in_code_of_ones_own_say_where(run, tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["workload=[]", "training.generator=envs.generators:Layered", "debug=tiny"]
@@ -425,29 +397,25 @@ def test_errors_in_code_of_ones_own_say_where(
          "; encoder Layer was given x float32 ["),
         ("reward=faulty:reward", "AttributeError: 'Outcome'", ("reward", 11), "; HYDRA_FULL_ERROR"),
     ):  # fmt: skip
-        assert run("train", *words, f"training.{seam}") == 2
-        stderr = capsys.readouterr().err
+        stderr = run("train", *words, f"training.{seam}", code=2).err
         assert f"error: {error}" in stderr and at.format(*place) + shapes in stderr
         assert "Traceback" not in stderr
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert run("train", *words, "training.reward=faulty:reward") == 2
-    assert "return outcome.nothing" in capsys.readouterr().err  # the line of their code
-    assert run("train", *words, "cluster=this_machine") == 2
-    assert "leave out cluster" in capsys.readouterr().err
+    err = run("train", *words, "training.reward=faulty:reward", code=2).err
+    assert "return outcome.nothing" in err  # the line of their code
+    assert "leave out cluster" in run("train", *words, "cluster=this_machine", code=2).err
     # Their planner is where trainings start: without what is wrong it runs.
-    assert run("train", *words, "training.samples=1") == 0
+    run("train", *words, "training.samples=1")
     assert rows_of(tmp_path / "out")[0]["workload"] == "sample-0"
 
 
-def test_problem_files_are_workloads(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problem_files_are_workloads(run, tmp_path):
     (tmp_path / "my chain.json").write_text(CHAIN)
     (tmp_path / "graph.txt").write_text(GRAPH_TXT)
     words = ["planner=heft", "repeats=1", "rounds=1", "tracker=none"]
     # A file beside a model that is run: both in one table, and only the model is measured.
     both = "workload=[tiny_mlp,'my chain.json']"
-    assert run("compare", both, *words, "hydra.run.dir=out") == 0
+    run("compare", both, *words, "hydra.run.dir=out")
     rows = {(r["workload"], r["planner"]): r for r in rows_of(tmp_path / "out")}
     assert float(rows["my chain", "heft"]["period_s"]) == pytest.approx(3.0)
     assert float(rows["my chain", "single:y"]["period_s"]) == pytest.approx(6.0)
@@ -457,11 +425,9 @@ def test_problem_files_are_workloads(
     assert plan["graph"]["workload"] is None and plan["objective"] == "period"
     # Files alone, with options.
     file = "workload='graph.txt name=two devices=2 mode=inference'"
-    assert run("compare", file, *words, "hydra.run.dir=two") == 0
-    assert {(r["workload"], r["num_ops"], r["num_devices"]) for r in rows_of(tmp_path / "two")} == {
-        ("two", "2", "2")
-    }
-    capsys.readouterr()
+    run("compare", file, *words, "hydra.run.dir=two")
+    told = {(r["workload"], r["num_ops"], r["num_devices"]) for r in rows_of(tmp_path / "two")}
+    assert told == {("two", "2", "2")}
     for wrong, message in (
         (["workload=[graph.txt,none.json]"], "none.json: cannot be read"),
         (["workload=[graph.txt,graph.txt]"], "two workloads are called"),
@@ -470,73 +436,62 @@ def test_problem_files_are_workloads(
         (["workload=[3]"], "workload: 3 must be a text"),
         (["workload=[]"], "no workload: add e.g."),
     ):
-        assert run("compare", *wrong, *words, "hydra.run.dir=wrong") == 2
-        assert message in capsys.readouterr().err
+        assert message in run("compare", *wrong, *words, "hydra.run.dir=wrong", code=2).err
 
 
-def test_described_devices_cannot_run(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_described_devices_cannot_run(run, tmp_path):
     (tmp_path / "twice.yaml").write_text(
         "name: twice\ndevices:\n- {name: slow, like: 'cpu:0'}\n"
         "- {name: fast, like: 'cpu:0', speed: 2}\nlinks:\n"
         "- {src: slow, dst: fast, latency_s: 1e-6}\n- {src: fast, dst: slow, latency_s: 1e-6}\n"
     )
     words = (*PREDICT, "cluster=file", "cluster.path=twice.yaml", "hydra.run.dir=out")
-    assert run("compare", *words, "execute=true") == 2
-    assert "add execute=false" in capsys.readouterr().err
-    assert run("compare", *words) == 0
+    assert "add execute=false" in run("compare", *words, "execute=true", code=2).err
+    run("compare", *words)
     latency = {r["planner"]: float(r["latency_s"]) for r in rows_of(tmp_path / "out")}
     assert latency["single:slow"] == pytest.approx(2 * latency["single:fast"])
 
 
-def test_train(run: Callable[..., int], tmp_path: Path) -> None:
+def test_train(run: Callable[..., Any], tmp_path: Path) -> None:
     words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
     words += ["training.total_steps=60", "training.num_envs=2", "training.network.hidden=8"]
     still = ["training.learning_rate=0", "training.last_learning_rate=0"]
-    assert run("train", *words, *still) == 0
+    run("train", *words, *still)
     value = {r["planner"]: float(r["value_s"]) for r in rows_of(tmp_path / "out")}
     assert value["policy"] <= value["baseline"] and value["policy"] == value["untrained"]
     before, after = (TrainedPolicy.load(f"out/{x}.safetensors") for x in ("untrained", "policy"))
     assert str(before.net.state_dict()) == str(after.net.state_dict())  # of a network that stays
     assert (tmp_path / "out" / "metrics.csv").exists()
     # The policy goes on from its file, and is a planner of a comparison like any other.
-    assert run("train", *words, "policy=out/policy.safetensors", "hydra.run.dir=more") == 0
+    run("train", *words, "policy=out/policy.safetensors", "hydra.run.dir=more")
     assert {"given", "policy"} < {r["planner"] for r in rows_of(tmp_path / "more")}
     again = "planner='policy policy=more/policy.safetensors k=2'"
-    assert run("compare", *PREDICT, again, "hydra.run.dir=last") == 0
+    run("compare", *PREDICT, again, "hydra.run.dir=last")
     assert "policy" in {r["planner"] for r in rows_of(tmp_path / "last")}
 
 
-def test_a_training_by_the_clock_runs_what_it_tries(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_by_the_clock_runs_what_it_tries(run, tmp_path):
     words = ["workload=tiny_branches", "repeats=1", "tracker=none", "hydra.run.dir=out"]
     words += ["evaluator=measured", "measurements=12", "num_microbatches=4", "baseline=heft"]
     words += ["training.formulation=one_shot", "training.total_steps=400"]
-    assert run("train", *words, "training.network.hidden=8") == 0
+    told = run("train", *words, "training.network.hidden=8").err
     (file,) = (tmp_path / "out" / "measured").glob("*.jsonl")
     rounds = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     assert sum(len(r["seconds"]) for r in rounds) == 12  # the budget ends the training
-    told = capsys.readouterr().err
     assert "in 12 runs; " in told and "inf" not in told and "nothing was learned" in told
     assert len((tmp_path / "out" / "metrics.csv").read_text().splitlines()) == 3  # the end, too
 
 
-def test_of_a_generator_the_table_is_written_and_no_plans(
-    run: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_generator_the_table_is_written_and_no_plans(run, tmp_path, monkeypatch):
     begun: list[Any] = []
     begin = Tracker.run
     monkeypatch.setattr(Tracker, "run", lambda *a: begun.append(a) or begin(*a))
     words = ["experiment=released_dispatch", "debug=tiny", "training.samples=9"]
     words += ["training.total_steps=100", "training.steps_per_env=100", "hydra.run.dir=out"]
-    assert run("train", *words) == 0
-    stdout = capsys.readouterr().out
+    stdout = run("train", *words).out
     assert "tables of each of the 9 workloads: compare.md" in stdout and "sample-0" not in stdout
-    assert begun[0][2]["versions"]["torch"] == metadata.version(
-        "torch"
-    )  # a tracker has all to repeat it
+    # A tracker has all to repeat it.
+    assert begun[0][2]["versions"]["torch"] == metadata.version("torch")
     samples = {r["workload"] for r in rows_of(tmp_path / "out")}
     assert samples == {f"sample-{i}" for i in range(9)}
     folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
@@ -567,99 +522,75 @@ def test_of_a_generator_the_table_is_written_and_no_plans(
         ("+training.algorithm_options.episods=4", "no 'episods' (algorithm_options); did you mean"),
     ],
 )
-def test_what_a_wrong_training_says(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str], word: str, message: str
-) -> None:
+def test_what_a_wrong_training_says(run, word, message):
     begin = ["experiment=released_dispatch", "debug=tiny", "training.samples=1"]
-    assert run("train", *begin, "hydra.run.dir=out", word) == 2
-    stderr = capsys.readouterr().err
+    stderr = run("train", *begin, "hydra.run.dir=out", word, code=2).err
     assert message in stderr and "Traceback" not in stderr
 
 
-def test_an_interrupted_training_says_how_it_goes_on(
-    run: Callable[..., int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_training_says_how_it_goes_on(run, tmp_path, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("agents.training.train", interrupted)
     words = ("workload=[]", "synthetic=[giph]", "tracker=none", "hydra.run.dir=out")
-    assert run("train", *words) == 130
+    stderr = run("train", *words, code=130).err
     wanted = f"the same command with hydra.run.dir={tmp_path / 'out'} resume=true\n"
-    stderr = capsys.readouterr().err
     assert wanted in stderr and "nothing to resume" not in stderr
     # torch would say how often it used its caches, after the last word.
     assert not logging.getLogger("torch._subclasses.fake_tensor").isEnabledFor(logging.INFO)
-    assert run("train", *words, "resume=true") == 130
-    assert f"nothing to resume in {tmp_path / 'out'}: there is no" in capsys.readouterr().err
+    err = run("train", *words, "resume=true", code=130).err
+    assert f"nothing to resume in {tmp_path / 'out'}: there is no" in err
     (tmp_path / "out" / "checkpoint.pt").touch()
-    assert run("train", *words, "resume=true") == 130
-    assert "nothing to resume" not in capsys.readouterr().err
-    assert run("train", *words) == 2
-    assert "holds a training, which this one would replace" in capsys.readouterr().err
+    assert "nothing to resume" not in run("train", *words, "resume=true", code=130).err
+    assert "holds a training, which this one would replace" in run("train", *words, code=2).err
 
 
-def test_what_is_refused_leaves_no_tracked_run(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused_leaves_no_tracked_run(run, tmp_path, monkeypatch):
     def refused(*_: Any, **__: Any) -> None:
         raise PolicyError("a checkpoint of another training")
 
     monkeypatch.setattr("agents.training.train", refused)
     words = ("workload=[]", "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out")
-    assert run("train", *words, "synthetic=[giph]", "resume=true") == 2
-    assert run("compare", *words[1:], "workload=none.json", "planner=heft") == 2
+    run("train", *words, "synthetic=[giph]", "resume=true", code=2)
+    run("compare", *words[1:], "workload=none.json", "planner=heft", code=2)
     assert not list((tmp_path / "out").glob("wandb*"))
 
 
-def test_train_on_synthetic_problems(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_on_synthetic_problems(run, tmp_path):
     words = ["workload=[]", "synthetic=[{family: giph, seeds: [0, 1]}]", "tracker=none"]
     words += ["training.total_steps=64", "training.num_envs=2", "training.network.hidden=8"]
     words += ["num_microbatches=1", "objective=max_load", "evaluations=200", "variants=1"]
-    assert run("train", *words, "hydra.run.dir=g") == 0
+    run("train", *words, "hydra.run.dir=g")
     rows = rows_of(tmp_path / "g")
     assert {r["workload"] for r in rows} == {"giph-0", "giph-1"}
     card = TrainedPolicy.load(tmp_path / "g" / "policy.safetensors").card
     assert len(card["problems"]) == 4  # and each on another machine
     # Finished: resuming changes nothing.
     again = [*words, "hydra.run.dir=g", "resume=true"]
-    assert run("train", *again) == 0
+    run("train", *again)
     values = [(r["workload"], r["planner"], r["value_s"]) for r in rows]
     assert [(r["workload"], r["planner"], r["value_s"]) for r in rows_of(tmp_path / "g")] == values
     imitate = ["warm_start=imitation", "expert=heft", "training.imitation_epochs=2"]
     one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
-    assert run("train", *words, *imitate, *one) == 0
-    assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == [
-        "giph-0",
-        "giph-0/0",
-        "giph-1",
-        "giph-1/0",
-    ]
+    run("train", *words, *imitate, *one)
+    both = ["giph-0", "giph-0/0", "giph-1", "giph-1/0"]
+    assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == both
     # A formulation of one's own in the working directory is found while the settings are read.
-    text = (
-        "from envs.formulations import Formulation\nown = Formulation('own_steps:own', 'x:Env')\n"
-    )
+    text = "from envs.formulations import Formulation\nown = Formulation('own_steps:own', 'x:Env')"
     (tmp_path / "own_steps.py").write_text(text)
     words += ["training.formulation=own_steps:own"]
-    assert run("train", *words, "warm_start=magic", "hydra.run.dir=x") == 2
-    assert "use baseline or imitation" in capsys.readouterr().err
+    err = run("train", *words, "warm_start=magic", "hydra.run.dir=x", code=2).err
+    assert "use baseline or imitation" in err
     for seed, message in (
         ("-1", "seed = -1: must be a whole number"),
         ("x", "seed = x: a training has one"),
         ("[0,1]", "several: placement-train -m seed=0,1"),
     ):
-        assert run("train", *words, f"seed={seed}", "hydra.run.dir=x") == 2
-        assert message in capsys.readouterr().err
+        assert message in run("train", *words, f"seed={seed}", "hydra.run.dir=x", code=2).err
 
 
-def test_a_resumed_training_begins_where_it_began(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_training_begins_where_it_began(run, tmp_path, monkeypatch):
     """Its baseline may have a clock, so that it answers differently each time."""
     from placement.planners.random_search import RandomSearch
 
@@ -674,10 +605,10 @@ def test_a_resumed_training_begins_where_it_began(
         return search(self, problem)
 
     monkeypatch.setattr(RandomSearch, "__call__", noted)
-    assert run("train", *words) == 0
+    run("train", *words)
     assert set(seeds) == {7}  # the training's own: the baseline that it is compared with
     # As if the clock had ended it elsewhere.
     monkeypatch.setattr(
         RandomSearch, "__call__", lambda self, problem: search(replace(self, seed=3), problem)
     )
-    assert run("train", *words, "resume=true") == 0
+    run("train", *words, "resume=true")

@@ -1,7 +1,5 @@
 """``agents.foresee``: the kernel computes what the network does, it learns, what ships is used."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

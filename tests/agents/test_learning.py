@@ -3,8 +3,6 @@
 The smallest learning tests are in ``test_smallest_learning.py``.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -175,12 +173,12 @@ def test_a_training_runs_placements_on_a_gpu() -> None:
 def test_what_users_get_wrong() -> None:
     with pytest.raises(PolicyError, match="total_steps = 0"):
         TrainConfig(total_steps=0)
-    assert type(TrainConfig(total_steps=1e4).total_steps) is int  # type: ignore[arg-type]
+    assert type(TrainConfig(total_steps=1e4).total_steps) is int
     for what in ("num_envs", "steps_per_env", "imitation_epochs", "max_seconds"):
         with pytest.raises(PolicyError, match=rf"{what} = -3(\.0)? must be at least 0"):
-            TrainConfig(**{what: -3})  # type: ignore[arg-type]
+            TrainConfig(**{what: -3})
     with pytest.raises(PolicyError, match="'other' is unknown; use one of"):
-        TrainConfig(formulation="other")  # type: ignore[arg-type]
+        TrainConfig(formulation="other")
     runtime: Any = SimpleNamespace(run=None)
     with pytest.raises(PolicyError, match="one problem, and problems are held out: give Measured"):
         train([chain([[1]])], evaluator=runtime, held_out=[chain([[2]])])
@@ -197,31 +195,20 @@ def test_what_users_get_wrong() -> None:
         ({"solutions": [[7]]}, "device 7"),
     ):
         with pytest.raises(ValueError, match=why):
-            train(**({"problems": [one]} | given))  # type: ignore[arg-type]
+            train(**({"problems": [one]} | given))
 
 
 @pytest.mark.parametrize("formulation", ["sequential", "one_shot"])
 def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     """Two iterations, an interruption, and two more make the policy of four in a row."""
     problems = [layered(0, 3, 3, 2), layered(1, 4, 3, 3), layered(2, 2, 3, 2)]
-    config = TrainConfig(
-        total_steps=4 * 64,
-        num_envs=4,
-        steps_per_env=16,
-        formulation=formulation,
-        network=NetworkConfig(hidden=16, layers=1),
-        num_checks=4,
-    )
+    network = NetworkConfig(hidden=16, layers=1)
+    steps = {"total_steps": 4 * 64, "num_envs": 4, "steps_per_env": 16, "num_checks": 4}
+    config = TrainConfig(formulation=formulation, network=network, **steps)
 
     def run(folder: str, stop_at: float = np.inf, resume: bool = False) -> TrainedPolicy:
-        return train(
-            problems,
-            config=config,
-            baseline=load("heft"),
-            out_dir=tmp_path / folder,
-            resume=resume,
-            callback=lambda row: row["steps"] < stop_at,
-        )
+        facts = {"config": config, "baseline": load("heft"), "out_dir": tmp_path / folder}
+        return train(problems, **facts, resume=resume, callback=lambda row: row["steps"] < stop_at)
 
     whole = run("whole")
     run("parts", stop_at=128)
@@ -236,9 +223,8 @@ def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     rows = []
     for folder in ("whole", "parts"):
         with (tmp_path / folder / "metrics.csv").open() as file:
-            rows.append(
-                [{k: v for k, v in r.items() if k != "seconds"} for r in csv.DictReader(file)]
-            )
+            told = csv.DictReader(file)
+            rows.append([{k: v for k, v in r.items() if k != "seconds"} for r in told])
     assert rows[0] == rows[1]
     # Finished: nothing is left to do, and the answer is the same.
     again = run("parts", resume=True)
@@ -300,9 +286,7 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     train([problem], config=config, out_dir=tmp_path / "new", resume=True)
 
 
-def test_code_of_ones_own_that_was_edited_is_another_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_ones_own_that_was_edited_is_another_training(tmp_path, monkeypatch):
     """As it is another planner in a comparison; what it was is in the checkpoint."""
     monkeypatch.syspath_prepend(tmp_path)
     code = "from envs.rewards import log_speedup\npaid = lambda x: {} * log_speedup(x)\n"
@@ -342,14 +326,9 @@ def test_one_episode_of_each_graph_still_teaches() -> None:
     space = spaces.Dict({"problem": spaces.Box(0, 9, (1,), np.int64)})
     buffer = PerGraphBuffer(20, space, spaces.Discrete(2), n_envs=2, gae_lambda=0.99, gamma=1.0)
     for step in range(20):
-        buffer.add(
-            {"problem": np.array([[0], [1]])},
-            np.zeros((2, 1)),
-            np.array([1.0, -1.0]) * (step == 19),
-            np.full(2, float(step == 0)),
-            torch.zeros(2),
-            torch.zeros(2),
-        )
+        rewards, begins = np.array([1.0, -1.0]) * (step == 19), np.full(2, float(step == 0))
+        seen, nothing = {"problem": np.array([[0], [1]])}, torch.zeros(2)
+        buffer.add(seen, np.zeros((2, 1)), rewards, begins, nothing, nothing)
     buffer.compute_returns_and_advantage(torch.zeros(2), np.ones(2))
     good, bad = buffer.advantages.T
     assert good.min() > 0.5 and bad.max() < -0.5  # and not -0.2 to 0.2, around 0 for each graph
@@ -373,15 +352,10 @@ def test_imitation_reproduces_searched_solutions(formulation: Any, tmp_path: Pat
     problems = {f"p{i}": layered(i, 3, 4, 2 + i) for i in range(2)}
     expert = load("local_search", evaluations=300)
     solutions = solve(problems, expert, tmp_path / "solutions.npz")
-    config = TrainConfig(
-        total_steps=1,
-        learning_rate=0.0,
-        last_learning_rate=0.0,
-        formulation=formulation,
-        network=NetworkConfig(hidden=32, layers=2),
-        imitation_epochs=150,
-        imitation_rate=5e-3,
-    )
+    still = {"total_steps": 1, "learning_rate": 0.0, "last_learning_rate": 0.0}
+    imitates = {"imitation_epochs": 150, "imitation_rate": 5e-3}
+    network = NetworkConfig(hidden=32, layers=2)
+    config = TrainConfig(formulation=formulation, network=network, **still, **imitates)
     policy = train(list(problems.values()), config=config, solutions=solutions)
     for problem, solution in zip(problems.values(), solutions, strict=True):
         same = canonical(problem, solution)
@@ -404,7 +378,7 @@ def test_the_weights_that_are_best_on_what_is_held_out_are_kept() -> None:
         config=config,
         held_out=[there],
         baseline=start,
-        callback=rows.append,  # type: ignore[arg-type]
+        callback=rows.append,
     )
     speedups = [row["held_out_speedup"] for row in rows]
     assert policy.card["greedy_speedup"] == pytest.approx(max(speedups)) == pytest.approx(1.0)
@@ -453,12 +427,8 @@ def test_equivalent_solutions_teach_the_same() -> None:
             assert np.array_equal(first[1], second[1])
             assert len(first[1]) == (1 if formulation == "one_shot" else 4)
             assert all(np.array_equal(first[0][k], second[0][k]) for k in first[0])
-    assert demonstrations(chosen, [np.array([2, 0, 0, 1], np.int32)], "sequential")[1].tolist() == [
-        0,
-        1,
-        1,
-        2,
-    ]
+    actions = demonstrations(chosen, [np.array([2, 0, 0, 1], np.int32)], "sequential")[1]
+    assert actions.tolist() == [0, 1, 1, 2]
     with pytest.raises(PolicyError, match="nothing to imitate"):
         demonstrations(chosen, [np.zeros(4, np.int32)], "giph:formulation")
     with pytest.raises(PolicyError, match="0 solutions for 1 problems"):

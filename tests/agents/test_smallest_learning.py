@@ -4,8 +4,6 @@ A bandit of two operators, operators that are each fast on one device only, and 
 on which a frozen policy (learning rate 0) must stay clearly behind.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

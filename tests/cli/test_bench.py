@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import importers
-from placement.__main__ import main
-from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, NO, OK
+from placement.cli import BAD_INPUT, DEFECT, INTERRUPTED, NO
 from placement.planners.best_of import BestOf
 from placement.planners.heft import Heft
 from placement.planners.order_search import OrderSearch
@@ -93,13 +92,11 @@ def drawn(
 ) -> tuple[list[dict[int, int]], list[tuple[int, int]]]:
     """Operations in any order: numbers do not follow precedence."""
     rank = rng.permutation(many)
-    operations = [
-        {
-            int(m): int(rng.integers(1, 9))
-            for m in rng.choice(machines, rng.integers(1, machines + 1), replace=False)
-        }
-        for _ in range(many)
-    ]
+
+    def able() -> Any:
+        return rng.choice(machines, rng.integers(1, machines + 1), replace=False)
+
+    operations = [{int(m): int(rng.integers(1, 9)) for m in able()} for _ in range(many)]
     pairs = rng.integers(0, many, (2 * many, 2))
     return operations, sorted({(int(a), int(b)) for a, b in pairs if rank[a] < rank[b]})
 
@@ -120,19 +117,6 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def answer(capsys: Any, *argv: str, code: int = OK) -> dict[str, Any]:
-    assert main(["bench", *argv, "--json"]) == code
-    parsed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return parsed
-
-
-def error(capsys: Any, *argv: str) -> str:
-    assert main(["bench", *argv]) == BAD_INPUT
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1
-    return str(err)
-
-
 # -- what machines read ---------------------------------------------------------------------------
 
 KEYS = (
@@ -145,8 +129,8 @@ KEYS = (
 @pytest.mark.parametrize(
     "planner", [("heft",), ("order_search", "--evaluations", "200"), ("m_topo",)]
 )
-def test_the_contract(suite: str, planner: tuple[str, ...], data: Path, capsys: Any) -> None:
-    got = answer(capsys, suite, "--data", str(data), "--planner", *planner)
+def test_the_contract(suite: str, planner: tuple[str, ...], data: Path, says: Any) -> None:
+    got = says.answer("bench", suite, "--data", str(data), "--planner", *planner)
     assert got["suite"] == suite and got["planner"] == planner[0]
     assert len(got["rows"]) == (2 if suite == "shops" else 8)
     ratios = []
@@ -177,21 +161,21 @@ def test_every_schedule_is_one(tmp_path_factory: Any, seed: int, many: int, mach
         assert not row.impossible
 
 
-def test_milliseconds_of_measured_operators(tmp_path: Path, capsys: Any) -> None:
+def test_milliseconds_of_measured_operators(tmp_path: Path, says: Any) -> None:
     head = "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype\n"
     slow, fast = [f"m,{name},{{{inputs}}},{ms},0,0,," for name, inputs, ms in (
         ("a", "", 0.1), ("b", "a: None", 0.7), ("c", "a: None", 0.3))], []  # fmt: skip
     fast = [line.replace("0.7", "0.2") for line in slow]
     write(tmp_path / "A/m-inf-1-1.csv", head + "\n".join(slow))
     write(tmp_path / "B/m-inf-1-1.csv", head + "\n".join(fast))
-    (row,) = answer(capsys, "neusight", "--data", str(tmp_path), "--planner", "heft")["rows"]
+    (row,) = says.answer("bench", "neusight", "--data", str(tmp_path), "--planner", "heft")["rows"]
     assert row["problem"] == "m-inf-1-1" and row["value"] == pytest.approx(0.4)
     check([{0: 0.1, 1: 0.1}, {0: 0.7, 1: 0.2}, {0: 0.3, 1: 0.3}], [(0, 1), (0, 2)], row)
 
 
-def test_devices_and_names(data: Path, capsys: Any) -> None:
+def test_devices_and_names(data: Path, says: Any) -> None:
     argv = ["stg", "--data", str(data), "--planner", "heft", "--devices", "4", "--only", "b*"]
-    (row,) = answer(capsys, *argv)["rows"]
+    (row,) = says.answer("bench", *argv)["rows"]
     assert row["problem"] == "b" and row["devices"] == 4 and row["best_known"] is None
     assert [c.devices for c in cases("stg", data, only="a")] == [2, 4, 8, 16]
     assert [c.problem for c in cases("shops", data, only="a*.json")] == ["a"], "or of the file"
@@ -248,18 +232,18 @@ def test_all_files_may_be_compressed(data: Path) -> None:
     assert told() == plain
 
 
-def test_devices_are_in_the_order_of_the_file(tmp_path: Path, capsys: Any) -> None:
+def test_devices_are_in_the_order_of_the_file(tmp_path: Path, says: Any) -> None:
     nodes = [{"id": name, "time": [a, b]} for name, a, b in (("c", 1, 9), ("a", 9, 2), ("b", 4, 4))]
     ends = [("a", "b", [[0, 5], [5, 0]]), ("b", "c", [[0, 1], [1, 0]])]
     edges = [{"src": a, "dst": b, "transfer": c} for a, b, c in ends]
     text = json.dumps({"num_devices": 2, "nodes": nodes, "edges": edges})
     write(tmp_path / "moirai/m.json", text)
-    (row,) = answer(capsys, "public", "--data", str(tmp_path), "--planner", "heft")["rows"]
+    (row,) = says.answer("bench", "public", "--data", str(tmp_path), "--planner", "heft")["rows"]
     assert row["device"] == [0, 1, 1] and row["start"] == pytest.approx([7, 0, 2])
 
 
-def test_problems_that_need_no_file(capsys: Any) -> None:
-    got = answer(capsys, "synthetic", "--planner", "m_topo", "--only", "layered*")
+def test_problems_that_need_no_file(says: Any) -> None:
+    got = says.answer("bench", "synthetic", "--planner", "m_topo", "--only", "layered*")
     assert [row["problem"] for row in got["rows"]] == ["layered", "layered_wide"]
     row = got["rows"][0]
     assert row["start"] is None and row["objective"] == "period", "of no timetable of one run"
@@ -308,16 +292,17 @@ def test_what_a_planner_says_of_itself_does_not_count(data: Path) -> None:
     assert not bench.measure(case, _lies).impossible
 
 
-def test_a_value_below_a_proved_bound_fails_the_run(data: Path, capsys: Any) -> None:
+def test_a_value_below_a_proved_bound_fails_the_run(data: Path, says: Any) -> None:
     for key, message in (("lower_bound", "the proved bound"), ("upper_bound", "the best known")):
         write(data / "shops/best_known.json", json.dumps({"b": {key: 1000}}))
-        assert main(["bench", "shops", "--data", str(data), "--planner", "heft"]) == DEFECT
-        err = capsys.readouterr().err
+        err = says(["bench", "shops", "--data", data, "--planner", "heft"], DEFECT).err
         assert "b on 3 devices" in err and f"is below {message}, 1000" in err
 
 
-def test_a_suite_without_any_answer(data: Path, capsys: Any) -> None:
-    got = answer(capsys, "shops", "--data", str(data), "--planner", f"{__name__}:_refuses", code=NO)
+def test_a_suite_without_any_answer(data: Path, says: Any) -> None:
+    got = says.answer(
+        "bench", "shops", "--data", str(data), "--planner", f"{__name__}:_refuses", code=NO
+    )
     assert got["gap"] is None and got["unsolved"] == 2
 
 
@@ -333,17 +318,14 @@ def test_a_budget_of_evaluations_is_kept(tmp_path: Path) -> None:
 # -- what people read ------------------------------------------------------------------------------
 
 
-def test_several_budgets(data: Path, capsys: Any) -> None:
+def test_several_budgets(data: Path, says: Any) -> None:
     argv = ["shops", "--data", str(data), "--planner", "order_search", "--evaluations", "1,50"]
-    assert main(["bench", *argv, "--seed", "1", "width=4"]) == OK
-    out = capsys.readouterr().out
+    out = says(["bench", *argv, "--seed", "1", "width=4"]).out
     assert out.count("95 % interval") == 2 and "order_search, 50 evaluations" in out
-    assert "one budget" in error(capsys, *argv, "--json")
+    assert "one budget" in says.refused(["bench", *argv, "--json"])
 
 
-def test_ctrl_c_leaves_what_is_finished(
-    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_what_is_finished(data, tmp_path, says, monkeypatch):
     out = str(tmp_path / "rows.json")
     argv = ["bench", "stg", "--data", str(data), "--planner", "heft", "--out", out]
     make, calls = bench.measure, []
@@ -355,20 +337,18 @@ def test_ctrl_c_leaves_what_is_finished(
         return make(case, planner)
 
     monkeypatch.setattr(bench, "measure", stops)
-    assert main(argv) == INTERRUPTED
-    assert "geometric mean of 1 problem;" in capsys.readouterr().out
+    assert "geometric mean of 1 problem;" in says(argv, INTERRUPTED).out
     assert len(json.loads(Path(out).read_text())["rows"]) == 3
     monkeypatch.setattr(bench, "measure", make)
-    assert main([*argv, "--json"]) == OK
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = says([*argv, "--json"]).json["rows"]
     assert rows == json.loads(Path(out).read_text())["rows"] and len(rows) == 8
     other = ["stg", "--data", str(data), "--planner", "m_topo", "--out", out]
-    assert "cannot be continued" in error(capsys, *other)
+    assert "cannot be continued" in says.refused(["bench", *other])
 
 
-def test_errors_say_what_to_do(data: Path, capsys: Any, tmp_path: Path) -> None:
+def test_errors_say_what_to_do(data: Path, says: Any, tmp_path: Path) -> None:
     def message(*argv: str) -> str:
-        return error(capsys, *argv, "--planner", "heft")
+        return says.refused(["bench", *argv, "--planner", "heft"])
 
     assert "suites are shops, stg" in message("shop")
     assert "github.com/ScheduleOpt/benchmarks" in message("shops")
@@ -390,15 +370,12 @@ def test_errors_say_what_to_do(data: Path, capsys: Any, tmp_path: Path) -> None:
         cases("synthetic", only="nothing")
 
 
-def test_the_others_are_run_where_a_file_is_damaged(
-    data: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_others_are_run_where_a_file_is_damaged(data: Path, tmp_path: Path, says: Any) -> None:
     write(data / "shops/aa.json", '{"operations": []')
     out = str(tmp_path / "rows.json")
     argv = ["shops", "--data", str(data), "--planner", "heft"]
     for _ in range(2):  # it is read again
-        assert main(["bench", *argv, "--json", "--out", out]) == BAD_INPUT
-        text, err = capsys.readouterr()
+        text, err = says(["bench", *argv, "--json", "--out", out], BAD_INPUT)
         got = json.loads(text)
         assert [row["feasible"] for row in got["rows"]] == [True, False, True]
         assert got["unsolved"] == 1 and "aa.json: not valid JSON" in got["rows"][1]["note"]
@@ -414,9 +391,9 @@ def test_every_suite_says_where_it_is_from() -> None:
 
 
 @pytest.mark.parametrize(("suite", "only"), [("shops", "*[24]"), ("stg", "*00[02]4")])
-def test_published_suites(suite: str, only: str, shared: Path, capsys: Any) -> None:
+def test_published_suites(suite: str, only: str, shared: Path, says: Any) -> None:
     folder = shared / "data"
-    got = answer(capsys, suite, "--data", str(folder), "--planner", "heft", "--only", only)
+    got = says.answer("bench", suite, "--data", str(folder), "--planner", "heft", "--only", only)
     assert len(got["rows"]) >= 8
     for row in got["rows"]:
         check_row(folder / suite, suite, row)

@@ -1,7 +1,5 @@
 """As Gymnasium and stable-baselines3 are meant: what a user of theirs does works, on every id."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys
@@ -69,8 +67,7 @@ def test_both_checkers_pass_with_every_observation(name: str, observe: str) -> N
     fresh: Any = {"observe": "graph", "problems": "envs.generators:Layered"}
     options = fresh if observe == "fresh" else {"observe": observe}
     env = gym.make(name, render_mode="rgb_array", **options).unwrapped
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warnings.filterwarnings("ignore", message=".*(unconventional shape|image).*")
         gymnasium_check(env, skip_render_check=True)
         sb3_check(env, skip_render_check=True)
@@ -129,9 +126,8 @@ def test_the_observed_graph_is_the_problems() -> None:
         assert torch.equal(data.edge_index, store.batch((i,)).edge_index)
         pairs = {tuple(x) for x in problem.graph.group[problem.graph.edges] if x[0] != x[1]}
         assert {tuple(x) for x in data.edge_index.T.tolist()} == pairs
-        assert np.array_equal(
-            obs["supported"][:groups, :devices], np.isfinite(problem.group_compute_s)
-        )
+        supported = np.isfinite(problem.group_compute_s)
+        assert np.array_equal(obs["supported"][:groups, :devices], supported)
 
 
 @pytest.mark.parametrize("encoder", ["sage", "gat", "dag"])
@@ -194,9 +190,8 @@ def test_stable_baselines_as_it_is_meant(kind: Any, name: str, tmp_path: Path) -
     agent.save(tmp_path / "agent.zip")
     again = kind.load(tmp_path / "agent.zip", env=env)
     obs = env.reset()
-    assert np.array_equal(
-        agent.predict(obs, deterministic=True)[0], again.predict(obs, deterministic=True)[0]
-    )
+    first, second = (a.predict(obs, deterministic=True)[0] for a in (agent, again))
+    assert np.array_equal(first, second)
     again.learn(64)
     again.set_parameters(agent.get_parameters())
     for a, b in zip(agent.policy.parameters(), again.policy.parameters(), strict=True):
@@ -276,10 +271,10 @@ def test_what_generators_get_wrong() -> None:
     def too_large(rng: np.random.Generator) -> Problem:
         return Layered(depth=6)(rng)
 
-    too_large.sizes = Sizes(4, 3, 9)  # type: ignore[attr-defined]
+    too_large.sizes = Sizes(4, 3, 9)
     with pytest.raises(EnvError, match="room for"):
         gym.make("envs/DevicePlacement-v0", problems=too_large).unwrapped.reset()
-    too_large.sizes = (4, 3)  # type: ignore[attr-defined]
+    too_large.sizes = (4, 3)
     with pytest.raises(EnvError, match=r"sizes = \(4, 3\) must be envs.problem_set.Sizes"):
         gym.make("envs/DevicePlacement-v0", problems=too_large)
     with pytest.raises(EnvError, match="made no Problem: int"):
@@ -463,7 +458,7 @@ def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
         solutions = [np.zeros(p.num_ops, np.int32) for p in problems]
     for source in (problems, "envs.generators:Layered"):
         policy = train(
-            source,  # type: ignore[arg-type]
+            source,
             config=config,
             solutions=solutions if source is problems else None,
             out_dir=tmp_path,
@@ -519,7 +514,7 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(PolicyError, match=r"has a problem \d, and the store 1 graphs"):
         PPO(PlacementPolicy, env, n_steps=64, policy_kwargs=store).learn(64)
     with pytest.raises(EnvError, match=r"is not many episodes: gym.make_vec\(ID, B\) makes them"):
-        PlacementVecEnv(gym.make("envs/Dispatch-v0"))  # type: ignore[arg-type]
+        PlacementVecEnv(gym.make("envs/Dispatch-v0"))
     with pytest.raises(PolicyError, match=r"q_net, which .*for others use MultiInputPolicy"):
         DQN(PlacementPolicy, env, buffer_size=8)
     with pytest.raises(PolicyError, match="is for the environments of envs"):
