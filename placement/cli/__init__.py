@@ -348,14 +348,28 @@ def load_training(spec: str, optimizer: str | None) -> tuple[Any, Any, Any, Any]
         ) from error
 
 
+def adding(to: argparse._ActionsContainer) -> Callable[..., None]:
+    """What adds arguments to a parser: ``add("--out FILE", "write it there")``, as help shows them.
+
+    The third is the type of the value; ``bool`` is a flag, ``list`` may be given again.
+    """
+    words: dict[Any, dict[str, Any]] = {
+        None: {}, bool: {"action": "store_true"}, list: {"action": "append"}
+    }  # fmt: skip
+
+    def add(shown: str, help: str | None = None, kind: Any = None, **more: Any) -> None:
+        name, _, metavar = shown.partition(" ")
+        more |= words.get(kind, {"type": kind}) | ({"metavar": metavar} if metavar else {})
+        to.add_argument(name, help=help, **more)
+
+    return add
+
+
 def add_mode(parser: argparse.ArgumentParser) -> None:
     """``--mode`` and ``--optimizer`` for a workload."""
-    parser.add_argument(
-        "--mode", metavar="NAME", help="inference or training; default: inference, or the file's"
-    )
-    parser.add_argument(
-        "--optimizer", metavar="NAME", help=f"a class of torch.optim, for training ({OPTIMIZER})"
-    )
+    add = adding(parser)
+    add("--mode NAME", "inference or training; default: inference, or the file's")
+    add("--optimizer NAME", f"a class of torch.optim, for training ({OPTIMIZER})")
 
 
 def mode_of(args: argparse.Namespace) -> str:

@@ -47,19 +47,14 @@ _NODE = re.compile(r"^(?:.*?\W)?(\w+) \(([^()]+)\)\s*$")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="plan.json")
-    parser.add_argument("--log", metavar="FILE", required=True, help="what the runtime printed")
-    parser.add_argument(
-        "--rpc",
-        action="append",
-        metavar="NODE=HOST:PORT",
-        help="servers of llama.cpp, as for its exporter; may be repeated",
-    )
-    parser.add_argument(
-        "--devices",
-        action="append",
-        metavar="DEVICE=NAME",
-        help="what OpenVINO calls devices, as for its exporter; may be repeated",
+    add = cli.adding(parser)
+    add("plan plan.json")
+    add("--log FILE", "what the runtime printed", required=True)
+    add("--rpc NODE=HOST:PORT", "servers of llama.cpp, as for its exporter; may be repeated", list)
+    add(
+        "--devices DEVICE=NAME",
+        "what OpenVINO calls devices, as for its exporter; may be repeated",
+        list,
     )
 
 

@@ -37,22 +37,17 @@ in --out FILE after every problem, and the same command continues it.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("suite", help="shops, stg, neusight, wfformat, public or synthetic")
-    parser.add_argument(
-        "--planner", required=True, metavar="NAME", help="or policy=FILE, or package.module:Class"
-    )
-    parser.add_argument("--data", metavar="FOLDER", help="the suite's files, or a folder of theirs")
-    parser.add_argument("--evaluations", metavar="N", help="budget of the planner; or N,N,...")
-    parser.add_argument("--seconds", type=float, help="budget of the planner, per problem")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--only", metavar="GLOB", default="*", help="problems of that name")
-    parser.add_argument(
-        "--devices", type=int, metavar="K", help="processors, where files do not say (stg: all)"
-    )
-    parser.add_argument("--out", metavar="FILE", help="keep the rows; the same command continues")
-    parser.add_argument(
-        "options", nargs="*", default=[], metavar="option=value", help="an option of the planner"
-    )
+    add = cli.adding(parser)
+    add("suite", "shops, stg, neusight, wfformat, public or synthetic")
+    add("--planner NAME", "or policy=FILE, or package.module:Class", required=True)
+    add("--data FOLDER", "the suite's files, or a folder of theirs")
+    add("--evaluations N", "budget of the planner; or N,N,...")
+    add("--seconds", "budget of the planner, per problem", float)
+    add("--seed", kind=int)
+    add("--only GLOB", "problems of that name", default="*")
+    add("--devices K", "processors, where files do not say (stg: all)", int)
+    add("--out FILE", "keep the rows; the same command continues")
+    add("options option=value", "an option of the planner", nargs="*", default=[])
 
 
 def run(args: argparse.Namespace) -> int:

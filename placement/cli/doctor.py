@@ -58,15 +58,12 @@ _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--warm", action="store_true", help="compile kernels now, not in the first commands"
-    )
-    parser.add_argument(
-        "--power", action="store_true", help="measure watts of idle and of busy devices"
-    )
-    parser.add_argument("--cluster", metavar="FILE", help="with --power: devices (this machine)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="with --power: per device (2)")
-    parser.add_argument("--out", metavar="FILE", help="with --power: devices with watts (YAML)")
+    add = cli.adding(parser)
+    add("--warm", "compile kernels now, not in the first commands", bool)
+    add("--power", "measure watts of idle and of busy devices", bool)
+    add("--cluster FILE", "with --power: devices (this machine)")
+    add("--seconds S", "with --power: per device (2)", float)
+    add("--out FILE", "with --power: devices with watts (YAML)")
 
 
 def run(args: argparse.Namespace) -> int:

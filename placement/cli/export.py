@@ -28,28 +28,22 @@ Exit code 1: the program cannot express the plan; the message says which operato
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="plan.json", nargs="?")
-    parser.add_argument(
-        "options",
-        nargs="*",
-        default=[],
-        metavar="option=value",
-        help="an option of the exporter",
-    )
-    parser.add_argument("--list", action="store_true", help="the exporters, their options")
-    parser.add_argument("--to", metavar="NAME", help="an exporter, e.g. huggingface")
-    parser.add_argument("--out", metavar="FILE", help="write it here")
-    parser.add_argument(
+    add = cli.adding(parser)
+    add("plan plan.json", nargs="?")
+    add("options option=value", "an option of the exporter", nargs="*", default=[])
+    add("--list", "the exporters, their options", bool)
+    add("--to NAME", "an exporter, e.g. huggingface")
+    add("--out FILE", "write it here")
+    add(
         "--nearest",
-        action="store_true",
-        help="if the plan cannot be expressed, the nearest one that can, and what it loses",
+        "if the plan cannot be expressed, the nearest one that can, and what it loses",
+        bool,
     )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="the workload or problem file of the plan, for predictions; default: a shipped one's",
+    add(
+        "--model NAME",
+        "the workload or problem file of the plan, for predictions; default: a shipped one's",
     )
-    parser.add_argument("--profile", metavar="FILE", help="measured times; default: the saved ones")
+    add("--profile FILE", "measured times; default: the saved ones")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,26 +31,22 @@ single).
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", help=f"a model: {cli.A_MODEL}")
-    parser.add_argument(
-        "--objective", metavar="NAME", default="period", help="period or latency (%(default)s)"
-    )
-    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="most that planning takes (%(default)g)"
-    )
-    parser.add_argument(
+    add = cli.adding(parser)
+    add("workload", f"a model: {cli.A_MODEL}")
+    add("--objective NAME", "period or latency (%(default)s)", default="period")
+    add("--cluster FILE", "devices (YAML); default: this machine")
+    add("--seconds", "most that planning takes (%(default)g)", float, default=10.0)
+    add(
         "--compiled",
+        "compile, however long it takes; or do not; default: for 12 times --seconds at most",
         action=argparse.BooleanOptionalAction,
-        help="compile, however long it takes; or do not; default: for 12 times --seconds at most",
     )
-    parser.add_argument(
-        "--pieces",
-        metavar="K",
-        help="also try operators in so many pieces, or shares as 0.25,0.75; 1: whole ones only; "
+    add(
+        "--pieces K",
+        "also try operators in so many pieces, or shares as 0.25,0.75; 1: whole ones only; "
         "default: 2, for latency on cores that are alike",
     )
-    parser.add_argument("--out", metavar="FILE", help="write the plan there")
+    add("--out FILE", "write the plan there")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,106 +58,77 @@ _FILE_OPTIONS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--planner",
-        metavar="NAME",
-        help="e.g. heft; a wrong one lists all (best_of; for language models layer_dp)",
+    add = cli.adding(parser)
+    add(
+        "--planner NAME", "e.g. heft; a wrong one lists all (best_of; for language models layer_dp)"
     )
     configure_problem(parser, "?")
-    parser.add_argument("--seconds", type=float, help="budget of the planner")
-    parser.add_argument("--evaluations", type=int, help="budget of the planner")
-    parser.add_argument("--seed", type=int, help="of the planner's random numbers")
-    parser.add_argument(
-        "--margin",
-        type=float,
-        metavar="SHARE",
-        help="one device is the plan unless several are predicted better by more (by default by "
+    add("--seconds", "budget of the planner", float)
+    add("--evaluations", "budget of the planner", int)
+    add("--seed", "of the planner's random numbers", int)
+    add(
+        "--margin SHARE",
+        "one device is the plan unless several are predicted better by more (by default by "
         "what predictions of the profile err); 0: whatever the planner answers",
+        float,
     )
-    parser.add_argument(
-        "--measurements",
-        type=int,
-        metavar="K",
-        help="run K placements for real, the planner's first; the fastest is the plan",
+    add(
+        "--measurements K",
+        "run K placements for real, the planner's first; the fastest is the plan",
+        int,
     )
-    parser.add_argument(
-        "--trials",
-        metavar="FILE",
-        help="keep these runs; after Ctrl-C the same command continues them",
+    add("--trials FILE", "keep these runs; after Ctrl-C the same command continues them")
+    add("--scheduler NAME", "also fix the order of all micro-batches, e.g. searched or one_f_one_b")
+    add("--start plan.json", "search from this plan, of the same problem")
+    add(
+        "--without DEVICE[,DEVICE]",
+        "with --start: plan without devices that are gone; may be repeated",
+        list,
     )
-    parser.add_argument(
-        "--scheduler",
-        metavar="NAME",
-        help="also fix the order of all micro-batches, e.g. searched or one_f_one_b",
-    )
-    parser.add_argument(
-        "--start", metavar="plan.json", help="search from this plan, of the same problem"
-    )
-    parser.add_argument(
-        "--without",
-        action="append",
-        metavar="DEVICE[,DEVICE]",
-        help="with --start: plan without devices that are gone; may be repeated",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the plan")
-    parser.add_argument("--trace", metavar="FILE", help="write the predicted timeline")
-    parser.add_argument(
-        "options",
+    add("--out FILE", "write the plan")
+    add("--trace FILE", "write the predicted timeline")
+    add(
+        "options option=value",
+        "an option of the planner, e.g. patience=2; a wrong one lists all",
         nargs="*",
         default=[],
-        metavar="option=value",
-        help="an option of the planner, e.g. patience=2; a wrong one lists all",
     )
 
 
 def configure_problem(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The arguments that ``load_problem`` reads."""
-    parser.add_argument("workload", help=f"a model ({cli.A_MODEL}) or a problem file", nargs=nargs)
-    parser.add_argument(
-        "--objective",
-        metavar="NAME",
-        help="period, latency, energy, max_load, piecewise_latency; for a language model prefill, "
+    add = cli.adding(parser)
+    add("workload", f"a model ({cli.A_MODEL}) or a problem file", nargs=nargs)
+    add(
+        "--objective NAME",
+        "period, latency, energy, max_load, piecewise_latency; for a language model prefill, "
         "decode, serve; default: period, or the file's",
     )
-    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
-    parser.add_argument(
-        "--profile", metavar="FILE", help="measured times; default: the saved ones, or measure now"
+    add("--cluster FILE", "devices (YAML); default: this machine")
+    add("--profile FILE", "measured times; default: the saved ones, or measure now")
+    add("--predict KIND", "predict times instead of measuring: roofline, polynomial or trees")
+    add("--microbatches M", "micro-batches of a pipelined run (32)", int)
+    add("--in-flight W", "so many micro-batches at a time (4)", int)
+    add(
+        "--max-phases K",
+        "let micro-batches take turns between up to K placements, as replicas do (1)",
+        int,
     )
-    parser.add_argument(
-        "--predict",
-        metavar="KIND",
-        help="predict times instead of measuring: roofline, polynomial or trees",
+    add(
+        "--pieces K",
+        "cut operators of a model into so many pieces where that pays; or shares: 0.25,0.75",
     )
-    parser.add_argument(
-        "--microbatches", type=int, metavar="M", help="micro-batches of a pipelined run (32)"
-    )
-    parser.add_argument(
-        "--in-flight", type=int, metavar="W", help="so many micro-batches at a time (4)"
-    )
-    parser.add_argument(
-        "--max-phases",
-        type=int,
-        metavar="K",
-        help="let micro-batches take turns between up to K placements, as replicas do (1)",
-    )
-    parser.add_argument(
-        "--pieces",
-        metavar="K",
-        help="cut operators of a model into so many pieces where that pays; or shares: 0.25,0.75",
-    )
-    parser.add_argument(
-        "--on",
-        action="append",
-        default=[],
-        metavar="NAME=DEVICE",
-        help="an operator, or a module and all below it, runs on that device only; * for any text; "
+    add(
+        "--on NAME=DEVICE",
+        "an operator, or a module and all below it, runs on that device only; * for any text; "
         "may be given again",
+        list,
+        default=[],
     )
-    parser.add_argument(
-        "--second-j",
-        type=float,
-        metavar="J",
-        help="the objective energy minimises joules + J x seconds per micro-batch (0)",
+    add(
+        "--second-j J",
+        "the objective energy minimises joules + J x seconds per micro-batch (0)",
+        float,
     )
     cli.add_mode(parser)
     serving.configure(parser)

@@ -28,37 +28,33 @@ devices, and these links with the interfaces that hosts share.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", nargs="?", help=f"a model: {cli.A_MODEL}")
+    add = cli.adding(parser)
+    add("workload", f"a model: {cli.A_MODEL}", nargs="?")
     cli.add_mode(parser)
-    parser.add_argument("--cluster", metavar="FILE", help="devices (YAML); default: this machine")
-    parser.add_argument("--out", metavar="FILE", help="where to save; default: the cache folder")
-    parser.add_argument(
+    add("--cluster FILE", "devices (YAML); default: this machine")
+    add("--out FILE", "where to save; default: the cache folder")
+    add(
         "--features",
-        action="store_true",
-        help="what every operator costs by its description, and what waits for it (--out: CSV)",
+        "what every operator costs by its description, and what waits for it (--out: CSV)",
+        bool,
     )
-    parser.add_argument(
-        "--profile", metavar="FILE", help="with --features: seconds for slack and critical path"
+    add("--profile FILE", "with --features: seconds for slack and critical path")
+    add("--repeats", "rounds (default %(default)s)", int, default=10)
+    add(
+        "--seconds S",
+        "measure so long, first operators that are hard to predict; predict the others",
+        float,
     )
-    parser.add_argument("--repeats", type=int, default=10, help="rounds (default %(default)s)")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="measure so long, first operators that are hard to predict; predict the others",
-    )
-    parser.add_argument(
-        "--distributed",
-        type=int,
+    add(
+        "--distributed N",
+        "measure the links between N processes here, or between those of torchrun",
+        int,
         nargs="?",
         const=0,
-        metavar="N",
-        help="measure the links between N processes here, or between those of torchrun",
     )
-    parser.add_argument(
-        "--cluster-out",
-        metavar="FILE",
-        help="with --distributed: where to write devices and links (default: cluster.yaml)",
+    add(
+        "--cluster-out FILE",
+        "with --distributed: where to write devices and links (default: cluster.yaml)",
     )
 
 

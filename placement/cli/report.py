@@ -18,10 +18,9 @@ path, num_bytes, num_workloads, num_planners, num_predicted, num_measured, unrea
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="RUN_DIR", help="folder of a comparison, a training or plans; or a plan"
-    )
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the folder")
+    add = cli.adding(parser)
+    add("folder RUN_DIR", "folder of a comparison, a training or plans; or a plan")
+    add("--out FILE", "default: report.html in the folder")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,40 +26,19 @@ Exit code 1: the results differ from those of the plain module, or a process fai
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", metavar="plan.json")
-    parser.add_argument(
-        "--model", metavar="package.module:function", help="the module, unless a shipped one"
-    )
-    parser.add_argument(
-        "--against-single-device", action="store_true", help="measure the best device alone too"
-    )
-    parser.add_argument(
-        "--batches", type=int, metavar="K", help="micro-batches of a run; default: the plan's"
-    )
-    parser.add_argument("--trace", metavar="FILE", help="write the measured timeline")
-    parser.add_argument("--out", metavar="FILE", help="write the plan with what was measured")
-    parser.add_argument("--wandb", metavar="PROJECT", help="mirror what was measured to W&B")
-    parser.add_argument(
-        "--compiled",
-        action="store_true",
-        help="compile what a device runs at a stretch (inference)",
-    )
-    parser.add_argument(
-        "--distributed", action="store_true", help="spread the devices over processes"
-    )
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes (one per device)"
-    )
-    parser.add_argument(
-        "--weights", metavar="FILE", help="a safetensors file: each process reads its own part"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="a process silent for so long has failed; default: 30",
-    )
+    add = cli.adding(parser)
+    add("plan plan.json")
+    add("--model package.module:function", "the module, unless a shipped one")
+    add("--against-single-device", "measure the best device alone too", bool)
+    add("--batches K", "micro-batches of a run; default: the plan's", int)
+    add("--trace FILE", "write the measured timeline")
+    add("--out FILE", "write the plan with what was measured")
+    add("--wandb PROJECT", "mirror what was measured to W&B")
+    add("--compiled", "compile what a device runs at a stretch (inference)", bool)
+    add("--distributed", "spread the devices over processes", bool)
+    add("--processes N", "number of processes (one per device)", int)
+    add("--weights FILE", "a safetensors file: each process reads its own part")
+    add("--timeout S", "a process silent for so long has failed; default: 30", float, default=30.0)
 
 
 def run(args: argparse.Namespace) -> int:

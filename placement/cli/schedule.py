@@ -29,19 +29,13 @@ imports and compilation are not in it), unroll, micro_batches, memory, starts: a
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="cases (JSON)")
-    parser.add_argument("--case", required=True, metavar="KEY", help="e.g. vshape/4/train")
-    parser.add_argument("--memory", type=int, metavar="M", help="of each device; default: any")
-    parser.add_argument("--micro-batches", type=int, required=True, metavar="N")
-    parser.add_argument(
-        "--unroll",
-        type=int,
-        metavar="K",
-        help="micro-batches per period; default: 1, and more where that is shorter",
-    )
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help="budget (0.8; 8 for more than 4 devices)"
-    )
+    add = cli.adding(parser)
+    add("file FILE", "cases (JSON)")
+    add("--case KEY", "e.g. vshape/4/train", required=True)
+    add("--memory M", "of each device; default: any", int)
+    add("--micro-batches N", kind=int, required=True)
+    add("--unroll K", "micro-batches per period; default: 1, and more where that is shorter", int)
+    add("--seconds S", "budget (0.8; 8 for more than 4 devices)", float)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,34 +30,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "objectives: prefill, seconds for a prompt; decode, seconds for a token of each sequence "
         "when\nthe context is full; serve, a prompt and its answer until the context is full",
     )
-    group.add_argument(
-        "--context", type=int, metavar="TOKENS", help="longest sequence to make room for; needed"
+    add = cli.adding(group)
+    add("--context TOKENS", "longest sequence to make room for; needed", int)
+    add("--batch B", "sequences at a time (1)", int)
+    add(
+        "--prompt TOKENS",
+        "length of the prompt; default: half the context, for prefill all of it",
+        int,
     )
-    group.add_argument("--batch", type=int, metavar="B", help="sequences at a time (1)")
-    group.add_argument(
-        "--prompt",
-        type=int,
-        metavar="TOKENS",
-        help="length of the prompt; default: half the context, for prefill all of it",
-    )
-    group.add_argument(
+    add(
         "--split",
-        choices=("layers", "tensors"),
-        help="place whole layers, or (tensors) feed-forwards and experts by themselves; default: "
+        "place whole layers, or (tensors) feed-forwards and experts by themselves; default: "
         "layers; of models with experts, tensors",
+        choices=("layers", "tensors"),
     )
-    group.add_argument(
-        "--tensor-parallel",
+    add(
+        "--tensor-parallel K",
+        "place layers on groups of alike devices that compute each of them together: of K, or "
+        "of as many as is best",
         nargs="?",
         const=_AS_MANY,
-        metavar="K",
-        help="place layers on groups of alike devices that compute each of them together: of K, or "
-        "of as many as is best",
     )
-    group.add_argument(
-        "--experts",
-        metavar="COUNTS.csv",
-        help="how many tokens of a run chose each expert, columns layer, expert, count; default: "
+    add(
+        "--experts COUNTS.csv",
+        "how many tokens of a run chose each expert, columns layer, expert, count; default: "
         "all alike",
     )
 
