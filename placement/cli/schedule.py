@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement import cli
 from placement.tools.files import read_json
+from placement.tools.ownership import needing
 
 if TYPE_CHECKING:
     from placement.schedulers.searched.blocks import Work
@@ -52,17 +53,14 @@ def run(args: argparse.Namespace) -> int:
         raise cli.UsageError(f"--memory {args.memory} must not be negative, and below 2**60")
     try:
         work, ids = read_work(_case(args.file, args.case), args.memory)
-        with cli.progress() as report:
+        needs = needing("cp", "placement schedule needs OR-Tools", cli.UsageError)
+        with cli.progress() as report, needs:
             report("searching the order of blocks", None)
             answer = search_schedule(
                 work, args.micro_batches, unroll=args.unroll, seconds=args.seconds
             )
     except BlocksError as error:
         raise cli.UsageError(f"{args.file}, case {args.case[:60]!r}: {error}") from error
-    except ImportError as error:
-        raise cli.UsageError(
-            "placement schedule needs OR-Tools: pip install 'device-placement-rl[cp]'"
-        ) from error
     if args.json:
         cli.print_json(_answer(args, answer, ids))
     else:

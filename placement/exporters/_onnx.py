@@ -10,6 +10,7 @@ from typing import Any
 from placement.exporters import ExportError, Inexpressible, require_one_phase, require_whole
 from placement.importers.onnx_model import node_names
 from placement.plan import Plan
+from placement.tools.ownership import needing
 
 
 def read_model(plan: Plan, path: str) -> Any:
@@ -27,10 +28,8 @@ def read_model(plan: Plan, path: str) -> Any:
             else "the plan is of a module, whose operators are not those of an ONNX file: write "
             "one (torch.onnx.export), and plan that: placement plan model.onnx --out plan.json"
         )
-    try:
+    with needing("onnx", f"{path}: ONNX files need the package onnx", ExportError):
         from onnx import inliner, load_model_from_string
-    except ImportError as error:
-        raise ExportError(f"{path}: ONNX files need the package onnx: pip install onnx") from error
     try:
         model: Any = load_model_from_string(Path(path).read_bytes())
         if model.functions:  # as the importer does: operators are those inside

@@ -22,6 +22,7 @@ from placement.importers.decoder import Decoder, Part
 from placement.tools.clock import nothing_collected
 from placement.tools.files import short
 from placement.tools.limits import MOST
+from placement.tools.ownership import needing
 
 _BITS = {"fp16": 16.0, "bf16": 16.0, "fp32": 32.0}
 _NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
@@ -64,13 +65,9 @@ def read(data: Mapping[str, Any], path: str, name: str) -> Decoder:
         FormatError: transformers is missing, does not know the architecture (as types that only
             code beside the weights defines), or cannot build it of these numbers.
     """
-    try:
+    what = f"{path}: reading a config.json needs the package transformers"
+    with needing("models", what, FormatError, "; a GGUF file needs nothing"):
         from transformers import CONFIG_MAPPING
-    except ImportError as error:
-        raise FormatError(
-            f"{path}: reading a config.json needs the package transformers ({error}): "
-            'pip install "device-placement-rl[models]"; a GGUF file needs nothing'
-        ) from error
     inner: Any = next((data[k] for k in _INNER if k in data), None)
     inside = looks_like(inner) and _type(inner) in CONFIG_MAPPING
     if inside:

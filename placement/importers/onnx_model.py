@@ -24,6 +24,7 @@ from placement.importers._onnx_sizes import (
 )
 from placement.importers._read import FormatError, equal_devices, problem_of, stem, topological
 from placement.problem import Problem
+from placement.tools.ownership import needing
 
 RATES = {"flops": 14e12, "memory_bandwidth": 900e9}
 
@@ -87,13 +88,8 @@ def read(
     Raises:
         FormatError: the package onnx is missing; or naming the file, the node and the tensor.
     """
-    try:
+    with needing("onnx", f"{path}: reading ONNX needs the package onnx", FormatError):
         import onnx  # noqa: F401
-    except ImportError as error:
-        raise FormatError(
-            f"{path}: reading ONNX needs the package onnx ({error}): "
-            'pip install "device-placement-rl[onnx]"'
-        ) from error
     flops, memory_bandwidth = (
         default if (rate := options.get(what)) is None else float(rate)  # type: ignore[arg-type]
         for what, default in RATES.items()

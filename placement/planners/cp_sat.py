@@ -26,6 +26,7 @@ from placement.search import windows
 from placement.search.evaluation import Search
 from placement.simulator.analytic_kernels import Blocks, blocks
 from placement.tools import cpsat
+from placement.tools.ownership import needing
 
 # The start's value in integer units. Not more: OR-Tools 9.15 has been seen to call programs with
 # coefficients near 10**9 infeasible in presolve that it solves without.
@@ -73,12 +74,8 @@ class CpSat:
         Raises:
             PlannerError: OR-Tools is not installed.
         """
-        try:
+        with needing("cp", "cp_sat needs OR-Tools", PlannerError, ", or use mip"):
             from ortools.sat.python import cp_model  # noqa: F401
-        except ImportError as error:
-            raise PlannerError(
-                "cp_sat needs OR-Tools: pip install 'device-placement-rl[cp]', or use mip"
-            ) from error
         search = Search(problem, self.seconds)
         if problem.objective is Objective.PIECEWISE_LATENCY:
             return _latency(self, search)

@@ -17,6 +17,7 @@ from placement.planners import PlannerError, check_least
 from placement.problem import Problem, Solution
 from placement.search.coarsen import edge_seconds
 from placement.search.evaluation import Choice, Search
+from placement.tools.ownership import needing
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,8 @@ class Metis:
 
     def __call__(self, problem: Problem) -> Solution:
         """Raises: PlannerError, the optional package pymetis is missing."""
-        try:
+        with needing("metis", "planner 'metis' needs the package pymetis", PlannerError):
             import pymetis
-        except ImportError as error:
-            raise PlannerError(
-                f"planner 'metis' needs the package pymetis ({error}): "
-                'pip install "device-placement-rl[metis]"'
-            ) from error
         search = Search(problem)
         part, cut = _partition(pymetis, problem, self.seed)
         search.costs(_assign(problem, part))

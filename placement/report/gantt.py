@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from placement.timeline import Timeline, joined, side_by_side
 from placement.tools import shown
 from placement.tools.files import write_atomic
+from placement.tools.ownership import needing
 
 Floats = NDArray[np.float64]
 
@@ -214,12 +215,8 @@ def figure_class() -> Any:
     Raises:
         PlotError: matplotlib is not installed.
     """
-    try:
+    with needing("plots", "pictures need matplotlib", PlotError):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotError(
-            f"pictures need matplotlib ({error}): pip install 'device-placement-rl[plots]'"
-        ) from error
     return Figure  # not pyplot: no window, no state
 
 

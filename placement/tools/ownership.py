@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +41,16 @@ class OwnershipError(ValueError):
 def is_yours(file: str) -> bool:
     """Whether a file of code belongs to no installed library, and is a file."""
     return not file.startswith(("<", *_LIBRARIES))
+
+
+@contextmanager
+def needing(extra: str, what: str, error: type[ValueError], otherwise: str = "") -> Iterator[None]:
+    """Raises: ``error``, an import inside failed: ``what`` needs the optional ``extra``."""
+    try:
+        yield
+    except ImportError as cause:
+        how = f"pip install '{DISTRIBUTION}[{extra}]'{otherwise}"
+        raise error(f"{what} ({cause}): {how}") from cause
 
 
 @cache

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.tools.named import imported, meant
-from placement.tools.ownership import is_yours
+from placement.tools.ownership import is_yours, needing
 
 # Synthetic problems, models of others (two files), their graphs, and problems with known optima.
 _NO_MODELS = ("__init__", "synthetic", "zoo", "hugging_face", "dataset", "suites")
@@ -195,10 +195,5 @@ def import_transformers() -> Any:
     Raises:
         WorkloadError: it is not installed.
     """
-    try:
+    with needing("models", "this workload needs the package transformers", WorkloadError):
         return importlib.import_module("transformers")
-    except ImportError as error:
-        raise WorkloadError(
-            f"this workload needs the package transformers ({error}): "
-            'pip install "device-placement-rl[models]"'
-        ) from error

@@ -463,7 +463,7 @@ def test_mistakes_are_named(tmp_path: Path, nodes: Any, message: str) -> None:
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = convnet(tmp_path)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(FormatError, match=r'pip install "device-placement-rl\[onnx\]"'):
+    with pytest.raises(FormatError, match=r"pip install 'device-placement-rl\[onnx\]'"):
         load(path)
 
 

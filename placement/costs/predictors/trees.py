@@ -12,6 +12,7 @@ from placement.cluster import Device
 from placement.costs.features import CLASSES, Features
 from placement.costs.predictors import Floats, LatencyError, Sample
 from placement.costs.table import Fitted, Table, columns, guess, kinds, tables
+from placement.tools.ownership import needing
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,8 @@ class Trees:
 
     def fit(self, samples: Sequence[Sample]) -> Fitted:
         """Raises: LatencyError, no samples, or scikit-learn is not installed."""
-        try:
+        with needing("latency", "the predictor trees needs scikit-learn", LatencyError):
             from sklearn.ensemble import HistGradientBoostingRegressor
-        except ImportError as error:
-            raise LatencyError(
-                f"the predictor trees needs the package scikit-learn ({error}): "
-                'pip install "device-placement-rl[latency]"'
-            ) from error
 
         def fit(table: Table) -> _Trees:
             every_kind, count = np.unique(table.kind, return_counts=True)

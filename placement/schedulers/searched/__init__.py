@@ -20,6 +20,7 @@ from placement.schedulers.searched.blocks import BlocksError
 from placement.schedulers.searched.search import Answer, search_schedule
 from placement.schedulers.searched.work import held_bytes, limited, work_of
 from placement.simulator import simulate
+from placement.tools.ownership import needing
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,14 @@ class Searched:
         for _ in range(3):  # with less memory where the simulator finds too much
             try:
                 work = limited(free, held, room, num_microbatches)
-                answer = search_schedule(
-                    work, num_microbatches, unroll=self.unroll, seconds=self.seconds
-                )
+                with needing("cp", "searched needs OR-Tools", SchedulerError, ", or list_order"):
+                    answer = search_schedule(
+                        work, num_microbatches, unroll=self.unroll, seconds=self.seconds
+                    )
             except BlocksError as error:
                 if (over > 0).any():
                     break  # less room than the simulator asks for does not work either
                 raise SchedulerError(f"searched: {error}") from error
-            except ImportError as error:
-                raise SchedulerError(
-                    "searched needs OR-Tools: pip install 'device-placement-rl[cp]', or use "
-                    "list_order or one_f_one_b"
-                ) from error
             schedule = pieces.schedule(answer.starts)
             peak = simulate(problem, p, schedule).peak_bytes
             assert peak is not None
