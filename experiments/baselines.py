@@ -40,9 +40,8 @@ FILES = (
     "pipedream/*.txt",
     "moirai/*.json",
 )
-LEARNED = "policy"  # as it is by default: a search whose moves the released policies choose
 NEEDS_A_FILE = ("expert",)
-# For few of these problems, and there it is what LEARNED does; its answer is no placement.
+# For few of these problems, and there it is what policy does; its answer is no placement.
 APART = ("order_search", "replicated", "data_parallel", "phase_search")
 TIES = 1 + 1e-6  # values this close are equal
 LEAST = 0.05  # per cent above the best found that the picture tells from none

@@ -6,7 +6,6 @@ kept: ``compare`` makes only those that are missing. A planner that fails is a c
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from placement.bounds import lower_bound
 from placement.plan import proved_bound_s
 from placement.planners import solve
 from placement.problem import Planner, Problem, Solution
-from placement.runs.compare import describe, problem_fingerprint
+from placement.runs.compare import describe, file_digest, problem_fingerprint
 from placement.search.planner import Budget, options_of, prepared
 from placement.simulator import score, value_of
 
@@ -211,10 +210,7 @@ def released_folder() -> Path:
     return Path(agents.__file__).with_name("released")
 
 
-@cache
-def digest_of(path: str | Path) -> str:
-    """SHA-256 (hex) of a file."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+digest_of = cache(file_digest)  # of a policy
 
 
 def policy_digests(path: Path) -> dict[str, str]:

@@ -136,8 +136,7 @@ def demonstrations(
         if len(split):
             raise PolicyError(
                 f"solution {i} splits a colocation group at operator {split[0]} "
-                f"({problem.graph.op_name[split[0]]!r}); solve the problem as it is trained on "
-                f"(with TrainConfig.groups: placement.search.coarsen.grouped(problem, groups))"
+                f"({problem.graph.op_name[split[0]]!r}); solve the problem as it is trained on"
             )
         problem.check_placement(placement)
     count, width = len(solutions), problems.max_devices

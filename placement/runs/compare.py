@@ -393,7 +393,7 @@ def describe(planner: Any) -> Any:
         weights = {k: v.detach().cpu().numpy() for k, v in planner.state_dict().items()}
         return {"network": str(planner), "weights": describe(weights)}
     if isinstance(planner, str | Path) and Path(planner).is_file():
-        return {"file": str(planner), "sha256": _file_digest(Path(planner))}
+        return {"file": str(planner), "sha256": file_digest(planner)}
     if planner is None or isinstance(planner, bool | int | float):
         return planner
     name, code = str(planner), {}
@@ -419,14 +419,15 @@ def _own_code(target: Any) -> dict[str, str]:
             getattr(loaded, "__file__", "") if loaded else getattr(find_spec(module), "origin", "")
         )
         if file:
-            return {"code": _file_digest(Path(file))} if is_yours(file) else {}
+            return {"code": file_digest(file)} if is_yours(file) else {}
         return {"code": digest(getsource(target.__call__ if isinstance(target, type) else target))}
     except (ImportError, OSError, TypeError, ValueError):
         return {}
 
 
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def file_digest(path: str | Path) -> str:
+    """SHA-256 (hex) of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _read(path: Path, key: str) -> dict[str, Any] | None:

@@ -189,7 +189,7 @@ class WandbTracker(Tracker):
             return
         failed = True
         try:
-            yield _WandbMirror(run)
+            yield _WandbMirror(wandb, run)
             failed = False
         finally:
             run.finish(exit_code=int(failed))
@@ -223,24 +223,19 @@ def _begin(mode: Any, options: dict[str, Any]) -> wandb.Run:
 
 
 class _WandbMirror(Mirror):
-    def __init__(self, run: wandb.Run) -> None:
-        self._run = run
+    def __init__(self, package: Any, run: wandb.Run) -> None:
+        self._wandb, self._run = package, run
 
     def log(self, figures: Mapping[str, float], step: int | None = None) -> None:
         self._run.log(dict(figures), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        import wandb
-
         data = [list(row) for row in rows]
-        self._run.log({name: wandb.Table(columns=list(columns), data=data)})
+        self._run.log({name: self._wandb.Table(columns=list(columns), data=data)})
 
     def comparison(self, comparison: Comparison) -> None:
-        import wandb
-
-        columns: list[str | int] = [f.name for f in fields(Row)]
-        data = [list(asdict(row).values()) for row in comparison.rows]
-        self._run.log({"comparison": wandb.Table(columns=columns, data=data)})
+        rows = [list(asdict(row).values()) for row in comparison.rows]
+        self.table("comparison", [f.name for f in fields(Row)], rows)
         self._run.summary.update(_values(comparison))
         self._run.define_metric(SECONDS)
         self._run.define_metric("best_so_far/*", step_metric=SECONDS)
@@ -248,17 +243,13 @@ class _WandbMirror(Mirror):
             self._run.log({SECONDS: plan_s, **figures})
 
     def image(self, name: str, path: Path) -> None:
-        import wandb
-
-        self._run.log({name: wandb.Image(str(path))})
+        self._run.log({name: self._wandb.Image(str(path))})
 
     def artifact(
         self, name: str, kind: ArtifactKind, *paths: Path, aliases: Sequence[str] = ()
     ) -> None:
-        import wandb
-
         # W&B allows no other characters in names.
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name), type=kind)
+        artifact = self._wandb.Artifact(re.sub(r"[^\w.-]+", "-", name), type=kind)
         for path in paths:
             artifact.add_file(str(path))
         self._run.log_artifact(artifact, aliases=["latest", *aliases])

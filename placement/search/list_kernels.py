@@ -157,8 +157,8 @@ def gap(t, s, op, device, start):
 
 
 @kernel
-def _unlink(s, which, device, node):
-    left, right = s.before[which, node], s.after[which, node]
+def _join(s, which, device, left, right):
+    """``right`` comes next after ``left`` in a list; -1: the list begins, or ends, there."""
     if left >= 0:
         s.after[which, left] = right
     else:
@@ -176,23 +176,16 @@ def _occupy(s, which, device, op, start, end):
     while left >= 0 and s.begin_s[which, left] > start:
         right, left = left, np.int64(s.before[which, left])
     s.begin_s[which, op], s.end_s[which, op] = start, end
-    s.before[which, op], s.after[which, op] = left, right
-    if left >= 0:
-        s.after[which, left] = op
-    else:
-        s.head[which, device] = op
-    if right >= 0:
-        s.before[which, right] = op
-    else:
-        s.tail[which, device] = op
+    _join(s, which, device, left, op)
+    _join(s, which, device, op, right)
     if which == _OPERATORS:
         return
     if right >= 0 and s.begin_s[which, right] == end:
         s.end_s[which, op] = s.end_s[which, right]
-        _unlink(s, which, device, right)
+        _join(s, which, device, op, np.int64(s.after[which, right]))
     if left >= 0 and s.end_s[which, left] == start:
         s.begin_s[which, op] = s.begin_s[which, left]
-        _unlink(s, which, device, left)
+        _join(s, which, device, np.int64(s.before[which, left]), op)
 
 
 @kernel
