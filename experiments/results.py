@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import baselines, compiled, fidelity, gpu_results, leaderboard, pipelining, public
-from experiments.grid import Cell, best_known, gain, policy_digests, ratios, released_folder
+from experiments.grid import Cell, best_known, gain, ratios
 from experiments.learned import dispatch, folds, gnn, split, zero_shot
 from experiments.learned.problems import DRAWN, FAMILIES, REAL
 from experiments.study import RESULTS, ROOT, filled, origin, say
@@ -236,29 +236,6 @@ def rows_of(study: str, results: Path) -> list[Any]:
     """Committed rows of a study of the learned planner, which need not be in the tree any more."""
     kind = dispatch.Row if study == dispatch.NAME else Cell
     return list[Any](read_csv(kind, results / f"{study}.csv"))
-
-
-def chooser(planner: str, objective: str, released: str) -> str:
-    """Who decided in a row of a study: network, untrained, hand, uniform, or none of them (rule).
-
-    ``released`` names the policies that shipped when the row was made (``released_for``). Where
-    none of them chooses moves for the objective, ``PolicyPlanner`` says ``hand`` in its stats.
-    """
-    words = planner.split(", ")
-    if "untrained" in words or "frozen" in words:
-        return "untrained"
-    if "trained" in words or words[0] in ("greedy decode", "best of k", "samples alone"):
-        return "network"
-    if words[0] == "policy" or words[-1] == "then policy":
-        return "network" if re.search(rf"(guided|order)_search-{objective}\b", released) else "hand"
-    chosen = words[-1].removeprefix("then ")
-    return words[0] if words[0] in ("hand", "uniform") else "hand" if chosen == "hand" else "rule"
-
-
-def released_for(study: str, results: Path) -> str:
-    """Names of the policies that shipped when a study ran, from its page; else of today's."""
-    _, noted = origin((results / f"{study}.md").read_text("utf-8"))
-    return noted.get("policies") or " ".join(policy_digests(released_folder()))
 
 
 def answers(results: Path) -> str:

@@ -45,10 +45,33 @@ def claims(what: str, cell: str) -> bool:
     return re.search(what, cell) is not None
 
 
+def chooser(planner: str, objective: str, released: str) -> str:
+    """Who decided in a row of a study: network, untrained, hand, uniform, or none of them (rule).
+
+    ``released`` names the policies that shipped when the row was made (``released_for``). Where
+    none of them chooses moves for the objective, ``PolicyPlanner`` says ``hand`` in its stats.
+    """
+    words = planner.split(", ")
+    if "untrained" in words or "frozen" in words:
+        return "untrained"
+    if "trained" in words or words[0] in ("greedy decode", "best of k", "samples alone"):
+        return "network"
+    if words[0] == "policy" or words[-1] == "then policy":
+        return "network" if re.search(rf"(guided|order)_search-{objective}\b", released) else "hand"
+    chosen = words[-1].removeprefix("then ")
+    return words[0] if words[0] in ("hand", "uniform") else "hand" if chosen == "hand" else "rule"
+
+
+def released_for(name: str) -> str:
+    """Names of the policies that shipped when a study ran, from its page; else of today's."""
+    _, noted = study.origin((RESULTS / f"{name}.md").read_text("utf-8"))
+    return noted.get("policies") or " ".join(policy_digests(released_folder()))
+
+
 @cache
 def figures(name: str) -> dict[str, set[str]]:
     """Of a study: geometric means over the best known of all planners, and who decided there."""
-    released, by_text = results.released_for(name, RESULTS), {}
+    released, by_text = released_for(name), {}
     rows = results.rows_of(name, RESULTS)
     best_of_all = best_known(rows)
     best_in = {group: best_known(mine) for group, mine in groups(rows, "group").items()}
@@ -63,7 +86,7 @@ def figures(name: str) -> dict[str, set[str]]:
         for bests, part in parts
         for planner, mine in groups(part, "planner").items()
     ):
-        who = {results.chooser(planner, row.objective, released) for row in mine}
+        who = {chooser(planner, row.objective, released) for row in mine}
         for best in bests:
             by_problem = groups((r for r in mine if r.value_s), "problem").items()
             logs = [np.mean(np.log([r.value_s / best[n] for r in runs])) for n, runs in by_problem]
@@ -132,12 +155,12 @@ def test_wrong_labels_are_found() -> None:
 
 def test_every_row_of_the_first_table_is_of_who_it_names() -> None:
     for row in results.LEARNING:
-        released = results.released_for(row.study, RESULTS)
+        released = released_for(row.study)
         for planner, who in zip(
             (row.trained, row.hand, row.untrained), CLAIMS.values(), strict=True
         ):
             mine = [c for c in results.of_row(row, RESULTS) if c.planner == planner]
-            decided = {results.chooser(planner, c.objective, released) for c in mine}
+            decided = {chooser(planner, c.objective, released) for c in mine}
             assert decided and decided <= who, (row.where, planner, decided)
 
 
@@ -217,4 +240,4 @@ def test_pages_of_networks_that_no_longer_ship_say_so() -> None:
     ],
 )
 def test_who_decided(planner: str, objective: str, who: str) -> None:
-    assert results.chooser(planner, objective, "{'policy guided_search-latency': '5d'}") == who
+    assert chooser(planner, objective, "{'policy guided_search-latency': '5d'}") == who
