@@ -1,7 +1,5 @@
 """Every operator of a captured graph, run once in an order that the edges allow."""
 
-from __future__ import annotations
-
 import torch
 
 from placement.program import fill

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 import subprocess
@@ -35,18 +36,11 @@ from tests.modules import module_of
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 
-class Module(nn.Module):
-    """A module whose forward is a function of (self, inputs...)."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(4))
-        self.plain = torch.ones(4)
-        self.function = function
-
-    def forward(self, x, *args):
-        return self.function(self, x, *args)
+def net(forward):
+    """A module with a linear layer, a buffer, and a tensor that is neither."""
+    module = module_of(forward, linear=nn.Linear(4, 4), count=torch.zeros(4))
+    module.plain = torch.ones(4)
+    return module
 
 
 def check(module, inputs):
@@ -140,14 +134,14 @@ def test_views_and_in_place_operators_of_real_models(name):
 
 
 def test_views_share_the_group_of_their_base_and_views_of_inputs_are_free():
-    graph = check(Module(lambda m, x: m.linear(x.t().t()).view(-1).view(4, 2) + 1), X)
+    graph = check(net(lambda m, x: m.linear(x.t().t()).view(-1).view(4, 2) + 1), X)
     assert kinds(graph) == ["t", "t", "linear", "view", "view", "add"]
     assert graph.group.tolist() == [0, 1, 2, 2, 2, 3]
     assert graph.tensor_root.tolist() == [0, 0, 0, 3, 3, 3, 6]
 
 
 def test_views_of_parameters_are_free():
-    graph = check(Module(lambda m, x: x @ m.linear.weight.t() + x @ m.linear.weight.view(4, 4)), X)
+    graph = check(net(lambda m, x: x @ m.linear.weight.t() + x @ m.linear.weight.view(4, 4)), X)
     assert graph.num_groups == graph.num_ops
     assert (graph.tensor_root == np.arange(graph.num_tensors)).all()
     assert graph.param_bytes.tolist() == [64]
@@ -155,10 +149,10 @@ def test_views_of_parameters_are_free():
 
 
 def test_one_tensor_given_as_two_inputs_is_two_tensors():
-    graph = check(Module(lambda m, x, y: x.view(-1) + y.view(-1)), (X, X))
+    graph = check(net(lambda m, x, y: x.view(-1) + y.view(-1)), (X, X))
     assert graph.tensor_root.tolist() == [0, 1, 0, 1, 4]
     program = graph.program
-    sub = capture(Module(lambda m, x, y: x - y), (X, X)).program
+    sub = capture(net(lambda m, x, y: x - y), (X, X)).program
     assert torch.equal(run_program(sub, [X + 3, X])[0], torch.full((2, 4), 3.0))
     assert program.example_tensors[0] is program.example_tensors[1] is X
 
@@ -168,13 +162,13 @@ def test_one_operator_that_views_two_bases_joins_their_groups():
         a, b = torch.broadcast_tensors(x.exp(), x.sin())
         return a - b
 
-    graph = check(Module(forward), X)
+    graph = check(net(forward), X)
     assert kinds(graph) == ["exp", "sin", "broadcast_tensors", "sub"]
     assert graph.group.tolist() == [0, 0, 0, 1]
 
 
 def test_unused_inputs_and_parameters():
-    graph = check(Module(lambda m, x, y: x.exp()), (X, X))
+    graph = check(net(lambda m, x, y: x.exp()), (X, X))
     assert graph.tensor_src.tolist() == [-1, -1, 0]
     assert graph.program.params == ()
     assert len(graph.param_bytes) == 0
@@ -189,7 +183,7 @@ def test_in_place_operators_stay_where_nobody_can_notice():
         y += x
         return y * 2
 
-    graph = check(Module(forward), X)
+    graph = check(net(forward), X)
     assert kinds(graph) == ["linear", "relu_", "add_", "mul"]
     assert graph.group.tolist() == [0, 0, 0, 1]
     assert graph.tensor_root.tolist() == [0, 1, 1, 1, 4]
@@ -245,7 +239,7 @@ def write_to_the_input_of_a_dropout_of_nothing(m, x):
     ],
 )
 def test_in_place_operators_that_others_could_notice_are_functionalised(forward):
-    graph = check(Module(forward), X)
+    graph = check(net(forward), X)
     assert not any(kind.endswith("_") for kind in kinds(graph))
     assert_any_order_gives_the_same(graph)
 
@@ -278,7 +272,7 @@ def test_inputs_with_other_strides(forward):
     """What was captured relies on those of the example: others are copied."""
     x = torch.randn(4, 6)
     other = torch.randn(6, 4).t()
-    program = capture(Module(lambda m, x: forward(x)), x).program
+    program = capture(net(lambda m, x: forward(x)), x).program
     (out,) = run_program(program, program.flatten_inputs((other,)))
     torch.testing.assert_close(out, forward(other), rtol=0, atol=0)
 
@@ -289,8 +283,7 @@ def test_the_callers_inputs_and_parameters_are_not_changed_by_a_run():
     flat = program.flatten_inputs((), inputs)
     before = [x.clone() for x in [*flat, *program.params]]
     run_program(program, flat)
-    for a, b in zip([*flat, *program.params], before, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, [*flat, *program.params], before))
 
 
 # ---------------------------------------------------------------- outputs
@@ -301,7 +294,7 @@ def test_several_outputs_of_one_operator():
         a, _, c = x.split([1, 2, 1], 1)
         return a + c
 
-    graph = check(Module(forward), X)
+    graph = check(net(forward), X)
     assert kinds(graph) == ["split_with_sizes", "add"]
     step = graph.program.steps[0]
     assert step.multi and step.output_index == (0, 2)
@@ -322,7 +315,7 @@ def test_nested_outputs_constants_inputs_parameters_and_buffers():
         same = {"input": x, "parameter": m.linear.weight, "buffer": m.count, "twice": y}
         return {"nested": nested, **same, "none": None, "text": "three"}
 
-    module = Module(forward)
+    module = net(forward)
     graph = check(module, X)
     program = graph.program
     got = program.unflatten_outputs(run_program(program, [X]))
@@ -333,7 +326,7 @@ def test_nested_outputs_constants_inputs_parameters_and_buffers():
 
 
 def test_constants_made_in_the_forward_are_not_parameters_of_the_module():
-    graph = check(Module(lambda m, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + m.plain), X)
+    graph = check(net(lambda m, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + m.plain), X)
     assert sorted(graph.param_bytes.tolist()) == [16, 16]
 
 
@@ -345,7 +338,7 @@ def test_tied_parameters_count_once_and_slices_of_one_memory_by_themselves():
     assert sorted(graph.param_bytes.tolist()) == [32, 32, 32, 256]
 
     flat = torch.randn(2, 4, 4)
-    half = Module(lambda m, x: m.a(x) + m.b(x))
+    half = net(lambda m, x: m.a(x) + m.b(x))
     half.a, half.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     half.a.weight, half.b.weight = nn.Parameter(flat[0]), nn.Parameter(flat[1])
     assert check(half, X).param_bytes.tolist() == [64, 64]
@@ -368,7 +361,7 @@ def test_autocast_and_gradient_regions_become_plain_operators(region):
             y = m.linear(x)
         return y + 1
 
-    graph = check(Module(forward), X)
+    graph = check(net(forward), X)
     assert {"linear", "add"} <= set(kinds(graph)) <= {"linear", "add", "_to_copy", "detach"}
 
 
@@ -380,14 +373,11 @@ def test_a_conversion_that_changes_nothing_is_no_operator(convert):
         m.linear = convert(m.linear, x)
         return m.linear(x)
 
-    assert kinds(check(Module(forward), X)) == ["linear"]
+    assert kinds(check(net(forward), X)) == ["linear"]
 
 
 def test_autocast_around_a_capture_is_refused():
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(CaptureError, match="in the module's"),
-    ):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="in the module"):
         capture(nn.Linear(4, 4), X)
 
 
@@ -399,7 +389,7 @@ def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
         return y.sum() if y.sum() > 0 else y.mean()
 
     branches = module_of(forward, norm=nn.BatchNorm1d(4), drop=nn.Dropout(0.5))
-    before = {name: value.clone() for name, value in branches.state_dict().items()}
+    before = copy.deepcopy(branches.state_dict())
     torch.manual_seed(5)
     with pytest.raises(CaptureError, match="depends on the values of a tensor") as caught:
         capture(branches, X, mode="training")
@@ -407,8 +397,7 @@ def test_a_capture_that_fails_leaves_statistics_and_random_numbers_alone():
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(3))
-    for name, value in branches.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    torch.testing.assert_close(branches.state_dict(), before, rtol=0, atol=0)
 
 
 def test_inputs_to_measure_with_are_copies_that_lie_in_memory_as_the_example_does():
@@ -448,7 +437,7 @@ def test_dropout_and_batch_norm_are_captured_in_evaluation_mode_and_the_mode_is_
 )
 def test_what_draws_random_numbers_is_known(function, is_random):
     x = torch.full((1, 2, 4), 0.5)
-    program = capture(Module(lambda m, x: function(m.linear(x).sigmoid())), x).program
+    program = capture(net(lambda m, x: function(m.linear(x).sigmoid())), x).program
     assert program.is_random == is_random
 
 
@@ -465,7 +454,7 @@ def test_attributes_set_during_the_trace_are_removed():
         m.left_over = m.linear(x)
         return m.left_over + 1
 
-    module = Module(forward)
+    module = net(forward)
     graph = capture(module, X)
     assert not hasattr(module, "left_over")
     torch.testing.assert_close(run_program(graph.program, [X])[0], module.linear(X) + 1)
@@ -483,7 +472,7 @@ def test_tensors_kept_in_a_dict_or_a_buffer_during_the_trace_are_removed(nested)
             m.register_buffer("mask", torch.ones(4), persistent=False)
         return x + m.cache[len(x)][:, None]
 
-    inner = Module(forward)
+    inner = net(forward)
     inner.cache, inner.log = {}, ([],)
     inner.register_buffer("mask", None)
     check(nn.Sequential(inner) if nested else inner, X)
@@ -501,11 +490,8 @@ def asks(m, x):
     steps[1] = 2
     if steps.sum() > 1 and any(t > 2 for t in m.steps):
         x = F.pad(x, (m.times, torch.tensor(1)))
-    return (
-        x[:, m.edges[m.edges > 0]]
-        + m.edges.nonzero().sum()
-        + m.edges.repeat_interleave(m.edges).max()
-    )
+    x = x[:, m.edges[m.edges > 0]]
+    return x + m.edges.nonzero().sum() + m.edges.repeat_interleave(m.edges).max()
 
 
 def through_a_view(m, x):
@@ -533,7 +519,7 @@ def through_its_data(m, x):
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_buffers_alone_decide_is_known(forward, refused, nested):
-    inner = Module(forward)
+    inner = net(forward)
     inner.register_buffer("times", torch.tensor(2))
     inner.register_buffer("edges", torch.tensor([0, 3, 1, 1]))
     inner.steps = torch.tensor([1, 4])
@@ -554,7 +540,7 @@ def test_a_buffer_that_is_replaced_before_it_is_read_is_no_state():
             m.places = torch.arange(len(x))
         return m.linear(x) + m.places[:, None]
 
-    inner = Module(forward)
+    inner = net(forward)
     inner.register_buffer("places", torch.zeros(1))
     capture(nn.Sequential(inner), X)
     assert torch.equal(inner.places, torch.zeros(1))
@@ -582,7 +568,7 @@ def reads_after(write):
 )
 def test_a_buffer_that_is_written_whole_before_it_is_read_is_no_state(write, nested):
     """As the frequencies of RoPE ``longrope`` of transformers (Phi-3.5, Phi-4-mini) are."""
-    module = Module(reads_after(write))
+    module = net(reads_after(write))
     check(nn.Sequential(module) if nested else module, X)
 
 
@@ -603,7 +589,7 @@ def test_a_capture_that_fails_leaves_what_the_module_keeps_alone():
         m.cache["x"] = x + 1
         return x if m.cache["x"].sum() > 0 else -x
 
-    module = Module(forward)
+    module = net(forward)
     module.cache = {}
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         capture(module, X)
@@ -613,9 +599,8 @@ def test_a_capture_that_fails_leaves_what_the_module_keeps_alone():
 # ---------------------------------------------------------------- inputs
 
 
-class Named(nn.Module):
-    def forward(self, a, b=None, scale=2.0):
-        return (a if b is None else a - b["value"][0]) * scale
+def named(m, a, b=None, scale=2.0):
+    return (a if b is None else a - b["value"][0]) * scale
 
 
 @pytest.mark.parametrize(
@@ -631,7 +616,7 @@ class Named(nn.Module):
     ],
 )
 def test_every_form_of_inputs(inputs):
-    graph = check(Named(), inputs)
+    graph = check(module_of(named), inputs)
     args, kwargs = split_inputs(inputs)
     assert input_spec((args, kwargs)) == graph.program.input_spec
 
@@ -643,7 +628,7 @@ def test_any_number_of_positional_inputs():
 
 
 def test_arguments_may_be_given_by_position_or_by_name():
-    program = capture(Named(), {"b": {"value": [X]}, "a": X}).program
+    program = capture(module_of(named), {"b": {"value": [X]}, "a": X}).program
     b, a = program.flatten_inputs((X, {"value": [X + 1]}))
     assert a is X and torch.equal(b, X + 1)
     assert list(program.leaf_names) == ["b['value'][0]", "a"]
@@ -698,7 +683,7 @@ def test_input_specification_is_json_and_captures_the_same_graph():
 )
 def test_inputs_of_other_strides_capture_the_same_graph(other):
     x = other(torch.randn(2, 3, 4, 4))
-    module = Module(lambda m, x: (x * 2).contiguous().flatten() + 1)
+    module = net(lambda m, x: (x * 2).contiguous().flatten() + 1)
     program = (graph := capture(module, x)).program
     (again,), _ = inputs_from_spec(json.loads(json.dumps(program.input_spec)))
     assert again.stride() == x.stride() and (again == 1).all()
@@ -741,7 +726,7 @@ def test_a_damaged_input_specification_is_refused(spec):
     ],
 )
 def test_operators_that_take_some_numbers_only_can_be_measured(forward, x):
-    program = capture(Module(forward), x).program
+    program = capture(net(forward), x).program
     run_program(program, program.timing_inputs())
 
 
@@ -749,7 +734,7 @@ def test_operators_that_take_some_numbers_only_can_be_measured(forward, x):
 def test_inputs_like_frames_that_overlap(size):
     """In memory like the example's, one frame would overwrite another."""
     frames = torch.randn(1, 1600).unfold(-1, size, 160)
-    program = capture(Module(lambda m, x: x * 2), frames).program
+    program = capture(net(lambda m, x: x * 2), frames).program
     other = torch.randn(frames.shape)
     assert torch.equal(program.flatten_inputs((other,))[0], other)
     assert torch.equal(program.timing_inputs()[0], frames)
@@ -760,7 +745,7 @@ def test_inputs_like_frames_that_overlap(size):
 
 def test_tensors_are_freed_after_their_last_use():
     # a -> exp -> sin -> cos: never more than two of the four tensors are alive.
-    graph = capture(Module(lambda m, x: x.exp().sin().cos()), torch.ones(1000))
+    graph = capture(net(lambda m, x: x.exp().sin().cos()), torch.ones(1000))
     program = graph.program
     alive, peak = set(), 0
 
@@ -782,7 +767,7 @@ def test_tensors_are_freed_after_their_last_use():
 
 
 def test_devices_in_a_template_can_be_replaced():
-    graph = capture(Module(lambda m, x: x + torch.arange(4)), X)
+    graph = capture(net(lambda m, x: x + torch.arange(4)), X)
     step = graph.program.steps[graph.op_kind.index("aten.arange.default")]
     assert fill(step.kwargs, {}, ())["device"] == torch.device("cpu")
     meta = torch.device("meta")
@@ -837,7 +822,7 @@ COUNTS = "changes its buffer 'count' .*self.training"
     ("forward", "message"),
     [
         (branch, r"branch.*depends on the values.*test_capture\.py:\d+ `if x\.sum\(\) > 0:`"),
-        (lambda m, x: x * x.sum().item(), r"aten\.item\.default gives a number.*capture\.py:\d+ `"),
+        (reads_after(lambda m, x: x.mul_(x.sum().item())), r"item\.default gives a .*capture\.py:\d+ `"),
         (lambda m, x: x.nonzero(), r"aten\.nonzero\.default gives .* a shape that depends"),
         (
             lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
@@ -862,10 +847,7 @@ COUNTS = "changes its buffer 'count' .*self.training"
             reads_after(lambda m, x: m.linear.weight.detach().mul_(0.5)),
             "changes its parameter 'linear.weight' when it is called",
         ),
-        (
-            lambda m, x: m.linear.double()(x.double()),
-            r"a Linear is converted while.*capture\.py:\d+ `",
-        ),
+        (lambda m, x: m.linear.double()(x.double()), r"a Linear is converted.*capture\.py:\d+ `"),
         (lambda m, x: {1, x}, "returns a set: let it return tensors"),
         (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),
         (
@@ -879,7 +861,7 @@ COUNTS = "changes its buffer 'count' .*self.training"
 )
 def test_what_cannot_be_captured_is_named(forward, message, capfd):
     with pytest.raises(CaptureError, match=message) as caught:
-        capture(Module(forward), X.clone())
+        capture(net(forward), X.clone())
     assert "\n" not in str(caught.value)
     out, err = capfd.readouterr()
     assert out == err == ""  # torch's own report of the failed trace is kept back
@@ -887,15 +869,15 @@ def test_what_cannot_be_captured_is_named(forward, message, capfd):
 
 def test_a_buffer_of_a_submodule_that_is_assigned_to_is_named():
     """Torch follows such assignments on the module that it exports only."""
-    nested = nn.Sequential(nn.Linear(4, 4), Module(replace_buffer))
+    nested = nn.Sequential(nn.Linear(4, 4), net(replace_buffer))
     with pytest.raises(CaptureError, match=r"changes its buffer '1\.count' .*self\.training"):
         capture(nested, X)
     assert torch.equal(nested[1].count, torch.zeros(4))
     loss = F.mse_loss
     with pytest.raises(CaptureError, match=r"in place \(self\.count\.copy_\(\.\.\.\)\)"):
-        capture(Module(replace_buffer), (X, X), mode="training", loss=loss)
+        capture(net(replace_buffer), (X, X), mode="training", loss=loss)
 
-    in_place = Module(reads_after(lambda m, x: m.count.copy_(m.count + 1)))
+    in_place = net(reads_after(lambda m, x: m.count.copy_(m.count + 1)))
     graph = capture(in_place, (X, X), mode="training", loss=loss)
     assert len(graph.program.new_buffers) == 1
 
@@ -907,7 +889,7 @@ def test_state_in_a_list_or_dict_is_named(kept, nested):
         m.kept[0] = m.kept[0] + x
         return m.kept[0] * 2
 
-    inner = Module(forward)
+    inner = net(forward)
     inner.kept, before = kept, kept[0]
     with pytest.raises(CaptureError, match=r"keeps state .* attribute '(0\.)?kept'"):
         capture(nn.Sequential(inner) if nested else inner, X)
@@ -929,7 +911,7 @@ def test_a_kept_tensor_that_is_replaced_before_it_is_read_is_no_state():
         m.kept["last"] = m.linear(x)
         return m.kept["last"] + 1
 
-    module = Module(forward)
+    module = net(forward)
     module.kept = {"last": (last := torch.ones(2, 4))}
     capture(module, X)
     assert module.kept["last"] is last
@@ -966,7 +948,7 @@ class Pair:
 
 
 def test_a_data_class_says_how_to_register_it():
-    module = Module(lambda m, x: Pair(m.linear(x), x + 1))
+    module = net(lambda m, x: Pair(m.linear(x), x + 1))
     with pytest.raises(CaptureError, match=r"returns a .*register_dataclass\(Pair\)$"):
         capture(module, X)
     torch.export.register_dataclass(Pair)
@@ -992,7 +974,7 @@ def test_a_module_for_another_kind_of_device_is_captured():
         return x.clone()
 
     elsewhere.register_fake(torch.empty_like)
-    assert capture(Module(lambda m, x: elsewhere(m.linear(x))), X).num_ops == 2
+    assert capture(net(lambda m, x: elsewhere(m.linear(x))), X).num_ops == 2
 
 
 def test_what_talks_to_other_processes_is_named():
@@ -1015,7 +997,7 @@ def test_a_module_of_inference_mode_is_named():
 
 
 def test_inputs_of_a_plan_need_suit_no_inverse():
-    assert capture(Module(lambda m, x: torch.linalg.inv(x)), torch.ones(4, 4)).num_ops >= 1
+    assert capture(net(lambda m, x: torch.linalg.inv(x)), torch.ones(4, 4)).num_ops >= 1
 
 
 def test_an_operator_of_the_user_that_writes_is_named():
@@ -1030,7 +1012,7 @@ def test_an_operator_of_the_user_that_writes_is_named():
 
     why = r"^test\.add_in_place\.default cannot.*add_in_place\(y\)"
     with pytest.raises(CaptureError, match=why):
-        capture(Module(forward), X)
+        capture(net(forward), X)
 
 
 @pytest.mark.parametrize(

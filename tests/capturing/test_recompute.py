@@ -1,7 +1,5 @@
 """Recomputed activations: the same losses and gradients, less memory, more work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from placement.program import CaptureError
 from placement.simulator import simulate
 from tests.machine import TWO, problem_of
 from tests.module_grammar import Part, batches, build
+from tests.modules import module_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,8 +99,7 @@ def test_losses_and_parameters_are_those_of_plain_pytorch(norm: bool, across: bo
             losses = trainer.step(data())
             expected = plain_step(theirs, plain, data(), nn.functional.mse_loss)
             torch.testing.assert_close(losses, expected)
-    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=name)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
 
 
 def test_a_gradient_inside_of_the_forward_is_not_what_the_copies_are_for() -> None:
@@ -113,8 +111,7 @@ def test_a_gradient_inside_of_the_forward_is_not_what_the_copies_are_for() -> No
     assert "tanh_again" in graph.op_name
     with Trainer(graph, TWO, np.zeros(graph.num_ops, np.int32), sgd) as trainer:
         torch.testing.assert_close(trainer.step(steps), plain_step(theirs, plain, steps, loss))
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()])
 
 
 def test_batch_normalisation_is_run_again_and_changes_its_buffers_once() -> None:
@@ -130,18 +127,13 @@ def test_batch_normalisation_is_run_again_and_changes_its_buffers_once() -> None
 
 
 def test_what_depends_on_a_changed_buffer_is_kept() -> None:
-    class Moves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("at", torch.ones(8))
-            self.inner = nn.Linear(8, 8)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(m.inner(x)) + m.at
+        m.at += 1
+        return torch.exp(y)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.inner(x)) + self.at
-            self.at += 1
-            return torch.exp(y)
-
-    graph = step_of(nn.Sequential(nn.Linear(8, 8), Moves(), nn.Linear(8, 8)), recompute=["1"])
+    moves = module_of(forward, at=torch.ones(8), inner=nn.Linear(8, 8))
+    graph = step_of(nn.Sequential(nn.Linear(8, 8), moves, nn.Linear(8, 8)), recompute=["1"])
     new = [graph.op_kind[i] for i, n in enumerate(graph.op_name) if "_again" in n]
     assert new and not any("add" in kind for kind in new)
 

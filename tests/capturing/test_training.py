@@ -1,7 +1,5 @@
 """Training: gradients and updated parameters are those of plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -17,13 +15,15 @@ from placement.costs.measure import measure
 from placement.executor import Executor, Runner, RunnerError, Trainer
 from placement.plan import PlanMismatch, load_plan, make_plan
 from placement.problem import Problem, Solution
-from placement.profile import Profile
 from placement.program import CaptureError, InputError
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import list_schedule, simulate
 from placement.tools.threads import torch_threads
 from tests.capturing.running import values_of
 from tests.machine import TWO, problem_of, random_placement
+from tests.modules import module_of
+
+training_step = partial(capture, mode="training", loss=F.cross_entropy)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -84,38 +84,33 @@ def beside_plain(count, name="sgd", **options):
     module, batches = small(), data(count)
     plain = copy.deepcopy(module).train()
     optimizer, expected = (OPTIMIZERS[name](m.parameters()) for m in (module, plain))
-    options |= {"mode": "training", "loss": F.cross_entropy, "optimizer": optimizer}
-    return module, plain, optimizer, expected, batches, capture(module, batches[0], **options)
+    graph = training_step(module, batches[0], optimizer=optimizer, **options)
+    return module, plain, optimizer, expected, batches, graph
 
 
 def assert_equal_states(module, plain):
-    for (key, a), b in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=key)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("colocate", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_equal_plain_pytorch(name, colocate):
-    module, plain, optimizer, expected, batches, graph = beside_plain(
-        12, name, colocate_backward=colocate
-    )
+    options = {"name": name, "colocate_backward": colocate}
+    module, plain, optimizer, expected, batches, graph = beside_plain(12, **options)
+    seen = []
+
+    def keep(*_):
+        seen.append({n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None})
+
+    expected.register_step_pre_hook(keep)
     with Trainer(graph, TWO, random_placement(graph, 3, 2), optimizer) as trainer:
         for i in range(3):
             mine = batches[4 * i : 4 * i + 4]
             losses = trainer.accumulate(mine)
             gradients = trainer.gradients()
             trainer.update()
-            seen = {}
-            hook = expected.register_step_pre_hook(
-                lambda *_, seen=seen: seen.update(
-                    {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
-                )
-            )
             torch.testing.assert_close(losses, plain_step(plain, expected, mine))
-            hook.remove()
-            assert gradients.keys() == seen.keys()
-            for key, value in gradients.items():
-                torch.testing.assert_close(value, seen[key])
+            torch.testing.assert_close(gradients, seen[-1])
     assert_equal_states(module, plain)
     assert module.norm.num_batches_tracked == 12
 
@@ -127,9 +122,7 @@ def test_a_chain_is_numbered_weighed_and_named():
     module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(module.parameters())
     example = (torch.randn(5, 4), torch.zeros(5, dtype=torch.long))
-    graph = capture(
-        module, example, mode="training", loss=F.cross_entropy, optimizer=optimizer, name="chain"
-    )
+    graph = training_step(module, example, optimizer=optimizer, name="chain")
     names = ["linear", "relu", "linear_1", "cross_entropy_loss"]
     assert graph.op_name == (*names, *(f"{x}_backward" for x in reversed(names)))
     assert graph.op_module == ("0", "1", "2", "", "", "2", "1", "0")
@@ -139,12 +132,8 @@ def test_a_chain_is_numbered_weighed_and_named():
     assert graph.op_signature[7] == "backward of aten.linear.default(f32[5,4], f32[3,4], f32[3])"
     program = graph.program
     assert program.optimizer == "AdamW" and not program.is_random
-    assert dict(zip(program.param_names, graph.param_bytes.tolist(), strict=False)) == {
-        "0.weight": 48,
-        "0.bias": 12,
-        "2.weight": 24,
-        "2.bias": 8,
-    }
+    sizes = dict(zip(program.param_names, graph.param_bytes.tolist(), strict=False))
+    assert sizes == {"0.weight": 48, "0.bias": 12, "2.weight": 24, "2.bias": 8}
     # Beside the parameters: gradient, two moments and a counter of AdamW, where gradients are.
     assert graph.param_bytes[4:].sum() == 3 * (48 + 12 + 24 + 8) + 4 * 4
     keepers = graph.param_use_op[graph.param_use >= 4]
@@ -152,11 +141,8 @@ def test_a_chain_is_numbered_weighed_and_named():
     # The relu's result is stored for two backward operators; nothing else of the forward is.
     relu = int(graph.out_tensor[graph.out_ptr[1]])
     readers = graph.use_dst[graph.use_ptr[relu] : graph.use_ptr[relu + 1]]
-    assert [graph.op_name[op] for op in readers] == [
-        "linear_1",
-        "linear_1_backward",
-        "relu_backward",
-    ]
+    expected = ["linear_1", "linear_1_backward", "relu_backward"]
+    assert [graph.op_name[op] for op in readers] == expected
 
 
 @pytest.mark.parametrize(
@@ -170,23 +156,17 @@ def test_a_chain_is_numbered_weighed_and_named():
 )
 def test_memory_counts_what_the_optimizer_keeps(make, factor):
     module = nn.Linear(8, 8, bias=False)
-    graph = capture(
-        module,
-        (torch.randn(2, 8), torch.randn(2, 8)),
-        mode="training",
-        loss=F.mse_loss,
-        optimizer=make(module.parameters()),
-    )
+    x, optimizer = torch.randn(2, 8), make(module.parameters())
+    graph = training_step(module, (x, x), loss=F.mse_loss, optimizer=optimizer)
     weight, states = graph.param_bytes.tolist()
     counter = 4 if factor in (3,) or "RMSprop" in graph.program.optimizer else 0
     assert (weight, states) == (256, 256 * (1 + factor) + counter)
 
 
 def test_backward_may_be_placed_apart():
-    module = small()
-    example = data(1)[0]
-    together = capture(module, example, mode="training", loss=F.cross_entropy)
-    apart = capture(module, example, mode="training", loss=F.cross_entropy, colocate_backward=False)
+    module, (example,) = small(), data(1)
+    together = training_step(module, example)
+    apart = training_step(module, example, colocate_backward=False)
     assert apart.op_name == together.op_name
     assert together.num_groups < apart.num_groups == apart.num_ops
 
@@ -195,7 +175,7 @@ def test_gradients_of_weights_may_be_operators_of_their_own():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2))
     example = (torch.randn(2, 3, 6, 6), torch.tensor([0, 1]))
-    graph = capture(module, example, mode="training", loss=F.cross_entropy, split_backward=True)
+    graph = training_step(module, example, split_backward=True)
     backward = [name for name in graph.op_name if name.endswith("backward")]
     assert backward == [
         "cross_entropy_loss_backward",
@@ -210,8 +190,7 @@ def test_gradients_of_weights_may_be_operators_of_their_own():
     assert not np.isin(graph.tensor_src[graph.use_tensor], weights).any()
     F.cross_entropy(module(example[0]), example[1]).backward()
     _, gradients = run_in_any_order(graph, np.random.default_rng(0))
-    for name, p in module.named_parameters():
-        torch.testing.assert_close(gradients[name], p.grad)
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in module.named_parameters()})
 
 
 def run_in_any_order(graph, rng):
@@ -225,64 +204,47 @@ def run_in_any_order(graph, rng):
     return live[program.output_leaves[0].tensor], gradients
 
 
-class Branches(nn.Module):
+def branches(m, x):
     """One tensor feeds an operator directly and through another; several outputs; splits."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.lstm = nn.LSTM(4, 3)
-
-    def forward(self, x):
-        u = self.a(x).tanh()
-        v = (
-            F.scaled_dot_product_attention(u, self.b(u), u)
-            + F.cosine_similarity(u, self.b(u))[..., None]
-        )
-        left, right = v.split([1, 3], -1)
-        out, (h, _) = self.lstm(torch.cat([right, left], -1))
-        with torch.no_grad():
-            scale = out.abs().max()
-        return (out / scale).sum() + h.sum() + u.detach().sum() + u.expand(2, *u.shape).mean()
+    u = m.a(x).tanh()
+    v = F.scaled_dot_product_attention(u, m.b(u), u) + F.cosine_similarity(u, m.b(u))[..., None]
+    left, right = v.split([1, 3], -1)
+    out, (h, _) = m.lstm(torch.cat([right, left], -1))
+    with torch.no_grad():
+        scale = out.abs().max()
+    return (out / scale).sum() + h.sum() + u.detach().sum() + u.expand(2, *u.shape).mean()
 
 
-class Autocast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.a(x)
-        return self.b(y.float() + x).square().mean()
+def autocast(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = m.a(x)
+    return m.b(y.float() + x).square().mean()
 
 
-class Strides(nn.Module):
+def strides(m, x):
     """The backward of softplus gives other strides than torch says of it; then comes a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.scale = nn.Parameter(torch.randn(2, 2))
-
-    def forward(self, x):
-        y = F.softplus(self.linear(x.reshape(-1, 2, 2)))
-        return (y.transpose(1, 2) * self.scale).sum()
+    return (F.softplus(m.linear(x.reshape(-1, 2, 2))).transpose(1, 2) * m.scale).sum()
 
 
-@pytest.mark.parametrize("kind", [Branches, Autocast, Strides])
-def test_every_order_that_the_edges_allow_gives_autograds_gradients(kind):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: module_of(branches, a=nn.Linear(4, 4), b=nn.Linear(4, 4), lstm=nn.LSTM(4, 3)),
+        lambda: module_of(autocast, a=nn.Linear(4, 4), b=nn.Linear(4, 4)),
+        lambda: module_of(strides, linear=nn.Linear(2, 2), scale=nn.Parameter(torch.randn(2, 2))),
+    ],
+)
+def test_every_order_that_the_edges_allow_gives_autograds_gradients(make):
     torch.manual_seed(0)
-    module, x = kind(), torch.randn(3, 4)
+    module, x = make(), torch.randn(3, 4)
     graph = capture(module, x, mode="training")
     loss = module(x)
     loss.backward()
     for seed in range(5):
         got, gradients = run_in_any_order(graph, np.random.default_rng(seed))
         torch.testing.assert_close(got, loss.detach())
-        assert gradients.keys() == dict(module.named_parameters()).keys()
-        for name, p in module.named_parameters():
-            torch.testing.assert_close(gradients[name], p.grad)
+        expected = {name: p.grad for name, p in module.named_parameters()}
+        torch.testing.assert_close(gradients, expected)
 
 
 # ---------------------------------------------------------------- what a step may hold
@@ -309,11 +271,8 @@ def test_a_residual_network_and_a_transformer_with_tied_embeddings():
         layer_type="basic", embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=3
     )
     images = [(torch.randn(2, 3, 16, 16), torch.tensor([i % 3, 2])) for i in range(6)]
-    check_steps(
-        transformers.ResNetForImageClassification(config),
-        images,
-        lambda out, target: F.cross_entropy(out.logits, target),
-    )
+    module = transformers.ResNetForImageClassification(config)
+    check_steps(module, images, lambda out, target: F.cross_entropy(out.logits, target))
     size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
     zeros = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id")
     config = transformers.GPT2Config(**size, **dict.fromkeys(zeros, 0), use_cache=False)
@@ -326,27 +285,20 @@ def test_a_residual_network_and_a_transformer_with_tied_embeddings():
     assert sum(p == name for p, _ in graph.program.gradients) == 1
 
 
-class Norms(nn.Module):
+def norms(m, x):
     """Buffers that several operators read, and that change in other ways than running means."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        self.norm = nn.BatchNorm1d(4)
-        self.still = nn.BatchNorm1d(4).eval()
-        self.register_buffer("seen", torch.zeros(4))
-
-    def forward(self, x):
-        y = self.still(self.norm(self.linear(x)))
-        before = self.seen.exp()
-        self.seen.lerp_(y.detach().mean(0), 0.5)
-        return ((y * before + self.seen).square()).mean()
+    y = m.still(m.norm(m.linear(x)))
+    before = m.seen.exp()
+    m.seen.lerp_(y.detach().mean(0), 0.5)
+    return ((y * before + m.seen).square()).mean()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_buffers_change_in_the_order_of_micro_batches(seed):
     torch.manual_seed(0)
-    module = Norms()
+    parts = {"linear": nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))}
+    parts |= {"norm": nn.BatchNorm1d(4), "still": nn.BatchNorm1d(4).eval()}
+    module = module_of(norms, **parts, seen=torch.zeros(4))
     module.train()
     module.still.eval()
     batches = [torch.randn(8, 4) for _ in range(16)]
@@ -382,15 +334,8 @@ def test_dropout_uses_one_mask_for_forward_and_backward():
     "result", [lambda x: x, lambda x: (x, x + 1), lambda x: {"other": 3, "loss": x}]
 )
 def test_the_module_may_return_its_loss(result):
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 1)
-
-        def forward(self, x, scale=1.0):
-            return result(self.linear(x).mean() * scale)
-
-    check_steps(Own(), [((torch.randn(2, 3),), {"scale": 2.0}) for _ in range(2)], steps=1)
+    own = module_of(lambda m, x, scale=1.0: result(m.a(x).mean() * scale), a=nn.Linear(3, 1))
+    check_steps(own, [((torch.randn(2, 3),), {"scale": 2.0}) for _ in range(2)], steps=1)
 
 
 # ---------------------------------------------------------------- schedules and steps
@@ -425,17 +370,15 @@ def test_a_schedule_is_followed_step_after_step():
 
 def test_a_schedule_that_changes_buffers_out_of_order_is_refused():
     module = small()
-    graph = capture(module, data(1)[0], mode="training", loss=F.cross_entropy)
+    graph = training_step(module, data(1)[0])
     placement = np.zeros(graph.num_ops, np.int32)
     rows = np.array([(n, b) for b in (1, 0) for n in range(graph.num_ops)], np.int32)
     schedule = Schedule((rows, rows[:0]), 2)
     optimizer = torch.optim.SGD(module.parameters())
-    seconds = np.ones((graph.num_ops, 2))
-    problem = Problem(graph, TWO, Profile(TWO.device_names, seconds, seconds))
     for run in (
         lambda: Trainer(graph, TWO, placement, optimizer, schedule=schedule),
         lambda: Runner(graph, TWO, placement, schedule=schedule),  # or its devices wait for ever
-        lambda: simulate(problem, placement, schedule),
+        lambda: simulate(problem_of(graph, TWO), placement, schedule),
     ):
         with pytest.raises(ScheduleError, match=r"micro-batch 1 .* buffer that micro-batch 0 chan"):
             run()
@@ -451,10 +394,8 @@ def test_settings_are_read_at_every_step_and_training_goes_on_where_it_stopped()
                     o.param_groups[0]["lr"] = 0.1 / (1 + 2 * i + j)
                 trainer.step(mine)
                 plain_step(plain, expected, mine)
-        state = optimizer.state_dict()
-        optimizer.load_state_dict(state)
-    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_equal_states(module, plain)
     mine = optimizer.state_dict()["state"]
     for key, value in expected.state_dict()["state"].items():
         torch.testing.assert_close(mine[key]["exp_avg_sq"], value["exp_avg_sq"])
@@ -527,31 +468,25 @@ def test_measuring_and_executing_leave_the_module_alone():
     predicted = simulate(problem, placement)
     param_bytes = problem.param_bytes_on(placement)
     assert (predicted.peak_bytes > param_bytes).all() and (timeline.peak_bytes > param_bytes).all()
-    for key, value in module.state_dict().items():
-        assert torch.equal(value, before[key]), key
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
 def test_stored_activations_bound_the_micro_batches_in_flight():
     layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
     example = (torch.randn(4, 16), torch.randn(4, 16))
     graph = capture(nn.Sequential(*layers), example, mode="training", loss=F.mse_loss)
-    placement = np.zeros(graph.num_ops, np.int32)
-    one_by_one = list_schedule(problem_of(graph, TWO), placement, 4)
-    peaks = [
-        int(simulate(problem_of(graph, TWO), placement, schedule).peak_bytes[0])
-        for schedule in (one_by_one, gpipe(graph, placement, 4))
-    ]
+    placement, problem = np.zeros(graph.num_ops, np.int32), problem_of(graph, TWO)
+    orders = (list_schedule(problem, placement, 4), gpipe(graph, placement, 4))
+    peaks = [int(simulate(problem, placement, order).peak_bytes[0]) for order in orders]
     # The results of the 6 tanh are stored for backward, of 3 more micro-batches.
     assert peaks[1] - peaks[0] >= 3 * 6 * 4 * 16 * 4
 
 
 def test_a_plan_of_a_training_step(tmp_path):
     module, plain, optimizer, expected, batches, graph = beside_plain(4)
-    problem = problem_of(graph, TWO, num_microbatches=2)
-    placement = random_placement(graph, 6, 2)
+    problem, placement = problem_of(graph, TWO, num_microbatches=2), random_placement(graph, 6, 2)
     schedule = list_schedule(problem, placement, 2)
-    solution = Solution(placement, 1.0)
-    plan = make_plan(problem, solution, planner="mine", schedule=schedule)
+    plan = make_plan(problem, Solution(placement, 1.0), planner="mine", schedule=schedule)
     assert (plan.graph.mode, plan.graph.optimizer) == ("training", "SGD")
     plan.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
@@ -562,16 +497,6 @@ def test_a_plan_of_a_training_step(tmp_path):
         plan.bind(module)
     with pytest.raises(PlanMismatch, match="parameter sizes"):
         plan.bind_training(module, torch.optim.SGD(module.parameters()), loss=F.cross_entropy)
-
-
-class Branch(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def write_to_parameter(m, x):
@@ -595,38 +520,28 @@ def write_to_parameter(m, x):
 )
 def test_what_cannot_be_trained_is_named(function, message):
     with pytest.raises(CaptureError, match=message):
-        capture(Branch(function), torch.ones(2, 4), mode="training")
+        capture(module_of(function, linear=nn.Linear(4, 4)), torch.ones(2, 4), mode="training")
 
 
 def test_misuse_is_explained():
-    class Target(nn.Module):
-        def forward(self, target):
-            return target
-
-    module = nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-    for call, message in (
-        (lambda: capture(module, x, loss=F.mse_loss), "for training"),
-        (lambda: capture(module, x, mode="train"), "'inference' or 'training'"),
-        (lambda: capture(module, x, mode="training", loss=F.mse_loss), r"pair \(inputs, target\)"),
-        (lambda: capture(Target(), (x, x), mode="training", loss=F.mse_loss), "argument 'target'"),
-    ):
-        with pytest.raises(CaptureError, match=message):
-            call()
-    graph = capture(module, (x, x), mode="training", loss=F.mse_loss)
+    target, module, x = module_of(lambda m, target: target), nn.Linear(2, 2), torch.ones(1, 2)
+    graph = training_step(module, (x, x))
     place = np.zeros(graph.num_ops, np.int32)
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(CaptureError, match=r"optimizer = <class .*SGD'> is no torch\.optim"):
-        capture(module, (x, x), mode="training", loss=F.mse_loss, optimizer=torch.optim.SGD)
-    with pytest.raises(CaptureError, match="LBFGS keeps parameters"):
-        Trainer(graph, TWO, place, torch.optim.LBFGS(module.parameters()))
-    with pytest.raises(RunnerError, match="no training step"):
-        Trainer(capture(module, x), TWO, [0], other)
-    with (
-        Trainer(graph, TWO, place, other) as trainer,
-        pytest.raises(RunnerError, match=r"parameters\(\) of the captured module"),
-    ):
-        trainer.step([(x, x)])
+    sgd, lbfgs = torch.optim.SGD, torch.optim.LBFGS(module.parameters())
+    other = sgd(nn.Linear(2, 2).parameters())
+    with Trainer(graph, TWO, place, other) as trainer:
+        for call, kind, message in (
+            (lambda: capture(module, x, loss=F.mse_loss), CaptureError, "for training"),
+            (lambda: capture(module, x, mode="train"), CaptureError, "'inference' or 'training'"),
+            (lambda: training_step(module, x), CaptureError, r"pair \(inputs, target\)"),
+            (lambda: training_step(target, (x, x)), CaptureError, "argument 'target'"),
+            (lambda: training_step(module, (x, x), optimizer=sgd), CaptureError, r"<.*SGD'> is no"),
+            (lambda: Trainer(graph, TWO, place, lbfgs), CaptureError, "LBFGS keeps parameters"),
+            (lambda: Trainer(capture(module, x), TWO, [0], other), RunnerError, "no training step"),
+            (lambda: trainer.step([(x, x)]), RunnerError, r"parameters\(\) of the captured module"),
+        ):
+            with pytest.raises(kind, match=message):
+                call()
 
 
 class Clipped(torch.optim.SGD):
@@ -685,8 +600,7 @@ def test_what_changes_between_steps_counts_in_the_next(change):
                 change(plain, expected)
             trainer.step([batch])
             plain_step(plain, expected, [batch])
-    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    assert_equal_states(module, plain)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -724,8 +638,7 @@ def test_an_optimizer_keeps_its_attributes_and_its_scheduler_sees_its_steps(recw
             plain_step(plain, expected, [batch])
             expected.param_groups[0]["lr"] /= 2
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
-    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    assert_equal_states(module, plain)
 
 
 def test_what_is_done_to_gradients_before_the_update_counts():
