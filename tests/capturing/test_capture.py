@@ -814,6 +814,7 @@ def branch(m, x):
     return x
 
 
+ask_for_a_number = reads_after(lambda m, x: x.mul_(x.sum().item()))
 replace_buffer = reads_after(lambda m, x: setattr(m, "count", m.count + 1))
 COUNTS = "changes its buffer 'count' .*self.training"
 
@@ -822,7 +823,7 @@ COUNTS = "changes its buffer 'count' .*self.training"
     ("forward", "message"),
     [
         (branch, r"branch.*depends on the values.*test_capture\.py:\d+ `if x\.sum\(\) > 0:`"),
-        (reads_after(lambda m, x: x.mul_(x.sum().item())), r"item\.default gives a .*capture\.py:\d+ `"),
+        (ask_for_a_number, r"aten\.item\.default gives a number.*capture\.py:\d+ `"),
         (lambda m, x: x.nonzero(), r"aten\.nonzero\.default gives .* a shape that depends"),
         (
             lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
