@@ -56,7 +56,8 @@ from placement.pieces.decide import Options, decide, options_of
 from placement.plan import load_plan, make_plan
 from placement.problem import Solution
 from placement.schedule import Schedule
-from tests.machine import problem_of
+from tests.machine import problem_of, random_placement
+from tests.modules import module_of
 from tests.test_pieces import Attention
 
 pytestmark = pytest.mark.timeout(300)
@@ -67,32 +68,19 @@ IMPORTED_IN = os.getpid()
 HANGS_S = 3.0  # what the tests of faults wait for a sign of life
 
 
-class Forks(nn.Module):
+def forks(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Branches that meet again, and a tensor that several read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.unused = nn.Linear(6, 50)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a = self.first(x).relu()
-        b, c = self.left(a).sigmoid(), self.right(a).tanh()
-        return (b + c) @ a.flip(0).T + b.sum()
+    a = self.first(x).relu()
+    b, c = self.left(a).sigmoid(), self.right(a).tanh()
+    return (b + c) @ a.flip(0).T + b.sum()
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """One weight that is read at both ends, dropout-free, with running statistics between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.middle = nn.Linear(5, 5)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.embed(ids))
-        return torch.tanh(self.middle(x)) @ self.embed.weight.T
+    return module_of(
+        lambda self, ids: self.middle(self.norm(self.embed(ids))).tanh() @ self.embed.weight.T,
+        embed=nn.Embedding(7, 5), norm=nn.BatchNorm1d(5), middle=nn.Linear(5, 5),
+    )  # fmt: skip
 
 
 def items(num: int) -> list[torch.Tensor]:
@@ -101,7 +89,9 @@ def items(num: int) -> list[torch.Tensor]:
 
 
 torch.manual_seed(0)
-MODULE = Forks().eval()  # made and captured once, in the process that all ranks are forked from
+SIZES = {"first": 6, "left": 6, "right": 6, "unused": 50}
+# Made and captured once, in the process that all ranks are forked from.
+MODULE = module_of(forks, **{name: nn.Linear(6, size) for name, size in SIZES.items()}).eval()
 GRAPH = capture(MODULE, items(1)[0])
 
 
@@ -109,13 +99,6 @@ def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
     draw = lambda: torch.randint(7, (4,), generator=generator)  # noqa: E731
     return [(draw(), draw()) for _ in range(num)]
-
-
-def scattered(graph: Any, seed: int, num_devices: int) -> np.ndarray[Any, Any]:
-    """A random device for each colocation group."""
-    groups, member = np.unique(graph.group, return_inverse=True)
-    on = np.random.default_rng(seed).integers(0, num_devices, len(groups))
-    return on[member].astype(np.int32)
 
 
 def random_schedule(graph: Any, placement: Any, num_microbatches: int, seed: int) -> Schedule:
@@ -196,6 +179,12 @@ class Ranks:
         except EOFError:
             return "", None
 
+    def values(self) -> list[Any]:
+        """What they returned; none has failed."""
+        answers = [self.answer(i) for i in range(len(self.processes))]
+        assert {kind for kind, _ in answers} == {"value"}, answers
+        return [value for _, value in answers]
+
     def __enter__(self) -> Ranks:
         return self
 
@@ -227,10 +216,10 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
     weights = Path(folder) / "weights.safetensors"
     with World.join(120, direct) as world:
         for seed in range(6):
-            place = scattered(graph, seed, world.size if seed % 2 else 4)
+            place = random_placement(graph, seed, world.size if seed % 2 else 4)
             order = random_schedule(graph, place, 4, seed) if seed > 2 else None
             if seed in (0, 2):  # micro-batches take turns
-                place = np.stack([place, scattered(graph, 10, 4) if seed == 0 else place])
+                place = np.stack([place, random_placement(graph, 10, 4) if seed == 0 else place])
             used = graph
             if seed == 2:  # every rank reads what is its own, and has nothing else
                 if rank == 0:
@@ -250,8 +239,7 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
             if rank:
                 runner.serve()
                 continue
-            for got, wanted in zip(runner.stream(items(8)), expected, strict=True):
-                torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close([*runner.stream(items(8))], expected)
             if order is None and seed != 1:
                 torch.testing.assert_close(runner(items(1)[0]), expected[0])
             if seed == 1:
@@ -259,12 +247,8 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
                 timeline = measured_timeline(costless_problem(graph, CLUSTER), runner, 0, 8)
                 error_s = 2 * runner.clock_error_s
                 # Nothing arrives before it was sent, nor is it used before it arrived.
-                for (t, m, _, there), sent, came in zip(
-                    timeline.transfers.tolist(),
-                    timeline.transfer_start_s,
-                    timeline.transfer_end_s,
-                    strict=True,
-                ):
+                times = timeline.transfer_start_s, timeline.transfer_end_s
+                for (t, m, _, there), sent, came in zip(timeline.transfers, *times, strict=True):
                     assert timeline.end_s[m, graph.tensor_src[t]] <= sent + error_s
                     assert sent <= came + error_s
                     users = graph.use_dst[graph.use_ptr[t] : graph.use_ptr[t + 1]]
@@ -287,9 +271,7 @@ def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(
 ):
     direct = Direct("gloo", direct_ranks, torch.device("cpu")) if direct_ranks else None
     with Ranks(equal_results, size, str(tmp_path), direct) as ranks:
-        answers = [ranks.answer(r) for r in range(size)]
-    assert [kind for kind, _ in answers] == ["value"] * size, answers
-    num_held = [num for _, num in answers]
+        num_held = ranks.values()
     assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
 
 
@@ -346,16 +328,14 @@ def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     save_weights(whole, tmp_path / "weights.safetensors")
     with Ranks(in_pieces, 2, str(tmp_path)) as ranks:
-        answers = [ranks.answer(r) for r in range(2)]
-    assert [kind for kind, _ in answers] == ["value"] * 2, answers
-    second = answers[1][1]
-    assert "up.weight[0:1]" in second and "up.weight[0:0]" in answers[0][1]
+        first, second = ranks.values()
+    assert "up.weight[0:1]" in second and "up.weight[0:0]" in first
     assert not {"up.weight", "down.weight", "up.weight[0:0]"} & set(second)
     script = load_exporter("dtensor")(plan).files[""]
     assert "    'up': ColwiseParallel(use_local_output=False),\n" in str(script)
     (tmp_path / "parallel.py").write_text(str(script))
     with Ranks(exported, 2, str(tmp_path / "parallel.py"), f"{__name__}:block") as ranks:
-        assert [ranks.answer(r)[1][0] for r in range(2)] == [0, 0]
+        assert [code for code, _ in ranks.values()] == [0, 0]
 
 
 def test_an_exported_pipeline_takes_turns(tmp_path: Path) -> None:
@@ -367,8 +347,8 @@ def test_an_exported_pipeline_takes_turns(tmp_path: Path) -> None:
         (tmp_path / f"pipeline{suffix or '.py'}").write_text(str(text))
     module = "placement.workloads.tiny:tiny_mlp"
     with Ranks(exported, 2, str(tmp_path / "pipeline.py"), module) as ranks:
-        (kind, first), (_, second) = ranks.answer(0), ranks.answer(1)
-    assert kind == "value" and first[0] == second[0] == 0, (first, second)
+        first, second = ranks.values()
+    assert first[0] == second[0] == 0, (first, second)
     answer = json.loads((first[1] or second[1]).splitlines()[-1])
     assert (answer["stages"], answer["schedule"]) == (4, "LoopedBFS") and answer["equal"]
 
@@ -400,8 +380,8 @@ def measured_links(rank: int) -> dict[tuple[int, int], Link]:
 
 def test_links_between_gpus_are_measured_on_the_way_that_tensors_take():
     with Ranks(measured_links, 2) as ranks:
-        (kind, value), other = ranks.answer(0), ranks.answer(1)
-    assert kind == "value" and other == (kind, value)
+        value, other = ranks.values()
+    assert value == other
     for pair in ((0, 1), (1, 0)):
         assert value[pair].bandwidth_bytes_per_s > 1e6 and value[pair].send_s > 0
 
@@ -443,17 +423,17 @@ def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():
 def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
     """Six steps, a checkpoint after each second one; or the rest of them, from the last one."""
     torch.manual_seed(0)
-    module = Tied()
+    module = tied()
     loss = nn.functional.cross_entropy
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     graph = capture(module, batches(1)[0], mode="training", loss=loss, optimizer=optimizer)
     # The table is read on both ranks: another placement after the restart, in which replicas
     # of both ranks take turns.
     seed = 8 if died_after is None else 9
-    place = scattered(graph, seed, 4)
+    place = random_placement(graph, seed, 4)
     assert len({int(d) // 2 for d in place[graph.param_use_op[graph.param_use == 0]]}) == 2
     if died_after is None:
-        place = np.stack([place, scattered(graph, 1, 4), scattered(graph, 2, 4)])
+        place = np.stack([place, random_placement(graph, 1, 4), random_placement(graph, 2, 4)])
         for writer, readers in graph.carried.items():  # running statistics stay
             place[:, np.isin(graph.group, graph.group[[writer, *readers]])] = 3
     data = batches(18)
@@ -486,7 +466,7 @@ def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
 
 def plain_training() -> tuple[nn.Module, list[list[float]]]:
     torch.manual_seed(0)
-    module = Tied().train()
+    module = tied().train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     data, losses, clip = batches(18), [], [0.0]
     optimizer.register_step_pre_hook(
@@ -507,17 +487,14 @@ def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placeme
         assert "rank 0 has ended with KeyboardInterrupt" in ranks.answer(1)[1]
     assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 4
     with Ranks(train, 2, str(tmp_path), None) as ranks:
-        kind, losses = ranks.answer(0)
-        assert kind == "value", losses
+        losses, _ = ranks.values()
     np.testing.assert_allclose(losses, expected[4:], rtol=1e-5)
-    trained = torch.load(tmp_path / "trained.pt")
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(trained[name], value, msg=name)
+    torch.testing.assert_close(torch.load(tmp_path / "trained.pt"), module.state_dict())
     gradients = torch.load(tmp_path / "gradients.pt")
     for x, y in batches(2):
         (nn.functional.cross_entropy(module(x), y) / 2).backward()
-    for name, value in module.named_parameters():
-        torch.testing.assert_close(gradients[name], value.grad, msg=name, rtol=1e-3, atol=1e-5)
+    plain = {name: p.grad for name, p in module.named_parameters()}
+    torch.testing.assert_close(gradients, plain, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -554,25 +531,23 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model(tmp_path, marker, shap
     assert torch.equal(module.weight, before)
 
 
-class Attend(nn.Module):
-    """Attention: what it gives is seen through strides that are not those of its shape."""
+def attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """What it gives is seen through strides that are not those of its shape."""
+    q, k, v = (f(x).view(2, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+    y = nn.functional.scaled_dot_product_attention(q, k, v)
+    return self.out(y.transpose(1, 2).reshape(2, 5, 8))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (f(x).view(2, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(2, 5, 8))
+def attending() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = module_of(attention, **{name: nn.Linear(8, 8) for name in ("q", "k", "v", "out")})
+    return module, (torch.randn(2, 5, 8), torch.randn(2, 5, 8))
 
 
 def attend(rank: int) -> list[float]:
     """One step with the last projection on the other rank."""
-    torch.manual_seed(0)
-    module = Attend()
+    module, example = attending()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    example = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     graph = capture(module, example, mode="training", loss=nn.functional.mse_loss)
     place = np.where(np.array(graph.op_module) == "out", 2, 0)
     place = place[np.unique(graph.group, return_index=True)[1]][graph.group].astype(np.int32)
@@ -583,20 +558,17 @@ def attend(rank: int) -> list[float]:
             return []
         losses = trainer.step([example] * 2).tolist()
         with pytest.raises(RunnerError, match="another runner of this world is open"):
-            DistributedRunner(GRAPH, CLUSTER, scattered(GRAPH, 0, 4), world=world)(items(1)[0])
+            place = random_placement(GRAPH, 0, 4)
+            DistributedRunner(GRAPH, CLUSTER, place, world=world)(items(1)[0])
         trainer.close()
         return losses
 
 
 def test_tensors_arrive_with_their_strides():
-    torch.manual_seed(0)
-    module = Attend()
-    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    module, (x, y) = attending()
     expected = nn.functional.mse_loss(module(x), y).item()
     with Ranks(attend, 2) as ranks:
-        kind, losses = ranks.answer(0)
-        assert kind == "value", losses
-        assert ranks.answer(1)[0] == "value"
+        losses, _ = ranks.values()
     np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-5)
 
 
@@ -630,7 +602,7 @@ def leave_early(rank: int) -> int:
 
     Nor are those of a model with other shapes, whose tensors have the same numbers and strides.
     """
-    place = scattered(GRAPH, 0, 4)
+    place = random_placement(GRAPH, 0, 4)
     assert any(place[a] >= 2 > place[b] for a, b in GRAPH.edges.tolist())
     shorter = items(1)[0][:4]
     models = (GRAPH, items(1)[0]), (capture(MODULE, shorter), shorter)
@@ -650,7 +622,7 @@ def leave_early(rank: int) -> int:
 
 def test_leaving_a_stream_early_is_no_fault():
     with Ranks(leave_early, 2) as ranks:
-        assert [ranks.answer(r) for r in (0, 1)] == [("value", 0)] * 2
+        assert ranks.values() == [0, 0]
 
 
 class Failing(torch.optim.SGD):
@@ -665,12 +637,12 @@ class Failing(torch.optim.SGD):
 
 def fail_in_update(rank: int, dies: bool) -> int:
     torch.manual_seed(0)
-    module = Tied()
+    module = tied()
     make = torch.optim.SGD if dies else Failing
     optimizer = make(module.parameters(), lr=0.1)
     loss = nn.functional.cross_entropy
     graph = capture(module, batches(1)[0], mode="training", loss=loss)
-    place = scattered(graph, 8, 4)
+    place = random_placement(graph, 8, 4)
     with World.join(HANGS_S) as world:
         trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
         assert trainer._home, "each rank updates something, or this shows nothing"
@@ -701,7 +673,7 @@ def stream(rank: int, folder: str, timeout_s: float) -> int:
     """A stream without end over two devices."""
     graph = GRAPH
     with World.join(timeout_s) as world:
-        place = scattered(graph, 0, 4)
+        place = random_placement(graph, 0, 4)
         runner = DistributedRunner(graph, CLUSTER, place, world=world)
         (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
         if rank:
@@ -812,10 +784,10 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
         graph = capture(module, example, name=name, **options)
     two = Cluster("two", CLUSTER.devices[:2])
     problem = problem_of(graph, two, num_microbatches=6)
-    place = scattered(graph, 0, 2)
+    place = random_placement(graph, 0, 2)
     assert set(place.tolist()) == {0, 1}
     if mode == "inference":
-        place = np.stack([place, scattered(graph, 1, 2), 1 - place])
+        place = np.stack([place, random_placement(graph, 1, 2), 1 - place])
     order = Schedule(random_schedule(graph, place, 6, 0).order[:2], 6)
     plan = make_plan(
         problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
@@ -825,7 +797,7 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
 
     def forked(count: int, words: list[str], _: Any) -> int:
         with Ranks(commanded, count, str(tmp_path), words) as ranks:
-            (code, printed), *others = [ranks.answer(r)[1] for r in range(count)]
+            (code, printed), *others = ranks.values()
         print(printed)
         return max(code, *(code for code, _ in others))
 

@@ -1,7 +1,5 @@
 """The executor: the plain module's numbers, the simulator's rules, and clean ends."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -31,6 +29,11 @@ from placement.workloads import tiny
 from tests.machine import CORES, THREE, alive, problem_of, random_placement
 
 pytestmark = pytest.mark.usefixtures("nothing_left_running")
+
+
+def mlp():
+    module, inputs = tiny.tiny_mlp()
+    return module, inputs, capture(module, inputs)
 
 
 @pytest.mark.parametrize(
@@ -148,16 +151,14 @@ def test_the_process_of_a_data_loader_ends_with_the_stream(monkeypatch):
 
 
 def test_each_micro_batch_alone_when_one_is_in_flight():
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    graph = capture(*tiny.tiny_mlp())
     problem = problem_of(graph, num_microbatches=6, max_in_flight=1)
     timeline = Executor(problem).run(random_placement(graph, 1))
     assert (timeline.start_s[1:].min(axis=1) >= timeline.end_s[:-1].max(axis=1)).all()
 
 
 def test_a_fork_says_that_it_has_no_threads():
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    _, inputs, graph = mlp()
     with Runner(graph, THREE, random_placement(graph, 0)) as runner:
         runner(*inputs)
         receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -237,15 +238,17 @@ def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monke
 
 
 def test_a_parameter_that_is_replaced_shows_in_the_next_call():
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    """No copies on a CPU."""
+    module, inputs, graph = mlp()
     with Runner(graph, THREE, random_placement(graph, 0)) as runner:
+        before = runner(*inputs)
         for change in (lambda x: x.zero_(), lambda x: setattr(x, "data", torch.ones_like(x))) * 2:
             with torch.no_grad():
                 change(next(module.parameters()))
                 expected = module(*inputs)
+            assert not torch.equal(expected, before)
             torch.testing.assert_close(runner(*inputs), expected)
-            workers = runner.workers
+            workers, before = runner.workers, expected
         runner(*inputs)
         assert runner.workers is workers
 
@@ -411,8 +414,7 @@ def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
 
     backends = {"cpu:1": Broken}
     monkeypatch.setattr(runner_module, "backend_for", lambda d: backends.get(d.name, CpuBackend)(d))
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    _, inputs, graph = mlp()
     for placement in ([0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1]):  # on the way, and at the end
         with (
             Runner(graph, THREE, placement) as runner,
@@ -423,8 +425,7 @@ def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
 
 def test_a_runner_that_another_thread_closes_ends_its_stream():
     """The thread waits for results that do not come."""
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    _, inputs, graph = mlp()
     runner = Runner(graph, THREE, random_placement(graph, 2))
     ended = []
 
@@ -447,19 +448,14 @@ def test_an_order_that_deadlocks_is_refused():
     graph = capture(module, inputs)
     rows = np.array([(op, 0) for op in range(graph.num_ops)], np.int32)
     nothing = np.zeros((0, 2), np.int32)
+    schedule = Schedule((rows[::-1], nothing, nothing), 1)
     with pytest.raises(ScheduleError, match="deadlocks"):
-        Runner(
-            graph,
-            THREE,
-            np.zeros(graph.num_ops, int),
-            schedule=Schedule((rows[::-1], nothing, nothing), 1),
-        )
+        Runner(graph, THREE, np.zeros(graph.num_ops, int), schedule=schedule)
 
 
 def test_an_order_has_room_for_all_its_micro_batches():
     """One that runs an operator of all of them before the next needs more than the usual four."""
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    module, inputs, graph = mlp()
     rows = np.array([(op, m) for op in range(graph.num_ops) for m in range(8)], np.int32)
     order = Schedule((rows, rows[:0], rows[:0]), 8)
     with Runner(graph, THREE, np.zeros(graph.num_ops, int), schedule=order) as runner:
@@ -470,30 +466,25 @@ def test_an_order_has_room_for_all_its_micro_batches():
 
 def test_any_order_of_preference_gives_the_results():
     """Runs of operators in that order would wait for each other: 0 and 2 for 1, 1 for 0."""
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    module, inputs, graph = mlp()
     placement = np.array([0, 1, 0, 0, 1, 0])[: graph.num_ops]
     order = np.arange(graph.num_ops)[::-1]
     with Runner(graph, THREE, placement, priority=order) as runner:
         torch.testing.assert_close(runner(*inputs), module(*inputs))
-    with pytest.raises(RunnerError, match=r"each of 0\.\.5 once"):
-        Runner(graph, THREE, placement, priority=[0] * 6)
 
 
 def test_what_cannot_run_says_so():
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
-    with pytest.raises(RunnerError, match="no program"):
-        Runner(graph.without_program(), THREE, np.zeros(6, int))
-    with pytest.raises(RunnerError, match=r"expected \(6,\)"):
-        Runner(graph, THREE, [0, 1])
-    with pytest.raises(RunnerError, match="max_in_flight = 0"):
-        Runner(graph, THREE, np.zeros(6, int), max_in_flight=0)
-    for device in (-1, 3):
-        with pytest.raises(
-            RunnerError, match=rf"operator 2 .* on device {device}; devices are 0\.\.2"
-        ):
-            Runner(graph, THREE, [0, 1, device, 0, 0, 0])
+    graph = capture(*tiny.tiny_mlp())
+    for net, on, options, message in (
+        (graph.without_program(), [0] * 6, {}, "no program"),
+        (graph, [0, 1], {}, r"expected \(6,\)"),
+        (graph, [0] * 6, {"max_in_flight": 0}, "max_in_flight = 0"),
+        (graph, [0, 1, -1, 0, 0, 0], {}, r"operator 2 .* on device -1; devices are 0\.\.2"),
+        (graph, [0, 1, 3, 0, 0, 0], {}, r"operator 2 .* on device 3; devices are 0\.\.2"),
+        (graph, [0] * 6, {"priority": [0] * 6}, r"each of 0\.\.5 once"),
+    ):
+        with pytest.raises(RunnerError, match=message):
+            Runner(net, THREE, on, **options)
     with pytest.raises(ValueError, match="simulated, not run"):
         backend_for(Device("tpu:0", "tpu"))
 
@@ -509,8 +500,7 @@ def test_workers_are_pinned_and_keep_the_callers_threads():
             seen["threads"] = torch.get_num_threads()
             seen["cores"] = os.sched_getaffinity(0)
 
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    _, inputs, graph = mlp()
     device = Device("cpu:0", "cpu", (CORES[-1],), threads=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_module, "backend_for", Spy)
@@ -536,21 +526,9 @@ def test_new_threads_of_the_process_get_the_callers_thread_count():
         torch.set_num_threads(before)
 
 
-def test_the_runner_keeps_the_modules_own_parameters():
-    """No copies on a CPU: a changed weight shows in the next call."""
-    module, inputs = tiny.tiny_mlp()
-    with Runner(capture(module, inputs), THREE, [0, 1, 2, 0, 1, 2]) as runner:
-        before = runner(*inputs)
-        with torch.no_grad():
-            module[0].weight.zero_()
-            torch.testing.assert_close(runner(*inputs), module(*inputs))
-        assert not torch.equal(runner(*inputs), before)
-
-
 def test_memory_limits_do_not_matter_to_the_executor():
     """It runs what it is told; refusing is the planner's and the plan's business."""
-    module, inputs = tiny.tiny_mlp()
-    graph = capture(module, inputs)
+    graph = capture(*tiny.tiny_mlp())
     small = Cluster("small", tuple(replace(d, memory_bytes=1) for d in THREE.devices))
     timeline = Executor(problem_of(graph, small)).run(np.zeros(6, int), num_microbatches=1)
     assert timeline.num_microbatches == 1

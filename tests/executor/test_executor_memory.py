@@ -1,7 +1,5 @@
 """Measured peak memory: what workers really hold, by the simulator's definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from placement.schedule import Schedule
 from placement.simulator import memory, simulate
 from placement.workloads import tiny
 from tests.machine import THREE, problem_of, random_placement
+from tests.modules import module_of
 
 MAKERS = [tiny.tiny_mlp, tiny.tiny_cnn, tiny.tiny_branches, tiny.tiny_views]
 
@@ -78,16 +77,12 @@ def test_workers_hold_no_more_and_no_less_than_that():
     a = linear(x); b = relu(a); c = b + a; y = linear(c): a and b live until c.
     """
 
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        a = m.one(x)
+        return m.two(torch.relu(a) + a)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a = self.one(x)
-            return self.two(torch.relu(a) + a)
-
-    graph = capture(Residual().eval(), torch.randn(16, 8))
+    residual = module_of(forward, one=nn.Linear(8, 8), two=nn.Linear(8, 4))
+    graph = capture(residual.eval(), torch.randn(16, 8))
     problem = problem_of(graph, num_microbatches=3, max_in_flight=1)
     placement = np.zeros(graph.num_ops, np.int32)
     held: list[int] = []
@@ -122,26 +117,15 @@ def test_workers_hold_no_more_and_no_less_than_that():
 def test_a_view_that_is_handed_over_keeps_all_of_its_memory():
     """By reference: the receiver of one column holds the whole matrix. y = relu(x); y[:, :1] + 1"""
 
-    class Column(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(x)[:, :1] + 1
-
-    graph = capture(Column(), torch.zeros(10, 50))
+    graph = capture(module_of(lambda m, x: torch.relu(x)[:, :1] + 1), torch.zeros(10, 50))
     place = np.where(np.array(graph.op_name) == "add", 1, 0).astype(np.int32)
     timeline = Executor(problem_of(graph, num_microbatches=1)).run(place)
     assert timeline.peak_bytes.tolist() == [2 * 10 * 50 * 4, 10 * 50 * 4 + 10 * 4, 0]
 
 
 def test_views_of_parameters_cost_nothing_and_tied_ones_count_once():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 4)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.table(ids) @ self.table.weight.t()
-
-    graph = capture(Tied().eval(), torch.zeros(3, dtype=torch.long))
+    tied = module_of(lambda m, ids: m.table(ids) @ m.table.weight.t(), table=nn.Embedding(5, 4))
+    graph = capture(tied.eval(), torch.zeros(3, dtype=torch.long))
     storages = Storages.of(graph.program, graph.program.timing_inputs())
     view = next(t for t, src in enumerate(graph.tensor_src) if graph.op_name[src] == "t")
     assert storages.of_tensor[view] == -1
@@ -151,11 +135,7 @@ def test_views_of_parameters_cost_nothing_and_tied_ones_count_once():
 
 
 def test_looking_leaves_the_module_and_the_random_numbers_alone():
-    class Noisy(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.rand(3)
-
-    graph = capture(Noisy(), torch.zeros(3))
+    graph = capture(module_of(lambda m, x: x + torch.rand(3)), torch.zeros(3))
     before = torch.get_rng_state()
     Storages.of(graph.program, graph.program.timing_inputs())
     assert torch.equal(torch.get_rng_state(), before)

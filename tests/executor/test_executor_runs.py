@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,23 +33,33 @@ from placement.graph import OpGraph
 from placement.problem import ProblemError
 from placement.program import fill
 from placement.workloads import load
+from tests.modules import module_of
 
 CLUSTER = Cluster("two", (Device("cpu:a", "cpu"), Device("cpu:b", "cpu")))
 
 
-class Diamond(nn.Module):
+def crossed(m: Any, x: torch.Tensor) -> torch.Tensor:
     """x -> relu -> sin -> cos ; sin -> exp ; cos + exp -> tanh -> y"""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a = torch.sin(torch.relu(x))
-        return torch.tanh(torch.cos(a) + torch.exp(a))
+    a = torch.sin(torch.relu(x))
+    return torch.tanh(torch.cos(a) + torch.exp(a))
 
 
-def diamond() -> OpGraph:
-    graph = capture(Diamond(), torch.randn(4, 3))
-    kinds = [name.split(".")[1] for name in graph.op_kind]
-    assert kinds == ["relu", "sin", "cos", "exp", "add", "tanh"]
+def forked(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """x -> relu -> sin -> neg -> y; x -> cos -> exp -> z; y + z"""
+    return torch.neg(torch.sin(torch.relu(x))) + torch.exp(torch.cos(x))
+
+
+DIAMOND = ["relu", "sin", "cos", "exp", "add", "tanh"]
+FORK = ["relu", "sin", "neg", "cos", "exp", "add"]
+
+
+def graph_of(forward: Any, expected: list[str]) -> OpGraph:
+    graph = capture(module_of(forward), torch.randn(4, 3))
+    assert [name.split(".")[1] for name in graph.op_kind] == expected
     return graph
+
+
+diamond, fork = partial(graph_of, crossed, DIAMOND), partial(graph_of, forked, FORK)
 
 
 @pytest.mark.parametrize(
@@ -64,28 +75,10 @@ def diamond() -> OpGraph:
         ((0, 1, 0, 1, 0, 1), [[(0,), (2,), (4,)], [(1,), (3,), (5,)]]),
     ],
 )
-def test_runs_are_cut_where_something_arrives_or_leaves(
-    placement: tuple[int, ...], expected: list[list[tuple[int, ...]]]
-) -> None:
+def test_runs_are_cut_where_something_arrives_or_leaves(placement, expected):
     graph = diamond()
     parts = shares(graph, np.array(placement), 2)
     assert [runs_of(share, range(6)) for share in parts] == expected
-
-
-class Fork(nn.Module):
-    """x -> relu -> sin -> neg -> y; x -> cos -> exp -> z; y + z"""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.neg(torch.sin(torch.relu(x))) + torch.exp(torch.cos(x))
-
-
-FORK = ["relu", "sin", "neg", "cos", "exp", "add"]
-
-
-def fork() -> OpGraph:
-    graph = capture(Fork(), torch.randn(4, 3))
-    assert [name.split(".")[1] for name in graph.op_kind] == FORK
-    return graph
 
 
 def test_what_is_ready_before_something_comes_back_is_no_part_of_a_run() -> None:
@@ -103,9 +96,7 @@ def test_what_is_ready_before_something_comes_back_is_no_part_of_a_run() -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 3))
-def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(
-    seed: int, num_ops: int, num_devices: int
-) -> None:
+def test_operators_of_a_run_wait_for_the_same_and_neighbours_do_not(seed, num_ops, num_devices):
     """By brute force, on random graphs: what comes back for an operator, through others here."""
     rng = np.random.default_rng(seed)
     edges = [(u, v) for v in range(num_ops) for u in range(v) if rng.random() < 2 / num_ops]
@@ -201,7 +192,7 @@ def test_a_run_lets_what_arrives_go_first() -> None:
         object.__setattr__(step, "target", watched(name, step.target))
     x = torch.randn(4, 3)
     with runner:
-        torch.testing.assert_close(runner(x), Fork()(x))
+        torch.testing.assert_close(runner(x), forked(None, x))
     assert [name for name in done if name != "sin"] == ["relu", "cos", "neg", "exp", "add"]
 
 
@@ -293,7 +284,7 @@ def test_random_placements_and_priorities_never_wait_for_each_other() -> None:
     graph = diamond()
     rng = np.random.default_rng(0)
     x = torch.randn(4, 3)
-    expected = Diamond()(x)
+    expected = crossed(None, x)
     orders = ([0, 1, 2, 3, 4, 5], [0, 1, 3, 2, 4, 5])  # position of every operator
     for i in range(20):
         placement = rng.integers(0, 2, 6)
@@ -334,9 +325,7 @@ def in_two_threads(turns: Turns, step: Callable[[], None], times: int) -> list[B
     return raised
 
 
-def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(monkeypatch):
     monkeypatch.setattr(worker_module._Turns, "longest_s", 60.0)
     monkeypatch.setattr(worker_module._Turns, "short_ns", 10**11)
     inside: list[int] = []

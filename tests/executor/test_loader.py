@@ -1,7 +1,5 @@
 """The input pipeline: order, bounds, and errors in their place."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Packages of AOTInductor: stages that run in a pipeline without the model's code."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -15,25 +13,23 @@ from placement import capture
 from placement.cluster import Cluster, Device
 from placement.executor.packages import PackageError, write_packages
 from placement.tools.files import FileError
+from tests.modules import module_of
 
 TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = torch.tanh(self.first(x))
-        return hidden, self.second(hidden).softmax(-1)
+def net() -> nn.Module:
+    parts = {"first": nn.Linear(16, 32), "second": nn.Linear(32, 4)}
+    return module_of(
+        lambda m, x: (hidden := torch.tanh(m.first(x)), m.second(hidden).softmax(-1)), **parts
+    )
 
 
 @pytest.mark.usefixtures("compiler")
 def test_packages_compute_what_the_module_does(tmp_path: Path) -> None:
     """In another process, which sees the folder and PyTorch alone."""
     torch.manual_seed(0)
-    module, x = Net().eval(), torch.randn(8, 16)
+    module, x = net().eval(), torch.randn(8, 16)
     graph = capture(module, x)
     on = np.array([0, 0, 1, 1])  # linear, tanh | linear, softmax
     folder = tmp_path / "stages"
@@ -53,16 +49,13 @@ assert "placement" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, env={})
     for item, outputs in zip([x, x + 1, x - 1], torch.load(tmp_path / "outputs.pt"), strict=True):
-        for actual, expected in zip(outputs, module(item), strict=True):
-            torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(outputs, module(item))
     with pytest.raises(FileError, match="it is there; name a new folder"):
         write_packages(graph, TWO, on, range(4), folder)
 
 
-def test_what_cannot_be_packaged_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = capture(Net().eval(), torch.randn(8, 16))
+def test_what_cannot_be_packaged_is_refused(tmp_path, monkeypatch):
+    graph = capture(net().eval(), torch.randn(8, 16))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(PackageError, match="no C\\+\\+ compiler 'no-such-compiler'"):
         write_packages(graph, TWO, [0, 0, 1, 1], range(4), tmp_path / "a")
