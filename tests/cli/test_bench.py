@@ -24,6 +24,7 @@ from placement.planners.order_search import OrderSearch
 from placement.problem import Planner, Problem, Solution
 from placement.runs import bench
 from placement.workloads.suites import SUITES, Case, SuiteError, cases
+from tests.problems import written
 
 Times = Sequence[dict[int, float]]  # of each operation: machine -> duration
 
@@ -75,21 +76,19 @@ def data(tmp_path: Path) -> Path:
     rng = np.random.default_rng(3)
     for name in ("a", "b"):
         operations, precedences = drawn(rng, 12, 3)
-        write(tmp_path / f"shops/{name}.json", shop(operations, precedences))
+        written(tmp_path / f"shops/{name}.json", shop(operations, precedences))
         lines = [f"  {12 - 2}"]
         for k, times in enumerate(operations):
             waits = [a for a, b in precedences if b == k]
             lines.append(" ".join(map(str, [k, min(times.values()), len(waits), *waits])))
-        write(tmp_path / f"stg/{name}.stg", "\n".join([*lines, "# a comment"]))
+        written(tmp_path / f"stg/{name}.stg", "\n".join([*lines, "# a comment"]))
     bounds = {"a": {"lower_bound": 1, "upper_bound": 20, "status": "open"}}
-    write(tmp_path / "shops/best_known.json", json.dumps(bounds))
-    write(tmp_path / "stg/optimal.json", json.dumps({"a.stg": {"2": 1}}))
+    written(tmp_path / "shops/best_known.json", bounds)
+    written(tmp_path / "stg/optimal.json", {"a.stg": {"2": 1}})
     return tmp_path
 
 
-def drawn(
-    rng: np.random.Generator, many: int, machines: int
-) -> tuple[list[dict[int, int]], list[tuple[int, int]]]:
+def drawn(rng: Any, many: int, machines: int) -> tuple[Times, list[tuple[int, int]]]:
     """Operations in any order: numbers do not follow precedence."""
     rank = rng.permutation(many)
 
@@ -101,7 +100,7 @@ def drawn(
     return operations, sorted({(int(a), int(b)) for a, b in pairs if rank[a] < rank[b]})
 
 
-def shop(operations: list[dict[int, int]], precedences: list[tuple[int, int]]) -> str:
+def shop(operations: Times, precedences: list[tuple[int, int]]) -> str:
     options = [
         {"operation": k, "machine": machine, "duration": duration}
         for k, times in enumerate(operations)
@@ -111,18 +110,10 @@ def shop(operations: list[dict[int, int]], precedences: list[tuple[int, int]]) -
     return json.dumps({"operations": options, "precedences": pairs})
 
 
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
 # -- what machines read ---------------------------------------------------------------------------
 
-KEYS = (
-    *("problem", "value", "lower_bound", "best_known", "gap", "evaluations", "seconds"),
-    *("feasible", "device", "start"),
-)
+KEYS = {"problem", "value", "lower_bound", "best_known", "gap", "evaluations", "seconds"}
+KEYS |= {"feasible", "device", "start"}
 
 
 @pytest.mark.parametrize("suite", ["shops", "stg"])
@@ -135,7 +126,7 @@ def test_the_contract(suite: str, planner: tuple[str, ...], data: Path, says: An
     assert len(got["rows"]) == (2 if suite == "shops" else 8)
     ratios = []
     for row in got["rows"]:
-        assert row.keys() >= set(KEYS)
+        assert row.keys() >= KEYS
         assert row["feasible"] is True
         check_row(data / suite, suite, row)
         assert isinstance(row["value"], int), "durations of the file are whole"
@@ -153,7 +144,7 @@ def test_the_contract(suite: str, planner: tuple[str, ...], data: Path, says: An
 @given(st.integers(0, 2**32 - 1), st.integers(1, 14), st.integers(1, 4))
 def test_every_schedule_is_one(tmp_path_factory: Any, seed: int, many: int, machines: int) -> None:
     folder = tmp_path_factory.mktemp("shop")
-    path = write(folder / "s.json", shop(*drawn(np.random.default_rng(seed), many, machines)))
+    path = written(folder / "s.json", shop(*drawn(np.random.default_rng(seed), many, machines)))
     case = Case("s", partial(importers.load, path))
     for planner in (Heft(), OrderSearch(evaluations=60)):
         row = bench.measure(case, planner)
@@ -166,8 +157,8 @@ def test_milliseconds_of_measured_operators(tmp_path: Path, says: Any) -> None:
     slow, fast = [f"m,{name},{{{inputs}}},{ms},0,0,," for name, inputs, ms in (
         ("a", "", 0.1), ("b", "a: None", 0.7), ("c", "a: None", 0.3))], []  # fmt: skip
     fast = [line.replace("0.7", "0.2") for line in slow]
-    write(tmp_path / "A/m-inf-1-1.csv", head + "\n".join(slow))
-    write(tmp_path / "B/m-inf-1-1.csv", head + "\n".join(fast))
+    written(tmp_path / "A/m-inf-1-1.csv", head + "\n".join(slow))
+    written(tmp_path / "B/m-inf-1-1.csv", head + "\n".join(fast))
     (row,) = says.answer("bench", "neusight", "--data", str(tmp_path), "--planner", "heft")["rows"]
     assert row["problem"] == "m-inf-1-1" and row["value"] == pytest.approx(0.4)
     check([{0: 0.1, 1: 0.1}, {0: 0.7, 1: 0.2}, {0: 0.3, 1: 0.3}], [(0, 1), (0, 2)], row)
@@ -185,19 +176,19 @@ def test_devices_and_names(data: Path, says: Any) -> None:
 def test_files_as_they_are_passed_on(tmp_path: Path) -> None:
     """In folders, compressed, of several formats; bounds as a list, or by the file's name."""
     text = "1 2\n2 1 1 3 1 2 4\n"
-    write(tmp_path / "shops/mk/Mk1.fjs", text)
-    write(tmp_path / "shops/mk/mk2.txt", text)
-    write(tmp_path / "shops/README.txt", "read me")
+    written(tmp_path / "shops/mk/Mk1.fjs", text)
+    written(tmp_path / "shops/mk/mk2.txt", text)
+    written(tmp_path / "shops/README.txt", "read me")
     (tmp_path / "shops/mk3.FJS.gz").write_bytes(gzip.compress(text.encode()))
     bounds = [{"instance": "Mk1", "lower_bound": 7, "upper_bound": 7}, {"instance": "none"}]
-    write(tmp_path / "shops/best_known.json", json.dumps(bounds))
+    written(tmp_path / "shops/best_known.json", bounds)
     loaded = cases("shops", tmp_path)
     assert [case.problem for case in loaded] == ["mk/Mk1", "mk/mk2", "mk3"]
     assert [case.best_known for case in loaded] == [7, None, None]
     assert [bench.measure(case, Heft()).value for case in loaded] == [7, 7, 7]
     for only in ("mk/Mk1", "Mk*", "Mk1.fjs"):
         assert [case.problem for case in cases("shops", tmp_path, only=only)] == ["mk/Mk1"]
-    write(tmp_path / "shops/best_known.json", '{"mk2.txt": {"lower_bound": 0}, "mk3": 7}')
+    written(tmp_path / "shops/best_known.json", '{"mk2.txt": {"lower_bound": 0}, "mk3": 7}')
     loaded = cases("shops", tmp_path)
     assert [case.lower_bound for case in loaded] == [None, None, 7], "0 says nothing"
 
@@ -205,18 +196,18 @@ def test_files_as_they_are_passed_on(tmp_path: Path) -> None:
 def test_all_files_may_be_compressed(data: Path) -> None:
     """Cases, their problems and what is known of them stay the same."""
     two = "".join(f"instance {x}\n2 2\n0 3 1 {x}\n1 2 0 4\n" for x in (5, 6))
-    write(data / "shops/two.txt", two)
+    written(data / "shops/two.txt", two)
     row = 'fc,{},{{}},{},0,0,"(1, 2)",torch.float32\n'
     for name, took in (("P4", 3), ("T4", 2)):
         head = "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype\n"
-        write(data / f"neusight/{name}/m-inf-8-1.csv", head + row.format("a", took) + " \r\n")
+        written(data / f"neusight/{name}/m-inf-8-1.csv", head + row.format("a", took) + " \r\n")
     node = "node1 -- Conv2d(3) -- forward_compute_time=1.0, backward_compute_time=2.0, "
-    write(data / "public/pipedream/vgg.txt", f"{node}activation_size=8, parameter_size=4\n")
+    written(data / "public/pipedream/vgg.txt", f"{node}activation_size=8, parameter_size=4\n")
     named = {"nodes": [{"id": 1, "time": [1, 2]}], "edges": [], "num_devices": 2}
-    write(data / "public/moirai/small.json", json.dumps(named))
+    written(data / "public/moirai/small.json", named)
 
     workflow = {"workflow": {"tasks": [{"name": "t", "runtime": 1}]}}
-    write(data / "wfformat/w.json", json.dumps(workflow))
+    written(data / "wfformat/w.json", workflow)
 
     def told() -> list[Any]:
         every = [case for name in SUITES for case in cases(name, data) if SUITES[name].files]
@@ -237,7 +228,7 @@ def test_devices_are_in_the_order_of_the_file(tmp_path: Path, says: Any) -> None
     ends = [("a", "b", [[0, 5], [5, 0]]), ("b", "c", [[0, 1], [1, 0]])]
     edges = [{"src": a, "dst": b, "transfer": c} for a, b, c in ends]
     text = json.dumps({"num_devices": 2, "nodes": nodes, "edges": edges})
-    write(tmp_path / "moirai/m.json", text)
+    written(tmp_path / "moirai/m.json", text)
     (row,) = says.answer("bench", "public", "--data", str(tmp_path), "--planner", "heft")["rows"]
     assert row["device"] == [0, 1, 1] and row["start"] == pytest.approx([7, 0, 2])
 
@@ -294,22 +285,21 @@ def test_what_a_planner_says_of_itself_does_not_count(data: Path) -> None:
 
 def test_a_value_below_a_proved_bound_fails_the_run(data: Path, says: Any) -> None:
     for key, message in (("lower_bound", "the proved bound"), ("upper_bound", "the best known")):
-        write(data / "shops/best_known.json", json.dumps({"b": {key: 1000}}))
+        written(data / "shops/best_known.json", {"b": {key: 1000}})
         err = says(["bench", "shops", "--data", data, "--planner", "heft"], DEFECT).err
         assert "b on 3 devices" in err and f"is below {message}, 1000" in err
 
 
 def test_a_suite_without_any_answer(data: Path, says: Any) -> None:
-    got = says.answer(
-        "bench", "shops", "--data", str(data), "--planner", f"{__name__}:_refuses", code=NO
-    )
+    words = ["bench", "shops", "--data", data, "--planner", f"{__name__}:_refuses"]
+    got = says.answer(*words, code=NO)
     assert got["gap"] is None and got["unsolved"] == 2
 
 
 def test_a_budget_of_evaluations_is_kept(tmp_path: Path) -> None:
     """Also by planners that run others: some of these try every device."""
     text = shop(*drawn(np.random.default_rng(0), 20, 12))
-    write(tmp_path / "s.json", text)
+    written(tmp_path / "s.json", text)
     (case,) = cases("shops", tmp_path)
     for most in (1, 40, 48):
         assert (bench.measure(case, BestOf(evaluations=most)).evaluations or 0) <= most
@@ -357,13 +347,13 @@ def test_errors_say_what_to_do(data: Path, says: Any, tmp_path: Path) -> None:
     assert "devices cannot be set" in message("shops", "--data", str(data), "--devices", "2")
     assert "devices = 0 must be at least 1" in message("stg", "--data", str(data), "--devices", "0")
     assert "--evaluations many" in message("shops", "--data", str(data), "--evaluations", "many")
-    write(data / "shops/best_known.json", '{"a": {"lower_bound": "none"}}')
+    written(data / "shops/best_known.json", '{"a": {"lower_bound": "none"}}')
     assert "lower_bound = 'none' is not a time" in message("shops", "--data", str(data))
-    write(data / "shops/best_known.json", '{"a": {"lower_bound": 9, "upper_bound": 8}}')
+    written(data / "shops/best_known.json", '{"a": {"lower_bound": 9, "upper_bound": 8}}')
     assert "a: lower_bound 9.0 > upper_bound 8.0" in message("shops", "--data", str(data))
-    write(data / "dnn_partitioning/truth.json", '[{"file": "a"}]')
+    written(data / "dnn_partitioning/truth.json", '[{"file": "a"}]')
     for name in ("dnn_partitioning/throughput/layer/a.json", "pipedream/a.txt"):
-        write(data / name, "")
+        written(data / name, "")
     assert "record 0 = {'file': 'a'} lacks a key of [" in message("public", "--data", str(data))
     assert "must be positive and finite" in message("synthetic", "--seconds", "inf")
     with pytest.raises(SuiteError):
@@ -371,7 +361,7 @@ def test_errors_say_what_to_do(data: Path, says: Any, tmp_path: Path) -> None:
 
 
 def test_the_others_are_run_where_a_file_is_damaged(data: Path, tmp_path: Path, says: Any) -> None:
-    write(data / "shops/aa.json", '{"operations": []')
+    written(data / "shops/aa.json", '{"operations": []')
     out = str(tmp_path / "rows.json")
     argv = ["shops", "--data", str(data), "--planner", "heft"]
     for _ in range(2):  # it is read again

@@ -12,35 +12,35 @@ import sys
 import threading
 import time
 import tomllib
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numba
 import numpy as np
 import pytest
+import torch
 
 from placement import cli
 from placement.__main__ import VERBS, main
-from placement.cli import (
-    BAD_INPUT,
-    DEFECT,
-    NO,
-    OK,
-    interruptible,
-    says_if_busy,
-    says_when_compiling,
-)
+from placement.cli import BAD_INPUT, DEFECT, NO, OK, interruptible, profiled, ways
 from placement.cluster import Cluster, Device
+from placement.costs.measure import cached_path
+from placement.executor import Runner
 from placement.importers import save
 from placement.plan import Plan, load_plan
 from placement.plan.parts import Measured, Spread
 from placement.profile import Profile
+from placement.runs.ways import difference
 from placement.tools import progress
 from placement.tools.files import FileError
 from placement.tools.ownership import check_packages
 from placement.workloads import synthetic
 from tests.machine import CORES
-from tests.problems import chain, small_problem
+from tests.modules import module_of
+from tests.problems import chain, graph_of, random_problem, small_problem
 
 pytestmark = pytest.mark.usefixtures("quick_profiles")
 ROOT = Path(__file__).parents[2]
@@ -54,13 +54,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Every operator takes 1 ms on ``a`` and on ``b``, transfers are free: 6 operators.
     """
-    from placement.cli import capture_workload
-
     folder = tmp_path_factory.mktemp("cli")
     cluster = Cluster("two", (Device("a", cores=(CORES[0],)), Device("b", cores=(CORES[-1],))))
     lines = [f"- {{name: {d.name}, cores: {list(d.cores)}}}" for d in cluster.devices]
     (folder / "two.yaml").write_text("devices:\n" + "\n".join(lines) + "\n")
-    graph = capture_workload("tiny_mlp", lambda what, share: None)
+    graph = cli.capture_workload("tiny_mlp", lambda what, share: None)
     profile = Profile(
         ("a", "b"), np.full((6, 2), 1e-3), np.zeros((6, 2)), graph_fingerprint=graph.fingerprint
     )
@@ -201,10 +199,7 @@ def test_plan_says_where_a_long_stream_takes_longer(tmp_path: Path, says: Any) -
     words = ["plan", str(tmp_path / "towers.json"), "--planner", "heft", "--json"]
     assert "of 512 items each takes 6% longer than in one of 32" in says(words).err
     assert not says([*words, "--microbatches", "512"]).err
-    (tmp_path / "idle.json").write_text(
-        '{"problem_version": 1, "model": "idle", "operators": [{"name": "a", "compute_s": [0]}], '
-        '"cluster": {"name": "one", "devices": [{"name": "x"}]}}'
-    )
+    save(small_problem([[0.0]]), tmp_path / "idle.json")
     assert main(["plan", str(tmp_path / "idle.json"), "--planner", "heft"]) == OK
 
 
@@ -272,9 +267,6 @@ def test_plan_says_when_a_gain_is_less_than_predictions_err(tmp_path: Path, says
 
 
 def test_plan_does_not_repeat_what_a_planner_claims(tmp_path, monkeypatch, says):
-    from placement.importers.problem_file import save
-    from tests.problems import random_problem
-
     save(random_problem(3, 6, 2), tmp_path / "p.json")
     claims = """
 from placement.planners import load
@@ -316,9 +308,8 @@ def test_a_bar_keeps_answers_and_names_as_they_are() -> None:
         "    cli.print_json({'what': 'w' * 200})"
     )
     terminal, side = os.openpty()
-    answer = subprocess.check_output(
-        [sys.executable, "-c", code], stderr=side, cwd=ROOT, timeout=60
-    )
+    command = [sys.executable, "-c", code]
+    answer = subprocess.check_output(command, stderr=side, cwd=ROOT, timeout=60)
     os.close(side)
     assert json.loads(answer) == {"what": "w" * 200}
     with os.fdopen(terminal, "rb") as drawn:
@@ -369,11 +360,8 @@ def test_a_full_output_is_said_to_be_the_output(plan_path: Path) -> None:
     command = [sys.executable, "-m", "placement", "show", str(plan_path)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "placement: error: cannot write standard output: No space left on device; "
-        "send it elsewhere\n"
-    )
+    why = "cannot write standard output: No space left on device; send it elsewhere"
+    assert (done.returncode, done.stderr) == (2, f"placement: error: {why}\n")
 
 
 def test_diff(home: Path, plan_path: Path, says: Any) -> None:
@@ -500,13 +488,8 @@ def test_profile_that_cannot_be_saved_is_still_shown(home, tmp_path, says, monke
     profile = Profile.load(home / "profile.npz")
     monkeypatch.setattr("placement.costs.measure.measure", lambda *_, **__: profile)
     args = ["profile", "tiny_mlp", "--cluster", str(home / "two.yaml")]
-
-    def full(self: Profile, path: Path) -> None:
-        raise FileError(f"cannot write {path}: no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Profile, "save", full)
-        out, err = says([*args, "--out", tmp_path / "profile.npz"], 2)
+    monkeypatch.setattr(Profile, "save", Mock(side_effect=FileError("no space left")))
+    out, err = says([*args, "--out", tmp_path / "profile.npz"], 2)
     assert "all operators" in out and "6 ms" in out
     assert "error: the profile above was not saved" in err
 
@@ -522,13 +505,10 @@ def test_where_nothing_can_be_saved_nothing_is_measured(home, tmp_path, says, mo
 
 
 def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    from placement.cli.profiled import show
-    from placement.graph import OpGraph
-
-    graph = OpGraph.build("g", ["x", "y"], [0, 1], [8, 8], [(0, 1)])
+    graph = graph_of(2, chain(2), 8, op_name=["x", "y"])
     cluster = Cluster("c", (Device("cpu:0"), Device("cuda:0", kind="cuda")))
     times = np.array([[4e-3, 1e-3], [3e-3, 9e-3]])
-    show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
+    profiled.show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
     text = capsys.readouterr().out
     y, x = (line.split() for line in text.split("differ most")[1].splitlines() if "ms" in line)
     assert (y[0], y[-1]) == ("y", "1") and (x[0], x[-1]) == ("x", "4")
@@ -536,13 +516,10 @@ def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture
 
 
 def test_profiles_of_many_devices_fit_into_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from placement.cli.profiled import show
-    from placement.graph import OpGraph
-
-    graph = OpGraph.build("g", ["block.0.linear_projection" * 3], [0], [8], [])
+    graph = graph_of(1, [], 8, op_name=["block.0.linear_projection" * 3])
     cluster = Cluster("c", tuple(Device(f"cpu:{i}") for i in range(40)))
     times = np.full((1, 40), 1e-3)
-    show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
+    profiled.show(graph, cluster, Profile(cluster.device_names, times, times * 0), as_json=False)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80 and "4 of 40 devices are shown" in text
     assert text.count("1 ms") == 2 * 4, "no figure is cut"
@@ -563,24 +540,19 @@ def test_run(plan_path: Path, tmp_path: Path, says: Any) -> None:
 
 
 def test_run_says_where_one_device_is_faster(plan_path, capsys):
-    from placement.cli.ways import show
-    from placement.plan import Measured, Spread
-
     def took(value_s: float) -> Measured:
         spread = Spread(median_s=value_s, iqr_s=0.0)
         return Measured(latency_s=spread, period_s=spread, n=1, when="2026-11-27", machine="here")
 
     plan = load_plan(plan_path)
     for plan_s, single_s in ((2.0, 1.0), (1.0, 2.0)):
-        show(plan, {"plan": took(plan_s), "single": took(single_s)}, as_json=False)
+        ways.show(plan, {"plan": took(plan_s), "single": took(single_s)}, as_json=False)
         faster = "alone is faster; placement optimize tiny_mlp keeps whatever is fastest"
         assert (faster in capsys.readouterr().err) == (single_s < plan_s)
-    assert plan.fallback is not None
-    itself = plan.model_copy(update={"assignment": dict.fromkeys(plan.assignment, "b")})
-    itself = itself.model_copy(
-        update={"fallback": plan.fallback.model_copy(update={"device": "b"})}
-    )
-    show(itself, {"plan": took(2.0), "single": took(1.0)}, as_json=False)
+    on_b = {"assignment": dict.fromkeys(plan.assignment, "b")}
+    on_b |= {"fallback": plan.fallback.model_copy(update={"device": "b"})}
+    itself = plan.model_copy(update=on_b)
+    ways.show(itself, {"plan": took(2.0), "single": took(1.0)}, as_json=False)
     assert capsys.readouterr().err == "placement: the plan is b alone: what differs is chance\n"
 
 
@@ -589,10 +561,8 @@ def test_run_follows_the_order_of_the_plan(home: Path, tmp_path: Path, says: Any
     path, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     says(plan_args(home, "contiguous_dp", "--microbatches", "3", "--out", path))
     plan = load_plan(path)
-    order = {
-        d: [[op, m] for m in (2, 0, 1) for op, at in plan.assignment.items() if at == d]
-        for d in ("a", "b")
-    }
+    ops = {d: [op for op, at in plan.assignment.items() if at == d] for d in ("a", "b")}
+    order = {d: [[op, m] for m in (2, 0, 1) for op in mine] for d, mine in ops.items()}
     changed(path, path, order=order)
     got = says.answer("run", path, "--trace", trace, "--against-single-device")
     assert got["numerics_equal"] is True and got["single_device"]["device"] == "a"
@@ -618,8 +588,6 @@ def test_what_a_model_prints_is_not_in_the_answer(home, tmp_path, says, monkeypa
 
 def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path) -> None:
     """The profile of devices ``like`` this machine's is the machine's: planned, then exported."""
-    from placement.costs.measure import cached_path
-
     graph = cli.capture_workload("tiny_mlp", lambda what, share: None)
     here = Cluster.detect()
     seconds = np.full((graph.num_ops, here.num_devices), 1e-3)
@@ -636,10 +604,6 @@ def test_plans_on_described_devices_find_what_was_measured(tmp_path: Path) -> No
 
 
 def test_run_refuses_wrong_results(plan_path: Path, says: Any, monkeypatch: Any) -> None:
-    import torch
-
-    from placement.executor import Runner
-
     monkeypatch.setattr(Runner, "__call__", lambda self, x: torch.zeros_like(x))
     assert "the results differ from those of the plain module" in says(["run", plan_path], NO).err
 
@@ -692,6 +656,7 @@ def test_errors_are_one_line(home: Path, tmp_path: Path, says: Any) -> None:
     assert "not a readable profile" in plan("heft", "--profile", str(home / "two.yaml"))
     (tmp_path / "file").write_text("")
     assert "is a file, not a folder" in plan("heft", "--out", tmp_path / "file" / "p.json")
+    assert "Traceback" in says(["show", "nowhere.json", "--debug"], 2).err
 
 
 def test_profile_of_another_model(home: Path, says: Any) -> None:
@@ -713,10 +678,7 @@ def test_profile_of_another_model(home: Path, says: Any) -> None:
         ("replan x", "there is no verb replan any more; type placement plan --without DEVICE"),
         ("features x", "any more; type placement profile MODEL --features; see"),
         ("power", "any more; type placement doctor --power; see"),
-        (
-            "plan x --planer heft",
-            "no option '--planer'; did you mean '--planner'? see: placement p",
-        ),
+        ("plan x --planer heft", "no option '--planer'; did you mean '--planner'? see: placement"),
         ("plan x --planner heft a=1 --sed=3", "no option '--sed'; did you mean '--seed'? see: "),
         ("plan x --planner heft --seed x", "--seed: invalid int value: 'x'; see: placement plan"),
         ("dataset buld x", "no action 'buld'; did you mean 'build'? actions are build, show, load"),
@@ -757,17 +719,14 @@ def test_what_may_have_been_meant(home: Path, tmp_path: Path, says: Any, monkeyp
 
 
 def test_another_distribution_owns_agents(plan_path: Path, says: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        "placement.tools.ownership._claims", lambda: iter([("openai-agents", "agents")])
-    )
+    claims = iter([("openai-agents", "agents")])
+    monkeypatch.setattr("placement.tools.ownership._claims", lambda: claims)
     check_packages.cache_clear()
     assert "'openai-agents' also installs a package 'agents'" in says(["show", plan_path], 2).err
 
 
 def test_interrupt_leaves_nothing(home: Path, tmp_path: Path, says: Any, monkeypatch: Any) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("os.replace", interrupted)  # half-way through the writing
     folder = tmp_path / "out"
     folder.mkdir()
@@ -821,18 +780,12 @@ def test_other_programs_are_told(worked_s, expected, capsys, monkeypatch):
     monkeypatch.setattr("placement.cli.os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("placement.cli.time.monotonic", iter([100.0, 102.0]).__next__)
     monkeypatch.setattr("placement.cli.others_s", iter([5.0, worked_s and 5 + worked_s]).__next__)
-    with says_if_busy():
+    with cli.says_if_busy():
         pass
     assert ("kept 0.6 of 2 cores busy" in capsys.readouterr().err) == expected
 
 
-def test_debug_shows_where(says: Any) -> None:
-    assert "Traceback" in says(["show", "nowhere.json", "--debug"], 2).err
-
-
 def test_warnings_are_one_line(plan_path: Path, says: Any, monkeypatch: Any) -> None:
-    import warnings
-
     def warn(self: Plan) -> list[str]:
         warnings.warn("look out", stacklevel=1)
         return []
@@ -848,12 +801,9 @@ def test_files_are_written_whatever_becomes_of_the_output(how: str, tmp_path: Pa
     save(small_problem(np.full((3, 2), 1e-5), chain(3)), problem)
     words = ["plan", str(problem), "--planner", "heft", "--out", str(out)]
     command = [sys.executable, "-m", "placement", *words]
-    result = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {shlex.join(command)} {how}"],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-    )
+    shell = ["bash", "-c", f"set -o pipefail; {shlex.join(command)} {how}"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(shell, env=env, capture_output=True, text=True)
     assert result.returncode == OK and "Traceback" not in result.stderr
     assert load_plan(out).planner.name == "heft"
     assert how != "| cat" or ("30 us" in result.stdout and "?" not in result.stdout)
@@ -899,18 +849,13 @@ def test_files_are_written_though_nobody_reads_output_and_errors(
 
 
 def test_a_pipe_that_breaks_in_the_work_is_no_success(plan_path, says, monkeypatch):
-    def broken(self: Plan) -> Any:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # e.g. of another process
-
-    monkeypatch.setattr(Plan, "inconsistencies", broken)
+    broken = BrokenPipeError(errno.EPIPE, "Broken pipe")  # e.g. of another process
+    monkeypatch.setattr(Plan, "inconsistencies", Mock(side_effect=broken))
     assert "Broken pipe" in says.error("show", plan_path)
 
 
 def test_a_plan_that_cannot_be_saved_is_printed(home, tmp_path, says, monkeypatch):
-    def full(self: Plan, path: str) -> None:
-        raise FileError(f"cannot write {path}: no space left")
-
-    monkeypatch.setattr(Plan, "save", full)
+    monkeypatch.setattr(Plan, "save", Mock(side_effect=FileError("no space left")))
     out, err = says(plan_args(home, "heft", "--out", tmp_path / "p.json"), BAD_INPUT)
     assert json.loads(out)["planner"]["name"] == "heft"
     assert "no space left; the plan is on standard output instead" in err
@@ -938,17 +883,8 @@ def test_a_module_in_training_mode_is_told_of(tmp_path: Path, says: Any, monkeyp
 
 def test_the_plain_module_runs_with_the_threads_of_the_devices():
     """Otherwise ResNet-50 differs beyond the tolerance on any machine of several cores."""
-    import torch
-
-    from placement.cluster import Cluster, Device
-    from placement.runs.ways import difference
-
     seen = []
-
-    class Module(torch.nn.Module):
-        def forward(self, x):
-            seen.append(torch.get_num_threads())
-            return x + 1
+    module = module_of(lambda m, x: seen.append(torch.get_num_threads()) or x + 1)
 
     class FakeRunner:
         cluster = Cluster("two", (Device("cpu:0", threads=2), Device("cpu:1", threads=2)))
@@ -957,23 +893,21 @@ def test_the_plain_module_runs_with_the_threads_of_the_devices():
             return x + 1 + (x > 0)
 
     before = torch.get_num_threads()
-    assert difference(FakeRunner(), Module(), torch.zeros(2)) == ""
-    assert "not close" in difference(FakeRunner(), Module(), torch.ones(2))
+    assert difference(FakeRunner(), module, torch.zeros(2)) == ""
+    assert "not close" in difference(FakeRunner(), module, torch.ones(2))
     nothing = torch.full((2,), torch.nan)  # e.g. of a row of attention that is masked altogether
-    assert difference(FakeRunner(), Module(), nothing) == ""
+    assert difference(FakeRunner(), module, nothing) == ""
     assert seen == [2, 2, 2] and torch.get_num_threads() == before
 
 
 def test_compiling_kernels_is_said_once(monkeypatch, capsys):
-    import numba
-
     monkeypatch.setattr(progress, "SIGNS", progress.Signs(compiling_s=float("inf")))
-    with says_when_compiling():  # in a moment
+    with cli.says_when_compiling():  # in a moment
         assert numba.njit(lambda x: x + 2)(1) == 3
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "SIGNS", progress.Signs(compiling_s=0.0))
 
-    with says_when_compiling():
+    with cli.says_when_compiling():
         for kernel in (lambda x: x + 1, lambda x: x - 1):
             assert numba.njit(kernel)(1) in (0, 2)
     assert numba.njit(lambda x: x)(1) == 1  # outside

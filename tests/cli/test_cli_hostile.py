@@ -1,5 +1,7 @@
 """Every verb with every bad input: one line on standard error, exit code 2, nothing left behind."""
 
+import builtins
+import io
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,9 +51,8 @@ READERS = {
     "measured": ["plan", "tiny_mlp", "--planner", "heft", "--profile", "FILE", "--out", "OUT"],
 }
 # The last three have tests of their own.
-WITHOUT_A_FILE = {
-    "schema", "doctor", "completion", "report", "dataset", "optimize",
-}  # fmt: skip
+WITHOUT_A_FILE = {"schema", "doctor", "completion", "report", "dataset", "optimize"}
+PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +142,6 @@ def _filled(word: str, file: str) -> str:
 
 def _forbid(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Opening ``file`` fails as it does for a user without the permission."""
-    import builtins
-    import io
-
     real = io.open
 
     def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,9 +184,7 @@ def test_outputs_are_checked_before_the_work(argv, what, where, folder, says, mo
 
 
 def test_no_permission_for_the_folder(folder: Path, says: Any, monkeypatch: Any) -> None:
-    def denied(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(Path, "write_bytes", denied)
     argv = ["plan", "problem.json", "--planner", "heft", "--out", "x.json"]
@@ -301,13 +298,9 @@ def test_closed_outputs(shell: str, code: int, folder: Path, tmp_path: Path) -> 
     wrong["device_map"] = {"": "b"}
     (tmp_path / "bad.json").write_text(json.dumps(wrong))
     command = shell.format(f"{sys.executable} -m placement")
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    bash = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(bash, cwd=tmp_path, env=env, **PIPES)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
@@ -319,14 +312,9 @@ def test_a_large_plan(tmp_path: Path, says: Any, monkeypatch: Any) -> None:
     placement = np.arange(large.num_ops, dtype=np.int32) // 100 % 2
     make_plan(large, Solution(placement, 1.0), planner="mine").save("plan.json")
     assert os.path.getsize("plan.json") > 1.2e6
-    export = ["export", "plan.json", "--to", "csv", "--out", "plan.csv"]
-    for argv in (
-        ["show", "plan.json"],
-        ["validate", "plan.json"],
-        ["diff", *["plan.json"] * 2],
-        export,
-    ):
-        assert max(map(len, says(argv).out.splitlines()), default=0) <= 80
+    for verb in ("show", "validate", "diff plan.json", "export --to csv --out plan.csv"):
+        out = says([*verb.split(), "plan.json"]).out
+        assert max(map(len, out.splitlines()), default=0) <= 80
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------
@@ -343,14 +331,8 @@ def test_ctrl_c_in_a_search_leaves_nothing_and_the_profile(folder: Path, tmp_pat
         "L.__call__ = lambda s, p: (print('begun', file=sys.stderr), call(s, p))[1]\n"
         "from placement.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *argv, "--out", str(out)],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", code, *argv, "--out", str(out)]
+    process = subprocess.Popen(command, cwd=folder, env=env, **PIPES)
     assert process.stderr is not None
     assert process.stderr.readline() == "begun\n"
     time.sleep(0.2)
@@ -367,10 +349,9 @@ def test_ctrl_c_while_a_command_is_imported_is_quiet(tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text("def main():\n    raise KeyboardInterrupt\n")
     begin = "import sys; from placement.commands import _begin; sys.exit(_begin(sys.argv[1])())"
     code, env = [sys.executable, "-c", begin], os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     modules = ("placement", "agents.cli.train", "agents.cli.compare", "agents.cli.sweep_report")
     for command in ([*code, "slow"], *([sys.executable, "-m", x] for x in modules)):
-        process = subprocess.Popen(command, env=env, **pipes)
+        process = subprocess.Popen(command, env=env, **PIPES)
         assert process.stdout is not None and process.stdout.readline() == "x\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("", "")

@@ -13,9 +13,11 @@ from typing import Any
 import argcomplete
 import pytest
 
+from placement import planners
 from placement.__main__ import VERBS, build_parser
 from placement.cli import BAD_INPUT, NO, completion, doctor
 from placement.objective import Objective
+from placement.tools import parallel
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {
@@ -164,9 +166,6 @@ def test_bash_completes(tmp_path: Path, says: Any) -> None:
 
 
 def test_warm_compiles_what_the_first_commands_use(monkeypatch, says):
-    from placement import planners
-    from placement.tools import parallel
-
     asked, real = [], parallel.parallel_map
 
     def load(name: str, **options: Any) -> Any:
@@ -185,8 +184,6 @@ def test_warm_compiles_what_the_first_commands_use(monkeypatch, says):
 
 
 def test_planners_of_warm_have_its_options() -> None:
-    from placement import planners
-
     for name, options in doctor.WARM.items():
         planners.load(name, **options)
 
