@@ -4,8 +4,6 @@ Every fault is tried on a stream that loads in the calling thread, in one, and i
 time limit is what turns a deadlock into a failure.
 """
 
-from __future__ import annotations
-
 import gc
 import resource
 import signal
@@ -23,26 +21,22 @@ from placement.executor.loader import LoaderError
 from placement.program import InputError
 from placement.workloads import tiny
 from tests.machine import TWO, alive, problem_of
+from tests.modules import module_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left_running")]
 
 PAUSE_S = 0.001
-WORKERS = pytest.mark.parametrize("workers", [None, 0, 1, 3])
 
 
-class Picky(nn.Module):
-    """Fails on the index 9, in its first operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(ids).relu())
+@pytest.fixture(params=[None, 0, 1, 3])
+def workers(request):
+    return request.param
 
 
-GRAPH = capture(Picky().eval(), torch.zeros(2, dtype=torch.long))
+PICKY = module_of(
+    lambda m, ids: m.head(m.table(ids).relu()), table=nn.Embedding(4, 3), head=nn.Linear(3, 2)
+)  # fails on the index 9, in its first operator
+GRAPH = capture(PICKY.eval(), torch.zeros(2, dtype=torch.long))
 SPLIT = [0, 0, 1]
 GOOD, BAD = torch.tensor([0, 3]), torch.tensor([0, 9])
 
@@ -61,7 +55,6 @@ def works(r: Runner) -> bool:
     return r(GOOD).shape == (2, 2) and len(list(r.stream([GOOD] * 9, preprocess=slowly))) == 9
 
 
-@WORKERS
 @pytest.mark.parametrize("position", [0, 5])
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_an_operator_that_raises(workers, position, in_flight):
@@ -75,7 +68,6 @@ def test_an_operator_that_raises(workers, position, in_flight):
         assert works(r)
 
 
-@WORKERS
 @pytest.mark.parametrize("position", [0, 5])
 def test_a_loader_that_raises(workers, position):
     """Results of the micro-batches before it come first."""
@@ -95,7 +87,6 @@ def test_a_loader_that_raises(workers, position):
         assert alive() == [] and works(r)
 
 
-@WORKERS
 @pytest.mark.parametrize("length", [0, 1, 2, 7])
 def test_a_loader_that_ends_early(workers, length):
     """Before, while and after the pipeline of four is filled."""
@@ -106,7 +97,6 @@ def test_a_loader_that_ends_early(workers, length):
         assert works(r)
 
 
-@WORKERS
 def test_a_consumer_that_stops(workers):
     with runner() as r:
         stream = r.stream((GOOD for _ in range(10**9)), preprocess=slowly, workers=workers)
@@ -117,7 +107,6 @@ def test_a_consumer_that_stops(workers):
         assert alive() == [] and works(r)
 
 
-@WORKERS
 def test_a_stream_that_is_forgotten(workers):
     with runner() as r:
         stream = r.stream([GOOD] * 1000, preprocess=slowly, workers=workers)
@@ -127,7 +116,6 @@ def test_a_stream_that_is_forgotten(workers):
         assert alive() == [] and works(r)
 
 
-@WORKERS
 def test_a_consumer_that_raises(workers):
     def consume(r: Runner) -> None:
         for i, _ in enumerate(r.stream([GOOD] * 1000, preprocess=slowly, workers=workers)):
@@ -141,7 +129,6 @@ def test_a_consumer_that_raises(workers):
         assert alive() == [] and works(r)
 
 
-@WORKERS
 @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.05])
 def test_ctrl_c_wherever_the_stream_then_is(workers, delay_s):
     ended = threading.Event()
@@ -181,7 +168,6 @@ def test_closing_the_runner_in_mid_stream():
                 again()
 
 
-@WORKERS
 @pytest.mark.parametrize(
     "item, says",
     [
