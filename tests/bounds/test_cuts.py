@@ -62,8 +62,7 @@ def test_one_device_runs_more_groups_than_fit_into_the_others(monkeypatch):
     pairs, io_s = [(2 * k, 2 * k + 1) for k in range(7)], np.full((14, 4), 5.0)
     seconds = np.array([[1, 1, 1, 3.5]] * 14)
     for devices in (3, 4):
-        problem = small_problem(
-            seconds[:, :devices], pairs, profile={"io_s": io_s[:, :devices]}, objective="max_load"
-        )
+        facts = {"profile": {"io_s": io_s[:, :devices]}, "objective": "max_load"}
+        problem = small_problem(seconds[:, :devices], pairs, **facts)
         assert lower_bounds(problem)["max_load"] == pytest.approx(6)
         assert load("macro_search", evaluations=400)(problem).value_s == pytest.approx(6)

@@ -24,9 +24,8 @@ def drawn(seed: int) -> Problem:
         [x for x in pairs if (x[0] == 0) != (x[1] == n - 1)],
         [x for x in pairs if rng.random() < (0.8 if x[1] == x[0] + 1 else 0.3)],
     ][seed % 3]
-    seconds = rng.random((n, 1)) * (
-        rng.uniform(0.3, 3, (n, d)) if rng.random() < 0.5 else np.ones(d)
-    )
+    work = rng.random((n, 1))
+    seconds = work * (rng.uniform(0.3, 3, (n, d)) if rng.random() < 0.5 else np.ones(d))
     if rng.random() < 0.3:
         seconds[:, 1:][rng.random((n, d - 1)) < 0.3] = np.inf
     size = {"tensor_bytes": rng.integers(1, 1000, n), "objective": "latency"}
@@ -73,9 +72,8 @@ def test_of_a_group_what_one_cannot_another_cannot() -> None:
     # The second must be with the last, or its tensor comes late; so is what is in its group.
     sent = [(0, 0, [3]), (1, 9, [3]), (2, 0, [3])]
     facts = dict(tensors=sent, link=(0, 1), objective="latency")
-    alone, together = (
-        small_problem([[1, 1]] * 4, group=group, **facts) for group in ([0, 1, 2, 3], [0, 0, 1, 2])
-    )
+    groups = [0, 1, 2, 3], [0, 0, 1, 2]
+    alone, together = (small_problem([[1, 1]] * 4, group=group, **facts) for group in groups)
     assert earliest_end_s(alone, WORK) == pytest.approx(2 + 1 / 2, rel=2e-3)  # the third, in parts
     assert earliest_end_s(together, WORK) == pytest.approx(3, rel=2e-3)
 

@@ -53,9 +53,9 @@ def test_a_chain_that_one_accelerator_cannot_hold_is_written_and_read_again() ->
     problem = small_problem([[1, 1, 9]] * 4, chain(4), **facts, **where)
     assert lower_bounds(problem)["piecewise_latency"] == pytest.approx(5)
     # One accelerator holds two of them: it reads and writes once, the others take 9 s each.
-    alone = small_problem([[1, 9]] * 4, chain(4), param_bytes=10, objective="piecewise_latency",
-                          profile={"io_s": [[0.5, 0]] * 4}, device={"kind": ["other", "cpu"]},
-                          memory_bytes=[20, 10**6])  # fmt: skip
+    facts |= dict(profile={"io_s": [[0.5, 0]] * 4})
+    where = dict(device={"kind": ["other", "cpu"]}, memory_bytes=[20, 10**6])
+    alone = small_problem([[1, 9]] * 4, chain(4), **facts, **where)
     assert lower_bounds(alone)["piecewise_latency"] == pytest.approx(20.5)
 
 

@@ -1,7 +1,6 @@
 """Search with few real measurements, on machines that are not what the simulator thinks."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,15 @@ def test_an_interrupted_search_ends_as_if_it_had_not_been(tmp_path: Path) -> Non
         trials = Trials(problem, runtime, measurements=30, path=path)
         return search_measured(trials, evaluations=64, seed=3)
 
-    def slow(run: int) -> float:
+    def interrupted(run: int) -> float:
         if run == 17:
             raise KeyboardInterrupt
         return float(drawn[run])
 
-    whole = Biased(hidden, lambda run: float(drawn[run]))
+    whole, path = Biased(hidden, drawn.__getitem__), tmp_path / "trials.jsonl"
     expected = search(whole, None)
-    first = Biased(hidden, slow)
-    path = tmp_path / "trials.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        search(first, path)
+        search(Biased(hidden, interrupted), path)
     finished = sum(line.count(",[") + 1 for line in path.read_text().splitlines()[1:])
     assert 0 < finished < 17
     rest = Biased(hidden, lambda run: float(drawn[run + finished]))
@@ -76,9 +73,7 @@ def test_a_budget_smaller_than_the_start_and_problems_without_a_choice() -> None
     problem = layered(6)
     answer = search_measured(Trials(problem, Biased(problem), measurements=1))
     assert answer.stats["measurements"] == 1
-    blocked = problem.profile.compute_s.copy()
-    blocked[:, 1] = np.inf
-    fixed = replace(problem, profile=replace(problem.profile, compute_s=blocked))
+    fixed = altered(problem, compute_s=problem.compute_s * [1.0, np.inf])
     answer = search_measured(Trials(fixed, Biased(fixed), measurements=4))
     assert answer.placement.tolist() == [0] * 6 and answer.stats["measurements"] == 4
     tiny = layered(2)  # four placements: once all have run, the rest of the budget is for finals
@@ -133,23 +128,18 @@ def test_the_command_continues_what_was_interrupted(tmp_path, monkeypatch, says)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "message"),
     [
-        (["--trials", "t.jsonl"], "--trials t.jsonl is for --measurements"),
-        (["--measurements", "0"], "--measurements 0 must be positive"),
-        (["--measurements", "9", "--objective", "energy"], "period or latency, not energy"),
-        (["--measurements", "9", "--cluster", "away.yaml"], "['far'] are described"),
+        ("tiny_mlp --trials t.jsonl", "--trials t.jsonl is for --measurements"),
+        ("tiny_mlp --measurements 0", "--measurements 0 must be positive"),
+        ("tiny_mlp --measurements 9 --objective energy", "period or latency, not energy"),
+        ("tiny_mlp --measurements 9 --cluster away.yaml", "['far'] are described"),
+        ("problem.json --measurements 9", "--measurements is for models"),
     ],
 )
-def test_commands_that_cannot_measure(options, message, tmp_path, monkeypatch, says):
+def test_commands_that_cannot_measure(words, message, tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
-    Path("away.yaml").write_text(
-        "devices:\n- {name: here}\n- {name: far, like: here, speed: 2.0}\n"
-    )
-    assert message in says(["plan", "tiny_mlp", "--planner", "heft", *options], BAD_INPUT).err
-
-
-def test_a_problem_file_cannot_run(tmp_path: Path, says: Any) -> None:
-    path = written(tmp_path / "problem.json", "{}")
-    said = says(["plan", path, "--planner", "heft", "--measurements", "9"], BAD_INPUT).err
-    assert "--measurements is for models" in said
+    devices = [{"name": "here"}, {"name": "far", "like": "here", "speed": 2.0}]
+    written(tmp_path / "away.yaml", {"devices": devices})  # JSON is YAML
+    written(tmp_path / "problem.json", "{}")
+    assert message in says(["plan", *words.split(), "--planner", "heft"], BAD_INPUT).err

@@ -5,8 +5,7 @@ import struct
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -68,16 +67,10 @@ def read_log(data: bytes) -> list[Record]:
 def artifacts(log: list[Record]) -> dict[str, tuple[str, list[str]]]:
     """Kind and aliases by name; W&B adds artifacts of its own (tables, the job)."""
     sent = [r.artifact for r in log if r.HasField("artifact")]
-    sent += [
-        r.request.log_artifact.artifact
-        for r in log
-        if r.HasField("request") and r.request.HasField("log_artifact")
-    ]
-    return {
-        a.name: (a.type, sorted(a.aliases))
-        for a in sent
-        if a.type in ("plan", "policy", "profile", "report")
-    }
+    asked = [r.request for r in log if r.HasField("request")]
+    sent += [r.log_artifact.artifact for r in asked if r.HasField("log_artifact")]
+    ours = ("plan", "policy", "profile", "report")
+    return {a.name: (a.type, sorted(a.aliases)) for a in sent if a.type in ours}
 
 
 @pytest.fixture
@@ -140,13 +133,8 @@ def test_a_run_that_fails_is_finished_as_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("logged_in", [False, True])
 def test_online_only_for_who_is_logged_in_unless_told_otherwise(monkeypatch, tmp_path, logged_in):
-    asked: list[Any] = []
-
-    def init(**options: Any) -> Any:
-        asked.append(options["mode"])
-        return SimpleNamespace(finish=lambda exit_code: None)
-
-    monkeypatch.setattr(wandb, "init", init)
+    run = Mock()
+    monkeypatch.setattr(wandb, "init", run)
     monkeypatch.setattr(wandb, "login", lambda prompt, verify: logged_in)
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     for tracker in (WandbTracker(mode="disabled"), WandbTracker()):
@@ -155,47 +143,37 @@ def test_online_only_for_who_is_logged_in_unless_told_otherwise(monkeypatch, tmp
     monkeypatch.delenv("WANDB_MODE")
     with WandbTracker().run(tmp_path, {}, "compare"):
         pass
+    asked = [call.kwargs["mode"] for call in run.call_args_list]
     assert asked == ["disabled", "dryrun", "online" if logged_in else "offline"]
 
 
 def test_without_network_a_run_is_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def init(**options: Any) -> Any:
-        asked.append(options["mode"])
-        if options["mode"] == "online":
-            raise wandb.errors.CommError("no route to host")
-        return SimpleNamespace(finish=lambda exit_code: None)
-
-    monkeypatch.setattr(wandb, "init", init)
+    run = Mock(side_effect=[wandb.errors.CommError("no route to host"), Mock()])
+    monkeypatch.setattr(wandb, "init", run)
     with (
         pytest.warns(UserWarning, match="W&B is offline: no route to host; send it later: wandb"),
         WandbTracker(mode="online").run(tmp_path, {}, "compare"),
     ):
         pass
-    assert asked == ["online", "offline"]
+    assert [call.kwargs["mode"] for call in run.call_args_list] == ["online", "offline"]
 
 
-def test_without_wandb_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with (
-        pytest.warns(
-            UserWarning, match=r"not mirrored to W&B: import of wandb halted.*tracker=none"
-        ),
-        WandbTracker().run(tmp_path, {}, "compare") as mirror,
-    ):
-        mirror.comparison(comparison(1.0))
+NO_KEY = Mock(side_effect=wandb.errors.UsageError("no API key"))
 
 
-def test_a_tracker_that_cannot_start_is_a_warning(monkeypatch, tmp_path):
-    def init(**_: Any) -> Any:
-        raise wandb.errors.UsageError("no API key")
-
-    monkeypatch.setattr(wandb, "init", init)
+@pytest.mark.parametrize(
+    ("lacks", "why"),
+    [
+        (lambda patch: patch.setitem(sys.modules, "wandb", None), "import of wandb halted.*"),
+        (lambda patch: patch.setattr(wandb, "init", NO_KEY), "no API key; or use "),
+    ],
+)
+def test_a_tracker_that_cannot_start_is_a_warning(monkeypatch, tmp_path, lacks, why):
     monkeypatch.setattr(wandb, "login", lambda prompt, verify: False)
+    lacks(monkeypatch)
     done = False
     with (
-        pytest.warns(UserWarning, match="not mirrored to W&B: no API key; or use tracker=none"),
+        pytest.warns(UserWarning, match=f"not mirrored to W&B: {why}tracker=none"),
         WandbTracker().run(tmp_path, {}, "compare") as mirror,
     ):
         mirror.comparison(comparison(1.0))

@@ -31,13 +31,10 @@ def test_largest_is_argmax(values: list[float]) -> None:
         assert largest(a, count) == np.argmax(a[:count])
 
 
-def test_copy() -> None:
+def test_copy_and_average() -> None:
     to = np.zeros(3)
     copy(to, np.array([1, 2, 3], np.int32))
     assert to.tolist() == [1, 2, 3]
-
-
-def test_average() -> None:
     assert average(np.array([1.0, 2.0, 6.0])) == pytest.approx(3.0)
 
 

@@ -45,8 +45,11 @@ def test_a_checkout_that_nothing_else_touches_passes(site: Path) -> None:
     check_packages()
 
 
-def test_our_own_distribution_may_contain_them(site: Path) -> None:
+def test_our_own_distribution_may_contain_them_and_others_are_no_intruders(site: Path) -> None:
     install(site, "Device_Placement.RL", *PACKAGES)
+    install(site, "reagents", "reagents", "agents_sdk", "envs2")  # similar names
+    install(site, "conftools", "conftools", egg=True)
+    (site / "system_package-1.0.egg-info").mkdir()  # without a record
     check_packages()
 
 
@@ -68,40 +71,23 @@ def test_an_intruder_is_named(site: Path, distribution: str, package: str, egg: 
     assert "virtual environment" in str(error.value)
 
 
-def test_similar_names_are_not_intruders(site: Path) -> None:
-    install(site, "reagents", "reagents", "agents_sdk", "envs2")
-    install(site, "conftools", "conftools", egg=True)
-    check_packages()
-
-
-def test_metadata_without_a_record_is_skipped(site: Path) -> None:
-    (site / "system_package-1.0.egg-info").mkdir()
-    check_packages()
-
-
 def test_a_package_found_elsewhere_is_reported(tmp_path: Path) -> None:
     # A folder on the path with an `agents` of its own and no metadata at all: only where the
     # import leads gives it away.
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "__init__.py").touch()
-    code = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "from placement.tools.ownership import check_packages\n"
-        "check_packages()"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+    code += "from placement.tools.ownership import check_packages; check_packages()"
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert result.returncode == 1
     assert f"'agents' is imported from {tmp_path / 'agents'}" in result.stderr
     assert f"belongs in {ROOT / 'agents'}" in result.stderr
 
 
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "conf" else find_spec(name)
-    )
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda x: None if x == "conf" else find(x))
     with pytest.raises(OwnershipError, match="'conf' cannot be imported"):
         check_packages()
 

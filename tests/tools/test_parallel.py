@@ -47,14 +47,15 @@ def die(x: int) -> int:
 def test_results_come_in_order() -> None:
     reported: dict[int, list[float]] = {}
     results = parallel_map(draw, range(4), PROCESSES, done=reported.__setitem__)
-    assert results == [draw(x) for x in range(4)]
+    assert results == [draw(x) for x in range(4)] == parallel_map(draw, range(4))
     assert sorted(reported) == [0, 1, 2, 3] and [reported[i] for i in range(4)] == results
     assert parallel_map(draw, [], PROCESSES) == []
 
 
-def test_errors_are_the_function_s_own() -> None:
+@pytest.mark.parametrize("way", [[PROCESSES], []])
+def test_errors_are_the_function_s_own(way: list[str]) -> None:
     with pytest.raises(ParallelError, match=r"^no 2$"):
-        parallel_map(refuse, range(4), PROCESSES)
+        parallel_map(refuse, range(4), *way)
 
 
 def test_a_worker_that_died_is_replaced(tmp_path: Path) -> None:
@@ -65,12 +66,6 @@ def test_a_worker_that_died_is_replaced(tmp_path: Path) -> None:
 def test_not_for_ever() -> None:
     with pytest.raises(ParallelError, match="died 3 times at item 0"):
         parallel_map(die, [1], PROCESSES)
-
-
-def test_here() -> None:
-    assert parallel_map(draw, range(3)) == [draw(x) for x in range(3)]
-    with pytest.raises(ParallelError, match=r"^no 2$"):
-        parallel_map(refuse, range(4))
 
 
 def test_unknown_ways() -> None:

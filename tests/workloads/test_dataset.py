@@ -3,6 +3,7 @@
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -126,11 +127,7 @@ def test_a_graph_without_a_new_operator_runs_fewer_rounds(links, tmp_path) -> No
 def test_an_interrupt_leaves_whole_files_only(links, tmp_path, monkeypatch) -> None:
     dataset.build([Entry("tiny_mlp", {"batch": 2})], tmp_path, cluster=HERE, repeats=1)
     before = sorted((tmp_path / "here").iterdir())
-
-    def interrupted(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dataset, "_measured", interrupted)
+    monkeypatch.setattr(dataset, "_measured", Mock(side_effect=KeyboardInterrupt))
     entries = [Entry("tiny_mlp", {"batch": b}) for b in (2, 4)]
     with pytest.raises(KeyboardInterrupt):
         dataset.build(entries, tmp_path, cluster=HERE)

@@ -125,27 +125,15 @@ def test_missing_transformers_says_what_to_install(monkeypatch):
 
 USERS_OWN = """
 import torch
-
-def good(width=4):
-    return torch.nn.Linear(width, 2), torch.ones(1, width)
-
-def only_module():
-    return torch.nn.Linear(4, 2)
-
-def swapped():
-    return torch.ones(1, 4), torch.nn.Linear(4, 2)
-
-def failing():
-    raise KeyError("weights")
-
-def ending():
-    raise SystemExit(0)
-
-def no_pair():
-    return torch.nn.Linear(4, 2), 4, torch.nn.functional.cross_entropy
-
+from torch.nn import Linear, functional
+def good(width=4): return Linear(width, 2), torch.ones(1, width)
+def only_module(): return Linear(4, 2)
+def swapped(): return torch.ones(1, 4), Linear(4, 2)
+def failing(): raise KeyError("weights")
+def ending(): raise SystemExit(0)
+def no_pair(): return Linear(4, 2), 4, functional.cross_entropy
 not_a_function = 3
-a_module = torch.nn.Linear(2, 2)
+a_module = Linear(2, 2)
 """
 
 
@@ -188,16 +176,12 @@ def test_a_users_function_that_is_no_workload(users_own, spec, message):
     ("kind", "config", "shapes"),
     [
         ("GPT2LMHeadModel", {"n_embd": 12, "n_positions": 16}, [(1, 16)]),
-        (
-            "ViTModel",
-            {"hidden_size": 12, "intermediate_size": 8, "image_size": 32},
-            [(1, 3, 32, 32)],
-        ),
+        ("ViTModel", dict(hidden_size=12, intermediate_size=8, image_size=32), [(1, 3, 32, 32)]),
         ("WhisperModel", {"d_model": 12, "max_source_positions": 10}, [(1, 80, 20), (1, 16)]),
         ("T5Model", {"d_model": 8, "num_layers": 1}, [(1, 128)] * 2),
         (
             "HubertModel",
-            {"hidden_size": 16, "conv_dim": (8,) * 7, "num_attention_heads": 2},
+            dict(hidden_size=16, conv_dim=(8,) * 7, num_attention_heads=2),
             [(1, 16000)],
         ),
     ],
