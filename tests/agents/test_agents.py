@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from agents.dispatch.decodes import PROMISES
 from agents.encoder import ILLEGAL, NetworkConfig, PlacementNet, PolicyError, greedy, sample
@@ -308,17 +309,11 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' is not of type float"),
         ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
         ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
-        (
-            {},
-            {"value.2.bias": np.full(1, np.nan, np.float32)},
-            "value.2.bias has a weight that is no number, or above 10000",
-        ),
+        ({}, {"value.2.bias": np.full(1, np.nan, np.float32)}, "a weight that is no number"),
         ({}, {"value.2.bias": np.full(1, 1e6, np.float32)}, "no number, or above 10000"),
     ],
 )
 def test_heads_and_weights_that_do_not_fit(tmp_path, change, weights, message):
-    from safetensors.numpy import save_file
-
     good = {k: v.numpy() for k, v in untrained().net.state_dict().items()}
     head = {**HEAD, "card": {}, **change}
     path = tmp_path / "p.safetensors"
@@ -331,15 +326,10 @@ def test_heads_and_weights_that_do_not_fit(tmp_path, change, weights, message):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"k": 0, "search": False},
-        {"k": 40, "search": False, "evaluations": 30},
-        {"k": 4, "evaluations": 60},
-    ],
+    ("k", "search", "evaluations"), [(0, False, None), (40, False, 30), (4, True, 60)]
 )
-def test_the_planner_contract(options: dict[str, Any]) -> None:
-    check_planner(PolicyPlanner(policy=untrained("one_shot"), **options))
+def test_the_planner_contract(k: int, search: bool, evaluations: int | None) -> None:
+    check_planner(PolicyPlanner(untrained("one_shot"), k, search, evaluations=evaluations))
 
 
 @settings(max_examples=12)
@@ -498,6 +488,7 @@ def test_a_graph_is_constructed_before_it_is_searched() -> None:
     # of those left, parts that are drawn anew half of the rest.
     assert (stats["baseline_evaluations"], stats["best_of_k_evaluations"]) == (1, 2 + 29)
     assert stats["policy"] == stats["network"] == "dispatch-latency.safetensors"
+    # Devices run what arrives first: there is no order to search for.
     assert 100 < stats["evaluations"] <= 120 and stats["search"] == "macro_search"
     assert stats["again_value_s"] <= stats["best_of_k_value_s"]
     assert replace(planner, k=5)(problem).stats["best_of_k_evaluations"] == 2 + 5

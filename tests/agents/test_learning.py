@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,15 +29,15 @@ from envs.problem_set import Measured, ProblemSet, canonical
 from experiments.study import ROOT
 from placement import workloads
 from placement.capturing import capture
-from placement.cluster import Cluster, Device, Link
 from placement.executor import Executor
 from placement.planners import load
 from placement.problem import Problem
-from placement.profile import Profile
-from placement.simulator import score, simulate
+from placement.simulator import score
 from tests import emulated_gpu
 from tests.envs.test_envs import chain
-from tests.problems import small_problem, written
+from tests.executor.on_gpu import BOTH
+from tests.problems import problem_on, small_problem, written
+from tests.runtimes import Biased
 
 FILES = ["best.npz", "checkpoint.pt", "last.safetensors", "metrics.csv", "policy.safetensors"]
 SMALL = NetworkConfig(hidden=32, layers=2, finish_weight=0.0)  # no help from list scheduling
@@ -73,9 +74,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     problems = [layered(0, 3, 3, 2), layered(1, 4, 3, 3)]
     config = TrainConfig(total_steps=600, network=SMALL)
     rows: list[Row] = []
-    policy = train(
-        problems, config=config, baseline=load("heft"), out_dir=tmp_path, callback=rows.append
-    )
+    some = {"baseline": load("heft"), "out_dir": tmp_path, "callback": rows.append}
+    policy = train(problems, config=config, **some)
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     with (tmp_path / "metrics.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -112,9 +112,7 @@ def test_going_on_from_a_policy() -> None:
     problem = layered(0, 3, 3, 2)
     first = train([problem], config=TrainConfig(total_steps=200, network=SMALL))
     before = {k: v.clone() for k, v in first.net.state_dict().items()}
-    frozen = TrainConfig(
-        total_steps=200, learning_rate=0.0, last_learning_rate=0.0, formulation="one_shot"
-    )
+    frozen = TrainConfig(200, "one_shot", learning_rate=0.0, last_learning_rate=0.0)
     second = train([problem], config=frozen, policy=first)
     assert second.formulation == "sequential"  # the policy's, not the configuration's
     recorded = second.card["config"]
@@ -126,18 +124,8 @@ def test_going_on_from_a_policy() -> None:
 
 
 def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> None:
-    class Runtime:
-        """Runs everything as it is predicted."""
-
-        def __init__(self, problem: Problem) -> None:
-            self.problem = problem
-
-        def run(self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None):
-            machine = replace(self.problem, max_in_flight=max_in_flight or 4)
-            return simulate(machine, placement, num_microbatches=num_microbatches)
-
     problem = chain([[2, 1], [1, 3], [2, 2]], latency_s=0.1)
-    few = Measured(Runtime, measurements=6)
+    few = Measured(Biased, measurements=6)  # everything runs as it is predicted
     config = TrainConfig(total_steps=4000, network=SMALL)
     policy = train([problem], config=config, evaluator=few, out_dir=tmp_path)
     ran = few.trials(problem)
@@ -150,11 +138,8 @@ def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> Non
 def test_a_training_runs_placements_on_a_gpu() -> None:
     """Every placement runs in a pipeline of the CPU and an emulated GPU, the incumbent again."""
     graph = capture(*workloads.load("tiny_branches"), name="tiny")
-    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
-    seconds = np.full((graph.num_ops, 2), 1e-4)
-    link = (Link("*", "*", 1e-5, 1e9),)
-    profile = Profile(cluster.device_names, seconds, 0 * seconds, link).for_cluster(cluster)
-    problem = Problem(graph, cluster, profile, num_microbatches=2)
+    some = {"cluster": BOTH, "link": (1e-5, 1e9), "num_microbatches": 2}
+    problem = problem_on(graph, np.full((graph.num_ops, 2), 1e-4), **some)
     measured = Measured(Executor, measurements=10, limit_s=60)
     recipes: list[dict[str, Any]] = [
         {"formulation": "one_shot", "network": {"hidden": 8, "layers": 1}},
@@ -243,9 +228,7 @@ def test_every_evaluation_is_counted(formulation: Any, tmp_path: Path) -> None:
         total += len(placements)
         return score(problem, placements)
 
-    config = TrainConfig(
-        formulation=formulation, total_steps=128, num_envs=4, steps_per_env=8, num_checks=4
-    )
+    config = TrainConfig(128, formulation, num_envs=4, steps_per_env=8, num_checks=4)
     warm = [load("heft")(problem).placement]
     policy = train([problem], config=config, warm=warm, evaluator=count)
     assert policy.card["evaluations"] == total
@@ -306,15 +289,10 @@ def test_advantages_are_normalised_per_graph() -> None:
     space = spaces.Dict({"problem": spaces.Box(0, 9, (1,), np.int64)})
     buffer = PerGraphBuffer(32, space, spaces.Discrete(2), n_envs=3, gae_lambda=1.0, gamma=1.0)
     rng = np.random.default_rng(0)
+    seen, nothing = {"problem": np.array([[0], [1], [2]])}, torch.zeros(3)
     for _ in range(32):
-        buffer.add(
-            {"problem": np.array([[0], [1], [2]])},
-            np.zeros((3, 1)),
-            rng.normal([0, 50, 3], [1, 20, 0]),  # the third graph: nothing to choose from
-            np.ones(3),
-            torch.zeros(3),
-            torch.zeros(3),
-        )
+        rewards = rng.normal([0, 50, 3], [1, 20, 0])  # the third graph: nothing to choose from
+        buffer.add(seen, np.zeros((3, 1)), rewards, np.ones(3), nothing, nothing)
     buffer.compute_returns_and_advantage(torch.zeros(3), np.ones(3))
     assert buffer.advantages.mean(axis=0) == pytest.approx([0, 0, 0], abs=1e-5)
     assert buffer.advantages.std(axis=0) == pytest.approx([1, 1, 0], abs=1e-4)
@@ -369,39 +347,27 @@ def test_the_weights_that_are_best_on_what_is_held_out_are_kept() -> None:
     config = TrainConfig(total_steps=600, num_envs=4, learning_rate=1e-2, num_checks=6)
     start = load("single_device")
     both = [start(here).placement, start(there).placement]
-    plain = train([here], warm=[both[1]], reference_s=[4.0], config=config)
+    begin = {"warm": [both[1]], "reference_s": [4.0], "config": config}
+    plain = train([here], **begin)
     assert plain.card["greedy_speedup"] > 0.99  # it learns to leave the start for device 1
-    policy = train(
-        [here],
-        warm=[both[1]],
-        reference_s=[4.0],
-        config=config,
-        held_out=[there],
-        baseline=start,
-        callback=rows.append,
-    )
+    policy = train([here], **begin, held_out=[there], baseline=start, callback=rows.append)
     speedups = [row["held_out_speedup"] for row in rows]
     assert policy.card["greedy_speedup"] == pytest.approx(max(speedups)) == pytest.approx(1.0)
     assert [p["graph"] for p in policy.card["held_out"]] == [there.graph.name]
 
 
 def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:
-    calls = []
-
-    def expert(problem: Problem) -> Any:
-        calls.append(problem)
-        return load("heft")(problem)
-
+    expert = Mock(side_effect=load("heft"))
     problems = {"a": layered(0, 3, 3, 2), "b": layered(1, 3, 3, 2)}
     path = tmp_path / "solutions.npz"
     first = solve({"a": problems["a"]}, expert, path)
     both = solve(problems, expert, path)
-    assert len(calls) == 2
+    assert expert.call_count == 2
     assert np.array_equal(first[0], both[0])
     assert sorted(load_solutions(path)) == ["a", "b"]
     # Of another problem by the same name: searched for again.
     solve({"a": layered(2, 4, 4, 3)}, expert, path)
-    assert len(calls) == 3
+    assert expert.call_count == 3
     # The same problem with a colocation group that the solution splits.
     whole = replace(problems["b"], graph=replace(problems["b"].graph, group=np.zeros(9, np.int32)))
     assert len(np.unique(both[1])) == 2 and len(np.unique(solve({"b": whole}, expert, path))) == 1

@@ -12,21 +12,15 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 
 import agents.cli.compare
 import agents.cli.sweep_report
 import agents.cli.train
 from agents.cli import sweeps
-from agents.cli.sweeps import (
-    SweepError,
-    SweepJob,
-    aggregate,
-    geometric_mean,
-    read_sweep,
-    to_csv,
-    to_json,
-    to_table,
-)
+from agents.cli.sweeps import SweepJob, aggregate, geometric_mean, read_sweep, to_table
 from placement.report import table
 from placement.report.row import Row
 from placement.report.table import Comparison
@@ -58,9 +52,6 @@ def names(group: str) -> list[str]:
 
 @pytest.mark.parametrize("launcher", names("launcher"))
 def test_every_launcher_composes_and_instantiates(launcher: str) -> None:
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.launcher import Launcher
-
     need(launcher)
     for entry in ("compare", "train"):
         with initialize_config_module("conf", version_base="1.3"):
@@ -73,9 +64,6 @@ def test_every_launcher_composes_and_instantiates(launcher: str) -> None:
 
 @pytest.mark.parametrize("sweep", names("sweep"))
 def test_every_sweep_composes_and_instantiates(sweep: str) -> None:
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.sweeper import Sweeper
-
     need(sweep)
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(ENTRY[sweep], [f"sweep={sweep}"], return_hydra_config=True)
@@ -269,21 +257,13 @@ def test_geometric_means_and_student_intervals() -> None:
 
 
 def test_aggregation_over_seeds_and_workloads() -> None:
-    single = row("single:cpu:0", None, 1.0), row("single:cpu:0", None, 1.0, "other")
-    jobs = [
-        finished(
-            str(seed),
-            *single,
-            row("walk", seed, 0.5 * (1 + seed)),  # 0.5, 1.0
-            row("walk", seed, 0.125, "other"),
-            row("fixed", None, 0.25),  # the same cell in both jobs of a seed: counted once
-            row("fixed", None, 0.25),
-            row("fails", seed, np.inf if seed else 0.5),
-            seed=str(seed),
-            planner="whatever",
-        )
-        for seed in (0, 1)
-    ]
+    same = [row("single:cpu:0", None, 1.0), row("single:cpu:0", None, 1.0, "other")]
+    same += [row("fixed", None, 0.25)] * 2  # the same cell in both jobs of a seed: counted once
+    jobs = []
+    for seed, walk_s, fails_s in ((0, 0.5, 0.5), (1, 1.0, np.inf)):
+        rows = [row("walk", seed, walk_s), row("walk", seed, 0.125, "other")]
+        rows.append(row("fails", seed, fails_s))
+        jobs.append(finished(str(seed), *same, *rows, seed=str(seed), planner="whatever"))
     report = aggregate(jobs)
     by_key = {(a.planner, a.workload): a for a in report.aggregates}
     assert by_key["walk", "net"].value_s == pytest.approx(math.sqrt(0.5))
@@ -312,8 +292,8 @@ def test_a_workload_that_no_single_device_holds_has_no_speedup() -> None:
     assert speedups["walk", "net"] == speedups["walk", None] == 4.0
     assert np.isnan(speedups["walk", "split"]) and np.isnan(speedups["fails", "split"])
     assert next(line for line in to_table(report).cells if line[1] == "split")[-2] == "–"
-    written = {a["workload"]: a["speedup"] for a in to_json(report)["aggregates"]}
-    assert written["split"] is None and ",nan," not in to_csv(report)
+    written = {a["workload"]: a["speedup"] for a in sweeps.to_json(report)["aggregates"]}
+    assert written["split"] is None and ",nan," not in sweeps.to_csv(report)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +406,7 @@ def test_damaged_results_are_not_believed(tmp_path: Path, text: str) -> None:
 
 def test_a_folder_without_jobs_is_an_error(tmp_path: Path, capsys: Any) -> None:
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(SweepError):
+        with pytest.raises(sweeps.SweepError):
             read_sweep(folder)
         assert agents.cli.sweep_report.main([str(folder)]) == 2
     assert "no such folder" in capsys.readouterr().err
