@@ -319,21 +319,12 @@ def test_training_improves_it(options: dict[str, Any], gain: float, encoder: str
     """From chance, on four problems: what it samples gets shorter, and the best check is kept."""
     rng, rows = np.random.default_rng(0), list[dict[str, float]]()
     shops = [p for p in (Shops()(rng) for _ in range(30)) if p.num_ops <= 60][:4]
-    config = TrainConfig(
-        total_steps=60_000,
-        formulation="dispatch",
-        algorithm="agents.dispatch.train:GroupRelative",
-        algorithm_options={"episodes": 16, "keep": 0.5, **options},
-        num_envs=1,
-        steps_per_env=3_000,
-        minibatches=4,
-        epochs=1,
-        learning_rate=1e-2,
-        entropy=0.0,
-        last_entropy=0.0,
-        num_checks=2,
-        network=DispatchConfig(finish_weight=0.0, scorer=16, encoder=encoder, layers=1),
-    )
+    network = DispatchConfig(finish_weight=0.0, scorer=16, encoder=encoder, layers=1)
+    chosen = {"learning_rate": 1e-2, "entropy": 0.0, "last_entropy": 0.0, "network": network}
+    chosen |= {"num_envs": 1, "steps_per_env": 3_000, "epochs": 1, "num_checks": 2}
+    chosen |= {"algorithm": "agents.dispatch.train:GroupRelative"}
+    chosen |= {"algorithm_options": {"episodes": 16, "keep": 0.5, **options}}
+    config = TrainConfig(60_000, "dispatch", **chosen)
     policy = train(shops, config=config, callback=rows.append)
     rewards = [row["reward_mean"] for row in rows[1:]]
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + gain

@@ -86,14 +86,10 @@ def test_pictures_are_of_one_size() -> None:
 @pytest.mark.parametrize("observe", OBSERVED)
 @pytest.mark.parametrize("name", IDS)
 def test_random_episodes(name: str, observe: str) -> None:
-    fuzz(name, observe, 6)
-
-
-def fuzz(name: str, observe: str, episodes: int) -> None:
     """Random legal actions: observations in their space, masks that tell the truth, rewards."""
     env: Any = gym.make(name, problems=Layered(depth=4), observe=observe)
     env.action_space.seed(0)
-    for seed in range(episodes):
+    for seed in range(6):
         obs, info = env.reset(seed=seed)
         earned, over = 0.0, False
         while not over:
@@ -137,29 +133,19 @@ def test_a_policy_answers_the_same_from_observed_and_from_kept_graphs(encoder: s
     for name in ("Sequential", ""):
         env = gym.make_vec(f"envs/{name}DevicePlacement-v0", 8, problems=problems, observe="graph")
         seen = {k: torch.as_tensor(v) for k, v in env.reset(seed=0)[0].items()}
-        one = PlacementPolicy(
-            env.single_observation_space, env.single_action_space, lambda _: 1e-3, network=network
-        )
-        two = PlacementPolicy(
-            env.single_observation_space,
-            env.single_action_space,
-            lambda _: 1e-3,
-            net=one.net,
-            store=GraphStore(problems),
-        )
+        some = env.single_observation_space, env.single_action_space, lambda _: 1e-3
+        one = PlacementPolicy(*some, network=network)
+        two = PlacementPolicy(*some, net=one.net, store=GraphStore(problems))
         actions = one._predict(seen, deterministic=True)
-        for a, b in zip(
-            one.evaluate_actions(seen, actions), two.evaluate_actions(seen, actions), strict=True
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        first, second = (x.evaluate_actions(seen, actions) for x in (one, two))
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
     assert len(ObservedGraphs(seen)) == len(problems)
 
 
 def test_problems_of_several_environments_are_told_apart() -> None:
     """Each counts its own from 0."""
-    env = make_vec_env(
-        "envs/DevicePlacement-v0", 4, env_kwargs={"problems": Layered(), "observe": "graph"}
-    )
+    graphs = {"problems": Layered(), "observe": "graph"}
+    env = make_vec_env("envs/DevicePlacement-v0", 4, env_kwargs=graphs)
     seen = {k: torch.as_tensor(v) for k, v in env.reset().items()}
     assert seen["problem"].unique().tolist() == [0]
     graphs = ObservedGraphs(seen)
@@ -177,15 +163,9 @@ def test_stable_baselines_as_it_is_meant(kind: Any, name: str, tmp_path: Path) -
     small = {"network": {"hidden": 8, "layers": 1}}
     agent = kind(PlacementPolicy, env, n_steps=32, policy_kwargs=small)
     best, saved = tmp_path / "best", tmp_path / "kept"
-    agent.learn(
-        64,
-        [
-            EvalCallback(
-                other, eval_freq=32, n_eval_episodes=1, best_model_save_path=str(best), verbose=0
-            ),
-            CheckpointCallback(32, str(saved)),
-        ],
-    )
+    once = {"eval_freq": 32, "n_eval_episodes": 1, "verbose": 0}
+    checked = EvalCallback(other, best_model_save_path=str(best), **once)
+    agent.learn(64, [checked, CheckpointCallback(32, str(saved))])
     assert (best / "best_model.zip").is_file() and len(list(saved.iterdir())) == 1
     agent.save(tmp_path / "agent.zip")
     again = kind.load(tmp_path / "agent.zip", env=env)
@@ -221,9 +201,8 @@ def test_maskable_ppo_of_the_contrib_package() -> None:
 
 
 def test_gymnasiums_own_vector_environment_has_problems_of_different_sizes() -> None:
-    env = gym.make_vec(
-        "envs/DevicePlacement-v0", 4, vectorization_mode="sync", problems=Layered(), observe="graph"
-    )
+    some = {"problems": Layered(), "observe": "graph"}
+    env = gym.make_vec("envs/DevicePlacement-v0", 4, vectorization_mode="sync", **some)
     env.reset(seed=0)
     placements = env.step(env.action_space.sample())[4]["placement"]
     assert len({len(x) for x in placements}) > 1
@@ -367,12 +346,8 @@ class OwnA2C(A2C):
 own = Formulation(
     "test_rl:own", "envs.sequential:SequentialDevicePlacementEnv", network="test_rl:OwnNet"
 )
-NAMES = {
-    "formulation": "test_rl:own",
-    "reward": "test_rl:slower_is_better",
-    "algorithm": "test_rl:OwnA2C",
-    "generator": "envs.generators:Layered",
-}
+NAMES = {"formulation": "test_rl:own", "reward": "test_rl:slower_is_better"}
+NAMES |= {"algorithm": "test_rl:OwnA2C", "generator": "envs.generators:Layered"}
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -397,9 +372,8 @@ def test_a_reward_of_ones_own_on_every_id(name: str) -> None:
 
 def test_everything_of_ones_own_by_name(tmp_path: Path) -> None:
     network = NetworkConfig(hidden=8, layers=1, encoder="test_rl:OwnLayer")
-    config = TrainConfig(
-        total_steps=200, num_envs=4, network=network, algorithm_options={"twice": 2}, **NAMES
-    )
+    more = {"network": network, "algorithm_options": {"twice": 2}}
+    config = TrainConfig(total_steps=200, num_envs=4, **more, **NAMES)
     policy = train([], config=config, out_dir=tmp_path)
     file = tmp_path / "policy.safetensors"
     assert {k: policy.card["config"][k] for k in NAMES} == NAMES
@@ -424,14 +398,8 @@ def test_samples_may_be_smaller_than_what_is_played() -> None:
 
 
 def test_a_training_on_fresh_problems_is_resumed_exactly(tmp_path: Path) -> None:
-    config = TrainConfig(
-        total_steps=400,
-        num_envs=4,
-        steps_per_env=20,
-        num_checks=4,
-        samples=3,
-        network=NetworkConfig(hidden=8, layers=1),
-    )
+    steps = {"num_envs": 4, "steps_per_env": 20, "num_checks": 4, "samples": 3}
+    config = TrainConfig(400, **steps, network=NetworkConfig(hidden=8, layers=1))
     whole = train(Layered(depth=3), config=config)
     rows: list[Any] = []
 
@@ -450,19 +418,13 @@ def test_a_training_on_fresh_problems_is_resumed_exactly(tmp_path: Path) -> None
 def test_the_network_learns_on_a_gpu(formulation: str, tmp_path: Path) -> None:
     problems = small_problems()
     network = NetworkConfig(hidden=8, layers=1, encoder="dag")
-    config = TrainConfig(
-        total_steps=64, formulation=formulation, device="cuda", network=network, num_envs=4
-    )
+    config = TrainConfig(64, formulation, device="cuda", network=network, num_envs=4)
     solutions = None
     if FORMULATIONS[formulation].builds and formulation != "group_place":
         solutions = [np.zeros(p.num_ops, np.int32) for p in problems]
     for source in (problems, "envs.generators:Layered"):
-        policy = train(
-            source,
-            config=config,
-            solutions=solutions if source is problems else None,
-            out_dir=tmp_path,
-        )
+        known = solutions if source is problems else None
+        policy = train(source, config=config, solutions=known, out_dir=tmp_path)
         assert next(policy.net.parameters()).device.type == "cpu"
         TrainedPolicy.load(tmp_path / "policy.safetensors")
     train("envs.generators:Layered", config=config, out_dir=tmp_path, resume=True)
@@ -474,16 +436,15 @@ def test_what_users_of_seams_get_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delattr(sys.modules["test_rl"], "OwnLayer")
     with pytest.raises(PolicyError, match=r"code 'test_rl:OwnLayer' cannot be imported.*; run it"):
         TrainedPolicy.load(tmp_path / "own.safetensors", [own.encoder])
-    with pytest.raises(PolicyError, match="encoder 'sagee' is unknown"):
-        NetworkConfig(encoder="sagee")
-    with pytest.raises(PolicyError, match="encoder 'nowhere:Layer' cannot be imported"):
-        make_net(NetworkConfig(encoder="nowhere:Layer"), "sequential")
-    with pytest.raises(PolicyError, match=r"must be a class of torch.nn.Module"):
-        make_net(NetworkConfig(encoder="test_rl:slower_is_better"), "sequential")
-    for layer, why in (("Narrow", r"forward must take \(x, batch, waves\), it has"),
-                       ("Bare", r"__init__ must take \(hidden\), it has")):  # fmt: skip
-        with pytest.raises(PolicyError, match=f"encoder 'test_rl:{layer}': {why}"):
-            make_net(NetworkConfig(encoder=f"test_rl:{layer}"), "sequential")
+    for encoder, why in (
+        ("sagee", " is unknown"),
+        ("nowhere:Layer", " cannot be imported"),
+        ("test_rl:slower_is_better", ".* must be a class of torch.nn.Module"),
+        ("test_rl:Narrow", r": forward must take \(x, batch, waves\), it has"),
+        ("test_rl:Bare", r": __init__ must take \(hidden\), it has"),
+    ):
+        with pytest.raises(PolicyError, match=f"encoder '{encoder}'{why}"):
+            make_net(NetworkConfig(encoder=encoder), "sequential")
     shape = r"float32 \[\d+, 64\]"
     for layer, kind, why in (
         ("Halved", PolicyError, rf"encoder Halved: forward gives .*, 32\] for x {shape}"),
