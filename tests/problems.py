@@ -24,9 +24,10 @@ def chain(n: int) -> list[tuple[int, int]]:
 
 
 def written(path: Path, content: Any) -> Path:
-    """A file with a text, or with a value as JSON."""
+    """A file with bytes, with a text, or with a value as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    content = content if isinstance(content, str | bytes) else json.dumps(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
@@ -271,9 +272,7 @@ def random_placement(problem: Problem, seed: int) -> Placement:
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, max_ops: int = 15, grouped: bool = False, unsupported: bool = False
-) -> Problem:
+def problems(draw: st.DrawFn, max_ops=15, grouped=False, unsupported=False) -> Problem:
     """Hypothesis strategy of ``random_problem``; shrinks to few operators and devices."""
     some = {"grouped": grouped, "unsupported": unsupported}
     seed, num_ops = draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, max_ops))

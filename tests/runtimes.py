@@ -37,9 +37,7 @@ class Biased:
         self.slow = slow
         self.runs: list[tuple[int, ...]] = []
 
-    def run(
-        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
-    ) -> Timeline:
+    def run(self, placement: ArrayLike, *, num_microbatches: int, max_in_flight=None) -> Timeline:
         problem = replace(self.hidden, max_in_flight=max_in_flight or self.hidden.max_in_flight)
         line = simulate(problem, placement, num_microbatches=num_microbatches)
         k = self.slow(len(self.runs))
@@ -59,6 +57,4 @@ def with_errors(problem: Problem, spread: float, seed: int, link: float = 1.0) -
 def noise(spread: float, drift: float, seed: int) -> Callable[[int], float]:
     """A machine that is up to ``drift`` slower or faster for a while, and never quite steady."""
     rng = np.random.default_rng(seed)
-    return lambda run: float(
-        np.exp(spread * rng.standard_normal()) * (1 + drift * np.sin(run / 15))
-    )
+    return lambda run: float(np.exp(spread * rng.normal()) * (1 + drift * np.sin(run / 15)))

@@ -1,7 +1,5 @@
 """Language models without weights, and clusters, for tests."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -12,24 +10,11 @@ from typing import Any
 from placement.importers.decoder import Decoder
 from placement.importers.hf_config import read
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
-MIXTRAL = LLAMA | {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": None,
-}
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"vocab_size": 128256, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "vocab_size": 32000, "sliding_window": None}
+MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 HOME = """
 devices:
 - {name: "cuda:0", like: nvidia/rtx-4090}
@@ -84,13 +69,7 @@ def gguf(
     return b"".join(parts)
 
 
-def gguf_llama(
-    layers: int = 4,
-    experts: int = 0,
-    tied: bool = False,
-    sizes: tuple[int, ...] = (256, 512, 1024, 8, 2),
-    kinds: tuple[int, int] = (12, 14),
-) -> bytes:
+def gguf_llama(layers=4, experts=0, tied=False, sizes=(256, 512, 1024, 8, 2), kinds=(12, 14)):
     """The header of a small llama, ``Q4_K`` but for ``Q6_K`` values and ``F32`` norms.
 
     ``sizes``: hidden, inner, vocabulary, heads, and heads of keys and values.
