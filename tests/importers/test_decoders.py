@@ -10,7 +10,9 @@ import pytest
 from placement.importers import FormatError, is_decoder, load, load_decoder
 from placement.importers.decoder import Decoder
 from placement.importers.hf_config import read
-from tests.served import LLAMA, MIXTRAL, decoder, gguf, gguf_llama
+from tests.problems import written
+from tests.served import LLAMA, MIXTRAL, gguf, gguf_llama
+from tests.served import decoder as decoder_of
 
 # Of each kind of architecture one; small, with numbers that tell the fields apart.
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -94,9 +96,7 @@ def test_bytes_are_those_of_the_model(kind: str) -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         decoder = read(json.loads(config.to_json_string(use_diff=False)), "c.json", "c")
-        own: dict[str, int] = {}
-        for part in decoder.parts:
-            own |= part.weights
+        own = {name: size for part in decoder.parts for name, size in part.weights.items()}
         assert sum(own.values()) == sum(p.numel() * 4 for p in model.parameters())
         assert decoder.num_layers == 3
         # Modules are the model's own, every parameter in one of them.
@@ -104,10 +104,6 @@ def test_bytes_are_those_of_the_model(kind: str) -> None:
         for name, _ in model.named_parameters():
             above = {name.rsplit(".", k)[0] for k in range(name.count(".") + 1)}
             assert len(above & modules) == 1, name
-
-
-def decoder_of(config: dict[str, Any], **changes: Any) -> Decoder:
-    return decoder(config, **changes)
 
 
 def test_numbers_of_a_layer() -> None:
@@ -265,17 +261,13 @@ def test_sizes_as_published() -> None:
 
 
 def test_files_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "llama-8b" / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(LLAMA))
+    path = written(tmp_path / "llama-8b" / "config.json", LLAMA)
     assert is_decoder(path) and load_decoder(path).name == "llama-8b"
-    packed = path.with_name("config.json.gz")
-    packed.write_bytes(gzip.compress(path.read_bytes()))
+    packed = written(path.with_name("config.json.gz"), gzip.compress(path.read_bytes()))
     assert is_decoder(packed) and load_decoder(packed) == load_decoder(path)
     with pytest.raises(FormatError, match="--objective prefill, decode or serve"):
         load(path)
-    (tmp_path / "m.gguf").write_bytes(gguf_llama())
-    assert is_decoder(tmp_path / "m.gguf")
+    assert is_decoder(written(tmp_path / "m.gguf", gguf_llama()))
     with pytest.raises(FormatError, match="a language model without weights"):
         load(tmp_path / "m.gguf")
     assert not is_decoder(tmp_path / "no such file")
@@ -292,8 +284,7 @@ ITS_TENSORS = [("token_embd.weight", (64, 10), 1), ("blk.0.attn_k.weight", (64, 
 
 
 def header(path: Path, data: bytes) -> Decoder:
-    path.write_bytes(data)
-    return load_decoder(path)
+    return load_decoder(written(path, data))
 
 
 def test_a_gguf_header(tmp_path: Path) -> None:
@@ -381,8 +372,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     with pytest.raises(FormatError, match=r"is part 1 of 2; m-00002-of-00002\.gguf is not there"):
         header(paths[0], gguf(values, first))
-    header_of_second = {"split.count": 2}
-    paths[1].write_bytes(gguf(header_of_second, [("blk.0.ffn_up.weight", (64, 32), 1)]))
+    paths[1].write_bytes(gguf({"split.count": 2}, [("blk.0.ffn_up.weight", (64, 32), 1)]))
     sizes = {"embedding": 1280, "attention": 8192, "feed_forward": 4096}
     assert load_decoder(paths[0]).class_bytes() == sizes
 

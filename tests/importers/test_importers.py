@@ -58,7 +58,8 @@ activation_size=[10.0; 20.5], parameter_size=0.000 -- stage_id=1
 
 
 def test_dnn_partitioning(tmp_path: Path) -> None:
-    problem = load(written(tmp_path / "tiny.txt", DNN))
+    path = written(tmp_path / "tiny.txt", DNN)
+    problem = load(path)
     assert problem.graph.op_name == ("7", "3", "5", "9")  # topological, ids as in the file
     assert problem.graph.edges.tolist() == [[0, 1], [0, 2], [1, 2], [2, 3]]
     assert problem.cluster.device_names == ("acc:0", "acc:1", "cpu:0")
@@ -75,27 +76,9 @@ def test_dnn_partitioning(tmp_path: Path) -> None:
     assert problem.transfer_s(0, 0, 1) == pytest.approx(0.5e-3)
     assert problem.transfer_s(0, 0, 2) == problem.transfer_s(0, 2, 0) == pytest.approx(0.25e-3)
     assert problem.transfer_s(0, 1, 1) == 0
-
-
-@pytest.mark.parametrize(
-    ("asked", "meant"),
-    [
-        (None, "max_load"),
-        ("max_load", "max_load"),
-        ("latency", "piecewise_latency"),
-        ("piecewise_latency", "piecewise_latency"),
-        ("period", "period"),
-    ],
-)
-def test_dnn_partitioning_objectives(tmp_path: Path, asked: str | None, meant: str) -> None:
-    assert load(written(tmp_path / "tiny.txt", DNN), objective=asked).objective == meant
-
-
-@pytest.mark.parametrize("several", ["[10.0, 20.5]", "[10.0,20.5]", "[ 10.0 ;20.5 ]"])
-def test_several_activations_are_added_up(tmp_path: Path, several: str) -> None:
-    plain = load(written(tmp_path / "tiny.txt", PIPEDREAM))
-    other = load(written(tmp_path / "tiny.txt", PIPEDREAM.replace("[10.0; 20.5]", several)))
-    assert other.graph.fingerprint == plain.graph.fingerprint
+    meant = {None: "max_load", "latency": "piecewise_latency"}
+    for asked in (None, "max_load", "latency", "piecewise_latency", "period"):
+        assert load(path, objective=asked).objective == meant.get(asked, asked)
 
 
 def test_pipedream_training(tmp_path: Path) -> None:
@@ -114,6 +97,9 @@ def test_pipedream_training(tmp_path: Path) -> None:
     # Forward, the activation that a backward operator needs, and the gradients.
     assert g.edges.tolist() == [[0, 1], [0, 5], [1, 2], [1, 4], [2, 3], [3, 4], [4, 5]]
     assert problem.param_bytes_on(np.array([0, 1, 1, 1, 1, 0])).tolist() == [0, 40]
+    for several in ("[10.0, 20.5]", "[10.0,20.5]", "[ 10.0 ;20.5 ]"):
+        text = PIPEDREAM.replace("[10.0; 20.5]", several)
+        assert load(written(tmp_path / "tiny.txt", text)).graph.fingerprint == g.fingerprint
     # node1 | node2 and node3: 8 bytes there and back at 1 byte per microsecond.
     timeline = simulate(problem, [0, 1, 1, 1, 1, 0], num_microbatches=1)
     assert timeline.latency_s == pytest.approx(10e-3 + 16e-6)
@@ -121,14 +107,10 @@ def test_pipedream_training(tmp_path: Path) -> None:
 
 
 def test_pipedream_inference(tmp_path: Path) -> None:
-    problem = load(
-        written(tmp_path / "tiny.txt", f"\n# one GPU -- ms\n{PIPEDREAM} # end\n"),
-        mode="inference",
-        objective="max_load",
-    )
+    path = written(tmp_path / "tiny.txt", f"\n# one GPU -- ms\n{PIPEDREAM} # end\n")
+    problem = load(path, mode="inference", objective="max_load")
     assert problem.graph.op_name == ("node1", "node2", "node3")
-    assert problem.num_devices == 4
-    assert problem.objective == "max_load"
+    assert problem.num_devices == 4 and problem.objective == "max_load"
     assert problem.graph.edges.tolist() == [[0, 1], [1, 2]]
 
 
@@ -159,12 +141,8 @@ def change(base: dict[str, Any], *path: Any, value: Any = None) -> dict[str, Any
     return data
 
 
-def with_node(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    return {**base, "nodes": [*base["nodes"], extra]}
-
-
-def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
-    return {**base, "edges": [*base["edges"], *extra]}
+def with_node(extra: Any) -> dict[str, Any]:
+    return {**DNN, "nodes": [*DNN["nodes"], extra]}
 
 
 @pytest.mark.parametrize(
@@ -183,8 +161,8 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(DNN, "maxSizePerFPGA", value=-1), "maxSizePerFPGA = -1"),
         (change(DNN, "nodes", value=[]), "non-empty list"),
         (change(DNN, "nodes", value={"id": 1}), "non-empty list"),
-        (with_node(DNN, node(3)), "node 3: the id is used twice"),
-        (with_node(DNN, "x"), "nodes[4]: expected an object"),
+        (with_node(node(3)), "node 3: the id is used twice"),
+        (with_node("x"), "nodes[4]: expected an object"),
         (change(DNN, "nodes", 1, "id"), "nodes[1]: field 'id' is missing"),
         (change(DNN, "nodes", 1, "id", value=[1]), "nodes[1]: id"),
         (change(DNN, "nodes", 1, "cpuLatency"), "node 3: field 'cpuLatency' is missing"),
@@ -199,7 +177,7 @@ def with_edge(base: dict[str, Any], *extra: dict[str, Any]) -> dict[str, Any]:
         (change(DNN, "edges", 0, "sourceId", value=77), "edges[0]: sourceId = 77 is not the id"),
         (change(DNN, "edges", 0, "cost", value=-0.25), "edge 7 -> 3: cost = -0.25"),
         (change(DNN, "edges", 0, "cost", value=0.26), "edge 7 -> 5: cost = 0.25, but another"),
-        (with_edge(DNN, edge(5, 7, 0.125)), "edges form a cycle: 7 -> 5 -> 7"),
+        (DNN | {"edges": [edge(7, 5, 0.25), edge(5, 7, 0.125)]}, "form a cycle: 7 -> 5 -> 7"),
         (change(DNN, "maxCPUs", value=0), "node 5: supportedOnFpga is false, but maxCPUs is 0"),
         (change(MOIRAI, "num_devices", value=0), "num_devices = 0"),
         (change(MOIRAI, "nodes", 0, "time"), "node 4: field 'time' is missing"),
@@ -263,9 +241,6 @@ def test_files_and_options(tmp_path, make, options, message):
     assert message in str(error.value)
 
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
-
 @pytest.mark.parametrize(
     ("name", "num_nodes", "num_edges", "num_backward", "devices"),
     [
@@ -277,21 +252,17 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
         ("latency/layer/resnet50_inference", 177, 193, 0, (14, 8)),
     ],
 )
-def test_published_dnn_partitioning(name, num_nodes, num_edges, num_backward, devices):
-    path = DATA / "dnn_partitioning" / f"{name}.json"
-    if not path.is_file():
-        pytest.skip(f"no reference data: {path} does not exist")
-    problem = load(path)
+def test_published_dnn_partitioning(shared, name, num_nodes, num_edges, num_backward, devices):
+    problem = load(shared / "data" / "dnn_partitioning" / f"{name}.json")
     assert (problem.num_ops, len(problem.graph.edges)) == (num_nodes, num_edges)
     assert problem.graph.is_backward.sum() == num_backward
     kinds = [d.kind for d in problem.cluster.devices]
     assert (kinds.count("acc"), kinds.count("cpu")) == devices
 
 
-def test_published_pipedream_and_moirai() -> None:
-    if not DATA.is_dir():
-        pytest.skip(f"no reference data: {DATA} does not exist")
-    pipedream, moirai = (sorted(DATA.glob(x)) for x in ("pipedream/*.txt", "moirai/*.json"))
+def test_published_pipedream_and_moirai(shared: Path) -> None:
+    data = shared / "data"
+    pipedream, moirai = (sorted(data.glob(x)) for x in ("pipedream/*.txt", "moirai/*.json"))
     assert pipedream and moirai
     for path in pipedream:
         text = path.read_text()

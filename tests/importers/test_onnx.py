@@ -12,6 +12,7 @@ from placement import cli
 from placement.cluster import Cluster, Device
 from placement.importers import FormatError, load, save
 from placement.problem import Problem
+from tests.problems import written
 
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed")
 from onnx import TensorProto, helper  # noqa: E402
@@ -32,11 +33,9 @@ def numbers(name: str, *values: int) -> Any:
     return helper.make_tensor(name, INT64, [len(values)], values)
 
 
-def saved(
-    tmp_path: Path, nodes: Any, inputs: Any, outputs: Any, weights: Any = (), **how: Any
-) -> Path:
+def saved(tmp: Path, nodes: Any, inputs: Any, outputs: Any, weights: Any = (), **how: Any) -> Path:
     graph = helper.make_graph(nodes, "g", inputs, outputs, list(weights))
-    path = tmp_path / "model.bin"  # found by content, not by name
+    path = tmp / "model.bin"  # found by content, not by name
     path.write_bytes(helper.make_model(graph, **how).SerializeToString())
     return path
 
@@ -178,14 +177,9 @@ def test_parameters(tmp_path: Path) -> None:
         node("Add", ["d", "k"], ["e"]),
         node("Cast", ["packed"], ["f"], to=FLOAT),
     ]
-    path = saved(
-        tmp_path,
-        nodes,
-        [value("x", [2, 4]), value("w", [4, 4])],  # older files list weights as inputs too
-        [value("e", [2, 4]), value("f", [5])],
-        [weight("w", 4, 4), external, same, packed],
-    )
-    g = load(path).graph
+    inputs = [value("x", [2, 4]), value("w", [4, 4])]  # older files list weights as inputs too
+    outputs, weights = [value("e", [2, 4]), value("f", [5])], [weight("w", 4, 4), external]
+    g = load(saved(tmp_path, nodes, inputs, outputs, [*weights, same, packed])).graph
     assert g.op_name == ("a", "b", "c", "d", "e", "f")
     assert g.tensor_src.tolist() == [-1, 0, 1, 2, 3, 4, 5]
     assert g.param_bytes.tolist() == [64, 64, 3, 16]
@@ -231,9 +225,8 @@ def test_dimensions_that_depend_on_data(tmp_path: Path) -> None:
 def sizes_of(path: Path, **options: Any) -> dict[str, int]:
     """Bytes of the first output of each operator, by the operator's name."""
     g = load(path, **options).graph
-    return {
-        g.op_name[v]: int(b) for v, b in zip(g.tensor_src, g.tensor_bytes, strict=True) if v >= 0
-    }
+    pairs = zip(g.tensor_src, g.tensor_bytes, strict=True)
+    return {g.op_name[op]: int(size) for op, size in pairs if op >= 0}
 
 
 def test_what_follows_from_sizes_and_constants_is_computed(tmp_path: Path) -> None:
@@ -355,8 +348,7 @@ def test_sizes_that_the_file_declares_count_only_where_all_inputs_have_theirs(tm
     path = saved(tmp_path, nodes[:1], [value("x", ["n", 4])], [value("at", [2, 5], INT64)])
     with pytest.raises(FormatError, match=r"set it: --dim at\.1=1"):
         load(path, dims={"n": 3})
-    why = r"x\.1 = 5 contradicts the size of 'x', axis 1, which is 4"
-    with pytest.raises(FormatError, match=why):
+    with pytest.raises(FormatError, match=r"x\.1 = 5 contradicts the size of 'x', axis 1, .* is 4"):
         load(path, dims={"n": 3, "x.1": 5})
 
 
@@ -431,10 +423,7 @@ def test_nodes_in_any_order_and_with_one_name(tmp_path: Path) -> None:
         ([], "the ONNX model has no nodes"),
         ([node("Relu", ["q"], ["y"], name="n")], "node 'n' (Relu): input 'q' is made by no node"),
         ([node("Relu", ["x"], ["y"]), node("Tanh", ["x"], ["y"])], "output 'y' is made twice"),
-        (
-            [node("Identity", [], ["y"])],
-            "node 'y' (Identity): shape inference failed: Node with schema(::Identity:",
-        ),
+        ([node("Identity", [], ["y"])], "node 'y' (Identity): shape inference failed: Node with"),
         ([node("Relu", ["y"], ["b"]), node("Relu", ["b"], ["y"])], "cycle: "),
         ([node("SequenceConstruct", ["x"], ["s"])], "node 's' (SequenceConstruct): 's' is no"),
         (
@@ -473,15 +462,14 @@ def test_commands(tmp_path: Path, says: Any) -> None:
     path = saved(tmp_path, nodes, *ends, [weight("w", 4, 4)])
     assert "--dim n=1" in says(["plan", path, "--planner", "heft"], cli.BAD_INPUT).err
     args = ["--devices", "2", "--dim", "n=10", "--flops", "1e3", "--memory-bandwidth", "1e2"]
-    args += ["--objective", "latency"]
-    said = says(["plan", path, "--planner", "heft", *args, "--json"])
+    said = says(["plan", path, "--planner", "heft", *args, "--objective", "latency", "--json"])
     got = said.json
     assert set(got["assignment"]) == {"y", "z"}
     # 160 + 64 + 160 bytes, then 160 + 160, at 100 a second.
     assert got["value_s"] == got["lower_bound_s"] == pytest.approx(3.84 + 3.2)
     assert "the times of 2 of 2 operators are predicted" in said.err
-    file, cluster = tmp_path / "problem.json", tmp_path / "cluster.yaml"
-    cluster.write_text("devices: [{name: a}, {name: b, speed: 2}]")
+    cluster = written(tmp_path / "cluster.yaml", "devices: [{name: a}, {name: b, speed: 2}]")
+    file = tmp_path / "problem.json"
     said = says(["import", path, "--dim", "n=10", "--cluster", cluster, "--out", file])
     problem = load(file)
     assert problem.cluster.device_names == ("a", "b")
@@ -504,11 +492,8 @@ def test_an_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     module = nn.Sequential(*first, nn.Linear(8, 64), nn.Linear(64, 8)).eval()
     module[5].weight = nn.Parameter(module[4].weight.detach().T.contiguous())
     x = torch.randn(2, 3, 16, 16)
-    open_batch = {"input": {0: torch.export.Dim("batch")}}
-    exported = torch.onnx.export(
-        module, (x,), dynamo=True, dynamic_shapes=open_batch, verbose=False
-    )
-    assert exported is not None
+    shapes = {"input": {0: torch.export.Dim("batch")}}
+    exported = torch.onnx.export(module, (x,), dynamo=True, dynamic_shapes=shapes, verbose=False)
     exported.save("inside.onnx")
     exported.save("outside.onnx", external_data=True)
     Path("outside.onnx.data").unlink()  # sizes are known without the weights
@@ -521,8 +506,6 @@ def test_an_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     g = problem.graph
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     assert weights <= g.param_bytes.sum() <= weights + 200  # and constants: axes, shapes
-    conv = 2 * (2 * 8 * 16 * 16) * 27
-    linear = 2 * 2 * 8 * 64
     kinds = dict(zip(g.op_kind, work_of(Path("inside.onnx"), dims={"batch": 2})[0], strict=True))
-    assert kinds["Conv"] == conv and kinds["Gemm"] == linear
-    assert sum(k == "Gemm" for k in g.op_kind) == 2
+    assert kinds["Conv"] == 2 * (2 * 8 * 16 * 16) * 27 and kinds["Gemm"] == 2 * 2 * 8 * 64
+    assert g.op_kind.count("Gemm") == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -171,10 +170,9 @@ def test_several_in_a_text(tmp_path: Path) -> None:
     (tmp_path / "two").write_text(text + text.replace("abz5", "abz6").replace("4 1 2", "4 1 x"))
     (tmp_path / "tai.txt").write_text(taillard(jobs, 2) * 2)
     (tmp_path / "LICENSE").write_text("none")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git/HEAD").write_text(text)
+    written(tmp_path / ".git/HEAD", text)
     known = [{"name": "abz5", "optimum": 8}, {"name": "abz6", "bounds": {"upper": 9, "lower": 7}}]
-    (tmp_path / "instances.json").write_text(json.dumps(known))
+    written(tmp_path / "instances.json", known)
     by_name = {case.problem: case for case in cases("shops", tmp_path)}
     assert list(by_name) == ["tai/1", "tai/2", "two/abz5", "two/abz6"]
     bounds = [(case.lower_bound, case.best_known) for case in by_name.values()]
@@ -191,12 +189,8 @@ RECORDS = [
     {"job": job, "operation": op, "machine": machine, "duration": time}
     for job, op, machine, time in ((0, 1, 0, 5), (0, 0, 0, 3), (1, 0, 1, 2))
 ]
-
-
-NESTED = [
-    [[{"machine": 0, "processing": 3}], [{"machine": 0, "processing": 5}]],
-    [[{"machine": 1, "processing": 2}]],
-]
+RUNS = [{"machine": m, "processing": time} for m, time in ((0, 3), (0, 5), (1, 2))]
+NESTED = [[[RUNS[0]], [RUNS[1]]], [[RUNS[2]]]]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +211,8 @@ def test_as_json(data: dict[str, Any], tmp_path: Path) -> None:
     if "data" in data:
         mistakes = [{"jobs": 3}, {"machines": 1}, {"data": RECORDS[:1]}, {"data": RECORDS * 2}]
     for mistake in mistakes:
-        path.write_text(json.dumps(data | mistake))
         with pytest.raises(FormatError, match=r"x.json: data.*job|differ in their shape"):
-            importers.load(path)
+            importers.load(written(path, data | mistake))
 
 
 def test_several_machines_of_a_matrix_may_run_an_operation(tmp_path: Path) -> None:
@@ -227,11 +220,9 @@ def test_several_machines_of_a_matrix_may_run_an_operation(tmp_path: Path) -> No
     path = written(tmp_path / "x.json", data)
     inf = np.inf
     assert importers.load(path).compute_s.tolist() == [[3, 3, inf], [inf, inf, 5]]
-    written(path, data | {"release_dates_matrix": [[0, 4]]})
     with pytest.raises(FormatError, match="release_dates_matrix: an operation that may not begin"):
-        importers.load(path)
-    written(path, data | {"release_dates_matrix": [[0, 0]]})
-    assert importers.load(path).num_ops == 2
+        importers.load(written(path, data | {"release_dates_matrix": [[0, 4]]}))
+    assert importers.load(written(path, data | {"release_dates_matrix": [[0, 0]]})).num_ops == 2
 
 
 def test_a_flow_shop_in_pairs_is_said_to_be_read_as_a_job_shop(tmp_path, capsys):
@@ -241,16 +232,12 @@ def test_a_flow_shop_in_pairs_is_said_to_be_read_as_a_job_shop(tmp_path, capsys)
     assert main(["import", str(path), "--out", str(tmp_path / "p.json")]) == 0
     assert "placement: warning: " in (said := capsys.readouterr().err) and "flow shop" in said
     for other in ("2 3\n0 5 1 8 2 1\n0 7 2 3 1 4\n", "1 2\n0 5 1 8\n", "2 1\n0 5\n0 7\n"):
-        path.write_text(other)  # another order; one job; one machine
-        with warnings.catch_warnings(action="error"):
-            importers.load(path)
+        with warnings.catch_warnings(action="error"):  # another order; one job; one machine
+            importers.load(written(path, other))
 
 
 def test_a_flow_shop_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tai20_5.txt"
-    path.write_text(
-        "number of jobs, number of machines, initial seed, upper bound and lower bound :\n"
-        "2 2 87 12 11\nprocessing times :\n5 8\n7 3\n"
-    )
+    title = "number of jobs, number of machines, initial seed, upper bound and lower bound :\n"
+    text = f"{title}2 2 87 12 11\nprocessing times :\n5 8\n7 3\n"
     with pytest.raises(FormatError, match="line 1: in a flow shop every machine keeps one order"):
-        importers.load(path)
+        importers.load(written(tmp_path / "tai20_5.txt", text))

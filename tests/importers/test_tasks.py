@@ -13,15 +13,12 @@ from placement.simulator import simulate
 from tests import fuzz
 from tests.problems import written
 
+INF = np.inf
+FIELDS = ("operation", "option", "machine", "duration")
+WAYS = [(1, 0, 0, 2), (0, 0, 3, 5), (0, 1, 3, 4), (2, 0, 0, 7), (2, 1, 1, 6)]
 SHOP = {
     "instance": "tiny",
-    "operations": [
-        {"operation": 1, "option": 0, "machine": 0, "duration": 2},
-        {"operation": 0, "option": 0, "machine": 3, "duration": 5},
-        {"operation": 0, "option": 1, "machine": 3, "duration": 4},
-        {"operation": 2, "option": 0, "machine": 0, "duration": 7},
-        {"operation": 2, "option": 1, "machine": 1, "duration": 6},
-    ],
+    "operations": [dict(zip(FIELDS, way, strict=True)) for way in WAYS],
     "precedences": [{"before": 1, "after": 0, "job": 0}, {"before": 0, "after": 2, "job": 0}],
 }
 STG = """  3
@@ -45,8 +42,7 @@ def test_a_shop(tmp_path: Path) -> None:
     assert problem.graph.op_name == ("1", "0", "2")
     assert problem.profile.provenance["file_order"] == [1, 0, 2]
     assert problem.cluster.device_names == tuple(f"machine:{m}" for m in range(4))
-    inf = np.inf
-    expected = [[2, inf, inf, inf], [inf, inf, inf, 4], [7, 6, inf, inf]]
+    expected = [[2, INF, INF, INF], [INF, INF, INF, 4], [7, 6, INF, INF]]
     assert np.array_equal(problem.compute_s, expected)
     assert problem.graph.edges.tolist() == [[0, 1], [1, 2]]
     assert not problem.mean_transfer_s.any(), "nothing takes time between machines"
@@ -67,8 +63,7 @@ def test_a_shop(tmp_path: Path) -> None:
 def test_a_shop_as_a_text(first: str, text: str, tmp_path: Path) -> None:
     """Machines are numbered from 1, or from 0 if there is a 0; lines mean nothing."""
     problem = importers.load(written(tmp_path / "s.fjs", f"{first}\n{text}"))
-    inf = np.inf
-    assert np.array_equal(problem.compute_s, [[3, inf, inf], [inf, 5, 4], [1, 2, 3]])
+    assert np.array_equal(problem.compute_s, [[3, INF, INF], [INF, 5, 4], [1, 2, 3]])
     assert problem.graph.edges.tolist() == [[0, 1]]
 
 
@@ -83,9 +78,7 @@ def test_a_standard_task_graph(tmp_path: Path) -> None:
     assert importers.load(path).num_devices == 4
     spaced = importers.load(written(tmp_path / "g.stg", STG.replace("\n", "\r\n\r\n")))
     assert spaced.graph.fingerprint == problem.graph.fingerprint, "blank lines mean nothing"
-    last = importers.load(
-        written(tmp_path / "l.stg", "  2 8\n1 3 0\n2 4 1 1\n3 0 2 1 2"), devices=1
-    )
+    last = importers.load(written(tmp_path / "l.stg", "2 8\n1 3 0\n2 4 1 1\n3 0 2 1 2"), devices=1)
     assert last.graph.op_name == ("1", "2", "3") and last.compute_s[:, 0].tolist() == [3, 4, 0]
     assert last.graph.edges.tolist() == [[0, 1], [0, 2], [1, 2]]
     without = importers.load(written(tmp_path / "w.stg", "2\n0 3.25 0\n1 4e-1 1 0\n"))
