@@ -1,8 +1,7 @@
 """Costs of compiled runs: what shares a kernel, where parts end, what seconds become."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,60 +14,50 @@ from placement.costs import fused as fused_module
 from placement.costs.fused import _begins, fused, load_or_measure_compiled, measure_compiled
 from placement.executor import Runner, compiled
 from placement.executor.inductor import kernel_seconds
+from placement.graph import OpGraph
 from placement.pieces import Pieces, Rule, split
 from placement.pieces.rules import WHOLE
 from placement.profile import Profile
+from tests.modules import module_of
 
 TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
 
 
-class Net(nn.Module):
+def captured(forward: Any, layers: str = "ab") -> OpGraph:
+    module = module_of(forward, **{name: nn.Linear(16, 16) for name in layers})
+    return capture(module.eval(), torch.randn(4, 16))
+
+
+def net() -> OpGraph:
     """linear | gelu, mul | linear | softmax, add, cos: the bars are between kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.second(nn.functional.gelu(self.first(x)) * 2).softmax(-1) + 1).cos()
+    return captured(lambda m, x: (m.b(nn.functional.gelu(m.a(x)) * 2).softmax(-1) + 1).cos())
 
 
 @pytest.mark.usefixtures("compiler")
 def test_operators_of_a_kernel_are_a_group() -> None:
-    graph = fused(capture(Net().eval(), torch.randn(4, 16)))
-    assert [kind.split(".")[1] for kind in graph.op_kind] == [
-        "linear", "gelu", "mul", "linear", "softmax", "add", "cos",
-    ]  # fmt: skip
+    graph = fused(net())
+    kinds = ["linear", "gelu", "mul", "linear", "softmax", "add", "cos"]
+    assert [kind.split(".")[1] for kind in graph.op_kind] == kinds
     assert graph.group.tolist() == [0, 1, 1, 2, 3, 3, 3]
 
 
 def test_what_is_part_of_a_kernel_with_packed_weights_goes_with_it() -> None:
     """A linear layer whose activation its kernel computes has no seconds of its own."""
-    graph = capture(Net().eval(), torch.randn(4, 16))
     seconds = np.array([0, 3, 1, 2, 1, 0, 1]) * 1e-3
-    assert fused(graph, seconds=seconds).group.tolist() == [0, 0, 0, 1, 2, 2, 2]
+    assert fused(net(), seconds=seconds).group.tolist() == [0, 0, 0, 1, 2, 2, 2]
+
     # Where two read from it, it is nobody's part: it stays.
-    both = capture(Both().eval(), torch.randn(4, 16))
+    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = m.a(x)
+        return m.b(x), m.c(x).softmax(-1)
+
+    both = captured(forward, "abc")
     assert fused(both, seconds=np.array([0, 1, 1, 1e-3])).group[0] == 0
     assert (fused(both, seconds=np.array([0, 1, 1, 1e-3])).group == 0).sum() == 1
 
 
-class Both(nn.Module):
-    """A layer that two others read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.first(x)
-        return self.second(x), self.third(x).softmax(-1)
-
-
 def test_parts_end_between_groups() -> None:
-    graph = replace(
-        capture(Net().eval(), torch.randn(4, 16)), group=np.array([0, 1, 1, 2, 3, 3, 3])
-    )
+    graph = replace(net(), group=np.array([0, 1, 1, 2, 3, 3, 3]))
     order = np.arange(7, dtype=np.int32)
     assert _begins(graph, order, np.full(7, 1e-2), 1).tolist() == [0]
     assert _begins(graph, order, np.full(7, 1e-2), 12).tolist() == [0, 1, 3, 4]
@@ -77,17 +66,14 @@ def test_parts_end_between_groups() -> None:
     assert _begins(graph, order, seconds, 2).tolist() == [0, 3]
 
 
-def test_seconds_of_runs_are_divided_as_kernels_take_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graph = capture(Net().eval(), torch.randn(4, 16))
-    group = np.array([0, 1, 1, 2, 3, 3, 3], np.int32)
+def test_seconds_of_runs_are_divided_as_kernels_take_them(monkeypatch):
+    graph, group = net(), np.array([0, 1, 1, 2, 3, 3, 3], np.int32)
     monkeypatch.setattr(fused_module, "fused", lambda g, *_: replace(g, group=group))
     kernels = np.array([1, 1, 2, 1, 1, 1, 1]) * 1e-4
     monkeypatch.setattr(fused_module, "kernel_seconds", lambda *_: kernels)
     ran: list[list[list[int]]] = []
 
-    def as_it_was(graph: object, cluster: object, profile: Profile, placements: list[np.ndarray]):  # type: ignore[no-untyped-def]
+    def as_it_was(graph, cluster, profile, placements):
         ran.append([p.tolist() for p in placements])
         return profile
 
@@ -103,17 +89,11 @@ def test_seconds_of_runs_are_divided_as_kernels_take_them(
     # 6 ms in shares of 1, 1, 2; 8 ms in four equal ones.
     expected = np.array([1.5, 1.5, 3, 2, 2, 2, 2]) * 1e-3
     np.testing.assert_allclose(got.compute_s, np.stack([expected, expected / 2], axis=1))
-    assert got.loaded_s is not None
     np.testing.assert_allclose(got.loaded_s, 2 * got.compute_s)
     assert got.provenance["compiled"] and got.provenance["groups"] == group.tolist()
     # Alone; parted after a third (of 14 ms), where a group ends, beginning on each; replicas.
-    assert ran == [
-        [
-            [0] * 7, [1] * 7,
-            [0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0],
-            [[0] * 7, [1] * 7],
-        ]
-    ]  # fmt: skip
+    alone, parted = [[0] * 7, [1] * 7], [[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]
+    assert ran == [[*alone, *parted, alone]]
 
 
 @pytest.mark.usefixtures("compiler")
@@ -158,7 +138,6 @@ def test_pieces_are_fused_and_measured_apart(monkeypatch: pytest.MonkeyPatch) ->
     for k in (0, 1):
         assert group[at[f"gelu#{k}"]] == group[at[f"tanh#{k}"]]  # one kernel
     assert group[at["gelu#0"]] != group[at["gelu#1"]]
-    assert got.loaded_s is not None
     own = [at[f"{x}#1"] for x in ("linear", "gelu", "tanh")]
     np.testing.assert_allclose(got.loaded_s[own].sum(axis=0), [2e-3, 3e-3], rtol=0.5)
     np.testing.assert_allclose(got.compute_s, got.loaded_s / 2)  # as operators alone
@@ -166,15 +145,13 @@ def test_pieces_are_fused_and_measured_apart(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("compiler")
 def test_packed_weights_are_counted_with_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compiled, "_timed", lambda ways: {way: 2.0**-i for i, way in enumerate(ways)}
-    )
+    faster = lambda ways: {way: 2.0**-i for i, way in enumerate(ways)}  # noqa: E731
+    monkeypatch.setattr(compiled, "_timed", faster)
     monkeypatch.setattr(fused_module, "calibrated", lambda graph, cluster, profile, _: profile)
-    net = nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(3)))
-    graph = capture(net.eval(), torch.randn(1, 8, 9, 9))
-    profile = Profile(
-        TWO.device_names, np.full((graph.num_ops, 2), 1e-5), np.zeros((graph.num_ops, 2))
-    )
+    layers = nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(3)))
+    graph = capture(layers.eval(), torch.randn(1, 8, 9, 9))
+    seconds = np.full((graph.num_ops, 2), 1e-5)
+    profile = Profile(TWO.device_names, seconds, 0 * seconds)
     joined, _ = load_or_measure_compiled(graph, TWO, profile)
     more = joined.param_bytes - graph.param_bytes
     weights = graph.param_bytes > 32  # the others are biases of 8 numbers

@@ -20,6 +20,7 @@ from placement.exporters import load as load_exporter
 from placement.plan import load_plan, make_plan
 from placement.planners import load
 from placement.problem import Problem
+from tests.problems import written as text_file
 from tests.served import LLAMA, MIXTRAL, decoder, written
 
 FOUR = "devices:\n" + "".join(f'- {{name: "cuda:{i}", like: nvidia/a100}}\n' for i in range(4))
@@ -79,9 +80,9 @@ def test_heads_of_keys_are_whole() -> None:
     one = serving_problem(few, cluster(), asked)
     four = serving_problem(few, grouped(cluster(), [(0, 1, 2, 3)]), asked)
     kept = [memory(p, np.zeros(p.num_ops, np.int32)) for p in (one, four)]
-    bytes_ = [next(iter(x.values())) for x in kept]
-    assert bytes_[1]["kv_cache_bytes"] == 2 * bytes_[0]["kv_cache_bytes"]
-    assert bytes_[1]["weights_bytes"] == bytes_[0]["weights_bytes"]
+    own, share = (next(iter(x.values())) for x in kept)
+    assert share["kv_cache_bytes"] == 2 * own["kv_cache_bytes"]
+    assert share["weights_bytes"] == own["weights_bytes"]
 
 
 def test_memory_of_a_group_is_that_of_its_members_without_their_copies() -> None:
@@ -127,14 +128,9 @@ def test_ways_to_make_groups() -> None:
 
 def partitions(items: Sequence[int]) -> list[list[tuple[int, ...]]]:
     """All ways to cut a list into runs of 1, 2, 4 and 8."""
-    if not items:
-        return [[]]
-    return [
-        [tuple(items[:k]), *rest]
-        for k in (1, 2, 4, 8)
-        if k <= len(items)
-        for rest in partitions(items[k:])
-    ]
+    sizes = [k for k in (1, 2, 4, 8) if k <= len(items)]
+    cuts = [[tuple(items[:k]), *rest] for k in sizes for rest in partitions(items[k:])]
+    return cuts if items else [[]]
 
 
 @pytest.mark.parametrize("latency_s", [1e-6, 1.5e-5, 1e-4])
@@ -214,8 +210,7 @@ def planned(problem: Problem) -> object:
 def test_exports() -> None:
     asked = Serving("decode", 1024)
     small = cluster(4, Link("*", "*", 1e-6, 2e11))
-    problem = serving_problem(decoder(SMALL), grouped(small, [(0, 1), (2, 3)]), asked)
-    plan = planned(problem)
+    plan = planned(serving_problem(decoder(SMALL), grouped(small, [(0, 1), (2, 3)]), asked))
     vllm = load_exporter("vllm")(plan)
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3\n" in str(vllm.files[""])
     assert "--tensor-parallel-size 2 --pipeline-parallel-size 2" in vllm.note
@@ -251,8 +246,7 @@ def test_the_command(tmp_path: Path, says) -> None:
 
 
 def test_a_cluster_file_keeps_groups(tmp_path: Path) -> None:
-    (tmp_path / "four.yaml").write_text(FAST)
-    pairs = grouped(Cluster.from_yaml(tmp_path / "four.yaml"), [(0, 1), (2, 3)])
+    pairs = grouped(Cluster.from_yaml(text_file(tmp_path / "four.yaml", FAST)), [(0, 1), (2, 3)])
     pairs.to_yaml(tmp_path / "pairs.yaml")
     assert Cluster.from_yaml(tmp_path / "pairs.yaml").fingerprint == pairs.fingerprint
     assert terms(decoder(SMALL), pairs, Serving("decode", 64), np.zeros(11, np.int32))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from placement.costs.links import (
     with_sending,
 )
 from placement.profile import Profile
+from tests.problems import written
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,15 +86,9 @@ def test_one_interface_per_host() -> None:
     of_a = {pair for pair, name in channels.items() if name == "a:out"}
     assert of_a == {(0, 2), (0, 3), (1, 2), (1, 3)}
     assert channels[2, 0] == channels[3, 1] == "b:out" and len(channels) == 8  # none within a host
-
-
-def test_a_wire_that_carries_one_direction_at_a_time() -> None:
-    channels = shared_channels(["a", "b"], {"a <> b": 2.1})
-    assert channels == {(0, 1): "a:out", (1, 0): "a:out"}
-
-
-def test_a_host_with_an_interface_for_each_rank() -> None:
-    channels = shared_channels(["a", "a", "b"], {"a:out": 1.05, "b:out": 2.0, "a <> b": 1.0})
+    # A wire that carries one direction at a time; a host with an interface for each rank.
+    assert shared_channels("ab", {"a <> b": 2.1}) == {(0, 1): "a:out", (1, 0): "a:out"}
+    channels = shared_channels("aab", {"a:out": 1.05, "b:out": 2.0, "a <> b": 1.0})
     assert channels == {(2, 0): "b:out", (2, 1): "b:out"}
 
 
@@ -102,11 +98,9 @@ def test_a_host_with_an_interface_for_each_rank() -> None:
 def measured(hosts: tuple[str, ...]) -> Measured:
     """A link of every pair with latency ``10 a + b`` seconds; hosts share interfaces."""
     channels = shared_channels(hosts, {})
-    pairs = [(a, b) for a in range(len(hosts)) for b in range(len(hosts)) if a != b]
-    links = {
-        (a, b): Link(f"rank:{a}", f"rank:{b}", 10.0 * a + b, 1e9, channel=channels.get((a, b)))
-        for a, b in pairs
-    }
+    pairs = permutations(range(len(hosts)), 2)
+    costs = {(a, b): (f"rank:{a}", f"rank:{b}", 10.0 * a + b, 1e9) for a, b in pairs}
+    links = {pair: Link(*x, channel=channels.get(pair)) for pair, x in costs.items()}
     return Measured(hosts, links, {})
 
 
@@ -138,17 +132,14 @@ def test_profiles_of_two_hosts_are_one() -> None:
     facts: Any = {"graph_fingerprint": "f", "provenance": {"host": "a"}}
     links, seconds = (Link("w", "x", 7.0), Link("x", "w", 7.0)), np.array([[1.0, 2.0]])
     first = Profile(("w", "x"), seconds, 0 * seconds, links, loaded_s=seconds + 0.5, **facts)
-    alone = [
-        Profile((x,), np.array([[s]]), np.zeros((1, 1)), **facts) for x, s in (("y", 3), ("z", 4))
-    ]
+    alone = [Profile((x,), [[s]], [[0.0]], **facts) for x, s in (("y", 3.0), ("z", 4.0))]
     kept, needed = np.array([[64]]), np.array([[5], [7]])
     alone[0] = replace(alone[0], library_bytes=kept, workspace_bytes=needed[0])
     alone[1] = replace(alone[1], workspace_bytes=needed[1])
     whole = merged([first, *alone], cluster)
     assert whole.device_names == tuple(names) and whole.compute_s.tolist() == [[1, 2, 3, 4]]
-    assert whole.loaded_s is not None and whole.loaded_s.tolist() == [[1.5, 2.5, 3, 4]]
-    assert whole.library_bytes is not None and whole.library_bytes.tolist() == [[0, 0, 64, 0]]
-    assert whole.workspace_bytes is not None and whole.workspace_bytes.tolist() == [7]
+    assert whole.loaded_s.tolist() == [[1.5, 2.5, 3, 4]] and whole.workspace_bytes.tolist() == [7]
+    assert whole.library_bytes.tolist() == [[0, 0, 64, 0]]
     latency = {(x.src, x.dst): x.latency_s for x in whole.links}
     assert latency["w", "x"] == 7.0 and latency["y", "z"] == 12.0 and len(latency) == 12
 
@@ -180,9 +171,9 @@ def test_two_processes_here(tmp_path: Path, says: Any, monkeypatch: Any) -> None
         assert 0 <= link["latency_s"] < 1 and link["bandwidth_bytes_per_s"] > 1e6
         # A message takes a processor some microseconds, on both ends.
         assert 1e-6 < link["send_s"] < 1e-1 and 0 <= link["send_s_per_byte"] < 1e-6
-    written = Cluster.from_yaml(cluster)
-    assert written.links[0].channel == "rank:0 > rank:1"
-    assert got["profile"]["devices"] == list(written.device_names)
+    known = Cluster.from_yaml(cluster)
+    assert known.links[0].channel == "rank:0 > rank:1"
+    assert got["profile"]["devices"] == list(known.device_names)
     # The profile is in the cache: nothing is measured now.
     monkeypatch.setattr("placement.costs.measure.measure", None)
     plan = ["plan", "tiny_mlp", "--cluster", str(cluster), "--planner", "heft", "--json"]
@@ -191,8 +182,7 @@ def test_two_processes_here(tmp_path: Path, says: Any, monkeypatch: Any) -> None
 
 def test_what_ranks_refuse_is_said_once(tmp_path: Path, capfd: Any) -> None:
     where = ["--cluster-out", str(tmp_path / "c.yaml")]
-    small = tmp_path / "one.yaml"
-    small.write_text("devices: [{name: a}]")
+    small = written(tmp_path / "one.yaml", "devices: [{name: a}]")
     words = ["--distributed", "2", "--repeats", "1", "--cluster", str(small), *where]
     assert main(["profile", *words])
     err = capfd.readouterr().err
@@ -215,8 +205,7 @@ def test_mistakes(more: list[str], message: str, says: Any) -> None:
 
 def test_no_cluster_file_is_replaced_unasked(tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "cluster.yaml"
-    path.write_text("devices: [{name: a}, {name: b}]")
+    path = written(tmp_path / "cluster.yaml", "devices: [{name: a}, {name: b}]")
     for more, message in (
         ([], "cluster.yaml is there already"),
         (["--cluster", str(path), "--cluster-out", "cluster.yaml"], "--cluster reads it"),

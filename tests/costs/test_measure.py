@@ -1,7 +1,5 @@
 """Measuring: every operator on every device, links fitted, profiles saved and reused."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
@@ -32,6 +30,7 @@ from tests.machine import TWO, problem_of
 from tests.problems import every_link
 
 pytestmark = pytest.mark.timeout(60)
+BOTH = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
 LINK_BYTES = transfers.EFFORT.link_bytes
 
 
@@ -61,6 +60,7 @@ def test_every_operator_is_measured_on_every_device_and_nothing_is_left_running(
     profile.check(graph)
     assert profile.provenance["repeats"] == 2 and profile.provenance["torch"]
     assert {(x.src, x.dst) for x in profile.links} == {("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")}
+    assert all(0 <= x.latency_s < 1 and x.bandwidth_bytes_per_s > 0 for x in profile.links)
     done = [share for share in shares if share is not None]  # of rounds; the rest is not counted
     assert done == sorted(done) and shares[-1] is None
     assert not [t for t in threading.enumerate() if t.name.startswith("placement-")]
@@ -102,6 +102,7 @@ def test_rounds_go_on_while_somebody_else_uses_a_core(monkeypatch):
     # Two rounds, not steady; a third, not steady; a fourth, steady both alone and loaded.
     profile = measure(branches(), one, repeats=2)
     assert profile.provenance["rounds"] == 4 and profile.provenance["repeats"] == 2
+    assert profile.loaded_s is None and profile.links == ()  # of one device
     assert not any(collects) and gc.isenabled()
     monkeypatch.setattr(measure_module, "_steady", lambda answer: False)
     assert measure(branches(), one, repeats=1).provenance["rounds"] == 3
@@ -133,12 +134,6 @@ def test_busy_neighbours_are_at_other_places_of_the_graph(monkeypatch):
     assert sorted(delays) == [0.0, 0.15] and (seconds > 0).all()
 
 
-def test_one_device_has_no_load_and_no_links():
-    one = Cluster("one", TWO.devices[:1])
-    profile = measure(branches(), one, repeats=1)
-    assert profile.loaded_s is None and profile.links == ()
-
-
 def test_the_chain_beside_which_waking_is_seen_is_of_the_same_operators():
     watched, silent = (capture(transfers.Watched(w), torch.ones(8)) for w in (True, False))
     assert set(silent.op_kind) == {"aten.add.Tensor"} and silent.num_ops == 17
@@ -157,21 +152,15 @@ def test_a_transfer_takes_at_least_what_passes_until_it_is_there(monkeypatch):
         assert link.latency_s == pytest.approx(3e-3)
 
 
-def test_measured_links_are_links():
-    for link in measure_links(TWO, repeats=1):
-        assert 0 <= link.latency_s < 1
-        assert link.bandwidth_bytes_per_s > 0
-
-
-@pytest.mark.parametrize(
-    ("latency_s", "bandwidth"), [(2e-5, 1e9), (0.0, 5e8), (1e-4, float("inf"))]
-)
+@pytest.mark.parametrize(("latency_s", "bandwidth"), [(2e-5, 1e9), (0.0, 5e8), (1e-4, np.inf)])
 def test_a_line_is_fitted_back(latency_s, bandwidth):
     """Known answer: seconds made from a latency and a bandwidth give them back."""
     seconds = latency_s + np.array(LINK_BYTES) / bandwidth
     link = fit_link("a", "b", LINK_BYTES, seconds)
     assert link.latency_s == pytest.approx(latency_s, abs=1e-9)
     assert 1 / link.bandwidth_bytes_per_s == pytest.approx(1 / bandwidth, abs=1e-14)
+    free = fit_link("a", "b", LINK_BYTES, 0 * seconds)  # where nothing is to be seen
+    assert free.latency_s == 0 and free.bandwidth_bytes_per_s == float("inf")
 
 
 def test_small_transfers_decide_the_latency():
@@ -197,32 +186,22 @@ def test_transfers_that_were_not_seen_do_not_hide_the_others():
         ((9000, 225, 189, 407, 1400), 2.1e-4, 5.5e10),  # somebody disturbed the first
     ],
 )
-def test_one_transfer_that_contradicts_the_others_does_not_count(
-    microseconds, latency_s, bandwidth
-):
+def test_a_transfer_that_contradicts_the_others_does_not_count(microseconds, latency_s, bandwidth):
     """What 4 KiB to 64 MiB took between a CPU and an H200, and what may come of it."""
     link = fit_link("a", "b", (*LINK_BYTES, 2**26), np.array(microseconds) * 1e-6)
     assert link.latency_s == pytest.approx(latency_s, rel=0.1)
     assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.2)
 
 
-def test_nothing_measurable_is_a_free_link():
-    link = fit_link("a", "b", LINK_BYTES, np.zeros(len(LINK_BYTES)))
-    assert link.latency_s == 0 and link.bandwidth_bytes_per_s == float("inf")
-
-
 def test_a_saved_profile_is_reused_by_fingerprint(tmp_path, monkeypatch):
-    graph = branches()
+    graph, large = branches(), capture(*tiny.tiny_branches(batch=3))
     first = load_or_measure(graph, TWO, repeats=1, folder=tmp_path)
     assert cached_path(graph, TWO, tmp_path).exists()
     monkeypatch.setattr(measure_module, "measure", None)  # calling it would fail
     again = load_or_measure(branches(), TWO, folder=tmp_path)
     np.testing.assert_array_equal(again.compute_s, first.compute_s)
-
-
-def test_another_shape_or_cluster_is_measured_anew(tmp_path):
-    small, large = branches(), capture(*tiny.tiny_branches(batch=3))
-    pairs = ((small, TWO), (large, TWO), (small, Cluster("one", TWO.devices[:1])))
+    # Another shape or cluster has a profile of its own.
+    pairs = ((graph, TWO), (large, TWO), (graph, Cluster("one", TWO.devices[:1])))
     assert len({cached_path(*pair, tmp_path) for pair in pairs}) == 3
 
 
@@ -261,11 +240,9 @@ def test_devices_that_are_not_here_are_refused(device, message):
         measure(branches(), Cluster("elsewhere", (device,)), repeats=1)
     with pytest.raises(ProfileError, match="repeats = 0: must be at least 1"):
         measure(branches(), TWO, repeats=0)
-    seconds = np.ones((branches().num_ops, 2))
-    problem = Problem(branches(), TWO, Profile(TWO.device_names, seconds, seconds))
     for call in (measure, load_or_measure):
         with pytest.raises(ProfileError, match=r"graph must be .*\(of type Problem\)"):
-            call(problem, TWO)
+            call(problem_of(branches(), TWO), TWO)
         with pytest.raises(ProfileError, match=r"cluster must be .*of type list"):
             call(branches(), ["cpu:0"])
         with pytest.raises(ProfileError, match="has no program to run"):
@@ -368,9 +345,7 @@ def test_a_speed_is_between_two_measurements_or_a_gpus_where_nothing_is_recorded
 
 def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     """To a GPU tensors take three times as long as measured; to send one off takes it 100 us."""
-    graph = relus(48)
-    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
-    names = cluster.device_names
+    graph, names = relus(48), BOTH.device_names
     links = every_link(names, 3e-5, 1e9)
     seconds = np.full((48, 2), 1e-4)
     profile = Profile(names, seconds, seconds * 0, links)
@@ -379,8 +354,8 @@ def test_each_way_between_unlike_devices_has_costs_of_its_own(monkeypatch):
     truth = replace(profile, links=(there, replace(back, send_s=1e-4)))
 
     monkeypatch.setattr(calibration, "run_placement", like(truth))
-    corrected = calibrated(graph, cluster, profile)
-    before, after = (errors(graph, cluster, guess, truth) for guess in (profile, corrected))
+    corrected = calibrated(graph, BOTH, profile)
+    before, after = (errors(graph, BOTH, guess, truth) for guess in (profile, corrected))
     assert min(before) > 0.1 and max(after) < 0.04, (before, after)
     assert [way[:2] for way in corrected.provenance["ways"]] == [list(names), list(names[::-1])]
     assert corrected.links[1].send_s > 5e-5 and corrected.links[0].send_s < 3e-5
@@ -400,15 +375,14 @@ def test_hidden_costs_of_a_cpu_and_a_gpu_are_learned_from_noisy_runs(monkeypatch
 def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Mean errors before and after; what a planner answers for streams, over what that takes."""
     rng, graph = np.random.default_rng(seed), relus(60)
-    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     seconds = rng.lognormal(-8.0, 0.7, (60, 2)) * [1.0, 0.2]
-    links = every_link(cluster.device_names, 5e-5, 1e10)
-    profile = Profile(cluster.device_names, seconds, 0 * seconds, links, 1.2 * seconds)
+    links = every_link(BOTH.device_names, 5e-5, 1e10)
+    profile = Profile(BOTH.device_names, seconds, 0 * seconds, links, 1.2 * seconds)
     hidden = Costs(
         np.exp(rng.normal(0.0, [0.1, 0.4])),
         np.exp(rng.normal(0.0, 1.0, 2)),
         1.0,
-        {way: (2.0, *rng.exponential([2e-4, 1e-4, 1e-4])) for way in _ways(cluster)},
+        {way: (2.0, *rng.exponential([2e-4, 1e-4, 1e-4])) for way in _ways(BOTH)},
     )
     truth = scaled(profile, hidden)
 
@@ -417,13 +391,13 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return tuple(both * np.exp(rng.normal(0.0, 0.05, 2)))
 
     def answered(profile: Profile) -> float:
-        problem = Problem(graph, cluster, profile, num_microbatches=8)
+        problem = Problem(graph, BOTH, profile, num_microbatches=8)
         answer = planners.load("local_search", evaluations=500)(problem)
         return answer.value_s / score(replace(problem, profile=truth), answer.placement[None])[0]
 
     monkeypatch.setattr(calibration, "run_placement", run)
-    corrected = calibrated(graph, cluster, profile)
-    before, after = (float(np.mean(errors(graph, cluster, p, truth))) for p in (profile, corrected))
+    corrected = calibrated(graph, BOTH, profile)
+    before, after = (float(np.mean(errors(graph, BOTH, p, truth))) for p in (profile, corrected))
     return [before, after, answered(corrected), answered(profile)]
 
 
@@ -431,11 +405,10 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_gpu_is_predicted_alone_as_it_runs_alone_whatever_others_say(seed, monkeypatch):
     """It takes 0.6 of its seconds where the caller launches it, all of them beside a CPU."""
     rng, graph = np.random.default_rng(seed), relus(40)
-    cluster = Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
     seconds = rng.lognormal(-8.0, 0.7, (40, 2)) * [1.0, 0.2]
-    links = every_link(cluster.device_names, 5e-5, 1e10)
-    profile = Profile(cluster.device_names, seconds, 0 * seconds, links, 1.1 * seconds)
-    problem = Problem(graph, cluster, profile, num_microbatches=8)
+    links = every_link(BOTH.device_names, 5e-5, 1e10)
+    profile = Profile(BOTH.device_names, seconds, 0 * seconds, links, 1.1 * seconds)
+    problem = Problem(graph, BOTH, profile, num_microbatches=8)
     placements = [np.full(40, d, np.int32) for d in (0, 1)]
     placements += [*pieces(problem, (1, 3, 7, 15, 1, 3, 7), seed)]
     took = np.array([like(profile)(problem, p) for p in placements])
@@ -450,9 +423,8 @@ def test_a_gpu_is_predicted_alone_as_it_runs_alone_whatever_others_say(seed, mon
 
 def test_what_takes_less_time_runs_more_often(monkeypatch):
     """A GPU that was idle is warm after some dozens of runs that take 4 ms, not after three."""
-    graph, cluster = relus(10), Cluster("both", (Device("cpu:0"), Device("cuda:0", "cuda")))
-    seconds = np.tile([1e-2, 4e-4], (10, 1))
-    profile = Profile(cluster.device_names, seconds, 0 * seconds)
+    graph, seconds = relus(10), np.tile([1e-2, 4e-4], (10, 1))
+    profile = Profile(BOTH.device_names, seconds, 0 * seconds)
     asked = {}
 
     def run(problem, placement, *counts):
@@ -460,7 +432,7 @@ def test_what_takes_less_time_runs_more_often(monkeypatch):
         return like(profile)(problem, placement)
 
     monkeypatch.setattr(calibration, "run_placement", run)
-    calibrated(graph, cluster, profile)
+    calibrated(graph, BOTH, profile)
     (alone, many), warm = calibration.EFFORT.runs, calibration.EFFORT.warm
     assert asked[(0,) * 10] == (alone, many, warm)
     assert asked[(1,) * 10] == (12 * alone, 12 * many, 12 * warm)

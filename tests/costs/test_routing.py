@@ -29,6 +29,7 @@ from placement.importers.decoder import Decoder
 from placement.importers.routing import hottest, split, with_counts
 from placement.planners import load
 from placement.planners.layer_dp import LayerDp
+from tests import problems
 from tests.problems import every_link
 from tests.served import MIXTRAL, decoder, written
 
@@ -44,10 +45,8 @@ def counts(folder: Path, rows: Any = None, layers: int = 4) -> Path:
     """A file of these rows, or of skewed counts that every layer has in another order."""
     if rows is None:
         rows = [(i, (e + i) % 8, SKEWED[e]) for i in range(layers) for e in range(8)]
-    path = folder / "counts.csv"
-    lines = [",".join(map(str, row)) for row in rows]
-    path.write_text("\n".join(["layer,expert,count", *lines]) + "\n")
-    return path
+    lines = ["layer,expert,count", *(",".join(map(str, row)) for row in rows)]
+    return problems.written(folder / "counts.csv", "\n".join(lines) + "\n")
 
 
 def routed(folder: Path) -> Decoder:
@@ -147,12 +146,8 @@ def test_hot_experts_stay_where_the_layer_is(tmp_path: Path) -> None:
 
 
 def test_the_command_says_hot_experts_and_the_bound(tmp_path: Path, says: Any) -> None:
-    home = """
-devices:
-- {name: "cuda:0", like: nvidia/rtx-4090, memory_bytes: 350e6}
-- {name: "cpu:0", like: amd/ryzen-7950x}
-"""
-    model, devices = written(tmp_path, MIXTRAL | SMALL, home)
+    model, devices = written(tmp_path, MIXTRAL | SMALL)
+    HOME.to_yaml(devices)
     argv = ["plan", model, "--cluster", devices, "--context", "64", "--experts"]
     argv += [str(counts(tmp_path)), "--out", str(tmp_path / "plan.json")]
     answer = says([*argv, "--json"]).json

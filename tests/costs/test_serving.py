@@ -1,6 +1,5 @@
 """Devices of the library, and decoders that serve on them: seconds and bytes by hand."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placement.__main__ import main
-from placement.cli import BAD_INPUT, NO, OK
+from placement.cli import BAD_INPUT, NO
 from placement.cli.serving import fits
 from placement.cluster import Cluster, ClusterError, Device
 from placement.costs import serving
@@ -30,13 +28,12 @@ from placement.devices import library, nearest
 from placement.importers import load_decoder
 from placement.planners import load
 from placement.simulator import simulate
+from tests import problems
 from tests.served import HOME, LLAMA, MIXTRAL, decoder, gguf_llama, written
 
 
 def cluster(text: str, folder: Path) -> Cluster:
-    path = folder / "c.yaml"
-    path.write_text(text)
-    return Cluster.from_yaml(path)
+    return Cluster.from_yaml(problems.written(folder / "c.yaml", text))
 
 
 def home(folder: Path) -> Cluster:
@@ -242,19 +239,17 @@ def test_the_largest_context_that_fits(tmp_path: Path) -> None:
 def test_what_machines_read(objective: str, tmp_path: Path, says: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--objective", objective, "--context", "4096"]
-    argv += ["--batch", "2", "--prompt", "1024", "--planner", "layer_dp"]
-    answer = says.answer(*argv)
+    answer = says.answer(*argv, "--batch", "2", "--prompt", "1024")  # which needs no planner
     assert set(answer) == {
         "planner", "objective", "value_s", "lower_bound_s", "seconds", "evaluations", "feasible",
         "assignment", "memory", "prefill_s", "decode_s", "weights", "interval", "tokens_per_s",
         "bounds",
     }  # fmt: skip
     assert (answer["planner"], answer["objective"]) == ("layer_dp", objective)
-    assert answer["feasible"] is True
+    assert answer["feasible"] is True and len(answer["assignment"]) == 67
     assert set(answer["memory"]) == {"cuda:0", "cuda:1", "cpu:0"}
     kinds = ("weights", "kv_cache", "buffers", "needed", "there")
     assert set(answer["memory"]["cpu:0"]) == {f"{kind}_bytes" for kind in kinds}
-    assert len(answer["assignment"]) == 67
     weights = answer["weights"]
     value = sum(weights[x] * answer[f"{x}_s"] for x in ("prefill", "decode"))
     assert answer["value_s"] == pytest.approx(value)
@@ -265,19 +260,12 @@ def test_what_machines_read(objective: str, tmp_path: Path, says: Any) -> None:
 def test_a_context_that_fits_nowhere(tmp_path: Path, says: Any) -> None:
     model, devices = written(tmp_path, LLAMA)
     argv = ["plan", model, "--cluster", devices, "--planner", "layer_dp", "--context"]
-    out, stderr = says([*argv, "1000000", "--json"], NO)
-    answer = json.loads(out)
-    largest = answer["largest_context"]
+    said = says([*argv, "1000000", "--json"], NO)
+    answer, stderr, largest = said.json, said.err, said.json["largest_context"]
     assert answer["feasible"] is False and f"--context {largest}" in stderr
     assert "needs 148," in stderr and "the devices have 100,000,000,000 together" in stderr
-    assert main([*argv, str(largest), "--json"]) == OK
-    assert main([*argv, str(largest + 1), "--json"]) == NO
-
-
-def test_a_language_model_needs_no_planner(tmp_path: Path, says: Any) -> None:
-    model, devices = written(tmp_path, LLAMA)
-    answer = says.answer("plan", model, "--cluster", devices, "--context", "4096")
-    assert answer["planner"] == "layer_dp"
+    says([*argv, str(largest)])
+    says([*argv, str(largest + 1)], NO)
 
 
 def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, says: Any) -> None:
@@ -297,8 +285,7 @@ def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, says: An
 
 def test_a_gguf_file_without_its_tensors(tmp_path: Path, says: Any) -> None:
     _, devices = written(tmp_path, LLAMA)
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_llama(experts=8))
+    path = problems.written(tmp_path / "model.gguf", gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     out, stderr = says([*argv, "--out", tmp_path / "plan.json"])
     assert "for decode, a context of 512 x 1 predicted" in " ".join(out.split())
@@ -337,12 +324,12 @@ def test_what_is_served_is_for_language_models(says: Any) -> None:
 
 
 def test_seventy_billion_parameters_are_planned_at_once(tmp_path: Path) -> None:
-    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-              "num_attention_heads": 64}  # fmt: skip
+    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     names = ("nvidia/rtx-4090", "nvidia/rtx-3090", "apple/m2-ultra", "amd/mi210", "nvidia/l4",
              "amd/epyc-7763")  # fmt: skip
     text = "devices:\n" + "".join(f"- {{name: d{i}, like: {x}}}\n" for i, x in enumerate(names))
-    problem = serving_problem(decoder(**config), cluster(text, tmp_path), Serving("decode", 8192))
+    model = decoder(num_attention_heads=64, **config)
+    problem = serving_problem(model, cluster(text, tmp_path), Serving("decode", 8192))
     solution = load("layer_dp")(problem)
     held = memory(problem, solution.placement)
     assert np.isfinite(solution.value_s) and solution.stats["all_orders"]
@@ -365,8 +352,8 @@ def test_published_speeds_of_decoding(tmp_path: Path) -> None:
     """Nothing is fitted to them. The errors are in docs/hardware.md."""
     plain = decoder(vocab_size=32000, intermediate_size=11008, num_key_value_heads=32)
     plain = replace(plain, format="gguf")  # which llama.cpp runs
-    path = tmp_path / "q4_0.gguf"
-    path.write_bytes(gguf_llama(32, sizes=(4096, 11008, 32000, 32, 32), kinds=(2, 2)))
+    header = gguf_llama(32, sizes=(4096, 11008, 32000, 32, 32), kinds=(2, 2))
+    path = problems.written(tmp_path / "q4_0.gguf", header)
     errors = []
     for like, both in PUBLISHED.items():
         one = Cluster("c", (Device("d", library()[like].kind, like=like, memory_bytes=10**11),))
