@@ -9,8 +9,6 @@ an empty folder:
 * ``no-run`` after the language: not executed. Commands are still parsed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io
@@ -134,10 +132,8 @@ def test_every_environment_is_in_the_table() -> None:
     """Once, with the formulation that acts in it."""
     head, *rows = table_after((ROOT / "docs" / "environments.md").read_text(), "# Environments")
     cells = [{k: re.findall(r"`([^`]+)`", v) for k, v in zip(head, r, strict=True)} for r in rows]
-    ids, formulations = (
-        [name for row in cells for name in row[column]]
-        for column in ("id", "`training.formulation`")
-    )
+    columns = ("id", "`training.formulation`")
+    ids, formulations = ([name for row in cells for name in row[x]] for x in columns)
     registered = [k for k, v in registry.items() if v.namespace == "envs"]
     assert sorted(ids) == sorted(registered)
     assert sorted(formulations) == sorted(FORMULATIONS)
@@ -215,11 +211,8 @@ def test_plan_reference_is_up_to_date() -> None:
 
 def test_plan_reference_wants_a_meaning_for_every_key() -> None:
     script = reference()
-    schema = {
-        "properties": {"schema_version": {"const": 1}, "colour": {"type": "string"}},
-        "required": [],
-        "$defs": {},
-    }
+    known = {"schema_version": {"const": 1}, "colour": {"type": "string"}}
+    schema = {"properties": known, "required": [], "$defs": {}}
     with pytest.raises(KeyError, match=r"Plan\.colour"):
         script.tables(schema, {"Plan.schema_version": "Its version."})
 
@@ -258,9 +251,8 @@ def test_readme_quotes_results_with_their_commands() -> None:
 
 def table_after(text: str, heading: str) -> list[list[str]]:
     """The cells of the first table after ``heading``, without marks; the header first."""
-    lines = itertools.dropwhile(
-        lambda x: not x.startswith("|"), text.split(heading)[1].splitlines()
-    )
+    under = text.split(heading)[1].splitlines()
+    lines = itertools.dropwhile(lambda x: not x.startswith("|"), under)
     rows = itertools.takewhile(lambda x: x.startswith("|"), lines)
     cells = [[c.strip(" *") for c in row.strip().strip("|").split("|")] for row in rows]
     return [row for row in cells if set("".join(row)) - set("-:")]
@@ -281,8 +273,6 @@ def test_pictures_come_out_the_same(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     pinned = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if pinned is None or matplotlib.__version__ != pinned[1]:
-        pytest.skip(
-            f"the pictures were drawn with another matplotlib than {matplotlib.__version__}"
-        )
+        pytest.skip(f"the pictures are of another matplotlib than {matplotlib.__version__}")
     drawn = reference("make_pictures").draw("timeline", tmp_path).read_text()
     assert drawn == (ROOT / "docs" / "img" / "timeline.svg").read_text()

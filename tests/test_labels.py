@@ -7,8 +7,6 @@ may be bold. Rows of the learning table say of what kind their problems are, rea
 each percentage of the sentences below it is one of the table or of a page that they lead to.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -76,16 +74,10 @@ def figures(name: str) -> dict[str, set[str]]:
     best_of_all = best_known(rows)
     best_in = {group: best_known(mine) for group, mine in groups(rows, "group").items()}
     parts = [((best_of_all, best_in[g]), mine) for g, mine in groups(rows, "group").items()]
-    parts += [
-        ((best_of_all,), results.of_row(row, RESULTS))
-        for row in results.LEARNING
-        if row.study == name
-    ]
-    for bests, mine, planner in (
-        (bests, mine, planner)
-        for bests, part in parts
-        for planner, mine in groups(part, "planner").items()
-    ):
+    mine = [row for row in results.LEARNING if row.study == name]
+    parts += [((best_of_all,), results.of_row(row, RESULTS)) for row in mine]
+    planners = [(bests, *x) for bests, part in parts for x in groups(part, "planner").items()]
+    for bests, planner, mine in planners:
         who = {chooser(planner, row.objective, released) for row in mine}
         for best in bests:
             by_problem = groups((r for r in mine if r.value_s), "problem").items()
@@ -138,11 +130,7 @@ def test_wrong_labels_are_found() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for page, old, new in (
         (results_page, r" hand-written \| untrained network \|", " learned | untrained network |"),
-        (
-            results_page,
-            r"\| trained network \| hand-written \|",
-            "| hand-written | trained network |",
-        ),
+        (results_page, r"\| trained network \| hand-written", "| hand-written | trained network"),
         (results_page, r"\| hand-written \| untrained network \|", "| hand-written | frozen |"),
         (results_page, r"learned_zero_shot\.md", "learned_dispatch.md"),  # of another study
         (results_page, r"(\| `\w+` \| )([\d.]+)", r"\1**\2**"),
@@ -156,9 +144,8 @@ def test_wrong_labels_are_found() -> None:
 def test_every_row_of_the_first_table_is_of_who_it_names() -> None:
     for row in results.LEARNING:
         released = released_for(row.study)
-        for planner, who in zip(
-            (row.trained, row.hand, row.untrained), CLAIMS.values(), strict=True
-        ):
+        planners = row.trained, row.hand, row.untrained
+        for planner, who in zip(planners, CLAIMS.values(), strict=True):
             mine = [c for c in results.of_row(row, RESULTS) if c.planner == planner]
             decided = {chooser(planner, c.objective, released) for c in mine}
             assert decided and decided <= who, (row.where, planner, decided)

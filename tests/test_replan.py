@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from placement.cli import BAD_INPUT, NO, OK
 from placement.cluster import Link
-from placement.graph import OpGraph
 from placement.importers import save
 from placement.plan import load_plan, make_plan
 from placement.planners import load
@@ -21,7 +20,7 @@ from placement.problem import Problem, Solution
 from placement.replan import Kept, ReplanError, first_choices, remaining
 from placement.simulator import score
 from tests import problems as by_hand
-from tests.problems import problem_on, problems, random_placement
+from tests.problems import altered, problem_on, problems, random_placement
 
 
 def chain(num_ops: int = 6, devices: str = "abc", memory: int = 1000) -> Problem:
@@ -36,22 +35,20 @@ def chain(num_ops: int = 6, devices: str = "abc", memory: int = 1000) -> Problem
 
 
 def test_columns_and_links_of_what_is_left() -> None:
-    given_problem = chain(2)
     seconds = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     matrix = np.arange(18.0).reshape(2, 3, 3)
     links = (Link("a", "b", 1.0), Link("c", "a", 2.0, channel="nic"))
-    cluster = replace(given_problem.cluster, links=links[1:])
     tables = {"compute_s": seconds, "loaded_s": 2 * seconds, "io_s": seconds / 2}
     tables |= {"transfer_s": matrix, "predicted": seconds > 3}
-    profile = replace(given_problem.profile, links=links, **tables)
-    left = remaining(replace(given_problem, cluster=cluster, profile=profile), ["b"])
+    whole = chain(2)
+    cluster = replace(whole.cluster, links=links[1:])
+    profile = replace(whole.profile, links=links, **tables)
+    left = remaining(replace(whole, cluster=cluster, profile=profile), ["b"])
     assert left.cluster.device_names == left.profile.device_names == ("a", "c")
     assert left.cluster.links == left.profile.links == links[1:]
     assert left.compute_s.tolist() == [[1, 3], [4, 6]]
-    assert left.profile.loaded_s is not None and left.profile.io_s is not None
     assert left.profile.loaded_s.tolist() == [[2, 6], [8, 12]]
     assert left.profile.io_s.tolist() == [[0.5, 1.5], [2, 3]]
-    assert left.profile.transfer_s is not None and left.profile.predicted is not None
     assert left.profile.transfer_s[0].tolist() == [[0, 2], [6, 8]]
     assert left.profile.predicted.tolist() == [[False, False], [True, True]]
 
@@ -63,16 +60,11 @@ def test_somebody_must_be_left_and_who_goes_must_be_there() -> None:
         remaining(chain(), ["a", "x"])
 
 
-def test_an_operator_that_ran_on_the_lost_device_only() -> None:
-    whole = chain()
-    seconds = whole.compute_s.copy()
+def test_an_operator_that_ran_on_the_lost_device_only_and_parameters_that_no_longer_fit() -> None:
+    seconds = np.ones((6, 3))
     seconds[2, :2] = np.inf
-    whole = replace(whole, profile=replace(whole.profile, compute_s=seconds))
     with pytest.raises(ReplanError, match=r"operator 2 \('op2'\) runs only on \['c'\]"):
-        remaining(whole, ["c"])
-
-
-def test_parameters_that_no_longer_fit() -> None:
+        remaining(altered(chain(), compute_s=seconds), ["c"])
     with pytest.raises(ReplanError, match=r"parameters take 600 bytes.*together have 500"):
         remaining(chain(memory=250), ["b"])
 
@@ -91,12 +83,8 @@ def test_one_takes_over_or_what_is_lost_is_dealt_out() -> None:
 
 def test_branches_stay_apart() -> None:
     # Two branches, numbered in turn: even ones on a, odd ones on b, the sum of all on c.
-    names = [f"op{i}" for i in range(9)]
     edges = [(i, i + 2) for i in range(6)] + [(6, 8), (7, 8)]
-    graph = OpGraph.build("two", names, range(9), [1] * 9, edges)
-    whole = chain(9)
-    whole = Problem(graph, whole.cluster, whole.profile)
-    left = remaining(whole, ["c"])
+    left = remaining(replace(chain(9), graph=by_hand.graph_of(9, edges, 1)), ["c"])
     rows = first_choices(left, np.array([0, 1] * 4 + [-1], np.int32)).tolist()
     assert [0, 1] * 4 + [0] in rows and [0, 1] * 4 + [1] in rows
 
@@ -147,17 +135,12 @@ def test_as_good_as_every_first_placement(objective: Any, seed: int) -> None:
 
 def test_the_known_best() -> None:
     # Six operators of a second on three devices: 2 s; on two devices: 3 s, and 1 ms to send.
-    whole = chain()
-    answer = planned(whole, [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
+    answer = planned(chain(), [0, 0, 1, 1, 2, 2], ["b"], evaluations=50)[1]
     assert answer.value_s == pytest.approx(3.0)
-    alone = planned(whole, [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
+    alone = planned(chain(), [0, 0, 1, 1, 2, 2], ["b", "a"], evaluations=50)[1]
     assert alone.value_s == pytest.approx(6.0) and alone.placement.tolist() == [0] * 6
-
-
-def test_a_placement_that_can_stay() -> None:
-    _, answer = planned(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)
-    assert answer.placement.tolist() == [0, 0, 0, 1, 1, 1]
-    assert answer.value_s == pytest.approx(3.0)
+    stays = planned(chain(), [0, 0, 0, 1, 1, 1], ["c"], evaluations=20)[1]
+    assert stays.value_s == pytest.approx(3.0) and stays.placement.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_a_thousand_operators() -> None:
@@ -235,12 +218,9 @@ def test_mistakes(without, more, message, files, replan):
     assert message in replan(plan, "--without", without, problem, *more, code=BAD_INPUT).err
 
 
-def test_the_problem_must_be_named(files: tuple[Path, Path], replan: Any) -> None:
+def test_the_problem_must_be_named(files: tuple[Path, Path], tmp_path: Path, replan: Any) -> None:
     said = replan(files[0], "--without", "a", code=BAD_INPUT).err
     assert "name what it is of, a problem file or package.module:function" in said
-
-
-def test_another_problem(files: tuple[Path, Path], tmp_path: Path, replan: Any) -> None:
     save(chain(7), tmp_path / "other.json")
     said = replan(files[0], "--without", "a", tmp_path / "other.json", code=BAD_INPUT).err
     assert "6 operators in the plan, 7 here" in said
@@ -248,9 +228,8 @@ def test_another_problem(files: tuple[Path, Path], tmp_path: Path, replan: Any) 
 
 def test_activations_that_no_longer_fit(tmp_path: Path, replan: Any) -> None:
     # Two operators: 200 bytes of parameters and three tensors of 60; three: 300 and as many.
-    whole = chain(memory=400)
-    graph = replace(whole.graph, tensor_bytes=np.full(6, 60, np.int64))
-    whole = replace(whole, graph=graph, num_microbatches=4, max_in_flight=1)
+    whole = replace(chain(memory=400), num_microbatches=4, max_in_flight=1)
+    whole = replace(whole, graph=replace(whole.graph, tensor_bytes=np.full(6, 60, np.int64)))
     save(whole, tmp_path / "problem.json")
     make_plan(whole, load("contiguous_dp")(whole), planner="x").save(tmp_path / "plan.json")
     budget = ("--evaluations", "30", tmp_path / "problem.json")
