@@ -25,13 +25,12 @@ def row(planner: str, value_s: float, seed: int | None = None, workload: str = "
 
 
 def comparison(*cells: tuple[Row, Curve | None]) -> Comparison:
-    solutions = {
-        (r.workload, r.planner, r.seed): Solution(
-            np.zeros(4, np.int32), r.value_s, stats={} if curve is None else {"curve": curve}
-        )
-        for r, curve in cells
-        if np.isfinite(r.value_s)
-    }
+    solutions = {}
+    for r, curve in cells:
+        if np.isfinite(r.value_s):
+            stats = {} if curve is None else {"curve": curve}
+            found = Solution(np.zeros(4, np.int32), r.value_s, stats=stats)
+            solutions[r.workload, r.planner, r.seed] = found
     return Comparison(tuple(r for r, _ in cells), solutions)
 
 
@@ -41,9 +40,8 @@ SINGLE = (row("single:d", 8.0), None)
 def test_a_curve_is_steps_over_the_best_found() -> None:
     # One device: 8, best: 2. "search" answers 6 after 0.1 s and 2 after 0.5 s; "once" has 4
     # after its 1.0 s.            0.05   0.1   0.4   0.5   1.0
-    compared = comparison(
-        SINGLE, (row("search", 2.0, 0), [(0.1, 1, 6.0), (0.5, 9, 2.0)]), (row("once", 4.0), None)
-    )
+    search = row("search", 2.0, 0), [(0.1, 1, 6.0), (0.5, 9, 2.0)]
+    compared = comparison(SINGLE, search, (row("once", 4.0), None))
     curves = best_so_far(compared, np.array([0.05, 0.1, 0.4, 0.5, 1.0]))
     assert curves["search"].tolist() == pytest.approx([4, 3, 3, 1, 1])
     assert curves["once"].tolist() == pytest.approx([4, 4, 4, 4, 2])
@@ -52,13 +50,8 @@ def test_a_curve_is_steps_over_the_best_found() -> None:
 
 def test_seeds_and_workloads_are_averaged_geometrically() -> None:
     # In w 2 / 1 and 8 / 1, in v 1 / 1: (2 * 8 * 1) ** (1 / 3).
-    compared = comparison(
-        SINGLE,
-        (row("s", 2.0, 0), None),
-        (row("s", 8.0, 1), None),
-        (row("best", 1.0), None),
-        (row("s", 5.0, 0, "v"), None),
-    )
+    rows = row("s", 2.0, 0), row("s", 8.0, 1), row("best", 1.0), row("s", 5.0, 0, "v")
+    compared = comparison(SINGLE, *((r, None) for r in rows))
     assert best_so_far(compared, np.array([2.0]))["s"][0] == pytest.approx(16 ** (1 / 3))
 
 
@@ -68,10 +61,8 @@ def test_no_answer_counts_as_the_best_single_device() -> None:
     assert compared.reference("w") == (2.0, 8.0)
     assert compared.ratios()["fails"] == {"w": pytest.approx(4)}
     # Where no single device fits either, it counts as the worst answer.
-    tight = comparison(
-        (row("single:d", np.inf), None), (row("fails", np.inf), None),
-        (row("bad", 6.0), None), (row("good", 2.0), None),
-    )  # fmt: skip
+    values = {"single:d": np.inf, "fails": np.inf, "bad": 6.0, "good": 2.0}
+    tight = comparison(*((row(planner, value), None) for planner, value in values.items()))
     assert tight.reference("w") == (2.0, 6.0)
     assert best_so_far(tight, np.array([9.0]))["fails"].tolist() == pytest.approx([3])
 
@@ -81,23 +72,17 @@ def test_a_workload_without_answers_is_left_out() -> None:
     assert compared.ratios() == {} and best_so_far(compared, np.array([1.0])) == {}
 
 
-def test_claims_below_the_simulated_value_are_not_believed() -> None:
+def test_neither_claims_below_the_simulated_value_nor_what_fits_nowhere_is_believed() -> None:
     compared = comparison(SINGLE, (row("liar", 4.0, 0), [(0.1, 1, 1e-9)]))
     assert best_so_far(compared, np.array([0.2]))["liar"].tolist() == pytest.approx([1])
-
-
-def test_first_values_that_fit_nowhere_are_skipped() -> None:
     compared = comparison(SINGLE, (row("p", 4.0, 0), [(0.1, 1, np.inf), (0.5, 2, 4.0)]))
     assert best_so_far(compared, np.array([0.2, 0.6]))["p"].tolist() == pytest.approx([2, 1])
 
 
-@given(
-    st.lists(
-        st.lists(st.tuples(st.floats(0, 9), st.floats(0.1, 9)), min_size=1, max_size=5),
-        min_size=1,
-        max_size=4,
-    )
-)
+POINTS = st.lists(st.tuples(st.floats(0, 9), st.floats(0.1, 9)), min_size=1, max_size=5)
+
+
+@given(st.lists(POINTS, min_size=1, max_size=4))
 def test_curves_fall_and_end_where_the_table_says(runs: list[list[tuple[float, float]]]) -> None:
     cells: list[Any] = [SINGLE]
     for seed, points in enumerate(runs):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -31,32 +31,25 @@ from placement.runs.compare import compare, placement_id
 from placement.simulator import simulate
 from placement.simulator.memory import largest, memory_steps
 from placement.timeline import Timeline, TimelineError
-from tests.problems import altered, chain, graph_of, random_problem
+from tests.problems import altered, chain, graph_of, random_placement, random_problem, written
+from tests.runtimes import Biased, with_errors
 
 EVIL = '</script><img src=x onerror="window.hacked=1">'
 
 
-@dataclass(frozen=True)
-class Noisy:
+class Noisy(Biased):
     """A runtime that is the simulator, with other times."""
 
-    problem: Problem
-    seed: int = 0
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(with_errors(problem, 0.2, seed=0))
 
-    def run(
-        self, placement: ArrayLike, *, num_microbatches: int, max_in_flight: int | None = None
-    ) -> Timeline:
-        noise = np.random.default_rng(self.seed).uniform(1.0, 1.5, self.problem.compute_s.shape)
-        profile = replace(self.problem.profile, compute_s=self.problem.compute_s * noise)
-        window = max_in_flight or self.problem.max_in_flight
-        other = replace(self.problem, profile=profile, max_in_flight=window)
-        return replace(simulate(other, placement, None, num_microbatches), measured=True)
+    def run(self, placement: ArrayLike, **limits: Any) -> Timeline:
+        return replace(super().run(placement, **limits), measured=True)
 
 
 def modular(num_ops: int, num_devices: int = 2, evil: bool = False, seed: int = 1) -> Problem:
     """A chain of blocks of five operators, every block a module, some names hostile."""
     problem = random_problem(seed, num_ops, num_devices)
-    g = problem.graph
     names = [f"{EVIL if evil and n % 7 == 0 else 'op'} {n}" for n in range(num_ops)]
     modules = [f"body.{n // 50}.{n // 5}" + (EVIL if evil else "") for n in range(num_ops)]
     facts = {"op_name": names, "op_module": modules, "op_kind": ["aten.mul"] * num_ops}
@@ -65,18 +58,14 @@ def modular(num_ops: int, num_devices: int = 2, evil: bool = False, seed: int = 
     rng = np.random.default_rng(seed)
     nothing = dict.fromkeys(("loaded_s", "transfer_s", "workspace_bytes", "library_bytes"))
     seconds = rng.uniform(1e-4, 1e-3, (num_ops, num_devices))
-    assert g.num_ops == graph.num_ops
     links = {"latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9}
     problem = altered(problem, {"memory_bytes": 2**40}, links, compute_s=seconds, **nothing)
     return replace(problem, graph=graph, num_microbatches=6, max_in_flight=3)
 
 
 def compared(folder: Path, problems: dict[str, Problem], measured: bool = True) -> Comparison:
-    planners = {
-        "heft": Heft(),
-        "local_search": LocalSearch(evaluations=30),
-        "round_robin": RoundRobin(),
-    }
+    planners = {"heft": Heft(), "local_search": LocalSearch(evaluations=30)}
+    planners |= {"round_robin": RoundRobin()}
     runtime = Noisy if measured else None
     return compare(problems, planners, [0, 1], out_dir=folder, executor=runtime, rounds=2)
 
@@ -153,10 +142,8 @@ def test_every_planner_has_its_timelines(run_dir: Path, data: dict[str, Any]) ->
         assert all(p["decision"] is not None for p in shown["planners"])
         for decision in shown["decisions"]:
             p = placement(decision)
-            expected = {
-                "predicted": simulate(problem, p),
-                "measured": workload.measured[placement_id(p)],
-            }
+            expected = {"measured": workload.measured[placement_id(p)]}
+            expected |= {"predicted": simulate(problem, p)}
             for kind, timeline in expected.items():
                 start, end, transfers = arrays(decision[kind])
                 tick = decision[kind]["tick_s"]
@@ -252,13 +239,13 @@ def test_a_damaged_cell_is_left_out_and_named(tmp_path: Path) -> None:
     compared(tmp_path, {"net": modular(10)}, measured=False)
     cell = sorted((tmp_path / "cells").glob("*heft*.json"))[0]
     cell.write_text("{")
-    written = write_report(tmp_path)
-    assert [cell.name in line for line in written.unread] == [True]
+    report = write_report(tmp_path)
+    assert [cell.name in line for line in report.unread] == [True]
     (workload,) = page_data(read_run(tmp_path))["workloads"]
-    lines = {p["name"]: p["decision"] for p in workload["planners"]}
-    heft = lines["heft"]
+    decision = {p["name"]: p["decision"] for p in workload["planners"]}
+    heft = decision["heft"]
     assert heft is None or "round_robin" in workload["decisions"][heft]["planners"]
-    assert lines["local_search"] is not None
+    assert decision["local_search"] is not None
 
 
 def test_a_workload_cannot_name_files_elsewhere(tmp_path: Path) -> None:
@@ -279,10 +266,8 @@ def test_a_folder_from_before_problems_were_saved_has_the_timelines_of_its_trace
     best = next(row for row in comparison.rows if row.planner == "heft")  # the same for all seeds
     solution = comparison.solutions["net", best.planner, best.seed]
     make_plan(problem, solution, planner=best.planner).save(tmp_path / "net" / "plan.json")
-    timelines = {
-        "predicted": simulate(problem, solution.placement),
-        "measured": Noisy(problem).run(solution.placement, num_microbatches=6),
-    }
+    timelines = {"predicted": simulate(problem, solution.placement)}
+    timelines |= {"measured": Noisy(problem).run(solution.placement, num_microbatches=6)}
     trace.write_trace(tmp_path / "net" / "trace.json", timelines.values(), problem.graph.op_name)
     (shown,) = page_data(read_run(tmp_path))["workloads"]
     index = next(p["decision"] for p in shown["planners"] if p["name"] == best.planner)
@@ -337,10 +322,10 @@ def test_a_plan_under_any_name_as_measured_and_both_traces(tmp_path: Path) -> No
         assert (line["measured_period_s"], line["rounds"]) == (0.5, 5)
         assert decision["predicted"]["period_s"] == pytest.approx(predicted.period_s, rel=1e-6)
         assert decision["measured"]["period_s"] == pytest.approx(run.period_s, rel=1e-6)
-    written = write_report(tmp_path)
-    assert (written.num_workloads, written.num_planners) == (1, 1)
-    assert (written.num_predicted, written.num_measured, written.unread) == (1, 1, ())
-    text = written.path.read_text()
+    report = write_report(tmp_path)
+    assert (report.num_workloads, report.num_planners) == (1, 1)
+    assert (report.num_predicted, report.num_measured, report.unread) == (1, 1, ())
+    text = report.path.read_text()
     assert "heft, predicted: " in text and "heft, measured, one run: " in text
 
     # Another plan in the folder has neither; a timeline of no plan is left out, and named.
@@ -353,15 +338,6 @@ def test_a_plan_under_any_name_as_measured_and_both_traces(tmp_path: Path) -> No
     assert both.unread == ("t3.json: a timeline of no plan that is here",)
 
 
-def test_a_trace_that_does_not_say_what_it_is_is_left_out(tmp_path: Path) -> None:
-    problem = modular(4)
-    events = simulate(problem, np.zeros(4, np.int32)).to_trace()["traceEvents"]
-    unnamed = [e for e in events if e["name"] != "process_name"]
-    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": unnamed}))
-    with pytest.raises(TimelineError, match="whether it was predicted or measured"):
-        trace.read_traces(tmp_path / "t.json")
-
-
 def test_a_training(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("steps,best_speedup,entropy\n10,1.0,nan\n20,1.5,0.5\n")
     shown = page_data(read_run(tmp_path))
@@ -372,9 +348,8 @@ def test_a_training(tmp_path: Path) -> None:
 
 def test_commands_are_those_that_hydra_was_given(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("steps\n1\n")
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("- workload=[a,b]\n- seed=1\n")
-    (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {job: {name: placement-train}}\n")
+    written(tmp_path / ".hydra" / "overrides.yaml", "- workload=[a,b]\n- seed=1\n")
+    written(tmp_path / ".hydra" / "hydra.yaml", "hydra: {job: {name: placement-train}}\n")
     first, second = page_data(read_run(tmp_path))["commands"][:2]
     assert first["command"] == "placement-train 'workload=[a,b]' seed=1"
     # Without resume it would begin anew, over what is there.
@@ -415,8 +390,7 @@ def test_timelines_survive_their_files(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
     problem = random_problem(seed)
-    drawn = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_ops)
-    p = drawn.astype(np.int32)
+    p = random_placement(problem, seed)
     timeline = simulate(problem, p)
     steps = memory_steps(problem, p, timeline, problem.max_in_flight)
     assert timeline.peak_bytes is not None
@@ -444,9 +418,12 @@ def test_traces_are_read_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(predicted.placement, timeline.placement)
     np.testing.assert_array_equal(predicted.transfers, timeline.transfers)
     np.testing.assert_allclose(predicted.end_s, timeline.end_s, rtol=1e-9)
-    (tmp_path / "t.json").write_text('{"traceEvents": [{"pid": 0}]}')
-    with pytest.raises(TimelineError, match=r"t\.json"):
-        trace.read_traces(tmp_path / "t.json")
+    unnamed = [e for e in timeline.to_trace()["traceEvents"] if e["name"] != "process_name"]
+    wrong = {r"t\.json": [{"pid": 0}], "whether it was predicted or measured": unnamed}
+    for why, events in wrong.items():
+        written(tmp_path / "t.json", {"traceEvents": events})
+        with pytest.raises(TimelineError, match=why):
+            trace.read_traces(tmp_path / "t.json")
 
 
 def test_a_csv_file_of_an_older_version(tmp_path: Path) -> None:

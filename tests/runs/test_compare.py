@@ -8,6 +8,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import inf
@@ -17,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from placement.cluster import Link
 from placement.planners import PlannerError
@@ -30,10 +32,9 @@ from placement.search.planner import Budget
 from placement.simulator import simulate
 from placement.timeline import Timeline
 from placement.tools.files import FileError
+from tests.problems import altered, random_problem, small_problem
 from tests.problems import chain as edges
-from tests.problems import random_problem, small_problem
-
-SPLIT = np.array([0, 0, 1, 1], np.int32)
+from tests.runtimes import Biased
 
 
 def chain(**changes: Any) -> Problem:
@@ -46,25 +47,26 @@ def chain(**changes: Any) -> Problem:
     seconds = changes.pop("seconds", np.repeat([[1.0], [2.0], [3.0], [2.0]], 2, axis=1))
     graph = {"name": "chain", "op_name": list("abcd")}
     facts = {"devices": "cpu:{}", "links": (Link("cpu:0", "cpu:1"),), "graph": graph}
-    return small_problem(
-        seconds, edges(4), tensor_bytes=8, **facts, **{"num_microbatches": 16, **changes}
-    )
+    facts |= {"num_microbatches": 16, **changes}
+    return small_problem(seconds, edges(4), tensor_bytes=8, **facts)
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Answers one placement; counts its calls in ``log``."""
+    """Answers one placement, and says ``note``; counts its calls in ``log``."""
 
     placement: tuple[int, ...]
     log: Any = None
     lower_bound_s: float | None = None
+    note: str | None = None
 
     def __call__(self, problem: Problem) -> Solution:
         if self.log is not None:
             self.log.calls.append(self.placement)
         placement = np.array(self.placement, np.int32)
         # A planner that flatters itself: its own value is not what is reported.
-        return Solution(placement, 1e-9, self.lower_bound_s, {"evaluations": 7})
+        stats = {"evaluations": 7} | ({"message": self.note} if self.note else {})
+        return Solution(placement, 1e-9, self.lower_bound_s, stats)
 
 
 class Log:
@@ -89,31 +91,27 @@ class Seeded:
         return Solution(placement, 0.0, stats={"evaluations": self.evaluations, "s": self.seconds})
 
 
-class Slower:
-    """Real devices that take ``factor`` times the prediction; writes down every run."""
+class Slower(Biased):
+    """Real devices that take ``factor`` times the prediction; writes down every run in ``log``."""
 
-    def __init__(self, problem: Problem, factor: float, log: list[Any], fail_at: int = -1):
-        self.problem, self.factor, self.log, self.fail_at = problem, factor, log, fail_at
+    def __init__(self, problem: Problem, factor: float, log: list[Any], fail_at: int) -> None:
+        super().__init__(problem, lambda run: factor)
+        self.log, self.fail_at = log, fail_at
 
-    def run(
-        self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None
-    ) -> Timeline:
+    def run(self, placement: Any, *, num_microbatches: int, **window: Any) -> Timeline:
         if len(self.log) == self.fail_at:
             raise KeyboardInterrupt
         self.log.append((tuple(np.asarray(placement).tolist()), num_microbatches))
-        profile = self.problem.profile
-        slow = replace(profile, compute_s=profile.compute_s * self.factor)
-        window = max_in_flight or self.problem.max_in_flight
-        problem = replace(self.problem, profile=slow, max_in_flight=window)
-        timeline = simulate(problem, placement, num_microbatches=num_microbatches)
+        timeline = super().run(placement, num_microbatches=num_microbatches, **window)
         return replace(timeline, measured=True)
 
 
-def slower(
-    factor: float = 1.25, log: list[Any] | None = None, fail_at: int = -1
-) -> Callable[[Problem], Slower]:
+def slower(factor: float = 1.25, log: Any = None, fail_at: int = -1) -> Callable[..., Slower]:
     runs: list[Any] = [] if log is None else log
     return lambda problem: Slower(problem, factor, runs, fail_at)
+
+
+SPLIT = {"split": Fixed((0, 0, 1, 1))}
 
 
 def row(comparison: Comparison, planner: str) -> module.Row:
@@ -122,7 +120,7 @@ def row(comparison: Comparison, planner: str) -> module.Row:
 
 
 def test_a_known_comparison(tmp_path: Path) -> None:
-    comparison = compare({"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
+    comparison = compare({"w": chain()}, SPLIT, out_dir=tmp_path)
     single, split = row(comparison, "single:cpu:0"), row(comparison, "split")
     assert (single.period_s, single.latency_s, single.speedup) == pytest.approx((8, 8, 1))
     assert (split.period_s, split.latency_s, split.value_s) == pytest.approx((5, 8, 5))
@@ -132,22 +130,10 @@ def test_a_known_comparison(tmp_path: Path) -> None:
     assert comparison.best("w").planner == "split"
 
 
-@dataclass(frozen=True)
-class Says:
-    """Answers with a message, or with what does not fit."""
-
-    stats: Any
-    placement: tuple[int, ...] = (0, 0, 1, 1)
-
-    def __call__(self, problem: Problem) -> Solution:
-        return Solution(np.array(self.placement, np.int32), 5.0, stats=dict(self.stats))
-
-
 def test_the_note_is_what_the_planner_said(tmp_path: Path) -> None:
-    planners = {"fell back": Says({"message": "too little time"}), "silent": Says({})}
+    planners = SPLIT | {"fell back": Fixed((0, 0, 1, 1), note="too little time")}
     comparison = compare({"w": chain()}, planners, out_dir=tmp_path)
-    notes = [row(comparison, name).note for name in planners]
-    assert notes == ["too little time", ""]
+    assert [row(comparison, name).note for name in planners] == ["", "too little time"]
 
 
 def test_every_single_device_is_a_row_though_nobody_asked(tmp_path: Path) -> None:
@@ -156,9 +142,7 @@ def test_every_single_device_is_a_row_though_nobody_asked(tmp_path: Path) -> Non
 
 
 def test_measurements_errors_and_ratios(tmp_path: Path) -> None:
-    comparison = compare(
-        {"w": chain()}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path, executor=slower(1.25)
-    )
+    comparison = compare({"w": chain()}, SPLIT, out_dir=tmp_path, executor=slower(1.25))
     split = row(comparison, "split")
     # Measured 6.25 s per micro-batch where 5 s were predicted: 5 / 6.25 - 1 = -20 %.
     assert split.measured_period_s == pytest.approx(6.25)
@@ -185,14 +169,14 @@ def test_equal_placements_share_one_measurement_and_all_take_turns(tmp_path: Pat
 def test_speedup_of_latency_where_that_is_the_objective(tmp_path: Path) -> None:
     slow_second = np.array([[1.0, 2], [2, 4], [3, 1], [2, 1]])
     problem = chain(seconds=slow_second, objective="latency")
-    comparison = compare({"w": problem}, {"split": Fixed((0, 0, 1, 1))}, out_dir=tmp_path)
+    comparison = compare({"w": problem}, SPLIT, out_dir=tmp_path)
     # 1 + 2 + 1 + 1 = 5 s, the best single device takes min(8, 8) s, the critical path 5 s.
     split = row(comparison, "split")
     assert (split.value_s, split.speedup, split.gap) == pytest.approx((5, 1.6, 0))
 
 
 def test_a_planner_without_answer_is_a_row_with_the_reason(tmp_path: Path) -> None:
-    planners = {"wrong": Fixed((0, 0, 1, 2)), "split": Fixed((0, 0, 1, 1))}
+    planners = {"wrong": Fixed((0, 0, 1, 2))} | SPLIT
     comparison = compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower())
     wrong = row(comparison, "wrong")
     assert not wrong.feasible and np.isinf(wrong.value_s) and "device 2" in wrong.note
@@ -212,9 +196,8 @@ def test_a_bug_in_a_planner_is_not_swallowed(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_infeasible_and_never_run(tmp_path: Path) -> None:
     runs: list[Any] = []
     seconds = np.array([[1.0, 1], [2, 2], [3, 3], [2, np.inf]])
-    comparison = compare(
-        {"w": chain(seconds=seconds)}, {}, out_dir=tmp_path, executor=slower(1, runs), rounds=1
-    )
+    some = {"w": chain(seconds=seconds)}
+    comparison = compare(some, {}, out_dir=tmp_path, executor=slower(1, runs), rounds=1)
     assert row(comparison, "single:cpu:1").note == "operator 'd' cannot run on it"
     assert {p for p, _ in runs} == {(0, 0, 0, 0)}
 
@@ -230,7 +213,7 @@ def test_what_does_not_fit_is_infeasible_and_never_run(tmp_path: Path) -> None:
 def test_a_workload_that_no_single_device_fits_has_no_speedup(tmp_path: Path) -> None:
     # Either device lacks one operator: only a split can run, and there is nothing to compare with.
     seconds = np.array([[1.0, 1], [2, np.inf], [np.inf, 3], [2, 2]])
-    planners = {"split": Fixed((0, 0, 1, 1)), "wrong": Fixed((0, 0, 0, 0))}
+    planners = SPLIT | {"wrong": Fixed((0, 0, 0, 0))}
     split_only = chain(seconds=seconds)
     alone = compare({"w": split_only}, planners, out_dir=tmp_path / "a")
     assert row(alone, "split").speedup is None and alone.gains() == ()
@@ -273,25 +256,21 @@ def test_resume_after_an_interruption_in_planning(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         compare({"w": chain()}, {**good, "stop": interrupt}, out_dir=tmp_path)
     assert len(log.calls) == 2
-    again = compare({"w": chain()}, {**good, "stop": Fixed((0, 1, 1, 1))}, out_dir=tmp_path)
-    assert len(log.calls) == 2, "what was finished is not planned again"
     ends = {**good, "stop": Fixed((0, 1, 1, 1))}
+    again = compare({"w": chain()}, ends, out_dir=tmp_path)
+    assert len(log.calls) == 2, "what was finished is not planned again"
     fresh = compare({"w": chain()}, ends, out_dir=tmp_path / "fresh")
     assert [replace(r, plan_s=0) for r in again.rows] == [replace(r, plan_s=0) for r in fresh.rows]
     assert again.solutions["w", "p1", None].placement.dtype == np.int32
 
 
 def test_resume_after_an_interruption_in_measuring(tmp_path: Path) -> None:
-    planners = {"split": Fixed((0, 0, 1, 1))}
-    runs: list[Any] = []
+    problems, runs, again = {"w": chain()}, list[Any](), list[Any]()
     # 3 placements x 2 runs: the eighth run is the second one of round 2.
     with pytest.raises(KeyboardInterrupt):
-        compare({"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, runs, 7), rounds=3)
+        compare(problems, SPLIT, out_dir=tmp_path, executor=slower(1, runs, 7), rounds=3)
     assert len(runs) == 7
-    again: list[Any] = []
-    comparison = compare(
-        {"w": chain()}, planners, out_dir=tmp_path, executor=slower(1, again), rounds=3
-    )
+    comparison = compare(problems, SPLIT, out_dir=tmp_path, executor=slower(1, again), rounds=3)
     # 9 samples in all, 3 of them complete before; the half of the fourth is repeated.
     assert len(again) == 2 * (9 - 3)
     assert {r.num_rounds for r in comparison.rows} == {3}
@@ -307,22 +286,14 @@ def test_another_set_of_placements_is_measured_anew(tmp_path: Path) -> None:
     assert len(runs) - before == 2 * 4
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda: (chain(objective="latency"), Seeded()),
-        lambda: (chain(num_microbatches=8), Seeded()),
-        lambda: (chain(max_in_flight=2), Seeded()),
-        lambda: (chain(seconds=np.ones((4, 2))), Seeded()),
-        lambda: (chain(memory_bytes=2**41), Seeded()),
-        lambda: (chain(), Seeded(evaluations=1)),
-    ],
-)
-def test_another_problem_or_parameter_is_not_resumed(tmp_path, changed):
-    compare({"w": chain()}, {"p": Seeded()}, out_dir=tmp_path)
-    problem, planner = changed()
-    compare({"w": problem}, {"p": planner}, out_dir=tmp_path)
-    assert len(list((tmp_path / "cells").iterdir())) == 2
+def test_another_problem_or_parameter_is_not_resumed(tmp_path: Path) -> None:
+    changes = {"objective": "latency", "num_microbatches": 8, "max_in_flight": 2}
+    changes |= {"memory_bytes": 2**41, "seconds": np.ones((4, 2))}
+    others = [(chain(**{name: value}), Seeded()) for name, value in changes.items()]
+    runs = [(chain(), Seeded()), *others, (chain(), Seeded(evaluations=1))]
+    for count, (problem, planner) in enumerate(runs, 1):
+        compare({"w": problem}, {"p": planner}, out_dir=tmp_path)
+        assert len(list((tmp_path / "cells").iterdir())) == count
 
 
 @pytest.mark.parametrize("device", [None, 7, 2**40])
@@ -350,29 +321,11 @@ def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_policy_trained_further_is_another_planner(tmp_path: Path) -> None:
-    class Net:
-        def __init__(self, weight: float):
-            self.weight = weight
-
-        def state_dict(self) -> dict[str, Any]:
-            class Tensor:
-                def __init__(self, value: float):
-                    self.value = value
-
-                def detach(self) -> Any:
-                    return self
-
-                cpu = detach
-
-                def numpy(self) -> Any:
-                    return np.array([self.value])
-
-            return {"w": Tensor(self.weight)}
-
-        def __str__(self) -> str:
-            return "Net"  # as torch prints modules: without their weights
-
-    assert describe(Net(1.0)) == describe(Net(1.0)) != describe(Net(2.0))
+    net = nn.Linear(1, 1)  # of which torch prints everything but the weights
+    again = deepcopy(net)
+    assert describe(again) == describe(net)
+    again.weight.data += 1.0
+    assert describe(again) != describe(net)
     file = tmp_path / "policy.npz"
     file.write_bytes(b"one")
     before = describe(str(file))
@@ -417,16 +370,14 @@ def test_a_planner_of_edited_code_is_asked_again(tmp_path, monkeypatch, has_file
 
 
 def test_fingerprint_ignores_names_and_provenance() -> None:
-    problem = chain()
-    again = replace(problem, profile=replace(problem.profile, provenance={"when": "now"}))
-    assert problem_fingerprint(problem) == problem_fingerprint(again)
+    again = altered(chain(), provenance={"when": "now"})
+    assert problem_fingerprint(chain()) == problem_fingerprint(again)
 
 
 def test_csv_has_every_field_at_full_precision(tmp_path: Path) -> None:
     problem = chain(seconds=np.full((4, 2), 1 / 3))
-    comparison = compare(
-        {"w": problem}, {"p": Seeded()}, (0, 1), out_dir=tmp_path, executor=slower()
-    )
+    some = {"w": problem}, {"p": Seeded()}, (0, 1)
+    comparison = compare(*some, out_dir=tmp_path, executor=slower())
     with (tmp_path / "compare.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == len(comparison.rows) == 4
@@ -437,10 +388,16 @@ def test_csv_has_every_field_at_full_precision(tmp_path: Path) -> None:
         assert float(line["measured_latency_s"]) == made_row.measured_latency_s
 
 
-@pytest.mark.parametrize("options", [{"seeds": ()}, {"rounds": 0}, {"problems": {}}])
-def test_nothing_to_compare(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        *(({k: v}, "at least one") for k, v in (("seeds", ()), ("rounds", 0), ("problems", {}))),
+        ({"planners": {"single:cpu:0": Seeded()}}, "single:"),  # it may not pose as one device
+    ],
+)
+def test_what_cannot_be_compared(tmp_path: Path, options: dict[str, Any], why: str) -> None:
     arguments = {"problems": {"w": chain()}, "planners": {}, "out_dir": tmp_path, **options}
-    with pytest.raises(CompareError, match="at least one"):
+    with pytest.raises(CompareError, match=why):
         compare(**arguments)
 
 
@@ -448,11 +405,6 @@ def test_nothing_to_compare(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_budgets_are_positive(budget: dict[str, Any]) -> None:
     with pytest.raises(PlannerError, match=f"{next(iter(budget))} = .* must be positive"):
         Budget(**budget)
-
-
-def test_a_planner_may_not_pose_as_a_single_device(tmp_path: Path) -> None:
-    with pytest.raises(CompareError, match="single:"):
-        compare({"w": chain()}, {"single:cpu:0": Seeded()}, out_dir=tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -495,14 +447,10 @@ def test_more_seeds_of_the_same_workloads_are_not_more_workloads(rng: np.random.
     assert geometric_interval([seeds], 2000) == pytest.approx(alone, rel=0.02)
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 2**32 - 1))
-def test_rows_agree_with_the_simulator(seed: int) -> None:
-    import tempfile
-
+@pytest.mark.parametrize("seed", range(25))
+def test_rows_agree_with_the_simulator(tmp_path: Path, seed: int) -> None:
     problem = random_problem(seed, grouped=True, unsupported=True)
-    with tempfile.TemporaryDirectory() as folder:
-        comparison = compare({"w": problem}, {"p": Seeded()}, out_dir=folder)
+    comparison = compare({"w": problem}, {"p": Seeded()}, out_dir=tmp_path)
     for each in comparison.rows:
         if each.feasible:
             placement = comparison.solutions["w", each.planner, each.seed].placement

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from placement.schedulers.searched.blocks import Block, BlocksError, Work, read_
 from placement.schedulers.searched.repetend import Pattern, search, solve
 from placement.schedulers.searched.retime import earliest
 from placement.schedulers.searched.search import search_schedule
+from tests.problems import written
 
 pytest.importorskip("ortools", reason="the search needs OR-Tools")
 
@@ -43,11 +43,10 @@ def works(draw: st.DrawFn, most: int = 4) -> Work:
     devices = [draw(st.sampled_from(every)) for _ in range(num_blocks)]
     memory = [0] * num_blocks
     limited = draw(st.booleans())
-    preds: list[list[tuple[int, int]]] = [[] for _ in range(num_blocks)]
-    for v in range(num_blocks):
-        for u in range(v):
-            if draw(st.booleans()):
-                preds[v].append((u, draw(st.integers(0, 2))))
+    preds = [
+        [(u, draw(st.integers(0, 2))) for u in range(v) if draw(st.booleans())]
+        for v in range(num_blocks)
+    ]
     if limited:
         for u, v in itertools.combinations(range(num_blocks), 2):
             if devices[u] == devices[v] and not memory[u] and not memory[v]:
@@ -311,16 +310,11 @@ def test_memory_that_is_too_small_is_refused_with_the_numbers() -> None:
         Work((Block((0,), 1, 1), Block((0,), 1, -1)), 1, (5,))
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        *(Block((0,), 0), Block((), 1), Block((3,), 1)),
-        *(Block((0,), 1, preds=((0, wait),)) for wait in (0, -1)),
-    ],
-)
-def test_blocks_that_are_none_are_refused(block: Block) -> None:
-    with pytest.raises(BlocksError):
-        Work((block,), 2)
+def test_blocks_that_are_none_are_refused() -> None:
+    waits = (Block((0,), 1, preds=((0, delay),)) for delay in (0, -1))
+    for block in (Block((0,), 0), Block((), 1), Block((3,), 1), *waits):
+        with pytest.raises(BlocksError):
+            Work((block,), 2)
 
 
 def test_cases_are_read_in_any_order_and_circles_refused() -> None:
@@ -374,10 +368,8 @@ def cases(tmp_path: Path) -> str:
     rows = [(0, [0], 1, 1, []), (1, [1], 1, 1, [0]), (2, [1], 3, -1, [1]), (3, [0], 3, -1, [2])]
     keys = ("id", "devices", "time", "memory", "deps")
     blocks = [dict(zip(keys, row, strict=True)) for row in rows]
-    path = tmp_path / "cases.json"
     case = {"ndevs": 2, "mode": "train", "blocks": blocks}
-    path.write_text(json.dumps({"cases": {"vshape/2/train": case}}))
-    return str(path)
+    return str(written(tmp_path / "cases.json", {"cases": {"vshape/2/train": case}}))
 
 
 def test_the_command_prints_one_object(cases: str, says) -> None:
@@ -414,8 +406,7 @@ def test_bad_input_is_explained(cases: str, says, options: list[str], message: s
 
 
 def test_a_file_without_cases_is_explained(tmp_path, says):
-    path = tmp_path / "x.json"
-    path.write_text("[]")
+    path = written(tmp_path / "x.json", "[]")
     said = says(["schedule", path, "--case", "a", "--micro-batches", "1"], 2).err
     assert 'expected {"cases"' in said
 
@@ -423,28 +414,17 @@ def test_a_file_without_cases_is_explained(tmp_path, says):
 # --- published cases ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "memory"),
-    [
-        ("vshape/4/train", 2),
-        ("xshape/4/train", 3),
-        ("mshape/4/train", 6),
-        ("mllm/4/train", 4),
-        ("finetune/8/train", 4),
-        ("xshape/8/train", 1),
-        ("interleaved2/4/train", None),
-        ("mshape/4/infer", None),
-    ],
-)
-def test_published_cases(shared: Path, key: str, memory: int | None) -> None:
+PUBLISHED = {"vshape/4/train": 2, "xshape/4/train": 3, "mshape/4/train": 6, "mllm/4/train": 4}
+PUBLISHED |= {"finetune/8/train": 4, "xshape/8/train": 1}
+PUBLISHED |= {"interleaved2/4/train": None, "mshape/4/infer": None}
+
+
+@pytest.mark.parametrize(("key", "memory"), PUBLISHED.items())
+def test_published_cases(shared: Path, monkeypatch, key: str, memory: int | None) -> None:
     folder = shared / "data" / "schedules"
-    if not folder.is_dir():
-        pytest.skip(f"no reference data: {folder} does not exist")
-    sys.path.insert(0, str(folder))
-    try:
-        from schedule_check import check
-    finally:
-        sys.path.remove(str(folder))
+    monkeypatch.syspath_prepend(folder)
+    from schedule_check import check
+
     case = json.loads((folder / "cases.json").read_text())["cases"][key]
     records = json.loads((folder / "truth.json").read_text())["records"]
     truth = next(r for r in records if r["case"] == key and r["memory"] == memory)
@@ -508,9 +488,8 @@ def test_an_order_is_followed_as_the_readable_code_does(work: Work, num: int, ra
     table, length = order_kernels.table(work), int((starts + [b.time for b in work.blocks]).max())
     word, again = np.empty(starts.size, np.int64), np.empty_like(starts)
     before = np.empty((num, sum(len(b.devices) for b in work.blocks)), np.int64)
-    reached = order_kernels.follow(
-        table, order_kernels.sorted_items(key), 0, again, length, word, again, before
-    )
+    items = order_kernels.sorted_items(key)
+    reached = order_kernels.follow(table, items, 0, again, length, word, again, before)
     assert reached == length
     for prefix in (random.randrange(starts.size + 1), starts.size):
         again[:] = -1
@@ -522,17 +501,14 @@ def test_an_order_is_followed_as_the_readable_code_does(work: Work, num: int, ra
 
 def test_few_moves_find_a_schedule_shorter_than_the_best_known(shared: Path) -> None:
     """From one micro-batch at a time; exchanging neighbours alone ended at 85 to 88."""
-    file = shared / "data" / "schedules" / "cases.json"
-    if not file.is_file():
-        pytest.skip(f"no reference data: {file} does not exist")
-    work, _ = read_work(json.loads(file.read_text())["cases"]["mllm/4/train"], 4)
+    cases = json.loads((shared / "data" / "schedules" / "cases.json").read_text())["cases"]
+    work, _ = read_work(cases["mllm/4/train"], 4)
     key = np.repeat(np.arange(8)[:, None], work.num_blocks, axis=1)
     table = order_kernels.table(work)
     order = retime._arranged(work, table, key)
     assert order is not None and order.length == 8 * 20
     starts = order.start.copy()
-    *_, length = order_kernels.anneal(
-        table, order.word, order.start, order.before, starts, 30_000, 0, 0, 0.3
-    )
+    begun = order.word, order.start, order.before
+    *_, length = order_kernels.anneal(table, *begun, starts, 30_000, 0, 0, 0.3)
     assert work.errors(starts) == [] and (starts + [b.time for b in work.blocks]).max() == length
     assert length <= 83  # truth.json: 85

@@ -20,55 +20,35 @@ from placement.schedulers.interleaved import virtual_order
 from placement.schedulers.searched.work import work_of
 from placement.simulator import simulate, value_of
 from tests.problems import altered, random_placement, random_problem, small_problem, with_twins
+from tests.problems import chain as edges
 
 # Of a search, which ends as soon as everything is proved.
 SECONDS = 10.0
 
 
 def pipeline(
-    num_devices,
-    *,
-    chunks=1,
-    training=True,
-    split=False,
-    backward_s=1.0,
-    transfer_s=0.0,
-    memory_bytes=10**12,
-    speed=None,
+    devices, chunks=1, *, training=True, split=False, backward_s=1.0, send_s=0.0, speed=1.0, **more
 ) -> tuple[Problem, Placement]:
     """Pieces of one second through all devices, ``chunks`` times, and back again if training.
 
     With ``split`` a weight gradient of a second follows each backward piece on its device. Each
     backward piece reads a byte that its forward piece made.
     """
-    forward = [d for _ in range(chunks) for d in range(num_devices)]
-    op_name, place, back, uses, seconds = [], [], [], [], []
-    for i, d in enumerate(forward):
-        op_name.append(f"f{i}")
-        place.append(d)
-        back.append(False)
-        seconds.append(1.0)
-        if i:
-            uses.append((i - 1, i))
+    forward = [d for _ in range(chunks) for d in range(devices)]
+    pieces, uses = [(f"f{i}", d, False, 1.0) for i, d in enumerate(forward)], edges(len(forward))
     before = len(forward) - 1
     for i, d in reversed(list(enumerate(forward))) if training else []:
-        here = len(op_name)
+        here = len(pieces)
         uses += [(before, here)] + ([(i, here)] if i != before else [])
-        op_name.append(f"b{i}")
-        place.append(d)
-        back.append(True)
-        seconds.append(backward_s)
+        pieces.append((f"b{i}", d, True, backward_s))
         before = here
         if split:
             uses.append((here, here + 1))
-            op_name.append(f"w{i}")
-            place.append(d)
-            back.append(True)
-            seconds.append(1.0)
-    speeds = np.ones(num_devices) if speed is None else np.array(speed)
-    seconds, graph = np.array(seconds)[:, None] / speeds, {"op_name": op_name, "is_backward": back}
-    facts = {"memory_bytes": memory_bytes, "link": (transfer_s, 1e12), "max_in_flight": 2}
-    problem = small_problem(seconds, uses, tensor_bytes=1, graph=graph, **facts)
+            pieces.append((f"w{i}", d, True, 1.0))
+    op_name, place, back, work = zip(*pieces, strict=True)
+    seconds = np.array(work)[:, None] / np.broadcast_to(speed, devices)
+    facts = {"graph": {"op_name": op_name, "is_backward": back}, "tensor_bytes": 1, **more}
+    problem = small_problem(seconds, uses, link=(send_s, 1e12), max_in_flight=2, **facts)
     return problem, np.array(place, np.int32)
 
 
@@ -191,9 +171,9 @@ def test_searched_is_never_longer_than_the_generators() -> None:
     pytest.importorskip("ortools")
     for problem, p in (
         pipeline(3, backward_s=2.0),
-        pipeline(2, chunks=2, training=False),
-        pipeline(3, backward_s=2.0, transfer_s=0.5),
-        pipeline(2, chunks=2, backward_s=3.0, speed=(1.0, 2.0)),
+        pipeline(2, 2, training=False),
+        pipeline(3, backward_s=2.0, send_s=0.5),
+        pipeline(2, 2, backward_s=3.0, speed=(1.0, 2.0)),
     ):
         best = load("searched", seconds=SECONDS)(problem, p, 8)
         length = simulate(problem, p, best).makespan_s
@@ -205,7 +185,7 @@ def test_searched_is_never_longer_than_the_generators() -> None:
 def test_searched_hides_transfers_where_1f1b_waits() -> None:
     # With transfers of a second, 1F1B waits in every period: its micro-batches are too close.
     pytest.importorskip("ortools")
-    problem, p = pipeline(3, transfer_s=1.0)
+    problem, p = pipeline(3, send_s=1.0)
     scheduler = load("searched", seconds=SECONDS)
     _, answer, unit_s = scheduler.solve(problem, p, 12)
     assert float(answer.period) * unit_s == pytest.approx(2.0, rel=1e-3)
@@ -238,11 +218,11 @@ def test_blocks_of_any_graph_have_no_circle(seed: int) -> None:
     place = rng.integers(0, 3, problem.num_ops).astype(np.int32)
     for most in (64, 4):
         blocks = cut(problem, place, max_blocks=most)
-        edges = blocks.label[problem.graph.edges]
-        assert (edges[:, 0] <= edges[:, 1]).all()
+        src, dst = blocks.label[problem.graph.edges].T
+        assert (src <= dst).all()
         assert (blocks.device[blocks.label] == place).all()
-        inner = edges[edges[:, 0] != edges[:, 1]]
-        assert (blocks.level[inner[:, 0]] < blocks.level[inner[:, 1]]).all()
+        inner = src != dst
+        assert (blocks.level[src[inner]] < blocks.level[dst[inner]]).all()
         work, unit_s = work_of(problem, place, blocks, 4)
         assert work.num_blocks == blocks.num_blocks and unit_s > 0
 
@@ -284,8 +264,8 @@ def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None
 
 def test_what_several_operators_of_a_block_wait_for_is_sent_once() -> None:
     # a | b c d, which all read what a makes; a transfer takes 1 s.
-    edges = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
-    problem = small_problem(np.ones((4, 2)), edges, tensor_bytes=1, link=(1.0,))
+    uses = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    problem = small_problem(np.ones((4, 2)), uses, tensor_bytes=1, link=(1.0,))
     place = np.array([0, 1, 1, 1], np.int32)
     work, unit_s = work_of(problem, place, cut(problem, place), 4)
     ((_, delay),) = work.blocks[1].preds
@@ -298,41 +278,35 @@ def test_joining_blocks_is_what_a_slow_loop_does(seed: int) -> None:
     """Everything is worked out again before each of its steps."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(4, 24))
-    edges = np.array([(u, v) for v in range(n) for u in range(v) if rng.random() < 2.5 / n])
-    edges = edges.reshape(-1, 2).astype(np.int32)
+    pairs = [(u, v) for v in range(n) for u in range(v) if rng.random() < 2.5 / n]
+    uses = np.array(pairs, np.int32).reshape(-1, 2)
     place, seconds = rng.integers(0, 2, n), rng.integers(1, 9, n).astype(float)
     label = np.arange(n)
     most = int(rng.integers(1, n))
     while label.max() >= most:
         num = int(label.max()) + 1
         reach = np.zeros((num, num), bool)
-        reach[label[edges[:, 0]], label[edges[:, 1]]] = True
+        reach[label[uses[:, 0]], label[uses[:, 1]]] = True
         np.fill_diagonal(reach, False)
         for b in range(num):
             reach |= reach[:, b : b + 1] & reach[b]
         between = reach.astype(int) @ reach.astype(int) > 0
         size, where = np.bincount(label, weights=seconds), np.zeros(num, int)
         where[label] = place
-        pairs = [
-            (size[a] + size[b], a, b)
-            for a in range(num)
-            for b in range(a + 1, num)
-            if where[a] == where[b] and not between[a, b] and not between[b, a]
-        ]
+        apart = between | between.T | (where[:, None] != where)
+        pairs = [(size[a] + size[b], a, b) for a, b in np.argwhere(np.triu(~apart, 1))]
         if not pairs:
             break
         _, a, b = min(pairs)
         label = np.unique(np.where(label == b, a, label), return_inverse=True)[1]
-    assert _joined(np.arange(n), place, edges, seconds, most).tolist() == label.tolist()
+    assert _joined(np.arange(n), place, uses, seconds, most).tolist() == label.tolist()
 
 
 def test_a_long_chain_is_joined_to_few_blocks() -> None:
     problem, p = pipeline(2, chunks=60, training=False)
-    assert cut(problem, p, max_blocks=200).num_blocks == 120
-    blocks = cut(problem, p, max_blocks=150)
-    assert blocks.num_blocks == 120
     # Nothing may be joined in a chain that changes devices at every step: all stay.
-    assert cut(problem, p, max_blocks=10).num_blocks == 120
+    for most in (200, 150, 10):
+        assert cut(problem, p, max_blocks=most).num_blocks == 120
     assert cut(problem, np.zeros_like(p)).num_blocks == 1
 
 
@@ -361,7 +335,7 @@ def test_schedulers_are_found_by_file() -> None:
         load("searched", unroll="x")
 
 
-def test_interleaved_wants_whole_groups_and_equal_chunks() -> None:
+def test_interleaved_wants_whole_groups_and_equal_chunks_and_zero_bubble_gradients_apart() -> None:
     problem, p = pipeline(2, chunks=2)
     with pytest.raises(SchedulerError, match=r"groups of 2 micro-batches .* 3 are no multiple"):
         load("interleaved")(problem, p, 3)
@@ -369,15 +343,10 @@ def test_interleaved_wants_whole_groups_and_equal_chunks() -> None:
     uneven[[0, 1, 2, 3]] = [0, 1, 1, 1]
     with pytest.raises(SchedulerError, match="d0 has 1 and"):
         load("interleaved")(problem, uneven, 4)
-
-
-def test_zero_bubble_wants_gradients_apart() -> None:
-    problem, p = pipeline(3)
-    with pytest.raises(SchedulerError, match=r"does not separate .* all 1 backward"):
-        load("zero_bubble")(problem, p, 4)
-    problem, p = pipeline(3, training=False)
-    with pytest.raises(SchedulerError, match="no backward operators"):
-        load("zero_bubble")(problem, p, 4)
+    reasons = {True: r"does not separate .* all 1 backward", False: "no backward operators"}
+    for training, why in reasons.items():
+        with pytest.raises(SchedulerError, match=why):
+            load("zero_bubble")(*pipeline(3, training=training), 4)
 
 
 # --- plans -------------------------------------------------------------------------------
