@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Runner
+from placement.program import split_inputs
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 BOTH = Cluster("both", (CPU, GPU))
@@ -22,18 +23,37 @@ def all_on(graph, device):
 
 def others_like(inputs, seed):
     """Inputs of the same form, with other values."""
+
+    def other(x):
+        return torch.randn_like(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
     torch.manual_seed(seed)
-    return pytree.tree_map(
-        lambda x: (
-            torch.randn_like(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        ),
-        inputs,
-    )
+    return pytree.tree_map(other, inputs)
+
+
+def stream_all(graph, module, inputs, cluster, placements, count):
+    """Streams of other inputs through each placement give what the module does."""
+    items = [others_like(inputs, i) for i in range(count)]
+    for placement in placements:
+        with Runner(graph, cluster, placement) as runner:
+            for item, results in zip(items, runner.stream(items), strict=True):
+                args, kwargs = split_inputs(item)
+                with torch.no_grad():
+                    wanted = pytree.tree_leaves(module(*args, **kwargs))
+                leaves = pytree.tree_leaves(results)
+                torch.testing.assert_close(leaves, wanted, rtol=1e-4, atol=1e-5)
 
 
 def two_layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).train(), torch.randn(3, 4)
+
+
+def linears(count=2):
+    """Layers in a row, in evaluation mode, an input, and their graph."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)]).eval(), torch.randn(3, 8)
+    return module, x, capture(module, x)
 
 
 def on_gpu(graph):

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Executor, Runner
 from placement.executor import backend as backend_module
-from placement.program import split_inputs
 from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import CudaTensor
-from tests.executor.on_gpu import BOTH, THREE, all_on, on_gpu, others_like, two_layers
+from tests.executor.on_gpu import BOTH, THREE, all_on, linears, on_gpu, stream_all
 from tests.machine import problem_of, random_placement
 
 
@@ -28,18 +26,8 @@ def check_streams(names, cluster, seeds=2, count=6):
     for name in names:
         module, inputs = load(name)
         graph = capture(module, inputs)
-        items = [others_like(inputs, i) for i in range(count)]
-        expected = []
-        for item in items:
-            args, kwargs = split_inputs(item)
-            with torch.no_grad():
-                expected.append(pytree.tree_leaves(module(*args, **kwargs)))
-        for seed in range(seeds):
-            place = random_placement(graph, seed, cluster.num_devices)
-            with Runner(graph, cluster, place) as runner:
-                for results, wanted in zip(runner.stream(items), expected, strict=True):
-                    leaves = pytree.tree_leaves(results)
-                    torch.testing.assert_close(leaves, wanted, rtol=1e-4, atol=1e-5)
+        places = [random_placement(graph, seed, cluster.num_devices) for seed in range(seeds)]
+        stream_all(graph, module, inputs, cluster, places, count)
 
 
 @pytest.mark.parametrize("small", [0, 2**16])
@@ -83,29 +71,6 @@ def test_what_the_user_launched_before_a_call_has_happened_for_it():
                 weight.fill_(1.0)  # on the user's stream, not waited for
             gpu.kernel_s = 0.0
             assert (runner(x) == 8).all()
-
-
-def test_results_are_in_ordinary_memory():
-    module, x = two_layers()
-    module.eval()
-    with emulated_gpu.emulated(), Runner(graph := capture(module, x), BOTH, all_on(graph, 1)) as r:
-        assert not r(x).is_pinned()
-        torch.testing.assert_close(r(x), module(x))
-
-
-def test_results_may_stay_on_the_device():
-    module, inputs = load("tiny_branches")
-    graph = capture(module, inputs)
-    with (
-        emulated_gpu.emulated(copy_s=1e-3) as gpu,
-        Runner(graph, BOTH, all_on(graph, 1), outputs="device") as runner,
-    ):
-        (x,) = inputs
-        results = [runner(x + i) for i in range(3)]
-        assert all(y.is_cuda for y in results)
-        assert not gpu.copies["back"]
-        for i, y in enumerate(results):
-            torch.testing.assert_close(y.cpu(), module(x + i))
 
 
 def test_inputs_on_the_device_stay_there_and_are_waited_for():
@@ -168,9 +133,9 @@ def test_a_pipeline_copies_while_it_computes(monkeypatch):
 
 
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks():
-    module, x = two_layers()
+    _, x, graph = linears()
     with emulated_gpu.emulated():
-        with Runner(graph := capture(module.eval(), x), BOTH, all_on(graph, 1)) as runner:
+        with Runner(graph, BOTH, all_on(graph, 1)) as runner:
             runner(x)
         assert any(backend_module._IDLE.values())
         if (child := os.fork()) == 0:
@@ -179,8 +144,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_lacks():
 
 
 def test_threads_streams_and_parameters_stay_for_the_next_runner():
-    module, x = two_layers()
-    graph = capture(module.eval(), x)
+    module, x, graph = linears()
     with emulated_gpu.emulated() as gpu:
         with Runner(graph, BOTH, all_on(graph, 1)) as runner:
             runner(x)
@@ -209,9 +173,9 @@ def test_threads_streams_and_parameters_stay_for_the_next_runner():
 
 
 def test_runners_of_one_module_for_other_shapes_have_the_same_copies_of_parameters():
-    module, x = two_layers()
+    module, x, _ = linears()
     inputs = x, torch.cat([x, x])
-    graphs = [capture(module.eval(), y) for y in inputs]
+    graphs = [capture(module, y) for y in inputs]
     with emulated_gpu.emulated() as gpu, ExitStack() as stack:
         runners = [stack.enter_context(Runner(g, BOTH, all_on(g, 1))) for g in graphs]
         for written in (False, True):

@@ -6,7 +6,6 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,13 +19,12 @@ from placement.executor import Runner, Trainer
 from placement.executor import backend as backend_module
 from placement.executor.graphs import Replayed, pieces_of, recorded
 from placement.plan import Measured, Plan, Spread, now
-from placement.problem import Problem
-from placement.profile import Profile
 from placement.workloads import load
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, THREE, Draws, Layers, all_on, graphed, layers, two_layers
+from tests.executor.on_gpu import BOTH, THREE, Draws, Layers, all_on, graphed, layers, linears
 from tests.machine import random_placement
 from tests.modules import module_of
+from tests.problems import problem_on
 
 
 @pytest.mark.parametrize("placed", ["all", "cut", "scattered", "twice"])
@@ -80,16 +78,6 @@ def test_a_training_step_that_drops_at_random_is_no_graph():
         losses = trainer.step([example] * 6)
         assert list(trainer.runner.not_graphed.values()) == ["the step draws random numbers"]
         assert len(set(losses.tolist())) == 6
-
-
-def test_a_parameter_that_was_written_shows_in_a_replay():
-    module, (x,), graph = layers(1)
-    with emulated_gpu.emulated(), graphed(graph, BOTH, all_on(graph, 1)) as runner:
-        for _ in range(4):
-            runner(*x)
-        with torch.no_grad():
-            module.layers[2].weight.mul_(2)
-        torch.testing.assert_close(runner(*x), module(*x))
 
 
 def test_what_cannot_be_captured_is_launched_as_before_and_named():
@@ -174,8 +162,7 @@ def test_what_writes_is_in_the_graph_that_made_the_memory():
 
 def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
     """An event that is recorded then on the stream that used it must not be a part of the graph."""
-    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
-    graph = capture(module, x)
+    module, x, graph = linears(4)
     with emulated_gpu.emulated() as gpu, Runner(graph, BOTH, all_on(graph, 1)) as runner:
         runner.cuda_graphs = True
         list(runner.stream([x] * 2))
@@ -199,8 +186,7 @@ def test_pinned_memory_is_freed_while_a_graph_is_captured(monkeypatch):
 
 def test_graphs_of_two_runners_share_no_workspace_of_cublas():
     """Both are captured by this thread, on the same stream, and run beside each other."""
-    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
-    graph = capture(module, x)
+    module, x, graph = linears(4)
     with emulated_gpu.emulated() as gpu, ExitStack() as stack:
         two = [graphed(graph, BOTH, all_on(graph, 1)) for _ in range(2)]
         mine, other = map(stack.enter_context, two)
@@ -221,8 +207,7 @@ def test_memory_that_another_runner_uses_while_a_graph_is_captured_is_not_free_t
 ):
     """PyTorch forgets streams that are said to use a tensor while any thread captures."""
     monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)  # results are copied on another stream
-    module, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).eval(), torch.randn(3, 8)
-    graph, captures, goes_on = capture(module, x), threading.Event(), threading.Event()
+    (_, x, graph), captures, goes_on = linears(4), threading.Event(), threading.Event()
     end = emulated_gpu.CUDAGraph.capture_end
 
     def ends(self):
@@ -267,8 +252,7 @@ def test_a_replay_does_not_write_over_long_results_that_are_still_copied(monkeyp
 @pytest.mark.parametrize("graphs", ["are equal", "are slow", "are wrong", "fail"])
 def test_optimize_keeps_cuda_graphs_that_compute_the_same_and_are_faster(graphs, monkeypatch):
     module, (x,), graph = layers(1)
-    seconds = np.tile([1.0, 1e-3], (graph.num_ops, 1))
-    problem = Problem(graph, BOTH, Profile(BOTH.device_names, seconds, 0 * seconds))
+    problem = problem_on(graph, [[1.0, 1e-3]] * graph.num_ops, cluster=BOTH)
     monkeypatch.setattr(optimizing, "measure", lambda ways, _: {n: took(n) for n in ways})
     launch, capture_begin = Replayed.launch, emulated_gpu.CUDAGraph.capture_begin
 
@@ -337,8 +321,8 @@ def test_an_error_in_a_graph_is_traced_to_its_operator():
 
 
 def test_memory_that_is_still_written_when_an_operator_fails_is_not_given_away():
-    module, x = two_layers()
-    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs)
+    module, x, _ = linears()
+    graph = capture(module.train(), (x, None), mode="training", loss=mean_of_outputs)
 
     def fails(*_, **__):
         raise ArithmeticError("in the last operator")

@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from placement.planners.heft import Heft
 from placement.problem import Problem
 from placement.simulator import simulate
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, two_layers
+from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, linears, two_layers
 
 
 class Wide(nn.Module):
@@ -53,14 +54,14 @@ def briefly(monkeypatch):
 
 def wide(rows=100, width=16):
     torch.manual_seed(0)
-    return Wide(rows, width).eval(), (torch.randn(8, width), torch.arange(8))
+    module, inputs = Wide(rows, width).eval(), (torch.randn(8, width), torch.arange(8))
+    return module, inputs, capture(module, inputs)
 
 
 @pytest.mark.parametrize("rows", [1_000, 10_000])
 def test_a_model_larger_than_the_gpu_is_measured_in_parts_and_can_be_planned(rows, briefly):
     """40 MB for two layers of 19 MB and a table of 9 MB, or of 88 MB: that has no room alone."""
-    module, inputs = wide(rows, 2200)
-    graph = capture(module, inputs)
+    module, inputs, graph = wide(rows, 2200)
     table = [n for n, name in enumerate(graph.op_name) if "embedding" in name]
     with emulated_gpu.emulated(memory_bytes=40_000_000) as gpu:
         profile = measure(graph, BOTH, repeats=1)
@@ -88,8 +89,7 @@ def test_a_convolution_without_room_for_its_workspace_is_measured_in_parts(brief
 
 
 def test_an_operator_without_a_kernel_is_infinite_there_and_the_rest_is_measured(briefly):
-    module, inputs = wide()
-    graph = capture(module, inputs)
+    *_, graph = wide()
     relu = [n for n, name in enumerate(graph.op_name) if "relu" in name]
     with emulated_gpu.emulated(missing={"aten.relu.default"}):
         profile = measure(graph, BOTH, repeats=1)
@@ -130,8 +130,7 @@ def test_what_a_device_says_is_understood(message, lacks, short):
 
 
 def test_an_error_that_no_kernel_explains_is_raised():
-    module, inputs = wide()
-    graph = capture(module, inputs)
+    *_, graph = wide()
     with emulated_gpu.emulated(), pytest.raises((IndexError, RuntimeError, TypeError)):
         steps = list(graph.program.steps)
         broken = replace(steps[0], target=torch.ops.aten.index_select.default)
@@ -140,8 +139,7 @@ def test_an_error_that_no_kernel_explains_is_raised():
 
 
 def test_workspace_is_measured(briefly):
-    module, inputs = wide()
-    graph = capture(module, inputs)
+    *_, graph = wide()
     options = {"scratch": {"aten.relu.default": 12_345}, "library_bytes": 6_789}
     with emulated_gpu.emulated(**options):
         profile = measure(graph, BOTH, repeats=1)
@@ -159,8 +157,7 @@ def test_workspace_is_measured(briefly):
 
 def test_what_recording_costs_a_gpu_is_no_time_of_its_operators(briefly, monkeypatch):
     """A mark takes 10 ms here, and an operator next to nothing: half of it at most is left."""
-    module, inputs = wide()
-    graph = capture(module, inputs)
+    *_, graph = wide()
     real = CudaBackend.mark
 
     def mark(self):
@@ -179,17 +176,10 @@ def test_links_of_a_gpu_are_measured_with_long_tensors_too(monkeypatch):
     """Where a copy takes 20 ms from 1 MiB on, sizes up to 64 KiB do not show it."""
     short = transfers.TransferEffort(link_bytes=(2**12, 2**16), long_bytes=2**20)
     monkeypatch.setattr(transfers, "EFFORT", short)
-    sizes = []
-    real = transfers.fit_link
-
-    def fit(src, dst, some, seconds):
-        sizes.append(some)
-        return real(src, dst, some, seconds)
-
-    monkeypatch.setattr(transfers, "fit_link", fit)
+    monkeypatch.setattr(transfers, "fit_link", fit := Mock(wraps=transfers.fit_link))
     with emulated_gpu.emulated():
         transfers.measure_links(BOTH, repeats=1)
-    assert sizes == [(2**12, 2**16, 2**20)] * 2
+    assert [call.args[2] for call in fit.call_args_list] == [(2**12, 2**16, 2**20)] * 2
 
 
 def test_two_cores_are_two_cores_beside_a_gpu_too(monkeypatch):
@@ -201,8 +191,7 @@ def test_two_cores_are_two_cores_beside_a_gpu_too(monkeypatch):
 
 def test_a_fast_device_is_measured_beside_a_slow_one_that_works(monkeypatch):
     """Ten times as fast, it goes on until the other has done its runs, in the middle of them."""
-    module, inputs = two_layers()
-    graph = capture(module.eval(), inputs)
+    _, _, graph = linears()
     flat = graph.program.timing_inputs()
     counts = {}
 

@@ -18,7 +18,7 @@ from placement.executor.streamed import with_streaming
 from placement.executor.weights import forget_others
 from placement.workloads import load
 from tests import emulated_gpu
-from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, two_layers
+from tests.executor.on_gpu import BOTH, CPU, GPU, all_on, linears
 from tests.machine import problem_of, random_placement
 from tests.modules import module_of
 
@@ -85,8 +85,7 @@ def test_what_a_closed_runner_had_on_a_gpu_is_free(way):
 
 
 def test_the_peak_that_is_reported_is_the_allocators():
-    module, x = two_layers()
-    graph = capture(module.eval(), x)
+    *_, graph = linears()
     with emulated_gpu.emulated() as gpu:
         gpu.scratch = {"aten.linear.default": 10**6, "aten.addmm.default": 10**6}
         line = Executor(problem_of(graph, BOTH)).run(all_on(graph, 1), num_microbatches=2)
@@ -97,8 +96,7 @@ def test_the_peak_that_is_reported_is_the_allocators():
 
 
 def test_libraries_keep_memory_for_one_launching_thread_at_a_time():
-    module, x = two_layers()
-    graph = capture(module.eval(), x)
+    _, x, graph = linears()
     with emulated_gpu.emulated(library_bytes=10**6) as gpu, Runner(graph, BOTH, [1, 1]) as runner:
         for use in (lambda: runner(x), lambda: runner(x), lambda: list(runner.stream([x] * 3))):
             use()

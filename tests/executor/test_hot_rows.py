@@ -52,9 +52,7 @@ def tables() -> tuple[nn.Module, placement.OpGraph]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 3 * ROWS * DIM * 4))
-def test_results_are_those_of_whole_tables(
-    tables: tuple[nn.Module, placement.OpGraph], seed: int, hot_bytes: int
-) -> None:
+def test_results_are_those_of_whole_tables(tables, seed, hot_bytes):
     module, graph = tables
     rng = np.random.default_rng(seed)
     counts = {f"{name}.weight": rng.integers(0, 5, ROWS) for name in ("word", "bag", "mean")}

@@ -6,7 +6,6 @@ import re
 import weakref
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from placement import optimizing, planners
 from placement.bounds import lower_bound
@@ -26,30 +24,28 @@ from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.measure import cached_path, load_or_measure
 from placement.executor import Executor, Runner, weights
 from placement.executor.streamed import Streamed, streaming_where_short, with_streaming
-from placement.graph import OpGraph, even_position
+from placement.graph import even_position
 from placement.objective import Objective
 from placement.plan import Plan, make_plan
 from placement.plan.reached import least_s, reached
 from placement.planners.residence import Residence, refitted, with_buffers
 from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile
-from placement.program import split_inputs
 from placement.runs import ways
 from placement.search.evaluation import Search
 from placement.simulator import evaluate, list_schedule, score, simulate, simulate_reference
 from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import Event
-from tests.executor.test_gpu import others_like
-from tests.problems import with_twins
+from tests.executor.on_gpu import stream_all
+from tests.problems import altered, graph_of, with_twins
+from tests.problems import chain as edges_of
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
 STREAMED = Device("streamed/cuda:0", "cuda", streams="cuda:0")
 THREE = Cluster("three", (CPU, GPU, STREAMED))
-FIELDS = (
-    "start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes", "copies",
-    "copy_start_s", "copy_end_s", "busy_s",
-)  # fmt: skip
+FIELDS = ["start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes", "copies"]
+FIELDS += ["copy_start_s", "copy_end_s", "busy_s"]
 
 
 def chosen(graph, seed, devices=(0, 1, 2)):
@@ -96,9 +92,8 @@ def test_no_placement_beats_the_bound(seed: int, num_ops: int) -> None:
     """Also of one operator, on a GPU that cannot hold it."""
     problem = with_twins(seed, num_ops, 3)
     most = int(problem.graph.param_bytes.sum() + problem.graph.tensor_bytes.sum())
-    host, *others = problem.cluster.devices
-    small = [replace(d, memory_bytes=1 + most // (1 + seed % 3)) for d in others]
-    problem = replace(problem, cluster=replace(problem.cluster, devices=(host, *small)))
+    host, few = problem.cluster.devices[0], 1 + most // (1 + seed % 3)
+    problem = altered(problem, {"memory_bytes": lambda d: d.memory_bytes if d is host else few})
     placed = np.array(list(product(range(problem.num_devices), repeat=num_ops)))
     for objective in (Objective.PERIOD, Objective.LATENCY):
         problem = replace(problem, objective=objective, max_in_flight=1 + seed % 3)
@@ -106,10 +101,7 @@ def test_no_placement_beats_the_bound(seed: int, num_ops: int) -> None:
     # Whatever the size of buffers.
     least, most = least_s(problem), max(int(problem.copied_bytes.max()), 1)
     for room in (most, most * 3 // 2, most * 2, most * 4):
-        devices = [
-            d if d.streams is None else replace(d, buffer_bytes=room) for d in (host, *small)
-        ]
-        one = replace(problem, cluster=replace(problem.cluster, devices=tuple(devices)))
+        one = altered(problem, {"buffer_bytes": lambda d, room=room: room if d.streams else None})
         assert max(least, lower_bound(one)) <= score(one, placed).min() * (1 + 1e-9)
 
 
@@ -118,12 +110,8 @@ def test_a_buffer_is_whole_if_anything_streams() -> None:
 
     Of fractions alone 0.4 of all would stream, through 0.4 of a buffer.
     """
-    problem = replace(chain(*[4] * 6, buffer_bytes=4), objective=Objective.LATENCY)
-    host, card, streams = problem.cluster.devices
-    cluster = replace(problem.cluster, devices=(host, replace(card, memory_bytes=18), streams))
-    seconds = problem.profile.compute_s * [np.inf, 1, 1]
-    profile = replace(problem.profile, compute_s=seconds)
-    problem = replace(problem, cluster=cluster, profile=profile)
+    problem = chain(*[4] * 6, buffer_bytes=4, memory_bytes=18, objective="latency")
+    problem = altered(problem, compute_s=problem.profile.compute_s * [np.inf, 1, 1])
     assert lower_bound(problem) == pytest.approx(12.0)
     assert score(problem, [[1, 2, 1, 2, 1, 2]])[0] >= 12.0
 
@@ -131,40 +119,29 @@ def test_a_buffer_is_whole_if_anything_streams() -> None:
 def test_operators_run_so_that_copies_come_evenly() -> None:
     """Of two chains one reads what takes three times as long to come; the other runs meanwhile."""
     edges = [(0, 1), (2, 3)]
-    graph = OpGraph.build(
-        "two", list("abcd"), range(4), [1] * 4, edges,
-        param_bytes=[3, 3], param_uses=[(0, 0), (1, 1)],
-    )  # fmt: skip
+    graph = graph_of(4, edges, 1, param_bytes=[3, 3], param_uses=[(0, 0), (1, 1)])
     read, work = np.array([3.0, 3.0, 0, 0]), np.array([1.0, 1.0, 3.0, 3.0])
     assert even_position(graph, read, work).tolist() == [0, 2, 1, 3]
 
 
 def test_what_an_operator_reads_and_makes_takes_memory_from_parameters() -> None:
     """8 bytes have room for all parameters; with an operator's tensors, of 2, for half of them."""
-    problem = replace(chain(4, 4, buffer_bytes=4), objective=Objective.LATENCY)
-    host, card, streams = problem.cluster.devices
-    devices = [(host, replace(card, memory_bytes=room), streams) for room in (10, 8)]
-    least_s = [
-        lower_bound(replace(problem, cluster=replace(problem.cluster, devices=some)))
-        for some in devices
-    ]
-    assert least_s[0] == 2.0 and least_s[1] >= 4.0
+    latency = {"buffer_bytes": 4, "objective": "latency"}
+    assert lower_bound(chain(4, 4, memory_bytes=10, **latency)) == 2.0
+    assert lower_bound(chain(4, 4, memory_bytes=8, **latency)) >= 4.0
 
 
-def chain(*sizes: int, buffer_bytes: int | None = None) -> Problem:
+def chain(*sizes: int, buffer_bytes: Any = None, memory_bytes: Any = 2**40, **more: Any) -> Problem:
     """Operators of 1 s on the GPU, one after another, whose parameters take a second per byte."""
     n = len(sizes)
-    edges = [(i, i + 1) for i in range(n - 1)]
-    graph = OpGraph.build(
-        "chain", [f"op{i}" for i in range(n)], range(n), [1] * n, edges, param_bytes=list(sizes),
-        param_uses=[(i, i) for i in range(n)],
-    )  # fmt: skip
+    graph = graph_of(n, edges_of(n), 1, param_bytes=sizes)
+    card = replace(GPU, memory_bytes=memory_bytes)
     streams = replace(STREAMED, buffer_bytes=buffer_bytes)
     links = (Link("cpu:0", "streamed/cuda:0", 0.0, 1.0), Link("cpu:0", "cuda:0", 0.0, 1.0))
-    cluster = Cluster("c", (CPU, GPU, streams), links)
+    cluster = Cluster("c", (CPU, card, streams), links)
     seconds = np.array([[9.0, 1.0]] * n)
     profile = Profile(("cpu:0", "cuda:0"), seconds, 0 * seconds).for_cluster(cluster)
-    return Problem(graph, cluster, profile, num_microbatches=3, max_in_flight=1)
+    return Problem(graph, cluster, profile, num_microbatches=3, max_in_flight=1, **more)
 
 
 def test_parameters_come_in_the_order_of_use_as_early_as_the_buffer_has_room() -> None:
@@ -218,9 +195,7 @@ def test_what_has_room_for_all_is_copied_once_and_what_is_wanted_comes_out_of_tu
 def test_copies_wait_for_other_transfers_of_their_link() -> None:
     """The input, 4 bytes, goes to the GPU first; a's parameters come behind it, or beside it."""
     problem = chain(2, 2, 2, buffer_bytes=4)
-    graph = OpGraph.build(
-        "fed", ["a"], [-1, 0], [4, 1], [(0, 0)], param_bytes=[2], param_uses=[(0, 0)]
-    )
+    graph = graph_of(1, [(0, 0)], [4, 1], tensor_src=[-1, 0], param_bytes=2)
     seconds = np.array([[9.0, 1.0]])
     for channel, start_s in ((None, 6.0), ("own", 4.0)):
         links = (replace(problem.cluster.links[0], channel=channel), problem.cluster.links[1])
@@ -231,18 +206,14 @@ def test_copies_wait_for_other_transfers_of_their_link() -> None:
 
 
 def test_a_buffer_is_as_large_as_the_largest_parameters_and_pinned_memory_is_limited() -> None:
-    with pytest.raises(
-        ProblemError, match=r"buffer_bytes = 3, but operator 1 \('op1'\) has 4 bytes"
-    ):
+    why = r"buffer_bytes = 3, but operator 1 \('op1'\) has 4 bytes"
+    with pytest.raises(ProblemError, match=why):
         chain(2, 4, buffer_bytes=3)
     with pytest.raises(ClusterError, match=r"'cuda:0': buffer_bytes = 3 is said of a device that"):
         replace(GPU, buffer_bytes=3)
     with pytest.raises(ClusterError, match=r"pinned_bytes = 0, must be from 1"):
         replace(CPU, pinned_bytes=0)
-    problem = chain(2, 2, 2)
-    host, *others = problem.cluster.devices
-    cluster = replace(problem.cluster, devices=(replace(host, pinned_bytes=5), *others))
-    short = replace(problem, cluster=cluster)
+    short = altered(chain(2, 2, 2), {"pinned_bytes": lambda d: 5 if d is CPU else d.pinned_bytes})
     assert np.isfinite(score(short, [[2, 2, 1], [2, 2, 2]])).tolist() == [True, False]
     with pytest.raises(ValueError, match=r"'streamed/cuda:0' needs 6 bytes of pinned.* it has 5"):
         make_plan(short, Solution(np.array([2, 2, 2]), 1.0), planner="mine")
@@ -285,32 +256,23 @@ def half_of(module: nn.Module, inputs: Any, flops_per_byte: float) -> tuple[Prob
     times that on the CPU, and at least what reading it takes (as 30 GB/s, or nothing).
     """
     graph = capture(module, inputs)
-    cluster = Cluster(
-        "half", (CPU, replace(GPU, memory_bytes=int(graph.param_bytes.sum()) // 2)),
-        (Link("cpu:0", "cuda:0", 1e-6, 25e9), Link("cuda:0", "cpu:0", 1e-6, 25e9)),
-    )  # fmt: skip
+    devices = CPU, replace(GPU, memory_bytes=int(graph.param_bytes.sum()) // 2), STREAMED
+    ends = ("cpu:0", "cuda:0"), ("cuda:0", "cpu:0"), ("cpu:0", "streamed/cuda:0")
+    links = tuple(Link(*pair, 1e-6, 25e9) for pair in ends)
+    cluster, more = Cluster("half", devices[:2], links[:2]), Cluster("half", devices, links)
     size = np.zeros(graph.num_ops)
     np.add.at(size, graph.param_use_op, graph.param_bytes[graph.param_use])
     gpu = 1e-6 + flops_per_byte * 1e-9 * size
     cpu = 1e-6 + np.maximum(30 * flops_per_byte, 1 / 30) * 1e-9 * size
     seconds = np.stack([cpu, gpu], axis=1)
     profile = Profile(cluster.device_names, seconds, 0 * seconds)
-    more = replace(
-        cluster, devices=(*cluster.devices, STREAMED),
-        links=(*cluster.links, Link("cpu:0", "streamed/cuda:0", 1e-6, 25e9)),
-    )  # fmt: skip
     facts: dict[str, Any] = {"num_microbatches": 8, "max_in_flight": 2}
-    return (
-        Problem(graph, more, profile.for_cluster(more), **facts),
-        Problem(graph, cluster, profile.for_cluster(cluster), **facts),
-    )
+    return tuple(Problem(graph, c, profile.for_cluster(c), **facts) for c in (more, cluster))
 
 
 @pytest.mark.parametrize("name", ["best_of", "macro_search"])
 @pytest.mark.parametrize("objective", ["latency", "period"])
-def test_many_tokens_are_worth_a_copy_of_the_weights_and_few_are_not(
-    name: str, objective: str
-) -> None:
+def test_many_tokens_are_worth_a_copy_of_the_weights_and_few_are_not(name, objective):
     for flops_per_byte, streams in ((0.02, True), (0.0, False)):
         both = half_of(Layers(12, 256).eval(), torch.randn(2, 256), flops_per_byte)
         values, used = [], []
@@ -328,10 +290,7 @@ def test_many_tokens_are_worth_a_copy_of_the_weights_and_few_are_not(
 
 def test_what_saves_most_per_byte_stays_and_no_placement_is_better_than_the_program() -> None:
     """Six operators of which the GPU holds two beside the buffer: every placement is tried."""
-    problem = replace(chain(2, 4, 2, 4, 2, 4, buffer_bytes=4), objective=Objective.LATENCY)
-    host, card, streams = problem.cluster.devices
-    cluster = replace(problem.cluster, devices=(host, replace(card, memory_bytes=14), streams))
-    problem = replace(problem, cluster=cluster)
+    problem = chain(*[2, 4] * 3, buffer_bytes=4, memory_bytes=14, objective="latency")
     every = np.array(list(product(range(3), repeat=6)))
     best = score(problem, every).min()
     greedy, exact = (Residence(way)(problem) for way in ("greedy", "exact"))
@@ -340,11 +299,9 @@ def test_what_saves_most_per_byte_stays_and_no_placement_is_better_than_the_prog
     assert best <= exact.value_s and greedy.value_s <= 1.2 * best
     assert (greedy.placement == 2).any() and (greedy.placement == 1).any()
     line = reached(problem, greedy)
-    assert re.fullmatch(
-        r"\d+% of what this machine can do \(.* at least\); .*cuda:0 computes.*", line
-    )
-    workers = cluster.workers
-    large = replace(workers, devices=(host, replace(card, memory_bytes=99)))
+    said = r"\d+% of what this machine can do \(.* at least\); .*cuda:0 computes.*"
+    assert re.fullmatch(said, line)
+    large = chain(2, memory_bytes=99).cluster.workers
     fits = replace(problem, cluster=large, profile=problem.profile.for_cluster(large))
     assert reached(fits, replace(greedy, placement=np.ones(6, np.int32))) == ""
 
@@ -352,36 +309,20 @@ def test_what_saves_most_per_byte_stays_and_no_placement_is_better_than_the_prog
 def test_a_buffer_has_the_size_that_pays() -> None:
     """Between two layers whose weights take 6 s each are six operators that have none to copy."""
     sizes = (6, *[0] * 6, 6, *[0] * 6)
-    problem = replace(chain(*sizes), objective=Objective.LATENCY)
-    host, card, streams = problem.cluster.devices
-    cluster = replace(problem.cluster, devices=(host, replace(card, memory_bytes=9), streams))
-    problem = with_buffers(replace(problem, cluster=cluster))
+    plain = chain(*sizes, memory_bytes=9, objective="latency")
+    problem = with_buffers(plain)
     # Two buffers have no room; one is enough: each weight comes while six others run.
     assert problem.cluster.devices[2].buffer_bytes == 6
     solution = planners.load("residence")(problem)
     assert solution.value_s == 14.0
     assert make_plan(problem, solution, planner="residence").cluster.devices[2].buffer_bytes == 6
-    again, better = refitted(replace(problem, cluster=cluster), solution)
+    again, better = refitted(plain, solution)
     assert again.cluster.devices[2].buffer_bytes == 6 and better.value_s == 14.0
-    told = replace(cluster, devices=(host, card, replace(streams, buffer_bytes=12)))
-    assert with_buffers(replace(problem, cluster=told)).cluster is told
+    told = chain(*sizes, buffer_bytes=12)
+    assert with_buffers(told).cluster is told.cluster
 
 
 # --- on the emulated GPU -------------------------------------------------------------------------
-
-
-def stream_all(graph, module, inputs, placements, count=4) -> None:
-    """Streams of other inputs through each placement give what the module does."""
-    items = [others_like(inputs, i) for i in range(count)]
-    for placement in placements:
-        with Runner(graph, THREE, placement) as runner:
-            for item, results in zip(items, runner.stream(items), strict=True):
-                args, kwargs = split_inputs(item)
-                with torch.no_grad():
-                    wanted = pytree.tree_leaves(module(*args, **kwargs))
-                torch.testing.assert_close(
-                    pytree.tree_leaves(results), wanted, rtol=1e-4, atol=1e-5
-                )
 
 
 def layers(count: int = 6) -> tuple[nn.Module, Any, Any]:
@@ -397,7 +338,7 @@ def test_results_are_the_modules_wherever_operators_and_parameters_are(name: str
     placements.append(np.stack([chosen(graph, 4, (1, 2)), chosen(graph, 5, (1, 2))]))
     for copy_s, kernel_s in ((1e-3, 0.0), (0.0, 5e-4)):
         with emulated_gpu.emulated(copy_s=copy_s, kernel_s=kernel_s) as gpu:
-            stream_all(graph, module, inputs, placements)
+            stream_all(graph, module, inputs, THREE, placements, 4)
         assert gpu.num_races == 0
 
 
@@ -417,7 +358,7 @@ def test_the_emulated_gpu_notices_a_buffer_that_is_written_or_read_too_early(
     slow = {"kernel_s": 2e-3} if forgotten == "_read" else {"copy_s": 2e-3}
     with emulated_gpu.emulated(**slow), pytest.raises((AssertionError, RuntimeError)):
         monkeypatch.setattr(Streamed, "__init__", without)
-        stream_all(graph, module, inputs, [chosen(graph, 1, (2,))])
+        stream_all(graph, module, inputs, THREE, [chosen(graph, 1, (2,))], 4)
 
 
 def test_parameters_that_all_have_room_are_copied_once() -> None:
@@ -444,9 +385,7 @@ def test_parameters_that_all_have_room_are_copied_once() -> None:
     st.sampled_from([1, 3]),
     st.sampled_from([64, 50]),
 )
-def test_parameters_are_copied_in_the_order_that_is_predicted(
-    seed: int, part: float | None, in_flight: int, width: int
-) -> None:
+def test_parameters_are_copied_in_the_order_that_is_predicted(seed, part, in_flight, width):
     """By random placements in calls, one after another, and several at a time in an order.
 
     The buffer is a multiple of the largest; of a width of 50 a weight, of 10,000 bytes, takes
@@ -483,9 +422,7 @@ def test_parameters_are_copied_in_the_order_that_is_predicted(
     assert copied[: len(predicted)] == predicted  # then what comes for a call that was not made
 
 
-def test_pinned_memory_that_the_machine_refuses_is_named_with_its_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pinned_memory_that_the_machine_refuses_is_named_with_its_bytes(monkeypatch):
     _, (x,), graph = layers()
     empty_like, given = torch.empty_like, []
 
@@ -550,9 +487,8 @@ def test_runs_that_copy_parameters_are_no_cuda_graphs_and_others_are() -> None:
         runner.cuda_graphs = True
         for i in range(5):
             torch.testing.assert_close(runner(x + i), module(x + i))
-        assert set(runner.not_graphed.values()) == {
-            "parameters are copied from host memory meanwhile"
-        }
+        why = "parameters are copied from host memory meanwhile"
+        assert set(runner.not_graphed.values()) == {why}
     assert gpu.num_races == 0
 
 
@@ -568,17 +504,14 @@ def test_a_model_twice_as_large_as_the_gpu_stays_within_its_memory_as_predicted(
         assert line.peak_bytes is not None and line.peak_bytes[1] == gpu.peak[0] <= room
         predicted = simulate(problem, answer.placement).peak_bytes
         assert predicted is not None and 0.8 < gpu.peak[0] / predicted[1] <= 1.05
-        with load_plan_text(plan).bind(module) as runner:
+        with Plan.model_validate_json(plan.model_dump_json()).bind(module) as runner:
             torch.testing.assert_close(runner(x), module(x), rtol=1e-4, atol=1e-5)
-        with pytest.raises(torch.OutOfMemoryError), Runner(problem.graph, THREE, chosen(
-            problem.graph, 0, (1,)
-        )) as runner:  # fmt: skip
+        on_gpu = chosen(problem.graph, 0, (1,))
+        with pytest.raises(torch.OutOfMemoryError), Runner(problem.graph, THREE, on_gpu) as runner:
             runner(x)
 
 
-def test_optimize_runs_ways_one_after_another_where_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optimize_runs_ways_one_after_another_where_memory_is_short(monkeypatch):
     """There is no room for two; and a CPU that others used while it was measured is asked again."""
     module, x = Layers(8, 128).eval(), torch.randn(8, 128)
     problem, _ = half_of(module, x, 0.02)
@@ -596,9 +529,7 @@ def test_optimize_runs_ways_one_after_another_where_memory_is_short(
 
 
 @pytest.mark.parametrize(("cluster", "stay"), [(THREE, False), (THREE.workers, True)])
-def test_where_memory_is_short_nothing_of_another_plan_stays_on_the_gpu(
-    cluster: Cluster, stay: bool
-) -> None:
+def test_where_memory_is_short_nothing_of_another_plan_stays_on_the_gpu(cluster, stay):
     """Copies that lie scattered leave gaps, in which what comes has no place."""
     module, (x,), graph = layers()
     with emulated_gpu.emulated():
@@ -610,28 +541,21 @@ def test_where_memory_is_short_nothing_of_another_plan_stays_on_the_gpu(
             assert any(ref() is not None for ref in there) == stay
 
 
-def load_plan_text(plan: Plan) -> Plan:
-    return Plan.model_validate_json(plan.model_dump_json())
-
-
 def test_gpus_get_a_device_that_streams_and_others_do_not() -> None:
     with emulated_gpu.emulated(num_devices=2):
         cards = (replace(GPU, idle_w=50.0, busy_w=300.0), Device("cuda:1", "cuda"))
         more = with_streaming(Cluster("c", (CPU, *cards)))
         assert more.device_names[3:] == ("streamed/cuda:0", "streamed/cuda:1")
         assert more.worker.tolist() == [0, 1, 2, 1, 2] and more.streaming == [3, 4]
-        assert [(x.src, x.dst) for x in more.links] == [
-            ("cpu:0", "streamed/cuda:0"), ("cpu:0", "streamed/cuda:1"),
-        ]  # fmt: skip
+        ends = {(x.src, x.dst) for x in more.links}
+        assert ends == {("cpu:0", f"streamed/cuda:{i}") for i in (0, 1)} and len(more.links) == 2
         assert all(1e6 < x.bandwidth_bytes_per_s < 1e13 for x in more.links)
         assert with_streaming(more) is more
     two = Cluster("two", (CPU, Device("cpu:1")))
     assert with_streaming(two) is two
 
 
-def test_a_gpu_that_is_too_small_for_the_model_streams_and_is_measured_without(
-    tmp_path: Path,
-) -> None:
+def test_a_gpu_that_is_too_small_for_the_model_streams_and_is_measured_without(tmp_path):
     graph = layers()[2]
     seconds = np.random.default_rng(0).random((graph.num_ops, 2))
     half = Cluster("half", (CPU, replace(GPU, memory_bytes=int(graph.param_bytes.sum()) // 2)))
