@@ -4,6 +4,7 @@ import os
 import struct
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,10 +33,14 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def stream(placement: list[int], fail: bool = False) -> None:
+def runner_on(placement: list[int]) -> Runner:
     cluster = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
     graph = capture(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.ones(3))
-    with Runner(graph, cluster, placement) as runner:
+    return Runner(graph, cluster, placement)
+
+
+def stream(placement: list[int], fail: bool = False) -> None:
+    with runner_on(placement) as runner:
         outputs = runner.stream([torch.ones(3)] * 2)
         next(outputs)
         if fail:
@@ -61,15 +66,9 @@ def test_a_stream_that_is_left_lets_them_sleep(asked: list[str]) -> None:
 
 
 def test_a_call_that_is_interrupted_while_it_asks_leaves_a_runner_that_works(monkeypatch):
-    cluster = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
-    graph = capture(nn.Sequential(nn.ReLU(), nn.Sigmoid()), torch.ones(3))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with Runner(graph, cluster, [0, 1]) as runner:
+    with runner_on([0, 1]) as runner:
         with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
-            now.setattr(awake.os, "open", interrupted)
+            now.setattr(awake.os, "open", Mock(side_effect=KeyboardInterrupt))
             runner(torch.ones(3))
         assert torch.equal(runner(torch.ones(3)), torch.ones(3).sigmoid())
 

@@ -1,19 +1,15 @@
 """When results are equal: rounding passes, what is wrong does not."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from placement.cluster import Cluster, Device
-from placement.executor.equality import (
-    Tolerance,
-    difference,
-    error,
-    module_difference,
-    tf32_is_allowed,
-)
+from placement.executor import equality
+from placement.executor.equality import Tolerance, difference, error, module_difference
 from tests import emulated_gpu
 from tests.modules import module_of
 
@@ -120,13 +116,11 @@ def test_float64_decides_where_the_plain_module_is_far_from_it_itself():
 
 
 def test_flags_that_differ_between_operators_allow_tf32(monkeypatch):
-    def mixed():
-        raise RuntimeError("you have used a mix of the legacy and new APIs to set the TF32 flags")
-
+    mixed = Mock(side_effect=RuntimeError("you have used a mix of the legacy and new APIs"))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert not tf32_is_allowed()
+    assert not equality.tf32_is_allowed()
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    assert tf32_is_allowed()
+    assert equality.tf32_is_allowed()
 
 
 def test_what_is_expected_on_a_gpu_is_compared_there():

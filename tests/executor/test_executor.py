@@ -8,6 +8,7 @@ import time
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def test_an_idle_worker_holds_no_tensor():
 
 
 def test_a_call_between_operators_that_fails_later_reaches_the_caller(monkeypatch):
-    class Broken(Staged):
+    class Broken(CpuBackend):
         def ship(self, value, deliver, *, stay=False) -> None:
             deliver(RuntimeError("device-side assert"))
 
@@ -369,48 +370,17 @@ def test_a_list_schedule_made_explicit_runs():
         assert start == sorted(start), f"device {d}"
 
 
-class Staged(CpuBackend):
-    """A CPU that behaves like a GPU: what leaves it is copied by a courier, late.
-
-    It drives the code that every device behind its launching thread uses.
-    """
-
-    def enter(self, stack: ExitStack) -> None:
-        super().enter(stack)
-        self.courier = Carrier("courier")
-        stack.callback(self.courier.close)
-
-    def receive(self, value):
-        return value.clone()
-
-    def ship(self, value, deliver, *, stay=False) -> None:
-        copy = value.clone() if isinstance(value, torch.Tensor) else value
-        self.courier.carry(lambda: (time.sleep(1e-3), copy)[1], deliver)
-
-
-def test_devices_that_run_behind_their_thread_use_the_same_path(monkeypatch):
-    backends = {"cpu:1": Staged}
-    monkeypatch.setattr(runner_module, "backend_for", lambda d: backends.get(d.name, CpuBackend)(d))
-    module, inputs = tiny.tiny_views()
-    graph = capture(module, inputs)
-    args, kwargs = split_inputs(inputs)
-    with torch.no_grad():
-        expected = module(*args, **kwargs)
-    for seed in range(3):
-        with Runner(graph, THREE, random_placement(graph, seed)) as runner:
-            for outputs in runner.stream([inputs] * 4):
-                torch.testing.assert_close(outputs, expected)
-
-
 def test_an_error_that_shows_only_later_reaches_the_caller(monkeypatch):
     """A GPU reports a failed kernel when somebody waits for its result."""
 
-    class Broken(Staged):
-        def ship(self, value, deliver, *, stay=False) -> None:
-            def wait() -> None:
-                raise RuntimeError("device-side assert")
+    class Broken(CpuBackend):
+        def enter(self, stack: ExitStack) -> None:
+            super().enter(stack)
+            self.courier = Carrier("courier")
+            stack.callback(self.courier.close)
 
-            self.courier.carry(wait, deliver)
+        def ship(self, value, deliver, *, stay=False) -> None:
+            self.courier.carry(Mock(side_effect=RuntimeError("device-side assert")), deliver)
 
     backends = {"cpu:1": Broken}
     monkeypatch.setattr(runner_module, "backend_for", lambda d: backends.get(d.name, CpuBackend)(d))

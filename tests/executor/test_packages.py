@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -60,10 +61,7 @@ def test_what_cannot_be_packaged_is_refused(tmp_path, monkeypatch):
     with pytest.raises(PackageError, match="no C\\+\\+ compiler 'no-such-compiler'"):
         write_packages(graph, TWO, [0, 0, 1, 1], range(4), tmp_path / "a")
     monkeypatch.setenv("CXX", sys.executable)  # is there
-
-    def refuses(*_: object, **__: object) -> None:
-        raise RuntimeError("no such operator")
-
+    refuses = Mock(side_effect=RuntimeError("no such operator"))
     monkeypatch.setattr(torch._inductor, "aot_compile", refuses)
     with pytest.raises(PackageError, match="Inductor refuses a stage: RuntimeError: no such"):
         write_packages(graph, TWO, [0, 0, 1, 1], range(4), tmp_path / "a")
