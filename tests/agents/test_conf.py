@@ -81,7 +81,7 @@ def test_what_hydra_cannot_do_is_bad_input(run: Callable[..., Any], words: str) 
     run("train", *words.split(), code=2)
 
 
-def test_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By ``tracker=wandb`` or by its own variable, which a tracker that was given overrides."""
 
     def chosen(*words: str) -> Any:
@@ -568,7 +568,7 @@ def test_train_on_synthetic_problems(run, tmp_path):
         assert message in run("train", *words, f"seed={seed}", "hydra.run.dir=x", code=2).err
 
 
-def test_a_resumed_training_begins_where_it_began(run, tmp_path, monkeypatch):
+def test_a_resumed_training_begins_where_it_began(run, monkeypatch):
     """Its baseline may have a clock, so that it answers differently each time."""
     words = ["workload=[]", "synthetic=[giph]", "tracker=none", "training.total_steps=64"]
     words += ["training.network.hidden=8", "objective=latency", "seed=7", "hydra.run.dir=out"]

@@ -220,7 +220,7 @@ def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("formulation", ["giph:formulation", "sequential"])
 @pytest.mark.usefixtures("published")
-def test_every_evaluation_is_counted(formulation: Any, tmp_path: Path) -> None:
+def test_every_evaluation_is_counted(formulation: Any) -> None:
     problem, total = layered(0, 3, 3, 2), 0
 
     def count(problem: Problem, placements: Any) -> Any:

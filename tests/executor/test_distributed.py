@@ -38,16 +38,8 @@ from placement.cli.ranks import spawn
 from placement.cli.show import costless_problem
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.links import hosts_of_ranks, join, measure_ranks
-from placement.executor import RunnerError
-from placement.executor.distributed import (
-    DistributedRunner,
-    DistributedTrainer,
-    direct,
-    pin,
-    ranks_of,
-    save_weights,
-    with_weights,
-)
+from placement.executor import RunnerError, distributed
+from placement.executor.distributed import DistributedRunner, DistributedTrainer, with_weights
 from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
 from placement.exporters import load as load_exporter
@@ -223,7 +215,7 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
             used = graph
             if seed == 2:  # every rank reads what is its own, and has nothing else
                 if rank == 0:
-                    save_weights(graph, weights)
+                    distributed.save_weights(graph, weights)
                     (Path(folder) / "ready").touch()
                 while not (Path(folder) / "ready").exists():
                     time.sleep(0.01)
@@ -263,13 +255,10 @@ def equal_results(rank: int, folder: str, direct: Direct | None) -> int:
     return num_held
 
 
-@pytest.mark.parametrize(
-    "size, direct_ranks", [(2, ()), (4, ()), (2, (0, 1)), (4, (0, 2, 3))]
-)  # as with NCCL, but for the backend
-def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(
-    size, direct_ranks, tmp_path
-):
-    direct = Direct("gloo", direct_ranks, torch.device("cpu")) if direct_ranks else None
+# As with NCCL, but for the backend.
+@pytest.mark.parametrize("size, those", [(2, ()), (4, ()), (2, (0, 1)), (4, (0, 2, 3))])
+def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(size, those, tmp_path):
+    direct = Direct("gloo", those, torch.device("cpu")) if those else None
     with Ranks(equal_results, size, str(tmp_path), direct) as ranks:
         num_held = ranks.values()
     assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
@@ -326,7 +315,7 @@ def test_a_tensor_parallel_plan_over_two_processes(tmp_path: Path) -> None:
     problem = costless_problem(graph, CLUSTER)
     plan = make_plan(problem, Solution(placement, 1.0), planner="by hand")
     plan.save(tmp_path / "plan.json")
-    save_weights(whole, tmp_path / "weights.safetensors")
+    distributed.save_weights(whole, tmp_path / "weights.safetensors")
     with Ranks(in_pieces, 2, str(tmp_path)) as ranks:
         first, second = ranks.values()
     assert "up.weight[0:1]" in second and "up.weight[0:0]" in first
@@ -358,15 +347,15 @@ def test_a_rank_stays_on_the_cores_of_its_devices(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
     four = Cluster("four", tuple(Device(f"cpu:{i}", cores=(i, i + 4)) for i in range(4)))
     monkeypatch.delenv("RANK", raising=False)
-    pin(four)  # not started by torchrun: ``join`` says so
+    distributed.pin(four)  # not started by torchrun: ``join`` says so
     for rank, size in ((1, 2), (0, 4), (0, 5)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(size))
-        pin(four)  # of five one would have no device: the runner says so
-    pin(Cluster("free", (*four.devices, Device("cpu:4"))))  # its first names cores
+        distributed.pin(four)  # of five one would have no device: the runner says so
+    distributed.pin(Cluster("free", (*four.devices, Device("cpu:4"))))  # its first names cores
     assert chosen == [{2, 3, 6, 7}, {0, 4}, {0, 4}]
     monkeypatch.setenv("RANK", "4")
-    pin(Cluster("free", (*four.devices, Device("cpu:4"))))
+    distributed.pin(Cluster("free", (*four.devices, Device("cpu:4"))))
     assert len(chosen) == 3
 
 
@@ -394,7 +383,7 @@ def test_tensors_go_from_gpu_to_gpu_between_ranks_that_have_one_each(monkeypatch
     def of(rank: int, size: int) -> Direct | None:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(size))
-        return direct(cluster)
+        return distributed.direct(cluster)
 
     assert of(1, 4) == Direct("nccl", (0, 1, 2), torch.device("cuda:1"))
     assert of(2, 4) == Direct("nccl", (0, 1, 2), torch.device("cuda:0"))
@@ -402,7 +391,7 @@ def test_tensors_go_from_gpu_to_gpu_between_ranks_that_have_one_each(monkeypatch
     # Two ranks have two devices each; of three, one has a GPU of its own; five are too many.
     assert [of(0, size) for size in (2, 3, 5)] == [None] * 3
     monkeypatch.delenv("RANK")
-    assert direct(cluster) is None
+    assert distributed.direct(cluster) is None
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert of(1, 4) is None
 
@@ -410,11 +399,11 @@ def test_tensors_go_from_gpu_to_gpu_between_ranks_that_have_one_each(monkeypatch
 def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():
     # 5 devices on 2 ranks: | 0 0 0 | 1 1 |; the last rank must have one too.
     five = Cluster("five", tuple(Device(f"cpu:{i}") for i in range(5)))
-    assert ranks_of(five, 2) == (0, 0, 0, 1, 1)
-    assert ranks_of(five, 3) == (0, 0, 1, 1, 2)
-    assert ranks_of(five, 5) == (0, 1, 2, 3, 4)
+    assert distributed.ranks_of(five, 2) == (0, 0, 0, 1, 1)
+    assert distributed.ranks_of(five, 3) == (0, 0, 1, 1, 2)
+    assert distributed.ranks_of(five, 5) == (0, 1, 2, 3, 4)
     with pytest.raises(ClusterError, match="6 processes for 5 devices"):
-        ranks_of(five, 6)
+        distributed.ranks_of(five, 6)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -572,19 +561,14 @@ def test_tensors_arrive_with_their_strides():
     np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(24.0).view(2, 3, 4),
-        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
-        torch.arange(24.0).view(2, 3, 4)[:, ::2],  # with gaps
-        torch.arange(3.0).expand(4, 3),  # one on another
-        torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        torch.view_as_complex(torch.ones(3, 2)).conj(),
-        torch.tensor(5.0),
-        torch.empty(0, 3),
-    ],
-)
+BOX = torch.arange(24.0).view(2, 3, 4)
+LAID_OUT = [BOX, BOX.transpose(0, 2), torch.tensor(5.0), torch.empty(0, 3)]
+LAID_OUT += [BOX[:, ::2], torch.arange(3.0).expand(4, 3)]  # with gaps, one on another
+LAID_OUT.append(torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last))
+LAID_OUT.append(torch.view_as_complex(torch.ones(3, 2)).conj())
+
+
+@pytest.mark.parametrize("value", LAID_OUT)
 def test_elements_in_the_order_of_memory(value):
     elements, strides = dense(value)
     assert elements.is_contiguous() and elements.shape == (value.numel(),)
@@ -789,9 +773,8 @@ def test_the_command_starts_ranks_compares_and_writes_one_trace(mode, tmp_path, 
     if mode == "inference":
         place = np.stack([place, random_placement(graph, 1, 2), 1 - place])
     order = Schedule(random_schedule(graph, place, 6, 0).order[:2], 6)
-    plan = make_plan(
-        problem, Solution(place, 0.0), planner="by hand", workload=name, schedule=order
-    )
+    facts = {"planner": "by hand", "workload": name, "schedule": order}
+    plan = make_plan(problem, Solution(place, 0.0), **facts)
     plan.save(tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
 
