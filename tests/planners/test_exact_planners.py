@@ -15,21 +15,17 @@ from hypothesis import strategies as st
 from placement.importers import load as load_workload
 from placement.objective import Objective
 from placement.planners import PlannerError, load
-from placement.planners.ideal_dp import contract
 from placement.problem import Problem
 from placement.simulator import score
 from placement.simulator.analytic import device_loads
 from placement.testing import check_planner
-from tests.planners.test_planners import make, random_small
+from tests.planners.test_ideal_dp import brute_force
+from tests.planners.test_planners import make, small
 from tests.problems import every_placement, random_problem
 
 pytest.importorskip("ortools")
 
 EXACT = ("cp_sat", "mip")  # loads are mip's, whoever is asked
-
-
-def small(seed: int, **settings) -> Problem:
-    return random_small(seed, objective="max_load", **settings)
 
 
 def tight(seed: int) -> Problem:
@@ -38,20 +34,6 @@ def tight(seed: int) -> Problem:
 
 def exact(name: str, **options):
     return load(name, **({"seconds": 20, "start": "single_device"} | options))
-
-
-def contiguous_optimum(problem: Problem) -> float:
-    """Brute force over chains of ideals: devices in some order, items never go back."""
-    item, edges = contract(problem)
-    n = int(item.max()) + 1
-    best = np.inf
-    for order in itertools.permutations(range(problem.num_devices)):
-        for stage in itertools.product(range(problem.num_devices), repeat=n):
-            if all(stage[a] <= stage[b] for a, b in edges):
-                placement = np.array([order[stage[i]] for i in item], np.int32)
-                if np.isfinite(problem.compute_s[np.arange(len(item)), placement]).all():
-                    best = min(best, float(score(problem, placement)[0]))
-    return best
 
 
 def test_an_objective_without_a_program_is_searched_too() -> None:
@@ -79,9 +61,8 @@ def test_any_split_equals_brute_force(seed: int, kind) -> None:
 @given(seed=st.integers(0, 10**6))
 def test_contiguous_split_equals_brute_force_and_the_dynamic_program(seed: int) -> None:
     problem = small(seed, num_ops=5)
-    best = contiguous_optimum(problem)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    best = brute_force(problem)
+    with warnings.catch_warnings(action="error"):
         assert load("ideal_dp")(problem).value_s == pytest.approx(best)
     solution = exact("mip", contiguous=True)(problem)
     assert solution.value_s == pytest.approx(best, rel=2e-6)
@@ -94,12 +75,8 @@ def test_contiguous_split_equals_brute_force_and_the_dynamic_program(seed: int) 
 @pytest.mark.parametrize("options", [{}, {"contiguous": True}])
 def test_exact_planners_keep_the_contract(options: dict) -> None:
     planner = exact("mip", seconds=1, start="single_device", **options)
-    problems = [
-        f(s).with_objective(o)
-        for s in range(2)
-        for f in (small, tight)
-        for o in ("max_load", "period")
-    ]
+    drawn = [f(s) for s in range(2) for f in (small, tight)]
+    problems = [p.with_objective(o) for p in drawn for o in ("max_load", "period")]
     check_planner(planner, problems)
 
 
@@ -107,14 +84,9 @@ def test_exact_planners_keep_the_contract(options: dict) -> None:
 @pytest.mark.parametrize("objective", ["latency", "max_load", "piecewise_latency", "period"])
 def test_what_takes_no_time(name: str, objective: Objective) -> None:
     problem = make(np.zeros((2, 2)), [(0, 1)]).with_objective(objective)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (
-            load(name, **({"seconds": 1} if name in EXACT else {"evaluations": 64}))(
-                problem
-            ).value_s
-            == 0
-        )
+    with warnings.catch_warnings(action="error"):
+        planner = load(name, **({"seconds": 1} if name in EXACT else {"evaluations": 64}))
+        assert planner(problem).value_s == 0
 
 
 def test_memory_and_tied_parameters() -> None:
@@ -129,9 +101,8 @@ def test_memory_and_tied_parameters() -> None:
 
 def test_a_start_that_does_not_fit_is_not_called_not_contiguous() -> None:
     """Everything on one device is one stage; nothing fits on any device."""
-    problem = make([[1, 1], [1, 1]], [(0, 1)], param_bytes=60, memory_bytes=50).with_objective(
-        "max_load"
-    )
+    problem = make([[1, 1], [1, 1]], [(0, 1)], param_bytes=60, memory_bytes=50)
+    problem = problem.with_objective("max_load")
     solution = exact("mip", contiguous=True)(problem)
     assert solution.value_s == np.inf
     assert solution.stats["message"] == "no contiguous split that fits was found: this is the start"

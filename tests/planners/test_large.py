@@ -1,23 +1,19 @@
 """Long and wide graphs: no planner takes all memory, and one that would is named."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.runs import limited
 from placement import bounds, planners
-from placement.graph import OpGraph
 from placement.objective import Objective
 from placement.planners import PlannerError, load
 from placement.planners.heft import Heft
 from placement.problem import Problem, Solution
-from tests.problems import chain, problem_on, random_problem
+from tests.problems import chain, graph_of, problem_on, random_problem
 
 LIMIT = 4 << 30
 SECONDS = 0.2
@@ -28,52 +24,29 @@ REFUSE = ("needs a file", "needs the package", "latency is of one alone", "order
 def layers(num: int, share_of_memory: float, devices: int = 2) -> Problem:
     """A chain of layers with two groups each, of which one device holds a share."""
     n = 2 * num
-    graph = OpGraph.build(
-        "layers",
-        [f"op{i}" for i in range(n)],
-        range(n),
-        [4096] * n,
-        chain(n),
-        param_bytes=[1 << 20] * n,
-        param_uses=[(i, i) for i in range(n)],
-        op_module=[f"layers.{i // 2}" for i in range(n)],
-    )
+    modules = [f"layers.{i // 2}" for i in range(n)]
+    graph = graph_of(n, chain(n), 4096, param_bytes=1 << 20, op_module=modules)
     return on_devices(graph, Objective.LATENCY, devices, int(share_of_memory * (n << 20)))
 
 
 def experts(num: int) -> Problem:
     """One operator, ``num`` beside each other, and one that reads them all."""
     inner = range(1, num + 1)
-    graph = OpGraph.build(
-        "experts",
-        [f"op{i}" for i in range(num + 2)],
-        range(num + 2),
-        [4096] * (num + 2),
-        [(0, i) for i in inner] + [(i, num + 1) for i in inner],
-        param_bytes=[1 << 20] * num,
-        param_uses=[(i, i - 1) for i in inner],
-    )
+    uses = [(0, i) for i in inner] + [(i, num + 1) for i in inner]
+    facts = {"param_bytes": [1 << 20] * num, "param_uses": [(i, i - 1) for i in inner]}
+    graph = graph_of(num + 2, uses, 4096, **facts)
     return on_devices(graph, Objective.PERIOD, 2, int(0.6 * (num << 20)), max_phases=4)
 
 
 def tables(num: int) -> Problem:
     """``num`` tables and what sums up the rows of each, then two operators for all of them."""
-    graph = OpGraph.build(
-        "tables",
-        [f"op{i}" for i in range(2 * num + 2)],
-        range(2 * num + 2),
-        [4096] * (2 * num + 2),
-        [x for i in range(num) for x in ((i, num + i), (num + i, 2 * num))]
-        + [(2 * num, 2 * num + 1)],
-        param_bytes=[1 << 20] * num,
-        param_uses=[(i, i) for i in range(num)],
-    )
+    uses = [x for i in range(num) for x in ((i, num + i), (num + i, 2 * num))]
+    facts = {"param_bytes": [1 << 20] * num, "param_uses": [(i, i) for i in range(num)]}
+    graph = graph_of(2 * num + 2, [*uses, (2 * num, 2 * num + 1)], 4096, **facts)
     return on_devices(graph, Objective.PERIOD, 4, int(0.3 * (num << 20)), max_phases=4)
 
 
-def on_devices(
-    graph: OpGraph, objective: Objective, devices: int, memory: int, **settings: Any
-) -> Problem:
+def on_devices(graph, objective, devices, memory, **settings) -> Problem:
     """On unlike devices."""
     rng = np.random.default_rng(0)
     seconds = rng.uniform(1e-5, 1e-3, (graph.num_ops, 1)) * np.linspace(1, 1.5, devices)
@@ -108,9 +81,8 @@ def of_each(problem: Problem) -> dict[str, str]:
             options |= {"evaluations": 4}
         try:
             solution = planners.solve(load(name, **options), problem)
-            said[name] = "; ".join(
-                why for why in solution.stats.get("skipped", {}).values() if "memory for" in why
-            )
+            skipped = solution.stats.get("skipped", {}).values()
+            said[name] = "; ".join(why for why in skipped if "memory for" in why)
         except PlannerError as error:
             said[name] = str(error)
     assert bounds.lower_bound(problem) > 0.0
@@ -147,9 +119,7 @@ def test_a_planner_without_memory_is_named() -> None:
         planners.solve(no_memory, random_problem(0, num_ops=5))
 
 
-def test_best_of_goes_on_without_a_planner_that_has_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_best_of_goes_on_without_a_planner_that_has_no_memory(monkeypatch):
     monkeypatch.setattr(Heft, "__call__", lambda self, problem: no_memory(problem))
     with pytest.warns(RuntimeWarning, match=r"goes on without one: planner heft: not enough"):
         solution = load("best_of", planners=("single_device", "heft"))(random_problem(0))

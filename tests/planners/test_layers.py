@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import combinations, permutations, product
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -19,16 +19,15 @@ from placement.planners.even_layers import layer_units
 from placement.problem import Problem
 from placement.search.evaluation import Search
 from placement.simulator import score
-from tests.problems import graph_of, problem_on, small_problem
+from tests.planners.test_planners import contiguous
+from tests.problems import every_link, graph_of, problem_on, small_problem
 from tests.served import LLAMA, MIXTRAL
 from tests.served import decoder as decoder_of
 
 BASELINES = ("even_layers", "by_memory", "llama_cpp_split")
 
 
-def chain(
-    seed: int, num_ops: int = 5, num_devices: int = 3, *, alike: bool = False, heavy: int = 0
-) -> Problem:
+def chain(seed, num_ops=5, num_devices=3, *, alike=False, heavy=0) -> Problem:
     """A chain on unlike devices and links, memory tight, one parameter shared by all operators."""
     rng = np.random.default_rng(seed)
     names = [f"d{i}" for i in range(num_devices)]
@@ -61,13 +60,8 @@ def chain(
 
 def best_contiguous(problem: Problem) -> float:
     """The least cost of all contiguous splits."""
-    n, devices = problem.num_ops, range(problem.num_devices)
-    rows = []
-    for count in range(1, problem.num_devices + 1):
-        for cuts in combinations(range(1, n), count - 1):
-            lengths = np.diff([0, *cuts, n])
-            rows += [np.repeat(order, lengths) for order in permutations(devices, count)]
-    able = [row for row in rows if np.isfinite(problem.compute_s[np.arange(n), row]).all()]
+    n = np.arange(problem.num_ops)
+    able = [row for row in contiguous(problem) if np.isfinite(problem.compute_s[n, row]).all()]
     search = Search(problem)
     search.costs(able)
     return search.best_s
@@ -150,10 +144,8 @@ def test_experts_beside_attention() -> None:
     decoder = decoder_of(MIXTRAL, num_hidden_layers=8)
     gpu = Device("gpu", "cuda", like="nvidia/rtx-4090", memory_bytes=14 * 10**9)
     host = Device("host", "cpu", like="amd/epyc-9654")
-    links = (Link("gpu", "host", 1e-5, 2e10), Link("host", "gpu", 1e-5, 2e10))
-    problem = serving_problem(
-        decoder, Cluster("c", (gpu, host), links), Serving("decode", 4096, whole_layers=False)
-    )
+    cluster = Cluster("c", (gpu, host), every_link(("gpu", "host"), 1e-5, 2e10))
+    problem = serving_problem(decoder, cluster, Serving("decode", 4096, whole_layers=False))
     solution = load("layer_dp")(problem)
     kinds = np.array(problem.graph.op_kind)
     assert (solution.placement[kinds == "attention"] == 0).all()
@@ -208,12 +200,3 @@ def test_layers_are_items_of_lists() -> None:
     problem = small_problem(np.ones((5, 1)), graph={"op_module": names})
     assert layer_units(problem).tolist() == [0, 0, 0, 1, 1]
     assert layer_units(chain(0)).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_every_split_of_a_tiny_chain_is_tried_by_the_test_itself() -> None:
-    problem = chain(0, num_ops=2, num_devices=2)
-    every = [list(x) for x in product(range(2), repeat=2)]
-    able = [x for x in every if np.isfinite(problem.compute_s[[0, 1], x]).all()]
-    search = Search(problem)
-    search.costs(able)
-    assert best_contiguous(problem) == search.best_s  # of two operators every split is contiguous

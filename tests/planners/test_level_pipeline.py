@@ -15,7 +15,7 @@ from placement.planners.level_balance import balance
 from placement.planners.level_pipeline import level_s, stages
 from placement.problem import Problem
 from placement.testing import check_planner
-from tests.problems import random_problem, small_problem
+from tests.problems import DIAMOND, random_problem, small_problem
 
 
 def make(compute_s, edges, send_s: float = 0.0, group=None) -> Problem:
@@ -41,9 +41,7 @@ def test_seconds_of_a_level_on_a_team() -> None:
     # Level 0: 6 s on d0 or 3 s on d1: together 2 s, but one operator takes 3. Level 1: two
     # operators of 4 s on either: 4 s. Level 2: only d2 can, which is not of the team.
     inf = np.inf
-    problem = make(
-        [[6, 3, 1], [4, 4, 1], [4, 4, 1], [inf, inf, 7]], [(0, 1), (0, 2), (1, 3), (2, 3)]
-    )
+    problem = make([[6, 3, 1], [4, 4, 1], [4, 4, 1], [inf, inf, 7]], DIAMOND)
     team = np.array([True, True, False])
     level = levels(problem.graph.edges, problem.num_ops)
     assert level_s(problem, level, team).tolist() == [3, 4, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from placement.__main__ import main
-from placement.cluster import Cluster
 from placement.importers import save
 from placement.planners.replicated import Replicated, StagePeriods, fewest, numbers, stage_periods
 from placement.problem import Problem
+from tests.problems import altered, problems, small_problem
 from tests.problems import chain as edges
-from tests.problems import problems, small_problem
 
 
-def chain(
-    seconds: list[float],
-    num_devices: int,
-    *,
-    size: int = 0,
-    params: int = 0,
-    memory: int = 2**40,
-    training: bool = False,
-) -> Problem:
+def chain(seconds, num_devices, *, size=0, params=0, memory=2**40, training=False) -> Problem:
     """A chain; links of 1 byte/s without latency, 4 micro-batches."""
     n = len(seconds)
     facts = {"device": {"kind": "npu"}, "graph": {"is_backward": [training] * n}}
@@ -42,9 +31,8 @@ def chain(
 def stages(problem: Problem) -> tuple[float, list[tuple[int, int]]]:
     """The period, and (operators, replicas) of each stage."""
     stats = Replicated()(problem).stats
-    return stats["replicated_period_s"], [
-        (s["num_ops"], len(s["devices"])) for s in stats["stages"]
-    ]
+    parts = [(s["num_ops"], len(s["devices"])) for s in stats["stages"]]
+    return stats["replicated_period_s"], parts
 
 
 # --- known answers -------------------------------------------------------------------------------
@@ -55,6 +43,8 @@ def test_one_heavy_operator_is_replicated() -> None:
     assert stages(chain([1, 6, 1], 8))[0] == pytest.approx(1.0)
     # On five: 8 / 5 = 1.6 s, and no split is better.
     assert stages(chain([1, 6, 1], 5)) == (pytest.approx(1.6), [(3, 5)])
+    # 9 bytes between two stages: 9 s alone; all on both devices sends nothing.
+    assert stages(chain([3.0, 3.0], 2, size=9)) == (3.0, [(2, 2)])
 
 
 def test_gradients_are_added_up_once_for_all_micro_batches() -> None:
@@ -64,16 +54,10 @@ def test_gradients_are_added_up_once_for_all_micro_batches() -> None:
     assert Replicated()(problem).value_s == pytest.approx(2.5)  # as the simulator counts
     # Where nothing is trained, or in one memory, nothing is sent.
     assert stages(chain([4.0], 2, size=1))[0] == pytest.approx(2.0)
-    host = tuple(replace(d, kind="cpu") for d in problem.cluster.devices)
-    host_problem = replace(problem, cluster=Cluster("host", host))
+    host_problem = altered(problem, {"kind": "cpu"})
     assert stages(host_problem)[0] == Replicated()(host_problem).value_s == pytest.approx(2.0)
     # Large gradients: one device is better than replicas.
     assert stages(chain([4.0], 2, size=9, training=True)) == (4.0, [(1, 1)])
-
-
-def test_what_is_sent_takes_turns_too() -> None:
-    # 9 bytes between the stages: 9 s alone; all on both devices sends nothing.
-    assert stages(chain([3.0, 3.0], 2, size=9)) == (3.0, [(2, 2)])
 
 
 def test_gradients_are_sent_too() -> None:
@@ -96,9 +80,7 @@ def test_gradients_are_sent_too() -> None:
 def test_what_does_not_fit_on_one_device_is_cut() -> None:
     period_s, parts = stages(chain([1.0] * 4, 4, params=10, memory=20))
     assert parts == [(2, 2), (2, 2)] and period_s == pytest.approx(1.0)
-
-
-def test_nothing_fits() -> None:
+    # Not even one operator fits.
     stats = Replicated()(chain([1.0] * 4, 4, params=10, memory=5)).stats
     assert "stages" not in stats and "needs" in stats["infeasible"]
 
@@ -133,8 +115,7 @@ def partitions(blocks: int, devices: int) -> Iterator[list[tuple[int, int, int]]
 @settings(max_examples=60, deadline=None)
 def test_no_split_is_better(problem: Problem) -> None:
     graph = replace(problem.graph, is_backward=np.arange(problem.num_ops) % 2 > 0)
-    problem = replace(problem, graph=graph)
-    problem = replace(problem, max_phases=12)
+    problem = replace(problem, graph=graph, max_phases=12)
     block = np.arange(graph.num_groups, dtype=np.int32)
     table = stage_periods(problem, block, np.arange(problem.num_devices))
     period_s, parts = fewest(table, problem.num_devices)
@@ -154,13 +135,11 @@ def test_no_split_is_better(problem: Problem) -> None:
 def test_the_table_says_what_a_slow_loop_says(problem: Problem) -> None:
     g = replace(problem.graph, is_backward=np.ones(problem.num_ops, bool))
     problem = replace(problem, graph=g)
-    table = stage_periods(
-        problem, np.arange(g.num_groups, dtype=np.int32), np.arange(problem.num_devices)
-    )
-    latency, per_byte = problem.link_latency_s.max(), problem.link_s_per_byte.max()
-    matrix = problem.profile.transfer_s
-    if matrix is not None:  # a device sends itself nothing
-        matrix = np.where(np.eye(problem.num_devices, dtype=bool), 0.0, matrix)
+    groups, devices = np.arange(g.num_groups, dtype=np.int32), np.arange(problem.num_devices)
+    table = stage_periods(problem, groups, devices)
+    cost_s = problem.link_latency_s.max() + g.tensor_bytes * problem.link_s_per_byte.max()
+    if (matrix := problem.profile.transfer_s) is not None:  # a device sends itself nothing
+        cost_s = np.where(np.eye(problem.num_devices), 0.0, matrix).max(axis=(1, 2))
     for a in range(problem.num_ops):
         for b in range(a + 1, problem.num_ops + 1):
             inside = set(range(a, b))
@@ -168,18 +147,14 @@ def test_the_table_says_what_a_slow_loop_says(problem: Problem) -> None:
             for t in range(g.num_tensors):
                 users = set(g.use_dst[g.use_ptr[t] : g.use_ptr[t + 1]].tolist())
                 src = int(g.tensor_src[t])
-                cost = latency + g.tensor_bytes[t] * per_byte
-                cost = cost if matrix is None else matrix[t].max()
-                received += cost * (src >= 0 and src not in inside and bool(users & inside))
-                sent += cost * (src in inside and bool(users - inside))
+                received += cost_s[t] * (src >= 0 and src not in inside and bool(users & inside))
+                sent += cost_s[t] * (src in inside and bool(users - inside))
             params = {p for op, p in zip(g.param_use_op, g.param_use, strict=True) if op in inside}
             own = sum(int(g.param_bytes[p]) for p in params)
             summed = 0.0
             if any(d.kind != "cpu" for d in problem.cluster.devices):
                 for t in g.gradient_tensor.tolist():
-                    cost = latency + g.tensor_bytes[t] * per_byte
-                    cost = cost if matrix is None else matrix[t].max()
-                    summed += 2 * cost * (int(g.tensor_src[t]) in inside)
+                    summed += 2 * cost_s[t] * (int(g.tensor_src[t]) in inside)
             compute = problem.compute_s.max(axis=1)[a:b].sum()
             for k, r in enumerate(table.replicas.tolist()):
                 extra = summed / problem.num_microbatches if r > 1 else 0.0
@@ -187,9 +162,8 @@ def test_the_table_says_what_a_slow_loop_says(problem: Problem) -> None:
                 if np.isfinite(table.period_s[k, a, b]):
                     assert table.period_s[k, a, b] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
                 else:
-                    assert own + problem.max_in_flight * g.tensor_bytes.sum() > (
-                        problem.memory_bytes.min()
-                    )
+                    in_flight = problem.max_in_flight * g.tensor_bytes.sum()
+                    assert own + in_flight > problem.memory_bytes.min()
 
 
 def test_an_empty_table() -> None:
@@ -200,17 +174,11 @@ def test_an_empty_table() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_for_machines(tmp_path: Path, capsys: Any) -> None:
+def test_for_machines(tmp_path: Path, says: Any) -> None:
     save(chain([1.0] * 4, 4, params=10, memory=20), tmp_path / "problem.json")
     plan = ["plan", str(tmp_path / "problem.json"), "--planner", "replicated", "--json"]
-    assert main(plan) == 0
-    got = json.loads(capsys.readouterr().out)
+    got = says(plan).json
     assert got["replicated_period_s"] == pytest.approx(1.0)
-    assert got["stages"][0] == {
-        "first": "op0",
-        "last": "op1",
-        "num_ops": 2,
-        "devices": ["d0", "d1"],
-        "period_s": 1.0,
-    }
+    stage = {"first": "op0", "last": "op1", "num_ops": 2, "devices": ["d0", "d1"]}
+    assert got["stages"][0] == stage | {"period_s": 1.0}
     assert got["assignment"]["op0"] == "d0" and got["assignment"]["op3"] == "d2"

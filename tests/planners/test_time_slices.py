@@ -10,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from placement.capturing import capture
-from placement.cluster import Cluster, Device
 from placement.graph import OpGraph
 from placement.planners import load
 from placement.planners.time_slices import blocks
@@ -22,12 +21,11 @@ from placement.search.grid import NoGrid, recognise
 from placement.testing import check_planner
 from placement.workloads import load as workload
 from placement.workloads.lstm import lstm
+from tests.modules import module_of
 from tests.problems import altered, graph_of, problem_on
 
 
-def unrolled(
-    layers, steps, *, step_major=False, hoisted=False, feedback=False, skip_first=False
-) -> OpGraph:
+def unrolled(layers, steps, *, step_major=False, hoisted=False, feedback=False, skip_first=False):
     """A grid without PyTorch; every cell is ``w`` (reads W_l), ``u`` (reads U_l), ``f`` (none).
 
     ::
@@ -42,22 +40,17 @@ def unrolled(
     cells = [(ly, t) for ly in range(layers) for t in range(steps)]
     if step_major:
         cells.sort(key=lambda cell: cell[::-1])
-    names, kinds, params = ["split"], ["split"], []
-    edges: list[tuple[str, str]] = []
+    ops, params, edges = [("split", "split")], [], []
     for ly in range(layers if hoisted else 0):
-        names.append(f"p{ly}")
-        kinds.append("transpose")
+        ops.append((f"p{ly}", "transpose"))
         params.append((f"p{ly}", 2 * ly + 1))
     for ly, t in cells:
         at = f"{ly},{t}"
-        edges.append((f"f{ly - 1},{t}" if ly else "split", f"w{at}"))
+        edges += [(f"f{ly - 1},{t}" if ly else "split", f"w{at}"), (f"w{at}", f"f{at}")]
         params.append((f"w{at}", 2 * ly))
-        edges.append((f"w{at}", f"f{at}"))
-        names.append(f"w{at}")
-        kinds.append("linear")
+        ops.append((f"w{at}", "linear"))
         if t or not skip_first:
-            names.append(f"u{at}")
-            kinds.append("linear")
+            ops.append((f"u{at}", "linear"))
             edges.append((f"u{at}", f"f{at}"))
             if hoisted:
                 edges.append((f"p{ly}", f"u{at}"))
@@ -67,11 +60,9 @@ def unrolled(
                 edges.append((f"f{ly},{t - 1}", f"u{at}"))
         if feedback and not ly and t:
             edges.append((f"f{layers - 1},{t - 1}", f"w{at}"))
-        names.append(f"f{at}")
-        kinds.append("tanh")
+        ops.append((f"f{at}", "tanh"))
     edges += [(f"f{layers - 1},{t}", "join") for t in range(steps)]
-    names.append("join")
-    kinds.append("join")
+    names, kinds = zip(*ops, ("join", "join"), strict=True)
     number = {name: n for n, name in enumerate(names)}
     facts = {"op_name": names, "op_kind": kinds, "output_tensor": [number["join"]]}
     facts |= {"param_uses": [(number[name], param) for name, param in params]}
@@ -80,10 +71,10 @@ def unrolled(
 
 
 def problem_of(graph: OpGraph, compute_s, send_s: float = 0.0) -> Problem:
-    """``compute_s`` float ``[N]`` or ``[N, D]`` (two equal devices)."""
+    """``compute_s`` float ``[N, D]``, or ``[N]`` or one number for two equal devices."""
     seconds = np.asarray(compute_s, dtype=np.float64)
-    if seconds.ndim == 1:
-        seconds = np.stack([seconds, seconds], axis=1)
+    if seconds.ndim < 2:
+        seconds = np.broadcast_to(seconds, (2, graph.num_ops)).T
     return problem_on(graph, seconds, link=(send_s,))
 
 
@@ -101,12 +92,7 @@ def test_a_grid_of_two_layers_and_three_steps() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    layers=st.integers(1, 5),
-    steps=st.integers(3, 9),
-    step_major=st.booleans(),
-    hoisted=st.booleans(),
-)
+@given(st.integers(1, 5), st.integers(3, 9), st.booleans(), st.booleans())
 def test_cells_are_found_whatever_the_size_and_the_order(layers, steps, step_major, hoisted):
     graph = unrolled(layers, steps, step_major=step_major, hoisted=hoisted)
     grid = recognise(graph)
@@ -136,24 +122,17 @@ def test_a_first_step_without_state_joins_the_second() -> None:
     assert [step[f"f1,{t}"] for t in range(4)] == [0, 0, 1, 2]
 
 
-class Loop(nn.Module):
+def loop(kind: type[nn.Module], sizes: tuple[int, ...]) -> nn.Module:
     """Cells in a loop as users write it: step by step, a different size per layer."""
 
-    def __init__(self, cell: type[nn.Module], sizes: tuple[int, ...]) -> None:
-        super().__init__()
-        pairs = itertools.pairwise(sizes)
-        self.cells = nn.ModuleList(cell(a, b) for a, b in pairs)
-        self.head = nn.Linear(sizes[-1], 2)
-        self.sizes = sizes
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = [x.new_zeros(x.shape[0], size) for size in self.sizes[1:]]
+    def forward(self, x):
+        states = [x.new_zeros(x.shape[0], size) for size in sizes[1:]]
         memory = list(states)
         outputs = []
         for t in range(x.shape[1]):
             y = x[:, t]
             for i, cell in enumerate(self.cells):
-                if isinstance(cell, nn.LSTMCell):
+                if kind is nn.LSTMCell:
                     states[i], memory[i] = cell(y, (states[i], memory[i]))
                 else:
                     states[i] = cell(y, states[i])
@@ -161,41 +140,35 @@ class Loop(nn.Module):
             outputs.append(self.head(y))
         return torch.stack(outputs, 1)
 
-
-class Plain(nn.Module):
-    """Written out: bare parameters, a learned first state, a transpose in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(5, 4))
-        self.u = nn.Parameter(torch.randn(5, 5))
-        self.first = nn.Parameter(torch.randn(1, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first
-        for row in x.unbind(1):
-            h = torch.tanh(row @ self.w.T + h @ self.u.T)
-        return h
+    cells = nn.ModuleList(kind(a, b) for a, b in itertools.pairwise(sizes))
+    return module_of(forward, cells=cells, head=nn.Linear(sizes[-1], 2)).eval()
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_loops_over_cells_of_pytorch_are_grids(cell: type[nn.Module]) -> None:
-    graph = capture(Loop(cell, (4, 5, 3)).eval(), (torch.randn(2, 4, 4),))
+    graph = capture(loop(cell, (4, 5, 3)), (torch.randn(2, 4, 4),))
     grid = recognise(graph)
     assert (grid.num_layers, grid.num_steps) == (2, 4)
-    at = [
-        (int(layer), int(step))
-        for kind, layer, step in zip(graph.op_kind, grid.layer, grid.step, strict=True)
-        if "_cell" in kind
-    ]
-    assert at == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
+    cells = ["_cell" in kind for kind in graph.op_kind]
+    assert grid.layer[cells].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert grid.step[cells].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     # The head is applied in every step: it is in the cells of the last layer.
     head = [n for n in range(graph.num_ops) if graph.op_module[n] == "head"]
     assert grid.layer[head].tolist() == [1] * 4 and grid.step[head].tolist() == [0, 1, 2, 3]
 
 
 def test_a_loop_over_bare_parameters_is_a_grid() -> None:
-    grid = recognise(capture(Plain().eval(), (torch.randn(2, 6, 4),)))
+    """Written out, with a learned first state and a transpose in every step."""
+
+    def forward(self, x):
+        h = self.first
+        for row in x.unbind(1):
+            h = torch.tanh(row @ self.w.T + h @ self.u.T)
+        return h
+
+    shapes = {"w": (5, 4), "u": (5, 5), "first": (1, 5)}
+    parts = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    grid = recognise(capture(module_of(forward, **parts).eval(), (torch.randn(2, 6, 4),)))
     assert (grid.num_layers, grid.num_steps) == (1, 6)
 
 
@@ -226,14 +199,10 @@ def test_two_uses_of_the_same_parameters_are_no_time() -> None:
         recognise(unrolled(2, 2))
 
 
-class TwoWays(nn.Module):
+def two_ways(layers: int) -> nn.Module:
     """Bidirectional layers: each reads both directions of the one before."""
 
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList(nn.GRUCell(4 if i < 2 else 8, 4) for i in range(2 * layers))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         rows = list(x.unbind(1))
         for i in range(0, len(self.cells), 2):
             sides = []
@@ -246,14 +215,17 @@ class TwoWays(nn.Module):
             rows = [torch.cat(pair, 1) for pair in zip(sides[0], sides[1][::-1], strict=True)]
         return torch.stack(rows, 1)
 
+    cells = (nn.GRUCell(4 if i < 2 else 8, 4) for i in range(2 * layers))
+    return module_of(forward, cells=nn.ModuleList(cells))
+
 
 def test_one_bidirectional_layer_is_two_rows_and_two_are_no_grid() -> None:
     x = (torch.randn(1, 4, 4),)
     # The directions do not depend on each other: both advance one cell per step.
-    assert recognise(capture(TwoWays(1).eval(), x)).num_layers == 2
+    assert recognise(capture(two_ways(1).eval(), x)).num_layers == 2
     # The second layer begins where a direction of the first one ends.
     with pytest.raises(NoGrid, match=r"'gru_cell_\d+' of step 0 depends on step 3"):
-        recognise(capture(TwoWays(2).eval(), x))
+        recognise(capture(two_ways(2).eval(), x))
 
 
 def test_cells_that_differ_are_no_grid() -> None:
@@ -285,11 +257,8 @@ def test_a_norm_shared_by_three_unlike_blocks_is_no_grid() -> None:
 )
 def test_orders_of_the_cells(weight: float, expected: list[list[int]]) -> None:
     graph = unrolled(2, 4)
-    problem = problem_of(graph, np.ones(graph.num_ops))
-    grid = recognise(graph)
-    block = blocks(problem, grid, weight)
-    cells = np.zeros((2, 4), int)
-    cells[grid.layer, grid.step] = block
+    grid, cells = recognise(graph), np.zeros((2, 4), int)
+    cells[grid.layer, grid.step] = blocks(problem_of(graph, 1.0), grid, weight)
     assert cells.tolist() == expected
 
 
@@ -297,7 +266,7 @@ def test_orders_of_the_cells(weight: float, expected: list[list[int]]) -> None:
 @given(layers=st.integers(1, 5), steps=st.integers(3, 9), weight=st.floats(0, 1))
 def test_orders_never_run_against_an_edge(layers: int, steps: int, weight: float) -> None:
     graph = unrolled(layers, steps)
-    block = blocks(problem_of(graph, np.ones(graph.num_ops)), recognise(graph), weight)
+    block = blocks(problem_of(graph, 1.0), recognise(graph), weight)
     src, dst = graph.edges.T
     assert (block[src] <= block[dst]).all()
     assert sorted(set(block)) == list(range(layers * steps))
@@ -305,7 +274,7 @@ def test_orders_never_run_against_an_edge(layers: int, steps: int, weight: float
 
 def test_many_cells_share_blocks() -> None:
     graph = unrolled(3, 200)
-    block = blocks(problem_of(graph, np.ones(graph.num_ops)), recognise(graph), 0.0)
+    block = blocks(problem_of(graph, 1.0), recognise(graph), 0.0)
     assert np.bincount(block).max() <= 2 * 3 + 1
     assert int(block.max()) + 1 == 400
 
@@ -359,7 +328,7 @@ def test_unequal_layers_are_cut_along_time() -> None:
 
 def test_where_there_is_no_grid_the_best_single_device_is_the_answer() -> None:
     graph = capture(*workload("tiny_branches"))
-    solution = load("time_slices")(problem_of(graph, np.ones(graph.num_ops)))
+    solution = load("time_slices")(problem_of(graph, 1.0))
     assert len(set(solution.placement)) == 1
     assert "unroll the cells" in solution.stats["no_grid"]
     assert solution.stats["cut"] == "none"
@@ -369,6 +338,5 @@ def test_contract_on_grids() -> None:
     graph = capture(*lstm(layers=3, steps=4, hidden=4)).without_program()
     rng = np.random.default_rng(0)
     problem = problem_of(graph, rng.random((graph.num_ops, 3)), send_s=0.1)
-    devices = tuple(Device(f"d{i}", memory_bytes=3000) for i in range(3))
-    tight = replace(problem, cluster=Cluster("c", devices))
+    tight = altered(problem, {"memory_bytes": 3000})
     check_planner(load("time_slices"), [problem, problem.with_objective("latency"), tight])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -15,24 +14,14 @@ from placement.bounds.grain import grain_s
 from placement.planners import load
 from placement.planners.order_search import start, state_of, tables_of
 from placement.problem import Problem
-from placement.schedule import in_sequence
 from placement.search import windows
-from placement.simulator import simulate
-from tests.problems import altered, plain, random_placement, random_problem, small_problem
-from tests.search.test_order_search import random_sequence
+from tests.problems import altered, plain, random_problem, small_problem
+from tests.search.test_order_search import latency_s, optimum, started
 
 RNG = np.random.default_rng
 
 
-def latency_s(problem: Problem, placement: np.ndarray, sequence: np.ndarray) -> float:
-    """What the simulator says of devices that run their operators in ``sequence``."""
-    schedule = in_sequence(placement, sequence, problem.num_devices)
-    return float(simulate(problem, placement, schedule).latency_s)
-
-
-def shop(
-    seed: int, jobs: int, length: int, machines: int, unit: float = 1.0, refused: float = 0.4
-) -> Problem:
+def shop(seed, jobs, length, machines, unit=1.0, refused=0.4) -> Problem:
     """A flexible job shop: chains whose operators run on some of the machines, nothing is sent."""
     rng = RNG(seed)
     n = jobs * length
@@ -41,21 +30,6 @@ def shop(
     seconds[rng.random(seconds.shape) < refused] = np.inf
     seconds[np.arange(n), rng.integers(machines, size=n)] = unit * 5.0
     return small_problem(seconds, edges, link=(0.0, 1e30), objective="latency")
-
-
-def optimum(problem: Problem) -> float:
-    """The least latency of all placements and orders."""
-    n = problem.num_ops
-    edges = problem.graph.edges.tolist()
-    rows = [np.flatnonzero(np.isfinite(row)).tolist() for row in problem.compute_s]
-    best = np.inf
-    for sequence in permutations(range(n)):
-        at = {op: k for k, op in enumerate(sequence)}
-        if all(at[a] < at[b] for a, b in edges):
-            for place in product(*rows):
-                placement, in_order = np.array(place, np.int32), np.array(sequence, np.int32)
-                best = min(best, latency_s(problem, placement, in_order))
-    return best
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -87,8 +61,7 @@ def test_cp_sat_proves_the_least_latency(seed: int) -> None:
 @given(seed=st.integers(0, 100_000))
 def test_a_window_is_never_worse_where_channels_do_not_wait(seed: int) -> None:
     problem = replace(plain(random_problem(seed, 14, 3, grouped=True)), contention=False)
-    tables, state = tables_of(problem), state_of(problem, 4)
-    start(tables, state, random_placement(problem, seed), random_sequence(problem, seed), RNG(0))
+    tables, state = started(problem, seed)
     cost, first = state.cost_s, int(RNG(seed).integers(6))
     if cost >= 1e30:
         return
@@ -134,9 +107,7 @@ def test_bounds_of_equal_machines_are_rounded_up() -> None:
 @given(seed=st.integers(0, 100_000), unit=st.sampled_from([1.0, 1e-3, 0.37]))
 def test_no_schedule_is_below_the_bound(seed: int, unit: float) -> None:
     rng = RNG(seed)
-    problem = shop(
-        seed, int(rng.integers(2, 6)), int(rng.integers(1, 5)), int(rng.integers(2, 4)), unit
-    )
+    problem = shop(seed, *rng.integers([2, 1, 2], [6, 5, 4]).tolist(), unit)
     value = load("order_search", evaluations=500)(problem).value_s
     bound = lower_bound(problem)
     assert bound <= value * (1 + 1e-9)
