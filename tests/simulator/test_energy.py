@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from placement.bounds import lower_bounds
-from placement.cluster import Device
 from placement.planners import load, names
 from placement.problem import Problem, Solution
 from placement.report.table import tables
@@ -19,11 +18,8 @@ from tests.problems import chain as edges
 
 # They need a file, a package, or a planner, or are for latency.
 ELSEWHERE = ("expert", "metis", "coarsened", "order_search", "data_parallel", "phase_search")
-BUDGETS = {
-    "cp_sat": {"seconds": 0.5},
-    "mip": {"seconds": 0.5},
-    "macro_search": {"evaluations": 300},
-}
+BUDGETS = {name: {"seconds": 0.5} for name in ("cp_sat", "mip")}
+BUDGETS |= {"macro_search": {"evaluations": 300}}
 
 
 def roomy(seed: int, num_ops: int = 6) -> Problem:
@@ -52,12 +48,9 @@ def test_searches_find_the_placement_of_least_energy(seed: int) -> None:
 
 def test_a_frugal_device_wins_where_energy_counts_and_a_fast_one_where_time_does() -> None:
     problem = roomy(0)
-    fast, frugal = problem.cluster.devices
-    watts = (Device(fast.name, busy_w=300, idle_w=0), Device(frugal.name, busy_w=1, idle_w=0))
-    seconds = np.tile([1.0, 4.0], (6, 1))
-    profile = replace(problem.profile, compute_s=seconds, loaded_s=None, transfer_s=None)
-    cluster = replace(problem.cluster, devices=watts)
-    problem = replace(problem, cluster=cluster, profile=profile)
+    watts = {"busy_w": lambda d: 300 if d.name == "d0" else 1, "idle_w": 0}
+    costs = {"compute_s": np.tile([1.0, 4.0], (6, 1)), "loaded_s": None, "transfer_s": None}
+    problem = altered(problem, watts, **costs)
     assert load("single_device")(problem).placement.tolist() == [1] * 6
     assert load("single_device")(problem.with_objective("latency")).placement.tolist() == [0] * 6
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from placement.bounds import lower_bound, lower_bounds
 from placement.exporters import Inexpressible, load, moved
-from placement.graph import OpGraph
 from placement.plan import load_plan, make_plan
 from placement.problem import Placement, Problem, ProblemError, Solution
 from placement.report import gantt, usage
@@ -28,7 +27,7 @@ from placement.simulator import (
     value_of,
 )
 from placement.simulator.memory import memory_steps
-from tests.problems import altered, problem_on, random_problem
+from tests.problems import altered, random_problem, small_problem
 
 FIELDS = ("start_s", "end_s", "transfer_start_s", "transfer_end_s", "peak_bytes")
 
@@ -50,9 +49,8 @@ def test_two_replicas_take_turns() -> None:
     #   d0  0000 2222       two operators of 2 s, each phase on a device of its own
     #   d1  1111 3333       no transfer, and a period of 2 s
     problem = random_problem(0, num_ops=2, num_devices=2)
-    costs = {"compute_s": np.full((2, 2), 2.0), "loaded_s": None, "batch_s": 0.0}
-    host = {"kind": "cpu", "memory_bytes": 2**40}
-    problem = altered(problem, host, transfer_s=None, **costs)
+    costs = {"compute_s": np.full((2, 2), 2.0), "loaded_s": None, "transfer_s": None}
+    problem = altered(problem, {"kind": "cpu", "memory_bytes": 2**40}, **costs)
     problem = replace(problem, num_microbatches=4, max_in_flight=2)
     both = [[0, 0], [1, 1]]
     for timeline in (simulate(problem, both), simulate_reference(problem, both)):
@@ -99,15 +97,12 @@ def test_a_batch_says_what_the_timelines_say(seed: int) -> None:
 def test_gradients_of_replicas_travel_after_a_step() -> None:
     #   d0  f b f b . . v       forward 1 s, backward 1 s; the gradient takes 2 s from d1 to d0,
     #   d1  f b f b g g . v     and the new value 2 s back: 4 s more for 4 micro-batches
-    graph = OpGraph.build(
-        "step", ["f", "b"], [0, 1], [4, 8], [(0, 1)], is_backward=[False, True],
-        param_bytes=[8], param_uses=[(0, 0)], output_tensor=[0],
-    )  # fmt: skip
-    assert graph.gradient_tensor.tolist() == [1]
-    problem = problem_on(
-        graph, np.ones((2, 2)), device={"kind": "npu"}, link=(0.0, 4.0),
-        num_microbatches=4, max_in_flight=2,
-    )  # fmt: skip
+    graph = {"is_backward": [False, True], "output_tensor": [0], "param_uses": [(0, 0)]}
+    graph |= {"param_bytes": [8], "op_name": ["f", "b"]}
+    runs = {"link": (0.0, 4.0), "num_microbatches": 4, "max_in_flight": 2}
+    facts = {"tensor_bytes": [4, 8], "graph": graph, "device": {"kind": "npu"}}
+    problem = small_problem(np.ones((2, 2)), [(0, 1)], **facts, **runs)
+    assert problem.graph.gradient_tensor.tolist() == [1]
     both = [[0, 0], [1, 1]]
     for timeline in (simulate(problem, both), simulate_reference(problem, both)):
         assert timeline.transfers.tolist() == [[1, 3, 1, 0], [1, 3, 0, 1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.bounds import lower_bounds
-from placement.cluster import Device, Link
+from placement.cluster import Device
 from placement.problem import Problem, ProblemError
 from placement.schedule import Schedule, ScheduleError
 from placement.simulator import (
@@ -25,14 +26,7 @@ from placement.simulator import (
     simulate_reference,
 )
 from placement.timeline import Timeline
-from tests.problems import (
-    altered,
-    problem_on,
-    problems,
-    random_placement,
-    random_problem,
-    small_problem,
-)
+from tests.problems import altered, problems, random_placement, random_problem, small_problem
 
 
 @pytest.fixture(params=[simulate, simulate_reference])
@@ -64,9 +58,8 @@ def test_chain_on_two_devices_waits_for_the_transfer(run: Any) -> None:
     # d0      AA......
     # d0->d1  ..ttt...     1 s latency + 4 bytes at 2 bytes/s
     # d1      .....BBB
-    problem = make(
-        [[2, 9], [9, 3]], [(0, 4, [1])], latency_s=1, link_s_per_byte=0.5, num_microbatches=1
-    )
+    link = {"latency_s": 1, "link_s_per_byte": 0.5}
+    problem = make([[2, 9], [9, 3]], [(0, 4, [1])], num_microbatches=1, **link)
     timeline = run(problem, [0, 1])
     assert timeline.start_s.tolist() == [[0, 5]]
     assert timeline.end_s.tolist() == [[2, 8]]
@@ -79,9 +72,7 @@ def test_a_tensor_is_sent_once_per_device_however_many_use_it_there(run: Any) ->
     # d0      A....
     # d0->d1  .tt..
     # d1      ...BC
-    problem = make(
-        [[1, 1], [1, 1], [1, 1]], [(0, 2, [1, 2])], link_s_per_byte=1, num_microbatches=1
-    )
+    problem = make([[1, 1]] * 3, [(0, 2, [1, 2])], link_s_per_byte=1, num_microbatches=1)
     timeline = run(problem, [0, 1, 1])
     assert rows(timeline) == [(0, 0, 0, 1, 1, 3)]
     assert timeline.start_s.tolist() == [[0, 3, 4]]
@@ -108,9 +99,8 @@ def test_a_blocking_link_keeps_the_sender_busy(run: Any, blocking: bool, start_c
     # d0      AC..                d0      Att C   (t: the worker copies)
     # d0->d1  .tt.                d0->d1  .tt.
     # d1      ...B                d1      ...B
-    problem = make(
-        [[1, 1]] * 3, [(0, 2, [1])], link_s_per_byte=1, blocking=blocking, num_microbatches=1
-    )
+    link = {"link_s_per_byte": 1, "blocking": blocking}
+    problem = make([[1, 1]] * 3, [(0, 2, [1])], num_microbatches=1, **link)
     assert run(problem, [0, 1, 0]).start_s.tolist() == [[0, 3, start_c]]
 
 
@@ -187,18 +177,13 @@ def test_window_bounds_the_micro_batches_in_flight(run: Any) -> None:
     assert run(problem, [0, 1]).period_s == 1
 
 
-def test_highest_upward_rank_runs_first(run: Any) -> None:
-    # ranks: A 1, B 1 + 5, C 5     d0  BCCCCCA
+def test_the_smallest_micro_batch_runs_first_then_the_highest_rank_then_by_number(run: Any) -> None:
+    # upward ranks: A 1, B 1 + 5, C 5     d0  BCCCCCA
     problem = make([[1], [1], [5]], [(1, 0, [2])], num_microbatches=1)
     assert run(problem, [0, 0, 0]).start_s.tolist() == [[6, 0, 1]]
-
-
-def test_operators_of_equal_rank_run_by_number(run: Any) -> None:
+    # equal ranks                         d0  ABC
     problem = make([[1], [1], [1]], [], num_microbatches=1)
     assert run(problem, [0, 0, 0]).start_s.tolist() == [[0, 1, 2]]
-
-
-def test_smallest_micro_batch_runs_before_the_highest_rank(run: Any) -> None:
     # at 1 both B of micro-batch 0 and A (higher rank) of micro-batch 1 are ready
     # d0  A0 B0 A1 B1
     problem = make([[1], [1]], [(0, 0, [1])], num_microbatches=2, max_in_flight=2)
@@ -317,13 +302,9 @@ def test_memory_with_a_tied_parameter_a_view_and_a_copy(run: Any) -> None:
     assert run(problem, [0, 0, 0]).peak_bytes.tolist() == [1000 + 100 + 10, 0]
 
 
-def test_memory_counts_the_workspace_of_running_operators(run: Any) -> None:
+def test_memory_counts_workspace_and_once_per_device_what_libraries_keep(run: Any) -> None:
     problem = make(**MEMORY, profile={"workspace_bytes": np.array([5, 500, 3])})
-    peak = run(problem, [0, 0, 1]).peak_bytes
-    assert peak.tolist() == [1000 + 10 + 500, 1000 + 10 + 7 + 3]
-
-
-def test_memory_counts_once_per_device_what_libraries_keep(run: Any) -> None:
+    assert run(problem, [0, 0, 1]).peak_bytes.tolist() == [1000 + 10 + 500, 1000 + 10 + 7 + 3]
     problem = make(**MEMORY, profile={"library_bytes": np.array([[9, 8], [5, 4], [0, 600]])})
     assert run(problem, [0, 0, 1]).peak_bytes.tolist() == [1110 + 9, 1017 + 600]
     assert run(problem, [0, 0, 0]).peak_bytes.tolist() == [1110 + 9, 0]
@@ -334,9 +315,8 @@ def test_memory_counts_once_per_device_what_libraries_keep(run: Any) -> None:
 @pytest.mark.parametrize("outputs, peak", [([], 60), ([0], 50 + 60)])
 def test_outputs_are_kept_until_their_micro_batch_finished(run, outputs, peak):
     # d0  AB     a (50 bytes) is used by nobody; b has 60 bytes
-    problem = make(
-        [[1], [1]], [(0, 50, []), (1, 60, [])], graph={"output_tensor": outputs}, num_microbatches=1
-    )
+    facts = {"graph": {"output_tensor": outputs}, "num_microbatches": 1}
+    problem = make([[1], [1]], [(0, 50, []), (1, 60, [])], **facts)
     assert run(problem, [0, 0]).peak_bytes.tolist() == [peak]
 
 
@@ -405,9 +385,8 @@ def test_a_short_run_that_ends_in_a_burst_is_not_faster_than_its_busiest_device(
 
 
 def test_values_of_a_batch() -> None:
-    problem = make(
-        [[1, np.inf], [1, 1]], [(0, 1, [1])], link_s_per_byte=1, num_microbatches=8, max_in_flight=4
-    )
+    runs = {"num_microbatches": 8, "max_in_flight": 4}
+    problem = make([[1, np.inf], [1, 1]], [(0, 1, [1])], link_s_per_byte=1, **runs)
     values = evaluate(problem, [[0, 0], [0, 1], [1, 1]])
     assert values.latency_s.tolist() == [2, 3, np.inf]
     assert values.period_s.tolist() == [2, 1, np.inf]
@@ -419,14 +398,12 @@ def test_values_of_a_batch() -> None:
 
 def test_one_micro_batch_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make([[1, 2], [2, 1]], [(0, 4, [1])])
-    run_batch, runs = kernels.run_batch, []
-    monkeypatch.setattr(
-        kernels, "run_batch", lambda *args: runs.append(args[1].num_batches) or run_batch(*args)
-    )
+    run = Mock(wraps=kernels.run_batch)
+    monkeypatch.setattr(kernels, "run_batch", run)
     values = evaluate(replace(problem, num_microbatches=1), [[0, 0], [0, 1]])
-    assert runs == [1] and values.latency_s.tolist() == values.period_s.tolist()
+    assert run.call_count == 1 and values.latency_s.tolist() == values.period_s.tolist()
     evaluate(replace(problem, num_microbatches=3), [0, 1])
-    assert runs == [1, 1, 3]
+    assert [call.args[1].num_batches for call in run.call_args_list] == [1, 1, 3]
 
 
 def test_energy_is_work_at_busy_power_and_waiting_at_idle_power() -> None:
@@ -486,6 +463,8 @@ def check(problem: Problem, seed: int) -> None:
     np.testing.assert_allclose(values.period_s[0], expected.period_s, rtol=1e-9)
     if values.peak_bytes is not None:
         assert values.peak_bytes[0].tolist() == expected.peak_bytes.tolist()
+    order = list_schedule(problem, p, problem.num_microbatches)
+    assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order), seed)
 
 
 def test_kernel_equals_reference_on_400_random_problems() -> None:
@@ -496,20 +475,12 @@ def test_kernel_equals_reference_on_400_random_problems() -> None:
 @pytest.mark.parametrize("ready_order", ["priority", "arrival"])
 @pytest.mark.parametrize("num_devices", [65, 130])
 def test_kernel_equals_reference_on_many_devices(num_devices: int, ready_order: Any) -> None:
-    problem = random_problem(0, 150, num_devices)
-    problem = replace(problem, ready_order=ready_order)
-    check(problem, 0)
-    p = random_placement(problem, 0)
-    order = list_schedule(problem, p, problem.num_microbatches)
-    assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order))
+    check(replace(random_problem(0, 150, num_devices), ready_order=ready_order), 0)
 
 
 @given(problems(grouped=True, unsupported=True), st.integers(0, 100))
 def test_kernel_equals_reference(problem: Problem, seed: int) -> None:
     check(problem, seed)
-    p = random_placement(problem, seed)
-    order = list_schedule(problem, p, problem.num_microbatches)
-    assert_equal(simulate(problem, p, order), simulate_reference(problem, p, order))
 
 
 @given(problems(), st.integers(0, 100))
@@ -589,32 +560,14 @@ def test_a_batch_is_its_placements_one_by_one(problem: Problem, seed: int) -> No
             assert one.peak_bytes[0].tolist() == values.peak_bytes[i].tolist()
 
 
-@given(st.integers(0, 2**32 - 1), st.permutations(range(3)))
-def test_equal_devices_may_change_their_names(seed: int, order: list[int]) -> None:
-    rng = np.random.default_rng(seed)
-    base = random_problem(seed, num_devices=3)
-    seconds = np.repeat(base.compute_s[:, :1], 3, axis=1)
-    same = {"num_microbatches": base.num_microbatches, "max_in_flight": base.max_in_flight}
-    equal = problem_on(base.graph, seconds, link=(0.3, 400.0), **same)
-    p = rng.integers(0, 3, base.num_ops)
-    a, b = evaluate(equal, p), evaluate(equal, np.array(order)[p])
-    np.testing.assert_allclose(a.latency_s, b.latency_s, rtol=1e-12)
-    np.testing.assert_allclose(a.period_s, b.period_s, rtol=1e-12)
-
-
 @given(problems(), st.integers(0, 100))
 def test_twice_the_time_for_everything_takes_twice_the_time(problem: Problem, seed: int) -> None:
-    old = problem.profile
     times = ("latency_s", "wake_s", "send_s", "send_s_per_byte", "receive_s")
-
-    def slower(x: Link) -> Link:
-        speed = x.bandwidth_bytes_per_s / 2
-        return replace(x, bandwidth_bytes_per_s=speed, **{k: 2 * getattr(x, k) for k in times})
-
-    tables = {k: getattr(old, k) for k in ("compute_s", "loaded_s", "transfer_s")}
+    links = {k: lambda x, k=k: 2 * getattr(x, k) for k in times}
+    links |= {"bandwidth_bytes_per_s": lambda x: x.bandwidth_bytes_per_s / 2}
+    tables = {k: getattr(problem.profile, k) for k in ("compute_s", "loaded_s", "transfer_s")}
     tables = {k: None if table is None else 2 * table for k, table in tables.items()}
-    double = replace(old, links=tuple(map(slower, old.links)), **tables)
-    slow = replace(problem, profile=double)
+    slow = altered(problem, links=links, **tables)
     p = random_placement(problem, seed)
     a, b = evaluate(problem, p), evaluate(slow, p)
     np.testing.assert_allclose(b.latency_s, 2 * a.latency_s, rtol=1e-12)
