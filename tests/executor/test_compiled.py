@@ -1,10 +1,10 @@
 """Compiled runs: equal results, kinds, what is kept, and what gets in the way."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,18 +16,27 @@ from placement.cluster import Cluster, Device
 from placement.executor import Runner, RunnerError, compiled
 from placement.executor import runner as runner_module
 from placement.tools.files import FileError
+from tests.modules import module_of
 
 CPU = Cluster("here", (Device("cpu:0", cores=(0,)),))
 TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+def net(seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(seed)
+    layers = {"first": nn.Linear(16, 32), "second": nn.Linear(32, 4)}
+    module = module_of(lambda m, x: m.second(torch.tanh(m.first(x))).softmax(-1), **layers)
+    return module, torch.randn(8, 16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x))).softmax(-1)
+
+@contextmanager
+def compiled_net():
+    """A runner that compiles a module, and computes what that does."""
+    module, x = net()
+    with runner_of(module, x) as runner:
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+        yield runner
 
 
 def runner_of(module: nn.Module, x: torch.Tensor, **options) -> Runner:
@@ -77,19 +86,12 @@ def prefers(builds, tmp_path, monkeypatch, compiler):
 
 
 @pytest.mark.parametrize("kind", ["plain", "frozen", "frozen by onednn"])
-def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(
-    prefers, kind, monkeypatch
-) -> None:
+def test_results_are_the_modules_and_a_written_parameter_is_seen(prefers, kind, monkeypatch):
     packs_all = kind == "frozen by onednn"  # MKL's has a bias in it
-    if packs_all:
-        kind = "frozen"
-        monkeypatch.setattr(compiled, "_onednn_is_faster", lambda *_: True)
-        torch.manual_seed(1)  # another module than the one that MKL's are built of
-    else:
-        monkeypatch.setattr(compiled, "_onednn_is_faster", lambda *_: False)
-        torch.manual_seed(0)
+    kind = "frozen" if packs_all else kind
+    monkeypatch.setattr(compiled, "_onednn_is_faster", lambda *_: packs_all)
     calls = prefers(kind)
-    module, x = Net(), torch.randn(8, 16)
+    module, x = net(int(packs_all))  # another module than the one that MKL's are built of
     with runner_of(module, x) as runner:
         runner.compile()
         assert (runner.num_compiled, runner.not_compiled) == (1, {})
@@ -123,43 +125,41 @@ def test_results_are_the_modules_and_a_parameter_that_is_written_is_seen(
 def test_what_is_kept_is_for_the_shapes_that_it_was_made_for(prefers, monkeypatch) -> None:
     """As where heads and groups of heads are turned by the same operators."""
     prefers("plain")
-    torch.manual_seed(0)
-    module, x = Net(), torch.randn(8, 16)
-    with runner_of(module, x) as runner:
-        runner.compile()
+    with compiled_net() as runner:
         assert runner.num_compiled == 1
-
-    def asked(*_: object, **__: object) -> None:
-        raise RuntimeError("built anew")
-
-    monkeypatch.setattr(compiled, "build", asked)
+    monkeypatch.setattr(compiled, "build", Mock(side_effect=RuntimeError("built anew")))
+    module, x = net()
     with runner_of(module, x[:2]) as other:
         other.compile()
         assert [*other.not_compiled.values()] == ["RuntimeError: built anew"]
         torch.testing.assert_close(other(x[:2]), module(x[:2]))
 
 
-def test_a_kind_that_is_no_faster_is_not_used(prefers) -> None:
-    prefers("eager")
-    module, x = Net(), torch.randn(8, 16)
+SLOWER = "it takes 0 us eager, 1000000 us frozen, 1000000 us plain"
+REFUSED = "RuntimeError: LoweringException: no such operator"
+MISSING = "there is no C++ compiler 'no-such-compiler' here: placement doctor"
+
+
+@pytest.mark.parametrize("why", [SLOWER, REFUSED, MISSING])
+def test_what_is_no_faster_or_cannot_be_compiled_is_interpreted(prefers, monkeypatch, why):
+    prefers("eager" if why == SLOWER else "plain")
+    if why == REFUSED:
+        refused = RuntimeError("LoweringException: no such operator\nand a page of more")
+        monkeypatch.setattr(compiled, "build", Mock(side_effect=refused))
+    if why == MISSING:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    module, x = net()
     with runner_of(module, x) as runner:
         runner.compiled = True
         torch.testing.assert_close(runner(x), module(x))
-        (why,) = runner.not_compiled.values()
-        assert runner.num_compiled == 0
-        assert why == "it takes 0 us eager, 1000000 us frozen, 1000000 us plain"
+        assert (runner.num_compiled, runner.not_compiled) == (0, {"linear": why})
 
 
-def test_other_threads_run_while_a_kernel_does(prefers, monkeypatch) -> None:
+def test_other_threads_run_while_a_kernel_does(prefers) -> None:
     """Devices are threads: a kernel that held the interpreter's lock would stop the others."""
     prefers("plain")
-
-    class Long(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin().exp().tanh().cos()
-
     x = torch.rand(2**24)  # some 50 ms
-    with runner_of(Long(), x) as runner:
+    with runner_of(module_of(lambda m, x: x.sin().exp().tanh().cos()), x) as runner:
         runner.compile()
         assert runner.num_compiled == 1
         (call,) = runner.workers[0]._generated[0].calls.values()
@@ -185,48 +185,17 @@ def test_other_threads_run_while_a_kernel_does(prefers, monkeypatch) -> None:
     assert seen >= 3  # 0 where the lock is held
 
 
-def test_what_cannot_be_compiled_is_interpreted_by_name(prefers, monkeypatch, capsys) -> None:
-    prefers("plain")
-    module, x = Net(), torch.randn(8, 16)
-
-    def refuses(*_: object, **__: object) -> None:
-        raise RuntimeError("LoweringException: no such operator\nand a page of more")
-
-    monkeypatch.setattr(compiled, "build", refuses)
-    with runner_of(module, x) as runner:
-        runner.compile()
-        torch.testing.assert_close(runner(x), module(x))
-        said = {"linear": "RuntimeError: LoweringException: no such operator"}
-        assert runner.not_compiled == said
-
-
-def test_without_a_compiler_runs_are_interpreted(prefers, monkeypatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    module, x = Net(), torch.randn(8, 16)
-    with runner_of(module, x) as runner:
-        runner.compile()
-        torch.testing.assert_close(runner(x), module(x))
-        (why,) = runner.not_compiled.values()
-        assert why == "there is no C++ compiler 'no-such-compiler' here: placement doctor"
-
-
 def test_a_cache_that_cannot_be_written_is_said_once(prefers, monkeypatch, capsys) -> None:
     prefers("frozen")
-
-    def full(path: object, _: object) -> None:
-        raise FileError(f"cannot write {path}: no space left")
-
     real = compiled.write_atomic
 
     def write(path, content):
-        return full(path, content) if "compiled" in str(path) else real(path, content)
+        if "compiled" in str(path):
+            raise FileError(f"cannot write {path}: no space left")
+        return real(path, content)
 
     monkeypatch.setattr(compiled, "write_atomic", write)
-    torch.manual_seed(0)
-    module, x = Net(), torch.randn(8, 16)
-    with runner_of(module, x) as runner:
-        runner.compile()
-        torch.testing.assert_close(runner(x), module(x))
+    with compiled_net() as runner:
         assert runner.num_compiled == 1
     said = capsys.readouterr().err
     assert said.count("compiled runs are not kept") == 1
@@ -235,34 +204,25 @@ def test_a_cache_that_cannot_be_written_is_said_once(prefers, monkeypatch, capsy
 
 def test_files_that_are_damaged_are_made_again(prefers) -> None:
     calls = prefers("frozen")
-    torch.manual_seed(0)
-    module, x = Net(), torch.randn(8, 16)
     for damage in (".so", ".json"):
-        with runner_of(module, x) as runner:
-            runner.compile()
-            torch.testing.assert_close(runner(x), module(x))
+        with compiled_net():
+            pass
         for path in compiled.folder().glob(f"*-*{damage}"):
             path.unlink()  # what is loaded stays as it was
             path.write_bytes(b"")
         for path in compiled.folder().glob("*.kind"):
             assert path.read_text() == '["frozen", ""]'
         calls.clear()
-    with runner_of(module, x) as runner:
-        runner.compile()
-        torch.testing.assert_close(runner(x), module(x))
+    with compiled_net():
         assert calls == [True]
 
 
 def test_ctrl_c_in_a_compile_leaves_nothing(prefers, monkeypatch) -> None:
     prefers("plain")
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    module, x = Net(), torch.randn(8, 16)
+    module, x = net()
     with runner_of(module, x) as runner:
         with monkeypatch.context() as patch:
-            patch.setattr(compiled, "build", interrupted)
+            patch.setattr(compiled, "build", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 runner.compile()
         assert not compiled.folder().exists()
@@ -272,19 +232,15 @@ def test_ctrl_c_in_a_compile_leaves_nothing(prefers, monkeypatch) -> None:
 
 def test_operators_that_draw_are_interpreted_and_training_is_refused(prefers) -> None:
     calls = prefers("plain")
-
-    class Draws(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin().cos().tanh() + torch.rand_like(x)
-
-    with runner_of(Draws(), torch.zeros(8)) as runner:
+    draws = module_of(lambda m, x: x.sin().cos().tanh() + torch.rand_like(x))
+    with runner_of(draws, torch.zeros(8)) as runner:
         runner.compile()
         assert (runner.num_compiled, calls) == (1, [False])
         assert "aten.rand_like" in str(runner.not_compiled) or runner.not_compiled
         torch.manual_seed(3)
         first = runner(torch.zeros(8))
         assert not torch.equal(first, runner(torch.zeros(8)))
-    module = Net().train()
+    module = net()[0].train()
     loss = (torch.randn(8, 16), torch.randn(8, 4))
     graph = capture(module, loss, mode="training", loss=nn.functional.mse_loss)
     runner = Runner(graph, CPU, np.zeros(graph.num_ops, int))
@@ -292,16 +248,10 @@ def test_operators_that_draw_are_interpreted_and_training_is_refused(prefers) ->
         runner.compile()
 
 
-class Images(nn.Module):
+def images(last: nn.Module) -> nn.Module:
     """Two convolutions, and what the last module makes of them."""
-
-    def __init__(self, last: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3, padding=1)
-        self.last = last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.second(self.first(x).relu()))
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, last)
 
 
 @pytest.mark.parametrize("last", ["mean", "image", "view"])
@@ -318,7 +268,7 @@ def test_runs_hand_on_images_with_channels_last(monkeypatch, last) -> None:
     monkeypatch.setattr(compiled, "_LEAST", 1)
     monkeypatch.setattr(compiled.Artefacts, "_fastest", noted)
     ends = {"mean": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), "image": nn.ReLU()}
-    module = Images(ends.get(last, nn.Unflatten(1, (2, 2)))).eval()
+    module = images(ends.get(last, nn.Unflatten(1, (2, 2)))).eval()
     x = torch.randn(1, 3, 9, 7)
     runner, second = parted(module, x, "conv2d")
     with runner:
@@ -339,17 +289,14 @@ def test_inputs_are_laid_out_in_the_threads_of_devices(monkeypatch) -> None:
     monkeypatch.setattr(runner_module, "with_channels_last", noted)
     monkeypatch.setattr(compiled.Artefacts, "_fastest", lambda *_: None)
     x = torch.randn(1, 3, 9, 7)
-    with runner_of(Images(nn.Flatten()), x) as runner:
+    with runner_of(images(nn.Flatten()), x) as runner:
         runner.compile()
         runner(x)
     assert set(threads) == {"placement-cpu:0"}
 
 
 def test_a_run_in_another_order_is_the_same_artefact(monkeypatch) -> None:
-    class Two(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x.sin().exp().tanh(), x.cos().relu().neg()
-
+    two = module_of(lambda m, x: (x.sin().exp().tanh(), x.cos().relu().neg()))
     texts = set()
 
     def noted(self, first, call):
@@ -357,7 +304,7 @@ def test_a_run_in_another_order_is_the_same_artefact(monkeypatch) -> None:
 
     monkeypatch.setattr(compiled.Artefacts, "_fastest", noted)
     for order in ([0, 1, 2, 3, 4, 5], [3, 4, 5, 0, 1, 2]):
-        with runner_of(Two(), torch.randn(8), priority=np.argsort(order)) as runner:
+        with runner_of(two, torch.randn(8), priority=np.argsort(order)) as runner:
             runner.compile()
     assert len(texts) == 1
 
@@ -365,10 +312,9 @@ def test_a_run_in_another_order_is_the_same_artefact(monkeypatch) -> None:
 def test_operators_of_a_run_read_the_mask_that_another_hands_on(monkeypatch) -> None:
     """Nothing says that attention has none: what an artefact is compared with was wrong then."""
 
-    class Masked(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mask = torch.ones(8, 8, dtype=torch.bool).tril()[2:]
-            return nn.functional.scaled_dot_product_attention(x[:, 2:], x, x, attn_mask=mask)
+    def masked(m, x):
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()[2:]
+        return nn.functional.scaled_dot_product_attention(x[:, 2:], x, x, attn_mask=mask)
 
     compared = []
 
@@ -380,6 +326,6 @@ def test_operators_of_a_run_read_the_mask_that_another_hands_on(monkeypatch) -> 
 
     monkeypatch.setattr(compiled, "_LEAST", 1)
     monkeypatch.setattr(compiled.Artefacts, "_fastest", compares)
-    with parted(Masked(), torch.randn(2, 8, 4), "attention")[0] as runner:
+    with parted(module_of(masked), torch.randn(2, 8, 4), "attention")[0] as runner:
         runner.compile()
     assert (True, True) in compared and all(same for _, same in compared)
