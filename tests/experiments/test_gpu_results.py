@@ -1,7 +1,5 @@
 """What a run on a GPU left becomes results and problems, and these are planned from without one."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path
@@ -16,22 +14,18 @@ from experiments.gpu import bench
 from experiments.grid import Cell
 from placement import importers
 from placement.__main__ import main
-from placement.cluster import Cluster, Device, Link
-from placement.graph import OpGraph
+from placement.cluster import Cluster, Device
 from placement.problem import Problem
-from placement.profile import Profile
 from placement.workloads import dataset
+from tests.problems import graph_of, problem_on
 
 COMMITTED = sorted(gpu_results.DATASET.glob("*-cores/*.json.gz"))
 FACTS: tuple[dict[str, Any], ...] = (
     {"section": "facts", "item": "cpu:0", "model": "Some CPU", "cores": 6},
     {"section": "facts", "item": "cuda:0", "model": "ACME G (1)", "cores": 2},
     {"section": "facts", "item": "versions", "python": "3.12.3", "torch": "2.11", "numpy": "2.5"},
-    {
-        "section": "facts",
-        "item": "nvidia-smi",
-        "text": "ACME G, Disabled, 580.1, 1980 MHz, 1900 MHz, 700.00 W\n",
-    },
+    {"section": "facts", "item": "nvidia-smi",
+     "text": "ACME G, Disabled, 580.1, 1980 MHz, 1900 MHz, 700.00 W\n"},
     {"section": "plans", "item": "m, latency", "gpu_ms": 2.0, "eager_ms": 1.5, "cpu_ms": 9.0},
     {"section": "correct_1", "item": "m", "way": "x", "error": float("inf"), "ok": False},
 )  # fmt: skip
@@ -48,15 +42,12 @@ MORE: tuple[dict[str, Any], ...] = (
 
 
 def problem(name: str) -> Problem:
-    graph = OpGraph.build(name, ["a", "b"], [0, 1], [8, 8], [(0, 1)])
+    graph = graph_of(2, [(0, 1)], 8, name=name)
     cluster = Cluster("gpu", (Device("cpu:0"), Device("cuda:0", "cuda")))
-    seconds = np.array([[1.0, 0.5], [np.inf, 0.5]])
-    links = (Link("cpu:0", "cuda:0", 1e-3), Link("cuda:0", "cpu:0", 1e-3))
+    seconds = [[1.0, 0.5], [np.inf, 0.5]]
     facts = {"when": "2026-11-27T01:50:05+00:00", "cpu": "Some CPU", "cores": 8, "host": "secret"}
-    profile = Profile(
-        ("cpu:0", "cuda:0"), seconds, np.zeros((2, 2)), links, None, 0.0, provenance=facts
-    )
-    return Problem(graph, cluster, profile)
+    profile = {"provenance": facts}
+    return problem_on(graph, seconds, cluster=cluster, link=(1e-3,), profile=profile)
 
 
 def folder_of_a_run(tmp_path: Path, *keys: str) -> Path:
@@ -89,10 +80,8 @@ def test_a_run_becomes_rows_a_page_and_problems(tmp_path: Path, capsys: Any) -> 
     assert "| 1.00 ms | gpu, compiled | 1.25x |" in page and "| 1.50x |" in page
     assert "| 3.50 ms | – | 0.5, 0.5 | 0.4, 0.6, 0.0 |" in page
     assert "| m, bandit | 7 | – | 2.50 ms | 1.75x |" in page
-    assert (
-        "| results of 12 models | all equal, the same bits twice | 0 of 1; 1 of 96 were done | no |"
-        in page
-    )
+    reached = "0 of 1; 1 of 96 were done | no |"
+    assert f"| results of 12 models | all equal, the same bits twice | {reached}" in page
     # What the run before had measured is gone; the rest names the card, and not the host.
     (name, problem), *others = dataset.load(data).items()
     assert name == "acme-g-1-6-cores/resnet50" and not others
@@ -108,9 +97,8 @@ def test_a_later_run_replaces_sections_of_an_earlier_one(tmp_path: Path, capsys:
     """The first compares and checks; the second compares again, and knows another model."""
     words = ["--out", str(tmp_path), "--dataset", str(tmp_path), "--work", str(tmp_path / "work")]
     folders = [folder_of_a_run(tmp_path, key) for key in ("one", "two")]
-    for folder, began, ms, at in zip(
-        folders, ("10:00", "12:00"), (2.0, 3.0), (90, 50), strict=True
-    ):
+    runs = ("10:00", 2.0, 90), ("12:00", 3.0, 50)
+    for folder, (began, ms, at) in zip(folders, runs, strict=True):
         run = {"section": "facts", "item": "run", "began": began, "at": at}
         rows = [run, *FACTS[:-2], FACTS[-2] | {"gpu_ms": ms}, *FACTS[-1:][: ms == 2.0]]
         (folder / "gpu.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
@@ -159,9 +147,8 @@ def test_the_committed_problems_are_planned_without_a_gpu(tmp_path: Path) -> Non
         problem = importers.load(path)
         assert problem.cluster.name == path.parent.name
         facts = problem.profile.provenance
-        assert {"card", "driver", "clock", "torch", "when", "cpu"} <= set(facts) and not {
-            "host"
-        } & set(facts)
+        assert {"card", "driver", "clock", "torch", "when", "cpu"} <= set(facts)
+        assert "host" not in facts
         assert problem.profile.graph_fingerprint == problem.graph.fingerprint
         assert path.parent.name in (study.ROOT / "docs" / "latency.md").read_text()
     path = next(p for p in COMMITTED if p.name == "resnet50.json.gz")
@@ -187,9 +174,7 @@ def test_planners_are_compared_on_the_committed_problems(tmp_path: Path, capsys:
     assert "latency/nothing" in capsys.readouterr().err
 
 
-def test_plans_are_made_at_home_for_the_same_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_are_made_at_home_for_the_same_graph(tmp_path, monkeypatch):
     """Both operators are faster on the GPU, and one runs nowhere else."""
     posed = problem("m").with_objective("latency")
     (tmp_path / "card").mkdir()
@@ -201,5 +186,5 @@ def test_plans_are_made_at_home_for_the_same_graph(
     placement = there.home("latency/m", posed.graph)
     assert placement is not None and placement.tolist() == [1, 1]
     assert there.home("period/m", posed.graph) is None
-    other = OpGraph.build("m", ["a", "b", "c"], [0, 1, 2], [8, 8, 8], [(0, 1), (1, 2)])
+    other = graph_of(3, [(0, 1), (1, 2)], 8, name="m")
     assert there.home("latency/m", other) is None

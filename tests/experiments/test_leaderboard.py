@@ -1,10 +1,7 @@
 """The table of planners on proved optima, and the table of published learners: small runs."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,15 +10,10 @@ from experiments.learned import __main__ as learned
 from experiments.learned import published
 from experiments.study import run
 from placement.runs import bench
+from tests.problems import written
 
-SHOP = {
-    "operations": [
-        {"operation": operation, "machine": machine, "duration": 3 + operation}
-        for operation in (0, 1)
-        for machine in (0, 1)
-    ],
-    "precedences": [],
-}
+WAYS = [{"operation": k, "machine": m, "duration": 3 + k} for k in (0, 1) for m in (0, 1)]
+SHOP = {"operations": WAYS, "precedences": []}
 
 
 @pytest.fixture
@@ -29,45 +21,32 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     part = leaderboard.Part("shops", "*", "a shop")
     monkeypatch.setattr(leaderboard, "PARTS", (part,))
     monkeypatch.setattr(leaderboard, "ENTRIES", ("heft", "single_device"))
-    folder = tmp_path / "data/shops"
-    folder.mkdir(parents=True)
-    (folder / "a.json").write_text(json.dumps(SHOP))
+    written(tmp_path / "data/shops/a.json", SHOP)
     bounds = {"a": {"lower_bound": 4, "upper_bound": 4}}
-    (folder / "best_known.json").write_text(json.dumps(bounds))
+    written(tmp_path / "data/shops/best_known.json", bounds)
     places = {"--data": tmp_path / "data", "--out": tmp_path / "out", "--work": tmp_path / "work"}
     return [str(x) for pair in places.items() for x in pair]
 
 
-def test_a_row_is_added_and_the_others_stay(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_row_is_added_and_the_others_stay(words, tmp_path, monkeypatch):
     assert run(leaderboard.STUDY, words) == 0
     first = leaderboard.STUDY.read(tmp_path / "out")
-    assert [(r.planner, r.gap, r.optimal) for r in first] == [
-        ("heft", 0.0, 1.0),
-        ("single_device", 0.75, 0.0),
-    ]
-    asked: list[Any] = []
-
-    def measured(case: Any, planner: Any) -> bench.BenchRow:
-        asked.append(planner)
-        return bench.measure(case, planner)
-
-    monkeypatch.setattr(leaderboard, "measure", measured)
+    found = [(r.planner, r.gap, r.optimal) for r in first]
+    assert found == [("heft", 0.0, 1.0), ("single_device", 0.75, 0.0)]
+    monkeypatch.setattr(leaderboard, "measure", asked := Mock(wraps=bench.measure))
     assert run(leaderboard.STUDY, [*words, "--planner", "order_search evaluations=9 width=2"]) == 0
-    assert len(asked) == 1 and asked[0].width == 2
-    assert run(leaderboard.STUDY, [*words, "--planner", "heft"]) == 0 and len(asked) == 1
+    assert asked.call_count == 1 and asked.call_args.args[1].width == 2
+    assert run(leaderboard.STUDY, [*words, "--planner", "heft"]) == 0 and asked.call_count == 1
     rows = leaderboard.STUDY.read(tmp_path / "out")
     assert rows[:1] == first[:1] and rows[2:] == first[1:]
     assert rows[1].planner == "order_search evaluations=9 width=2"
-    assert run(leaderboard.STUDY, [*words, "--planner", "heft", "--again"]) == 0 and len(asked) == 2
+    assert run(leaderboard.STUDY, [*words, "--planner", "heft", "--again"]) == 0
+    assert asked.call_count == 2
     page = (tmp_path / "out/leaderboard.md").read_text()
     assert "### shops `*`: a shop" in page and "| `single_device` | 75.00 % |" in page
 
 
-def test_published_learners_are_trained_once_and_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_published_learners_are_trained_once_and_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(published, "METHODS", ("post",))
     monkeypatch.setattr(published, "FILES", ())
     monkeypatch.setattr(published, "DRAWN", ())

@@ -1,7 +1,5 @@
 """Studies of the learned planner: cells, budgets, statistics, and the page of results."""
 
-from __future__ import annotations
-
 import re
 import time
 from argparse import Namespace
@@ -26,6 +24,7 @@ from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
 from tests.experiments.test_experiments import needs_data
+from tests.problems import altered, written
 from tests.runtimes import Biased
 from tests.runtimes import layered as layered_problem
 
@@ -115,9 +114,7 @@ def test_finished_cells_are_not_run_again_and_mistakes_are(tmp_path: Path) -> No
 
 def test_an_answer_that_does_not_fit_is_infeasible(tmp_path: Path) -> None:
     """Whatever its planner says of it: the simulator decides."""
-    devices = tuple(replace(d, memory_bytes=1) for d in SMALL.cluster.devices)
-    tight = replace(SMALL, cluster=replace(SMALL.cluster, devices=devices))
-    row = run(tmp_path, Task("g", "late", Late()), tight)
+    row = run(tmp_path, Task("g", "late", Late()), altered(SMALL, {"memory_bytes": 1}))
     assert (row.status, row.value_s, row.curve) == ("infeasible", None, ())
 
 
@@ -134,15 +131,9 @@ def test_seconds_are_processor_seconds(tmp_path: Path) -> None:
 
 
 def test_ratios_by_hand() -> None:
-    some = [
-        cell("p", "ours", 0, 2.0),
-        cell("p", "ours", 1, 3.0),
-        cell("p", "theirs", 0, 4.0),
-        cell("p", "theirs", 1, 1.0),
-        cell("p", "rule", None, 2.5),
-        cell("q", "ours", 0, None),
-        cell("q", "rule", None, 5.0),
-    ]
+    some = [cell("p", "ours", 0, 2.0), cell("p", "ours", 1, 3.0), cell("q", "ours", 0, None)]
+    some += [cell("p", "theirs", 0, 4.0), cell("p", "theirs", 1, 1.0)]
+    some += [cell("p", "rule", None, 2.5), cell("q", "rule", None, 5.0)]
     best = least(some, ["theirs", "rule"])
     assert (best("p", 0), best("p", 1), best("q", 0), best("r", 0)) == (2.5, 1.0, 5.0, None)
     assert least([cell("p", "theirs", 3, 4.0)], ["theirs"])("p", 0) == 4.0  # its only seed
@@ -197,13 +188,8 @@ def test_twice_the_devices() -> None:
 @needs_data
 def test_families_from_files() -> None:
     count = {f: len(made.family(f, study.DATA)) for f in made.FAMILIES if f != "captured"}
-    assert count == {
-        "operator graphs": 4 + 2,
-        "layer graphs": 6 + 3,
-        "pipedream": 2 * 9,
-        "moirai": 2 * 2,
-        "synthetic": 2 * 20,
-    }
+    synthetic = {"synthetic": 2 * 20, "operator graphs": 4 + 2, "layer graphs": 6 + 3}
+    assert count == synthetic | {"pipedream": 2 * 9, "moirai": 2 * 2}
 
 
 @needs_data
@@ -223,16 +209,13 @@ def test_constructors_are_compared_with_the_same_seed_where_there_are_several() 
         return dispatch.Row(suite, f"of {suite}", who, seed, samples, value_s, 1.0)
 
     many = dispatch.EVALUATIONS
-    rows = [
-        row("families", dispatch.UNTRAINED, 0, 1, 2.0),
-        *(row("families", dispatch.TRAINED, k, 1, 1.8) for k in range(5)),
-        *(row("mk", dispatch.TRAINED, k, 1, 1.1) for k in range(5)),
-        row("mk", dispatch.UNTRAINED, 0, 1, 1.2),
-        row("mk", dispatch.PLANNER, 0, many, 1.0),
-        row("mk", dispatch.FROZEN, 0, many, 1.25),
-        row("mk", dispatch.PLANNER, 1, many, 1.2),
-        row("mk", dispatch.FROZEN, 1, many, 1.5),
-    ]
+    rows = []
+    for suite, untrained_s, trained_s in (("families", 2.0, 1.8), ("mk", 1.2, 1.1)):
+        rows.append(row(suite, dispatch.UNTRAINED, 0, 1, untrained_s))
+        rows += [row(suite, dispatch.TRAINED, k, 1, trained_s) for k in range(5)]
+    for seed, planner_s, frozen_s in ((0, 1.0, 1.25), (1, 1.2, 1.5)):
+        rows.append(row("mk", dispatch.PLANNER, seed, many, planner_s))
+        rows.append(row("mk", dispatch.FROZEN, seed, many, frozen_s))
     ratios = dispatch.over(rows, dispatch.PLANNER, many, dispatch.FROZEN)
     assert ratios == {"of mk": pytest.approx([0.8, 0.8])}
     # 0.9 with each of five seeds against the only untrained one; 0.8 in the planner.
@@ -241,9 +224,7 @@ def test_constructors_are_compared_with_the_same_seed_where_there_are_several() 
     assert "| shops | 1 | 2 | -20.0 % (" in parts["searched"]
 
 
-def test_short_trainings_are_made_once_and_what_is_not_asked_for_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_trainings_are_made_once_and_what_is_not_asked_for_stays(tmp_path, monkeypatch):
     chain = SMALL.with_objective("latency")
     monkeypatch.setattr(dispatch, "problems", lambda options: [("mk", "chain", chain, None)])
     few = ("PPO", "no look-ahead")
@@ -303,9 +284,7 @@ def test_the_page_shows_its_picture_and_short_tables(tmp_path: Path) -> None:
     assert results.main([*there, "--check"]) == 1
 
 
-def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(tmp_path, monkeypatch):
     @dataclass(frozen=True)
     class Learned:
         policy: str | None = None
@@ -322,8 +301,7 @@ def test_a_cell_of_the_released_policy_is_run_again_when_that_is_another(
 
 def test_resched_gets_the_operations_of_a_shop_job_by_job(tmp_path: Path) -> None:
     """Two jobs of two and one operations: 3 s on machine 1 or 5 s on 2, then 2 s on 2; 4 s on 1."""
-    path = tmp_path / "two.fjs"
-    path.write_text("2 2 1\n2 2 1 3 2 5 1 2 2\n1 1 1 4\n", encoding="utf-8")
+    path = written(tmp_path / "two.fjs", "2 2 1\n2 2 1 3 2 5 1 2 2\n1 1 1 4\n")
     job, position, seconds, direct, later = resched.their_arrays(importers.load(path))
     assert job.tolist() == [[0, 0, 1]] and position.tolist() == [[0, 1, 0]]
     assert seconds.tolist() == [[[3, 5], [0, 2], [4, 0]]]  # 0: that machine may not
