@@ -8,8 +8,6 @@ was read is used: planned, simulated, shown, written again. A case ends well if 
 seconds of processor time, a GiB of memory, the end of the process, or an answer that is no number.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gzip
@@ -27,12 +25,33 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.problems import random_problem
+from placement import importers
+from placement.cli.schedule import _case, gantt
+from placement.cli.serving import fits
+from placement.cli.show import show_plan
+from placement.cluster import Cluster, Device
+from placement.costs.serving import Phase, Serving, largest_context, serving_problem
+from placement.importers import load_decoder
+from placement.plan import load_plan, make_plan
+from placement.planners.expert import Expert
+from placement.planners.heft import Heft
+from placement.planners.order_search import OrderSearch
+from placement.planners.single_device import SingleDevice
+from placement.problem import Problem
+from placement.profile import Profile
+from placement.runs.trials import Trials
+from placement.schedulers.searched.blocks import read_work
+from placement.schedulers.searched.search import search_schedule
+from placement.simulator import simulate
+from tests.problems import random_graph, random_problem
+from tests.runtimes import Biased
+from tests.served import LLAMA, MIXTRAL, gguf_llama
 
 MAX_SECONDS, MAX_BYTES = 5, 2**30
 _FORKED = 100  # cases of one process: what it keeps does not add up
@@ -316,11 +335,6 @@ def write_case(targets: Mapping[str, Target], name: str, number: int, home: Path
 
 def _solved(problem: Any) -> None:
     """Plan, simulate, show and save a problem, and load it again."""
-    from placement import importers
-    from placement.planners.heft import Heft
-    from placement.planners.single_device import SingleDevice
-    from placement.simulator import simulate
-
     for planner in (Heft(), SingleDevice()):
         solution = planner(problem)
         assert not np.isnan(solution.value_s) and solution.value_s >= 0, solution.value_s
@@ -346,40 +360,23 @@ def _saved(save: Callable[[Path], Any], name: str = "file") -> bytes:
 
 
 def _imported(files: Mapping[str, bytes]) -> Target:
-    from placement import importers
-
     return Target(files, lambda path: _solved(importers.load(path)))
 
 
 def _problem_files(problem: Any) -> Target:
-    from placement import importers
-
     names = ("p.json", "p.json.gz")
     return _imported({n: _saved(lambda path: importers.save(problem, path), n) for n in names})
 
 
-def _dnn_partitioning(_: Any) -> Target:
-    node = {"supportedOnFpga": 1, "fpgaLatency": 1.5, "cpuLatency": 10.0, "size": 100.0}
-    node |= {"isBackwardNode": 0, "colorClass": 1}
-    content = {"maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 1e3}
-    content |= {"nodes": [{"id": i, "name": f"n{i}", **node} for i in (1, 2, 3)]}
-    content |= {"edges": [{"sourceId": 1, "destId": k, "cost": 0.5} for k in (2, 3)]}
-    return _imported({"d.json": json.dumps(content).encode()})
+def _sample(file: str, module: str, name: str) -> Callable[[Any], Target]:
+    """What a test of importers reads under this name."""
 
+    def make(_: Any) -> Target:
+        content = getattr(import_module(f"tests.importers.{module}"), name)
+        text = content if isinstance(content, str) else json.dumps(content)
+        return _imported({file: text.encode()})
 
-def _moirai(_: Any) -> Target:
-    data = {"model": "m", "num_devices": 2, "nodes": [{"id": i, "time": [1.0, 2]} for i in "abc"]}
-    data |= {"edges": [{"src": "a", "dst": k, "transfer": [[0, 1.0], [2.0, 0]]} for k in "bc"]}
-    return _imported({"m.json": json.dumps(data).encode()})
-
-
-def _pipedream(_: Any) -> Target:
-    line = (
-        "node{} -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=2.5, "
-        "activation_size=4096.0, parameter_size=100.0"
-    )
-    lines = [*(line.format(i) for i in range(3)), "node0 -- node1", "node1 -- node2"]
-    return _imported({"graph.txt": "\n".join(lines).encode()})
+    return make
 
 
 def _doppler(_: Any) -> Target:
@@ -395,21 +392,6 @@ def _shop(_: Any) -> Target:
     return _imported({"s.json": json.dumps(content).encode(), "s.fjs": text})
 
 
-def _stg(_: Any) -> Target:
-    text = "  2\n 0 0 0\n 1 8 1 0\n 2 3 2 0 1\n 3 0 1 2\n# Standard Task Graph\n"
-    return _imported({"s.stg": text.encode()})
-
-
-def _neusight(_: Any) -> Target:
-    lines = [
-        "op,Name,_input_nodes,fw_latency,bw_latency,acc_latency,output_shape,dtype",
-        'placeholder,x,{},0.0,0.0,0,"(16, 512)",torch.int64',
-        'call_method,size,{x: None},0.01,0.0,0,"(1,)",',
-        'call_module,y,"{x: None, size: None}",0.5,0.25,0.125,"(16, 8)",torch.float32',
-    ]
-    return _imported({"n.csv": "\n".join(lines).encode()})
-
-
 def _wfformat(_: Any) -> Target:
     tasks = [
         {"name": "a", "id": "a1", "parents": [], "children": ["b1"], "outputFiles": ["f"]},
@@ -423,12 +405,8 @@ def _wfformat(_: Any) -> Target:
     ]
     old[1]["parents"] = ["a"]
     content = {"workflow": {"specification": new, "execution": ran}}
-    return _imported(
-        {
-            "w.json": json.dumps(content).encode(),
-            "v.json": json.dumps({"workflow": {"jobs": old}}).encode(),
-        }
-    )
+    files = {"w.json": content, "v.json": {"workflow": {"jobs": old}}}
+    return _imported({name: json.dumps(x).encode() for name, x in files.items()})
 
 
 def _onnx(_: Any) -> Target:
@@ -454,11 +432,6 @@ def _onnx(_: Any) -> Target:
 
 
 def _decoders(files: Mapping[str, bytes]) -> Target:
-    from placement.cli.serving import fits
-    from placement.cluster import Cluster, Device
-    from placement.costs.serving import Phase, Serving, largest_context, serving_problem
-    from placement.importers import load_decoder
-
     gpu = Device("cuda:0", "cuda", like="nvidia/l4", memory_bytes=10**10)
     cluster = Cluster("two", (gpu, Device("cpu:0", like="amd/epyc-7763", memory_bytes=10**11)))
 
@@ -478,8 +451,6 @@ def _decoders(files: Mapping[str, bytes]) -> Target:
 
 
 def _configs(_: Any) -> Target:
-    from tests.served import LLAMA, MIXTRAL
-
     sizes = {"num_hidden_layers": 3, "quantization_config": {"quant_method": "awq", "bits": 4}}
     more = {"model_type": "qwen2_moe", "layer_types": ["full_attention"] * 3}
     more |= {"mlp_only_layers": [1], "moe_intermediate_size": 64}
@@ -489,32 +460,21 @@ def _configs(_: Any) -> Target:
 
 
 def _gguf(_: Any) -> Target:
-    from tests.served import gguf_llama
-
     return _decoders({"a.gguf": gguf_llama(2), "b.gguf": gguf_llama(2, experts=4, tied=True)})
 
 
 def _clusters(_: Any) -> Target:
-    from placement.cluster import Cluster
-    from placement.problem import Problem
-    from placement.profile import Profile
-    from tests.problems import random_graph
-
     graph = random_graph(np.random.default_rng(0), 6)
     seconds = np.full((6, 2), 1e-3)
     profile = Profile(("cpu:0", "cpu:1"), seconds, seconds * 0)
-    content = {
-        "name": "two",
-        "devices": [
-            {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "call_s": 1e-6},
-            {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2},
-            {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0},
-        ],
-        "links": [
-            {"src": "*", "dst": "*", "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9},
-            {"src": "a", "dst": "b", "channel": "c", "blocking": True, "wake_s": 1e-6},
-        ],
-    }
+    devices = [
+        {"name": "a", "like": "cpu:0", "speed": 2.0, "memory_bytes": 10**9, "call_s": 1e-6},
+        {"name": "b", "like": "cpu:1", "kind": "npu", "busy_w": 5, "idle_w": 2},
+        {"name": "cpu:0", "cores": [0, 1], "busy_w": 5.0, "idle_w": 2.0},
+    ]
+    every = {"src": "*", "dst": "*", "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9}
+    one = {"src": "a", "dst": "b", "channel": "c", "blocking": True, "wake_s": 1e-6}
+    content = {"name": "two", "devices": devices, "links": [every, one]}
     block = "name: two\ndevices:\n- &x {name: a, like: cpu:0}\n- {<<: *x, name: b}\nlinks: []\n"
 
     def use(path: Path) -> None:
@@ -527,11 +487,6 @@ def _clusters(_: Any) -> Target:
 
 
 def _plans(problem: Any) -> Target:
-    from placement.cli.show import show_plan
-    from placement.plan import load_plan, make_plan
-    from placement.planners.heft import Heft
-    from placement.planners.order_search import OrderSearch
-
     plain = replace(problem.profile, loaded_s=None, links=())
     cluster = replace(problem.cluster, links=())
     single = replace(problem, objective="latency", profile=plain, cluster=cluster)
@@ -554,16 +509,10 @@ def _plans(problem: Any) -> Target:
 
 
 def _schedules(_: Any) -> Target:
-    from placement.cli.schedule import _case, gantt
-    from placement.schedulers.searched.blocks import read_work
-    from placement.schedulers.searched.search import search_schedule
-
     ends = [("f0", 0, 1, 1, []), ("f1", 1, 1, 1, [0]), ("b1", 1, 2, -1, [1]), ("b0", 0, 2, -1, [2])]
-    keys = ("name", "devices", "time", "memory", "deps")
-    blocks = [
-        {"id": i} | dict(zip(keys, (a, [d], t, m, p), strict=True))
-        for i, (a, d, t, m, p) in enumerate(ends)
-    ]
+    keys = ("name", "devices", "time", "memory", "deps", "id")
+    rows = [(a, [d], *more, i) for i, (a, d, *more) in enumerate(ends)]
+    blocks = [dict(zip(keys, row, strict=True)) for row in rows]
     case = {"name": "v", "ndevs": 2, "mode": "train", "blocks": blocks}
 
     def use(path: Path) -> None:
@@ -575,8 +524,6 @@ def _schedules(_: Any) -> Target:
 
 
 def _profiles(problem: Any) -> Target:
-    from placement.profile import Profile
-
     def use(path: Path) -> None:
         profile = Profile.load(path)
         profile.save(path.with_name("again.npz"))
@@ -588,9 +535,6 @@ def _profiles(problem: Any) -> Target:
 
 
 def _trials(_: Any) -> Target:
-    from placement.runs.trials import Trials
-    from tests.runtimes import Biased
-
     problem = random_problem(9, num_ops=6, num_devices=2)
     able = problem.supported.all(axis=0)
     device = int(np.flatnonzero(able)[0])
@@ -632,12 +576,8 @@ def _policies(problem: Any) -> Target:
 
 
 def _reports(_: Any) -> Target:
-    from placement import importers
-    from placement.plan import make_plan
-    from placement.planners.heft import Heft
     from placement.report import trace
     from placement.report.html import write_report
-    from placement.simulator import simulate
     from tests.report.test_html_report import compared, modular
 
     with tempfile.TemporaryDirectory() as folder:
@@ -659,10 +599,8 @@ def _reports(_: Any) -> Target:
         files = {f"run/{x.relative_to(home)}": x.read_bytes() for x in paths}
     # Two of the dozen cells do: more of them would only be changed more often.
     cells = [name for name in files if "/cells/" in name][2:]
-    return Target(
-        {name: data for name, data in files.items() if name not in cells},
-        lambda path: _check_page(write_report(path, path / "page.html").path),
-    )
+    kept = {name: data for name, data in files.items() if name not in cells}
+    return Target(kept, lambda path: _check_page(write_report(path, path / "page.html").path))
 
 
 def _check_page(path: Path) -> None:
@@ -670,15 +608,10 @@ def _check_page(path: Path) -> None:
 
 
 def _experts(problem: Any) -> Target:
-    from placement.planners.expert import Expert
-    from placement.planners.heft import Heft
-
     on = [problem.cluster.device_names[d] for d in Heft()(problem).placement]
     split = dict(zip(problem.graph.op_name, on, strict=True))
-    return Target(
-        {"split.json": json.dumps(split).encode()},
-        lambda path: _answered(Expert(str(path))(problem).value_s),
-    )
+    files = {"split.json": json.dumps(split).encode()}
+    return Target(files, lambda path: _answered(Expert(str(path))(problem).value_s))
 
 
 def _answered(value_s: float) -> None:
@@ -686,9 +619,12 @@ def _answered(value_s: float) -> None:
 
 
 _MAKERS: dict[str, Callable[[Any], Target]] = {
-    "problem": _problem_files, "dnn_partitioning": _dnn_partitioning, "moirai": _moirai,
-    "pipedream": _pipedream, "doppler": _doppler, "config": _configs, "gguf": _gguf,
-    "shop": _shop, "stg": _stg, "neusight": _neusight, "wfformat": _wfformat, "onnx": _onnx,
+    "problem": _problem_files, "dnn_partitioning": _sample("d.json", "test_importers", "DNN"),
+    "moirai": _sample("m.json", "test_importers", "MOIRAI"),
+    "pipedream": _sample("graph.txt", "test_importers", "PIPEDREAM"),
+    "doppler": _doppler, "config": _configs, "gguf": _gguf, "shop": _shop,
+    "stg": _sample("s.stg", "test_tasks", "STG"), "neusight": _sample("n.csv", "test_tasks", "CSV"),
+    "wfformat": _wfformat, "onnx": _onnx,
     "cluster": _clusters, "plan": _plans, "schedule": _schedules, "profile": _profiles,
     "trials": _trials, "policy": _policies, "report": _reports, "expert": _experts,
 }  # fmt: skip
@@ -735,9 +671,7 @@ def _cases(targets: Mapping[str, Target], name: str, numbers: Sequence[int], pip
     os._exit(0)  # threads of libraries are not waited for
 
 
-def run(
-    targets: Mapping[str, Target], name: str, numbers: Sequence[int]
-) -> list[tuple[int, str, str]]:
+def run(targets: Mapping[str, Target], name: str, numbers: Sequence[int]) -> list[Any]:
     """(number, outcome, what was said) of each case."""
     context, results, left = multiprocessing.get_context("fork"), [], list(numbers)
     while left:

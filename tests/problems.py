@@ -230,19 +230,13 @@ def with_twins(seed: int, *size: int) -> Problem:
 def plain(problem: Problem) -> Problem:
     """The problem without what makes times depend on what else happens."""
     cluster = Cluster("plain", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
-    links = tuple(
-        Link(x.src, x.dst, x.latency_s, x.bandwidth_bytes_per_s) for x in problem.profile.links
-    )
+    known = problem.profile.links
+    links = tuple(Link(x.src, x.dst, x.latency_s, x.bandwidth_bytes_per_s) for x in known)
     profile = replace(problem.profile, links=links, loaded_s=None)
     return replace(problem, cluster=cluster, profile=profile, objective="latency")
 
 
-def altered(
-    problem: Problem,
-    devices: Mapping[str, Any] | None = None,
-    links: Mapping[str, Any] | None = None,
-    **profile: Any,
-) -> Problem:
+def altered(problem: Problem, devices: Any = None, links: Any = None, **profile: Any) -> Problem:
     """With these fields of each device, of each link of the profile, and of the profile.
 
     A function as a value is asked for each.

@@ -41,10 +41,7 @@ def written(folder: Path, config: Mapping[str, Any], cluster: str = HOME) -> tup
     return str(model), str(home)
 
 
-def gguf(
-    values: Mapping[str, int | str | Sequence[int] | bool],
-    tensors: Sequence[tuple[str, tuple[int, ...], int]],
-) -> bytes:
+def gguf(values: Mapping[str, Any], tensors: Sequence[tuple[str, tuple[int, ...], int]]) -> bytes:
     """The header of a GGUF file; a tensor is its name, dimensions and type."""
 
     def text(word: str) -> bytes:

@@ -1,7 +1,5 @@
 """A few hundred mutated files, the same every time; ``make fuzz`` tries thousands."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest
@@ -18,9 +16,7 @@ def targets() -> Mapping[str, fuzz.Target]:
 
 
 @pytest.mark.parametrize("name", fuzz.NAMES)
-def test_a_mutated_file_is_refused_in_a_line_or_right(
-    name: str, targets: Mapping[str, fuzz.Target]
-) -> None:
+def test_a_mutated_file_is_refused_in_a_line_or_right(name, targets):
     results = fuzz.run(targets, name, range(COUNT))
     assert [case for case in results if case[1] == "defect"] == []
     assert len(results) == COUNT
