@@ -65,11 +65,9 @@ def test_small_messages_that_slip_through_a_burst() -> None:
 # --- interfaces that are shared ------------------------------------------------------------------
 
 
-def test_hosts_of_the_same_name() -> None:
-    assert host_names(["k1", "k2", "k1", "k3"], ["a", "a", "a", "b"]) == ("a", "a#2", "a", "b")
-
-
 def test_what_is_sent_at_the_same_time() -> None:
+    # Hosts may have the same name.
+    assert host_names(["k1", "k2", "k1", "k3"], ["a", "a", "a", "b"]) == ("a", "a#2", "a", "b")
     assert trials(["a"] * 4) == {}
     assert trials(["a", "b"]) == {"a <> b": ((0, 1), (1, 0))}
     four = trials(["a", "a", "b", "b"])

@@ -378,13 +378,9 @@ def learned(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds = rng.lognormal(-8.0, 0.7, (60, 2)) * [1.0, 0.2]
     links = every_link(BOTH.device_names, 5e-5, 1e10)
     profile = Profile(BOTH.device_names, seconds, 0 * seconds, links, 1.2 * seconds)
-    hidden = Costs(
-        np.exp(rng.normal(0.0, [0.1, 0.4])),
-        np.exp(rng.normal(0.0, 1.0, 2)),
-        1.0,
-        {way: (2.0, *rng.exponential([2e-4, 1e-4, 1e-4])) for way in _ways(BOTH)},
-    )
-    truth = scaled(profile, hidden)
+    alone, loaded = np.exp(rng.normal(0.0, [0.1, 0.4])), np.exp(rng.normal(0.0, 1.0, 2))
+    sent = {way: (2.0, *rng.exponential([2e-4, 1e-4, 1e-4])) for way in _ways(BOTH)}
+    truth = scaled(profile, Costs(alone, loaded, 1.0, sent))
 
     def run(problem, placement, *counts):
         both = np.array(like(truth)(problem, placement))

@@ -217,6 +217,9 @@ def test_seconds_have_a_price() -> None:
     assert planner("single_device")(cheap).placement.tolist() == [1, 1]
     assert planner("single_device")(dear).placement.tolist() == [0, 0]
     assert planner("macro_search", evaluations=200)(dear).placement.tolist() == [0, 1]
+    for price in (-1.0, np.nan, np.inf):
+        with pytest.raises(ProblemError, match="second_j"):
+            replace(chain(), second_j=price)
 
 
 def test_a_price_on_the_command_line_is_kept_by_the_plan(tmp_path, says):
@@ -238,12 +241,6 @@ def test_a_price_on_the_command_line_is_kept_by_the_plan(tmp_path, says):
 def hurry() -> Problem:
     """The chain, with a fast device that needs ten times the power when it runs."""
     return chain(busy_w=1000.0, idle_w=0.0)
-
-
-@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
-def test_a_price_is_a_number(price: float) -> None:
-    with pytest.raises(ProblemError, match="second_j"):
-        replace(chain(), second_j=price)
 
 
 def test_a_comparison_marks_the_front_draws_it_and_says_that_watts_are_declared(tmp_path) -> None:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments import expert_strategies as strategies
+from experiments.study import DATA
 from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, Device, Link
 from placement.costs.hot_experts import with_hot_experts
@@ -225,10 +227,8 @@ def test_the_least_batch_that_pays_for_a_copy(config: dict[str, Any]) -> None:
     for tokens, pays in ((found - 1, False), (found, True))[: 2 if found < NEVER_PAYS else 1]:
         asked = Serving(Phase.PREFILL, tokens, 1, tokens)
         copy_s = 1e-5 + part.weight_bytes * part.read(tokens) / 25e9
-        here_s, there_s = (
-            part_seconds(part, model, asked, peak, device)
-            for peak, device in ((host, HOST), (gpu, GPU))
-        )
+        on = (host, HOST), (gpu, GPU)
+        here_s, there_s = (part_seconds(part, model, asked, *x) for x in on)
         saved_s = here_s - there_s
         assert (copy_s < saved_s) is pays
     slow = every_link(("cpu:0", "cuda:0"), 1e-5, 1e4)
@@ -241,29 +241,24 @@ def test_the_least_batch_that_pays_for_a_copy(config: dict[str, Any]) -> None:
 
 def test_strategies_of_ktransformers() -> None:
     """Without the table: with nothing on the GPU all are one; few hot experts are read often."""
-    from experiments.expert_strategies import CHOSEN, STRATEGIES, Constants, power_law
-
-    shares = power_law(1.93)
-    assert shares.sum() == pytest.approx(CHOSEN) and shares.max() <= 1
-    assert shares[:256].sum() / CHOSEN == pytest.approx(1 - 0.5**1.93, abs=0.01)
-    token_s = Constants().token_s
-    assert {token_s(name, 1.0, 9e-3) for name in STRATEGIES} == {9e-3}
-    none = [token_s(name, 0.0, 9e-3) for name in STRATEGIES]
+    shares = strategies.power_law(1.93)
+    assert shares.sum() == pytest.approx(strategies.CHOSEN) and shares.max() <= 1
+    assert shares[:256].sum() / strategies.CHOSEN == pytest.approx(1 - 0.5**1.93, abs=0.01)
+    token_s = strategies.Constants().token_s
+    assert {token_s(name, 1.0, 9e-3) for name in strategies.STRATEGIES} == {9e-3}
+    none = [token_s(name, 0.0, 9e-3) for name in strategies.STRATEGIES]
     assert none == pytest.approx([none[0]] * 5, rel=2e-3)
     # 48 waits, and 10 of 512 experts of 3 MiB each in 48 layers at 211.8 GB/s
     assert none[0] == pytest.approx(9e-3 + 48 * 50.7e-6 + 48 * 10 * 3 * 2**20 / 211.8e9, rel=1e-3)
-    ninth = {name: token_s(name, 0.9, 9e-3) for name in STRATEGIES}
+    ninth = {name: token_s(name, 0.9, 9e-3) for name in strategies.STRATEGIES}
     assert sorted(ninth, key=ninth.__getitem__)[:3] == ["frequency", "front_loading", "dynamic"]
 
 
 def test_strategies_as_measured() -> None:
-    from experiments.expert_strategies import TABLE, figures
-    from experiments.study import DATA
-
-    path = DATA / "measured_llm" / f"{TABLE}.csv"
+    path = DATA / "measured_llm" / f"{strategies.TABLE}.csv"
     if not path.is_file():
         pytest.skip(f"needs {path}")
-    facts = figures(path)
+    facts = strategies.figures(path)
     assert facts["rows"] == 55 and facts["worst"] < 0.1 and facts["median_error"] < 0.02
     assert facts["pairs"] > 60 and facts["pairs_wrong"] == 0 and facts["pairs_alike"] == 2
     assert facts["left_out"]["worst"] < 0.12

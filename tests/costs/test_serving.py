@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from placement.capturing import capture
 from placement.cli import BAD_INPUT, NO
 from placement.cli.serving import fits
 from placement.cluster import Cluster, ClusterError, Device
@@ -107,10 +109,6 @@ def test_a_name_that_is_not_in_the_library(tmp_path: Path) -> None:
 
 
 def test_operators_of_a_graph_on_a_device_of_the_library() -> None:
-    import torch
-
-    from placement.capturing import capture
-
     graph = capture(torch.nn.Linear(1000, 2000).eval(), (torch.zeros(500, 1000),))
     l4 = Device("gpu", "cuda", like="nvidia/l4")
     profile = profile_of(graph, Cluster("c", (l4,)), Roofline())

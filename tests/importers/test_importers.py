@@ -40,10 +40,7 @@ MOIRAI: dict[str, Any] = {
     "model": "tiny",
     "num_devices": 2,
     "nodes": [{"id": 4, "time": [3, 6]}, {"id": 1, "time": [1, 2]}, {"id": 6, "time": [0, 5]}],
-    "edges": [
-        {"src": 1, "dst": 4, "transfer": [[0, 0.5], [0.25, 0]]},
-        {"src": 1, "dst": 6, "transfer": [[0, 0.5], [0.25, 0]]},
-    ],
+    "edges": [{"src": 1, "dst": k, "transfer": [[0, 0.5], [0.25, 0]]} for k in (4, 6)],
 }
 PIPEDREAM = """\
 node2 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=2.0, backward_compute_time=4.0, \

@@ -277,6 +277,8 @@ def test_import_of_a_workload(tmp_path, says, monkeypatch):
     problem = load(out)
     assert got["nodes"] == problem.num_ops == 6 and problem.graph.op_name[0] == "linear"
     assert problem.graph.program is None and problem.graph.fingerprint == got["fingerprint"]
+    said = says(["import", "tiny_mlp", "--dim", "batch=1", "--out", out], 2).err
+    assert "--dim is for problem files; 'tiny_mlp' is none" in said
 
 
 @pytest.mark.parametrize(
@@ -293,8 +295,3 @@ def test_what_a_wrong_command_says(tmp_path, says, words, message):
     file = written(tmp_path / "file.json", SMALL)
     assert message in says(["import", file, "--out", tmp_path / "out.json", *words], 2).err
     assert not (tmp_path / "out.json").exists()
-
-
-def test_options_of_files_are_not_for_workloads(says: Any) -> None:
-    said = says(["import", "tiny_mlp", "--dim", "batch=1", "--out", "out.json"], 2).err
-    assert "--dim is for problem files; 'tiny_mlp' is none" in said

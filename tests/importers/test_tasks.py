@@ -124,10 +124,8 @@ def test_several_gpus_are_joined(tmp_path: Path) -> None:
 
 def test_workflows_of_all_versions(tmp_path: Path) -> None:
     files = fuzz.made_targets(["wfformat"])["wfformat"].files
-    new, old = (
-        importers.load(written(tmp_path / name, files[name].decode()), devices=2, bandwidth=10.0)
-        for name in ("w.json", "v.json")
-    )
+    paths = [written(tmp_path / name, files[name]) for name in ("w.json", "v.json")]
+    new, old = (importers.load(path, devices=2, bandwidth=10.0) for path in paths)
     assert new.graph.op_name == ("a1", "b1") and old.graph.op_name == ("a", "b")
     assert new.compute_s.tolist() == [[1.5, 1.5]] * 2 and old.compute_s[:, 0].tolist() == [2, 3]
     for problem, size in ((new, 100), (old, 7)):
